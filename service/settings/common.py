@@ -1,4 +1,4 @@
-"""The base of all settings: sources of values, and flags that several commands have."""
+"""The base class of all settings, and the types of flags that several commands have."""
 
 import csv
 from collections.abc import Callable, Mapping
@@ -24,15 +24,15 @@ BUNDLED_CHECKPOINT = Path(__file__).parents[3] / "checkpoints" / "python-small"
 
 
 class CommandSettings(BaseSettings):
-    """Settings of a command. The first source with a value wins: flags, then `LOGITD_COMMAND_FLAG`
-    in the environment and in .env, then `LOGITD_FLAG` in both, then defaults. So one .env can have
-    different values of a flag for two commands.
+    """Settings of a command. The first source that has a value wins: the flag,
+    `LOGITD_COMMAND_FLAG` in the environment and then in .env, `LOGITD_FLAG` in the same two places,
+    the default. So one .env can give two commands different values of a flag.
 
     command     name of the command
-    groups      titles of the groups of flags in the help, by the first field of each
+    groups      titles of the groups of flags in the help, by the first field of each group
     flag_names  additional flags of fields, without dashes
-    needs       fields that only act with some values of earlier fields: a test of these, and the
-                reason with the fix
+    needs       fields that have an effect only with some values of earlier fields. Each has a test
+                of the earlier values, and the message if the test fails
     """
 
     model_config = SettingsConfigDict(
@@ -59,7 +59,8 @@ class CommandSettings(BaseSettings):
 
     @classmethod
     def variables(cls, field: str) -> tuple[str, str]:
-        """The variables of a field: that of this command, which wins, and that of all commands."""
+        """The two variables of a field. The first, for this command only, takes precedence over
+        the second, which all commands read."""
         return f"{PREFIX}{cls.command}_{field}".upper(), f"{PREFIX}{field}".upper()
 
     @classmethod
@@ -84,13 +85,13 @@ class CommandSettings(BaseSettings):
 
 
 def split_list(value: Any) -> Any:
-    """Split the comma-separated items of a flag or a variable; an item in double quotes may contain
-    commas. Other values are returned unchanged."""
+    """Split the comma-separated items of a flag or a variable. An item in double quotes may contain
+    commas. A value that is not a text is returned unchanged."""
     if not isinstance(value, str):
         return value
     try:
         rows = list(csv.reader([value], skipinitialspace=True))
-    except csv.Error:  # a line break outside quotes: one text
+    except csv.Error:  # a text with a line break outside quotes is one item
         return [value]
     return [item.strip() for row in rows for item in row]
 
@@ -99,7 +100,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
 CheckpointPath = Annotated[
-    Path, Field(description="directory of a checkpoint, or of a run, whose best one is used")
+    Path,
+    Field(description="directory of a checkpoint, or of a run, whose best checkpoint is used"),
 ]
 Device = Annotated[
     str, Field(description="auto, cpu, cuda or cuda:N; auto is CUDA if there is one")
@@ -107,38 +109,40 @@ Device = Annotated[
 DType = Annotated[
     DTypeName,
     Field(
-        description="dtype of the computation; auto is bfloat16 on CUDA, and in native decoding on "
-        "a CPU that multiplies it, else float32"
+        description="dtype of the computation; auto is bfloat16 on CUDA, and for native decoding "
+        "on a CPU that multiplies bfloat16, otherwise float32"
     ),
 ]
 StoredDType = Annotated[
-    DTypeName, Field(description="dtype of the stored weights; auto is that of the source")
+    DTypeName, Field(description="dtype of the stored weights; auto is the dtype of the source")
 ]
 Kernels = Annotated[
     KernelChoice,
     Field(
-        description="decode steps on a CPU: native is built for this processor, torch needs no "
-        "compiler; auto is native if it is available"
+        description="implementation of decode steps on a CPU: native is built for this processor, "
+        "torch needs no compiler; auto is native if it is available"
     ),
 ]
 Target = Annotated[
     KernelTarget,
     Field(
-        description="kind of processor whose native kernels compute, prompts included: one below "
-        "this processor's computes the same bits on all processors; auto is the best one here"
+        description="kind of processor for which native kernels are built, those for prompts "
+        "included: a kind below this processor's computes the same bits on all processors; auto is "
+        "the best kind that this processor has"
     ),
 ]
 Quantize = Annotated[
     Quantization,
     Field(
-        description="int8 quantizes the matrices to 8 bits when loading, int4 to 4 except the head"
+        description="quantize the matrices when loading: int8 to 8 bits, int4 to 4 bits except the "
+        "head"
     ),
 ]
 KVCacheCells = Annotated[
     KVCacheDType,
     Field(
-        description="dtype of keys and values: int8 needs a quarter of the memory and reading time "
-        "of float32, half of bfloat16's; auto is --dtype"
+        description="dtype of keys and values: int8 takes a quarter of the memory and reading time "
+        "of float32, and half of bfloat16's; auto is --dtype"
     ),
 ]
 Threads = Annotated[
@@ -146,7 +150,7 @@ Threads = Annotated[
     Field(
         ge=0,
         le=1024,
-        description="compute threads; 0 is one per available processor, which is the maximum",
+        description="compute threads; 0 is one per available processor, which is also the maximum",
     ),
 ]
 AsJson = Annotated[bool, Field(description="print JSON instead of tables")]

@@ -1,6 +1,6 @@
-"""Settings of `logitd import`: the model, and answers about what its tensors do not show.
+"""Settings of `logitd import`: the model, and facts about it that its tensors do not show.
 
-Each field of a `Computation` is a flag of the same name.
+Each of these facts is a field of a `Computation`, and a flag of the same name.
 """
 
 from dataclasses import fields
@@ -26,7 +26,7 @@ from logitd.service.settings.common import CommandSettings, StoredDType
 
 
 class _Source(CommandSettings):
-    """Paths of the model, and how to read it."""
+    """The paths, and the flags about reading the model."""
 
     command = "import"
     groups: ClassVar = {
@@ -42,39 +42,40 @@ class _Source(CommandSettings):
     destination: CliPositionalArg[Path] = Field(description="checkpoint directory to write")
     tokenizer: str | None = Field(
         None,
-        description="vocabulary instead of the source's: gpt2, cl100k_base, o200k_base; a file of "
-        "ranks, a tokenizer.json, or a vocabulary as JSON or pickle (meta.pkl); characters:TEXT, "
-        "the sorted characters of a text, with ,first=N or ,last=N for more ids before or after; "
-        "words:FILE, a token per line or a JSON list; none, token ids alone",
+        description="vocabulary that replaces the source's: gpt2, cl100k_base, o200k_base; a file "
+        "of ranks, a tokenizer.json, or a vocabulary as JSON or pickle (meta.pkl); "
+        "characters:TEXT, the sorted characters of a text, with ,first=N or ,last=N for N more ids "
+        "before or after; words:FILE, a token per line or a JSON list; none, only token ids",
     )
     dtype: StoredDType = "auto"
     context_length: int | None = Field(
-        None, ge=1, description="positions to keep; if not given all"
+        None, ge=1, description="number of positions to keep (default: all)"
     )
     skip_normalizer: bool = Field(
         False,
-        description="drop the source tokenizer's normalizer: texts that it changes get other ids "
-        "than in the source",
+        description="drop the normalizer of the source's tokenizer: texts that the normalizer "
+        "would change get other ids than in the source",
     )
     unused_rows: bool = Field(
         False,
-        description="accept a vocabulary with fewer ids than the embedding has rows, beyond usual "
-        "padding",
+        description="accept an embedding with more rows than the vocabulary has ids, even if usual "
+        "padding does not explain the difference",
     )
     code: str | None = Field(
         None,
-        description="FILE.py:NAME, the model's own class, or FILE.py:EXPRESSION. It runs in a "
-        "process without network, and open questions are decided so that its logits agree",
+        description="the model's own code: FILE.py:NAME, a class, or FILE.py:EXPRESSION. The code "
+        "runs in a process without network, and open questions are decided so that the imported "
+        "model has the logits of the code",
     )
     check: Path | None = Field(
         None,
         description="a text that the model should predict: open questions are decided so that the "
-        "loss on it is lowest",
+        "loss on this text is lowest",
     )
     ignore_setting: tuple[str, ...] = Field(
         (),
-        description="a number or flag of the source's settings that changes no logit; unknown ones "
-        "stop the import",
+        description="name of a number or flag in the source's settings that changes no logit; an "
+        "unknown setting stops the import unless it is named here",
     )
     map: Path | None = Field(
         None,
@@ -100,7 +101,7 @@ class ImportSettings(_Answers):
 
     positions: Positions | None = Field(None, description="encoding of positions")
     rotary_layout: RotaryLayout | None = Field(
-        None, description="channels that rotate together: i and i + D/2, or 2i and 2i + 1"
+        None, description="pairs of channels that rotate together: i and i + D/2, or 2i and 2i + 1"
     )
     score_scale: ScoreScale | None = Field(
         None, description="width whose square root divides attention scores, if any"
@@ -109,18 +110,20 @@ class ImportSettings(_Answers):
         None, description="order of the rows in a fused query, key and value matrix"
     )
     gate_order: GateOrder | None = Field(
-        None, description="the gate among the two matrices before the product"
+        None, description="position of the gate: the first or the second matrix before the product"
     )
     qk_norm: QkNorm | None = Field(
         None, description="RMS norm of queries and keys: none, with weights, or without"
     )
-    qk_norm_eps: float | None = Field(None, gt=0, lt=1, description="eps of that norm")
+    qk_norm_eps: float | None = Field(
+        None, gt=0, lt=1, description="eps of the RMS norm of queries and keys"
+    )
     embedding_scale: EmbeddingScale | None = Field(
         None, description="factor of the token embeddings"
     )
 
     def answers(self) -> dict[str, Any]:
-        """The given fields of a `Computation`."""
+        """The fields of a `Computation` that are set."""
         names = [
             field.name for field in fields(Computation) if field.name in type(self).model_fields
         ]

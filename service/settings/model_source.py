@@ -1,7 +1,7 @@
 """ModelSource: a model to serve, written as `NAME=PATH` or PATH. Imports no torch.
 
 The text before the first `=` is a name, unless it contains a slash: `runs/lr=0.1` and `./lr=0.1`
-are paths. `service/cli/commands/servable.py` looks at the paths.
+are paths. `service/cli/commands/servable.py` checks the paths.
 """
 
 from collections.abc import Iterable
@@ -16,8 +16,8 @@ MAX_NAME = 200
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """The path of a checkpoint, or of a run for its best one, and the model's name; None: the name
-    of the checkpoint's folder, or of its run."""
+    """A model to serve: the path of a checkpoint, or of a run, whose best checkpoint is served, and
+    the model's name. If `name` is None, the name is that of the checkpoint's folder or run."""
 
     path: Path
     name: str | None = None
@@ -28,14 +28,14 @@ class ModelSource:
         return self.name or name_of(self.path)
 
     def __str__(self) -> str:
-        """As written on a command line."""
+        """The model as it is written on a command line."""
         here = Path.cwd()
         path = self.path.relative_to(here) if self.path.is_relative_to(here) else self.path
         return str(path) if self.name is None else f"{self.name}={path}"
 
 
 def model_source(given: Any) -> ModelSource:
-    """The model of one word. Raises ValueError."""
+    """The model that one argument describes. Raises ValueError."""
     if isinstance(given, ModelSource):
         return given
     if isinstance(given, Path):
@@ -58,8 +58,8 @@ def checked_name(text: str) -> str:
 
 
 def listed(given: Any) -> Any:
-    """The words of a setting. The text of a variable is split at its commas if each part has a
-    name; other texts are one path."""
+    """The models of a setting, as a list. The text of a variable is split at its commas if every
+    part is written as NAME=PATH; any other text is one path."""
     if isinstance(given, (ModelSource, Path)):
         return [given]
     if not isinstance(given, str):
@@ -70,8 +70,8 @@ def listed(given: Any) -> Any:
 
 
 def named(sources: Iterable[ModelSource]) -> tuple[ModelSource, ...]:
-    """The models of a server, each with its own name if there are several. Raises ValueError if two
-    have the same name."""
+    """The models of a server; if there are several, each has its own name. Raises ValueError if two
+    of them have the same name."""
     sources = tuple(sources)
     if len(sources) < 2:
         return sources
@@ -79,5 +79,7 @@ def named(sources: Iterable[ModelSource]) -> tuple[ModelSource, ...]:
     names = [source.name for source in result]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"two models have the name {name!r}: give each its own, as NAME=PATH")
+            raise ValueError(
+                f"two models have the name {name!r}: give each its own name, as NAME=PATH"
+            )
     return result

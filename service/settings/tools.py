@@ -25,7 +25,7 @@ from logitd.service.settings.common import (
 
 def _distinct(sizes: tuple[int, ...]) -> tuple[int, ...]:
     if len(set(sizes)) < len(sizes):
-        raise ValueError("a size occurs twice: give each once")
+        raise ValueError(f"{','.join(map(str, sizes))} has a size twice: give each size once")
     return sizes
 
 
@@ -43,11 +43,13 @@ BatchSizes = Annotated[
 
 _NOT_GREEDY = (
     lambda given: given.get("temperature") != 0,
-    "it has no effect with temperature 0, which is greedy: give only one of them",
+    "it has no effect with --temperature 0, which always takes the likeliest token: remove one of "
+    "the two",
 )
 _WITHOUT_URL = (
     lambda given: given.get("url") is None,
-    "the address of the server has it already: give the address, or --host and --port",
+    "the address of the server already has a host and a port: give either the address or --host "
+    "and --port",
 )
 
 
@@ -59,16 +61,23 @@ class GenerateSettings(CommandSettings):
     needs: ClassVar = dict.fromkeys(("top_k", "top_p", "seed"), _NOT_GREEDY)
 
     prompt: CliPositionalArg[str] = Field(
-        description='text to continue; token ids, "0 1 2", for a model without a vocabulary'
+        description='text to continue; for a model without a vocabulary, token ids such as "0 1 2"'
     )
     checkpoint: CheckpointPath = BUNDLED_CHECKPOINT
     max_tokens: int = Field(200, ge=1, description="most tokens to generate")
-    temperature: float = Field(0.8, ge=0, description="0 is greedy")
+    temperature: float = Field(
+        0.8, ge=0, description="sampling temperature; 0 always takes the likeliest token"
+    )
     top_k: int = Field(0, ge=0, description="sample from the k likeliest tokens; 0 is all")
     top_p: float = Field(
-        1.0, gt=0, le=1, description="sample from the likeliest tokens with probability p together"
+        1.0,
+        gt=0,
+        le=1,
+        description="sample from the likeliest tokens whose probabilities add up to p",
     )
-    seed: int = Field(-1, ge=-1, lt=2**64, description="same seed, same text; -1 is a random one")
+    seed: int = Field(
+        -1, ge=-1, lt=2**64, description="the same seed gives the same text; -1 draws a seed"
+    )
     n: int = Field(1, ge=1, le=64, description="number of completions")
     device: Device = "auto"
     dtype: DType = "auto"
@@ -90,8 +99,8 @@ class InspectSettings(CommandSettings):
     )
     text: str = Field(
         "def main():",
-        description="text to run through a checkpoint, or the best one of a run; token ids, by "
-        'default "0 1 2", for a model without a vocabulary',
+        description="text to run through the checkpoint, or through the best checkpoint of a run; "
+        'for a model without a vocabulary, token ids, by default "0 1 2"',
     )
     as_json: AsJson = False
 
@@ -104,13 +113,13 @@ class ExportSettings(CommandSettings):
     needs: ClassVar = {
         "pre": (
             lambda given: given.get("to") == "gguf",
-            "it names a split pattern of GGUF files: add --to gguf",
+            "it names the split pattern of a GGUF file: add --to gguf",
         ),
     }
 
     checkpoint: CliPositionalArg[CheckpointPath]
     destination: CliPositionalArg[Path] = Field(
-        description="folder to write, or file with --to gguf"
+        description="folder to write; with --to gguf, file to write"
     )
     to: Literal["hf", "gguf"] = Field(
         "hf", description="hf is a folder for transformers, gguf a file for llama.cpp"
@@ -118,8 +127,8 @@ class ExportSettings(CommandSettings):
     dtype: StoredDType = "auto"
     pre: str | None = Field(
         None,
-        description="for gguf: name of a llama.cpp split pattern, if llama.cpp has none for the "
-        "checkpoint's own",
+        description="with --to gguf: name of the llama.cpp split pattern to use if llama.cpp does "
+        "not have the checkpoint's own pattern",
     )
 
 
@@ -131,14 +140,17 @@ class HealthSettings(CommandSettings):
     needs: ClassVar = dict.fromkeys(("host", "port"), _WITHOUT_URL)
 
     url: CliPositionalArg[str | None] = Field(
-        None, description="address of the server; if not given that of --host and --port"
+        None, description="address of the server (default: made of --host and --port)"
     )
     host: str = Field(
-        "127.0.0.1", min_length=1, description="address it binds; 0.0.0.0 is this machine"
+        "127.0.0.1",
+        min_length=1,
+        description="address that the server binds; 0.0.0.0 is this machine",
     )
-    port: int = Field(8000, ge=1, le=65535, description="port it binds")
+    port: int = Field(8000, ge=1, le=65535, description="port that the server binds")
     live: bool = Field(
-        False, description="ask if the server needs a restart, instead of if it answers requests"
+        False,
+        description="ask if the process needs a restart, instead of if the server answers requests",
     )
     timeout: float = Field(2, gt=0, description="most seconds to wait for the answer")
 
@@ -161,16 +173,16 @@ class BenchSettings(CommandSettings):
     prompt_tokens: int | None = Field(
         None,
         ge=1,
-        description="tokens per prompt; if not given 256, or what the model's context leaves",
+        description="tokens per prompt (default: 256, or fewer if the model's context is shorter)",
     )
     tokens: int = Field(
         64,
         ge=2,
-        description="tokens that each sequence generates; streams of a server generate more if "
-        "that is needed for all of them to run at once",
+        description="tokens that each sequence generates; streams of a server generate more if all "
+        "of them would not run at once otherwise",
     )
     rounds: int = Field(
-        3, ge=1, le=1000, description="runs of each case; the result is their median"
+        3, ge=1, le=1000, description="runs of each case; the result is the median of the runs"
     )
     url: str | None = Field(
         None,

@@ -48,8 +48,8 @@ class EvalSettings(CommandSettings):
     checkpoint: CliPositionalArg[CheckpointPath] = BUNDLED_CHECKPOINT
     data: tuple[str, ...] = Field(
         (),
-        description="text to measure on, all of it: files, folders and globs, addresses; the "
-        "default is the held-out text of the checkpoint's own training, if it can be found",
+        description="text to measure on, all of it: files, folders and globs, addresses (default: "
+        "the text held out from the checkpoint's training, if it can be found)",
     )
     text_field: TextField = "text"
     split_at: SplitAt = None
@@ -57,24 +57,26 @@ class EvalSettings(CommandSettings):
     stride: int | None = Field(
         None,
         ge=1,
-        description="tokens that each window counts; the rest of it is their context (default: "
-        "the whole window, as in training)",
+        description="number of tokens of each window that are measured; the window's other tokens "
+        "are context (default: the whole window, as in training)",
     )
     batch_size: int = Field(8, ge=1, le=4096, description="windows in a forward pass")
     device: Device = "auto"
     dtype: TrainingDType = Field(
         "auto",
         description="dtype of the computation, as in training; auto is bfloat16 if the device "
-        "multiplies it",
+        "multiplies bfloat16, otherwise float32",
     )
     threads: Threads = 0
     quantize: Quantization = Field(
         "none",
-        description="int8 and int4 measure weights in 8 and in 4 bits, by decode steps: slower",
+        description="measure the model with weights in 8 bits (int8) or 4 bits (int4), by decode "
+        "steps, which is slower",
     )
     kv_cache_dtype: KVCacheDType = Field(
         "auto",
-        description="int8 measures keys and values in 8 bits, by decode steps: slower",
+        description="int8 measures the model with keys and values in 8 bits, by decode steps, "
+        "which is slower",
     )
     as_json: AsJson = False
 
@@ -86,10 +88,11 @@ class MergeSettings(CommandSettings):
     groups: ClassVar = {"base": "paths"}
 
     base: CliPositionalArg[Path] = Field(
-        description="checkpoint that the adapter was trained on, or a run of which it is the best"
+        description="checkpoint that the adapter was trained on, or a run whose best checkpoint it "
+        "is"
     )
     adapter: CliPositionalArg[Path] = Field(
-        description="directory of an adapter, or of the run of `logitd train --lora` that wrote it"
+        description="directory of an adapter, or of the `logitd train --lora` run that wrote one"
     )
     dest: CliPositionalArg[Path] = Field(description="checkpoint directory to write")
     save_dtype: SaveDType = Field("float32", description="dtype of the checkpoint's weights")

@@ -69,7 +69,7 @@ def test_defaults_of_the_engine_are_the_engines() -> None:
         assert getattr(settings, name) == getattr(config, name)
     assert settings.slots is None
     assert settings.target_gap is None
-    assert f"If not given {SERVED_TARGET_GAP} on a CPU" in str(
+    assert f"The default is {SERVED_TARGET_GAP} on a CPU" in str(
         ServeSettings.model_fields["target_gap"].description
     )
     description = ServeSettings.model_fields["slots"].description
