@@ -1,14 +1,15 @@
 """Generator of the parts of the client and of the documentation that follow from the operations.
 
-    fields.py        for each operation, the keywords of its method, as a TypedDict
-    results.py       for each reply, a frozen dataclass
-    operations.py    for each operation, the function that builds its call
-    client.py and async_client.py     the methods that send these calls
-    ../README.md     the table's rows of operations
+    fields.py                       a TypedDict for each operation, with the keywords of its method
+    results.py                      a frozen dataclass for each reply
+    operations.py                   a function for each operation, which builds its call
+    client.py and async_client.py   the methods that send these calls
+    ../README.md                    the rows of the operations in a table
 
-`make client` runs it; it replaces the lines between two marks and keeps all others. A new operation
-needs no change here. Written by hand are the calls in `endpoints.py`, the results that are arrays
-(`arrays.py`), and properties of results. The client imports nothing of this module.
+`make client` runs the generator. It replaces the lines between two marks and keeps all others. A
+new operation needs no change here. The calls in `endpoints.py`, the results that are arrays
+(`arrays.py`) and the properties of results (PROPERTIES) are written by hand. The client does not
+import this module.
 """
 
 import keyword
@@ -35,9 +36,9 @@ WIDTH = 100
 HAND_WRITTEN = ("generate", "logits", "activations", "tokenize", "detokenize")
 """Operations whose calls are in `endpoints.py`."""
 ARRAYS = {"hidden_states": "HiddenStates", "attention": "Attention"}
-"""Results of operations that reply with one array per prompt."""
+"""Names of the results of operations that reply with one array per prompt."""
 SHARED = ("interventions", "timeout", "model")
-"""Fields of most operations."""
+"""Fields that most operations have."""
 NAMES = {
     "Reply": "Reply",
     "PromptReply": "PromptResult",
@@ -48,7 +49,7 @@ NAMES = {
     "TokenizeReply": "Tokenized",
     "DetokenizeReply": "Detokenized",
 }
-"""Names of results, if they are not the reply's without `Reply`."""
+"""Names of results that are not the name of the reply without `Reply`."""
 PROPERTIES = {
     "Generation": '''
 @property
@@ -59,13 +60,13 @@ def text(self) -> str:
     "Sweep": '''
 @property
 def grid(self) -> npt.NDArray[np.float64]:
-    """The values, with one axis per axis of the sweep."""
+    """The values of the cells, with one axis per axis of the sweep."""
     shape = [len(axis.values) for axis in self.axes]
     return np.array([cell.value for cell in self.cells], dtype=np.float64).reshape(shape)
 
 @property
 def effect(self) -> npt.NDArray[np.float64]:
-    """The values minus the unchanged one: the effect of each place."""
+    """The effect of each cell: its value minus the value without intervention."""
     return self.grid - self.unchanged.value
 ''',
     "Detokenized": '''
@@ -93,7 +94,7 @@ def main() -> None:
 
 
 def sources() -> Mapping[str, str]:
-    """The files, by name."""
+    """The source of each file, by its name."""
     return {
         "fields.py": _between_marks("fields.py", fields_source()),
         "results.py": _between_marks("results.py", results_source()),
@@ -105,7 +106,7 @@ def sources() -> Mapping[str, str]:
 
 
 def _between_marks(name: str, generated: str) -> str:
-    """A file's source with other lines between its marks."""
+    """A file's source, with `generated` between its marks."""
     source = (FOLDER / name).read_text(encoding="utf-8")
     before, after = source.split(MARKS[0])[0], source.split(MARKS[1])[1]
     margin = before.rpartition("\n")[2]
@@ -113,7 +114,7 @@ def _between_marks(name: str, generated: str) -> str:
 
 
 def _methods(decorator: str) -> str:
-    """A method of a client for each generated operation."""
+    """The methods of a client, one for each generated operation."""
     return "".join(
         f"    {operation.name} = {decorator}(operations.{operation.name})\n"
         for operation in _generated_operations()
@@ -121,7 +122,7 @@ def _methods(decorator: str) -> str:
 
 
 def readme_source() -> str:
-    """The folder's page, with a row of its table for each operation before the other rows."""
+    """README.md of the folder. The first rows of its table are generated, one per operation."""
     page = (FOLDER / "../README.md").read_text(encoding="utf-8")
     before, after = re.split(r"(?<=\|---\|---\|\n)(?:\| `POST /\w+` .*\n)*", page, maxsplit=1)
     rows = "".join(
@@ -138,7 +139,7 @@ def _generated_operations() -> Iterator[Operation]:
 
 
 def fields_source() -> str:
-    """TypedDicts of nested objects, of the shared fields, and of each operation."""
+    """TypedDicts of the nested objects, of the shared fields, and of each operation's fields."""
     parts = (PositionRange, Source, Intervention, Processing)
     found = {model.__name__: typed_dict(model.__name__, _members(model)) for model in parts}
     shared = {name: _members(OPERATIONS[0].body)[name] for name in SHARED}
@@ -154,7 +155,8 @@ def fields_source() -> str:
 
 
 def _keywords(operation: Operation) -> dict[str, str]:
-    """The keywords of a method: fields except its arguments and those that the method decides."""
+    """The keywords of a method: all fields except its positional arguments and the fields that the
+    method sets."""
     decided = {"stream"} | ({"top_k"} if operation.name == "logits" else set())
     return {
         key: kind
@@ -173,7 +175,7 @@ def _members(model: type[BaseModel]) -> dict[str, str]:
 
 
 def typed_dict(name: str, members: Mapping[str, str], base: str = "TypedDict") -> str:
-    """A TypedDict, in its functional form if a name is a keyword of Python."""
+    """The source of a TypedDict, in functional form if a member's name is a keyword of Python."""
     if any(map(keyword.iskeyword, members)):
         listed = "".join(f'        "{key}": {kind},\n' for key, kind in members.items())
         return f'{name} = {base}(\n    "{name}",\n    {{\n{listed}    }},\n    total=False,\n)\n'
@@ -182,7 +184,7 @@ def typed_dict(name: str, members: Mapping[str, str], base: str = "TypedDict") -
 
 
 def _field_type(key: str, field: FieldInfo) -> str:
-    """The type of a field, wider than the server's, which takes lists alone."""
+    """The type of a field in the client. It is wider than the server's, which takes only lists."""
     special = {"values": "Values | None", "logit_bias": "LogitBias"}
     return special.get(key) or _argument(field.annotation)
 
@@ -211,7 +213,7 @@ def _quoted(value: Any) -> str:
 
 
 def results_source() -> str:
-    """Dataclasses of all replies, each after its parts."""
+    """Dataclasses of all replies, each after the classes of its members."""
     found: dict[str, str] = {}
     for operation in OPERATIONS:
         if operation.form != "outputs":
@@ -222,7 +224,7 @@ def results_source() -> str:
 
 
 def _first(reply: Any) -> type[BaseModel]:
-    """The reply for one prompt, if there are two."""
+    """The reply for one prompt, if an operation has two kinds of reply."""
     inner = get_args(reply)
     first: type[BaseModel] = inner[0] if inner else reply
     return first
@@ -255,7 +257,7 @@ def _base(model: type[BaseModel]) -> type[BaseModel] | None:
 
 
 def dataclass_of(model: type[BaseModel]) -> str:
-    """A dataclass with a reply's members."""
+    """The source of a dataclass with the members of a reply."""
     name, base = result_name(model), _base(model)
     computed = PROPERTIES.get(name, "")
     inherited = {} if base is None else base.model_fields
@@ -269,7 +271,7 @@ def dataclass_of(model: type[BaseModel]) -> str:
         target += _commented(line if field.is_required() else f"{line} = None", field.description)
     if model is Reply or model in FACTS:
         required.append("request_id: str")
-    whole = model in FACTS or issubclass(model, Reply)  # documented by its endpoint
+    whole = model in FACTS or issubclass(model, Reply)  # the endpoint documents it
     own_text = None if whole and model is not Reply else vars(model).get("__doc__")
     docstring = f'"""{own_text}"""\n\n' if own_text else ""
     body = docstring + "\n".join([*required, *optional]) + "\n" + computed
@@ -278,7 +280,7 @@ def dataclass_of(model: type[BaseModel]) -> str:
 
 
 def _commented(line: str, description: str | None) -> list[str]:
-    """A member, with its description after it or above it."""
+    """The lines of a member, with its description as a comment after it or above it."""
     if description is None:
         return [line]
     if len(line) + len(description) + 8 <= WIDTH:
@@ -287,7 +289,7 @@ def _commented(line: str, description: str | None) -> list[str]:
 
 
 def _member(key: str, annotation: Any) -> str:
-    """The type of a member, as `reading.py` reads it."""
+    """The annotation of a member, from which `reading.py` reads it."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         return " | ".join(dict.fromkeys(_member(key, part) for part in inner))
@@ -313,12 +315,13 @@ def _member(key: str, annotation: Any) -> str:
 
 
 def operations_source() -> str:
-    """A function for each generated operation that builds its call."""
+    """Functions that build calls, one for each generated operation."""
     return "\n\n".join(map(_function, _generated_operations()))
 
 
 def _function(operation: Operation) -> str:
-    """A call's function, with overloads if it returns a list for a list of prompts."""
+    """The source of a function that builds a call. It has overloads if the result is a list for a
+    list of prompts."""
     name, result = operation.name, _result(operation)
     annotations = {key: field.annotation for key, field in operation.body.model_fields.items()}
     required = [key for key, field in operation.body.model_fields.items() if field.is_required()]

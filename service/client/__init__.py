@@ -14,7 +14,7 @@ from logitd.service.client.streaming import AsyncStream as AsyncStream
 from logitd.service.client.streaming import Stream as Stream
 
 _ALIASES = ("TokenIds", "OnePrompt", "ManyPrompts", "Prompt", "OneOrManyIds")
-# Not __all__: mypy reads only its literals, and hides all other names.
+# This list is not `__all__`: mypy reads only literals there, and would hide all other names.
 NAMES = [
     name
     for name, value in vars().copy().items()

@@ -1,7 +1,7 @@
 """Results that are arrays, and the chunks of a stream.
 
-Arrays belong to the caller and are writable. Shapes: `P` requested positions, `T` tokens of the
-prompt, `C` columns.
+The arrays are writable, and nothing else refers to them. Shapes: `P` requested positions, `T`
+tokens of the prompt, `C` columns.
 """
 
 from collections.abc import Mapping
@@ -14,26 +14,26 @@ import numpy.typing as npt
 from logitd.service.client.results import Checkpoint, Choice, Reply, ScoredPrompt
 
 Floats = npt.NDArray[np.floating[Any]]
-"""float32, or float16 if the request names it."""
+"""float32, or float16 if the request has that `dtype`."""
 Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk(Reply):
-    """The news of a stream: pieces of choices, and logprobs of prompts."""
+    """One event of a stream: new pieces of choices, and logprobs of prompts."""
 
     choices: tuple[Choice, ...]
     prompts: tuple[ScoredPrompt, ...] | None = None
 
     @property
     def text(self) -> str:
-        """The new text of the first completion; often empty if there are several."""
+        """The new text of the first completion. It is often empty if there are several."""
         return "".join(choice.text for choice in self.choices if choice.index == 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayResult:
-    """Members of the results for one prompt."""
+    """Members that all array results have. A result belongs to one prompt."""
 
     positions: Integers  # (P,)
     token_ids: Integers  # (T,)
@@ -51,8 +51,8 @@ class Logits(ArrayResult):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopLogits(ArrayResult):
-    """The k largest logits of each row (P, k), descending. If processing leaves fewer than k, the
-    others are -inf with the id -1."""
+    """The k largest logits of each row (P, k), in descending order. If processing leaves fewer than
+    k, the rest of the row is -inf with the id -1."""
 
     top_ids: Integers
     top_logits: Floats
@@ -61,8 +61,8 @@ class TopLogits(ArrayResult):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HiddenStates(ArrayResult):
-    """`hidden_states` (layers, P, d_model): the residual stream before the final norm. Of all
-    layers, 0 is after the embeddings and i after block i."""
+    """`hidden_states` (layers, P, d_model): the residual stream before the final norm. Without
+    `layers` in the request, layer 0 is the stream after the embeddings, layer i after block i."""
 
     hidden_states: Floats
 

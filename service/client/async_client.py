@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 def _awaited(
     build: Callable[P, Call[Result]],
 ) -> Callable[Concatenate["AsyncClient", P], Coroutine[Any, Any, Result]]:
-    """The method that sends a call, with the parameters of the function that builds it."""
+    """A method that sends a call. It has the parameters of the function that builds the call."""
 
     async def method(self: "AsyncClient", /, *args: P.args, **kwargs: P.kwargs) -> Result:
         return await run(self._wire, self._settings, build(*args, **kwargs))
@@ -64,7 +64,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections. No call can follow."""
+        """Close the connections. Later calls fail."""
         if self._owned:
             await self._wire.http.aclose()
 

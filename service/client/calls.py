@@ -1,4 +1,4 @@
-"""Calls: the request to an endpoint and how its reply is read. Nothing is sent from here.
+"""Calls: a request to an endpoint, and the function that reads its reply. `wire.py` sends them.
 
 `endpoints.py` and `operations.py` build the calls. Prompts and fields may contain NumPy arrays and
 numbers, such as those of earlier results.
@@ -31,8 +31,8 @@ SAFETENSORS = "application/vnd.safetensors"
 class Request:
     """A request to an endpoint.
 
-    fields   body of a POST, query of a GET; None for an endpoint without fields, `model` included
-    answers  statuses of replies that are results
+    fields   body of a POST, or query of a GET; None if the endpoint has no fields, not even `model`
+    answers  statuses of replies that contain results
     """
 
     method: str
@@ -42,14 +42,14 @@ class Request:
     answers: frozenset[int] = frozenset({200})
 
     def to_model(self, model: str | None) -> "Request":
-        """The same request to a model of the server, unless its fields name one."""
+        """The same request for `model`, unless the fields already name a model."""
         if self.fields is None or model is None or self.fields.get("model") is not None:
             return self
         return replace(self, fields={**self.fields, "model": model})
 
     @property
     def target(self) -> str:
-        """The path with the query of a GET."""
+        """The path, and the query of a GET."""
         query = urlencode(self.fields or {}) if self.method == "GET" else ""
         return f"{self.path}?{query}" if query else self.path
 
@@ -76,18 +76,19 @@ class Answer:
             return json.loads(self.body)
         except (ValueError, RecursionError) as error:
             content_type = self.headers.get("content-type", "").partition(";")[0]
-            kind = content_type or "without a content type"
-            raise WrongShape(f"the reply is {kind}, and not JSON") from error
+            kind = f"is {content_type}" if content_type else "has no content type"
+            raise WrongShape(f"the reply {kind} and is not JSON") from error
 
     def read(self, form: type[Result]) -> Result:
-        """The reply as a result with its request's id."""
+        """The reply as a result, with the request's id."""
         result: Result = read(form, with_request_id(self.json(), self.request_id))
         return result
 
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[Results]):
-    """A request, and the reader of its answer, which raises WrongShape for an unreadable one."""
+    """A request, and the function that reads its answer. The function raises WrongShape for an
+    unreadable answer."""
 
     request: Request
     read: Callable[[Answer], Results]
@@ -108,7 +109,7 @@ def record(path: str, form: type[Result], fields: Mapping[str, object]) -> Call[
 def array(path: str, form: Any, fields: Mapping[str, Any]) -> Call[Any]:
     """A call of an operation that replies with one array per prompt, named like the operation.
 
-    It returns a `form`, or a list of them for a list of prompts.
+    The result is a `form`, or a list of them for a list of prompts.
     """
     name = path.removeprefix("/")
 
@@ -121,8 +122,8 @@ def array(path: str, form: Any, fields: Mapping[str, Any]) -> Call[Any]:
 def tensors(path: str, fields: Mapping[str, Any], read_prompt: Callable[..., Any]) -> Call[Any]:
     """A call with a safetensors reply.
 
-    `read_prompt` returns the result of one prompt from the file, the suffix of the names of its
-    tensors, and the members that all results of arrays have.
+    `read_prompt` returns the result of one prompt. Its arguments are the file, the suffix in the
+    names of the prompt's tensors, and the members of `ArrayResult`.
     """
     prompt = fields["prompt"]
     many = is_many(prompt)
@@ -148,16 +149,19 @@ def tensors(path: str, fields: Mapping[str, Any], read_prompt: Callable[..., Any
 
 
 def post(path: str, fields: Mapping[str, object], accept: str = JSON, **decided: object) -> Request:
-    """A POST with the caller's fields and those that the method decides. The caller's `stream` is
-    a TypeError."""
+    """A POST with the caller's fields and the `decided` ones, which the client sets. Raises
+    TypeError if the caller sets `stream`."""
     if "stream" in fields:
-        raise TypeError(f"{path} takes no `stream` here: `Client.stream` streams a generation")
+        raise TypeError(
+            f"stream is {fields['stream']!r}; a call of {path} does not stream. Remove `stream`, "
+            "and use the method `stream` for a generation piece by piece"
+        )
     return Request("POST", path, {**fields, **decided}, accept)
 
 
 def is_many(prompt: Prompt, name: str = "prompt") -> bool:
-    """True for a list of prompts; False for a text or a list of token ids. Raises TypeError, with
-    the field's name, for anything else."""
+    """True for a list of prompts, False for a text or a list of token ids. Raises TypeError for
+    anything else; the message has the field's `name`."""
     if not isinstance(prompt, (Sequence, np.ndarray)):
         raise TypeError(
             f"{name} is {repr(prompt)[:80]}; it must be a text, a list of token ids, or a list of "
@@ -175,7 +179,8 @@ def with_request_id(value: Any, request_id: str) -> Any:
 
 
 def documented_by(build: Callable[..., object], method: Callable[..., object]) -> None:
-    """Give a method the name, docstring and signature of the function that builds its call."""
+    """Set a method's name, docstring and signature to those of the function that builds its
+    call."""
     update_wrapper(method, build, ("__name__", "__qualname__", "__doc__"), ())
     del method.__wrapped__  # type: ignore[attr-defined]  # it has no `self`
     itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
@@ -186,7 +191,7 @@ def documented_by(build: Callable[..., object], method: Callable[..., object]) -
 
 
 def _json(name: str, value: object) -> str:
-    """A field's value as JSON. Raises TypeError and ValueError, with the field's name."""
+    """A field's value as JSON. Raises TypeError and ValueError; their messages have its name."""
     try:
         return json.dumps(_with_text_keys(value), default=_plain, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -195,14 +200,14 @@ def _json(name: str, value: object) -> str:
 
 
 def _with_text_keys(value: Any) -> Any:
-    """Keys as texts, which JSON requires: token ids may be keys of a bias."""
+    """The value with texts as keys, as JSON requires. `logit_bias` may have token ids as keys."""
     if isinstance(value, Mapping):
         return {str(name): _with_text_keys(item) for name, item in value.items()}
     return value
 
 
 def _plain(value: Any) -> Any:
-    """NumPy arrays and numbers, and other sequences, as types that JSON has."""
+    """A NumPy array or number, or another sequence, as a type that JSON has."""
     if isinstance(value, (np.ndarray, np.generic)):
         return value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview)):

@@ -5,10 +5,10 @@
         print(generation.text)
 
 A prompt is a text, a list of token ids, or a list of either. All other fields are keyword arguments
-with the server's names (`fields.py`, /docs). `errors.py` has the errors of a call, `transport.py`
-the rules for further tries.
+with the server's names (`fields.py`, /docs). `errors.py` has the errors that a call raises,
+`transport.py` the rules by which a call is tried again.
 
-Threads may share a client; a stream belongs to one thread.
+Threads may share a client. Only one thread may use a stream.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 def _blocking(
     build: Callable[P, Call[Result]],
 ) -> Callable[Concatenate["Client", P], Result]:
-    """The method that sends a call, with the parameters of the function that builds it."""
+    """A method that sends a call. It has the parameters of the function that builds the call."""
 
     def method(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> Result:
         return finish(run(self._wire, self._settings, build(*args, **kwargs)))
@@ -42,15 +42,16 @@ def _blocking(
 class Client:
     """A client of one server. Its methods take the fields of their endpoints.
 
-    base_url     address of the server; else LOGITD_BASE_URL, else http://127.0.0.1:8000
-    api_key      bearer token, which is never shown; else LOGITD_API_KEY
-    timeout      seconds that the server may be silent: for a reply in one piece, the time it takes.
-                 It also limits the waits before further tries, together. None: no limit. The field
-                 `timeout` of a request is another limit, after which the server answers 504
-    max_retries  further tries after a temporary refusal or a lost connection
-    model        model of the server for calls that name none; else the server's first
-    http         an httpx.Client of your own, for proxies or certificates, for example. `close`
-                 leaves it open, and its timeout is not used
+    base_url     address of the server; by default LOGITD_BASE_URL or http://127.0.0.1:8000
+    api_key      bearer token, which is never shown; by default LOGITD_API_KEY
+    timeout      seconds for which the server may send nothing, so also the longest computation of
+                 a reply that does not stream. A call is tried again only within this time. None: no
+                 limit. The field `timeout` of a request is another limit, after which the server
+                 replies 504
+    max_retries  number of further tries after a temporary refusal or a lost connection
+    model        model for calls that do not name one; by default the server's first model
+    http         an httpx.Client of your own, for example with a proxy or certificates. `close`
+                 leaves it open. `timeout` replaces the client's own timeout
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connections. No call can follow."""
+        """Close the connections. Later calls fail."""
         if self._owned:
             self._wire.http.close()
 

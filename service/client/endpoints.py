@@ -1,6 +1,7 @@
-"""Endpoints: calls whose arguments or results differ from those of one operation's reply.
+"""Endpoints: hand-written functions that build calls, for endpoints whose arguments or results do
+not follow from an operation.
 
-Both clients make a method of each function; `operations.py` has the generated ones.
+Both clients have a method for each function. `operations.py` has the generated functions.
 """
 
 from collections.abc import Sequence
@@ -89,7 +90,7 @@ def logits(
     prompt: Prompt, *, top_k: int | None = None, **fields: Unpack[LogitsFields]
 ) -> Call[Any]:
     """Logits of a prompt as an array, or a list of results for a list of prompts. With `top_k`,
-    the largest of each row and their ids."""
+    only the largest logits of each row, and their ids."""
     if top_k is None:
         return tensors("/logits", {"prompt": prompt, **fields}, _logits)
     return tensors("/logits", {"prompt": prompt, **fields, "top_k": top_k}, _top_logits)
@@ -106,8 +107,8 @@ def activations(
 def activations(
     prompt: Prompt, stages: str | Sequence[str], **fields: Unpack[ActivationsFields]
 ) -> Call[Any]:
-    """Values of stages of the forward pass, by name or pattern (`blocks.*.attention.q`); a list of
-    results for a list of prompts."""
+    """Values of stages of the forward pass, by name or pattern (`blocks.*.attention.q`). The result
+    is a list for a list of prompts."""
     names = [stages] if isinstance(stages, str) else stages
     return tensors("/activations", {"prompt": prompt, "stages": names, **fields}, _activations)
 
@@ -119,8 +120,8 @@ def patch(
     over: Sequence[str] = ("layers", "positions"),
     **fields: Unpack[SweepFields],
 ) -> Call[Sweep]:
-    """Sweep over layers and positions: each in turn has the value of a stage in `source`, a prompt
-    with as many tokens."""
+    """Sweep over layers and positions. At each place in turn, the value of `stage` is replaced by
+    its value for `source`, a prompt with the same number of tokens."""
     vary: Intervention = {"stage": stage, "operation": "set", "from": {"prompt": source}}
     return record("/sweep", Sweep, {"prompt": prompt, "vary": vary, "over": over, **fields})
 
@@ -137,7 +138,7 @@ def tokenize(  # type: ignore[overload-overlap]
 @overload
 def tokenize(text: Sequence[str], **fields: Unpack[TokenizeFields]) -> Call[list[Tokenized]]: ...
 def tokenize(text: str | Sequence[str], **fields: Unpack[TokenizeFields]) -> Call[Any]:
-    """Token ids of a text; a list of results for a list of texts."""
+    """Token ids of a text. The result is a list for a list of texts."""
     request = post("/tokenize", {"prompt": text, **fields})
     return _one_or_many(request, Tokenized, many=not isinstance(text, str))
 
@@ -147,23 +148,24 @@ def detokenize(tokens: OneIds, **fields: Unpack[DetokenizeFields]) -> Call[Detok
 @overload
 def detokenize(tokens: ManyIds, **fields: Unpack[DetokenizeFields]) -> Call[list[Detokenized]]: ...
 def detokenize(tokens: OneOrManyIds, **fields: Unpack[DetokenizeFields]) -> Call[Any]:
-    """Text of token ids; a list of results for a list of lists. `[]` is one list without ids."""
+    """Text of token ids. The result is a list for a list of lists. `[]` is one list without ids."""
     request = post("/detokenize", {"tokens": tokens, **fields})
     return _one_or_many(request, Detokenized, many=is_many(tokens, "tokens") and len(tokens) > 0)
 
 
 def tokenizer_info(*, model: str | None = None) -> Call[TokenizerInfo]:
-    """The vocabulary."""
+    """The vocabulary, its special tokens, and how texts are split."""
     return _get("/tokenizer_info", TokenizerInfo, model)
 
 
 def info(*, model: str | None = None) -> Call[Info]:
-    """The model that is served, and how the server runs it."""
+    """The served model, and how the server runs it."""
     return _get("/info", Info, model)
 
 
 def health() -> Call[Health]:
-    """The server's readiness; a server that loads or shuts down has a result as well."""
+    """The state of the server. It is a result, not an error, while the server loads or shuts
+    down."""
     return Call(Request("GET", "/health", answers=frozenset({200, 503})), _health)
 
 
@@ -185,7 +187,7 @@ def _generation(answer: Answer) -> Generation:
 
 
 def _one_or_many(request: Request, form: type[Result], *, many: bool) -> Call[Any]:
-    """A call with one result, or with the list `prompts` of them."""
+    """A call whose reply is one result, or has a list of results as its member `prompts`."""
 
     def results(answer: Answer) -> list[Result]:
         head = with_request_id(answer.json(), answer.request_id)
@@ -196,7 +198,8 @@ def _one_or_many(request: Request, form: type[Result], *, many: bool) -> Call[An
 
 
 def _health(answer: Answer) -> Health:
-    """The server's state with either status. A 503 that is not about health is a refusal."""
+    """The server's state, from a reply with status 200 or 503. A 503 with another body is a
+    refusal."""
     try:
         return answer.read(Health)
     except WrongShape:

@@ -1,9 +1,12 @@
 """Errors of the client: `LogitdError` and its subclasses, one per kind of failure.
 
-A refusal of the server is an `APIStatusError` with the server's message, and a missing answer an
-`APIConnectionError`. An answer that breaks off is a `StreamError`, an unreadable one a
-`MalformedReplyError`. Unusable arguments raise ValueError or TypeError before anything is sent.
-Errors can be pickled; none contains an API key.
+`APIStatusError`: the server refused the request; the message is the server's.
+`APIConnectionError`: no answer, or no complete one.
+`StreamError`: a stream ended early.
+`MalformedReplyError`: the client cannot read the answer.
+
+Unusable arguments raise ValueError or TypeError before the request is sent. Errors can be pickled;
+none contains an API key.
 """
 
 import json
@@ -13,7 +16,7 @@ from http import HTTPStatus
 from typing import Any
 
 MAX_QUOTED = 200
-"""Characters that an error quotes of a foreign reply, at most."""
+"""Most characters that an error quotes of a reply that is not logitd's."""
 
 
 class LogitdError(Exception):
@@ -35,7 +38,8 @@ class LogitdError(Exception):
 def _restored(
     kind: type[LogitdError], args: tuple[Any, ...], state: Mapping[str, Any]
 ) -> LogitdError:
-    """An error as pickled; the arguments of subclasses differ from `args`."""
+    """Unpickle an error. Its constructor is not called, because subclasses have other arguments
+    than `args`."""
     error = kind.__new__(kind)
     error.args = args
     vars(error).update(state)
@@ -45,9 +49,10 @@ def _restored(
 class APIStatusError(LogitdError):
     """The server answered with an error.
 
-    status       HTTP status; within a stream, the status that the error has outside of one
-    message      the server's sentence: the fault, its numbers, and the fix
-    type, code   members of the server's fixed sets; None if something else answered, like a proxy
+    status       HTTP status; for an error in a stream, the status of the same error without stream
+    message      the server's explanation: the fault, its numbers, and the fix
+    type, code   words from fixed sets of the server; None if another program, such as a proxy,
+                 answered
     param        the wrong field, if there is one
     retry_after  seconds before the next try, if the server named them
     """
@@ -79,7 +84,7 @@ class AuthenticationError(APIStatusError):
 
 
 class PermissionDeniedError(APIStatusError):
-    """403: the server allows this to no client."""
+    """403: the server does not allow this request."""
 
 
 class NotFoundError(APIStatusError):
@@ -87,7 +92,7 @@ class NotFoundError(APIStatusError):
 
 
 class ConflictError(APIStatusError):
-    """409: the state of the server prevents it; the message explains how."""
+    """409: the state of the server prevents the request; the message says why."""
 
 
 class RequestTooLargeError(APIStatusError):
@@ -111,11 +116,11 @@ class UnavailableError(APIStatusError):
 
 
 class DeadlineExceededError(APIStatusError):
-    """504: the `timeout` of the request or of a proxy passed."""
+    """504: the request took longer than its `timeout`, or than the timeout of a proxy."""
 
 
 class APIConnectionError(LogitdError):
-    """The server is unreachable, or the connection was lost before the end of the answer."""
+    """The server is unreachable, or the connection was lost before the answer was complete."""
 
 
 class APITimeoutError(APIConnectionError):
@@ -123,7 +128,7 @@ class APITimeoutError(APIConnectionError):
 
 
 class StreamError(LogitdError):
-    """A stream broke off after `tokens` tokens, which stay in the stream's `text`."""
+    """A stream ended early, after `tokens` tokens. The stream's `text` keeps the text so far."""
 
     def __init__(self, message: str, tokens: int, request_id: str | None = None) -> None:
         super().__init__(message, request_id)
@@ -131,8 +136,8 @@ class StreamError(LogitdError):
 
 
 class MalformedReplyError(LogitdError):
-    """A reply that this client cannot read: that of another kind of server, or of a newer one
-    without a member that this client needs."""
+    """A reply that this client cannot read, because the server is not logitd, or is a newer version
+    whose replies lack a member that this client needs."""
 
 
 BY_STATUS: Mapping[int, type[APIStatusError]] = {
@@ -159,13 +164,13 @@ STATUS_OF_TYPE: Mapping[str, int] = {
     "unavailable_error": 503,
     "timeout_error": 504,
 }
-"""Status of an error event's type."""
+"""HTTP status by the type of an error event."""
 
 
 def from_reply(
     status: int, headers: Mapping[str, str], body: bytes | bytearray, request_id: str
 ) -> APIStatusError:
-    """The error of a reply, which may be that of a proxy."""
+    """The error that a reply reports. The reply may be a proxy's."""
     retry_after = _seconds(headers.get("retry-after", ""))
     try:
         detail = json.loads(body)["error"]
@@ -178,9 +183,9 @@ def from_reply(
 
 
 def from_event(detail: Any, request_id: str) -> APIStatusError:
-    """The error of an event in a stream."""
+    """The error that an event of a stream reports."""
     known = detail if isinstance(detail, dict) else {}
-    message = _text(known.get("message")) or "the stream ended with an error without a message"
+    message = _text(known.get("message")) or "the server ended the stream with an unexplained error"
     status = STATUS_OF_TYPE.get(_text(known.get("type")) or "", 200)
     return _status_error(status, message, known, request_id, None)
 
@@ -198,7 +203,7 @@ def _status_error(
 
 
 def _foreign_message(status: int, body: bytes | bytearray) -> str:
-    """The message of an answer that is not logitd's, such as a proxy's page."""
+    """The message for a reply that is not logitd's, such as a proxy's page."""
     try:
         named = f"{status} {HTTPStatus(status).phrase}"
     except ValueError:
@@ -211,7 +216,7 @@ def _foreign_message(status: int, body: bytes | bytearray) -> str:
 
 
 def _seconds(retry_after: str) -> float | None:
-    """The seconds of a Retry-After header; None for a date."""
+    """The seconds in a Retry-After header; None if the header has a date."""
     return float(retry_after) if re.fullmatch(r"[0-9]{1,9}", retry_after) else None
 
 

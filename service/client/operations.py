@@ -1,5 +1,5 @@
 # ruff: noqa: F403, F405
-"""Operations: calls with the fields and the reply of one operation of the server."""
+"""Operations: generated functions that build the calls of the server's operations."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload

@@ -1,8 +1,8 @@
-"""Reading: from parsed JSON to frozen dataclasses, by their annotations.
+"""Reading: makes frozen dataclasses from parsed JSON, by their annotations.
 
 Errors name the place of a missing or wrong member (`choices.0.text`). Unknown members are ignored,
-because a newer server may have more. Annotations are scalars, `bytes` (a list of integers in JSON),
-unions, `tuple[X, ...]`, `dict[str, X]`, `Any` and dataclasses of these.
+because a newer server may send more members. Annotations may be scalars, `bytes` (in JSON a list of
+integers), unions, `tuple[X, ...]`, `dict[str, X]`, `Any`, and dataclasses of these.
 """
 
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ KINDS: Mapping[Any, str] = {
     tuple: "a list",
     dict: "an object",
 }
-"""Kinds of values and of annotations in messages."""
+"""Names in messages, for the types of values and annotations."""
 
 
 class WrongShape(ValueError):
-    """JSON of another form than expected. The message names the place."""
+    """The JSON does not have the expected form. The message names the place."""
 
 
 def read(form: Any, value: Any, where: str = "") -> Any:
@@ -60,7 +60,7 @@ def _object(form: Any, value: Any, where: str) -> Any:
 
 
 def _one_of(forms: tuple[Any, ...], value: Any, where: str) -> Any:
-    """The value as the first form that fits. The error is that of the last form."""
+    """The value as the first form that fits. If none fits, raises the error of the last form."""
     if value is None and NoneType in forms:
         return None
     *firsts, last = (form for form in forms if form is not NoneType)
@@ -75,7 +75,8 @@ def _one_of(forms: tuple[Any, ...], value: Any, where: str) -> Any:
 def _scalar(form: Any, value: Any, where: str) -> Any:
     if form is Any or type(value) is form:
         return value
-    with suppress(TypeError, ValueError, OverflowError):  # no bytes, or too large for a float
+    # The integers may not be bytes, or an integer may be too large for a float.
+    with suppress(TypeError, ValueError, OverflowError):
         if form is float and type(value) is int:
             return float(value)
         if form is bytes and type(value) is list:
@@ -84,7 +85,7 @@ def _scalar(form: Any, value: Any, where: str) -> Any:
 
 
 def _wrong(form: Any, value: Any, where: str) -> WrongShape:
-    """The error, which names kinds and repeats nothing of the value."""
+    """The error of a value of another type. It names the type but does not quote the value."""
     wanted = KINDS.get(get_origin(form) or form, "an object")
     found = "null" if value is None else KINDS[type(value)]
     return WrongShape(f"{where or 'the reply'} is {found}; it should be {wanted}")

@@ -1,7 +1,7 @@
-"""Streaming: from the bytes of a stream to chunks, and to the generation that they add up to.
+"""Streaming: makes chunks from the bytes of a stream, and a generation from all chunks.
 
-`StreamState` parses what `AsyncStream` and `Stream` receive.
-Events end lines in LF, or in CRLF behind some proxies; comments are skipped.
+`AsyncStream` and `Stream` receive the bytes, `StreamState` parses them. Lines end in LF, or behind
+some proxies in CRLF. Comments are skipped.
 """
 
 import json
@@ -24,14 +24,14 @@ END = b"[DONE]"
 
 
 class EventDecoder:
-    """The data of server-sent events, from pieces cut anywhere."""
+    """Reads the data of server-sent events from pieces of a stream, which may be cut anywhere."""
 
     def __init__(self) -> None:
-        self._rest = b""  # of a line
-        self._data: list[bytes] = []  # of an event
+        self._rest = b""  # the incomplete line
+        self._data: list[bytes] = []  # the data lines of the incomplete event
 
     def push(self, piece: bytes) -> list[bytes]:
-        """The events that the piece completes."""
+        """Add a piece. Returns the data of the events that it completes."""
         *lines, self._rest = (self._rest + piece).split(b"\n")
         events = []
         for line in lines:
@@ -46,7 +46,7 @@ class EventDecoder:
 
 @dataclass(frozen=True, slots=True)
 class _Tail:
-    """Members that the last chunk alone has."""
+    """Members that only the last chunk has."""
 
     usage: Usage
     seed: int | None
@@ -61,7 +61,7 @@ class StreamState:
         self.ended = False
         self._decoder = EventDecoder()
         self._events: deque[bytes] = deque()
-        self._choices: dict[int, list[Choice]] = {}  # the pieces of each
+        self._choices: dict[int, list[Choice]] = {}  # pieces, by the index of the choice
         self._prompts: dict[int, list[Token]] = {}
         self._last: Chunk | None = None
         self._tail: _Tail | None = None
@@ -71,8 +71,8 @@ class StreamState:
         self._events += self._decoder.push(piece)
 
     def next(self) -> Chunk | None:
-        """The next chunk with something new; None if more bytes are needed, or after the end.
-        Raises the error of an error event."""
+        """The next chunk that has choices or prompts; None if more bytes are needed, or at the end.
+        If the next event is an error, raises it."""
         while self._events and not self.ended:
             data = self._events.popleft()
             if data == END:
@@ -84,37 +84,39 @@ class StreamState:
         return None
 
     def cut(self) -> StreamError:
-        """The error of a stream that stops before its end."""
-        message = f"the stream stopped before its end, after {self.tokens} tokens"
+        """The error of a stream whose last event is missing."""
+        message = f"the stream ended without its last event, after {self.tokens} tokens"
         return StreamError(message, self.tokens, self.request_id)
 
     @property
     def text(self) -> str:
-        """The first choice's text so far."""
+        """The text of the first choice so far."""
         return "".join(piece.text for piece in self._choices.get(0, ()))
 
     @property
     def tokens(self) -> int:
-        """Number of tokens so far, of all choices."""
+        """Number of tokens of all choices so far."""
         return sum(len(piece.token_ids) for pieces in self._choices.values() for piece in pieces)
 
     @property
     def tail(self) -> _Tail:
-        """Usage, seed and timings. Raises LogitdError before the end."""
+        """Usage, seed and timings. Raises LogitdError before the end of the stream."""
         if self._tail is None:
             raise LogitdError(
-                f"the stream has not ended, after {self.tokens} tokens: usage, seed and timings "
-                "come at its end",
+                f"the stream has not ended after {self.tokens} tokens: usage, seed and timings "
+                "come with its last chunk, so read all chunks first",
                 self.request_id,
             )
         return self._tail
 
     def result(self) -> Generation:
-        """The reply that a request without streaming has. Raises StreamError before the end."""
+        """The reply that the same request has without streaming. Raises StreamError before the end
+        of the stream."""
         last, tail = self._last, self._tail
         if not self.ended or last is None or tail is None:
             raise StreamError(
-                f"the stream was left after {self.tokens} tokens, so its result is incomplete",
+                f"the result is incomplete, because the stream ended early, after {self.tokens} "
+                "tokens; `text` has the text so far",
                 self.tokens,
                 self.request_id,
             )
@@ -139,7 +141,7 @@ class StreamState:
         try:
             value = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise self._malformed("it is not JSON") from error
+            raise self._malformed("the event is not JSON") from error
         if isinstance(value, dict) and "error" in value:
             raise errors.from_event(value["error"], self.request_id)
         try:
@@ -158,7 +160,7 @@ class StreamState:
     def _end(self) -> None:
         self.ended = True
         if self._tail is None or not self._choices:
-            raise self._malformed("the last one came before the usage, or before any choice")
+            raise self._malformed("[DONE] came before the usage, or before any choice")
 
     def _malformed(self, reason: str) -> MalformedReplyError:
         message = f"this client cannot read an event of the stream: {reason}"
@@ -166,7 +168,7 @@ class StreamState:
 
 
 def _joined(pieces: list[Choice]) -> Choice:
-    """The choice of these pieces."""
+    """The choice that the pieces make up."""
     first = pieces[0]
     ended = next((piece for piece in reversed(pieces) if piece.finish_reason is not None), first)
     with_tokens = [piece.tokens for piece in pieces if piece.tokens is not None]
@@ -181,11 +183,11 @@ def _joined(pieces: list[Choice]) -> Choice:
 
 
 class AsyncStream:
-    """A generation that is being received: iterate over its chunks within an `async with` block,
-    whose end closes it. Closing it early ends the request on the server.
+    """A generation that is being received. Iterate over its chunks within an `async with` block,
+    whose end closes the stream. Closing it early ends the request on the server.
 
-    An error of the server is raised in its place among the chunks, and StreamError if the stream
-    breaks off. `text` keeps what has arrived.
+    The iteration raises an error of the server in its place among the chunks, and StreamError if
+    the stream ends early. `text` keeps the text so far.
     """
 
     def __init__(self, wire: Wire, exchange: Exchange) -> None:
@@ -224,30 +226,30 @@ class AsyncStream:
             await self._reply.close()
 
     async def result(self) -> Generation:
-        """The whole reply, as that of `generate`; reads the chunks that are left."""
+        """Read the remaining chunks. Returns the whole reply, as `generate` does."""
         async for _ in self:
             continue
         return self._state.result()
 
     @property
     def text(self) -> str:
-        """The first completion so far."""
+        """The text of the first completion so far."""
         return self._state.text
 
     @property
     def usage(self) -> Usage:
-        """Known at the end. Raises LogitdError before."""
+        """Available at the end of the stream. Raises LogitdError before it."""
         return self._state.tail.usage
 
     @property
     def seed(self) -> int | None:
-        """Known at the end; None if each prompt has its own, in its choices. Raises LogitdError
-        before the end."""
+        """Available at the end of the stream; None if each prompt has its own seed, which its
+        choices contain. Raises LogitdError before the end."""
         return self._state.tail.seed
 
     @property
     def timings(self) -> Timings:
-        """Known at the end. Raises LogitdError before."""
+        """Available at the end of the stream. Raises LogitdError before it."""
         return self._state.tail.timings
 
     @property
@@ -255,15 +257,15 @@ class AsyncStream:
         return self._exchange.request_id
 
     async def _open(self) -> Reply:
-        """The reply of the request, which is sent once."""
+        """The reply. The first call sends the request."""
         if self._reply is None:
             self._reply = await begin(self._wire, self._exchange)
             self._state.request_id = self._exchange.request_id
         return self._reply
 
     async def _receive(self) -> None:
-        """Read the next piece. httpx reuses the connection only if the last byte was read, so close
-        after it."""
+        """Read the next piece. After the last event read once more, because httpx reuses a
+        connection only if the reply was read to its end."""
         reply = await self._open()
         try:
             piece = await reply.read()
@@ -307,28 +309,28 @@ class Stream:
         finish(self._stream.close())
 
     def result(self) -> Generation:
-        """The whole reply, as that of `generate`; reads the chunks that are left."""
+        """Read the remaining chunks. Returns the whole reply, as `generate` does."""
         return finish(self._stream.result())
 
     @property
     def text(self) -> str:
-        """The first completion so far."""
+        """The text of the first completion so far."""
         return self._stream.text
 
     @property
     def usage(self) -> Usage:
-        """Known at the end. Raises LogitdError before."""
+        """Available at the end of the stream. Raises LogitdError before it."""
         return self._stream.usage
 
     @property
     def seed(self) -> int | None:
-        """Known at the end; None if each prompt has its own, in its choices. Raises LogitdError
-        before the end."""
+        """Available at the end of the stream; None if each prompt has its own seed, which its
+        choices contain. Raises LogitdError before the end."""
         return self._stream.seed
 
     @property
     def timings(self) -> Timings:
-        """Known at the end. Raises LogitdError before."""
+        """Available at the end of the stream. Raises LogitdError before it."""
         return self._stream.timings
 
     @property

@@ -1,8 +1,9 @@
-"""Tensors: the safetensors replies of the server, as NumPy arrays and their checkpoint.
+"""Tensors: reads the server's safetensors replies as NumPy arrays, and their checkpoint.
 
-The arrays are views of the reply's bytes, so a large reply is in memory once. NumPy has no
-bfloat16, which becomes float32 exactly. The safetensors package copies each tensor, refuses
-bfloat16 without torch, and cannot read the metadata of a file in memory.
+The arrays are views of the reply's bytes, so a large reply is in memory only once. NumPy has no
+bfloat16, so such values become float32, which is exact. The safetensors package is not used: it
+copies each tensor, refuses bfloat16 without torch, and cannot read the metadata of a file in
+memory.
 """
 
 import json
@@ -23,7 +24,7 @@ DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8"}
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """A tensor's entry in the header; offsets are bytes from the header's end."""
+    """A tensor's entry in the header. Offsets count bytes from the end of the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -31,7 +32,7 @@ class TensorPlace:
 
 
 class TensorFile:
-    """A whole safetensors file. All methods raise WrongShape if it is damaged."""
+    """A whole safetensors file. All methods raise WrongShape if the file is damaged."""
 
     def __init__(self, content: bytearray) -> None:
         size = int.from_bytes(content[:8], "little")
@@ -57,16 +58,21 @@ class TensorFile:
             raise WrongShape(f"{name} is missing")
         place: TensorPlace = read(TensorPlace, self._header[name], name)
         if place.dtype not in DTYPES:
-            raise WrongShape(f"{name}.dtype is none of {', '.join(DTYPES)}")
+            raise WrongShape(
+                f"{name}.dtype is {place.dtype[:20]!r}; it should be one of {', '.join(DTYPES)}"
+            )
         flat = self._numbers(name, place, np.dtype(DTYPES[place.dtype]))
         try:
             array = flat.reshape(place.shape)
-        except (ValueError, OverflowError) as error:  # too many axes, or too large even if empty
-            raise WrongShape(f"{name}.shape is not a shape") from error
+        except (ValueError, OverflowError) as error:  # more than 64 axes, or [0, 2**64]
+            raise WrongShape(
+                f"{name}.shape has {len(place.shape)} axes; NumPy has no array of this shape"
+            ) from error
         return _widened(array) if place.dtype == "BF16" else array
 
     def _numbers(self, name: str, place: TensorPlace, dtype: np.dtype[Any]) -> Array:
-        """The tensor as a flat array, if its place fits its shape and the file."""
+        """The tensor as a flat array. Raises WrongShape if its offsets do not fit its shape or the
+        file."""
         match place.data_offsets:
             case (start, end) if (
                 0 <= start <= end <= len(self._data)
@@ -86,7 +92,7 @@ class TensorFile:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The checkpoint in the metadata, whose values are all texts."""
+        """The checkpoint that the metadata name. All values there are texts."""
         name, step, val_loss, weights_sha256 = (
             self._metadata(f"checkpoint_{field}")
             for field in ("name", "step", "val_loss", "weights_sha256")
@@ -95,7 +101,10 @@ class TensorFile:
             loss = None if val_loss == "None" else float(val_loss)
             return Checkpoint(name, int(step), loss, weights_sha256)
         except ValueError as error:
-            raise WrongShape("checkpoint_step or checkpoint_val_loss is not a number") from error
+            raise WrongShape(
+                f"checkpoint_step is {step[:20]!r} and checkpoint_val_loss is {val_loss[:20]!r}; "
+                "both should be numbers"
+            ) from error
 
     def _metadata(self, name: str) -> str:
         metadata = read(dict[str, str], self._header.get("__metadata__", {}), "__metadata__")
@@ -105,5 +114,5 @@ class TensorFile:
 
 
 def _widened(bits: Array) -> npt.NDArray[np.float32]:
-    """bfloat16 numbers, as the uint16 of their bits, in float32."""
+    """bfloat16 numbers as float32. `bits` has the bits of each number as a uint16."""
     return (bits.astype("<u4") << 16).view("<f4")

@@ -1,11 +1,12 @@
-"""Transport: the settings of a client, the rules for further tries, and errors of httpx as ours.
+"""Transport: the settings of a client, the rules by which a call is tried again, and the client's
+errors for those of httpx.
 
-A call is tried again only before any part of its reply has arrived, so never in the middle of a
-stream, and only if another try can help: after 429, 502 or 503, or if the connection failed or was
-lost. It is never tried again after 504 or a timeout: the request ran for all that time and would
-run again. Requests only compute, so one that ran unseen does no harm.
+A call is tried again only if no part of its reply has arrived, so never in the middle of a stream,
+and only if another try can help: after 429, 502 or 503, or if the connection failed or was lost. It
+is never tried again after 504 or a timeout, because the request ran for all that time and would do
+so again. Requests only compute, so it does no harm if the server computes one twice.
 
-`wire.py` sends and waits.
+`wire.py` sends the requests and waits between them.
 """
 
 import os
@@ -30,16 +31,17 @@ from logitd.service.client.errors import (
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
 
 CONNECT_SECONDS = 10.0
-"""Limit of making a connection, in seconds, for any timeout of a reply."""
+"""Most seconds for making a connection, even if `timeout` is longer."""
 MAX_WAIT_SECONDS = 60.0
-"""Longest wait before the next try that a server may ask for; a longer one is an error."""
+"""Longest wait that a server may ask for. If it asks for a longer one, the call fails."""
 MAX_TIMEOUT_SECONDS = 2**21
-"""Longest timeout: 24 days in milliseconds fill 31 bits, and sockets take no more."""
+"""Longest timeout, 24 days. Sockets take milliseconds in 31 bits."""
 FIRST_WAIT_SECONDS = 0.5
-"""Wait before the second try if the server names none; it doubles before each further try."""
+"""Wait before the second try if the server does not name one. It doubles before each further
+try."""
 MAX_OWN_WAIT_SECONDS = 8.0
 MAX_REFUSAL_BYTES = 2**16
-"""Bytes that are read of a refusal."""
+"""Number of bytes that are read of a refusal."""
 
 RETRIED_STATUSES = (429, 502, 503)
 CONNECTION_LOST = (
@@ -51,12 +53,12 @@ CONNECTION_LOST = (
     httpx.RemoteProtocolError,
 )
 
-_KEY = re.compile(r"[!-~]+")  # characters of a header's value without quotes or encodings
+_KEY = re.compile(r"[!-~]+")  # the characters that a header can contain without encoding
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of a client. No repr shows `key`; httpx hides it in the repr of its headers."""
+    """Settings of a client. The repr does not show `key`, nor does that of httpx's headers."""
 
     base_url: str
     timeout: float | None
@@ -66,7 +68,7 @@ class Settings:
 
     @property
     def limits(self) -> httpx.Timeout:
-        """Limits in seconds without a byte of the reply, and of making the connection."""
+        """The limits of the time without a byte of the reply, and of making the connection."""
         connect = CONNECT_SECONDS if self.timeout is None else min(self.timeout, CONNECT_SECONDS)
         return httpx.Timeout(self.timeout, connect=connect)
 
@@ -89,9 +91,9 @@ def settings_of(
     *,
     kind: type[httpx.Client] | type[httpx.AsyncClient] = httpx.Client,
 ) -> Settings:
-    """Settings from the arguments, the caller's own httpx client of this `kind`, LOGITD_BASE_URL
-    and LOGITD_API_KEY, and the defaults, in this order. Raises ValueError and TypeError for
-    unusable ones."""
+    """The settings of a client. Each comes from the first of these that has it: the arguments, the
+    caller's httpx client of this `kind`, LOGITD_BASE_URL and LOGITD_API_KEY, the defaults. Raises
+    ValueError and TypeError for unusable values."""
     for name, value, types, words in (
         ("base_url", base_url, str, "a text"),
         ("api_key", api_key, str, "a text"),
@@ -105,18 +107,18 @@ def settings_of(
             raise TypeError(f"{name} is {shown}; it must be {words}")
     if timeout is not None and not 0 < timeout <= MAX_TIMEOUT_SECONDS:
         raise ValueError(
-            f"timeout is {timeout}; it is a number of seconds above 0, at most "
-            f"{MAX_TIMEOUT_SECONDS}, or None: no limit"
+            f"timeout is {timeout}; it must be a number of seconds above 0 and at most "
+            f"{MAX_TIMEOUT_SECONDS}, or None for no limit"
         )
     if max_retries < 0:
-        raise ValueError(f"max_retries is {max_retries}; 0 means one try")
+        raise ValueError(f"max_retries is {max_retries}; it must be at least 0, which is one try")
     own = "" if http is None else str(http.base_url)
     url = base_url or own or os.environ.get("LOGITD_BASE_URL") or DEFAULT_BASE_URL
     key = api_key or os.environ.get("LOGITD_API_KEY") or None
     if key is not None and not _KEY.fullmatch(key):
         raise ValueError(
-            f"the API key has {len(key)} characters, and a header cannot contain all of them: "
-            "remove line breaks, blanks and letters beyond ASCII"
+            f"the API key has {len(key)} characters, some of which an HTTP header cannot contain: "
+            "remove line breaks, blanks and characters outside ASCII"
         )
     return Settings(_checked(url), timeout, max_retries, model, key)
 
@@ -128,21 +130,22 @@ def _checked(base_url: str) -> str:
         raise ValueError(f"base_url is not a URL: {error}") from None
     if url.userinfo:  # not repeated: it may contain a password
         raise ValueError(
-            "base_url contains a user name or a password; remove them, and pass http= an "
-            "httpx.Client with auth= if a proxy needs them"
+            "base_url contains a user name or a password; remove them. If a proxy needs them, pass "
+            "an httpx.Client with auth= as http="
         )
     if url.scheme not in ("http", "https") or not url.host or url.query or url.fragment:
         raise ValueError(
-            f"base_url is {base_url!r}; it is http:// or https://, a host, and at most a path"
+            f"base_url is {base_url!r}; it must be http:// or https:// and a host, optionally with "
+            "a path"
         )
     return str(url).rstrip("/")
 
 
 class Exchange:
-    """One call under way: its request id, its tries, and the errors of each."""
+    """A call that is being made: its request id, its tries, and their errors."""
 
     def __init__(self, settings: Settings, request: Request) -> None:
-        self.request_id = uuid.uuid4().hex  # the same for each try; the server may name another
+        self.request_id = uuid.uuid4().hex  # the same for each try; the server may replace it
         self._settings = settings
         self._request = request.to_model(settings.model)
         self._headers = settings.headers(request, self.request_id)
@@ -162,19 +165,19 @@ class Exchange:
         )
 
     def begun(self, response: httpx.Response) -> bool:
-        """Note the beginning of a reply. Returns False for a refusal."""
+        """Take the request id from the beginning of a reply. Returns False if it is a refusal."""
         self.request_id = response.headers.get("x-request-id", self._headers["x-request-id"])
         return response.status_code in self._request.answers
 
     def wait_after_error(self, error: httpx.RequestError) -> float:
-        """Seconds until the next try. Raises the error if there is none."""
+        """Seconds until the next try. Raises the error if there is no further try."""
         failure = self._no_answer(error)
         if not isinstance(error, CONNECTION_LOST):
             raise failure from error
         return self._wait(failure, None)
 
     def wait_after_refusal(self, response: httpx.Response, body: bytes) -> float:
-        """Seconds until the next try. Raises the error if there is none."""
+        """Seconds until the next try. Raises the error if there is no further try."""
         if self._settings.key is not None:  # pages of some proxies repeat the request's headers
             body = body.replace(self._settings.key.encode(), b"[API key]")
         status = response.status_code
@@ -184,11 +187,11 @@ class Exchange:
         return self._wait(failure, failure.retry_after)
 
     def answer(self, response: httpx.Response, body: bytearray) -> Answer:
-        """A reply that was read to its end."""
+        """The answer whose body was read to its end."""
         return Answer(response.status_code, response.headers, body, self.request_id)
 
     def broken_off(self, error: httpx.RequestError, received: int, *, stream: bool) -> LogitdError:
-        """The error of a reply that ended early, after `received` bytes, or tokens of a stream."""
+        """The error of a reply that ended early, after `received` bytes, or in a stream tokens."""
         kind, unit = ("stream", "tokens") if stream else ("reply", "bytes")
         if isinstance(error, httpx.TimeoutException):
             message = f"the {kind} stalled for {self._settings.timeout:g} s after {received} {unit}"
@@ -205,7 +208,10 @@ class Exchange:
             case httpx.ConnectTimeout():
                 message = f"no connection to {url} within {self._settings.limits.connect} s"
             case httpx.PoolTimeout():
-                message = f"too many calls at once: none of them ended within {seconds:g} s"
+                message = (
+                    f"no connection became free within {seconds:g} s: too many calls at once for "
+                    "the limits of this httpx client"
+                )
             case httpx.TimeoutException():
                 message = f"{url} did not answer within {seconds:g} s"
             case httpx.ConnectError():
@@ -216,9 +222,9 @@ class Exchange:
         return kind(message, self.request_id)
 
     def _wait(self, failure: LogitdError, asked: float | None) -> float:
-        """The wait that the server asked for and a random fraction more, so that clients refused
-        together return apart. Raises the failure if no try is left, or none within the client's
-        timeout."""
+        """Seconds until the next try: the wait that the server `asked` for, or the client's own. A
+        random part keeps clients that were refused together from returning together. Raises the
+        failure if no try is left, or none within the client's timeout."""
         spread = random.uniform(0.5, 1.0)
         if asked is None:
             own = FIRST_WAIT_SECONDS * 2 ** (self._tries - 1)

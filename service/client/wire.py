@@ -1,7 +1,7 @@
-"""Wire: one way of sending calls for both clients, over httpx's blocking or asynchronous client.
+"""Wire: sends calls, for both clients, over httpx's blocking or asynchronous client.
 
-Sending is written once, as coroutines over a `Wire`. Those of a `BlockingWire` never suspend, so
-`finish` runs them in a plain thread, without an event loop.
+The code is written once, as coroutines over a `Wire`. Coroutines over a `BlockingWire` never
+suspend, so `finish` runs them without an event loop.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class BlockingWire:
 
 
 class AsyncReply:
-    """`BlockingReply` of an asynchronous client."""
+    """A reply that an asynchronous client is receiving."""
 
     def __init__(self, response: httpx.Response) -> None:
         self.response = response
@@ -97,8 +97,8 @@ async def run(wire: Wire, settings: Settings, call: Call[Result]) -> Result:
 
 
 async def begin(wire: Wire, exchange: Exchange) -> Reply:
-    """The beginning of a reply with a status among the request's answers; tries again as `Exchange`
-    decides."""
+    """Send the request until a reply begins that is not a refusal. `Exchange` decides if there is a
+    further try, and raises the error if there is none."""
     while True:
         try:
             reply = await wire.send(exchange.next_try(wire.http))
@@ -112,10 +112,10 @@ async def begin(wire: Wire, exchange: Exchange) -> Reply:
 
 
 async def _refusal_body(reply: Reply) -> bytes:
-    """The body of a refusal, as far as it arrives and at most MAX_REFUSAL_BYTES of it."""
+    """The body of a refusal: the part that arrives, up to about MAX_REFUSAL_BYTES."""
     body = bytearray()
     try:
-        with suppress(httpx.RequestError):  # the status says most
+        with suppress(httpx.RequestError):  # the status alone is enough for an error
             while len(body) <= MAX_REFUSAL_BYTES and (piece := await reply.read()) is not None:
                 body += piece
     finally:

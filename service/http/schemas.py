@@ -1,4 +1,4 @@
-"""Replies about the server and its models: health, facts, errors."""
+"""Schemas: replies about the server and its models, and of errors."""
 
 from typing import Any, Literal
 
@@ -23,30 +23,34 @@ class ModelStatus(ReplyBody):
 
     model: str
     status: Literal["ok", "stalled", "failed"]
-    reason: str | None = Field(description="Why it does not answer, if known.")
+    reason: str | None = Field(description="Reason why the model does not answer, if known.")
 
 
 class Health(ReplyBody):
     status: Literal["ok", "loading", "draining", "stalled", "failed"]
     reason: str | None = None
     models: list[ModelStatus] | None = Field(
-        None, description="Each of several models. The others answer if one could not be loaded."
+        None,
+        description="State of each model, if there are several. If one could not be loaded, the "
+        "others answer.",
     )
 
 
 class QuantizationInfo(ReplyBody):
-    """Cost of quantizing weights, or keys and values, measured when they were loaded. The figures
-    are null if there was no text to measure on."""
+    """Cost of quantizing weights, or keys and values, measured when the model was loaded. The
+    figures are null if there was no text to measure on."""
 
-    kind: str = Field(description="Of the weights: `int8`, `int4` or `none`.")
-    kv_cache_dtype: str = Field(description="Of keys and values: `int8`, or `auto` for `dtype`.")
+    kind: str = Field(description="Quantization of the weights: `int8`, `int4` or `none`.")
+    kv_cache_dtype: str = Field(
+        description="Dtype of keys and values: `int8`, or `auto` for `dtype`."
+    )
     relative_loss: float | None = Field(
-        description="Bits per byte that quantization adds, as a share of those without it."
+        description="Bits per byte that quantization adds, as a share of `exact_bits_per_byte`."
     )
     bits_per_byte: float | None
     exact_bits_per_byte: float | None = Field(description="Bits per byte without quantization.")
     tokens: int | None
-    text: str = Field(description="The text it was measured on, or the reason why there is none.")
+    text: str = Field(description="Text of the measurement, or the reason why there is none.")
 
 
 class Info(ReplyBody):
@@ -54,42 +58,44 @@ class Info(ReplyBody):
     model: str
     models: list[ModelStatus] = Field(
         description="All models of the server, including those that could not be loaded. The first "
-        "answers requests that name none."
+        "answers requests that do not name a model."
     )
     checkpoint: CheckpointName
     config: dict[str, Any] = Field(description="The model's shape: config.json's `model`.")
     vocabulary: str = Field(
-        description="Kind of the tokenizer, as in /tokenizer_info; for `none`, prompts are ids."
+        description="Kind of the tokenizer, as in /tokenizer_info. With `none`, prompts are ids."
     )
     training: dict[str, Any] = Field(description="Origin of the weights.")
     parameters: int
     device: str
-    decoding: str = Field(description="Code that computes decode steps.")
+    decoding: str = Field(description="Implementation that computes decode steps.")
     decoding_note: str | None = Field(
-        description="Why decode steps are computed in plain torch by default: the part that the "
-        "native kernels do not cover, or the failed self-check of CUDA graphs."
+        description="Reason why plain torch computes decode steps by default: a part of the model "
+        "that the native kernels do not cover, or a failed self-check of CUDA graphs."
     )
     kernels: str | None = Field(
-        description="The loaded native kernels: their target, and whether they were compiled now "
-        "or before, or prebuilt; null without any."
+        description="The loaded native kernels: their target, and if they were compiled now, "
+        "compiled before or prebuilt. null if none are loaded."
     )
     speculate: str = Field(
-        description="Source of drafts, tokens that a decode step verifies: `ngram`, from the text "
-        "itself, or `none`. Replies do not depend on it."
+        description="Source of drafts, which are tokens that a decode step verifies: `ngram` takes "
+        "them from the text itself, `none` makes none. Replies do not depend on it."
     )
     dtype: str = Field(
         description="Dtype of the computation; stored weights of another dtype are rounded to it."
     )
-    dtype_why: str = Field(description="`as requested` by --dtype, or the reason of the default.")
+    dtype_why: str = Field(
+        description="`as requested` if --dtype is set, otherwise the reason for this dtype."
+    )
     quantization: QuantizationInfo | None = Field(description="null if nothing is quantized.")
     threads: int
     slots: int
     kv_cache_bytes: int
     prefill_chunk: int = Field(description="Largest number of prompt positions in a step.")
     target_gap: str = Field(
-        description="Longest time of a step that computes prompts while others decode: `4x` is "
-        "four times a step that only decodes, `0.15s` a time; `none`: only `prefill_chunk` limits "
-        "the step."
+        description="Longest time of a step that computes prompts while other sequences decode: "
+        "`4x` is four times a step that only decodes, `0.15s` a time. With `none`, only "
+        "`prefill_chunk` limits the step."
     )
     api_keys: bool = Field(description="True if requests need an API key.")
     limits: dict[str, int]
@@ -98,7 +104,7 @@ class Info(ReplyBody):
 class CurvePoint(ReplyBody):
     step: int
     loss: float = Field(description="Nats per token; the training loss is smoothed.")
-    bits_per_byte: float | None = Field(description="null if it was not measured.")
+    bits_per_byte: float | None = Field(description="null if not measured.")
 
 
 class TrainingCurve(ReplyBody):
@@ -120,14 +126,16 @@ class Version(ReplyBody):
 class StageInfo(ReplyBody):
     """A stage of the model, in each of its layers."""
 
-    name: str = Field(description="With N for the layer.")
-    names: list[str] = Field(description="Layer by layer.")
+    name: str = Field(description="Name, with N for the number of the layer.")
+    names: list[str] = Field(description="Names in all layers, in the order of the layers.")
     axes: list[Literal["positions", "n_head", "n_kv_head", "head_dim", "T", "d_model", "d_ff",
                        "vocab_size"]]  # fmt: skip
-    shape: list[int | None] = Field(description="null: positions, and T, the prompt's tokens.")
+    shape: list[int | None] = Field(
+        description="null for the axes `positions` and `T`, the number of the prompt's tokens."
+    )
     meaning: str
     changeable: bool = Field(description="True if an intervention may change it.")
-    transformer_lens: str | None = Field(description="Its name in TransformerLens.")
+    transformer_lens: str | None = Field(description="Name of the stage in TransformerLens.")
 
 
 class StagesReply(ReplyBody):
@@ -140,17 +148,20 @@ class TokenizerInfo(ReplyBody):
     checkpoint: CheckpointName
     vocab_size: int
     kind: Literal["bpe", "pieces", "words", "none"] = Field(
-        description="The way from text to ids: cut and merged (bpe), cut into tokens (pieces), or "
-        "cut into words that white space separates (words). none: only ids, texts are refused."
+        description="How a text becomes ids. `bpe`: it is split, and bytes are merged; `pieces`: "
+        "it is split into tokens; `words`: it is split into words at white space; `none`: texts "
+        "are refused, and only ids are accepted."
     )
     eos_token: str | None = Field(description="Name of the token that ends a text.")
     eos_token_id: int | None
-    eos_token_ids: list[int] = Field(description="Every id that ends a generated text.")
-    bos_token: str | None = Field(description="null: a text does not begin with a special token.")
+    eos_token_ids: list[int] = Field(description="All ids that end a generated text.")
+    bos_token: str | None = Field(
+        description="Special token with which a text begins; null if there is none."
+    )
     pad_token: str | None
     chat_template: str | None
-    pattern: str = Field(description="Regular expression that cuts a text; empty for kind none.")
+    pattern: str = Field(description="Regular expression that splits a text; empty for `none`.")
     special_tokens: dict[str, int]
     added_tokens: dict[str, int] = Field(
-        description="Other texts that are always one token, and their ids."
+        description="Other texts that are always a single token, and their ids."
     )

@@ -138,7 +138,7 @@ def test_replies_that_have_begun_are_not_tried_again(connect: Connect, name: str
     ("stream", "how"),
     [
         (events(*CHUNKS[:2], end=False, whole=False), "broke off"),
-        (events(*CHUNKS[:2], end=False), "stopped before its end,"),
+        (events(*CHUNKS[:2], end=False), "ended without its last event,"),
         (events(*CHUNKS[:2], end=False, whole=False) + b"5\r\ndata:", "broke off"),
         (events(*CHUNKS[:2], end=False, whole=False) + b"no chunk", "broke off"),
     ],
@@ -268,7 +268,7 @@ def test_pages_of_a_proxy_are_named(connect: Connect) -> None:
         ) as caught:
             client.generate("a")
         assert (caught.value.status, caught.value.type) == (403, None)
-        with pytest.raises(MalformedReplyError, match=r"/generate: .* text/html, and not JSON"):
+        with pytest.raises(MalformedReplyError, match=r"/generate: .* text/html and is not JSON"):
             client.generate("a")
         with pytest.raises(APIStatusError, match="302 Found"):
             client.generate("a")

@@ -36,7 +36,7 @@ def test_closing_a_stream_ends_the_request(watched: Serving, connect: Connect) -
     assert stream.text.startswith("b")
     assert list(chunks) == []
     stream.close()
-    with pytest.raises(StreamError, match=r"left after \d+ tokens") as caught:
+    with pytest.raises(StreamError, match=r"early, after \d+ tokens") as caught:
         stream.result()
     assert caught.value.tokens > 0
 

@@ -160,17 +160,15 @@ def test_errors_come_after_earlier_chunks() -> None:
 @pytest.mark.parametrize(
     ("stream", "message"),
     [
-        (b"data: {\n\n", "it is not JSON"),
-        (b"data: " + b"[" * 100_000 + b"\n\n", "it is not JSON"),
+        (b"data: {\n\n", "the event is not JSON"),
+        (b"data: " + b"[" * 100_000 + b"\n\n", "the event is not JSON"),
         (b"data: []\n\n", "the reply is a list; it should be an object"),
         (sse.event({}), "id is missing"),
         (sse.event(chunk({"index": 0})), "choices.0.prompt_index is missing"),
         (sse.event(chunk(**{**TAIL, "usage": None})), "usage is null; it should be an object"),
-        (sse.DONE, "the last one came before the usage, or before any choice"),
-        (sse.event(CHUNKS[0]) + sse.DONE, "the last one came before the usage, or before any "
-         "choice"),
-        (sse.event(chunk(**TAIL)) + sse.DONE, "the last one came before the usage, or before any "
-         "choice"),
+        (sse.DONE, "[DONE] came before the usage, or before any choice"),
+        (sse.event(CHUNKS[0]) + sse.DONE, "[DONE] came before the usage, or before any choice"),
+        (sse.event(chunk(**TAIL)) + sse.DONE, "[DONE] came before the usage, or before any choice"),
     ],
 )  # fmt: skip
 def test_unreadable_events_are_named(stream: bytes, message: str) -> None:
@@ -185,8 +183,8 @@ def test_errors_of_a_stream_count_its_tokens() -> None:
     assert not state.ended
     error = state.cut()
     assert (error.tokens, error.request_id) == (3, "id-1")
-    assert error.message == "the stream stopped before its end, after 3 tokens"
-    with pytest.raises(StreamError, match=r"left after 3 tokens"):
+    assert error.message == "the stream ended without its last event, after 3 tokens"
+    with pytest.raises(StreamError, match="early, after 3 tokens"):
         state.result()
     with pytest.raises(LogitdError, match=r"after 3 tokens"):
         _ = state.tail
