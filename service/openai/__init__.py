@@ -1,5 +1,5 @@
-"""OpenAI's API on logitd's engine: bodies, and translation in both directions.
+"""OpenAI's API on logitd's engine: its bodies, and the translation in both directions.
 
-A request is translated into a native `GenerateRequest` and handled as /generate does; a native
+A request becomes a native `GenerateRequest`, which is handled as /generate handles it. A native
 reply, or chunk of a stream, is translated into OpenAI's format. Nothing is computed here.
 """

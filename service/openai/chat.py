@@ -1,4 +1,4 @@
-"""Chat: prompts from messages by the checkpoint's template, and the replies of
+"""Chat: makes prompts from messages with the checkpoint's template, and the replies of
 /v1/chat/completions from those of /generate.
 """
 
@@ -19,9 +19,9 @@ from logitd.service.openai.tools import GrowingCall, text_of_calls
 
 
 async def chat_prompt(body: ChatRequest, subject: Subject) -> tuple[int, ...]:
-    """The token ids of a conversation, written by the checkpoint's template, up to the
+    """The token ids of a conversation, which the checkpoint's template writes up to the
     assistant's next message. Raises ApiError."""
-    # In a thread: a template may take long.
+    # In a thread, because a template may take long.
     return await asyncio.to_thread(_render, body, subject)
 
 
@@ -31,9 +31,10 @@ def _render(body: ChatRequest, subject: Subject) -> tuple[int, ...]:
         raise no_vocabulary("messages")
     if checkpoint.chat_template is None:
         raise bad_request(
-            f"{checkpoint.name} has no chat template to write messages with. Send the text to "
-            "/v1/completions, or add a template to the checkpoint: `logitd train --chat-template "
-            "FILE`, or chat_template in the tokenizer section of its config.json",
+            f"{checkpoint.name} has no chat template, which would write the messages as text. Send "
+            "the text to /v1/completions, or add a template to the checkpoint: with `logitd train "
+            "--chat-template FILE`, or as chat_template in the tokenizer section of its "
+            "config.json",
             "messages",
             "no_chat_template",
         )
@@ -58,7 +59,7 @@ def _render(body: ChatRequest, subject: Subject) -> tuple[int, ...]:
 
 
 def _message(message: chat_schemas.Message) -> Message:
-    """A message in the form that templates take; calls become text."""
+    """A message in the form that templates take. Calls of functions become text."""
     texts = [message.content or "", text_of_calls(message.tool_calls or ())]
     known = {
         "role": "system" if message.role == "developer" else message.role,
@@ -68,6 +69,8 @@ def _message(message: chat_schemas.Message) -> Message:
 
 
 class ChatFormat:
+    """Replies to one request."""
+
     def __init__(self, body: ChatRequest, model: str, checkpoint: CheckpointInfo) -> None:
         self._head = head("chatcmpl", "chat.completion", model, checkpoint)
         self._tokenizer = checkpoint.tokenizer
@@ -90,7 +93,8 @@ class ChatFormat:
         return {**self._head, "choices": choices, "usage": usage(reply["usage"])}
 
     def chunks(self, chunk: dict[str, Any], counts: dict[str, int]) -> Iterator[dict[str, Any]]:
-        """A chunk for the role, for each new text and for the finish reason."""
+        """The chunks of a native chunk: one for the role, one for each new piece of text, and one
+        for the finish reason."""
         options = self._body.stream_options
         chunk_head = {**self._head, "object": "chat.completion.chunk"}
         for native in chunk["choices"]:
@@ -113,7 +117,7 @@ class ChatFormat:
         return "tool_calls" if self._functions and reason == "stop" else reason
 
     def _call(self, native: dict[str, Any]) -> dict[str, Any] | None:
-        """The new part of the call that a choice consists of."""
+        """The new part of the call that the choice contains; None if there is none."""
         growing = self._calls.setdefault(native["index"], GrowingCall(self._functions))
         return growing.push(native["text"], reason=native["finish_reason"])
 

@@ -31,7 +31,7 @@ class TextPart(ReplyBody):
 
 
 def _one_text(content: Any) -> Any:
-    """A content of several text parts, joined by line breaks."""
+    """The text of a content, whose parts are joined by line breaks."""
     if not isinstance(content, list):
         return content
     for part in content:
@@ -41,7 +41,9 @@ def _one_text(content: Any) -> Any:
                 f"the content has a part of type {str(kind)[:40]!r}; only text parts are supported"
             )
         if set(part) != {"type", "text"} or not isinstance(part["text"], str):
-            raise ValueError("a text part has other members than type and text")
+            raise ValueError(
+                "a text part must have the members type and text, which is a string, and no others"
+            )
     return "\n".join(part["text"] for part in content)
 
 
@@ -80,7 +82,7 @@ class Message(RequestBody):
         description="Calls that an assistant made; they are shown to the model as JSON.",
     )
     tool_call_id: Text | None = Field(
-        None, description="In a tool's message: the call that it answers."
+        None, description="In a tool's message: id of the call that it answers."
     )
 
     annotations: Annotated[Any, only([])] = unsupported()
@@ -91,11 +93,17 @@ class Message(RequestBody):
     @model_validator(mode="after")
     def _role_and_content(self) -> Self:
         if self.tool_calls and self.role != "assistant":
-            raise ValueError(f"tool_calls of the role {self.role!r}; only assistants make calls")
+            raise ValueError(
+                f"the message has tool_calls and the role {self.role!r}; only the role 'assistant' "
+                "makes calls"
+            )
         if self.tool_call_id is not None and self.role != "tool":
-            raise ValueError(f"tool_call_id of the role {self.role!r}; only tools answer calls")
+            raise ValueError(
+                f"the message has a tool_call_id and the role {self.role!r}; only the role 'tool' "
+                "answers calls"
+            )
         if self.content is None and not self.tool_calls:
-            raise ValueError("the message has no content")
+            raise ValueError("the message has no content; give it one, such as an empty text")
         return self
 
 
@@ -114,9 +122,9 @@ class FunctionDefinition(RequestBody):
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
     description: Text | None = None
     parameters: dict[str, Any] | None = Field(
-        None, description="JSON schema of its arguments. Absent: it has none."
+        None, description="JSON schema of the arguments. Absent: the function has no arguments."
     )
-    strict: bool | None = Field(None, description="Arguments always fit the schema.")
+    strict: bool | None = Field(None, description="No effect: the arguments always fit the schema.")
 
 
 class Tool(RequestBody):
@@ -210,40 +218,38 @@ class ChatRequest(SamplingBody, Conversation, Unsupported):
     max_tokens: int | None = Field(
         None, ge=1, lt=2**31, description="The older name of max_completion_tokens."
     )
-    n: int | None = Field(None, ge=1, le=4096, description="Answers.")
+    n: int | None = Field(None, ge=1, le=4096, description="Number of answers.")
     logprobs: bool | None = Field(None, description="Logprob of each token of the answer.")
     top_logprobs: int | None = Field(
-        None, ge=0, le=20, description="With `logprobs`: also of the k likeliest."
+        None, ge=0, le=20, description="With `logprobs`: also those of the k likeliest tokens."
     )
     add_generation_prompt: bool | None = Field(
         None,
-        description="True: the template begins an answer. Absent: true, unless the final message "
-        "is continued.",
+        description="True: the template begins an answer. Absent: true, unless "
+        "`continue_final_message` is true.",
     )
     continue_final_message: bool | None = Field(
-        None, description="Continue the text of the final message instead of a new one."
+        None, description="Continue the text of the final message, instead of writing a new one."
     )
     metadata: dict[str, Text] | None = Field(
-        None, description="For stored completions; none is stored, so it changes nothing."
+        None, description="No effect: it describes stored completions, and none are stored."
     )
     parallel_tool_calls: bool | None = Field(
-        None, description="An answer has one call at most, so it changes nothing."
+        None, description="No effect: an answer has at most one call."
     )
     prompt_cache_key: Text | None = Field(
-        None, description="Prefixes are found without it, so it changes nothing."
+        None, description="No effect: shared prefixes are found without it."
     )
-    safety_identifier: Text | None = Field(
-        None, description="Your name for the user; it changes nothing."
-    )
+    safety_identifier: Text | None = Field(None, description="No effect: your name for the user.")
     tools: list[Tool] | None = Field(
-        None, max_length=MAX_TOOLS, description="Functions that can be called."
+        None, max_length=MAX_TOOLS, description="Functions that the answer may call."
     )
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
         None,
         validate_default=True,
-        description="`none`: answer in words. `required`, or a function by its name: the answer is "
-        "a call whose arguments fit its schema. `auto` is refused if there are tools: the model "
-        "was not trained to choose.",
+        description="`none`: the answer is in words. `required`, or a function by its name: the "
+        "answer is a call whose arguments fit the function's schema. `auto` is refused if there "
+        "are tools, because the model was not trained to choose.",
     )
 
     @field_validator("tools")
@@ -251,7 +257,10 @@ class ChatRequest(SamplingBody, Conversation, Unsupported):
     def _names_of_tools(cls, tools: list[Tool] | None) -> list[Tool] | None:
         names = [tool.function.name for tool in tools or ()]
         if len(set(names)) < len(names):
-            raise ValueError("tools has a name twice; give each function its own")
+            name = next(name for name in names if names.count(name) > 1)
+            raise ValueError(
+                f"tools has two functions with the name {name!r}; give each its own name"
+            )
         return tools
 
     @field_validator("tool_choice")
@@ -262,14 +271,19 @@ class ChatRequest(SamplingBody, Conversation, Unsupported):
         names = [tool.function.name for tool in info.data.get("tools") or ()]
         if isinstance(choice, NamedTool) and choice.function.name not in names:
             raise ValueError(
-                f"tool_choice names {choice.function.name[:64]!r}, which is not among the tools"
+                f"tool_choice names the function {choice.function.name[:64]!r}, which `tools` does "
+                "not have; add it, or name one of `tools`"
             )
         if choice == "required" and not names:
-            raise ValueError("tool_choice is 'required', and there are no tools")
+            raise ValueError(
+                "tool_choice is 'required', but there are no tools; add `tools`, or set it to "
+                "'none'"
+            )
         if names and choice in (None, "auto"):
             raise ValueError(
                 "tool_choice is 'auto', the default with tools, but the model was not trained to "
-                "choose. Set it to 'required' or to a function, to force a call, or to 'none'"
+                "choose. Set it to 'required' or to a function for a call, or to 'none' for an "
+                "answer in words"
             )
         return choice
 
@@ -278,8 +292,8 @@ class ChatRequest(SamplingBody, Conversation, Unsupported):
     def _one_way_to_go_on(cls, continues: bool | None, info: ValidationInfo) -> bool | None:
         if continues and info.data.get("add_generation_prompt"):
             raise ValueError(
-                "continue_final_message continues the final message and add_generation_prompt "
-                "begins another: set one of them to false"
+                "continue_final_message continues the final message, but add_generation_prompt "
+                "begins a new one: set one of the two to false"
             )
         return continues
 
@@ -291,7 +305,7 @@ class ChatRequest(SamplingBody, Conversation, Unsupported):
 
     @property
     def callable_tools(self) -> list[FunctionDefinition]:
-        """The functions of which the answer calls one; empty: the answer is in words."""
+        """The functions of which the answer calls one. If there are none, it is in words."""
         functions = [tool.function for tool in self.tools or ()]
         if isinstance(self.tool_choice, NamedTool):
             name = self.tool_choice.function.name
@@ -316,7 +330,7 @@ class ChatLogprobs(ReplyBody):
 
 class CalledFunction(ReplyBody):
     name: str
-    arguments: str = Field(description="JSON by the function's schema, unless it was cut short.")
+    arguments: str = Field(description="JSON that fits the function's schema, unless cut short.")
 
 
 class ToolCallReply(ReplyBody):
@@ -329,7 +343,7 @@ class ChatMessage(ReplyBody):
     role: Literal["assistant"]
     content: str | None = Field(description="null if a function is called.")
     refusal: None
-    tool_calls: list[ToolCallReply] | None = Field(None, description="One call at most.")
+    tool_calls: list[ToolCallReply] | None = Field(None, description="At most one call.")
 
 
 class ChatChoice(ReplyBody):
@@ -337,7 +351,7 @@ class ChatChoice(ReplyBody):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
-    seed: int = Field(description="From the request, or drawn.")
+    seed: int = Field(description="The request's seed, or the one drawn for it.")
 
 
 class ChatReply(OpenAIReply):

@@ -1,17 +1,17 @@
 """Logprobs in OpenAI's format, from those of /generate.
 
-Tokens are named by their text. A name must be unique, because clients look logprobs up by it. So
-bytes that are not UTF-8, a special token that reads like an ordinary one, and a text that reads
-like such a name are written `bytes:\\xe2\\x82`; an id without bytes is `token_id:100256`.
+A token's name is its text. Names must be unique, because clients look up logprobs by name. So some
+tokens have a name such as `bytes:\\xe2\\x82`: bytes that are not UTF-8, a special token with the
+text of an ordinary one, and a text that looks like such a name. An id without bytes has a name such
+as `token_id:100256`.
 
 A token is listed as soon as the shown text reaches it, so lists and text of a stream grow together.
 If a stop string cut the text, the tokens that begin after the cut are not listed, and the token at
-the cut is listed whole. A token's offset is the number of characters that were complete before it:
-the tokens of one character have the same offset.
+the cut is listed whole. A token's offset is the number of characters that are complete before it,
+so all tokens of one character have the same offset.
 
-Values are the engine's, in float64. Those of generated tokens are finite: a sequence with logits
-that are not finite ends with an error, and tokens that the filters of `processed` drop are in no
-list.
+Values are the engine's, in float64. Those of generated tokens are finite: a sequence whose logits
+are not finite ends with an error, and tokens that the filters of `processed` drop are not listed.
 """
 
 import codecs
@@ -39,24 +39,24 @@ def token_name(tokenizer: Tokenizer, token_id: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PlacedToken:
-    """A token of a native reply, with the offset of its beginning in the text."""
+    """A token of a native reply, and the offset in the text at which it begins."""
 
     token: dict[str, Any]
     offset: int
 
 
 class ShownTokens:
-    """The tokens of one choice, returned as its text reaches them.
+    """Collects the tokens of one choice, and returns each when the choice's text reaches it.
 
-    prompt_tokens  number of leading tokens that are an echo; the decoder restarts after them
+    prompt_tokens  number of leading tokens that echo the prompt; the decoder restarts after them
     """
 
     def __init__(self, *, prompt_tokens: int = 0) -> None:
         self._prompt_tokens = prompt_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._seen = 0  # tokens
-        self._whole = 0  # characters that these tokens complete
-        self._shown = 0  # characters of the text so far
+        self._seen = 0  # number of tokens so far
+        self._whole = 0  # number of characters that these tokens complete
+        self._shown = 0  # number of characters of the shown text
         self._held: list[PlacedToken] = []
 
     def push(self, choice: dict[str, Any]) -> list[PlacedToken]:
@@ -80,8 +80,8 @@ class ShownTokens:
         return placed
 
     def _reached(self) -> int:
-        """Number of held tokens that begin in the shown text. A token without text needs no
-        text."""
+        """Number of held tokens that begin in the shown text. A token without bytes counts as
+        well."""
         count = 0
         for held in self._held:
             if held.offset >= self._shown and held.token["bytes"]:
@@ -96,7 +96,7 @@ class ShownTokens:
 
 def completion_logprobs(tokenizer: Tokenizer, placed: list[PlacedToken]) -> dict[str, Any]:
     """The four lists of /v1/completions. The top logprobs always include the token itself, with
-    the same double as in `token_logprobs`."""
+    the same number as in `token_logprobs`."""
     tokens, values, tops, offsets = [], [], [], []
     for shown in placed:
         name, value = token_name(tokenizer, shown.token["id"]), shown.token["logprob"]

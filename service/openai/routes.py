@@ -46,10 +46,10 @@ async def completions(
     models: Ready,
     request: Request,
 ) -> Response:
-    """Continue a prompt, with the tokens and logprobs of /generate for the same fields.
+    """Continue a prompt, with the tokens and logprobs that /generate returns for the same fields.
 
-    `logprobs` are raw unless `logprobs_stage` says otherwise. With `stream`, server-sent events, a
-    choice in each, then `[DONE]`."""
+    `logprobs` are raw unless `logprobs_stage` says otherwise. With `stream`, the reply is a series
+    of server-sent events, each with one choice, and then `[DONE]`."""
     note_user(request, body.user)
     negotiate(request, body)
     context = models.of(body.model, body.timeout)
@@ -75,18 +75,18 @@ async def completions(
 async def chat_completions(
     body: Annotated[ChatRequest, Depends(body_of(ChatRequest))], models: Ready, request: Request
 ) -> Response:
-    """Write the messages with the checkpoint's chat template and continue them, as /generate does
-    after those token ids. An answer ends at any special token. With `tools` and a `tool_choice`
-    that asks for a call, the answer is a call whose arguments fit the function's schema.
+    """Write the messages with the checkpoint's chat template, and continue these token ids as
+    /generate does. An answer ends at any special token. With `tools` and a `tool_choice` that asks
+    for a call, the answer is a call whose arguments fit the function's schema.
 
-    With `stream`, server-sent events: the role, the text or the arguments as they grow, the finish
-    reason, then `[DONE]`."""
+    With `stream`, the reply is a series of server-sent events: the role, the text or the arguments
+    as they grow, the finish reason, and then `[DONE]`."""
     note_user(request, body.user)
     negotiate(request, body)
     context = models.of(body.model, body.timeout)
     constraint = constraint_of(body)
     with param_names(constraint, prompt="messages", logprobs="top_logprobs"):
-        # A full queue is reported before the template runs.
+        # Check the queue first, so that a full one is reported before the template runs.
         with context.model.engine.admission.hold(body.n or 1, "n", context.caller):
             prompt = await chat_prompt(body, context.subject)
         native = native_chat(body, prompt, context.checkpoint.tokenizer, constraint)
@@ -101,7 +101,7 @@ async def _begin(
     context: RequestContext,
     formatted: Callable[[Completions], replies.ResponseFormat],
 ) -> replies.Generation:
-    """Plan and submit a native request; `formatted` makes the format of its replies."""
+    """Plan and submit a native request. `formatted` makes the object that formats its replies."""
     planning = generate.plan(native, context.subject, clamp_max_tokens=True)
     plan = cast(Completions, await make_plan(planning, native, context))
     return replies.Generation(plan, context, formatted(plan))
@@ -116,18 +116,18 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 
 @router.get("/v1/models", responses=RESPONSES, summary="The models served")
 async def models(choice: Ready) -> ModelList:
-    """The loaded models; the first answers requests that name none. /info also lists models that
-    could not be loaded."""
+    """The loaded models. The first one answers requests that do not name a model. /info also lists
+    models that could not be loaded."""
     return ModelList(object="list", data=[_model(served) for served in choice.all.served])
 
 
 @router.get(
-    "/v1/models/{model:path}",  # a directory, and so a model, may have any name
+    "/v1/models/{model:path}",  # a model may have any name that a directory may have
     responses={**RESPONSES, 404: ERRORS[404]},
     summary="One model",
 )
 async def one_model(model: str, choice: Ready) -> Model:
-    """The model of that name."""
+    """The model with this name."""
     return _model(choice.all.find(model))
 
 
@@ -145,7 +145,7 @@ def _model(served: ServedModel) -> Model:
 
 
 def _timestamp(created: str) -> int:
-    """Seconds since 1970 of an ISO 8601 time; 0 for anything else."""
+    """An ISO 8601 time in seconds since 1970; 0 for any other text."""
     try:
         time = datetime.fromisoformat(created)
     except ValueError:

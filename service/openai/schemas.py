@@ -1,8 +1,9 @@
 """Bodies and replies of the OpenAI endpoints; those of chats are in `chat_schemas.py`.
 
-Fields of /generate have their bounds and descriptions from there. null is the default of every
-optional field, because OpenAI's clients send it. OpenAI's unsupported fields are accepted with a
-neutral value, and otherwise refused by name. Replies have the shape that the official clients read.
+Fields that /generate has as well take their bounds and descriptions from it. null is the default of
+every optional field, because OpenAI's clients send it. Fields that are not supported are accepted
+with a neutral value; other values are refused, with the field's name. Replies have the shape that
+OpenAI's own clients read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +46,7 @@ COMPLETION_TOKENS = 16
 
 
 def native(name: str) -> Any:
-    """A field of /generate whose default is null."""
+    """A field with the bounds and the description of /generate's, and the default null."""
     field = GenerateRequest.model_fields[name]
     bounds = {key: value for bound in field.metadata for key, value in asdict(bound).items()}
     return Field(None, description=field.description, **bounds)
@@ -56,18 +57,18 @@ def only(*neutral: Any) -> BeforeValidator:
 
     def check(value: Any, info: ValidationInfo) -> None:
         if value is not None and not any(type(value) is type(n) and value == n for n in neutral):
-            raise ValueError(f"{info.field_name} is not supported here; leave it out or send null")
+            raise ValueError(f"{info.field_name} is not supported; leave it out or send null")
 
     return BeforeValidator(check)
 
 
 def unsupported() -> Any:
-    """A field of OpenAI's that clients send with a neutral value."""
-    return Field(None, description="Not supported: any value that is not neutral is refused.")
+    """A field that is not supported, but that clients send with a neutral value."""
+    return Field(None, description="Not supported: only null and neutral values are accepted.")
 
 
 def unsupported_fields(neutral: Mapping[str, Sequence[Any]]) -> Any:
-    """Definitions of unsupported fields, from the neutral values of each; null is always one."""
+    """Definitions of unsupported fields, from the neutral values of each besides null."""
     return {
         name: (Annotated[Any, only(*values)], unsupported()) for name, values in neutral.items()
     }
@@ -78,24 +79,25 @@ Seed = Annotated[
     Field(
         ge=-(2**63),
         lt=2**63,
-        description="Same seed, same tokens: those of /generate with this seed, from 0 up, and "
-        "with 2^64 + seed below -1. Absent or -1: drawn for each prompt, and returned.",
+        description="The same seed gives the same tokens: from 0 up those of /generate with this "
+        "seed, below -1 those with 2^64 + seed. Absent or -1: a seed is drawn for each prompt, and "
+        "returned.",
     ),
 ]
 User = Annotated[
     str | None,
-    Field(max_length=512, description="Your name for the user; the log has the beginning of it."),
+    Field(max_length=512, description="Your name for the user. Its beginning is logged."),
 ]
 
 
 class StreamOptions(RequestBody):
-    """Members of a stream next to its choices."""
+    """Members that a stream has in addition to its choices."""
 
     include_usage: bool | None = Field(
-        None, description="A last chunk with the usage; in the others `usage` is null."
+        None, description="Add a last chunk with the usage. In the other chunks `usage` is null."
     )
     continuous_usage_stats: bool | None = Field(
-        None, description="The usage so far in every chunk."
+        None, description="Add the usage so far to every chunk."
     )
     include_obfuscation: Annotated[Any, only(False)] = unsupported()
 
@@ -124,7 +126,10 @@ class ResponseFormat(RequestBody):
         cls, schema: JsonSchemaFormat | None, info: ValidationInfo
     ) -> JsonSchemaFormat | None:
         if (schema is not None) != (info.data.get("type") == "json_schema"):
-            raise ValueError("json_schema and the type 'json_schema' go together")
+            raise ValueError(
+                "json_schema goes with the type 'json_schema', and with no other: set both or "
+                "neither"
+            )
         return schema
 
     @field_validator("schema_")
@@ -133,7 +138,7 @@ class ResponseFormat(RequestBody):
         cls, schema: dict[str, Any] | None, info: ValidationInfo
     ) -> dict[str, Any] | None:
         if schema is not None and info.data.get("type") != "json_object":
-            raise ValueError("schema goes with the type 'json_object'")
+            raise ValueError("schema goes with the type 'json_object', and with no other")
         return schema
 
 
@@ -143,7 +148,7 @@ JsonSchema = Annotated[
 
 
 class StructuredOutputs(RequestBody):
-    """A constraint on the text, in vLLM's names: one of the first five."""
+    """A constraint on the text, with vLLM's names. Set exactly one of the first five fields."""
 
     json_: JsonSchema | None = Field(None, alias="json")
     regex: Pattern | None = None
@@ -201,13 +206,13 @@ class SamplingBody(Sampling, OtherServers, RequestBody):
     model: ModelName = None
     stream: bool | None = native("stream")
     stream_options: StreamOptions | None = Field(
-        None, description="Further members of a stream; without `stream` it changes nothing."
+        None, description="Additional members of a stream; no effect without `stream`."
     )
     logit_bias: dict[str, float] | None = native("logit_bias")
     stop: StopString | StopStrings | None = native("stop")
     seed: Seed = None
     response_format: ResponseFormat | None = Field(
-        None, description="Text, any JSON object, or JSON that fits a schema."
+        None, description="The answer is any text, any JSON object, or JSON that fits a schema."
     )
     user: User = None
 
@@ -275,10 +280,12 @@ class CompletionRequest(SamplingBody, PromptBody):
         None,
         ge=0,
         lt=2**31,
-        description="Logprob of each token, and of the k likeliest; with `echo` also of the "
-        "prompt's tokens, except the first.",
+        description="Return the logprob of each token, and those of the k likeliest tokens at its "
+        "place; with `echo` also for the prompt's tokens, except the first.",
     )
-    best_of: int | None = Field(None, ge=1, description="Not supported: `n` or null only.")
+    best_of: int | None = Field(
+        None, ge=1, description="Not supported: only null and the value of `n` are accepted."
+    )
     suffix: Annotated[Any, only("")] = unsupported()
 
     @field_validator("best_of")
@@ -287,15 +294,16 @@ class CompletionRequest(SamplingBody, PromptBody):
         n = info.data.get("n") or 1
         if best_of is not None and best_of != n:
             raise ValueError(
-                f"best_of is {best_of} and n is {n}, but all completions are returned. Leave "
-                "best_of out, and choose by logprobs"
+                f"best_of is {best_of} and n is {n}, but the server returns all completions that "
+                "it generates. Leave best_of out, set n to the number of completions, and choose "
+                "by their logprobs"
             )
         return best_of
 
 
 class CompletionLogprobs(ReplyBody):
     tokens: list[str]
-    token_logprobs: list[float | None] = Field(description="null for the first of a prompt.")
+    token_logprobs: list[float | None] = Field(description="null for the first token of a prompt.")
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int] = Field(
         description="Number of characters of `text` that are complete before the token."
@@ -303,11 +311,13 @@ class CompletionLogprobs(ReplyBody):
 
 
 class CompletionChoice(ReplyBody):
-    index: int = Field(description="Index of the prompt times n, plus the index among its n.")
+    index: int = Field(
+        description="Index of the prompt times n, plus the index among the prompt's n choices."
+    )
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
-    seed: int = Field(description="The prompt's seed, from the request or drawn.")
+    seed: int = Field(description="The request's seed, or the one drawn for the prompt.")
 
 
 class PromptTokensDetails(ReplyBody):

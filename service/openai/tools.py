@@ -1,11 +1,12 @@
-"""Tools: an answer that must be the call of a function, as JSON that fits its schema.
+"""Tools: the constraint under which an answer is a call of a function, and the call in its text.
 
-The text of a call, which the model writes under a constraint:
+The text that the model writes under the constraint:
 
-one function   its arguments
-several        `{"name": "f", "arguments": {...}}`, in this layout
+one function       the arguments, as JSON that fits the function's schema
+several functions  `{"name": "f", "arguments": {...}}`, in this layout
 
-`tool_choice` decides if a function is called. The model reads about its tools in the messages only.
+`tool_choice` decides if a function is called. The model knows about the tools only from the
+messages.
 """
 
 import json
@@ -17,7 +18,7 @@ from logitd.service.openai.chat_schemas import FunctionDefinition, ToolCall
 
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "additionalProperties": False}
 LITERAL = ("const", "enum", "default", "examples")
-"""Keywords of a schema that hold values, not schemas."""
+"""Keywords of JSON Schema that contain values, not schemas."""
 
 
 def call_schema(functions: Sequence[FunctionDefinition]) -> dict[str, Any]:
@@ -44,12 +45,12 @@ def call_schema(functions: Sequence[FunctionDefinition]) -> dict[str, Any]:
 
 
 def text_of_calls(calls: Sequence[ToolCall]) -> str:
-    """Calls as an assistant writes them that chooses among several functions."""
+    """Calls in the form in which a model writes them if it chooses among several functions."""
     return "\n".join(f"{_prefix(call.function.name)}{call.function.arguments}}}" for call in calls)
 
 
 class GrowingCall:
-    """The call that a text grows to, piece by piece."""
+    """Reads a call from the pieces of a text."""
 
     def __init__(self, functions: Sequence[FunctionDefinition]) -> None:
         self._names = [function.name for function in functions]
@@ -58,8 +59,8 @@ class GrowingCall:
         self._text = ""  # not returned yet
 
     def push(self, text: str, *, reason: str | None) -> dict[str, Any] | None:
-        """Add the new text, with the finish reason if it has ended. Returns the new part of the
-        call: id, type and name at first, then growing arguments; None if there is none."""
+        """Add new text, and the finish reason if the text has ended. Returns the new part of the
+        call: first the id, type and name, then pieces of the arguments. None if there is none."""
         self._text += text
         opening: dict[str, Any] = {}
         named: dict[str, Any] = {}
@@ -71,7 +72,7 @@ class GrowingCall:
             named = {"name": self._name}
         arguments, self._text = self._text, ""
         if self._wrapped and reason != "length":
-            # The last bracket may close the call; then it is not part of the arguments.
+            # A last bracket that closes the call does not belong to the arguments. Hold it.
             arguments, held = arguments[:-1], arguments[-1:]
             self._text = "" if reason == "stop" else held
         if not opening and not arguments:
@@ -79,7 +80,8 @@ class GrowingCall:
         return {**opening, "function": {**named, "arguments": arguments}}
 
     def _known(self) -> str | None:
-        """The name of the function, once the text has it; then the name is cut off the text."""
+        """The name of the function; None if the text does not have it yet. Removes the name from
+        the text."""
         if not self._wrapped:
             return self._names[0]
         for name in self._names:
@@ -98,7 +100,7 @@ def _parameters(function: FunctionDefinition) -> dict[str, Any]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema moved to `place`, with its references to its own root adjusted."""
+    """A schema that is moved to `place`. Its references to its own root are adjusted."""
     if isinstance(schema, list):
         return [_moved(item, place) for item in schema]
     if not isinstance(schema, dict):

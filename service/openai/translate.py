@@ -1,6 +1,6 @@
-"""Translation of OpenAI's bodies to native ones, which are handled as /generate does.
+"""Translation of OpenAI's bodies to bodies of /generate.
 
-Fields of the same name have the same meaning and are copied, except null, which means the
+Fields with the same name have the same meaning and are copied, except null, which means the
 native default. All other fields are translated here.
 """
 
@@ -24,7 +24,7 @@ from logitd.service.openai.tools import call_schema
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A constraint of a body: its field there, and the name and value of the native field."""
+    """A constraint: its field in OpenAI's body, and the name and value of the native field."""
 
     field: str
     native: str
@@ -35,8 +35,8 @@ def native_completion(body: CompletionRequest, constraint: Constraint | None) ->
     """The request for /generate. Raises ApiError and InvalidRequest."""
     if body.max_tokens == 0 and not body.echo:
         raise bad_request(
-            "max_tokens is 0 and echo is not set, so the reply would be empty. Set echo to get the "
-            "prompt's logprobs, or raise max_tokens to 1",
+            "max_tokens is 0 and echo is not set, so the reply would be empty. Set echo to true to "
+            "get the prompt's logprobs, or raise max_tokens to at least 1",
             "max_tokens",
         )
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
@@ -52,16 +52,19 @@ def native_chat(
     """The request for /generate, with the conversation as token ids. Raises ApiError and
     InvalidRequest."""
     if body.top_logprobs is not None and not body.logprobs:
-        raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+        raise bad_request(
+            f"top_logprobs is {body.top_logprobs}, which needs `logprobs`: set it to true",
+            "top_logprobs",
+        )
     stop_token_ids = set(body.stop_token_ids or ())
     if not body.ignore_eos:
-        # Any special token may end a template's turn; none is part of an answer.
+        # Any special token may end a message in a template; none is part of an answer.
         stop_token_ids |= set(tokenizer.special_tokens.values())
     limits = {body.max_completion_tokens, body.max_tokens} - {None}
     if len(limits) > 1:
         raise bad_request(
             f"max_completion_tokens is {body.max_completion_tokens} and max_tokens, its older "
-            f"name, is {body.max_tokens}; give one of them",
+            f"name, is {body.max_tokens}; give only one of them",
             "max_completion_tokens",
         )
     return _native(
@@ -77,11 +80,14 @@ def native_chat(
 
 
 def constraint_of(body: CompletionRequest | ChatRequest) -> Constraint | None:
-    """The constraint of a body, if it has one. Raises ApiError for several."""
+    """The constraint of a body, if it has one. Raises ApiError if it has several."""
     found = [*_response_format(body.response_format), *_structured(body), *_tools(body)]
     if len(found) > 1:
         fields = " and ".join(constraint.field for constraint in found)
-        raise bad_request(f"{fields} are alternatives; give one of them", found[1].field)
+        raise bad_request(
+            f"{fields} are alternatives; give one of them",
+            found[1].field,
+        )
     return found[0] if found else None
 
 
@@ -116,7 +122,7 @@ def _schema(given: dict[str, Any] | str, field: str) -> Any:
     try:
         schema = json.loads(given)
     except ValueError as error:
-        raise bad_request(f"{field} has a string that is not JSON: {error}", field) from error
+        raise bad_request(f"the string in {field} is not JSON: {error}", field) from error
     except RecursionError as error:
         raise bad_request(f"{field} is nested too deeply", field) from error
     if not isinstance(schema, dict):
@@ -130,7 +136,8 @@ def _tools(body: CompletionRequest | ChatRequest) -> Iterator[Constraint]:
     for name in ("stop", "stop_token_ids"):
         if getattr(body, name):
             raise bad_request(
-                f"{name} would cut short the call that tool_choice asks for; leave one of them out",
+                f"{name} could cut short the call that tool_choice asks for; leave {name} out, or "
+                "set tool_choice to 'none'",
                 name,
             )
     yield Constraint("tools", "json_schema", call_schema(functions))
@@ -138,7 +145,8 @@ def _tools(body: CompletionRequest | ChatRequest) -> Iterator[Constraint]:
 
 @contextmanager
 def param_names(constraint: Constraint | None, **names: str) -> Iterator[None]:
-    """Rename the native fields in errors to the client's: those of `names` and the constraint's."""
+    """Within this context, errors name the client's field instead of the native one: those in
+    `names` (native to client's), and the constraint's."""
     if constraint is not None:
         names[constraint.native] = constraint.field
     try:
@@ -151,11 +159,11 @@ def param_names(constraint: Constraint | None, **names: str) -> Iterator[None]:
 def _native(
     body: CompletionRequest | ChatRequest, constraint: Constraint | None, fields: dict[str, Any]
 ) -> GenerateRequest:
-    """`fields` replace those of the same name in the body."""
+    """The native request. `fields` replace the body's fields of the same name."""
     shared = GenerateRequest.model_fields.keys() & type(body).model_fields.keys()
     values = {name: value for name in shared if (value := getattr(body, name)) is not None}
     if body.seed is not None and body.seed < -1:
-        values["seed"] = body.seed + 2**64  # OpenAI's seeds are signed: each has its own
+        values["seed"] = body.seed + 2**64  # OpenAI's seeds are signed, native ones are not
     if constraint is not None:
         values[constraint.native] = constraint.value
     try:

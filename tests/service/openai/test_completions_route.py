@@ -337,11 +337,12 @@ def test_a_field_that_cannot_be_honoured(
     ("fields", "said"),
     [
         ({"response_format": {"type": "json_schema"}},
-         "response_format.json_schema and the type 'json_schema' go together"),
+         "response_format.json_schema goes with the type 'json_schema', and with no other: set "
+         "both or neither"),
         ({"response_format": {"type": "text", "schema": {}}},
-         "response_format.schema goes with the type 'json_object'"),
+         "response_format.schema goes with the type 'json_object', and with no other"),
         ({"structured_outputs": {"whitespace_pattern": "x", "regex": "a"}},
-         "structured_outputs.whitespace_pattern is not supported here; leave it out or send null"),
+         "structured_outputs.whitespace_pattern is not supported; leave it out or send null"),
         *(
             ({"structured_outputs": outputs},
              "structured_outputs has no constraint; give one of json, regex, choice, grammar and "

@@ -69,7 +69,7 @@ def test_fields_of_other_servers_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("name", NEUTRAL)
 def test_unsupported_field_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ValidationError, match=f"{name} is not supported here") as caught:
+    with pytest.raises(ValidationError, match=f"{name} is not supported") as caught:
         read(ChatRequest, **{name: {"not": "neutral"}})
     assert caught.value.errors()[0]["loc"] == (name,)
     for neutral in NEUTRAL[name]:
@@ -111,12 +111,12 @@ def test_field_that_changes_nothing_is_accepted(name: str, value: Any) -> None:
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
          "a part of type 'image_url'; only text parts are supported"),
         ({"role": "user", "content": ["a"]}, "a part of type 'None'"),
-        ({"role": "user", "content": [{"type": "text"}]}, "other members than"),
-        ({"role": "user", "content": [{"type": "text", "text": 5}]}, "other members than"),
-        ({"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}, "other members"),
-        ({"role": "user", "content": "a", "tool_call_id": "x"}, "only tools answer calls"),
+        ({"role": "user", "content": [{"type": "text"}]}, "and no others"),
+        ({"role": "user", "content": [{"type": "text", "text": 5}]}, "and no others"),
+        ({"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}, "and no others"),
+        ({"role": "user", "content": "a", "tool_call_id": "x"}, "only the role 'tool'"),
         ({"role": "user", "content": "a", "tool_calls": [
-            {"id": "x", "function": {"name": "f", "arguments": "{}"}}]}, "only assistants"),
+            {"id": "x", "function": {"name": "f", "arguments": "{}"}}]}, "the role 'assistant'"),
         ({"role": "function", "content": "a", "name": "f"}, "role"),
         ({"role": "User", "content": "a"}, "role"),
         ({"content": "a"}, "role"),
