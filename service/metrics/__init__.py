@@ -1,1 +1,1 @@
-"""Metrics: the series that Prometheus scrapes."""
+"""Metrics: the series that the server exports to Prometheus."""

@@ -1,7 +1,7 @@
 """Metrics: the Prometheus series of requests, connections and the process.
 
-Names have the prefix `logitd_`, base units and no colons; labels are from closed sets. Each
-application has its own registry. Series of one model are in `model_metrics.py`.
+Names have the prefix `logitd_`, base units and no colons. Each label has a fixed set of values.
+Each application has its own registry. The series of one model are in `model_metrics.py`.
 """
 
 import platform
@@ -49,13 +49,13 @@ class ConnectionEnd(StrEnum):
     SLOW_HEAD = "slow_head"
     SLOW_BODY = "slow_body"
     UNREAD = "unread"
-    TOO_LARGE = "too_large"  # the headers of a request, or its chunk sizes and trailers
+    TOO_LARGE = "too_large"  # the headers, chunk sizes or trailers of a request were too large
     NOT_HTTP = "not_http"
-    MADE_ROOM = "made_room"  # for a new one, at --max-connections
-    REFUSED = "refused"  # new, at --max-connections
+    MADE_ROOM = "made_room"  # a new connection came when there were --max-connections
+    REFUSED = "refused"  # this one came when there were --max-connections
 
 
-# 1 ms to about 262 s; few buckets, because each endpoint has its own histogram.
+# 1 ms to about 262 s. There are few buckets, because each endpoint has its own histogram.
 _DURATION = tuple(0.001 * 4**i for i in range(10))
 
 
@@ -79,7 +79,10 @@ class Metrics:
             buckets=_DURATION,
         )
         self.rejected = metric(
-            Counter, "logitd_requests_rejected", "Requests answered 429, by the limit", "limit"
+            Counter,
+            "logitd_requests_rejected",
+            "Requests answered with 429, by the limit",
+            "limit",
         )
         self.key_requests = metric(
             Counter, "logitd_api_key_requests", "HTTP requests by the name of their API key", "key"
@@ -88,8 +91,10 @@ class Metrics:
         self.connections_ended = metric(
             Counter, "logitd_connections_ended", "Connections that the server ended", "reason"
         )
-        self.ready = metric(Gauge, "logitd_ready", "1 when requests are served")
-        build = metric(Gauge, "logitd_build_info", "What is running", "version", "python")
+        self.ready = metric(Gauge, "logitd_ready", "1 while the server answers requests, else 0")
+        build = metric(
+            Gauge, "logitd_build_info", "Versions of logitd and Python", "version", "python"
+        )
         build.labels(VERSION, platform.python_version()).set(1)
         ProcessCollector(registry=self.registry)
         for limit in Limit:
@@ -101,7 +106,7 @@ class Metrics:
         self.know_callers(callers)
 
     def of(self, model: str) -> ModelMetrics:
-        """The series of a model, which exist from the first call on."""
+        """The series of a model. The first call creates them."""
         if model not in self._models:
             self._models[model] = ModelMetrics(self._families, model)
         return self._models[model]
@@ -110,7 +115,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def know_callers(self, names: Iterable[str]) -> None:
-        """Create the series of callers' names, so that alerts can refer to them."""
+        """Create the series of these callers, so that alerts can refer to them."""
         for name in names:
             self.key_requests.labels(name)
 
@@ -122,8 +127,8 @@ class Metrics:
         caller: str | None = None,
         limit: Limit | None = None,
     ) -> None:
-        """Count one HTTP request that has ended. `caller` is None if the server has no API keys,
-        `limit` is the one that rejected the request."""
+        """Count one HTTP request that has ended. `caller` is None if the server has no API keys.
+        `limit` is the limit that rejected the request, if one did."""
         self.requests.labels(endpoint, str(status)).inc()
         self.request_time.labels(endpoint).observe(seconds)
         if limit is not None:

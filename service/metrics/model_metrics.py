@@ -1,7 +1,8 @@
 """ModelMetrics: the Prometheus series of one served model.
 
-Each series has the label `model`, with the name that the model had at the start. `observe_step` is
-called after each engine step, on the event loop. Series of the whole server are in `metrics.py`.
+Each series has the label `model`, the model's name when the server started. `observe_step` is
+called after each engine step, on the event loop. The series of the whole server are in
+`metrics.py`.
 """
 
 from collections.abc import Iterable
@@ -26,8 +27,8 @@ class ReloadResult(StrEnum):
     """Result of a request to serve another checkpoint."""
 
     SWAPPED = "swapped"
-    UNCHANGED = "unchanged"  # it is served already
-    REFUSED = "refused"  # damaged, of another shape, or too large; the old one stays
+    UNCHANGED = "unchanged"  # this checkpoint is served already
+    REFUSED = "refused"  # it is damaged, too large, or of another shape; the old one stays
 
 
 class StepKind(StrEnum):
@@ -36,24 +37,24 @@ class StepKind(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     MIXED = "mixed"  # prefill and decode
-    ATTRIBUTION = "attribution"  # one piece of an attribution only
+    ATTRIBUTION = "attribution"  # only one piece of an attribution
 
 
-# 0.1 ms to about 105 s by doubling.
+# 0.1 ms to about 105 s, each bucket twice the one before.
 _LATENCY = tuple(0.0001 * 2**i for i in range(21))
 _TOKENS = tuple(2**i for i in range(18))
 _BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class Families:
-    """Metric families of one registry, each of which is registered when first used."""
+    """The metric families of one registry. A family is registered when it is first used."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self._known: dict[str, Any] = {}
 
     def get(self, kind: type[Metric], name: str, text: str, *labels: str, **options: Any) -> Metric:
-        """The family of a name. `options` are passed to the constructor of its `kind`."""
+        """The family with this name. `options` are arguments of the constructor of `kind`."""
         if name not in self._known:
             self._known[name] = kind(name, text, labels, registry=self._registry, **options)
         family: Metric = self._known[name]
@@ -75,7 +76,8 @@ class ModelMetrics:
             return family.labels(model)
 
         def counters(name: str, text: str, label: str, values: Iterable[Key]) -> dict[Key, Counter]:
-            """A counter for each value of a label, all there from the start, for alerts."""
+            """A counter for each value of a label. All exist from the start, so that alerts can
+            refer to them."""
             family = families.get(Counter, name, text, "model", label)
             return {value: family.labels(model, value) for value in values}
 
@@ -86,42 +88,44 @@ class ModelMetrics:
         self.waiting = gauge("logitd_num_sequences_waiting", "Sequences waiting for a slot")
         self.paused = gauge(
             "logitd_num_sequences_paused",
-            "Sequences that lost their slots because their readers are behind",
+            "Sequences without a slot until their slow readers have caught up",
         )
         self.attribution_pieces = counter(
-            "logitd_attribution_pieces", "Blocks computed, forward or backward, for attributions"
+            "logitd_attribution_pieces", "Blocks computed for attributions, forward or backward"
         )
         self.evicted = counter(
-            "logitd_sequences_evicted", "Evictions of a sequence from its slot for another one"
+            "logitd_sequences_evicted", "Times that a sequence lost its slot to another one"
         )
         self.open_elements = gauge(
             "logitd_queue_elements",
-            "Output elements (positions x width) of requests waiting or running",
+            "Output elements (positions x width) of waiting and running requests",
         )
         self.slots = gauge("logitd_kv_slots", "Slots of the KV cache")
-        self.slots_used = gauge("logitd_kv_slots_used", "Slots owned by a sequence")
+        self.slots_used = gauge("logitd_kv_slots_used", "Slots that a sequence uses")
         self.queue_limit = gauge(
             "logitd_queue_limit_sequences", "Sequences that may wait for a slot (--max-queue)"
         )
         self.cache_use = gauge(
-            "logitd_kv_cache_use_ratio", "Slots owned by a sequence, as a share of all: 0 to 1"
+            "logitd_kv_cache_use_ratio", "Slots that a sequence uses, as a share of all: 0 to 1"
         )
         self.prompt_tokens = counter(
-            "logitd_prompt_tokens", "Tokens of ended prompts, once for any n"
+            "logitd_prompt_tokens", "Prompt tokens of ended sequences, counted once for any n"
         )
         self.cached_tokens = counter(
-            "logitd_prompt_tokens_cached", "Tokens of ended prompts copied from another slot"
+            "logitd_prompt_tokens_cached",
+            "Those of logitd_prompt_tokens that were copied from another slot",
         )
         self.prefilled = counter("logitd_prefill_tokens", "Prompt tokens computed")
         self.generated = counter("logitd_generation_tokens", "Tokens generated")
         self.drafted = counter("logitd_draft_tokens", "Tokens drafted and verified")
         self.accepted = counter(
-            "logitd_draft_tokens_accepted", "Drafted tokens that saved a decode step"
+            "logitd_draft_tokens_accepted",
+            "Drafted tokens that were accepted; each saved a decode step",
         )
         steps = families.get(
             Histogram,
             "logitd_step_seconds",
-            "One step of the engine, by what it computed",
+            "Seconds of one engine step, by the kind of its work",
             "model",
             "kind",
             buckets=_LATENCY,
@@ -129,21 +133,28 @@ class ModelMetrics:
         self.steps = {kind: steps.labels(model, kind.value) for kind in StepKind}
         self.batch = histogram("logitd_step_batch_size", "Sequences decoded in one step", _BATCH)
         self.chunk = histogram(
-            "logitd_step_prefill_tokens", "Prompt tokens computed in one step that had any", _TOKENS
+            "logitd_step_prefill_tokens", "Prompt tokens computed in one step, if any", _TOKENS
         )
-        self.ttft = histogram("logitd_time_to_first_token_seconds", "Arrival to the first token")
+        self.ttft = histogram(
+            "logitd_time_to_first_token_seconds",
+            "Seconds from the arrival of a sequence to its first token",
+        )
         self.inter_token = histogram(
-            "logitd_inter_token_latency_seconds", "From one token of a sequence to the next"
+            "logitd_inter_token_latency_seconds", "Seconds from one token of a sequence to the next"
         )
-        self.queue_time = histogram("logitd_sequence_queue_seconds", "Arrival to admission")
+        self.queue_time = histogram(
+            "logitd_sequence_queue_seconds", "Seconds from a sequence's arrival to its admission"
+        )
         self.prefill_time = histogram(
-            "logitd_sequence_prefill_seconds", "Admission to the computed prompt"
+            "logitd_sequence_prefill_seconds",
+            "Seconds from a sequence's admission until its prompt was computed",
         )
         self.decode_time = histogram(
-            "logitd_sequence_decode_seconds", "Computed prompt to the end of a sequence"
+            "logitd_sequence_decode_seconds",
+            "Seconds from the computed prompt to the end of a sequence",
         )
         self.sequence_time = histogram(
-            "logitd_sequence_seconds", "Arrival to the end of a sequence"
+            "logitd_sequence_seconds", "Seconds from the arrival to the end of a sequence"
         )
         self.prompt_length = histogram(
             "logitd_sequence_prompt_tokens", "Prompt length of a sequence", _TOKENS
@@ -174,7 +185,7 @@ class ModelMetrics:
             "weights_sha256",
         )
         self.ready = gauge(
-            "logitd_model_ready", "1 when the model was loaded, 0 when it could not be"
+            "logitd_model_ready", "1 if the model was loaded, 0 if it could not be loaded"
         )
         self._model = model
         self._checkpoint: tuple[str, ...] | None = None  # labels of the served one
@@ -182,8 +193,8 @@ class ModelMetrics:
         self._last_token: dict[tuple[str, int], float] = {}
 
     def serving(self, checkpoint: CheckpointInfo, admission: AdmissionController) -> None:
-        """Report that the model is loaded. Queued elements are read at each scrape, because they
-        also change without a step."""
+        """Report that the model is loaded. The output elements of waiting and running requests are
+        read at each scrape, because they also change between steps."""
         self.served(checkpoint)
         self.slots.set(admission.slots)
         self.queue_limit.set(admission.limits.sequences)
@@ -200,7 +211,7 @@ class ModelMetrics:
         self._checkpoints.labels(*self._checkpoint).set(1)
 
     def observe_step(self, report: StepReport) -> None:
-        """Count one step. Tokens are timed by its end, not by their delivery."""
+        """Count one step. The time of a token is the end of its step, not its delivery."""
         self.running.set(report.stats.running)
         self.waiting.set(report.stats.waiting)
         self.paused.set(report.stats.paused)

@@ -1,1 +1,2 @@
-"""Traces: a span for each request, sent to an OpenTelemetry collector; an optional dependency."""
+"""Tracing: a span for each request, sent to an OpenTelemetry collector. OpenTelemetry's packages
+are an optional dependency."""

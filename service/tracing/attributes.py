@@ -1,7 +1,8 @@
 """Attributes of a request's span, named by OpenTelemetry's conventions for HTTP and generative AI.
 
-They never contain text of a prompt or an answer, stop strings or a client's address. Other names
-begin with `logitd.`. This module does not need OpenTelemetry's packages.
+Names that the conventions do not have begin with `logitd.`. Attributes never contain text of a
+prompt or an answer, stop strings or a client's address. This module does not need OpenTelemetry's
+packages.
 """
 
 from dataclasses import dataclass
@@ -22,19 +23,19 @@ Value = str | int | float | bool | tuple[str, ...]
 SAMPLING = (
     "max_tokens", "temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
-"""Sampling parameters whose names are those of the conventions."""
+"""Sampling parameters that have the same names in the conventions."""
 LARGEST_INTEGER = 2**63 - 1
-"""Largest integer of OTLP; larger seeds are omitted."""
+"""Largest integer that OTLP can carry. Larger seeds are omitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
     """A request whose reply has ended.
 
-    status     status of the reply; 0 if it did not begin
+    status     status of the reply; 0 if no reply began
     seconds    time from the request to the end of the reply
     exception  name of the exception that ended the reply, if one did
-    whole      True if the reply was written completely; False if its client left
+    whole      True if the whole reply was written, False if the client left before
     """
 
     scope: Scope
@@ -45,7 +46,7 @@ class Ended:
 
     @property
     def usage(self) -> Usage | None:
-        """The engine's work for the request, if there was any."""
+        """The work that the engine did for the request, if there was any."""
         context: RequestContext | None = self.scope["state"].get(CONTEXT)
         return (
             None
@@ -55,13 +56,13 @@ class Ended:
 
     @property
     def endpoint(self) -> str | None:
-        """The route; None if the path has none."""
+        """The route of the request's path; None if the path has none."""
         label = endpoint_label(self.scope["path"])
         return None if label == "other" else label
 
 
 def attributes(ended: Ended) -> dict[str, Value]:
-    """All attributes; the engine must have reported the end of every sequence."""
+    """All attributes. Call this after the engine has reported the end of every sequence."""
     scope, usage = ended.scope, ended.usage
     address, port = scope.get("server") or (None, None)
     found: dict[str, Value | None] = {
@@ -82,7 +83,7 @@ def attributes(ended: Ended) -> dict[str, Value]:
 
 
 def _computed(ended: Ended, usage: Usage) -> dict[str, Value | None]:
-    """Attributes of the model, the sampling parameters with their defaults, and the tokens."""
+    """Attributes of the model, of the sampling parameters, defaults included, and of the tokens."""
     state, request = ended.scope["state"], usage.first
     body, context = state.get(BODY), state[CONTEXT]
     found: dict[str, Value | None] = {
@@ -112,7 +113,7 @@ def _computed(ended: Ended, usage: Usage) -> dict[str, Value | None]:
 
 
 def _has_several_seeds(body: object) -> bool:
-    """True if a seed was drawn for each of several prompts."""
+    """True if several prompts have a seed of their own each, because the request has none."""
     return (
         isinstance(body, PromptBody)
         and len(body.prompts) > 1
@@ -125,8 +126,9 @@ def _carried(seed: int) -> int | None:
 
 
 def _error_type(ended: Ended) -> str | None:
-    """The failure of the server: a status of 5xx, an exception, or the end of a sequence. By the
-    conventions, refusing a client is no error, and neither is a client that leaves."""
+    """The server's failure, if there is one: an exception, a 5xx status, or a sequence that failed.
+    By the conventions, a refused request is not an error of the server, and neither is a client
+    that leaves."""
     if ended.exception is not None:
         return ended.exception
     if ended.status >= 500 or not ended.status:

@@ -1,12 +1,12 @@
-"""OTLP: sends spans by OpenTelemetry's SDK, which is an optional dependency.
+"""OTLP: sends spans with OpenTelemetry's SDK, which is an optional dependency.
 
-A span is made after the reply, from times that are measured anyway. The SDK's thread sends spans in
-batches from a bounded queue, and reads the SDK's variables (OTEL_EXPORTER_OTLP_HEADERS,
+A span is made after the reply, from times that are measured anyway. A thread of the SDK sends the
+spans in batches from a bounded queue. The SDK reads its own variables (OTEL_EXPORTER_OTLP_HEADERS,
 OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES). `attributes.py` makes the attributes.
 
 `opentelemetry-instrumentation-asgi` 0.66b2 is unsuitable: it ends a span before the engine has
-reported the end of an aborted sequence, sends addresses, queries and messages of exceptions, and
-answers 500 to a `User-Agent` of the bytes `\\xff\\x`.
+reported the end of an aborted sequence, it sends addresses, queries and messages of exceptions, and
+it replies 500 to a request whose `User-Agent` is the bytes `\\xff\\x`.
 """
 
 import logging
@@ -31,23 +31,23 @@ logger = logging.getLogger("logitd.traces")
 SDK = logging.getLogger("opentelemetry")
 
 POLLED = ("/health", "/metrics")
-"""Endpoints without traces, because machines poll them."""
+"""Endpoints that are not traced, because programs poll them."""
 FLUSH_SECONDS = 3.0
-"""Time for the last spans at shutdown, in seconds."""
+"""Most seconds for sending the last spans at shutdown."""
 COMPLAIN_SECONDS = 60.0
-"""Least time between two log lines about an absent collector, in seconds."""
+"""Least seconds between two log lines about a collector that cannot be reached."""
 QUEUE = 2048
-"""Most spans that wait to be sent; the oldest are dropped first."""
+"""Most spans that wait to be sent. If there are more, the oldest are dropped."""
 SEND_SECONDS = 1.0
-"""Longest time between two batches, in seconds."""
+"""Most seconds between two batches."""
 
 
 class OtlpTraces:
-    """Makes and sends spans between `open` and `close`. Belongs to the event loop."""
+    """Makes and sends spans between `open` and `close`. Used only on the event loop."""
 
     def __init__(self, endpoint: str, ratio: float) -> None:
         """`endpoint` is the collector's base address. `ratio` is the share of requests that are
-        traced if their client does not decide."""
+        traced, among those whose client does not decide it."""
         self._url = f"{endpoint.rstrip('/')}/v1/traces"
         self._sampler = ParentBased(TraceIdRatioBased(ratio))
         self._tracer: Tracer | None = None
@@ -68,8 +68,8 @@ class OtlpTraces:
         self._tracer = self._provider.get_tracer("logitd", VERSION)
 
     def close(self) -> None:
-        """Send the waiting spans, and block for at most FLUSH_SECONDS."""
-        # A daemon, because a request to a silent collector cannot be interrupted.
+        """Send the waiting spans. Blocks for at most FLUSH_SECONDS."""
+        # A daemon thread, because a request to a silent collector cannot be interrupted.
         flushing = threading.Thread(target=self._provider.shutdown, name="flush", daemon=True)
         flushing.start()
         flushing.join(FLUSH_SECONDS)
@@ -82,8 +82,8 @@ class OtlpTraces:
             SDK.propagate = True
 
     def record(self, ended: Ended) -> str | None:
-        """Make the spans of a request when the engine has reported all of it, possibly after this
-        call. Returns the id of the trace, None if the request is not traced."""
+        """Make the spans of a request once the engine has reported the end of all its sequences,
+        which may be after this call. Returns the id of the trace; None if there is no trace."""
         if self._tracer is None or endpoint_label(ended.scope["path"]) in POLLED:
             return None
         tracer, usage, now, on_wall = self._tracer, ended.usage, time.monotonic(), _wall_clock()
@@ -114,7 +114,7 @@ class OtlpTraces:
 
 
 def _parent(ended: Ended) -> Context:
-    """The context in the headers; empty if it is missing or invalid."""
+    """The trace context in the request's headers. It is empty if they have none, or a wrong one."""
     carried = {
         name.decode(): value.decode("latin-1")
         for name, value in ended.scope["headers"]
@@ -125,13 +125,13 @@ def _parent(ended: Ended) -> Context:
 
 
 def _wall_clock() -> Callable[[float], int]:
-    """A function from the engine's clock (monotonic seconds) to nanoseconds since 1970."""
+    """A function that converts the engine's clock (monotonic seconds) to nanoseconds since 1970."""
     ahead = time.time_ns() - time.monotonic_ns()
     return lambda moment: ahead + int(1e9 * moment)
 
 
 class _Complaints(logging.Handler):
-    """Replaces the SDK's log lines by one line in COMPLAIN_SECONDS."""
+    """Replaces the SDK's log lines by at most one line in COMPLAIN_SECONDS."""
 
     def __init__(self, url: str) -> None:
         super().__init__(logging.WARNING)

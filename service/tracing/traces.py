@@ -1,5 +1,5 @@
-"""Traces: made if the settings name a collector. Only then is `otlp.py` imported, because its
-packages are an optional dependency."""
+"""Traces: chooses if traces are made, which they are if the settings name a collector. Only then is
+`otlp.py` imported, because the packages that it needs are an optional dependency."""
 
 from typing import TYPE_CHECKING
 
@@ -11,11 +11,12 @@ if TYPE_CHECKING:
 
 
 class TracesError(Exception):
-    """Traces are impossible; the message says why and what to install."""
+    """Traces cannot be made. The message says why, and what to install."""
 
 
 def traces_of(settings: ServeSettings) -> "OtlpTraces | None":
-    """The maker of traces; None if the settings name no collector. Raises TracesError."""
+    """The object that makes traces; None if the settings do not name a collector. Raises
+    TracesError."""
     if settings.otlp_endpoint is None:
         return None
     try:
