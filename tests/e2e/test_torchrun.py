@@ -252,9 +252,9 @@ def test_signal_to_one_process_stops_all_at_the_same_step(text: Path, to: str) -
         os.kill(started.workers()[1], signal.SIGTERM)
     code, out, err = started.finish()
     assert code == (1 if to == "torchrun" else 0), err  # torchrun itself says that it was stopped
-    assert out.count("go on with") == 1
+    assert out.count("continue with") == 1
     step = int(read_state(config.out / "state" / "state.pt")["counters"]["step"])
-    assert f"stopped at step {step:,}: go on with" in out
+    assert f"stopped at step {step:,}: continue with" in out
     assert read_checkpoint(config.out / "latest").training.step == step
     assert train(TrainingConfig(out=config.out, resume=True, steps=step + 1)).step == step + 1
 
@@ -410,4 +410,4 @@ def test_second_group_is_locked_out(text: Path) -> None:
     assert code == 1
     assert err.count(f"{config.out} is being trained by process ") == 1
     os.kill(first.workers()[0], signal.SIGTERM)
-    assert "go on with" in first.finish()[1]
+    assert "continue with" in first.finish()[1]

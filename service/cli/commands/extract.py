@@ -1,5 +1,5 @@
-"""`logitd extract`: every token of a text through a checkpoint into files, continued after a
-kill."""
+"""`logitd extract`: writes values that a checkpoint computes for each token of a text into files.
+The same command continues a run that was killed."""
 
 import contextlib
 import json
@@ -32,7 +32,8 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class ProgressLines:
-    """Progress on stderr: a line that is redrawn on a terminal, else a line every few seconds."""
+    """Prints progress on stderr: a line that is redrawn on a terminal, otherwise a line every few
+    seconds."""
 
     def __init__(self) -> None:
         self.interrupted = False
@@ -42,8 +43,8 @@ class ProgressLines:
 
     @contextlib.contextmanager
     def interrupts(self) -> Iterator[None]:
-        """Raise KeyboardInterrupt for SIGINT, and again with the next event: Python drops
-        exceptions in a finalizer, and Ray has many finalizers."""
+        """Within this context, SIGINT raises KeyboardInterrupt, and so does the next event after
+        it. Python drops exceptions in finalizers, of which Ray has many."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self.interrupted = True
@@ -90,9 +91,11 @@ def run(settings: ExtractSettings) -> int:
         try:
             result = _extract(settings, progress)
         except (*ERRORS, KeyboardInterrupt) as error:
-            # Ray answers an interrupt with an error of its own.
+            # Ray may raise an error of its own because of an interrupt.
             if progress.interrupted or isinstance(error, KeyboardInterrupt):
-                progress.say(f"stopped; the same command continues if {settings.out} was begun")
+                progress.say(
+                    f"stopped; if {settings.out} exists, the same command continues from there"
+                )
                 return 130
             progress.say(str(error))
             return 1
@@ -129,7 +132,7 @@ def _extract(settings: ExtractSettings, progress: ProgressLines) -> Extracted:
 
 
 def _unclear(settings: ExtractSettings) -> str:
-    """The refusal of a command line without exactly one quantity, else ""."""
+    """A message if the command line does not ask for exactly one quantity, otherwise ""."""
     chosen = {
         "--logprobs": settings.logprobs,
         "--top-k": settings.top_k is not None and not (settings.logprobs or settings.lens),
@@ -139,10 +142,10 @@ def _unclear(settings: ExtractSettings) -> str:
     given = [flag for flag, is_given in chosen.items() if is_given]
     if len(given) == 1:
         return ""
-    hint = " (the last layer's logprobs of --lens are those of --logprobs)"
+    hint = " (--lens includes the values of --logprobs: they are those of the last layer)"
     return (
-        "give either --logprobs (or --top-k K, which includes them) or --lens or --stages NAMES; "
-        + (f"{' and '.join(given)} are given" if given else "none is given")
+        "give one of --logprobs (or --top-k K, which includes it), --lens and --stages NAMES; "
+        + (f"{' and '.join(given)} are given" if given else "none of them is given")
         + (hint if given == ["--logprobs", "--lens"] else "")
     )
 
@@ -153,7 +156,7 @@ def _summary(result: Extracted) -> str:
         f"{_counted(result.shards, 'shard')}"
     )
     if not result.tokens:
-        return f"{result.path}: {rows}; all of them were computed before"
+        return f"{result.path}: {rows}; all of them had been computed before"
     rate = f"{result.tokens_per_second:,.0f} tok/s"
     now = "" if result.tokens == result.rows else f", {result.tokens:,} of them now"
     return f"{result.path}: {rows}{now}, in {result.seconds:,.1f} s, {rate}"

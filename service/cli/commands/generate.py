@@ -1,4 +1,5 @@
-"""`logitd generate`: text from a checkpoint, streamed to the terminal, without a server.
+"""`logitd generate`: generates text with a checkpoint and streams it to the terminal, without a
+server.
 
 For a model without a vocabulary, prompt and completion are token ids separated by spaces.
 """
@@ -31,7 +32,7 @@ def run(settings: GenerateSettings) -> int:
         try:
             _stream(llm, settings, seed)
         except GenerationError as error:
-            print(file=sys.stderr)  # after the text so far
+            print(file=sys.stderr)  # ends the line of the text so far
             _log(str(error))
             code = 1
         except KeyboardInterrupt:
@@ -41,7 +42,7 @@ def run(settings: GenerateSettings) -> int:
 
 
 def _stream(llm: LLM, settings: GenerateSettings, seed: int) -> None:
-    """Print the first completion as it grows, the others at the end."""
+    """Print the first completion as it grows, and the others at the end."""
     params = SamplingParams(
         max_tokens=_tokens_that_fit(llm, settings),
         seed=seed,
@@ -52,7 +53,7 @@ def _stream(llm: LLM, settings: GenerateSettings, seed: int) -> None:
     texts = [""] * settings.n
     for part in llm.stream([_prompt(llm, settings)], params, n=settings.n):
         text = part.text if llm.tokenizer.has_text else "".join(f" {i}" for i in part.token_ids)
-        # With the first part: a prompt that cannot be continued is not shown.
+        # The prompt is printed with the first part, so only if it can be continued.
         text = text if texts[part.index] else settings.prompt + text
         texts[part.index] += text
         if part.index == 0:
@@ -67,21 +68,21 @@ def _prompt(llm: LLM, settings: GenerateSettings) -> str | list[int]:
         return settings.prompt
     if (ids := token_ids_of(settings.prompt)) is None:
         raise InvalidRequest(
-            f"the prompt {settings.prompt[:40]!r} is not a list of token ids, and {NO_VOCABULARY}: "
-            f"for example {command('generate', '0 1 2')}",
+            f"the prompt {settings.prompt[:40]!r} is not a list of token ids, but "
+            f"{NO_VOCABULARY}. For example: {command('generate', '0 1 2')}",
             "prompt",
         )
     return ids
 
 
 def token_ids_of(words: str) -> list[int] | None:
-    """Token ids separated by spaces or commas; None for other texts."""
+    """The token ids in a text, which spaces or commas separate; None if it has other words."""
     parts = words.replace(",", " ").split()
     return list(map(int, parts)) if parts and all(part.isdecimal() for part in parts) else None
 
 
 def _tokens_that_fit(llm: LLM, settings: GenerateSettings) -> int:
-    """--max-tokens, or what the context leaves if that is less."""
+    """--max-tokens, or the number of tokens that the prompt leaves in the context if it is less."""
     room = llm.checkpoint.config.context_length - len(llm.encode(_prompt(llm, settings)))
     return max(1, min(settings.max_tokens, room))
 

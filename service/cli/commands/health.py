@@ -1,6 +1,7 @@
-"""`logitd health`: ask a server if it answers requests, for container checks and scripts.
+"""`logitd health`: asks a server if it answers requests, for container checks and scripts.
 
-It runs every few seconds next to the server, so it imports the standard library alone.
+It runs every few seconds next to the server, so apart from logitd's own modules it imports only the
+standard library.
 """
 
 import json
@@ -13,17 +14,18 @@ from logitd.service.cli.terminal import say
 from logitd.service.settings.tools import HealthSettings
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Addresses that bind all interfaces, and those that reach the server from its own machine."""
+"""For each address that binds all interfaces, an address that reaches the server from its own
+machine."""
 ERRORS = ()
 LONGEST = 65_536
-"""Bytes that are read of a reply."""
+"""Number of bytes that are read of a reply."""
 FOREIGN = "an answer that is not logitd's"
 
 
 def run(settings: HealthSettings) -> int:
-    """Print the server's status, or why there is none."""
+    """Print the server's status, or the reason why it is unknown."""
     url = f"{base_url(settings)}/health{'/live' if settings.live else ''}"
-    # Without proxies: a proxy that is down is not a server that is down.
+    # Use no proxy: if the proxy is down, the server may still be up.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=settings.timeout) as reply:
@@ -34,16 +36,15 @@ def run(settings: HealthSettings) -> int:
     except urllib.error.HTTPError as error:
         with error:
             problem = f"{error.code} {_status(error.read(LONGEST)) or FOREIGN}"
-    except HTTPException:  # another protocol
+    except HTTPException:  # the reply is not HTTP
         problem = FOREIGN
-    except (OSError, ValueError) as error:  # no server, too late, no URL
+    except (OSError, ValueError) as error:  # no connection, a timeout, or a wrong URL
         problem = str(getattr(error, "reason", error))
     say(f"logitd health: {url}: {problem}", file=sys.stderr)
     return 1
 
 
 def base_url(settings: HealthSettings) -> str:
-    """The URL of the server."""
     if settings.url is not None:
         return settings.url.rstrip("/")
     host = ANY_ADDRESS.get(settings.host, settings.host)
@@ -51,7 +52,7 @@ def base_url(settings: HealthSettings) -> str:
 
 
 def _status(body: bytes) -> str | None:
-    """The status in a reply of logitd; None for other replies."""
+    """The status in a reply of logitd; None if the reply is not logitd's."""
     try:
         reply = json.loads(body)
     except ValueError:

@@ -1,4 +1,5 @@
-"""`logitd import`: a model trained elsewhere as a checkpoint; also for `logitd serve --import`."""
+"""`logitd import`: writes a model trained elsewhere as a checkpoint. `logitd serve --import` uses
+this module as well."""
 
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from logitd.service.settings.imports import ImportSettings
 
 ERRORS = ConvertError, CheckpointError, OSError
 IMPORTED = Path("checkpoints")
-"""Folder of the checkpoints of `logitd serve --import`, below the working directory."""
+"""Folder in which `logitd serve --import` writes checkpoints, below the working directory."""
 
 
 def run(settings: ImportSettings) -> int:
@@ -48,13 +49,13 @@ def run(settings: ImportSettings) -> int:
 
 
 def for_serving(source: Path, *, may_import: bool) -> Path:
-    """The checkpoint of a model trained elsewhere: imported now, or earlier from the same source.
-    Raises NotServable."""
+    """The checkpoint of a model trained elsewhere. It is imported now, unless it was imported from
+    the same source before. Raises NotServable."""
     destination = IMPORTED / _name(source)
     importing, serving = command("import", source, destination), command("serve", destination)
     try:
         known = importable(source)
-    except (ConvertError, OSError) as error:  # an unreadable config.json
+    except (ConvertError, OSError) as error:  # such as an unreadable config.json
         raise NotServable(str(error)) from error
     if not known:
         raise NotServable(
@@ -64,9 +65,9 @@ def for_serving(source: Path, *, may_import: bool) -> Path:
         )
     if not may_import:
         raise NotServable(
-            f"{source} is not a checkpoint of logitd, but may be importable:\n\n"
+            f"{source} is not a checkpoint of logitd. Try to import it first:\n\n"
             f"  {importing}\n  {serving}\n\n"
-            f"or both at once: {command('serve', source, '--import')}"
+            f"or do both at once: {command('serve', source, '--import')}"
         )
     try:
         if not destination.exists():
@@ -74,18 +75,18 @@ def for_serving(source: Path, *, may_import: bool) -> Path:
             import_model(source, destination, roles=roles, log=say)
         elif read_checkpoint(destination).training.data.get("fingerprint") != fingerprint(source):
             raise CheckpointError(
-                f"{destination} exists and is not from {source}: choose another destination, "
-                f"{command('import', source, 'DEST')}"
+                f"{destination} exists, but was not imported from {source}: choose another "
+                f"destination with {command('import', source, 'DEST')}"
             )
     except ERRORS as error:
         raise NotServable(
-            f"{error}\n\nserve takes no flags of an import; with them run\n\n"
+            f"{error}\n\n`serve --import` has no flags for the import; if it needs some, run\n\n"
             f"  {importing} ...\n  {serving}"
         ) from error
     return destination
 
 
 def _name(source: Path) -> str:
-    """The name of the checkpoint of a file or a folder."""
+    """The name of the checkpoint that is imported from a file or a folder."""
     resolved = source.resolve()
     return resolved.name if source.is_dir() else f"{resolved.parent.name}-{resolved.stem}"

@@ -1,5 +1,5 @@
-"""`logitd inspect`: a checkpoint and the shapes of its forward pass, or the course of training runs
-(`inspect_runs.py`)."""
+"""`logitd inspect`: shows a checkpoint and the shapes of its forward pass, or the course of
+training runs (`inspect_runs.py`)."""
 
 import json
 from dataclasses import asdict
@@ -36,7 +36,7 @@ def run(settings: InspectSettings) -> int:
     asks_for_text = "text" in settings.model_fields_set
     if asks_for_text and len(paths) > 1:
         raise InspectError(
-            f"--text runs through a single model, and there are {len(paths)} paths: give one"
+            f"--text runs through a single model, but there are {len(paths)} paths: give only one"
         )
     if len(paths) > 1 or (is_run(paths[0]) and not asks_for_text):
         show_runs([summarise(path) for path in paths], as_json=settings.as_json)
@@ -66,7 +66,7 @@ def _inspect_checkpoint(path: Path, settings: InspectSettings) -> int:
 
 
 def _token_ids(checkpoint: CheckpointInfo, settings: InspectSettings) -> list[int]:
-    """The ids to run through the model. Raises TokenizerError."""
+    """The token ids to run through the model. Raises TokenizerError."""
     tokenizer = checkpoint.tokenizer
     if tokenizer.has_text:
         return tokenizer.encode(settings.text)
@@ -75,14 +75,14 @@ def _token_ids(checkpoint: CheckpointInfo, settings: InspectSettings) -> list[in
     ids = token_ids_of(settings.text)
     if ids is None:
         raise NoVocabularyError
-    tokenizer.decode_bytes(ids)  # checks them
+    tokenizer.decode_bytes(ids)  # raises TokenizerError for a wrong id
     return ids
 
 
 def _document(
     checkpoint: CheckpointInfo, parameters: int, token_ids: list[int], stages: list[TracedStage]
 ) -> dict[str, Any]:
-    """The output of --json."""
+    """The JSON that --json prints."""
     return {
         "checkpoint": str(checkpoint.path),
         "weights_sha256": checkpoint.weights_sha256,

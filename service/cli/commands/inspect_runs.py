@@ -1,4 +1,4 @@
-"""`logitd inspect RUN ...`: the course of a training run, or a comparison of several."""
+"""`logitd inspect RUN ...`: shows the course of a training run, or compares several runs."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from logitd.service.cli.terminal import visible
 
 
 def show_runs(runs: Sequence[RunSummary], *, as_json: bool) -> None:
-    """Print one run in full, or several as a table, with the differences of their settings."""
+    """Print one run in full, or a table of several runs and the differences of their settings."""
     if as_json:
         summaries = [_document(run) for run in runs]
         print(json.dumps(summaries[0] if len(summaries) == 1 else summaries, allow_nan=False))
@@ -41,7 +41,7 @@ def _show_one(console: Console, run: RunSummary) -> None:
 
 
 def facts_table(*rows: tuple[str, str]) -> Table:
-    """A table of names and values; a narrow terminal folds it."""
+    """A table of names and values. On a narrow terminal, long values are folded."""
     table = Table.grid(padding=(0, 2))
     table.add_column()
     table.add_column(overflow="fold")
@@ -51,7 +51,7 @@ def facts_table(*rows: tuple[str, str]) -> Table:
 
 
 def folding_table(title: str, *names: str) -> Table:
-    """A table with these columns, which a narrow terminal folds instead of cutting."""
+    """A table with these columns. On a narrow terminal, long cells are folded instead of cut."""
     return Table(*(Column(Text(visible(name)), overflow="fold") for name in names), title=title)
 
 
@@ -81,7 +81,7 @@ def _rows(run: RunSummary) -> list[tuple[str, str]]:
 
 
 def _comparison(runs: Sequence[RunSummary]) -> Table:
-    """A column for each run, so that two fit into a narrow terminal."""
+    """A table with a column for each run, so that two runs fit into a narrow terminal."""
     table = folding_table("runs", "", *_names(runs))
     columns = [
         {
@@ -109,14 +109,15 @@ def _settings(runs: Sequence[RunSummary], different: dict[str, tuple[Any, ...]])
 
 
 def _state(run: RunSummary) -> str:
-    """The state of a run. A killed one looks unfinished, so show when it last wrote."""
+    """The state of a run. It does not show if an unfinished run was killed or still trains, so it
+    says when the run last wrote a file."""
     if run.finished:
         return "finished"
     return f"unfinished; last written {duration(run.idle_seconds)} ago"
 
 
 def _names(runs: Sequence[RunSummary]) -> list[str]:
-    """The names of the runs' directories; the whole paths if two are equal."""
+    """The names of the runs' directories, or their whole paths if two names are equal."""
     names = [run.path.name for run in runs]
     return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
 
@@ -138,7 +139,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _document(run: RunSummary) -> dict[str, Any]:
-    """A summary for JSON, with null for infinite numbers."""
+    """A summary for JSON. A number that is not finite is null."""
     document = asdict(run) | {
         "path": str(run.path),
         "changes": {

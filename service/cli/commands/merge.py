@@ -1,4 +1,4 @@
-"""`logitd merge`: an adapter and its base as one checkpoint."""
+"""`logitd merge`: merges an adapter and its base into one checkpoint."""
 
 from logitd.model.checkpoint.adapter import merge
 from logitd.model.checkpoint.checkpoint import CheckpointError

@@ -1,7 +1,7 @@
-"""The checkpoint that `logitd serve PATH` means, or a message with the next command.
+"""Servable: finds the checkpoint that `logitd serve PATH` means, or prints which command to try.
 
-Knows checkpoints, runs, folders of these, files within them and mistyped names. Models trained
-elsewhere are the task of `import_model.py`.
+It knows checkpoints, runs, folders of these, files within them and mistyped names.
+`import_model.py` handles models trained elsewhere.
 """
 
 import difflib
@@ -15,24 +15,27 @@ from logitd.model.files import CONFIG_BYTES, parse_json, read_regular
 from logitd.service.cli.program_name import command
 
 KEPT_IN = (Path("checkpoints"), Path("runs"))
-"""Usual folders of checkpoints and runs, below the working directory."""
+"""The usual folders of checkpoints and runs, below the working directory."""
 MOST_NAMED = 6
+"""Most paths that a message lists."""
 TEXTS = (".txt", ".md", ".py", ".jsonl", ".parquet")
 """Suffixes of files to train on."""
 
 
 class NotServable(Exception):
-    """The path cannot be served; the message says what it is, with a command that helps."""
+    """The path cannot be served. The message says why, and which command helps."""
 
 
 class NotFollowed(Exception):
-    """--follow needs a run, and the path is none."""
+    """--follow needs a run, but the path is not a run."""
 
 
 def checkpoint_at(path: Path, follow: str | None = None) -> Path:
-    """The folder of the checkpoint to serve: the path itself, the best one of a run, or the one to
-    which the link `follow` of a run leads. A followed run without a checkpoint is returned itself:
-    the server waits for it. So are unreadable paths and possible models of other programs.
+    """The folder of the checkpoint to serve: the path itself, the best checkpoint of a run, or the
+    checkpoint to which the link `follow` of a run leads.
+
+    Three kinds of path are returned unchanged: a followed run that has no checkpoint yet, for which
+    the server waits, an unreadable path, and a path that may be a model of another program.
 
     Raises NotServable and NotFollowed.
     """
@@ -49,7 +52,8 @@ def checkpoint_at(path: Path, follow: str | None = None) -> Path:
 
 
 def _of_run(run: Path, link: str | None) -> Path:
-    """The checkpoint of a run to serve now."""
+    """The checkpoint of a run that can be served now, or the run itself if it is followed and has
+    none yet."""
     checkpoint = checkpoint_of(run, link)
     if (checkpoint / CONFIG).exists():
         if _is_adapter(checkpoint):
@@ -58,21 +62,21 @@ def _of_run(run: Path, link: str | None) -> Path:
     if link is not None:
         return run
     raise NotServable(
-        f"{run} is a run without a checkpoint so far. While it trains, wait for the first one with"
+        f"{run} is a run that has no checkpoint yet. If it is training, wait for the first one with"
         f"\n\n  {command('serve', run, '--follow', BEST)}\n\n"
-        f"Otherwise continue it with\n\n  {command('train', '--resume', '--out', run)}"
+        f"Otherwise continue the run with\n\n  {command('train', '--resume', '--out', run)}"
     )
 
 
 def _not_a_run(path: Path, link: str) -> str:
     if is_run(path.parent):
         follow = command("serve", path.parent, "--follow", link)
-        return f"{path} is one checkpoint of a run; follow the run:\n\n  {follow}"
-    return f"--follow {link} serves the checkpoints of a run, and {path} is not the folder of a run"
+        return f"{path} is one checkpoint of a run; follow the run instead:\n\n  {follow}"
+    return f"--follow {link} needs the folder of a run, but {path} is not one"
 
 
 def _problem(path: Path) -> str | None:
-    """The reason why a path that is no run cannot be served; None if it may be."""
+    """The reason why a path that is not a run cannot be served; None if it may be servable."""
     if is_checkpoint(path):
         return _adapter(path, "BASE") if _is_adapter(path) else None
     if not path.exists():
@@ -84,7 +88,7 @@ def _is_adapter(path: Path) -> bool:
     try:
         document = parse_json(read_regular(path / CONFIG, CONFIG_BYTES))
     except (OSError, ValueError):
-        return False  # loading names the fault
+        return False  # loading the checkpoint reports the fault
     return isinstance(document, dict) and document.get("kind") == "adapter"
 
 
@@ -97,7 +101,7 @@ def _adapter(path: Path, base: str) -> str:
 
 
 def _base_of(run: Path) -> str:
-    """The checkpoint that a run adapts, as written on its command line."""
+    """The checkpoint that a run adapts, as it was written on the run's command line."""
     try:
         document = json.loads(read_regular(run / RUN, CONFIG_BYTES))
         return str(document["config"]["from_checkpoint"] or "BASE")
@@ -106,7 +110,8 @@ def _base_of(run: Path) -> str:
 
 
 def _file(path: Path) -> str | None:
-    """The problem of a text or of a checkpoint's file; other files may be models."""
+    """The reason why a text, or one file of a checkpoint, cannot be served; None for other files,
+    which may be models."""
     if path.name in (CONFIG, WEIGHTS, RANKS, CARD) and is_checkpoint(path.parent):
         return (
             f"{path} is one file of a checkpoint; serve its folder:\n\n"
@@ -122,23 +127,24 @@ def _file(path: Path) -> str | None:
 
 
 def _folder(path: Path) -> str | None:
-    """The problem of an empty folder, of one with checkpoints or runs, or of a part of a run."""
+    """The reason why an empty folder, a folder of checkpoints or runs, or a part of a run cannot be
+    served; None for other folders, which may be models."""
     children = sorted(path.iterdir())
     if not children:
         return (
             f"{path} is empty. Serve the bundled checkpoint with\n\n  {command('serve')}\n\n"
-            f"or one of your own with\n\n  {command('train', '--out', path)}\n"
+            f"or train one of your own with\n\n  {command('train', '--out', path)}\n"
             f"  {command('serve', path)}"
         )
     if within := [child for child in children if is_checkpoint(child) or is_run(child)]:
-        return f"{path} is not a checkpoint, but contains some:\n\n{_listed(within)}"
+        return f"{path} is not a checkpoint, but a folder of some; serve one:\n\n{_listed(within)}"
     if is_run(path.parent):
         return f"{path} is a part of a run; serve the run:\n\n  {command('serve', path.parent)}"
     return None
 
 
 def _mistyped(path: Path) -> str:
-    """The problem of a missing path, with similar names or all that can be served."""
+    """A message about a missing path, with similar paths or all paths that can be served."""
     if meant := similar(path):
         return f"{path} does not exist; did you mean\n\n{_listed(meant)}"
     if known := _near(path):
@@ -150,7 +156,7 @@ def _mistyped(path: Path) -> str:
 
 
 def similar(path: Path) -> list[Path]:
-    """Checkpoints and runs with similar names."""
+    """Checkpoints and runs whose names are similar to that of a path."""
     known = _near(path)
     close = difflib.get_close_matches(path.name, [child.name for child in known], MOST_NAMED, 0.6)
     return [child for child in known if child.name in close]

@@ -1,8 +1,8 @@
-"""`logitd serve`: the service, and the banner with its models and addresses.
+"""`logitd serve`: starts the service, and prints the banner with its models and addresses.
 
-The best checkpoint of a run is served (`servable.py`); a followed run may have none so far. For a
-model trained elsewhere the command prints how to import it, or imports it with --import. Of several
-models, a missing one leaves the others alone, as one that fails to load does.
+For a run, the best checkpoint is served (`servable.py`); a followed run may not have one yet. For a
+model trained elsewhere, the command prints how to import it, or imports it if --import is set. If
+one of several models is missing or cannot be loaded, the others are served.
 """
 
 import importlib
@@ -39,21 +39,22 @@ def run(settings: ServeSettings) -> int:
     found = [_servable(source, settings) for source in settings.models]
     if not any(found):
         return 1
-    # Missing ones keep their place: loading them fails, which /info and the metrics show.
+    # Keep the missing models in the list: loading fails, and /info and the metrics show it.
     sources = tuple(there or missing for there, missing in zip(found, settings.models, strict=True))
     if missing := [source.served_name for source in sources if source not in found]:
         say(
-            f"logitd serve: starting without {', '.join(missing)}: requests for the other models "
-            "are answered, those get 503",
+            f"logitd serve: starting without {', '.join(missing)}: requests for a missing model "
+            "get 503, requests for the other models are answered",
             file=sys.stderr,
         )
-    disable_created_metrics()  # one series less per counter and histogram
+    disable_created_metrics()  # saves one series per counter and histogram
     settings = settings.model_copy(update={"checkpoint": sources, "served_model_name": None})
     return serve(settings, announce=partial(print_banner, busy=busy_notice()))
 
 
 def _servable(source: ModelSource, settings: ServeSettings) -> ModelSource | None:
-    """The model to load; None if there is none, with the reason on stderr. Raises NotFollowed."""
+    """The model to load. If it cannot be served, prints the reason to stderr and returns None.
+    Raises NotFollowed."""
     try:
         checkpoint = checkpoint_at(source.path, settings.follow)
         if checkpoint != source.path:
@@ -63,7 +64,7 @@ def _servable(source: ModelSource, settings: ServeSettings) -> ModelSource | Non
             )
         if settings.follow is not None or is_checkpoint(checkpoint):
             return source
-        # Imported by name: most servers need nothing that reads models of other programs.
+        # Imported only here, because most servers do not read models of other programs.
         foreign = importlib.import_module("logitd.service.cli.commands.import_model")
         path: Path = foreign.for_serving(checkpoint, may_import=settings.import_model)
         return replace(source, path=path)
@@ -74,16 +75,17 @@ def _servable(source: ModelSource, settings: ServeSettings) -> ModelSource | Non
 
 
 def _perhaps_a_path(source: ModelSource) -> str:
-    """A hint if NAME=PATH is an existing path."""
+    """A hint if NAME=PATH is itself an existing path; otherwise ""."""
     whole = f"{source.name}={source.path}"
     if source.name is None or not Path(whole).exists():
         return ""
-    return f"\nwrite the path {whole} as {shlex.quote(f'./{whole}')}"
+    return f"\nif you mean the path {whole}, write {shlex.quote(f'./{whole}')}"
 
 
 def print_banner(models: Models, port: int, busy: str | None = None) -> None:
-    """Print the models, their weights, the addresses, and a command to try. `busy` is the notice
-    from the start of the command, because loading uses the processors as well."""
+    """Print the models, their weights, the addresses, and a command to try. `busy` is the notice of
+    a busy machine. It was made when the command started, because loading uses the processors as
+    well."""
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     first = models.served[0]
     settings = first.settings
@@ -102,7 +104,7 @@ def print_banner(models: Models, port: int, busy: str | None = None) -> None:
     key = "-H 'Authorization: Bearer KEY' " if first.keys.names else ""
     body: dict[str, Any] = {"model": first.name} if models.several else {}
     body |= {"prompt": _suitable_prompt(first.checkpoint), "max_tokens": 40}
-    # One write, so that no reader sees "try it" without its command.
+    # A single write, so that a program that reads the banner never sees "try it" without a command.
     console.print(
         f"try it:\n  curl {url}/generate -H 'Content-Type: application/json' {key}"
         f"-d {shlex.quote(json.dumps(body))}",
@@ -111,8 +113,8 @@ def print_banner(models: Models, port: int, busy: str | None = None) -> None:
 
 
 def _suitable_prompt(checkpoint: CheckpointInfo) -> str | list[int]:
-    """A prompt that the vocabulary has: that of the checkpoint's sample, from its held-out text, or
-    else the token that begins a document."""
+    """A prompt that suits the vocabulary: the prompt of the sample in the checkpoint's card, which
+    is held-out text, or if there is none the token that begins a document."""
     prompt = sampled_prompt(read_card(checkpoint.path))
     if prompt and checkpoint.tokenizer.has_text:
         return prompt
@@ -120,7 +122,7 @@ def _suitable_prompt(checkpoint: CheckpointInfo) -> str | list[int]:
 
 
 def _models(models: Models) -> Iterator[tuple[str, str]]:
-    """The lines of each model, then those of the server."""
+    """Names and values for the banner: first those of each model, then those of the server."""
     for number, model in enumerate(models.every):
         if models.several:
             yield "model", model.name + (" (default)" if number == 0 else "")

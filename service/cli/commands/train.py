@@ -1,4 +1,4 @@
-"""`logitd train`: the trainer, with its progress on the terminal."""
+"""`logitd train`: runs the trainer and prints its progress."""
 
 import os
 import sys
@@ -20,7 +20,8 @@ ERRORS = DataError, TrainingError, ConfigError, DeviceError
 
 
 class TerminalReporter:
-    """Prints the trainer's events, one line each. A terminal redraws the progress line in place."""
+    """Prints the trainer's events, one line each. On a terminal, the progress line is redrawn in
+    place."""
 
     def __init__(self) -> None:
         self._in_place = sys.stdout.isatty()
@@ -39,9 +40,9 @@ class TerminalReporter:
 
 @errors_outlive_sigterm(TrainingError)
 def run(settings: TrainSettings, began: float) -> int:
-    """Train and return the exit code. `began` is the start of the command by the monotonic
+    """Train. Returns the exit code. `began` is the time when the command started, by the monotonic
     clock."""
-    keep_freed_memory()  # each step takes and frees the same pieces again
+    keep_freed_memory()  # because each step allocates and frees the same pieces of memory again
     reporter = TerminalReporter()
     if os.environ.get("RANK", "0") == "0" and (notice := busy_notice()):
         reporter(Noticed(notice))
@@ -50,13 +51,13 @@ def run(settings: TrainSettings, began: float) -> int:
     except ERRORS as error:  # printed before a SIGTERM may end the process
         say(f"logitd train: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # the second one: the first lets the trainer save
+    except KeyboardInterrupt:  # the second interrupt; after the first one the trainer saves
         print("logitd train: stopped without saving", file=sys.stderr)
         return 130
     if result.rank > 0:  # only the main process prints
         return 0
     if result.reason == "interrupted":
-        say(f"\nstopped at step {result.step:,}: go on with")
+        say(f"\nstopped at step {result.step:,}; continue with")
         say(f"           {command('train', '--resume', '--out', result.run)}")
     if result.adapter_of is not None:
         say(f"\nmerge it:  {command('merge', result.adapter_of, result.best, 'DEST')}")

@@ -116,9 +116,9 @@ def desk() -> None:
     ("path", "problem", "commands"),
     [
         ("empty", "is empty. ", ["serve", "train --out empty", "serve empty"]),
-        ("runs", "is not a checkpoint, but contains some:", ["serve 'runs/my run'"]),
+        ("runs", "is not a checkpoint, but a folder of some; ", ["serve 'runs/my run'"]),
         ("runs/my run/state", "is a part of a run; ", ["serve 'runs/my run'"]),
-        ("fresh", "is a run without a checkpoint so far. ",
+        ("fresh", "is a run that has no checkpoint yet. ",
          ["serve fresh --follow best", "train --resume --out fresh"]),
         ("mine/model.safetensors", "is one file of a checkpoint; ", ["serve mine"]),
         ("mine/config.json", "is one file of a checkpoint; ", ["serve mine"]),
@@ -145,7 +145,7 @@ def test_other_paths_are_refused_with_commands(
 def test_missing_models_of_several_leave_the_others() -> None:
     with ServedProcess("a=mine", "b=nope", "--threads", "1", cwd=Path.cwd()) as process:
         assert "logitd serve: model b: nope does not exist" in process.output
-        assert "logitd serve: starting without b: requests for the other" in process.output
+        assert "logitd serve: starting without b: requests for a missing" in process.output
         with client(process.url) as http:
             body = {"prompt": "a", "max_tokens": 1}
             assert http.post("/generate", json={**body, "model": "a"}).status_code == 200
@@ -287,4 +287,6 @@ def test_follow_refuses_a_path_that_is_no_run(
     save_tiny_checkpoint(Path("checkpoint"))
     Path("texts").mkdir()
     Path("texts/a.txt").touch()
-    assert f"{path} is not the folder of a run" in refused(capsys, path, "--follow", "best")
+    assert f"needs the folder of a run, but {path} is not one" in refused(
+        capsys, path, "--follow", "best"
+    )
