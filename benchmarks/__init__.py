@@ -1,1 +1,1 @@
-"""Measurements, each a command. Results with machine and date are in README.md and LAB.md."""
+"""Measurements, each with a command. README.md and LAB.md have results, with machine and date."""

@@ -1,12 +1,12 @@
-"""Cost of a class that ablates heads for clients that read streams meanwhile.
+"""Cost of a class of students who ablate heads, for clients that read streams at the same time.
 
     python -m benchmarks.ablating_class [--threads N] [--checkpoint DIR] [--clients 20]
 
-Serves a checkpoint in a process of its own, reads streams from it, and then lets a class ask for
-next-token probabilities without a head, each client with a head and a prompt of its own, as fast as
-they are answered. Prints the time between two tokens of the streams before and during it, and what
-the class got; and compares the bits of every stream with those of the same request alone. The last
-line is JSON.
+Serves a checkpoint in a process of its own and reads streams from it. Then a class of clients asks
+for next-token probabilities, each without one head of its own and for its own prompt, and asks
+again as soon as it is answered. Prints the time between two tokens of the streams before and while
+the class asks, and the rate of the class. Compares the bits of every stream with those of the same
+request alone. The last line is JSON.
 """
 
 import json
@@ -25,12 +25,12 @@ from benchmarks.started_server import started_server
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 6.0
-"""Duration of each part, before and during the ablations."""
+"""Duration of each of the two parts, before and during the ablations."""
 MAX_TOKENS = 400
 
 
 class Reader:
-    """Reads the same stream again and again, and notes when tokens came and what they were."""
+    """Reads the same stream again and again, and notes the tokens and when they arrived."""
 
     def __init__(self, url: str, seed: int, over: threading.Event) -> None:
         self.times: list[float] = []
@@ -46,7 +46,7 @@ class Reader:
         }
 
     def alone(self) -> str:
-        """Return the stream of the same request alone."""
+        """Return the stream of the same request when nothing else runs."""
         with httpx.Client(base_url=self._url, timeout=600, trust_env=False) as client:
             return self._read(client)
 
@@ -58,7 +58,7 @@ class Reader:
                     self.texts.append(text)
 
     def between(self, start: float, end: float) -> list[float]:
-        """Seconds between tokens that came from `start` to `end`."""
+        """Seconds between successive tokens that arrived from `start` to `end`."""
         inside = [moment for moment in self.times if start <= moment <= end]
         return [later - earlier for earlier, later in pairwise(inside)]
 
@@ -78,7 +78,7 @@ class Reader:
 
 
 def ablate(url: str, client: int, heads: list[tuple[int, int]], over: threading.Event) -> int:
-    """Ask for probabilities without one head after another; how many were answered."""
+    """Ask for probabilities without one head after another. Returns how many were answered."""
     answered = 0
     with httpx.Client(base_url=url, timeout=600, trust_env=False) as http:
         while not over.is_set():
@@ -98,7 +98,7 @@ def ablate(url: str, client: int, heads: list[tuple[int, int]], over: threading.
 
 
 def measure(url: str, clients: int, streams: int) -> dict[str, Any]:
-    """The streams for a while, and for as long beside the class."""
+    """Measure the streams for SECONDS alone, and for SECONDS while the class asks."""
     config = httpx.get(f"{url}/info", trust_env=False).json()["config"]
     heads = [
         (layer, head) for layer in range(config["n_layer"]) for head in range(config["n_head"])

@@ -2,11 +2,11 @@
 
     python -m benchmarks.busy_neighbour [--shape 124m|30m|CHECKPOINT] [--threads N]
 
-The mean step of 1 and 8 sequences, and of prompts one after the other, without and then with a
-neighbour that never sleeps, in one process and in bfloat16; each for SECONDS, after as long to get
-used to it. On N cores one of which is taken by half, a step that loses its share and no more takes
-N / (N - 1/2) times as long; where every operation waits for all threads, or is left to the cores
-that are free, N / (N - 1) times. The last line is JSON.
+Measures the mean step of 1 and 8 sequences, and of prompts one after the other, first without and
+then with a process that never sleeps, in bfloat16. Each measurement takes SECONDS, after a warm-up
+of the same length. The neighbour takes half of one of N cores. A step that loses only this share
+takes N / (N - 1/2) times as long; if every operation waits for all threads, or runs only on the
+free cores, it takes N / (N - 1) times as long. The last line is JSON.
 """
 
 import json
@@ -36,7 +36,7 @@ PROMPT, TOKENS, SECONDS = 256, 120, 2.0
 
 @dataclass(frozen=True)
 class Cost:
-    """Mean seconds of a step of `batch` sequences, and of a prompt, alone and with a neighbour."""
+    """Mean seconds of a step of `batch` sequences, and of a prompt, with and without neighbour."""
 
     batch: int
     step: float
@@ -47,7 +47,7 @@ class Cost:
 
 @contextmanager
 def neighbour() -> Iterator[None]:
-    """A process that spins on the last of this process's cores."""
+    """Run a process that spins on the last of this process's cores."""
     spinning = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     os.sched_setaffinity(spinning.pid, {max(os.sched_getaffinity(0))})
     try:
@@ -58,7 +58,7 @@ def neighbour() -> Iterator[None]:
 
 
 class Load:
-    """An engine that is given random prompts."""
+    """An engine that computes random prompts."""
 
     def __init__(self, gpt: GPT, batch: int, threads: int) -> None:
         path = choose_decode_path(gpt, threads=threads)
@@ -100,7 +100,7 @@ class Load:
         return statistics.mean(taken)
 
     def measure(self) -> tuple[float, float]:
-        """Mean seconds of a step, and of a prompt, in the state that they come to."""
+        """Mean seconds of a step, and of a prompt, after the warm-up."""
         self.prompts(SECONDS)
         prompt = self.prompts(SECONDS)
         self.steps(SECONDS)

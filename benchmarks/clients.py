@@ -1,12 +1,12 @@
-"""Clients that other people wrote, run against the bundled checkpoint: a Markdown table.
+"""Clients of other projects, run against the bundled checkpoint. Prints a Markdown table.
 
     .venv/bin/python benchmarks/clients.py PYTHON ...
 
-serves the bundled checkpoint, as a copy with a chat template, and lets each PYTHON run the clients
-that are installed beside it: their requirements contradict each other and those of logitd, so they
-have environments of their own. `service/openai/README.md` says how those are made. Nothing here
-uses a network but the loopback. What is checked is that a client gets what it asks for, not how
-good it is. Open WebUI is not run: the calls that it makes are sent by hand.
+serves a copy of the bundled checkpoint with a chat template, and lets each PYTHON run the clients
+that its environment has. They need several environments, because their requirements contradict each
+other and those of logitd; `service/openai/README.md` says how to make these. Only the loopback
+network is used. A check tests if the client gets the kind of reply that it asks for, not if the
+reply is good. Open WebUI is not run: its calls are sent by hand.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 )
 ADDRESS = "LOGITD_CLIENTS_URL"
-"""The variable that has the server's address in the environments of the clients."""
+"""Environment variable with the server's address, for the processes of the clients."""
 URL = os.environ.get(ADDRESS, "")
 MODEL = "gpt-4o-mini"
 CHAT = [{"role": "user", "content": "What is there?"}]
@@ -44,7 +44,7 @@ Checks = Iterator[tuple[str, Callable[[], Any]]]
 
 
 def schema_of(pydantic: Any) -> Any:
-    """A model of two fields, as people write them."""
+    """A pydantic model with two fields, as users write one."""
     return pydantic.create_model("Item", name=(str, ...), count=(int, ...))
 
 
@@ -238,7 +238,7 @@ def llm_client() -> Checks:
 
 
 def lm_eval_client() -> Checks:
-    """A task of its own, because all others are downloaded."""
+    """lm_eval, with a task that is written here, because all others are downloaded."""
     model_args = f"base_url={URL}/v1/completions,model={MODEL},tokenizer_backend=remote"
     lines = [{"text": "import", "right": " os", "wrong": " zq"} for _ in range(4)]
     task = {
@@ -273,7 +273,7 @@ def lm_eval_client() -> Checks:
 
 
 def open_webui_calls() -> Checks:
-    """Send by hand what Open WebUI sends to an OpenAI connection."""
+    """Send the calls that Open WebUI makes to an OpenAI connection."""
 
     def send(path: str, body: Any = None) -> str:
         content = None if body is None else json.dumps(body).encode()
@@ -316,11 +316,11 @@ CLIENTS: dict[str, Callable[[], Checks]] = {
 
 
 BY_HAND = "Open WebUI"
-"""Clients that are not run."""
+"""Client that is not run; its calls are sent by hand."""
 
 
 def row(client: str, what: str, check: Callable[[], Any]) -> str:
-    """A line of the table: what a check gave, or how it failed."""
+    """A line of the table: the result of a check, or how it failed."""
     try:
         result = check()
         outcome = "works" if result else f"gave {result!r}"
@@ -331,7 +331,7 @@ def row(client: str, what: str, check: Callable[[], Any]) -> str:
 
 
 def run_clients() -> None:
-    """A row for each check of each client that this Python has."""
+    """Run the checks of each client that this Python has, and print a row for each."""
     for client, checks in CLIENTS.items():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(client)
@@ -348,7 +348,7 @@ def run_by_hand() -> None:
 
 
 def installed(python: str) -> set[str]:
-    """The clients that a Python has."""
+    """The clients that are installed for a Python."""
     code = (
         "import importlib.metadata as m, json; print(json.dumps("
         "[d.metadata['Name'].lower() for d in m.distributions()]))"
@@ -360,7 +360,8 @@ def installed(python: str) -> set[str]:
 
 @contextlib.contextmanager
 def server() -> Iterator[str]:
-    """The address of `logitd serve` with the bundled checkpoint, which gets a chat template."""
+    """Run `logitd serve` with a copy of the bundled checkpoint that has a chat template. Yields its
+    address."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(shutil.copytree(CHECKPOINT, Path(folder, CHECKPOINT.name)))
         config = json.loads((copy / "config.json").read_text(encoding="utf-8"))

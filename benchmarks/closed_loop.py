@@ -1,4 +1,5 @@
-"""Latency and throughput for clients that ask again when answered, or at a fixed rate.
+"""Latency and throughput for clients that send their next request when the last one has ended, or
+for requests at a fixed rate.
 
     python -m benchmarks.closed_loop [--serve FLAGS ...] [--url URL ...] [--peer SERVER ...]
                                      [--clients 8 32] [--rate R ...] [--prompt-tokens N]
@@ -10,26 +11,26 @@
     python -m benchmarks.closed_loop --shape 124m --serve="--quantize int8" --clients 1 8 32 \
         --peer vllm:bfloat16=PYTHON --peer llama-server:int8=BINARY
 
-A target is a `logitd serve` that is started with some flags, a server of others that is started on
-the same random weights (--shape; benchmarks/peers/servers.py), or one that runs already and has
-OpenAI's `/v1/completions`. All are asked by the same client, for streams after prompts of random
-token ids, and nothing ends a text but its length. Tokens are counted as the servers count them, and
-a server that counts other prompts than were sent has failed. All targets run all the time, and each
-load is asked of each in turn, round by round, so that what else the machine does meets all alike;
-those that are not asked do nothing.
+A target is a `logitd serve` that is started with some flags, a server of another project that is
+started with the same random weights (--shape; benchmarks/peers/servers.py), or a running server
+with OpenAI's `/v1/completions`. The same client requests streams from all of them, after prompts of
+random token ids. A text ends only by its length. Tokens are counted as the servers count them. A
+server that counts another number of prompt tokens than were sent has failed. All targets run all
+the time. Each load is put on each target in turn, round by round, so that other work of the machine
+affects all targets alike; the other targets are idle meanwhile.
 
-clients   so many at once (a closed loop), each with a new prompt when its last stream has ended
-rate      requests a second at random moments, however many are under way (an open loop)
-shared    the share of a prompt that all prompts begin with
+clients   number of concurrent clients (a closed loop); each sends a new prompt when its stream ends
+rate      requests per second, at random moments, for any number of open requests (an open loop)
+shared    share of the prompt that is the same in all prompts
 
-Streams begin one after the other during a warm-up, which no figure has anything of.
+Streams begin one after the other during a warm-up, which is not counted.
 
-tokens/s  that came in the time that counts, of all streams
-TTFT      from the request to the first token, of the requests that were sent in that time
-gap       between two pieces of a stream that bring tokens, which came in that time
+tokens/s  tokens of all streams that arrived in the counted time, per second
+TTFT      time from a request to its first token, for the requests sent in the counted time
+gap       time between two pieces of a stream that have tokens, for pieces in the counted time
 
-The client is on the same machine: `client CPU` says how many processors it took. It counts tokens
-where they are received, and parses of a stream what that takes: `benchmarks/raw_client.py`.
+The client runs on the same machine: `client CPU` is the number of processors that it took. It
+parses only as much of a stream as counting tokens needs (`benchmarks/raw_client.py`).
 """
 
 import asyncio
@@ -71,13 +72,13 @@ from logitd.service.client.calls import EVENTS, Request
 ROOT = Path(__file__).parent.parent
 BUNDLED = ROOT / "checkpoints" / "python-small"
 MOST_AT_A_RATE = 32
-"""Slots of others' servers where requests come at a rate."""
+"""Slots of other projects' servers if requests come at a rate."""
 TIMEOUT = httpx.Timeout(600.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server, by the name that its row has."""
+    """A server, and the name of its row."""
 
     name: str
     url: str
@@ -105,7 +106,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Shape of each request, and the duration of the load. `seconds` count, after `warm_up`."""
+    """Shape of each request, and the duration of the load: `seconds` are counted, after
+    `warm_up`."""
 
     prompt_tokens: int
     tokens: int
@@ -116,7 +118,7 @@ class Question:
 
 @dataclass(slots=True)
 class Observed:
-    """Results of one target under one load in all rounds so far: seconds and tokens."""
+    """Observations of one target under one load in all rounds so far: times and tokens."""
 
     seconds: float = 0.0
     tokens: int = 0
@@ -126,7 +128,7 @@ class Observed:
     failures: list[str] = field(default_factory=list)
 
     def add(self, records: Sequence[StreamRecord], begin: float, end: float) -> None:
-        """Take what happened from `begin` to `end`."""
+        """Add the observations from `begin` to `end`."""
         self.seconds += end - begin
         for record in records:
             if record.failure is not None:
@@ -147,7 +149,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Rates per second, times in seconds; None if no request finished."""
+    """Rates per second and times in seconds. A figure is None if no request finished."""
 
     target: str
     load: str
@@ -228,7 +230,7 @@ def tokens_after(event: Any, came: int, prompt: int) -> int:
 
 
 async def model_of(url: str) -> Model:
-    """The first model that a server has."""
+    """The first model that a server lists."""
     async with httpx.AsyncClient(trust_env=False, timeout=TIMEOUT) as http:
         response = await http.get(f"{url}/v1/models")
     response.raise_for_status()
@@ -237,7 +239,7 @@ async def model_of(url: str) -> Model:
 
 
 def prompts_of(question: Question, vocab_size: int, seed: str) -> Iterator[list[int]]:
-    """Prompts without end, none of them twice."""
+    """An endless sequence of prompts, all of them different."""
     drawn = random.Random(seed)
     ids = range(vocab_size)
     common = random.Random("shared").choices(ids, k=int(question.shared * question.prompt_tokens))
@@ -251,7 +253,7 @@ def prompts_of(question: Question, vocab_size: int, seed: str) -> Iterator[list[
 async def run_load(
     ask: Ask, load: Load, question: Question, prompts: Iterator[list[int]], observed: Observed
 ) -> None:
-    """A load for as long as the question says, into what was observed of it before."""
+    """Put a load on a target for the question's duration. Adds to its earlier observations."""
     start, busy = time.perf_counter(), time.process_time()
     begin = start + question.warm_up
     end = begin + question.seconds
@@ -290,7 +292,7 @@ async def measure(
     vocab_size: int,
     rounds: int,
 ) -> list[Figures]:
-    """Each load on each target, `rounds` times in turns."""
+    """Measure each load on each target in turn, `rounds` times."""
     observed = {(target, load): Observed() for load in loads for target in targets}
     with ExitStack() as stack:
         asks = {

@@ -2,11 +2,11 @@
 
     python -m benchmarks.constraints [--checkpoint DIRECTORY] [--threads N] [--dtype D]
 
-Steps: decoding 1, 8 and 32 sequences that all write JSON by a schema, against as many that write
-freely, in turns in one process; and the time that the engine spends in the matchers, as a share of
-a step. Masks: the time of one token's advance and mask, for the checkpoint's vocabulary and for
-one of 50,000 tokens that are made up. Run it on a machine that does nothing else; the last line is
-JSON.
+Steps: 1, 8 and 32 sequences that all write JSON by a schema are compared with the same number of
+sequences without a constraint, in turns in one process. The time in the matchers is printed as a
+share of a step. Masks: the time for advancing by one token and computing the next mask, with the
+checkpoint's vocabulary and with a made-up one of 50,000 tokens. Run it on an idle machine. The last
+line is JSON.
 """
 
 import json
@@ -53,7 +53,7 @@ SCHEMA = {
 
 
 class TimedMatcher:
-    """A matcher that adds up the time of its steps."""
+    """A matcher that adds up the time of its calls."""
 
     def __init__(self, matcher: TokenMatcher, clock: "MatcherClock") -> None:
         self._matcher = matcher
@@ -73,7 +73,7 @@ class TimedMatcher:
 
 
 class MatcherClock:
-    """A constraint whose matchers are timed."""
+    """A constraint, and the time that its matchers take."""
 
     def __init__(self, constraint: Constraint) -> None:
         self.constraint = constraint
@@ -131,7 +131,7 @@ def steps(gpt: GPT, sequences: int, constraint: MatcherClock | None = None) -> t
 
 @dataclass(frozen=True)
 class Cost:
-    """Times of steps in which all sequences have a constraint."""
+    """Times of steps with and without constraints for all sequences."""
 
     sequences: int
     free_us: float
@@ -149,13 +149,13 @@ class Cost:
 
 
 def cost_of_steps(gpt: GPT, constraint: MatcherClock, sequences: int) -> Cost:
-    """The medians of rounds in turns."""
+    """Measure both kinds of step in turns. Returns the medians of the rounds."""
     rounds = [(steps(gpt, sequences)[0], *steps(gpt, sequences, constraint)) for _ in range(ROUNDS)]
     return Cost(sequences, *(statistics.median(column) for column in zip(*rounds, strict=True)))
 
 
 def large_tokenizer() -> Tokenizer:
-    """LARGE tokens: all bytes, then words and pieces of words that look like those of a text."""
+    """A tokenizer of LARGE tokens: all bytes, then made-up words and pieces of words."""
     rng = random.Random(0)
     tokens = {bytes([byte]): byte for byte in range(256)}
     letters = "etaoinshrdlcumwfgypbvkxjqz"
@@ -167,7 +167,7 @@ def large_tokenizer() -> Tokenizer:
 
 
 def mask_times(constraint: Constraint, tokens: int) -> list[float]:
-    """Microseconds of one token's advance and mask, sorted, along random texts."""
+    """Sorted microseconds of advancing by one token and computing the mask, along random texts."""
     rng, times = random.Random(0), []
     matcher = constraint.matcher()
     allowed = matcher.allowed()

@@ -2,9 +2,9 @@
 
     python -m benchmarks.engine_step [--checkpoint DIRECTORY] [--threads N]
 
-Overhead: the time of `Engine.step` less the time inside the model, decoding 1, 8 and 32 sequences
-in plain torch. `benchmarks.profile` says where a native one goes. Run it
-on a machine that does nothing else; the last line is JSON.
+Overhead is the time of `Engine.step` minus the time inside the model, for 1, 8 and 32 sequences
+that decode in plain torch. `benchmarks.profile` measures the parts of a native step. Run it on an
+idle machine. The last line is JSON.
 """
 
 import json
@@ -47,7 +47,7 @@ def engine_decoding(
 
 
 class ForwardClock:
-    """Adds up the time spent inside the model's forward."""
+    """Adds up the time of the model's forward passes."""
 
     def __init__(self, gpt: GPT) -> None:
         self.seconds = 0.0
@@ -67,7 +67,7 @@ class ForwardClock:
 def step_and_forward(
     gpt: GPT, clock: ForwardClock, sequences: int, temperature: float
 ) -> tuple[float, float]:
-    """Median microseconds of a step and of its forward."""
+    """Median microseconds of a step and of its forward pass."""
     engine = engine_decoding(gpt, sequences, temperature)
     steps, forwards = [], []
     for _ in range(STEPS):

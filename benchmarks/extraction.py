@@ -2,15 +2,15 @@
 
     python -m benchmarks.extraction [--checkpoint DIRECTORY] [--dtype float32] [--threads N]
 
-In turns in one process: prompts as `logitd bench` measures them (8 at once of 256 ids), the same
-with prompts as long as the model's context, which is what windows of long documents are, and an
-extraction of standard library sources, counted from the moment at which its model is loaded and its
-data was read once. The share of prompts is what remains for everything else: a row of the head for
-each token instead of one for each prompt, the softmax, encoding, and the files.
+Measures in turns, in one process: prompts as `logitd bench` measures them (8 at once of 256 ids),
+prompts as long as the model's context, as windows of long documents are, and an extraction of
+standard library sources, from the moment when the model is loaded and the data was read once. An
+extraction does more than prompts: the head computes a row for each token instead of one for each
+prompt, and there are the softmax, the encoding and the files.
 
-Each in processor time of all threads and by the clock. Beside other jobs the first is the one to
-trust, and of that the one with `--threads 1`: of several threads those that wait for one that has
-lost its core spin meanwhile. The last line is JSON.
+Each is measured in processor time of all threads and in wall-clock time. If other jobs run, trust
+the processor time, measured with `--threads 1`: with several threads, those that wait for a thread
+that lost its core spin meanwhile. The last line is JSON.
 """
 
 import json
@@ -49,7 +49,7 @@ class Cost:
 
 
 class Stopwatch:
-    """Processor time of this process and the clock, from when it was made."""
+    """Processor time of this process and wall-clock time since the stopwatch was made."""
 
     def __init__(self) -> None:
         self._processor, self._clock = time.process_time(), time.perf_counter()
@@ -60,7 +60,7 @@ class Stopwatch:
 
 
 def write_text(folder: Path, tokens: int) -> Path:
-    """Write about `tokens` tokens of Python's own sources, whole documents, as JSON lines."""
+    """Write whole sources of Python's library as JSON lines, about `tokens` tokens in all."""
     path, left = folder / "text.jsonl", tokens * BYTES_PER_TOKEN
     with path.open("w", encoding="utf-8") as file:
         for document in open_text(["builtin:python"]).documents:
@@ -74,7 +74,7 @@ def write_text(folder: Path, tokens: int) -> Path:
 
 @contextmanager
 def engine_of(loaded: LoadedModel) -> Iterator[Engine]:
-    """As `logitd bench` makes it."""
+    """An engine with the settings of `logitd bench`."""
     config = EngineConfig(slots=SEVERAL_PROMPTS)
     engine = Engine(loaded.gpt, config, make_decoder=loaded.decode_path.make_decoder)
     try:
@@ -84,7 +84,7 @@ def engine_of(loaded: LoadedModel) -> Iterator[Engine]:
 
 
 def prompts_of(loaded: LoadedModel, length: int) -> Workload:
-    """Eight prompts of a length, or of the longest that leaves room for a token."""
+    """Eight prompts with `length` tokens, or if that is less as many as leave room for one more."""
     config = loaded.checkpoint.config
     return Workload(
         batches=(SEVERAL_PROMPTS,),
@@ -96,7 +96,7 @@ def prompts_of(loaded: LoadedModel, length: int) -> Workload:
 
 
 def prompts(engine: Engine, workload: Workload, tokens: int, name: str) -> Cost:
-    """At least `tokens` of prompts, a batch after the other."""
+    """Compute at least `tokens` tokens of prompts, one batch after the other."""
     batch_tokens = SEVERAL_PROMPTS * workload.prompt_tokens
     batches = [
         workload.requests(SEVERAL_PROMPTS, f"{name} {number}", tokens=1)
@@ -109,7 +109,7 @@ def prompts(engine: Engine, workload: Workload, tokens: int, name: str) -> Cost:
 
 
 def extraction(checkpoint: Path, text: Path, folder: Path, options: ComputeOptions) -> Cost:
-    """The whole text, into a folder that is new."""
+    """Extract the whole text into a new folder."""
     watches: list[Stopwatch] = []
 
     def tell(event: Any) -> None:
@@ -158,7 +158,7 @@ def main() -> None:
 
 
 def line(costs: dict[str, Cost]) -> str:
-    """A round, for a person."""
+    """The line that is printed for a round."""
     rates = ", ".join(
         f"{name} {cost.tokens / cost.processor:,.0f} tokens per processor second, "
         f"{cost.tokens / cost.clock:,.0f} by the clock"
@@ -180,8 +180,8 @@ def best(rounds: list[dict[str, Cost]], name: str, kind: str) -> Cost:
 
 
 def report(rounds: list[dict[str, Cost]], loaded: LoadedModel) -> dict[str, Any]:
-    """Medians of the shares of each round; and the share of the best costs of all rounds, which a
-    neighbour has spoilt the least."""
+    """Medians of the shares of each round, and the share of the best costs of all rounds, which
+    other jobs have disturbed least."""
     return {
         "surroundings": asdict(surroundings(loaded.placement)),
         "checkpoint": loaded.checkpoint.name,

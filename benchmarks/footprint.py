@@ -3,13 +3,14 @@
     python -m benchmarks.footprint [--checkpoint DIRECTORY] [--threads N] [--slots N] [--starts N]
                                    [--dtype DTYPE] [--quantize KIND] [--ready-only]
 
-Ready is when it says so, from the start of its process, kernels being built already: the median of
-several starts, one after the other. Memory is what is resident after it has answered texts and rows
-and had a sequence of the whole context in every slot, less the bytes of its weights and of its KV
-cache: Python, torch, the vocabulary, the service. Weights that are quantized or compressed take
-fewer bytes than those of their dtype, which are taken off, so there it may be less than nothing.
-The peak is the most that was resident at any time, loading included; both of the last start. With
-`--ready-only` nothing is asked, and memory is what it is then. The last line is JSON.
+The time to ready runs from the start of the process until the server says that it is ready; kernels
+are built before. It is the median of several starts, one after the other. Memory is the resident
+memory after the server has answered requests for texts and rows and has had a sequence of the whole
+context in every slot, minus the bytes of its weights and its KV cache. It is that of Python, torch,
+the vocabulary and the service. The bytes of weights are computed from their dtype, so memory may be
+negative if they are quantized or compressed. The peak is the largest resident memory at any time,
+loading included. Both are those of the last start. With `--ready-only` nothing is requested, and
+memory is measured when the server is ready. The last line is JSON.
 """
 
 import json
@@ -30,16 +31,16 @@ from logitd.model.inference.options import Quantization
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 ASKED = 4
-"""Requests of each kind before memory is looked at."""
+"""Number of requests of each kind before memory is measured."""
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that a process holds."""
+    """Resident memory of a process, in bytes."""
     return _told(pid, "VmRSS")
 
 
 def peak(pid: int) -> int:
-    """The most that `resident` ever was."""
+    """Largest resident memory that a process ever had, in bytes."""
     return _told(pid, "VmHWM")
 
 
@@ -74,7 +75,7 @@ def ask(url: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One server: started, asked, ended."""
+    """Measurements of one server from its start to its end."""
 
     ready_seconds: float
     resident_bytes: int

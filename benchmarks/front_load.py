@@ -1,8 +1,8 @@
 """Front load: latency and throughput of a server as a client sees them, proxies included.
 
-A short request alone, the first token of a stream alone, and several streams at once. Prompts are
-new each time, so no prefix is copied. The client, on the same machine, is
-`benchmarks/raw_client.py`. Does not start servers.
+The load is a short request alone, the first token of a stream alone, and several streams at once.
+Prompts are new each time, so no prefix is copied. The client is `benchmarks/raw_client.py`, on the
+same machine. This module does not start servers.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from benchmarks.streams import run_streams
 
 PROMPT_TOKENS = 32
 SHORT = 1
-"""Tokens of a short request: its time is that of the way there and back, and of a prefill."""
+"""Tokens of a short request. Its time is that of the network and of a prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,16 @@ class Felt:
 
 
 class FrontLoad:
-    """The same load, with other prompts each round."""
+    """The same load each round, with other prompts."""
 
     def __init__(self, *, requests: int, streams: int, tokens: int) -> None:
-        """`requests` in sequence, then `streams` at once of `tokens` each."""
+        """The load is `requests` one after the other, then `streams` at once with `tokens` each."""
         self._requests, self._streams, self._tokens = requests, streams, tokens
         self._prompts = _prompts()
 
     def round(self, url: str, processes: Sequence[int]) -> Felt:
-        """Ask a server, which consists of these. Raises RuntimeError if a stream failed."""
+        """Put the load on a server, which consists of these processes. Raises RuntimeError if a
+        stream fails."""
         return asyncio.run(self._round(url, processes))
 
     async def _round(self, url: str, processes: Sequence[int]) -> Felt:
@@ -82,7 +83,7 @@ class _Timed:
 
 
 def _prompts() -> Iterator[Sequence[int]]:
-    """Without end, each with a beginning of its own."""
+    """An endless sequence of prompts with different beginnings."""
     for number in itertools.count():
         yield [(7 * number + 3 * place) % 250 + 1 for place in range(PROMPT_TOKENS)]
 
@@ -104,7 +105,7 @@ def medians(rounds: Sequence[Felt]) -> Felt:
 
 
 def ratios(first: Sequence[Felt], second: Sequence[Felt]) -> dict[str, float]:
-    """Median over the rounds of the second's figure divided by the first's."""
+    """For each figure, the median over the rounds of the second's divided by the first's."""
     return {
         part.name: statistics.median(
             getattr(b, part.name) / getattr(a, part.name)
