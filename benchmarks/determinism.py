@@ -2,28 +2,28 @@
 
     python -m benchmarks.determinism [--shape 124m|30m|CHECKPOINT] [--dtype bfloat16] [--threads N]
 
-A promise costs what would be faster without it. There is no second decoder that does not keep it,
-so each part is held against the fastest that stock torch has for the same numbers and need not keep
-it:
+The cost is the time that would be saved without batch invariance. There is no second decoder
+without it, so each part is compared with the fastest code of stock torch for the same numbers,
+which is not batch-invariant:
 
-decode, native  every product of a step of one sequence, accumulated as in every batch, against the
-                faster of torch's `F.linear` and matrix-vector product for one row, which give other
-                bits than those for more; on the same weights, one matrix after the other, so that
-                both read memory alike. The price is the difference as a share of the whole step;
-                below 0 torch's freedom gains it nothing. A freed kernel could be better than
-                torch's, so there is a bound too: what the products take beyond reading their
-                weights once, at the speed of a sum over memory. (Weights that stay in the
-                processor's caches are read faster: then the bound says nothing.) Attention of one
-                sequence has nothing to be batched with.
-sampling        one row natively, from float64 sums and a number that is a function of the seed,
-                against torch's softmax and multinomial; as a share of the same step.
-decode, torch   a step whose rows are padded and grouped as they have to be on this processor, over
-                one whose rows are not.
-prefill         attention block by block, against one fused causal attention; and the activation
-                spelled in operations that give an element the same bits wherever it falls, against
-                torch's fused one; each as a share of the prompt.
+decode, native  Every product of a step of one sequence, accumulated as in every batch, against the
+                faster of torch's `F.linear` and matrix-vector product for one row, whose bits are
+                not those for more rows. Both compute on the same weights, one matrix after the
+                other, so that they read memory alike. The cost is the difference as a share of the
+                whole step; it is below 0 if torch is slower. Kernels without batch invariance could
+                be faster than torch's, so a bound is printed as well: the time of the products
+                minus the time for reading their weights once, at the speed of a sum over memory.
+                (The bound means nothing if the weights stay in the processor's caches.) Attention
+                is not compared, because one sequence has nothing to share with others.
+sampling        Native sampling of one row, with float64 sums and a number that depends only on the
+                seed, against torch's softmax and multinomial, as a share of the same step.
+decode, torch   A step whose rows are padded and grouped as this processor needs it, divided by a
+                step whose rows are not.
+prefill         Attention block by block, against one fused causal attention; and the activation as
+                operations that compute the same bits for an element at any place, against torch's
+                fused activation. Both as a share of the prompt.
 
-In turns in one process. Run it on a machine that does nothing else; the last line is JSON.
+All are measured in turns in one process. Run it on an idle machine. The last line is JSON.
 """
 
 import json
@@ -75,7 +75,7 @@ class NativePrice:
 
     @property
     def products(self) -> float:
-        """Cost of batch invariance in products, as a share of the step; at most 0 means none."""
+        """Cost of batch invariance in products, as a share of the step. 0 or less means no cost."""
         return (sum(self.ours.values()) - sum(self.fastest.values())) / self.step
 
     @property
@@ -85,13 +85,13 @@ class NativePrice:
 
     @property
     def whole(self) -> float:
-        """`products` and the sampling."""
+        """The cost of products and sampling together."""
         return self.products + (self.sampling - self.fastest_sampling) / self.step
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPrice:
-    """`attention` and `activation` as shares of the prompt's time."""
+    """Costs of `attention` and `activation`, as shares of the prompt's time."""
 
     seconds: float
     attention: float
@@ -118,7 +118,7 @@ def by_vector(weight: Tensor, row: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def one_pass(gpt: GPT, product: Product) -> dict[str, float]:
-    """Seconds by kind of all products of a step of one row."""
+    """Seconds of all products of a step of one row, by kind of product."""
     seconds = dict.fromkeys(PRODUCTS, 0.0)
     rows = {
         width: torch.randn(width).to(gpt.token_embedding.weight.dtype)
@@ -154,7 +154,7 @@ def fastest_sampling(gpt: GPT) -> float:
 
 
 def native_price(gpt: GPT, threads: int) -> NativePrice | None:
-    """None if the model is not decoded natively."""
+    """Measure the native decoder. Returns None if the model is not decoded natively."""
     path = choose_decode_path(gpt, threads=threads)
     if not path.name.startswith("native"):
         return None

@@ -1,16 +1,17 @@
-"""Every target of speed and size: measured, and whether it is reached. One command for all tables.
+"""Measures every target of speed and size, and prints if it is reached. One command for all tables.
 
     python -m benchmarks.goals [--threads N] [--peer-python [NAME=]PYTHON ...]
                                [--peer SERVER ...] [--folder runs/goals]
 
-Runs the commands that `--list` shows, one after the other. What each prints is kept in the folder
-as NAME.txt; its last line is JSON. A file that is there is not measured again, so the run can be
-interrupted and continued: delete a file to measure it anew. A command that fails leaves NAME.log.
+Runs the commands that `--list` shows, one after the other. The output of each is stored in the
+folder as NAME.txt; its last line is JSON. A command whose file exists is not run again, so the run
+can be interrupted and continued. Delete a file to measure it anew. A command that fails leaves
+NAME.log.
 
-llama.cpp, OpenVINO, CTranslate2 and `transformers serve` are compared with where --peer-python
-names interpreters that have them, vLLM and llama-server where --peer names these
-(`benchmarks.closed_loop`; benchmarks/README.md makes all of them). Run it on a machine that does
-nothing else; the last line is JSON.
+llama.cpp, OpenVINO, CTranslate2 and `transformers serve` are measured if --peer-python names
+interpreters that have them, and vLLM and llama-server if --peer names them
+(`benchmarks.closed_loop`; benchmarks/README.md says how to install them). Run it on an idle
+machine. The last line is JSON.
 """
 
 import json
@@ -39,19 +40,20 @@ FLAGS = {
     "int8": ("--dtype", "bfloat16", "--quantize", "int8"),
     "int4": ("--dtype", "bfloat16", "--quantize", "int4"),
 }
-"""Flags of logitd for a dtype. int8 and int4 are the matrices, the rest is bfloat16 then."""
+"""Flags of logitd for a dtype. With int8 and int4 only the matrices are quantized, the rest is
+bfloat16."""
 DTYPES = tuple(FLAGS)
 CLOSED_LOOP = "124m"
-"""The shape on which other servers are asked in a closed loop."""
+"""The shape with which other servers are measured in a closed loop."""
 STRONGEST = {
     "float32": {"llama.cpp", "openvino", "ctranslate2"},
     "bfloat16": {"llama.cpp", "openvino"},
     "int8": {"llama.cpp", "openvino", "ctranslate2"},
     "int4": {"llama.cpp", "openvino"},
 }
-"""Without these the best of the others is not known."""
+"""Peers without which the best of the others is unknown, by dtype."""
 OVER_HTTP = "bfloat16"
-"""The dtype in which a server is measured too."""
+"""The dtype in which a server is measured as well."""
 
 DECODE_OVER_OTHERS = {
     ("124m", "bfloat16", 8): 1.7,

@@ -3,9 +3,9 @@
     python -m benchmarks.large_reply [--threads N]
 
 Serves a synthetic model with a vocabulary of 50,257 in a process of its own, streams tokens from
-it, and asks meanwhile for the logits of all 1,024 positions of a prompt (206 MB as float32). Prints
-how much memory the server took for it, and the time between two tokens of the stream before and
-during it. The last line is JSON.
+it, and meanwhile asks for the logits of all 1,024 positions of a prompt (206 MB as float32). Prints
+how much memory the server took for the reply, and the time between two tokens of the stream before
+and during the reply. The last line is JSON.
 """
 
 import itertools
@@ -42,7 +42,7 @@ def served(checkpoint: Path, threads: int) -> Iterator[tuple[str, int]]:
 
 
 class MemoryWatch:
-    """The resident memory of a process, at its highest, from here to `stop`."""
+    """Watches the largest resident memory of a process until `stop`."""
 
     def __init__(self, pid: int) -> None:
         self._status = Path(f"/proc/{pid}/status")
@@ -52,7 +52,7 @@ class MemoryWatch:
         self._thread.start()
 
     def stop(self) -> int:
-        """Bytes by which it rose."""
+        """Stop. Returns the number of bytes by which the memory rose."""
         self._over.set()
         self._thread.join()
         return self.peak - self.before
@@ -68,7 +68,7 @@ class MemoryWatch:
 
 
 class TokenWatch:
-    """A stream of tokens, and when each came."""
+    """Reads a stream of tokens, and notes when each arrived."""
 
     def __init__(self, url: str) -> None:
         self.times: list[float] = []
@@ -99,7 +99,7 @@ class TokenWatch:
 
 
 def ask(url: str, accept: str) -> tuple[float, float]:
-    """Read the whole reply, keeping nothing; when it began and ended."""
+    """Read the whole reply without keeping it. Returns when it began and ended."""
     began, size = time.perf_counter(), 0
     body = {"prompt": PROMPT, "positions": "all"}
     with httpx.stream(

@@ -1,9 +1,9 @@
-"""`logitd bench`, over HTTP too: with a server of the same settings that it starts and ends.
+"""`logitd bench` in process and over HTTP. It starts and ends a server with the same settings.
 
     python -m benchmarks.over_http bench --checkpoint DIRECTORY --threads N [--dtype bfloat16] ...
 
-The flags are those of `logitd bench`, of which the server gets those that it has. It decodes whole
-batches without waiting for gaps, as the engine does in process.
+The flags are those of `logitd bench`. The server gets the flags that `logitd serve` has as well. It
+has `--target-gap none`, so that it decodes whole batches as the engine in process does.
 """
 
 import sys
@@ -14,7 +14,7 @@ from benchmarks.started_server import started_server
 from logitd.service.cli.main import logitd, run
 
 SHARED = ("device", "dtype", "threads", "kernels", "kernel_target", "quantize", "kv_cache_dtype")
-"""Settings of both commands."""
+"""Settings that both commands have."""
 
 
 def main(arguments: Sequence[str]) -> int:

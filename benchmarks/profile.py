@@ -3,11 +3,12 @@
     python -m benchmarks.profile [--checkpoint DIRECTORY] [--dtype bfloat16] [--quantize int8]
                                  [--threads N] [--batches 1 32] [--prompt-tokens N] [--rounds N]
 
-Steps of a real engine, whose decoder is wrapped. The native decoder reads a clock when all of its
-threads have ended a stage (`model/inference/kernels/cpu/native/clocks.h`); the wrapper marks what
-is around its calls. Every other step is watched, so the cost of watching is known too. Times are
-means over the middle half of the watched steps, by their length. "Overhead" is neither the model
-nor the sampling: the plan, lists into arrays, how rows are sampled, events. The last line is JSON.
+Measures steps of a real engine whose decoder is wrapped. The native decoder reads a clock when all
+of its threads have ended a stage (`model/inference/kernels/cpu/native/clocks.h`). The wrapper
+measures the time around its calls. Only every other step is watched, so that the cost of watching
+is measured as well. Times are means over the middle half of the watched steps, ordered by length.
+"Overhead" is all time outside the model and the sampling: the plan, lists to arrays, the sampling
+parameters of rows, events. The last line is JSON.
 """
 
 import json
@@ -46,13 +47,13 @@ STAGES = (
 decoder computes on, `processing` how each row is sampled, `events` tokens into events. A residual
 sum is part of the product before it."""
 OUTSIDE = frozenset({"scheduling", "tensors", "processing", "events"})
-"""Stages of neither the model nor the sampling."""
+"""Stages that belong neither to the model nor to the sampling."""
 PREFILLS = 5
-"""Prompts that are watched, at least, and as many that are not."""
+"""Least number of prompts that are watched, and of prompts that are not."""
 
 
 class Timeline:
-    """Seconds of the stages of one step. Marks do nothing but between `begin` and `end`."""
+    """Seconds of the stages of one step. Marks count only between `begin` and `end`."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] | None = None
@@ -62,7 +63,7 @@ class Timeline:
         self.seconds, self._last = {}, time.perf_counter()
 
     def end(self, stage: str) -> dict[str, float]:
-        """The seconds of all stages; those that are left are of `stage`."""
+        """The seconds of all stages. Time without a mark belongs to `stage`."""
         self.mark(stage)
         seconds, self.seconds = self.seconds, None
         assert seconds is not None, "a step is begun before it is ended"
@@ -252,7 +253,7 @@ def summed(steps: Sequence[WatchedStep]) -> WatchedStep:
 
 
 def middle_half(steps: Sequence[WatchedStep]) -> list[WatchedStep]:
-    """Values outside the shortest and the longest quarter; at least one."""
+    """The values without the shortest and the longest quarter, but at least one."""
     ordered = sorted(steps, key=lambda step: step.seconds)
     quarter = len(ordered) // 4
     return ordered[quarter : len(ordered) - quarter]

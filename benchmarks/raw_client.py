@@ -1,4 +1,4 @@
-"""RawClient: streams over plain HTTP whose tokens are counted and not parsed.
+"""RawClient: reads streams over plain HTTP, and counts their tokens without parsing them fully.
 
 `AsyncClient` parses each chunk into dataclasses, which takes Python longer than the server takes to
 write it. Where both run on the same processors, that slows what is measured. Here httptools, whose
@@ -48,7 +48,7 @@ class Dialect(Protocol):
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """Additional fields of each request."""
+        """Additional header fields of each request."""
 
     def request(self, prompt: Sequence[int], tokens: int, seed: int) -> Request:
         """Return a body that asks for exactly `tokens` tokens after a prompt."""
@@ -119,7 +119,7 @@ class RawClient:
         self._idle.clear()
 
     async def _connected(self) -> "_Connection":
-        """A connection that nobody uses: one that was used before, if there is one."""
+        """A free connection: one that was used before, if there is one."""
         while self._idle:
             connection = self._idle.pop()
             if connection.usable:
@@ -133,7 +133,7 @@ class RawClient:
         return connection
 
     def _written(self, prompt: Sequence[int], tokens: int, seed: int) -> bytes:
-        """The request as it is sent."""
+        """The bytes of the request."""
         request = self._dialect.request(prompt, tokens, seed)
         body = request.body
         assert body is not None
@@ -148,7 +148,7 @@ class RawClient:
 
 
 class _Reply:
-    """One reply as it comes. The methods that begin with `on_` are called by httptools."""
+    """One reply that is being received. httptools calls the methods that begin with `on_`."""
 
     def __init__(self, count: Counter, arrived: Arrived) -> None:
         self.parser = httptools.HttpResponseParser(self)
@@ -235,7 +235,7 @@ class _Connection(asyncio.Protocol):
         )
 
     def ask(self, request: bytes, reply: _Reply) -> None:
-        """Send a request, whose reply this is to become."""
+        """Send a request. Its reply will be received as `reply`."""
         self._reply = reply
         self._transport.write(request)
         self._watch_silence()
@@ -267,7 +267,7 @@ class _Connection(asyncio.Protocol):
             self._reply.lost(str(error or "the connection was closed"))
 
     def _watch_silence(self) -> None:
-        """Look again and again whether anything came: cheaper than a timeout for every piece."""
+        """Check at intervals if anything arrived, which is cheaper than a timeout per piece."""
         if self._watch is not None:
             self._watch.cancel()
         if self._reply is not None:

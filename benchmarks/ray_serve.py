@@ -1,13 +1,13 @@
-"""Ray Serve: what it costs to stand between clients and the same server.
+"""Cost of Ray Serve between clients and the same server.
 
     python -m benchmarks.ray_serve [--checkpoint PATH] [--threads N] [--rounds N] [--replicas N]
 
-The application alone (`logitd serve`), and behind Ray Serve on this machine
-(`deploy/ray_serve.py`), with the same flags. Both run all the time and are asked in turns, so that
-what else the machine does meets both alike; of the times the medians, of ratios those of a round.
-Memory is what the processes of each hold together, shared pages counted once (PSS), after the
-load. `--replicas 2` gives Ray two replicas of half the threads each. Run it on a machine that does
-nothing else; the last line is JSON.
+Compares the application alone (`logitd serve`) with the application behind Ray Serve on this
+machine (`deploy/ray_serve.py`), with the same flags. Both run all the time and get requests in
+turns, so that other work of the machine affects both alike. Times are medians, and ratios are
+medians of the ratios within a round. Memory is that of all processes of each after the load, with
+shared pages counted once (PSS). With `--replicas 2`, Ray gets two replicas with half the threads
+each. Run it on an idle machine. The last line is JSON.
 """
 
 import json
@@ -31,7 +31,7 @@ from benchmarks.started_server import started_server
 
 ROOT = Path(__file__).parents[1]
 MARK = "LOGITD_BENCHMARK_OF_RAY"
-"""A variable that Ray's processes inherit, so that they are found."""
+"""Environment variable by which Ray's processes are found, because they inherit it."""
 READY_SECONDS = 180.0
 REQUESTS, STREAMS, TOKENS = 100, 8, 128
 
@@ -94,7 +94,7 @@ def processes_of(mark: str) -> list[int]:
 
 
 def held(processes: list[int]) -> float:
-    """MiB that processes hold, each page that several share divided among them."""
+    """Memory of processes in MiB. A page that several processes share is divided among them."""
     kilobytes = 0
     for pid in processes:
         told = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8")

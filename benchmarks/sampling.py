@@ -2,9 +2,9 @@
 
     python -m benchmarks.sampling [--vocab-size 50257] [--rows 32] [--spread 1 3] [--threads N]
 
-Rows of random logits of a normal distribution, whose standard deviation is the spread: a token of
-each row by the native sampler and by its twin in torch, which have to agree. The time is the best
-of several rounds, all rows together, by the clock on the wall. The last line is JSON.
+The logits are normally distributed; --spread is their standard deviation. The native sampler and
+its twin in torch draw a token for each row, and must draw the same. The time is the wall-clock time
+of all rows together in the best of several rounds. The last line is JSON.
 """
 
 import json
@@ -43,7 +43,7 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Row:
-    """Microseconds a row of logits."""
+    """Microseconds per row of logits."""
 
     spread: float
     way: str
@@ -62,7 +62,7 @@ def best_seconds(work: Callable[[], object], rounds: int) -> float:
 
 
 def measure(decoder: NativeDecoder, logits: Tensor, spread: float, rounds: int) -> list[Row]:
-    """Every filter on rows of logits (R, V)."""
+    """Measure every filter on rows of logits (R, V)."""
     rows = []
     for name, way in WAYS.items():
         sampling = sampling_rows([replace(way, seed=seed) for seed in range(len(logits))])
@@ -78,7 +78,7 @@ def measure(decoder: NativeDecoder, logits: Tensor, spread: float, rounds: int) 
 
 
 def new_decoder(vocab_size: int, threads: int) -> NativeDecoder:
-    """A decoder of a model that is nothing but its vocabulary. Raises KernelsUnavailable."""
+    """A decoder of a minimal model with this vocabulary. Raises KernelsUnavailable."""
     shape = Shape(vocab_size=vocab_size, context_length=32, n_layer=1, n_head=1, d_model=16)
     config = config_of(shape)
     gpt = synthetic_gpt(config)

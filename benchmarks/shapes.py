@@ -1,4 +1,4 @@
-"""The shapes that are measured, by the names that commands give them. Standard library only."""
+"""Shapes that are measured, by their names on command lines. Imports only the standard library."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,14 +1,14 @@
-"""Gain of short prompts that share the products of a step.
+"""Gain from computing several short prompts together in one step.
 
     python -m benchmarks.short_prompts [--shape CHECKPOINT|124m|30m] [--threads N] [--dtype NAME]
                                        [--quantize int8|int4] [--lengths N ...] [--rounds N]
 
-Prompts of random ids that are there at once, as many as slots, each asking for one token: positions
-per second where those of a step go through the model together, as they do, and where each goes by
-itself. Both in one process and in turns, the ratio being the median of the rounds'. The time is
-that of this process's threads on their cores, all together, so that with one thread other work on
-the machine counts for little (several wait for one another). The tokens of both are held to be the
-same. The last line is JSON.
+Prompts of random ids, one for each slot, arrive at the same time, and each asks for one token.
+Measures positions per second if the prompts of a step go through the model together, as the engine
+does it, and if each goes through the model by itself. Both are measured in turns in one process;
+the ratio is the median of the rounds' ratios. The time is the processor time of all threads of this
+process. So with one thread, other work of the machine hardly counts; several threads wait for one
+another. Both must generate the same tokens. The last line is JSON.
 """
 
 import json
@@ -49,7 +49,7 @@ class Row:
 
 
 def one_by_one(make_decoder: DecoderMaker) -> DecoderMaker:
-    """Decoders whose prompts go through the model by themselves."""
+    """Make decoders in which each prompt goes through the model by itself."""
 
     def make(gpt: GPT, cache: KVCache) -> Decoder:
         decoder = make_decoder(gpt, cache)
@@ -65,7 +65,7 @@ def one_by_one(make_decoder: DecoderMaker) -> DecoderMaker:
 
 
 def first_tokens(engine: Engine, prompts: list[list[int]], name: str) -> tuple[float, list[int]]:
-    """Seconds that the prompts take, and the token of each."""
+    """Seconds for all prompts, and the token of each prompt."""
     for index, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=1, seed=index)
         engine.add(

@@ -3,16 +3,16 @@
     python -m benchmarks.speculation [--shape CHECKPOINT|124m|30m] [--threads N] [--dtype NAME]
                                      [--rounds N]
 
-Tokens per second of 1 and 8 sequences with `speculate` none and ngram, in one process and a step of
-each in turns, on native kernels, from the first token on: prompts are computed before. The texts:
+Measures tokens per second of 1 and 8 sequences with `speculate` none and ngram, on native kernels.
+Both run in one process, one step of each in turn. Prompts are not counted. The texts:
 
     repeats   a prompt that says the same thing again and again, greedy
     ordinary  code, temperature 1: short runs come again, what follows them mostly does not
     noise     prompts of random ids, at a temperature at which nothing repeats
 
-A shape without a checkpoint has random weights; with these, greedy text repeats one token, and
-there is no ordinary text. The answers of both are held to be the same. Run it on a machine that
-does nothing else; the last line is JSON.
+A shape without a checkpoint has random weights. With these, greedy text repeats one token, and
+there is no ordinary text. Both must give the same answers. Run it on an idle machine. The last line
+is JSON.
 """
 
 import json
@@ -122,7 +122,7 @@ class Run:
 def run_in_turns(
     gpt: GPT, text: Text, order: list[Speculation], threads: int
 ) -> dict[Speculation, Result]:
-    """Both at once, a step each in turns: what else the machine does meets both alike."""
+    """Run both, one step of each in turn, so that other work of the machine affects both alike."""
     runs = {name: Run(gpt, text, name, threads) for name in order}
     while any(run.engine.has_work() for run in runs.values()):
         for run in runs.values():
@@ -132,7 +132,7 @@ def run_in_turns(
 
 
 def compare(gpt: GPT, text: Text, rounds: int, threads: int) -> dict[str, Any]:
-    """Medians of the rounds, and of the ratios within each; every other round the other begins."""
+    """Medians of the rounds, and of the ratios within each. They alternate in who begins."""
     measured: list[dict[Speculation, Result]] = []
     order: list[Speculation] = ["none", "ngram"]
     for _ in range(rounds + 1):

@@ -1,4 +1,4 @@
-"""Spread: the middle and the far end of measured times."""
+"""Spread: the median and the 99th percentile of measured times."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,21 +7,21 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Half of the times are no longer than p50, 99 of 100 no longer than p99. Seconds."""
+    """Seconds. Half of the times are at most p50, and 99 of 100 are at most p99."""
 
     p50: float
     p99: float
 
     @classmethod
     def of(cls, times: Iterable[float]) -> Self | None:
-        """None of no times."""
+        """The spread of times; None if there are none."""
         ordered = sorted(times)
         return cls(percentile(ordered, 50), percentile(ordered, 99)) if ordered else None
 
 
 def percentile(ordered: list[float], percent: float) -> float:
-    """A percentile of ascending numbers, one at least; between two of them on the straight line,
-    as NumPy's default has it."""
+    """A percentile of ascending numbers, of which there is at least one. Interpolates linearly
+    between two numbers, as NumPy does by default."""
     place = (len(ordered) - 1) * percent / 100
     below = int(place)
     above = min(below + 1, len(ordered) - 1)

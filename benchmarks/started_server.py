@@ -1,7 +1,7 @@
 """A `logitd serve` in a process of its own, for as long as a block runs.
 
-It listens on a free port of the loopback, and reads no settings but its flags: neither the
-environment's nor those of a .env. It ends with the block, also after an error or a signal.
+It listens on a free port of the loopback. It gets its settings only from its flags, not from the
+environment or a .env. It ends when the block ends, also by an error or a signal.
 """
 
 import os
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class ServerError(Exception):
-    """The server did not start; the message has its output."""
+    """The server did not start. The message has its output."""
 
 
 @dataclass(frozen=True, slots=True)

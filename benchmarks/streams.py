@@ -1,4 +1,4 @@
-"""Streams that a server is asked for at once, and when their tokens came.
+"""Streams: requests several streams of a server at once, and notes when their tokens arrive.
 
 An `Ask` sends the requests: `AsyncClient` of the product (`asking`), `raw_client.py`, which takes a
 fraction of its time, or one for a server of another kind. Nothing is tried again, so rejections are
@@ -19,7 +19,7 @@ from logitd.service.client.fields import GenerateFields
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A chunk with tokens, at a moment of `time.perf_counter`."""
+    """A chunk with tokens, and the time of `time.perf_counter` when it arrived."""
 
     at: float
     tokens: int
@@ -27,14 +27,14 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a stream did not bring all of its tokens: the name of an error, and its sentence."""
+    """The reason why a stream is incomplete: the name of an error, and its message."""
 
     kind: str
     message: str
 
 
 class StreamFailed(Exception):
-    """A stream ended otherwise than it should: the name of an error, and its sentence."""
+    """A stream did not end as it should. It has the name of an error, and its message."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -43,11 +43,11 @@ class StreamFailed(Exception):
 
 
 Arrived = Callable[[int], None]
-"""Told how many tokens a piece of a stream brings, when it has come."""
+"""Function that is called for each piece of a stream, with its number of tokens."""
 
 
 class Ask(Protocol):
-    """Asks a server for `tokens` after a prompt, with nothing that ends them earlier."""
+    """Requests a stream of exactly `tokens` tokens after a prompt."""
 
     async def __call__(
         self, prompt: Sequence[int], tokens: int, seed: int, arrived: Arrived
@@ -57,7 +57,7 @@ class Ask(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StreamRecord:
-    """One stream: when its request was sent, and what came."""
+    """One stream: when its request was sent, and what arrived."""
 
     sent: float
     arrivals: tuple[Arrival, ...]
@@ -67,7 +67,7 @@ class StreamRecord:
 async def run_streams(
     ask: Ask, prompts: Sequence[Sequence[int]], tokens: int
 ) -> list[StreamRecord]:
-    """Ask for `tokens` after each prompt, all at once, and read until all have ended."""
+    """Request a stream of `tokens` after each prompt, all at once, and read all to their ends."""
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(_stream(ask, prompt, tokens, seed))
@@ -88,7 +88,7 @@ def fields(tokens: int, seed: int) -> GenerateFields:
 
 
 def asking(client: AsyncClient) -> Ask:
-    """Asks with a client that tries nothing again (max_retries 0)."""
+    """An `Ask` that uses a client with max_retries 0."""
 
     async def ask(prompt: Sequence[int], tokens: int, seed: int, arrived: Arrived) -> None:
         stream = client.stream(prompt, **fields(tokens, seed))
@@ -141,7 +141,7 @@ def full_batch_rate(records: Sequence[StreamRecord]) -> float | None:
 
 
 def gaps(record: StreamRecord) -> list[float]:
-    """Seconds between the chunks of a stream."""
+    """Seconds between successive chunks of a stream."""
     return [later.at - earlier.at for earlier, later in itertools.pairwise(record.arrivals)]
 
 

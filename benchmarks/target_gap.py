@@ -4,12 +4,12 @@
                                     [--clients 8] [--slots N] [--requests N] [--prompt-tokens N]
                                     [--tokens N] [--targets 4x none]
 
-Clients in a closed loop ask an engine in this process, each with a new prompt when its last stream
-has ended. It computes with one thread, and its clock is the time that this thread was on a core:
-so what else the machine does counts for little, and every target meets the same machine. Over HTTP,
-by the clock on the wall and with all threads: `closed_loop.py`.
+Clients in a closed loop use an engine in this process: each sends a new prompt when its last stream
+has ended. The engine computes with one thread, and its clock is the processor time of this thread.
+So other work of the machine hardly counts, and all targets are measured under the same conditions.
+`closed_loop.py` measures over HTTP, in wall-clock time and with all threads.
 
-The first streams have different lengths, so that later prompts do not come together; what counts
+The first streams have different lengths, so that later prompts do not arrive together. Counting
 begins when all of these have ended. The last line is JSON.
 """
 
@@ -63,7 +63,7 @@ class Figures:
 
 @dataclass(slots=True)
 class Stream:
-    """A client's present request: when it was asked, and when its last token came."""
+    """A client's current request: when it was sent, and when its last token came."""
 
     client: int
     asked: float
@@ -85,7 +85,7 @@ class Loop:
     tokens: int = 0
 
     def ask(self, client: int, tokens: int) -> None:
-        """A new request of a client."""
+        """Add a new request of a client."""
         name, vocabulary = str(next(self.ids)), range(self.engine.model_config.vocab_size)
         prompt = tuple(self.prompts.choices(vocabulary, k=self.question.prompt_tokens))
         params = SamplingParams(max_tokens=tokens, seed=client)
@@ -93,7 +93,8 @@ class Loop:
         self.engine.add(GenerationRequest(request_id=name, token_ids=prompt, params=params))
 
     def run(self) -> float:
-        """Until every client has had the requests that count; the seconds since they began."""
+        """Run until every client has had its counted requests. Returns the seconds that these
+        took."""
         clients, tokens = self.question.clients, self.question.tokens
         self.ended = [0] * clients
         for client in range(clients):

@@ -1,4 +1,4 @@
-"""Targets: a measured figure with the bound that it should reach, and the table of them."""
+"""Targets: measured figures with the bounds that they should reach, and a table of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -2,10 +2,10 @@
 
     python -m benchmarks.tracing [--checkpoint PATH] [--threads N] [--rounds N]
 
-Two servers run all the time, one with --otlp-endpoint and one without, and are asked in turns:
-short requests one after the other, then many short streams at once, which is where a span for each
-weighs most. The collector is a thread of this process that reads what comes and answers. Ratios are
-taken within each round. Run it on a machine that does nothing else; the last line is JSON.
+Two servers run all the time, one with --otlp-endpoint and one without, and get the same requests in
+turns: short requests one after the other, then many short streams at once, for which the spans cost
+most. The collector is a thread of this process that reads the spans and replies. Ratios are
+computed within each round. Run it on an idle machine. The last line is JSON.
 """
 
 import json
@@ -26,7 +26,7 @@ REQUESTS, STREAMS, TOKENS = 100, 64, 8
 
 @contextmanager
 def reading_collector() -> Iterator[str]:
-    """The address of a collector that keeps nothing."""
+    """Run a collector that keeps nothing. Yields its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

@@ -1,4 +1,4 @@
-"""The default recipe next to nanoGPT's, at equal time: bits per byte of held-out text.
+"""Compares the default recipe with nanoGPT's at equal time, by bits per byte of held-out text.
 
     python -m benchmarks.train [--minutes 2 10] [--seeds 3] [--threads N] [--results FILE]
                                [--sweep] [--smaller] [--data FILE ...]
@@ -10,9 +10,9 @@ turns. The two differ in the recipe: the shape outside the matrices, the optimiz
 rates and their schedule, the batch. The default has more parameters all the same: a head of its own
 and value embeddings, which cost memory and hardly any arithmetic. The table has both counts.
 
-Only training counts as time, not the vocabulary, the choice of the size or the last evaluation. The
-bits per byte are those of the last weights on the whole validation text, measured after the run, in
-the same windows for all.
+Only the time of training is counted, not that of the vocabulary, the choice of the size or the last
+evaluation. The bits per byte are those of the last weights on the whole validation text, measured
+after the run, in the same windows for all.
 
 Fairness to nanoGPT: its preset has the best of the learning rates and batches that were tried at
 width 128; `--sweep` first tries RATES times BATCHES at each budget with a seed of its own and takes
@@ -125,7 +125,7 @@ class Measurement:
         return self._sizes[minutes]
 
     def finished(self, run: Run) -> Finished:
-        """The outcome of a run, from the results or from a process of its own."""
+        """The outcome of a run: from the results file, or by training in a process of its own."""
         if run not in self._outcomes:
             size = self.size(run.minutes)
             tokenizer = self._folder / f"{size.vocab_size}.tiktoken"
@@ -165,8 +165,8 @@ def smaller(size: Size) -> Size:
 
 
 def check(finished: Iterable[Finished]) -> None:
-    """Refuse to compare runs of unequal seconds, threads or matrices; those of a smaller model may
-    be unequal. A run ends with the step in which its time is up."""
+    """Refuse to compare runs with unequal seconds, threads or matrices; a smaller model may have
+    other matrices. A run ends with the step in which its time is up."""
     finished = list(finished)
     for run, outcome in finished:
         asked = 60 * run.minutes
@@ -205,7 +205,7 @@ def summary(finished: Sequence[Finished], default: Sequence[Finished]) -> dict[s
 def compare(
     measurement: Measurement, minutes: float, seeds: int, sweep: bool, with_smaller: bool
 ) -> list[dict[str, Any]]:
-    """All runs of one budget, the sides in turns."""
+    """Run all sides of one budget in turns."""
     size = measurement.size(minutes)
     print(f"{minutes:g} minutes: {size}, context {size.context_length}")
     runs = [Run(minutes, "default", size.matrix_lr, size.batch_size, FIRST_SEED)]

@@ -1,19 +1,20 @@
-"""The recipe for a small text next to the one for long texts and nanoGPT's, at equal time or steps.
+"""Compares the recipe for a small text with those for long texts and of nanoGPT, at equal time or
+steps.
 
     python -m benchmarks.train_small --data FILE [--minutes 2] [--threads N] [--seeds 1]
                                      [--sides adapted long nanogpt-char] [--size N --passes P]
 
-FILE is a text that is passed several times in that time, such as a megabyte of plays for two
-minutes. Its last tenth is held out, as `logitd train` does. The sides:
+FILE is a text that a run passes several times in that time, such as a megabyte of plays in two
+minutes. Its last tenth is held out, as in `logitd train`. The sides:
 
     adapted        `logitd train --minutes N --data FILE`
     long           the same as if the text were long: nothing changes because it is passed often
     nanogpt-char   nanoGPT's model for a CPU and its recipe, on bytes (the preset of that name)
 
-With `--size N --passes P` the clock decides nothing: `adapted` and `long` have the N-th size of
+With `--size N --passes P` the clock does not matter: `adapted` and `long` have the N-th size of
 `model/training/configuration/autosize.py` (from 0) and as many steps as `long` needs to pass the
-text P times, so a busy machine has the same figures. A step of `adapted` has less arithmetic in its
-head and more for its dropout.
+text P times, so the figures are the same on a busy machine. A step of `adapted` has less arithmetic
+in its head and more for its dropout.
 
 Each run is a real `train()` in a process of its own, in turns. Bits per byte are measured after it
 on the whole validation text, with the last weights and with the best evaluation's, which are
@@ -69,8 +70,8 @@ def of_passes(side: str, asked: TrainingConfig, size: int, passes: float) -> Tra
 
 
 def fewer(outcomes: Mapping[str, Sequence[Outcome]], other: str) -> tuple[float, float]:
-    """By how many percent the adapted recipe's last weights have fewer bits per byte than another's
-    last ones and than its best ones."""
+    """Percentage by which the adapted recipe's last weights have fewer bits per byte than the last
+    weights, and than the best weights, of another recipe."""
     ours = statistics.mean(each.last for each in outcomes["adapted"])
     last = statistics.mean(each.last for each in outcomes[other])
     best = statistics.mean(each.best for each in outcomes[other])

@@ -1,4 +1,4 @@
-"""The speed of a training step next to a plain PyTorch loop of the same model.
+"""Speed of a training step, compared with a plain PyTorch loop for the same model.
 
     python -m benchmarks.train_throughput [--presets tiny small] [--rounds 5] [--steps 20]
                                           [--threads N]
@@ -98,7 +98,8 @@ def plain_step(gpt: GPT, recipe: Recipe, placement: Placement) -> Step:
 
 
 def measure(loop: str, name: str, steps: int, threads: int) -> dict[str, float]:
-    """The median seconds of a step and those of the first, which may compile; the first loss."""
+    """The median seconds of a step, those of the first step, which may compile, and the first
+    loss."""
     warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
     recipe = PRESETS[name].recipe
     config = PRESETS[name].config(recipe.vocab_size)
@@ -130,7 +131,7 @@ def measure(loop: str, name: str, steps: int, threads: int) -> dict[str, float]:
 
 
 def compare(name: str, rounds: int, steps: int, threads: int) -> dict[str, Any]:
-    """All loops in turns, every other round in reverse."""
+    """Measure all loops in turns, in reverse order in every other round."""
     results: dict[str, list[dict[str, float]]] = {loop: [] for loop in LOOPS}
     for number in range(rounds):
         for loop in LOOPS if number % 2 == 0 else reversed(LOOPS):

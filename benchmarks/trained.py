@@ -95,7 +95,7 @@ def train_here(config: TrainingConfig) -> Outcome:
 
 
 def block_matrices(config: GPTConfig) -> int:
-    """Parameters of the kind that a recipe calls matrices."""
+    """Number of parameters in block matrices, as the recipe counts them."""
     with torch.device("meta"):
         gpt = GPT(config)
     return sum(p.numel() for name, p in gpt.named_parameters() if kind_of(gpt, name) == "matrix")

@@ -1,1 +1,1 @@
-"""The number of servers that a load needs: predicted from step times, compared with real ones."""
+"""Predicts how many servers a load needs, from step times, and compares with real servers."""

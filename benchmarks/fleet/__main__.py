@@ -1,17 +1,17 @@
-"""Predict the number of servers for a load from the results of `logitd bench` for one.
+"""Predict the number of servers for a load from the results of `logitd bench` for one server.
 
     logitd bench --threads 1 --batches 1,4,8,16 | tail -1 > bench.json
     python -m benchmarks.fleet bench.json --rates 5,10,20,40 --replicas 1,2,4
 
-prints, for each number of requests a second and of servers, the time to the first token and the
-tokens a second that a simulation comes to (`simulate.py`, which says what it leaves out).
+prints the time to the first token and the tokens per second in a simulation, for each rate of
+requests and each number of servers. `simulate.py` says what the simulation leaves out.
 
     python -m benchmarks.fleet bench.json --rates 2,4 --replicas 2 --against-real
 
-starts so many servers on this machine as well, with `--threads` each (1), sends the same requests
-at the same moments to the one that has the fewest open, and prints both. The servers, the clients
-and whatever else runs share the processors: fewer servers than processors, and nothing beside. The
-last line is JSON.
+also starts 2 servers on this machine, each with `--threads` threads (default 1), sends the same
+requests at the same moments, each to the server with the fewest open requests, and prints both
+results. The servers and the clients share the processors, so use fewer servers than processors, and
+an idle machine. The last line is JSON.
 """
 
 import json

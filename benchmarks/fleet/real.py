@@ -12,7 +12,7 @@ import httpx
 from benchmarks.fleet.simulate import Load, Outcome, StepTimes
 
 ALONE = 8
-"""Requests one after the other, of which the median tells what HTTP adds."""
+"""Number of requests, one after the other, from whose median the cost of HTTP is taken."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ def overhead_of(url: str, times: StepTimes, load: Load) -> float:
 
 
 def measure(urls: Sequence[str], load: Load, moments: Sequence[float]) -> Outcome:
-    """Send requests at these moments. What servers were busy is not measured."""
+    """Send requests at these moments. The share of time in which servers are busy is not
+    measured."""
     begun = time.perf_counter()
     replies = asyncio.run(_at_their_moments(urls, load, moments))
     seconds = time.perf_counter() - begun - moments[0]
@@ -76,7 +77,7 @@ async def _at_their_moments(
 
 
 async def _ask(client: httpx.AsyncClient, url: str, load: Load, number: int) -> Reply:
-    """A prompt of its own each time: nothing of it is cached."""
+    """Send a request whose prompt is new, so that nothing of it is cached."""
     prompt = [(7 * number + 3 * place) % 250 + 1 for place in range(load.prompt_tokens)]
     body = {"prompt": prompt, "max_tokens": load.tokens, "ignore_eos": True, "stream": True}
     begun, first = time.perf_counter(), 0.0

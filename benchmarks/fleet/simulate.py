@@ -1,13 +1,14 @@
 """Simulation of N servers under a load, step by step, from step times.
 
-Requests arrive at random (a Poisson process) and go to the server that has the fewest open, as a
-balancer with least connections does. A server is logitd's engine in outline: free slots are given
-in order of arrival; a step computes at most `prefill_chunk` tokens of prompts, the oldest first,
-and decodes a token for each sequence whose prompt is computed; a prompt's last chunk gives the
-first token. The time of a step is that of its prompt tokens plus that of its decode batch.
+Requests arrive at random (a Poisson process) and go to the server with the fewest open requests, as
+a load balancer with least connections sends them. A server works like logitd's engine in outline:
+sequences get free slots in order of arrival; a step computes at most `prefill_chunk` tokens of
+prompts, the oldest first, and decodes a token for each sequence whose prompt is computed; the last
+chunk of a prompt also computes the first token. The time of a step is the time of its prompt tokens
+plus that of its decode batch.
 
-Left out: cached prefixes, drafts, other endpoints, the network, and what HTTP costs, but for
-`overhead`, a constant for each request.
+The simulation leaves out cached prefixes, drafts, other endpoints, the network and HTTP, except for
+`overhead`, a constant time for each request.
 """
 
 import heapq
@@ -31,7 +32,8 @@ class StepTimes:
     decode: tuple[tuple[int, float], ...]
 
     def decode_step(self, batch: int) -> float:
-        """On the line between the two sizes around it; beyond the largest, on the last line."""
+        """Seconds of a decode step. Interpolates linearly between the two sizes around `sequences`,
+        and extrapolates beyond the largest."""
         if batch == 0:
             return 0.0
         sizes = [size for size, _ in self.decode]
@@ -127,7 +129,7 @@ class _Replica:
 
 
 def arrivals(load: Load, count: int, seed: int) -> list[float]:
-    """Moments of a Poisson process."""
+    """The moments of arrivals in a Poisson process."""
     draw, now, moments = random.Random(seed), 0.0, []
     for _ in range(count):
         now += draw.expovariate(load.rate)
@@ -138,7 +140,7 @@ def arrivals(load: Load, count: int, seed: int) -> list[float]:
 def simulate(
     times: StepTimes, load: Load, server: Server, replicas: int, moments: Sequence[float]
 ) -> Outcome:
-    """Requests that arrive at these moments, until the last one's last token."""
+    """Simulate requests that arrive at these moments, until the last token of all."""
     fleet = [_Replica() for _ in range(replicas)]
     ends: list[tuple[float, int]] = []  # of steps: when, and whose
     first_tokens: list[float] = []

@@ -2,19 +2,19 @@
 
     python -m benchmarks.peers [--shape 124m|30m] [--threads N] [--peer-python [NAME=]PYTHON ...]
 
-Peers: a loop in plain torch, transformers' `generate`, llama.cpp, OpenVINO GenAI, CTranslate2, and,
-where --peers names it, transformers' continuous batching. A peer whose package is missing is left
-out, and so is one that fails or that has no such dtype or shape; all are said. The last three but
-one are run by PYTHON, an interpreter of an environment of its own (benchmarks/README.md makes
-them); with NAME= that of one peer.
+Peers: a loop in plain torch, transformers' `generate`, llama.cpp, OpenVINO GenAI, CTranslate2, and
+transformers' continuous batching if --peers names it. A peer is left out, with a message, if its
+package is missing, if it fails, or if it does not have the dtype or shape. llama.cpp, OpenVINO and
+CTranslate2 are run by PYTHON, an interpreter of another environment (benchmarks/README.md says how
+to make it). With NAME=, PYTHON is for that peer only.
 
-For each dtype all peers get the same random weights and the same prompts, and first have to agree
+For each dtype, all peers get the same random weights and the same prompts. First they must agree
 with logitd's plain float32 forward about the next token. Then they are measured in turns, each in a
-process of its own that sleeps meanwhile: in each round the prompts anew, then STEPS decode steps.
-Prefill is the time from a batch of prompts to the first token of the last of them; decode is the
-median step after that, the first few left out. Both as medians over the rounds. Everybody draws at
-temperature 1 from the whole vocabulary, in a way of its own. Run it on a machine that does nothing
-else; the last line is JSON.
+process of its own that sleeps while others are measured. A round computes the prompts anew, then
+STEPS decode steps. Prefill is the time from a batch of prompts to the first token of the last of
+them. Decode is the median of the steps after that, without the first few. Both are medians over the
+rounds. All peers draw at temperature 1 from the whole vocabulary, with their own samplers. Run it
+on an idle machine. The last line is JSON.
 """
 
 import json
@@ -31,7 +31,7 @@ from logitd.model.device import describe, use_threads
 
 
 def parse(argv: list[str]) -> Plan:
-    """The plan of a command line."""
+    """Make the plan from a command line."""
     parser = comparison_parser(__doc__, "benchmarks.peers", shape="124m")
     peers = [name for name in MODULES if name not in BY_NAME]
     parser.add_argument("--peers", nargs="+", choices=MODULES, default=peers)

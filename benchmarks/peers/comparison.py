@@ -1,7 +1,7 @@
-"""The comparison: who is measured, on what, in which order, and who is left out.
+"""Comparison: chooses the peers, checks their results, and measures them in turns.
 
-The weights are saved once and read by all; the peers of a dtype are loaded together, asked whether
-they agree with the model's plain forward, and measured in turns.
+The weights are saved once, and all peers read them. The peers of a dtype are loaded together, then
+checked against the model's plain forward, then measured in turns.
 """
 
 import math
@@ -37,13 +37,13 @@ MODULES = {
     "ctranslate2": "ctranslate2_generator",
 }
 BY_NAME = {"transformers-continuous"}
-"""Peers measured only if named: prompts of 32 sequences take long."""
+"""Peers that are measured only if they are named, because prompts of 32 sequences take long."""
 FOREIGN = {"llama.cpp", "openvino", "ctranslate2"}
-"""Peers run by the interpreter named for them."""
+"""Peers that the interpreter of --peer-python runs."""
 FROM_HUGGINGFACE = {"openvino", "ctranslate2"}
 """Peers that read the folder in Hugging Face's format."""
 NOT_QUANTIZED = {"torch", "transformers", "transformers-continuous"}
-"""Peers without int8 and int4: theirs need more packages."""
+"""Peers without int8 and int4, for which they would need more packages."""
 QUANTIZED = ("int8", "int4")
 LIMITS = {
     "gpt2": {"float32": 0.005, "bfloat16": 0.03, "int8": 0.05, "int4": 0.2},
@@ -101,8 +101,9 @@ def make_weights(shape: Shape, folder: Path) -> GPT:
 
 
 def make_everything_matter(gpt: GPT) -> None:
-    """A new model's norms and biases do nothing, and it attends to everything alike: then a peer
-    that forgets one of them would look right. Speed does not depend on what the numbers are."""
+    """Change a new model so that all of its parts matter. Its norms and biases have no effect and
+    it attends to everything alike, so a peer that omits one of them would look correct. Speed does
+    not depend on the numbers."""
     generator = torch.Generator().manual_seed(0)
     rotary = gpt.config.positions == "rotary"
     for name, parameter in gpt.named_parameters():
@@ -139,7 +140,7 @@ class Comparison:
         self._disagreements: dict[str, float] = {}
 
     def start(self, closing: ExitStack, ids: list[int], expected: NDArray[np.float64]) -> None:
-        """Load the peers, and see whether they compute the same."""
+        """Load the peers, and check if they compute the same."""
         for name in self._plan.peers:
             if self._dtype in QUANTIZED and name in NOT_QUANTIZED:
                 continue
@@ -158,8 +159,8 @@ class Comparison:
             print(f"{self._dtype}: {name} is {process.about}; off by {distance:.1e}", flush=True)
 
     def measure(self, prompts: list[list[int]]) -> list[Result]:
-        """One batch size, in turns; the first turn is not counted, in which memory is used for the
-        first time."""
+        """Measure one batch size in turns. The first turn is not counted, because memory is used
+        for the first time."""
         runs: dict[str, list[Run]] = {name: [] for name in self._processes}
         for _ in range(1 + rounds_of(self._plan, len(prompts))):
             for name, process in list(self._processes.items()):
@@ -180,8 +181,8 @@ class Comparison:
 
 
 def rounds_of(plan: Plan, batch: int) -> int:
-    """Rounds of a batch size: what is over sooner is measured more often, because a busy moment of
-    the machine is a larger part of it."""
+    """Number of rounds of a batch size. Smaller batches have more rounds: they take less time, of
+    which a busy moment of the machine is a larger part."""
     return plan.rounds * min(math.isqrt(max(plan.batches) // batch), MOST_TIMES)
 
 

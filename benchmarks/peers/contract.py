@@ -1,7 +1,7 @@
 """Interface of a peer: two questions that every peer answers in the same units.
 
-The standard library and numpy alone, like `weights.py` and `worker.py`: an interpreter that has a
-peer's packages need not have this project's.
+Like `weights.py` and `worker.py`, this module imports only the standard library and numpy, because
+the interpreter with a peer's packages may lack those of this project.
 """
 
 import math
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LEAST = 100
-"""Tokens of whose log-probabilities a peer has to tell, to be compared."""
+"""Least number of tokens whose log-probabilities a peer must return to be compared."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A server of others, as a process: started, waited for, ended with all that it started."""
+"""A server of another project: starts its process, waits for it, and ends it with its children."""
 
 import os
 import signal
@@ -16,11 +16,11 @@ READY_SECONDS, LOOK_SECONDS, END_SECONDS = 900.0, 0.2, 20.0
 
 
 class ServerMissing(Exception):
-    """It did not start; the message has its last words."""
+    """The server did not start. The message has the end of its output."""
 
 
 def free_port() -> int:
-    """A port that is free now: not every server can be asked which one it took."""
+    """A port that is free now, because not every server reports which port it took."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port: int = listening.getsockname()[1]

@@ -1,4 +1,4 @@
-"""A peer's process, seen from the one that compares: started, asked, ended."""
+"""A peer's process, as the comparing process uses it: started, sent requests, ended."""
 
 import json
 import os
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 class PeerMissing(Exception):
-    """The interpreter has no such package, or the peer no such dtype or shape."""
+    """The interpreter lacks the peer's package, or the peer lacks the dtype or shape."""
 
 
 class PeerFailed(Exception):

@@ -2,18 +2,18 @@
 
     python -m benchmarks.peers.serving [--shape 124m|30m] [--threads N] [--peer-python PYTHON]
 
-Each server runs by itself, in a process of its own with the same number of threads; one client, in
-the process that runs this, asks each for the same batches of streams, all at once. Everybody draws
-at temperature 1 from the whole vocabulary, and nothing ends a text but its length. Every token is
-counted, and a stream that brings another number than was asked for is an error: a server with one
-has no figures.
+Only one server runs at a time, in a process of its own, all with the same number of threads. A
+client in this process requests the same batches of streams from each, all streams of a batch at
+once. All servers draw at temperature 1 from the whole vocabulary, and a text ends only by its
+length. Every token is counted. A stream with another number of tokens than requested is an error,
+and its server gets no figures.
 
-tokens/s   while all of a batch decode; nothing where they never do at once, which is so with
-           `transformers serve` by itself: it takes requests one after the other
-in all     tokens of all streams over the time from the first request to the last token
-TTFT       from the request to the first token, the median and the 99th percentile
+tokens/s   rate while all streams of a batch decode; empty if they never all decode at once, as with
+           `transformers serve` by itself, which handles requests one after the other
+in all     tokens of all streams, divided by the time from the first request to the last token
+TTFT       time from the request to the first token: the median and the 99th percentile
 
-Run it on a machine that does nothing else; the last line is JSON.
+Run it on an idle machine. The last line is JSON.
 """
 
 import asyncio

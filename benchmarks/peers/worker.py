@@ -1,9 +1,9 @@
-"""The process in which one peer is measured, told by lines of JSON what to do.
+"""The process in which one peer is measured. It receives commands as lines of JSON.
 
     python -m benchmarks.peers.worker MODULE WEIGHTS_FOLDER DTYPE THREADS
 
-The first line it writes says what it is, that a package is missing, or what it cannot do. Then
-each line it reads is answered by one. It ends with its input.
+The first line that it writes describes the peer, or says which package is missing or what the peer
+cannot do. Then it answers each line with a line. It ends at the end of its input.
 """
 
 import importlib
