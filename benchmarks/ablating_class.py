@@ -1,4 +1,4 @@
-"""Cost of a class of students who ablate heads, for clients that read streams at the same time.
+"""Cost of many clients that ablate heads, for clients that read streams at the same time.
 
     python -m benchmarks.ablating_class [--threads N] [--checkpoint DIR] [--clients 20]
 

@@ -195,7 +195,7 @@ def test_paths_that_read_as_names_get_a_hint(
     done = completed(["serve", "--port", "0", "lr=0.1"])
     assert done.returncode == 1
     assert "0.1 does not exist" in done.stderr
-    assert "write the path lr=0.1 as ./lr=0.1" in done.stderr
+    assert "if you mean the path lr=0.1, write ./lr=0.1" in done.stderr
 
 
 def test_server_connects_to_nothing(process: ServedProcess) -> None:
