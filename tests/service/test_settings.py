@@ -73,7 +73,8 @@ def test_defaults_of_the_engine_are_the_engines() -> None:
         ServeSettings.model_fields["target_gap"].description
     )
     description = ServeSettings.model_fields["slots"].description
-    default = f"{SERVED_SLOTS.share} of what the weights leave free, {SERVED_SLOTS.most} at most"
+    share, most = SERVED_SLOTS.share, SERVED_SLOTS.most
+    default = f"{share} of the memory that the weights leave free, at most {most}"
     assert default in str(description)
     assert f"{config.slots} on CUDA with --batch-invariant" in str(description)
 
