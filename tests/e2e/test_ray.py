@@ -162,7 +162,7 @@ def test_shard_over_which_three_workers_die_ends_the_command(started: Started) -
         started.kill_computing_worker(process)
     _, messages = process.communicate(timeout=300)
     assert process.returncode == 1
-    pattern = r"3 workers died .* over token \d+ of text\.txt .*--shard-tokens"
+    pattern = r"3 workers died .* at token \d+ of text\.txt .*--shard-tokens"
     assert re.search(pattern, messages), messages
     started.wait_for_the_end()
 
