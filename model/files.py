@@ -108,7 +108,7 @@ def read_text(path: Path, most: int = TEXT_BYTES) -> str:
 
 def folder_aside(path: Path) -> Path:
     """Create a temporary folder next to `path`. The caller fills it and renames it to `path`.
-    Unlike a folder of `tempfile`, it has the permissions of the umask."""
+    Unlike a folder made by `tempfile`, its permissions follow the umask."""
     while True:
         aside = _name_aside(path)
         try:

@@ -1,13 +1,13 @@
-"""Families: finds the architecture of other programs that computes the same as a checkpoint's
-model.
+"""Families: finds the architecture, among those of other programs, that is equivalent to a
+checkpoint's model.
 
-Other programs have GPT-2, GPT-NeoX, Llama, Qwen2 (Llama with biases on query, key and value) and
-Qwen3 (with QK-norm). Any other shape is refused; the error names every key of the configuration
+Supported are GPT-2, GPT-NeoX, Llama, Qwen2 (Llama with biases on query, key and value) and Qwen3
+(with QK-norm). Any other shape is refused; the error names every key of the configuration
 that has no counterpart. If an architecture needs biases that the model lacks, they are exported as
 zeros.
 
 transformers always uses Qwen2's split pattern for a Qwen2 model. If the vocabulary has another
-pattern, this shape is exported as Llama, with zero biases on the output projection.
+pattern, a model of Qwen2's shape is exported as Llama, with zero biases on the output projection.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -221,7 +221,7 @@ def _check_unchanged(before: Survey, after: Survey, text: Text, folder: Extracti
 
 
 class _Meter:
-    """Counts the tokens and seconds of this run of the command, and estimates the rest."""
+    """Counts the tokens and seconds of this run of the command, and estimates what remains."""
 
     def __init__(
         self, folder: ExtractionFolder, surveyed: Survey, reader: DataReader, tell: Tell

@@ -301,7 +301,7 @@ class Tokenizer:
             if type(error).__name__ != "PanicException":
                 raise
             raise TokenizerError(
-                f"the split pattern {self.pattern[:60]!r} does not split this text into pieces: "
+                f"the split pattern {self.pattern[:60]!r} cannot split this text into pieces: "
                 f"{str(error)[:100]}"
             ) from error
 

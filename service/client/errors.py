@@ -38,8 +38,8 @@ class LogitdError(Exception):
 def _restored(
     kind: type[LogitdError], args: tuple[Any, ...], state: Mapping[str, Any]
 ) -> LogitdError:
-    """Unpickle an error. Its constructor is not called, because subclasses have other arguments
-    than `args`."""
+    """Unpickle an error. Its constructor is not called, because the constructors of subclasses
+    take other arguments than those in `args`."""
     error = kind.__new__(kind)
     error.args = args
     vars(error).update(state)
@@ -49,12 +49,12 @@ def _restored(
 class APIStatusError(LogitdError):
     """The server answered with an error.
 
-    status       HTTP status; for an error in a stream, the status of the same error without stream
+    status       HTTP status; for an error in a stream, the status it would have outside a stream
     message      the server's explanation: the fault, its numbers, and the fix
     type, code   words from fixed sets of the server; None if another program, such as a proxy,
                  answered
     param        the wrong field, if there is one
-    retry_after  seconds before the next try, if the server named them
+    retry_after  seconds before the next try, if the server gave a delay
     """
 
     def __init__(

@@ -41,7 +41,7 @@ class OutputsReader:
         self._first = await anext(self._rows)
 
     def end(self) -> None:
-        """End the prompts that have not been read."""
+        """Cancel the prompts that have not been read yet."""
         self._submission.abort()
         self._session.close()
 

@@ -45,8 +45,8 @@ class ReplyBudget:
         """Count an array that a reply keeps. Raises ApiError (429) if there is no room for it."""
         if self.used + elements > self.limit:
             raise queue_full(
-                f"the reply would hold {elements} elements; other replies hold {self.used} of the "
-                f"{self.limit} allowed together. Try again in about 1 s",
+                f"the reply would hold {elements} elements; other replies already hold {self.used} "
+                f"of the {self.limit} allowed in total. Try again in about 1 s",
                 retry_after=1,
                 limit=Limit.REPLIES,
             )

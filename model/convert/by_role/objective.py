@@ -142,8 +142,8 @@ class LogitsObjective:
 
     @property
     def tolerance(self) -> float:
-        """Largest difference that counts as equal: 1e-4, or more for large logits, by float32's
-        error."""
+        """Largest difference that counts as equal: 1e-4, or more for large logits, whose
+        rounding error in float32 is larger."""
         return 1e-4 * max(1.0, float(self.logits.abs().max()) / 20)
 
 

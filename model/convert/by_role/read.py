@@ -65,7 +65,7 @@ class RoleOptions:
 
 @dataclass(frozen=True)
 class Recognised:
-    """The tensors of a file by role, and the evidence for the computation."""
+    """The tensors of a file by role, and the evidence of what the model computes."""
 
     file: StateFile
     tensors: MappedTensors

@@ -122,7 +122,7 @@ def _text_column(schema: Any, arrow: Any, name: str, field: str | None) -> str:
     if arrow.types.is_dictionary(kind):
         kind = kind.value_type
     if kind not in (arrow.string(), arrow.large_string(), arrow.string_view()):
-        raise DataError(f"{name}: the column {column!r} is of type {kind}; it must be strings")
+        raise DataError(f"{name}: the column {column!r} is of type {kind}; it must hold strings")
     return column
 
 

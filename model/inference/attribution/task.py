@@ -71,7 +71,7 @@ class IntegratedGradients:
 
     @property
     def gap(self) -> float:
-        """Error of the finite number of steps: sum - (target(prompt) - target(baseline))."""
+        """Error due to the finite number of steps: sum - (target(prompt) - target(baseline))."""
         return self.sum - (self.target - self.baseline_target)
 
 

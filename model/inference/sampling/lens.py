@@ -49,7 +49,7 @@ class _Sums:
     weighted: Tensor  # sum of s, weighted by the model's own probabilities
 
     def logprobs(self, logits: Tensor) -> Tensor:
-        """Logprobs of some logits (G, ...) of the rows."""
+        """Logprobs of logits (G, ...) that were selected from these rows."""
         return (logits.double() - self.largest) - self.log_total
 
 

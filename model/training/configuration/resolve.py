@@ -223,9 +223,9 @@ def _refuse_idle(given: Mapping[str, Any], training: ResolvedTraining) -> None:
 def resolve_resumed(
     config: TrainingConfig, before: ResolvedTraining, saved: Counters
 ) -> ResolvedTraining:
-    """Resolve a resumed run, whose last state was `saved` at some step. Fields of RESUMABLE may
-    change; raises TrainingError if another one does. If the new length raises the learning rate, it
-    rises gradually, as in Ibrahim et al. (2024)."""
+    """Resolve the settings of a resumed run; `saved` are the counters of its last saved state.
+    Fields of RESUMABLE may change; raises TrainingError if another one does. If the new length
+    raises the learning rate, it rises gradually, as in Ibrahim et al. (2024)."""
     given = config.given()
     values = {name: field.default for name, field in TrainingConfig.model_fields.items()}
     values |= {**before.model.to_dict(), "rope_scaling": before.model.rope_scaling}

@@ -1,7 +1,7 @@
 """Self-check: compare a decoder with plain torch on the same device before it serves.
 
-Both decode the same tokens after a few prompts. The check covers logits of several numbers of rows
-and lengths of keys, tokens of every kind of sampling, steps launched ahead and, if requested, batch
+Both decode the same tokens after a few prompts. The check covers logits for several row counts and
+key lengths, tokens from every kind of sampling, steps launched ahead and, if requested, batch
 invariance. It does not cover the sizes that requests reach later.
 """
 

@@ -24,10 +24,10 @@ from logitd.model.transformer.gpt import GPT
 
 
 class TorchPrefill:
-    """Computes a GPT's prompts into the slots of its cache, one torch operation at a time.
+    """Prefills prompts into the slots of a GPT's cache, one torch operation at a time.
 
-    blockwise  compute one block at a time, for batch invariance on a GPU, which chooses kernels by
-               the number of rows
+    blockwise  compute BLOCK positions at a time, for batch invariance on a GPU, which chooses
+               kernels by the number of rows
     at_once    compute the attention of a piece in one operation, for speed on a GPU
     """
 

@@ -242,7 +242,7 @@ def test_invalid_parquet_is_refused(arrow: Any, tmp_path: Path) -> None:
     arrow.parquet.write_table(arrow.table({"id": [1, 2], "body": ["a", None]}), path)
     with pytest.raises(DataError, match=r"a\.parquet has no column 'text'.*'id', 'body'"):
         texts(path)
-    with pytest.raises(DataError, match="the column 'id' is of type int64; it must be strings"):
+    with pytest.raises(DataError, match="the column 'id' is of type int64; it must hold strings"):
         texts(path, "id")
     with pytest.raises(DataError, match="row 2: the field 'body' is null"):
         texts(path, "body")
