@@ -264,7 +264,7 @@ def test_sweeps_are_interventions_in_one_place_after_another(llm: LLM) -> None:
         llm.sweep("a", Intervention(stage="embedding", operation="zero"), ["layers"], 97)
     with pytest.raises(InvalidRequest, match=r"vary.*\[8, 32\]"):
         llm.sweep("a", replace(first, values=llm.hidden_states("a prompt")[0]), ["layers"], 97)
-    with pytest.raises(InvalidRequest, match=r"^vary: .* 8 positions.* 3 tokens"):
+    with pytest.raises(InvalidRequest, match=r"^vary: .* 8 positions.* has 3"):
         llm.patch("abc", "b prompt", token=97)
 
 
