@@ -34,7 +34,6 @@ from logitd.service.errors import ERRORS
 from logitd.service.http import completions, negotiation, outputs, series, sse
 from logitd.service.http.body import BODY_BYTES, body_of, described_by
 from logitd.service.http.envelope import server_timing
-from logitd.service.http.query import KNOWN_QUERY
 from logitd.service.models.context import RequestContext
 from logitd.service.models.state import Ready
 
@@ -58,7 +57,7 @@ RESPONSES = {
 
 
 def router(operations: Iterable[Operation] = OPERATIONS) -> APIRouter:
-    routes = APIRouter(dependencies=[KNOWN_QUERY])
+    routes = APIRouter()
     for operation in operations:
         routes.add_api_route(
             operation.path,

@@ -1,4 +1,8 @@
-"""Query: the names in the query of an address; unknown ones are refused, as in bodies."""
+"""Query: refuses unknown query parameters of endpoints that take some, as in bodies.
+
+Other endpoints ignore the query: health checks, scrapers and OpenAI's clients add parameters of
+their own, such as a time or `api-version`.
+"""
 
 from collections.abc import Iterator
 
@@ -15,10 +19,10 @@ async def _refuse_unknown(request: Request) -> None:
     route = request.scope["route"]
     known = list(_parameters(route.dependant))
     for name in request.query_params:
-        if name not in known:
+        if known and name not in known:
             raise bad_request(
                 f"unknown query parameter {clip(name)!r}; {request.method} {route.path} takes "
-                f"{' and '.join(known) or 'none'}",
+                f"{' and '.join(known)}",
                 clip(name),
             )
 
@@ -31,4 +35,4 @@ def _parameters(dependant: Dependant) -> Iterator[str]:
 
 
 KNOWN_QUERY = Depends(_refuse_unknown)
-"""A dependency of every router."""
+"""A dependency of the routers whose endpoints take a query."""

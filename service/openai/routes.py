@@ -16,7 +16,6 @@ from logitd.service.http import sse
 from logitd.service.http.body import body_of, described_by
 from logitd.service.http.endpoint import make_plan
 from logitd.service.http.negotiation import negotiate
-from logitd.service.http.query import KNOWN_QUERY
 from logitd.service.models.context import RequestContext
 from logitd.service.models.served import ServedModel
 from logitd.service.models.state import Ready
@@ -31,7 +30,7 @@ from logitd.service.openai.translate import (
     param_names,
 )
 
-router = APIRouter(tags=["openai"], dependencies=[KNOWN_QUERY])
+router = APIRouter(tags=["openai"])
 
 
 @router.post(

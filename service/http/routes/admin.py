@@ -22,10 +22,9 @@ from logitd.service.access.auth import bearer_token
 from logitd.service.engine.async_engine import ReloadError
 from logitd.service.errors import ERRORS, ApiError
 from logitd.service.http.body import body_of, described_by
-from logitd.service.http.query import KNOWN_QUERY
 from logitd.service.models.state import Ready, State
 
-router = APIRouter(tags=["operations"], dependencies=[KNOWN_QUERY])
+router = APIRouter(tags=["operations"])
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
     status: ERRORS[status] for status in (400, 401, 403, 404, 408, 409, 413, 415, 431, 500, 503)
