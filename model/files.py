@@ -4,7 +4,7 @@ complete file or none.
 A path may name a pipe without a writer, an endless device, a folder, a link to itself, or a file
 larger than memory. Every function here checks the path first, so that reading never hangs and never
 fills the memory. `FileError` names the path and the reason; for a missing file, the system's own
-error is raised. Written files get the permissions of the umask, whatever a library would choose.
+error is raised. Written files get the permissions that the umask allows, also from libraries.
 """
 
 import json

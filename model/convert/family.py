@@ -122,7 +122,7 @@ def _of_any(config: GPTConfig) -> Iterable[_Rule]:
 
 
 def _of_gpt(config: GPTConfig) -> Iterable[_Rule]:
-    """What GPT-2 and GPT-NeoX cannot represent. They differ only in positions and residuals."""
+    """Parts of a shape that GPT-2 and GPT-NeoX lack. They differ in positions and residuals."""
     gate = "the feed-forwards of GPT-2 and GPT-NeoX have no gate"
     norms = "GPT-2 and GPT-NeoX do not normalise queries and keys"
     equal = f"it must equal n_head, {config.n_head}"
@@ -142,7 +142,7 @@ def _of_gpt(config: GPTConfig) -> Iterable[_Rule]:
 
 
 def _of_llama(config: GPTConfig) -> Iterable[_Rule]:
-    """What Llama, Qwen2 and Qwen3 cannot represent."""
+    """Parts of a shape that Llama, Qwen2 and Qwen3 lack."""
     llama = "with norm 'rmsnorm' it is Llama's, which are rotary"
     whole = f"Llama rotates whole heads, {config.head_dim}"
     after = "Llama has one sublayer after the other"

@@ -2,7 +2,7 @@
 
 A zip archive stores the values of each tensor in a file of its own, but the shapes in another one.
 torch maps the values without checking that the file is uncompressed and long enough for the shape,
-and would return whatever bytes follow. A shape may also repeat a few values billions of times.
+and would return the bytes that follow. A shape may also repeat a few values billions of times.
 `pt_file.py` reads the pickles.
 """
 

@@ -39,7 +39,7 @@ UNITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeOptions:
-    """How a checkpoint is computed. The defaults choose what suits this machine.
+    """How a checkpoint is computed. The defaults suit this machine.
 
     threads  number of threads of torch and of the native decoder; 0: one per processor
     """

@@ -37,7 +37,7 @@ class ActivationsRequest(ArraysBody):
     }
 
     stages: Annotated[list[StageName], Field(min_length=1, max_length=MAX_PATTERNS)] = Field(
-        description="Names from GET /stages; * stands for every layer: blocks.*.attention.q."
+        description="Names from GET /stages; * means every layer: blocks.*.attention.q."
     )
     heads: Places | None = Field(
         None, description="Heads of the stages that have any, from 0. Absent: all."

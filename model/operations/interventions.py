@@ -51,7 +51,7 @@ StageName = Annotated[
     Field(
         min_length=1,
         max_length=100,
-        description="A name from GET /stages; * stands for every layer.",
+        description="A name from GET /stages; * means every layer.",
     ),
 ]
 TAKES: Mapping[str, Sequence[str]] = {

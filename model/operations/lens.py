@@ -56,10 +56,10 @@ class LensRequest(OutputsBody):
     layers: HiddenLayers = None
     top_k: int = Field(5, ge=1, le=1024, description="Number of likeliest tokens for each layer.")
     token_ids: Annotated[ChosenIds, Field(max_length=MAX_NAMED)] | None = Field(
-        None, description="Further tokens to list, whatever their rank, by id."
+        None, description="Further tokens to list at any rank, by id."
     )
     tokens: Annotated[list[Text], Field(min_length=1, max_length=MAX_NAMED)] | None = Field(
-        None, description="Further tokens to list, whatever their rank, by text."
+        None, description="Further tokens to list at any rank, by text."
     )
 
 

@@ -3,7 +3,7 @@
 A module is a weight and its bias, whose names follow one of several conventions
 (`attn.proj.weight`, `W_q`, `b_q`). Layers may be one list of blocks, one list per part, numbered
 attributes written by hand, or a single block without a number. Their heads may have separate
-tensors. In names `{N}` stands for the number of the layer and `{M}` for that of the head.
+tensors. In names, `{N}` is the number of the layer and `{M}` that of the head.
 `recognise.py` finds roles.
 """
 

@@ -104,7 +104,7 @@ def text_objective(text: CheckText, context_length: int) -> TextObjective:
     if length < 2:
         raise ConvertError(f"{text.name} has {len(text.token_ids)} tokens: too few to check")
     last = len(text.token_ids) - length - 1
-    # Windows overlap by half, if the budget allows so many.
+    # Windows overlap by half if the budget allows it.
     count = max(1, min(TOKENS["thorough"] // length, 2 * last // length + 1))
     starts = sorted({round(last * i / max(1, count - 1)) for i in range(count)})
     # Shuffled, so that the first windows, which a quick effort uses, come from the whole text.

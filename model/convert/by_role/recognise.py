@@ -204,7 +204,7 @@ def _layer_roles(where: str, modules: Sequence[Module], width: int) -> Names:
 
 
 def _home_of_attention(modules: Sequence[Module]) -> tuple[str, ...]:
-    """The path of the attention module, whatever its name: the common path of query, key and value,
+    """The path of the attention module under any name: the common path of query, key and value,
     unless all other matrices have it too (then empty)."""
     projections = [m for m in modules if projection_of(m.weight) is not None]
     others = [m for m in modules if len(m.shape) >= 2 and m not in projections]

@@ -6,7 +6,7 @@ the conversion back to weights. native/quantize.h does the rounding. `describe.p
 format of each matrix.
 
 Both formats are symmetric. In int8 the largest magnitude of a row becomes 127. In int4 the weight
-with the largest magnitude among sixteen becomes -8, whatever its sign, as in llama.cpp's q4_0. That
+with the largest magnitude among sixteen becomes -8 for either sign, as in llama.cpp's q4_0. That
 determines their scale, which is itself an integer times the scale of the row. So sums of products
 stay integers until the end, as in int8.
 """

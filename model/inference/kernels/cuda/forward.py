@@ -1,4 +1,4 @@
-"""Forward of a decode step on a GPU: the launches of `kernels.py` in order.
+"""Forward of a decode step on a GPU: launches `kernels.py` and `sampling_kernels.py` in order.
 
 Computes what `GPT.transform` and `GPT.logits` compute for one new token per row, from `given` and
 the cache to logits. Every shape of a `GPTConfig` is covered; value embeddings are torch operations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from logitd.model.inference.kernels.cuda import kernels
+from logitd.model.inference.kernels.cuda import kernels, sampling_kernels
 from logitd.model.inference.kernels.cuda.decoder import Forward
 from logitd.model.inference.kernels.cuda.sample import NO_TOKEN, filter_rows
 from logitd.model.inference.kv_cache import KVCache
@@ -121,11 +121,11 @@ class StepForward:
         how = packed, packed.view(torch.float64)
         sizes = {"V": width, "B": blocks, "STRIDE": packed.stride(0), "BLOCK": SURVEYED}
         self._launch(
-            kernels.survey, (rows, blocks), best, best_ids, sums, usable, logits, computed, *how,
-            LARGEST_LOGIT, **sizes,
+            sampling_kernels.survey, (rows, blocks), best, best_ids, sums, usable, logits, computed,
+            *how, LARGEST_LOGIT, **sizes,
         )  # fmt: skip
         self._launch(
-            kernels.choose, (rows,), token_ids, best, best_ids, sums, usable, logits, *how,
+            sampling_kernels.choose, (rows,), token_ids, best, best_ids, sums, usable, logits, *how,
             BLOCKS=_power_of_2(blocks), NO_TOKEN=NO_TOKEN, **sizes,
         )  # fmt: skip
         return token_ids
@@ -304,7 +304,8 @@ class StepForward:
 
     def _launch(self, kernel: Any, grid: tuple[int, ...], *given: Any, **sizes: Any) -> None:
         options = {"launch_pdl": True} if self._linked else {}
-        kernel[grid](*given, LINKED=self._linked, **sizes, **options)
+        with torch.cuda.device_of(given[0]):  # Triton launches on the current device
+            kernel[grid](*given, LINKED=self._linked, **sizes, **options)
 
 
 def _parameters(norm: nn.Module | None) -> tuple[Any, Any, float]:

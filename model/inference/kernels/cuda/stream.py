@@ -96,12 +96,12 @@ class CudaStream:
         pinned.copied.synchronize()  # the last copy out of this memory
         pinned.numbers[: values.size] = values.ravel()
         target.copy_(pinned.memory[: values.size], non_blocking=True)
-        pinned.copied.record()
+        pinned.copied.record(torch.cuda.current_stream(self._device))
 
     def download(self, source: Tensor) -> Download:
         pinned, count = next(self._down), len(source)
         pinned.memory[:count].copy_(source, non_blocking=True)
-        pinned.copied.record()
+        pinned.copied.record(torch.cuda.current_stream(self._device))
 
         def integers() -> list[int]:
             pinned.copied.synchronize()
