@@ -195,7 +195,9 @@ def test_silent_connections_keep_no_client_out(checkpoint_path: Path) -> None:
         for _ in range(5):
             with client(server.url) as http:
                 assert http.get("/health").status_code == 200
-        assert "with 112 connections open; see --max-connections" in server.output
+        # Under load the system drops connections and repeats them a second later.
+        said = "with 112 connections open; see --max-connections"
+        eventually(lambda: said in server.output)
 
 
 def test_log_reports_ended_connections_at_once_and_then_every_ten_seconds(
