@@ -1,7 +1,7 @@
 """Tests of logitd.
 
-OpenMP reads its variables when torch is imported, so they are set here. With the usual spin, torch's
-second thread occupies a core that another worker needs: some tests then take ten times as long.
+OpenMP reads its variables when torch is imported, so they are set here. With the usual spin, the
+second thread of torch occupies a core that another worker needs, for up to ten times as long.
 """
 
 import os

@@ -173,10 +173,7 @@ ONE_ROOM = {
     "llguidance": {"model.inference.constraints.compiler"},
     "opentelemetry": {"service.tracing.otlp"},
     "pickle": {"model.convert.pt_file", "model.training.run.state"},
-    "pyarrow": {
-        "model.data.sources.records",
-        "model.extraction.shards",
-    },
+    "pyarrow": {"model.data.sources.records", "model.extraction.shards"},
     "ray": {"model.extraction.on_ray", "model.extraction.ray_cluster"},
     "yaml": {"model.convert.litgpt"},
     "subprocess": {

@@ -18,13 +18,7 @@ from benchmarks.closed_loop import (
     tokens_after,
 )
 from benchmarks.raw_client import RawClient
-from benchmarks.streams import (
-    Arrival,
-    Failure,
-    StreamFailed,
-    StreamRecord,
-    run_streams,
-)
+from benchmarks.streams import Arrival, Failure, StreamFailed, StreamRecord, run_streams
 from tests.service.client.scripted import SSE, reply, scripted
 
 QUESTION = Question(prompt_tokens=8, tokens=4, shared=0.5, seconds=1.0, warm_up=0.0)

@@ -5,12 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.goals import (
-    figure,
-    over_best,
-    rates_of,
-    targets,
-)
+from benchmarks.goals import figure, over_best, rates_of, targets
 from benchmarks.peers.servers import PeerServer
 from benchmarks.targets import Target
 

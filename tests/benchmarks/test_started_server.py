@@ -94,33 +94,23 @@ def measuring(hangup: str, checkpoint: Path) -> "subprocess.Popen[str]":
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "code"),
+    ("hangup", "number", "code"),
     [
-        (signal.SIGHUP, 128 + signal.SIGHUP),
-        # Ctrl-C of the whole command: tests/service/cli/commands/test_bench.py
-        pytest.param(signal.SIGINT, -signal.SIGINT, marks=pytest.mark.slow),
+        ("SIG_DFL", signal.SIGHUP, 128 + signal.SIGHUP),
+        ("SIG_DFL", signal.SIGINT, -signal.SIGINT),
+        ("SIG_IGN", signal.SIGTERM, 128 + signal.SIGTERM),
     ],
 )
-def test_a_signal_ends_both(checkpoint_path: Path, number: signal.Signals, code: int) -> None:
-    process = measuring("SIG_DFL", checkpoint_path)
-    assert process.stdout is not None
-    with process.stdout as out:
-        pid = int(out.readline().split()[0])
-        assert alive(pid)
-        process.send_signal(number)
-        assert process.wait(TEST_TIMEOUT) == code
-    assert not alive(pid)
-
-
-@pytest.mark.slow
-def test_an_ignored_hangup_stays_ignored(checkpoint_path: Path) -> None:
-    """As under nohup."""
-    process = measuring("SIG_IGN", checkpoint_path)
+def test_a_signal_ends_both(
+    checkpoint_path: Path, hangup: str, number: signal.Signals, code: int
+) -> None:
+    """An ignored hangup stays ignored, as under nohup."""
+    process = measuring(hangup, checkpoint_path)
     assert process.stdout is not None
     with process.stdout as out:
         pid, ignored = out.readline().split()
-        assert ignored == "True"
+        assert (ignored == "True") == (hangup == "SIG_IGN")
         assert alive(int(pid))
-        process.terminate()
-        assert process.wait(TEST_TIMEOUT) == 128 + signal.SIGTERM
+        process.send_signal(number)
+        assert process.wait(TEST_TIMEOUT) == code
     assert not alive(int(pid))

@@ -269,11 +269,7 @@ def test_every_flag_of_the_server_is_there() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "slots"),
-    [
-        ({}, EngineConfig().slots),
-        ({"slots": 5}, 5),
-        ({"kv_cache_memory": "1GiB"}, None),
-    ],
+    [({}, EngineConfig().slots), ({"slots": 5}, 5), ({"kv_cache_memory": "1GiB"}, None)],
 )
 def test_replicas_do_not_each_take_a_share_of_what_is_free(
     settings: dict[str, Any], slots: int | None

@@ -61,7 +61,7 @@ PYTHON_BLOCKS = [
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServedProcess]:
-    with ServedProcess(cold=True) as process:
+    with ServedProcess() as process:
         yield process
 
 

@@ -393,6 +393,7 @@ def test_shared_model_is_compiled_by_all_processes_or_none(text: Path, works: bo
     train(whole)
     code, out, err = Forked(shared, environment_of_1=broken).finish(timeout=300)
     assert code == 0, err
+    assert "compiling" in out
     assert ("not compiled, so steps take longer" in out) is not works
     pairs = list(zip(losses(whole.out), losses(shared.out), strict=True))
     assert all(a[:2] == b[:2] and a[2] == pytest.approx(b[2], rel=1e-4) for a, b in pairs)

@@ -14,12 +14,7 @@ import torch
 
 from logitd.model.transformer.gpt import GPT
 from tests.e2e.server import ServedProcess
-from tests.model.factories import (
-    byte_tokenizer,
-    save_tiny_checkpoint,
-    tiny_config,
-    tiny_gpt,
-)
+from tests.model.factories import byte_tokenizer, save_tiny_checkpoint, tiny_config, tiny_gpt
 from tests.profiles import examples
 
 HERE = Path(__file__).parent

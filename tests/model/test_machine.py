@@ -9,12 +9,7 @@ import torch
 
 from logitd.model import machine
 from logitd.model.device import choose_placement
-from logitd.model.machine import (
-    matrix_rate,
-    processor_name,
-    read_bandwidth,
-    surroundings,
-)
+from logitd.model.machine import matrix_rate, processor_name, read_bandwidth, surroundings
 
 CPU = torch.device("cpu")
 

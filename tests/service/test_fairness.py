@@ -9,13 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.service.serving import (
-    TEST_TIMEOUT,
-    Serving,
-    eventually,
-    request_bytes,
-    serving,
-)
+from tests.service.serving import TEST_TIMEOUT, Serving, eventually, request_bytes, serving
 from tests.service.spelling import CONTEXT_LENGTH
 
 QUEUE = 4

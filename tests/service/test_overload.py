@@ -152,9 +152,7 @@ def test_request_is_accepted_whole(server: Serving) -> None:
     assert len(accepted[0].response().json()["prompts"]) == 2
 
 
-def test_later_prompts_of_a_reply_have_room_from_the_start(
-    spelling_path: Path,
-) -> None:
+def test_later_prompts_of_a_reply_have_room_from_the_start(spelling_path: Path) -> None:
     """A full queue cannot break off a reply that has begun."""
     with (
         serving(spelling_path, slots=2, max_queue=1, slow_reader_timeout=TEST_TIMEOUT) as server,
@@ -184,9 +182,7 @@ def elements_server(spelling_path: Path) -> Iterator[Serving]:
         yield running
 
 
-def test_queue_full_of_elements_rejects_outputs_only(
-    elements_server: Serving,
-) -> None:
+def test_queue_full_of_elements_rejects_outputs_only(elements_server: Serving) -> None:
     server = elements_server
     with ExitStack() as stack:
         occupy_elements(server, stack)

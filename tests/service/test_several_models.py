@@ -30,14 +30,7 @@ from tests.model.factories import (
 from tests.service.client.conftest import Connect, connect
 from tests.service.http.asking import SMALLEST
 from tests.service.models.test_reloader import point, save_steps
-from tests.service.serving import (
-    Serving,
-    at_work,
-    eventually,
-    serve_settings,
-    serving,
-    serving_app,
-)
+from tests.service.serving import Serving, at_work, eventually, serve_settings, serving, serving_app
 
 __all__ = ["connect"]
 

@@ -7,12 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.peers.comparison import (
-    LIMITS,
-    expected_logprobs,
-    make_weights,
-    random_prompts,
-)
+from benchmarks.peers.comparison import LIMITS, expected_logprobs, make_weights, random_prompts
 from benchmarks.peers.contract import LEAST, Peer, disagreement, log_softmax
 from benchmarks.peers.weights import load_weights, save_weights
 from benchmarks.peers.worker import load_peer

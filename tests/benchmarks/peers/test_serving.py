@@ -2,13 +2,7 @@
 
 import pytest
 
-from benchmarks.peers.serving import (
-    LOGITD,
-    PLAIN,
-    Unmeasured,
-    overall_rate,
-    summarise,
-)
+from benchmarks.peers.serving import LOGITD, PLAIN, Unmeasured, overall_rate, summarise
 from benchmarks.streams import Arrival, Failure, StreamRecord
 
 

@@ -63,8 +63,7 @@ def test_share_is_measured_in_bytes(texts: list[str], least: float, most: float)
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 1000)), min_size=1),
-    st.floats(0.001, 0.5),
+    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 1000)), min_size=1), st.floats(0.001, 0.5)
 )
 def test_share_is_near_the_fraction(documents: list[tuple[int, int]], fraction: float) -> None:
     documents = [(lot, 1 + (size * (lot + 1)) % 997) for lot, size in documents]

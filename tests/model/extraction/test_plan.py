@@ -101,9 +101,7 @@ def test_default_stride_is_the_widest() -> None:
     assert choose_windows(8, None, predicts=False) == Windows(8, 8)
 
 
-def test_document_with_too_many_tokens_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_document_with_too_many_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("logitd.model.extraction.plan.MOST_POSITIONS", 10)
     assert list(document_units(0, "d", [[1] * 10], Windows(4, 4)))
     with pytest.raises(ExtractionError, match=r"d .*10"):

@@ -53,14 +53,7 @@ def new_cache(gpt: GPT, slots: int = 4) -> KVCache:
 
 
 def prefill(
-    gpt: GPT,
-    cache: KVCache,
-    slot: int,
-    ids: Tensor,
-    start: int,
-    end: int,
-    *,
-    at_once: bool = False,
+    gpt: GPT, cache: KVCache, slot: int, ids: Tensor, start: int, end: int, *, at_once: bool = False
 ) -> Tensor:
     """Compute positions [start, end) of ids (T,) in whole blocks; their logits (end - start, V)."""
     padding = -(end - start) % BLOCK

@@ -67,11 +67,7 @@ def test_number_of_slots_is_that_number() -> None:
     assert slots(slots=3) == 3
 
 
-@given(
-    share=st.floats(0.01, 1),
-    total=st.integers(1, 2**40),
-    used=st.floats(0, 1),
-)
+@given(share=st.floats(0.01, 1), total=st.integers(1, 2**40), used=st.floats(0, 1))
 def test_share_of_a_gpu_is_filled_and_not_exceeded(share: float, total: int, used: float) -> None:
     memory = Available("cuda:0", total, total - int(used * total))
     room = share * total - (memory.total - memory.free)

@@ -5,9 +5,11 @@ import math
 import os
 import shutil
 import signal
+import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,31 +79,27 @@ def _losses(run: Path) -> list[tuple[str, int, Any]]:
     ]
 
 
-class StopAt:
-    """A reporter that presses Ctrl-C when a step is reported."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.events: list[Event] = []
-
-    def __call__(self, event: Event, /) -> None:
-        self.events.append(event)
-        if isinstance(event, Progress) and event.step == self.step:
-            os.kill(os.getpid(), signal.SIGINT)
+def _press_ctrl_c(_: Trainer) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
 
 
-def _train_until(step: int, config: TrainingConfig) -> TrainingResult:
-    """Train, and press Ctrl-C after a step."""
+def _train_until(
+    step: int,
+    config: TrainingConfig,
+    report: Callable[[Event], None] = lambda event: None,
+    act: Callable[[Trainer], None] = _press_ctrl_c,
+) -> TrainingResult:
+    """Train, and act after a step."""
     original = Trainer._step
 
     def interrupted(self: Trainer) -> None:
         original(self)
         if self.counters.step == step:
-            os.kill(os.getpid(), signal.SIGINT)
+            act(self)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_step", interrupted)
-        return train(config)
+        return train(config, report)
 
 
 @pytest.mark.usefixtures("pictures")
@@ -208,12 +206,12 @@ def test_run_stopped_at_a_report_reports_as_one_run(configure: Configure, tmp_pa
 
 @pytest.mark.usefixtures("pictures")
 def test_ctrl_c_finishes_the_step_and_saves(configure: Configure) -> None:
-    reporter = StopAt(2)
+    events: list[Event] = []
     before = signal.getsignal(signal.SIGINT)
-    result = train(configure(log_every=1), reporter)
+    result = _train_until(2, configure(), events.append)
     assert (result.reason, result.step) == ("interrupted", 2)
     assert read_checkpoint(result.checkpoint).training.step == 2
-    notices = [event.message for event in reporter.events if isinstance(event, Noticed)]
+    notices = [event.message for event in events if isinstance(event, Noticed)]
     assert notices[1:] == [
         "stopping after this step, then saving; interrupt again to stop without saving"
     ]
@@ -283,26 +281,20 @@ def test_one_batch_can_be_learned_by_heart(
 
 
 def test_diverging_run_stops_and_names_the_last_good_checkpoint(
-    configure: Configure, monkeypatch: pytest.MonkeyPatch
+    configure: Configure,
 ) -> None:
-    step = Trainer._step
+    def poison(trainer: Trainer) -> None:
+        with torch.no_grad():
+            trainer.gpt.token_embedding.weight.fill_(math.nan)
 
-    def poisoned(self: Trainer) -> None:
-        if self.counters.step == 7:
-            with torch.no_grad():
-                self.gpt.token_embedding.weight.fill_(math.nan)
-        step(self)
-
-    monkeypatch.setattr(Trainer, "_step", poisoned)
     config = configure()
     with pytest.raises(
         TrainingError, match=r"training diverged: at step 8 the loss is nan"
     ) as error:
-        train(config)
+        _train_until(7, config, act=poison)
     assert "step-000006" in str(error.value)
     assert config.out is not None
     load_checkpoint(config.out / "latest", device=torch.device("cpu"), dtype=torch.float32)
-    monkeypatch.undo()
     assert train(TrainingConfig(out=config.out, resume=True)).step == 12
 
 
@@ -322,12 +314,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> float:
 def test_minutes_end_a_run(configure: Configure) -> None:
     """Minutes alone set the length, and the learning rate falls with the clock. With steps too, the
     first of both ends the run."""
-    config = configure(minutes=0.03, log_every=1, eval_every=10_000, checkpoint_every=10_000)
+    config = configure(minutes=0.02, log_every=1, eval_every=10_000, checkpoint_every=10_000)
     given = {k: v for k, v in config.model_dump(exclude_unset=True).items() if k != "steps"}
     events: list[Event] = []
     result = train(TrainingConfig(**given), events.append)
     assert result.reason == "time is up"
-    assert result.seconds < 60 * 0.03 + 0.1
+    assert result.seconds < 60 * 0.02 + 0.1
     rates = [event.figures.learning_rate for event in events if isinstance(event, Progress)]
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] < 0.6
@@ -335,7 +327,7 @@ def test_minutes_end_a_run(configure: Configure) -> None:
     assert train(long).reason == "finished"
 
 
-@pytest.mark.parametrize("used", [28.5, 60.0])
+@pytest.mark.parametrize("used", [29.2, 60.0])
 def test_minutes_count_from_the_start_of_the_command(
     configure: Configure, clock: float, used: float
 ) -> None:
@@ -383,9 +375,7 @@ def test_patience_ends_a_run_that_no_longer_improves(
 ) -> None:
     losses = iter([3.0, 2.0, 2.5, 2.4, 1.0, *[1.5] * 9])
     monkeypatch.setattr(
-        recorder,
-        "validate",
-        lambda *_, **__: ValidationLoss(next(losses), tokens=1, text_bytes=1),
+        recorder, "validate", lambda *_, **__: ValidationLoss(next(losses), tokens=1, text_bytes=1)
     )
     result = train(configure(steps=100, eval_every=2, checkpoint_every=100, patience=3))
     assert result.reason == "no improvement"
@@ -397,7 +387,7 @@ def test_every_checkpoint_has_the_chat_template(configure: Configure, tmp_path: 
     """The template at the start of the run, or at its resume."""
     file = tmp_path / "chat.jinja"
     file.write_text("{{ messages[0].content }} é", encoding="utf-8")
-    train(configure(chat_template=file), StopAt(8))
+    _train_until(8, configure(chat_template=file))
     paths = [tmp_path / "run" / name for name in ("step-000006", "step-000008", "best")]
     assert [_template(path) for path in paths] == ["{{ messages[0].content }} é"] * 3
     file.write_text("{{ messages }}", encoding="utf-8")
@@ -539,9 +529,7 @@ def test_the_default_recipe_learns_the_built_in_text(tmp_path: Path) -> None:
     assert result.val_bits_per_byte < 2.55
 
 
-def test_exploding_loss_ends_the_run_without_a_bad_state(
-    configure: Configure,
-) -> None:
+def test_exploding_loss_ends_the_run_without_a_bad_state(configure: Configure) -> None:
     """The loss explodes and stays finite. Nothing is saved while it is far above its best."""
     events: list[Event] = []
     config = configure(
@@ -568,20 +556,11 @@ def test_exploding_loss_ends_the_run_without_a_bad_state(
 
 
 def test_run_killed_before_its_first_save_begins_again(
-    configure: Configure, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    configure: Configure, straight: Path, tmp_path: Path
 ) -> None:
     config = configure(out=tmp_path / "killed")
-    original = Trainer._step
-
-    def killed(self: Trainer) -> None:
-        original(self)
-        if self.counters.step == 3:
-            raise SystemExit
-
-    monkeypatch.setattr(Trainer, "_step", killed)
     with pytest.raises(SystemExit):
-        train(config)
-    monkeypatch.undo()
+        _train_until(3, config, act=lambda _: sys.exit())
     assert train(TrainingConfig(out=config.out, resume=True)).step == 12
     assert _state(straight) == _state(tmp_path / "killed")
     assert _losses(straight) == _losses(tmp_path / "killed")

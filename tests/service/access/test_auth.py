@@ -13,12 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
-from logitd.service.access.auth import (
-    KEY_FILE_BYTES,
-    ApiKeyError,
-    is_public,
-    read_api_keys,
-)
+from logitd.service.access.auth import KEY_FILE_BYTES, ApiKeyError, is_public, read_api_keys
 from logitd.service.application.server import serve
 from logitd.service.http.schemas import ErrorReply
 from logitd.service.settings.serve import ServeSettings
@@ -148,9 +143,7 @@ def test_refused_body_does_not_affect_the_next_request(locked: Serving) -> None:
 def test_openai_client_understands_the_refusal(locked: Serving) -> None:
     def ask(key: str) -> Any:
         http = openai.OpenAI(
-            base_url=locked.url,
-            api_key=key,
-            http_client=openai.DefaultHttpxClient(trust_env=False),
+            base_url=locked.url, api_key=key, http_client=openai.DefaultHttpxClient(trust_env=False)
         )
         with http:
             return http.get("/info", cast_to=object)

@@ -123,10 +123,7 @@ def test_replaced_limits_keep_what_is_spent(clock: Clock) -> None:
         pass
 
 
-@given(
-    st.integers(1, 100),
-    st.lists(st.floats(0, 30), max_size=80),
-)
+@given(st.integers(1, 100), st.lists(st.floats(0, 30), max_size=80))
 def test_minute_has_at_most_twice_its_number(per_minute: int, pauses: list[float]) -> None:
     """A full bucket, and what returns to it within the minute."""
     clock = Clock()

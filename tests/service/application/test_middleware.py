@@ -182,11 +182,7 @@ def test_log_line_names_the_limit(checkpoint_path: Path, caplog: pytest.LogCaptu
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_log_line_has_the_user(
-    chatter: Serving,
-    caplog: pytest.LogCaptureFixture,
-    path: str,
-    user: str | None,
-    logged: str,
+    chatter: Serving, caplog: pytest.LogCaptureFixture, path: str, user: str | None, logged: str
 ) -> None:
     caplog.set_level(logging.INFO, "logitd.http")
     prompt = {"prompt": "a"} if path == "/v1/completions" else {

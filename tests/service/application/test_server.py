@@ -112,9 +112,7 @@ def test_signal_while_loading_quits_at_once(slow_path: Path) -> None:
         assert "Traceback" not in server.output
 
 
-def test_drain_finishes_requests_and_refuses_new_ones(
-    spelling_path: Path,
-) -> None:
+def test_drain_finishes_requests_and_refuses_new_ones(spelling_path: Path) -> None:
     # Plain torch: the native decoder would finish before the test sees the waiting request.
     with process(spelling_path, "--slots", "1", "--kernels", "torch") as server:
         stream = Stream(server.url, max_tokens=600)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from logitd.service.cli.main import run
+from logitd.service.cli.main import COMPLETE, run
 from tests.service.cli.parsed import SETTINGS, words_of
 
 SHELLS = ("bash", "zsh", "fish")
@@ -118,16 +118,18 @@ def test_fish_offers_words(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("command", SETTINGS)
-def test_all_flags_are_offered(command: str, folder: Path) -> None:
+def test_all_flags_are_offered(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The program offers them, and all shells ask it."""
     asked = {"COMP_WORDS": f"logitd {command} -", "COMP_CWORD": "2"}
-    done = subprocess.run(
-        [folder / "bin" / "logitd"], capture_output=True, text=True, check=False, cwd=folder,
-        env=environment(folder) | asked | {"_LOGITD_COMPLETE": "bash_complete"},
-    )  # fmt: skip
-    assert done.stderr == ""
-    found = {line.partition(",")[2] for line in done.stdout.splitlines()}
-    assert set(words_of(command)) <= found
+    for name, value in {**asked, COMPLETE: "bash_complete"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        run([])
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert set(words_of(command)) <= {line.partition(",")[2] for line in out.splitlines()}
 
 
 @pytest.mark.parametrize("arguments", [[], ["tcsh"], ["bash", "zsh"]])

@@ -117,8 +117,7 @@ def test_what_is_no_prompt_is_refused_by_name(call: Any, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop", "kind"),
-    [({"a"}, TypeError), (object(), TypeError), (float("nan"), ValueError)],
+    ("stop", "kind"), [({"a"}, TypeError), (object(), TypeError), (float("nan"), ValueError)]
 )
 def test_a_value_that_is_not_json_is_refused_by_name(stop: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match=r"^stop cannot be sent as JSON: "):

@@ -10,13 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logitd import (
-    DeadlineExceededError,
-    Generation,
-    LogitdError,
-    MalformedReplyError,
-    StreamError,
-)
+from logitd import DeadlineExceededError, Generation, LogitdError, MalformedReplyError, StreamError
 from logitd.service.client.streaming import EventDecoder, StreamState
 from logitd.service.http import sse
 from tests.service.client.test_reading import JSON

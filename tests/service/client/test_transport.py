@@ -44,9 +44,7 @@ def wait(status: int, asked: str | None = None, **options: Any) -> float:
 # Settings
 
 
-def test_arguments_win_over_the_environment_and_defaults(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_arguments_win_over_the_environment_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings().base_url == DEFAULT_BASE_URL == "http://127.0.0.1:8000"
     assert settings().key is None
     monkeypatch.setenv("LOGITD_BASE_URL", "http://environment:1")
@@ -154,15 +152,6 @@ def test_request_has_the_settings() -> None:
 
 
 # Further tries
-
-
-@pytest.mark.parametrize("status", [429, 502, 503])
-def test_temporary_refusals_are_tried_again(status: int) -> None:
-    assert 0 < wait(status) <= 0.5
-    with pytest.raises(APIStatusError):
-        wait(status, tries=3)
-    with pytest.raises(APIStatusError):
-        wait(status, max_retries=0)
 
 
 @pytest.mark.parametrize("status", [302, 400, 401, 404, 413, 415, 431, 499, 500, 501, 504])

@@ -25,14 +25,7 @@ from logitd.service.connections.limits import (
 from logitd.service.http.schemas import ErrorReply
 from logitd.service.settings.serve import ServeSettings
 from tests.e2e.server import ServedProcess
-from tests.service.serving import (
-    Serving,
-    eventually,
-    read_all,
-    read_until,
-    request_bytes,
-    serving,
-)
+from tests.service.serving import Serving, eventually, read_all, read_until, request_bytes, serving
 from tests.service.spelling import long_prompt
 
 GET = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -251,21 +244,11 @@ def test_refusal_waits_for_its_turn(speller: Serving) -> None:
             assert refused(read_all(raw)) == [200, 200, status]
 
 
-def test_client_that_leaves_after_another_request_is_noticed(speller: Serving) -> None:
-    """The second request waits in the socket, and the end of the connection after it."""
-    server = speller
-    before = server.finished("abort")
-    with server.connect() as raw:
-        raw.sendall(request_bytes("/generate", {"prompt": "a", "ignore_eos": True}) + GET)
-        eventually(lambda: server.sample("logitd_kv_slots_used") == 1)
-        raw.sendall(GET)  # reading stops, because this is ahead of its turn
-        time.sleep(0.1)
-    eventually(lambda: server.finished("abort") == before + 1, timeout=10)
-    server.wait_idle()
-
-
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_client_that_ends_its_side_counts_as_gone(speller: Serving, ahead: int) -> None:
+@pytest.mark.parametrize("closes", [True, False])
+def test_client_that_leaves_or_ends_its_side_counts_as_gone(
+    speller: Serving, ahead: int, closes: bool
+) -> None:
     """Also if reading has stopped, because of requests ahead of their turn."""
     server = speller
     before = server.finished("abort")
@@ -275,8 +258,9 @@ def test_client_that_ends_its_side_counts_as_gone(speller: Serving, ahead: int) 
         for _ in range(ahead):
             raw.sendall(GET)
             time.sleep(0.1)
-        raw.shutdown(socket.SHUT_WR)
-        assert drained(raw) == b""
+        if not closes:
+            raw.shutdown(socket.SHUT_WR)
+            assert drained(raw) == b""
     eventually(lambda: server.finished("abort") == before + 1, timeout=10)
     server.wait_idle()
 
@@ -370,19 +354,6 @@ def in_time() -> Iterator[None]:
     assert TIMEOUT < time.monotonic() - started < min(defaults)
 
 
-def test_half_a_head_is_answered_408(hurried: Serving) -> None:
-    """Even if a byte comes now and then."""
-    for pause in (None, 0.2):
-        with in_time(), hurried.connect() as raw:
-            raw.sendall(b"GET /version HTTP/1.1\r\n")
-            if pause is not None:
-                with pytest.raises(ConnectionError):
-                    trickle(raw, pause)
-            else:
-                assert refused(read_all(raw)) == [408]
-    assert ended(hurried, "slow_head") == 2
-
-
 def trickle(raw: socket.socket, pause: float, size: int = 1) -> None:
     """Send some bytes now and then until the connection has gone."""
     deadline = time.monotonic() + 30
@@ -405,19 +376,25 @@ def test_idle_connection_is_closed(hurried: Serving) -> None:
     assert ended(hurried, "idle") == before + 1
 
 
+HALVES = {
+    "slow_head": b"GET /version HTTP/1.1\r\n",
+    "slow_body": request_bytes("/tokenize", {"prompt": "a" * 200})[:-150],
+}
+
+
+@pytest.mark.parametrize("reason", HALVES)
 @pytest.mark.parametrize("pause", [None, 0.2])
-def test_half_a_body_is_answered_408(hurried: Serving, pause: float | None) -> None:
-    """The required rate is an average over the timeout."""
-    before = ended(hurried, "slow_body")
-    whole = request_bytes("/tokenize", {"prompt": "a" * 200})
+def test_half_a_request_is_answered_408(hurried: Serving, reason: str, pause: float | None) -> None:
+    """Even if a byte comes now and then. The required rate of a body is an average."""
+    before = ended(hurried, reason)
     with in_time(), hurried.connect() as raw:
-        raw.sendall(whole[:-150])
+        raw.sendall(HALVES[reason])
         if pause is not None:
             with pytest.raises(ConnectionError):
                 trickle(raw, pause)
         else:
             assert refused(read_all(raw)) == [408]
-    assert ended(hurried, "slow_body") == before + 1
+    assert ended(hurried, reason) == before + 1
     hurried.wait_idle()
 
 

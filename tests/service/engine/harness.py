@@ -1,8 +1,7 @@
 """A running AsyncEngine and requests for it. Real engines, small models."""
 
-import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +9,7 @@ from typing import Any
 
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.engine import Engine
-from logitd.model.inference.engine.events import (
-    Event,
-    FinishEvent,
-    StepResult,
-    TokenEvent,
-)
+from logitd.model.inference.engine.events import Event, FinishEvent, StepResult, TokenEvent
 from logitd.model.inference.engine.requests import (
     GenerationRequest,
     OutputsRequest,
@@ -66,10 +60,6 @@ class GatedEngine(Engine):
 
 def no_weights(path: Path, weights_sha256: str) -> GPT:
     raise LookupError(f"a test without a reload was asked for {path}")
-
-
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), TEST_TIMEOUT))
 
 
 @asynccontextmanager

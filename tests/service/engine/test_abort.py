@@ -4,12 +4,7 @@ import asyncio
 from dataclasses import replace
 
 from logitd.model.inference.engine.config import EngineConfig
-from logitd.model.inference.engine.events import (
-    FinishEvent,
-    FinishReason,
-    OutputsChunk,
-    TokenEvent,
-)
+from logitd.model.inference.engine.events import FinishEvent, FinishReason, OutputsChunk, TokenEvent
 from tests.service.engine.harness import (
     SPELLING,
     GatedEngine,

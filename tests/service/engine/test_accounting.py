@@ -9,10 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logitd.model.inference.engine.cost import output_elements
-from logitd.model.inference.engine.requests import (
-    Request,
-    sequence_lengths,
-)
+from logitd.model.inference.engine.requests import Request, sequence_lengths
 from logitd.model.inference.errors import InvalidRequest
 from logitd.service.engine.admission import QueueFull
 from logitd.service.engine.async_engine import AsyncEngine
@@ -27,7 +24,6 @@ from tests.service.engine.harness import (
     prompt_logprobs,
     reserved,
     rest,
-    run,
     running,
     scores,
     tiny,
@@ -158,4 +154,4 @@ def test_elements_are_counted_until_their_request_ends(
                 account.check()
             assert owner.admission.elements == 0
 
-    run(test)
+    asyncio.run(test())

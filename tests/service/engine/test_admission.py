@@ -136,10 +136,7 @@ def test_request_that_never_fits_is_invalid(
 ) -> None:
     """QueueFull would tell the client to try again."""
     admission = controller(slots, queue, per_request=8)
-    with (
-        pytest.raises(InvalidRequest, match=message) as caught,
-        admission.hold(sequences, "n"),
-    ):
+    with pytest.raises(InvalidRequest, match=message) as caught, admission.hold(sequences, "n"):
         pass
     assert caught.value.param == "n"
 
@@ -167,25 +164,22 @@ def test_more_elements_than_the_queue_ever_holds_are_invalid() -> None:
         admission.admit([ROWS, ROWS])
 
 
-def test_wait_empty_waits_for_the_last_sequence() -> None:
-    async def test() -> None:
-        admission = controller(1, 10)
-        await admission.wait_empty()
-        admission.admit([])
-        await admission.wait_empty()
-        with admission.hold(1, "prompt"):
-            waiting = asyncio.create_task(admission.wait_empty())
-            await asyncio.sleep(0)
-            assert not waiting.done()
-        await waiting
-        admission.admit([GENERATION])
+async def test_wait_empty_waits_for_the_last_sequence() -> None:
+    admission = controller(1, 10)
+    await admission.wait_empty()
+    admission.admit([])
+    await admission.wait_empty()
+    with admission.hold(1, "prompt"):
         waiting = asyncio.create_task(admission.wait_empty())
         await asyncio.sleep(0)
         assert not waiting.done()
-        admission.clear()
-        await waiting
-
-    asyncio.run(test())
+    await waiting
+    admission.admit([GENERATION])
+    waiting = asyncio.create_task(admission.wait_empty())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    admission.clear()
+    await waiting
 
 
 def test_retry_after_follows_the_pace() -> None:
@@ -262,10 +256,7 @@ def test_queue_of_zero_admits_no_waiting_sequence() -> None:
 
 
 @given(
-    st.lists(
-        st.tuples(st.sampled_from("abcde"), st.integers(1, 4), st.booleans()),
-        max_size=80,
-    ),
+    st.lists(st.tuples(st.sampled_from("abcde"), st.integers(1, 4), st.booleans()), max_size=80),
     st.integers(0, 12),
 )
 def test_every_caller_gets_its_share(acts: list[tuple[str, int, bool]], limit: int) -> None:

@@ -6,15 +6,8 @@ import threading
 import pytest
 
 from logitd.model.inference.engine.config import EngineConfig
-from logitd.model.inference.engine.events import (
-    Event,
-    FinishEvent,
-    TokenEvent,
-)
-from logitd.model.inference.engine.requests import (
-    GenerationRequest,
-    Request,
-)
+from logitd.model.inference.engine.events import Event, FinishEvent, TokenEvent
+from logitd.model.inference.engine.requests import GenerationRequest, Request
 from logitd.model.inference.reference import generate
 from tests.service.engine.harness import (
     TINY,
@@ -84,9 +77,7 @@ async def test_slow_reader_gets_everything_at_once() -> None:
         assert len(reports) >= 20
 
 
-async def test_tokens_wait_while_the_loop_pauses(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_tokens_wait_while_the_loop_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """First tokens and the last step do not wait, and take the waiting ones along."""
     monkeypatch.setattr("logitd.service.engine.wakeup.PAUSE_FACTOR", 1e9)
     monkeypatch.setattr("logitd.service.engine.wakeup.MAX_PAUSE", TEST_TIMEOUT)
@@ -109,9 +100,7 @@ async def test_tokens_wait_while_the_loop_pauses(
         assert len(reports) >= 11, "each step is reported all the same"
 
 
-async def test_waiting_tokens_come_after_the_pause(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_waiting_tokens_come_after_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if the thread is in a step that does not end."""
     monkeypatch.setattr("logitd.service.engine.wakeup.PAUSE_FACTOR", 1e9)
     permits = threading.Semaphore(0)

@@ -6,9 +6,7 @@ import random
 import pytest
 
 from logitd.model.inference.engine.config import EngineConfig
-from logitd.model.inference.engine.events import (
-    FinishReason,
-)
+from logitd.model.inference.engine.events import FinishReason
 from logitd.service.engine.admission import Load
 from logitd.service.engine.async_engine import AsyncEngine
 from logitd.service.engine.submission import EngineStopped
@@ -19,7 +17,6 @@ from tests.service.engine.harness import (
     finishes,
     generation,
     rest,
-    run,
     running,
     tiny,
 )
@@ -38,38 +35,30 @@ async def test_drain_lets_requests_finish() -> None:
             owner.submit([generation("late")])
 
 
-def test_short_drain_aborts_the_rest(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async def test() -> None:
-        engine = GatedEngine(SPELLING, EngineConfig(slots=1))
-        async with running(engine) as (owner, _):
-            submissions = [owner.submit([generation(name, 8000)]) for name in "ab"]
-            await submissions[0].take()
-            await owner.stop(0.01)
-            for submission in submissions:
-                (end,) = finishes(await rest(submission))
-                assert end.reason is FinishReason.ABORT
-            assert owner.admission.sequences == 0
-
-    run(test)
+async def test_short_drain_aborts_the_rest(caplog: pytest.LogCaptureFixture) -> None:
+    engine = GatedEngine(SPELLING, EngineConfig(slots=1))
+    async with running(engine) as (owner, _):
+        submissions = [owner.submit([generation(name, 8000)]) for name in "ab"]
+        await submissions[0].take()
+        await owner.stop(0.01)
+        for submission in submissions:
+            (end,) = finishes(await rest(submission))
+            assert end.reason is FinishReason.ABORT
+        assert owner.admission.sequences == 0
     assert caplog.messages == ["aborting 2 sequences at shutdown"]
 
 
-def test_idle_engine_stops_without_a_log_line_and_may_stop_again(
+async def test_idle_engine_stops_without_a_log_line_and_may_stop_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def test() -> None:
-        async with running(tiny()) as (owner, _):
-            await owner.stop(0)
-            await owner.stop(0)
-
-    run(test)
+    async with running(tiny()) as (owner, _):
+        await owner.stop(0)
+        await owner.stop(0)
     assert caplog.messages == []
 
 
 @pytest.mark.slow
-def test_hundreds_of_requests_leave_no_task_and_no_record() -> None:
+async def test_hundreds_of_requests_leave_no_task_and_no_record() -> None:
     """Requests of every kind, some of them aborted."""
 
     async def one(owner: AsyncEngine, number: int) -> None:
@@ -85,14 +74,11 @@ def test_hundreds_of_requests_leave_no_task_and_no_record() -> None:
         assert len(finishes(await rest(submission))) == sequences
         assert submission.finished
 
-    async def test() -> None:
-        async with running(tiny(slots=16), max_queue=1000, max_queue_tokens=10**6) as (owner, _):
-            tasks = len(asyncio.all_tasks())
-            for first in range(0, 500, 100):
-                await asyncio.gather(*(one(owner, first + i) for i in range(100)))
-            assert len(asyncio.all_tasks()) == tasks
-            assert owner.admission.sequences == 0
-            assert not owner._open
-            assert owner.admission._open.total == Load()
-
-    asyncio.run(test())
+    async with running(tiny(slots=16), max_queue=1000, max_queue_tokens=10**6) as (owner, _):
+        tasks = len(asyncio.all_tasks())
+        for first in range(0, 500, 100):
+            await asyncio.gather(*(one(owner, first + i) for i in range(100)))
+        assert len(asyncio.all_tasks()) == tasks
+        assert owner.admission.sequences == 0
+        assert not owner._open
+        assert owner.admission._open.total == Load()

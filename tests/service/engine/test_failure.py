@@ -8,9 +8,7 @@ import pytest
 
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.engine import Engine
-from logitd.model.inference.engine.events import (
-    StepResult,
-)
+from logitd.model.inference.engine.events import StepResult
 from logitd.service.engine.admission import AdmissionController
 from logitd.service.engine.async_engine import AsyncEngine
 from logitd.service.engine.driver import EngineDriver, OnCompute
@@ -23,7 +21,6 @@ from tests.service.engine.harness import (
     no_weights,
     reserved,
     rest,
-    run,
     running,
     tiny,
     token_ids,
@@ -53,64 +50,55 @@ def broken() -> AsyncEngine:
     )
 
 
-def test_hanging_step_is_reported_as_stalled() -> None:
-    async def test() -> None:
-        engine = tiny()
-        async with running(engine, stall_timeout=0.05) as (owner, _):
-            assert owner.stalled() is None, "nothing to do is not a stall"
-            engine.gate.clear()
-            submission = owner.submit([generation("a")])
-            while owner.stalled() is None:
-                await asyncio.sleep(0.01)
-            engine.gate.set()
-            await rest(submission)
-            assert owner.stalled() is None
-
-    run(test)
+async def test_hanging_step_is_reported_as_stalled() -> None:
+    engine = tiny()
+    async with running(engine, stall_timeout=0.05) as (owner, _):
+        assert owner.stalled() is None, "nothing to do is not a stall"
+        engine.gate.clear()
+        submission = owner.submit([generation("a")])
+        while owner.stalled() is None:
+            await asyncio.sleep(0.01)
+        engine.gate.set()
+        await rest(submission)
+        assert owner.stalled() is None
 
 
-def test_failed_engine_ends_every_submission(logged_errors: list[str]) -> None:
-    async def test() -> None:
-        owner = broken()
-        # Running, waiting for a slot, and with nothing taken yet.
-        submissions = [owner.submit([generation(name, 50)]) for name in "ab"]
-        submissions.append(owner.submit([all_rows("c", 9)]))
-        reservation = reserved(owner, [all_rows("rows", 9)])
-        told = await asyncio.gather(*map(rest, submissions), return_exceptions=True)
-        assert [type(one) for one in told] == [EngineStopped] * 3
-        assert owner.failure is not None
-        assert (owner.admission.sequences, owner.admission.elements) == (1, 9 * 257), (
-            "of the reservation"
-        )
-        attempts: list[Callable[[], Submission]] = [
-            lambda: owner.submit([generation("late")]),
-            reservation.submit_next,
-        ]
-        for attempt in attempts:
-            with pytest.raises(EngineStopped) as caught:
-                attempt()
-            assert "secret" not in str(caught.value), "the reason is for the log only"
-        reservation.close()
-        assert owner.admission.elements == 0
-        await owner.stop(TEST_TIMEOUT)
-
-    run(test)
+async def test_failed_engine_ends_every_submission(logged_errors: list[str]) -> None:
+    owner = broken()
+    # Running, waiting for a slot, and with nothing taken yet.
+    submissions = [owner.submit([generation(name, 50)]) for name in "ab"]
+    submissions.append(owner.submit([all_rows("c", 9)]))
+    reservation = reserved(owner, [all_rows("rows", 9)])
+    told = await asyncio.gather(*map(rest, submissions), return_exceptions=True)
+    assert [type(one) for one in told] == [EngineStopped] * 3
+    assert owner.failure is not None
+    assert (owner.admission.sequences, owner.admission.elements) == (1, 9 * 257), (
+        "of the reservation"
+    )
+    attempts: list[Callable[[], Submission]] = [
+        lambda: owner.submit([generation("late")]),
+        reservation.submit_next,
+    ]
+    for attempt in attempts:
+        with pytest.raises(EngineStopped) as caught:
+            attempt()
+        assert "secret" not in str(caught.value), "the reason is for the log only"
+    reservation.close()
+    assert owner.admission.elements == 0
+    await owner.stop(TEST_TIMEOUT)
     assert len(logged_errors) == 1
     assert "a secret of the engine" in logged_errors[0]
     logged_errors.clear()
 
 
-def test_failed_engine_delivers_computed_tokens(logged_errors: list[str]) -> None:
-    async def test() -> None:
-        owner = broken()
-        submission = owner.submit([generation("a", 50)])
-        while owner.failure is None:
-            await asyncio.sleep(0)
-        events = await submission.take()
-        assert len(token_ids(events, "a")) >= 2
-        with pytest.raises(EngineStopped):
-            await submission.take()
-        await owner.stop(TEST_TIMEOUT)
-
-    run(test)
+async def test_failed_engine_delivers_computed_tokens(logged_errors: list[str]) -> None:
+    owner = broken()
+    submission = owner.submit([generation("a", 50)])
+    while owner.failure is None:
+        await asyncio.sleep(0)
+    events = await submission.take()
+    assert len(token_ids(events, "a")) >= 2
+    with pytest.raises(EngineStopped):
+        await submission.take()
+    await owner.stop(TEST_TIMEOUT)
     logged_errors.clear()

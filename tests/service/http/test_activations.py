@@ -98,11 +98,7 @@ def test_the_list_of_stages_is_the_models(server: Serving, gpt: GPT) -> None:
 # Changes
 
 
-HEAD: dict[str, Any] = {
-    "stage": "blocks.1.attention.heads",
-    "heads": [2],
-    "operation": "zero",
-}
+HEAD: dict[str, Any] = {"stage": "blocks.1.attention.heads", "heads": [2], "operation": "zero"}
 
 
 def without_head(name: str, value: torch.Tensor) -> torch.Tensor:

@@ -10,16 +10,8 @@ from typing import Any, get_args
 import pytest
 
 from logitd.model.inference.attribution.attribute import attribute
-from logitd.model.inference.attribution.task import (
-    DEFAULT_STEPS,
-    METHODS,
-    AttributionTask,
-    Method,
-)
-from logitd.model.operations.attributions import (
-    AttributionsReply,
-    PromptAttributions,
-)
+from logitd.model.inference.attribution.task import DEFAULT_STEPS, METHODS, AttributionTask, Method
+from logitd.model.operations.attributions import AttributionsReply, PromptAttributions
 from logitd.model.transformer.gpt import GPT
 from logitd.service.engine.admission import Load
 from logitd.service.metrics.model_metrics import StepKind

@@ -12,14 +12,7 @@ from hypothesis import strategies as st
 
 from logitd.model.operations.generate import GenerateRequest
 from tests.profiles import examples
-from tests.service.serving import (
-    Serving,
-    error_of,
-    read_all,
-    read_until,
-    request_bytes,
-    serving,
-)
+from tests.service.serving import Serving, error_of, read_all, read_until, request_bytes, serving
 
 POSTS = ("/generate", "/logits", "/probs", "/v1/completions")
 JSON = {"Content-Type": "application/json"}
@@ -29,11 +22,7 @@ JSON = {"Content-Type": "application/json"}
 def small(checkpoint_path: Path) -> Iterator[Serving]:
     """A service with limits that are quickly reached."""
     with serving(
-        checkpoint_path,
-        slots=2,
-        max_queue=3,
-        max_sequences=8,
-        max_body_bytes=2000,
+        checkpoint_path, slots=2, max_queue=3, max_sequences=8, max_body_bytes=2000
     ) as running:
         yield running
 

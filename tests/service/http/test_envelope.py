@@ -6,16 +6,9 @@ from pathlib import Path
 import pytest
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo, read_checkpoint
-from logitd.model.inference.engine.events import (
-    FinishEvent,
-    FinishReason,
-    SequenceTimes,
-)
+from logitd.model.inference.engine.events import FinishEvent, FinishReason, SequenceTimes
 from logitd.model.operations.operation import new_id
-from logitd.service.http.envelope import (
-    checkpoint_headers,
-    timings,
-)
+from logitd.service.http.envelope import checkpoint_headers, timings
 from tests.model.factories import training_record
 
 

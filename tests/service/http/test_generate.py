@@ -14,12 +14,7 @@ from logitd.model.operations.generate import Choice, GenerateReply, Timings, Usa
 from logitd.model.transformer.gpt import GPT
 from logitd.service.http.schemas import ErrorReply
 from tests.service.serving import Serving, events, read_until, request_bytes
-from tests.service.spelling import (
-    ALPHABET,
-    END_OF_TEXT_ID,
-    RING,
-    spelled,
-)
+from tests.service.spelling import ALPHABET, END_OF_TEXT_ID, RING, spelled
 
 PROMPT = "A prompt"
 

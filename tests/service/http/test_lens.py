@@ -9,7 +9,6 @@ from logitd.model.inference.sampling.distribution import summarise
 from logitd.model.operations.lens import LensReply, PromptLens
 from tests.service.http.asking import PROMPT
 from tests.service.serving import Serving, read_chunks, request_bytes
-from tests.service.spelling import long_prompt
 
 
 def lens(server: Serving, **fields: Any) -> list[PromptLens]:
@@ -50,15 +49,6 @@ def test_an_earlier_layer_is_the_head_on_its_stream(server: Serving) -> None:
     assert [token.logprob for token in layer.top] == pytest.approx(
         [token.logprob for token in expected], rel=1e-5
     )
-
-
-def test_the_last_position_of_a_prompt_of_several_chunks(speller: Serving) -> None:
-    prompt = long_prompt(1000)
-    reply = speller.json("/lens", {"prompt": prompt, "top_k": 2})
-    (position,) = LensReply.model_validate(reply).prompts[0].positions
-    assert position.position == 999
-    expected = speller.json("/probs", {"prompt": prompt, "top_k": 2})["prompts"][0]["tokens"]
-    assert [token.id for token in position.layers[-1].top] == [token["id"] for token in expected]
 
 
 def test_a_reply_is_written_some_layers_at_a_time(server: Serving) -> None:

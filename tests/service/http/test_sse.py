@@ -118,87 +118,74 @@ def test_the_fixed_lines() -> None:
 # The response
 
 
-def test_pieces_are_sent_as_they_come_with_headers_for_proxies() -> None:
-    async def main() -> None:
-        connection, ends = Connection(), Ends()
-        await run(some(b"one", b"two"), connection, ends)
-        start, *bodies = connection.sent
-        assert start["status"] == 200
-        headers = dict(start["headers"])
-        assert headers == {
-            b"cache-control": b"no-cache",
-            b"x-accel-buffering": b"no",
-            b"x-more": b"1",
-            b"content-type": b"text/event-stream; charset=utf-8",
-        }
-        assert [body["body"] for body in bodies] == [b"one", b"two", b""]
-        assert connection.ended
-        assert ends.count == 1
-
-    asyncio.run(main())
+async def test_pieces_are_sent_as_they_come_with_headers_for_proxies() -> None:
+    connection, ends = Connection(), Ends()
+    await run(some(b"one", b"two"), connection, ends)
+    start, *bodies = connection.sent
+    assert start["status"] == 200
+    headers = dict(start["headers"])
+    assert headers == {
+        b"cache-control": b"no-cache",
+        b"x-accel-buffering": b"no",
+        b"x-more": b"1",
+        b"content-type": b"text/event-stream; charset=utf-8",
+    }
+    assert [body["body"] for body in bodies] == [b"one", b"two", b""]
+    assert connection.ended
+    assert ends.count == 1
 
 
-def test_a_stream_that_always_has_something_to_say_ends_with_its_client() -> None:
-    async def main() -> None:
-        connection, ends = Connection(), Ends()
+async def test_a_stream_that_always_has_something_to_say_ends_with_its_client() -> None:
+    connection, ends = Connection(), Ends()
 
-        async def endless() -> AsyncIterator[bytes]:
-            for number in itertools.count():  # never really waits
-                if number == 100:
-                    connection.gone.set()
-                yield b"x"
+    async def endless() -> AsyncIterator[bytes]:
+        for number in itertools.count():  # never really waits
+            if number == 100:
+                connection.gone.set()
+            yield b"x"
 
-        await asyncio.wait_for(run(endless(), connection, ends), NEVER)
-        assert ends.count == 1
-        assert len(connection.sent) < 200
-        assert not connection.ended
-
-    asyncio.run(main())
+    await asyncio.wait_for(run(endless(), connection, ends), NEVER)
+    assert ends.count == 1
+    assert len(connection.sent) < 200
+    assert not connection.ended
 
 
-def test_a_stream_that_waits_ends_with_its_client() -> None:
-    async def main() -> None:
-        connection, ends = Connection(), Ends()
-        waiting = asyncio.Event()
+async def test_a_stream_that_waits_ends_with_its_client() -> None:
+    connection, ends = Connection(), Ends()
+    waiting = asyncio.Event()
 
-        async def silent() -> AsyncIterator[bytes]:
-            waiting.set()
-            await asyncio.Event().wait()
-            yield b""
+    async def silent() -> AsyncIterator[bytes]:
+        waiting.set()
+        await asyncio.Event().wait()
+        yield b""
 
-        running = asyncio.ensure_future(run(silent(), connection, ends))
-        await waiting.wait()
-        connection.gone.set()
-        await asyncio.wait_for(running, NEVER)
-        assert ends.count == 1
-
-    asyncio.run(main())
+    running = asyncio.ensure_future(run(silent(), connection, ends))
+    await waiting.wait()
+    connection.gone.set()
+    await asyncio.wait_for(running, NEVER)
+    assert ends.count == 1
 
 
-def test_a_client_that_is_gone_before_the_first_piece_ends_the_request_all_the_same() -> None:
-    async def main() -> None:
-        connection, ends = Connection(), Ends()
-        connection.gone.set()
-        await run(some(*[b"x"] * 1000), connection, ends)
-        assert ends.count == 1
-        assert not connection.ended
-
-    asyncio.run(main())
+async def test_a_client_that_is_gone_before_the_first_piece_ends_the_request_all_the_same() -> None:
+    connection, ends = Connection(), Ends()
+    connection.gone.set()
+    await run(some(*[b"x"] * 1000), connection, ends)
+    assert ends.count == 1
+    assert not connection.ended
 
 
 @pytest.mark.parametrize("stuck_at", [1, 3], ids=["at a piece", "at the end of the body"])
-def test_a_reader_that_stops_is_given_up(stuck_at: int, caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        async def accept(number: int) -> None:
-            if number == stuck_at:
-                await asyncio.Event().wait()
+async def test_a_reader_that_stops_is_given_up(
+    stuck_at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def accept(number: int) -> None:
+        if number == stuck_at:
+            await asyncio.Event().wait()
 
-        connection, ends = Connection(accept), Ends()
-        await asyncio.wait_for(run(some(b"one", b"two"), connection, ends, 0.01), NEVER)
-        assert ends.count == 1
-        assert len(connection.sent) == stuck_at
-
-    asyncio.run(main())
+    connection, ends = Connection(accept), Ends()
+    await asyncio.wait_for(run(some(b"one", b"two"), connection, ends, 0.01), NEVER)
+    assert ends.count == 1
+    assert len(connection.sent) == stuck_at
     assert caplog.messages == ["a client left its stream unread for 0.01 s"]
 
 
@@ -216,36 +203,30 @@ def test_slow_is_not_stopped() -> None:
         runner.run(main())
 
 
-def test_a_failure_on_the_way_leaves_the_body_without_its_end(
+async def test_a_failure_on_the_way_leaves_the_body_without_its_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def main() -> None:
-        async def failing() -> AsyncIterator[bytes]:
-            yield b"one"
-            raise unavailable("the server is shutting down")
+    async def failing() -> AsyncIterator[bytes]:
+        yield b"one"
+        raise unavailable("the server is shutting down")
 
-        connection, ends = Connection(), Ends()
-        await run(failing(), connection, ends)
-        assert ends.count == 1
-        assert connection.body == b"one"
-        assert not connection.ended
-
-    asyncio.run(main())
+    connection, ends = Connection(), Ends()
+    await run(failing(), connection, ends)
+    assert ends.count == 1
+    assert connection.body == b"one"
+    assert not connection.ended
     assert caplog.messages == ["a reply was broken off: the server is shutting down"]
 
 
-def test_our_own_bug_ends_the_request_and_is_not_hidden() -> None:
-    async def main() -> None:
-        async def broken() -> AsyncIterator[bytes]:
-            yield b"one"
-            raise ZeroDivisionError
+async def test_our_own_bug_ends_the_request_and_is_not_hidden() -> None:
+    async def broken() -> AsyncIterator[bytes]:
+        yield b"one"
+        raise ZeroDivisionError
 
-        connection, ends = Connection(), Ends()
-        with pytest.raises(ZeroDivisionError):
-            await run(broken(), connection, ends)
-        assert ends.count == 1
-
-    asyncio.run(main())
+    connection, ends = Connection(), Ends()
+    with pytest.raises(ZeroDivisionError):
+        await run(broken(), connection, ends)
+    assert ends.count == 1
 
 
 @given(TEXT | st.text("\u0085\u2028\u2029\x0b\x0c\x1c\x1d\x1e\r\na"))

@@ -133,17 +133,6 @@ def logits_as_npy(server: Serving) -> httpx.Response:
     return server.post("/logits", {"prompt": PROMPT}, Accept="application/x-npy")
 
 
-def test_prefixes_are_not_shared_with_other_weights(server: Serving) -> None:
-    long = PROMPT * 5
-    for cached in (0, 32 * (len(long) // 32)):
-        reply = server.generate(long, max_tokens=1, temperature=0)
-        assert (reply["usage"]["cached_tokens"] > 0) == (cached > 0)
-    reload(server, "step-2")
-    reply = server.generate(long, max_tokens=4, temperature=0, ignore_eos=True)
-    assert reply["usage"]["cached_tokens"] == 0
-    assert reply["choices"][0]["token_ids"] == expected(2, long, 4)
-
-
 def test_reload_without_a_name_serves_the_best(
     server: Serving, run: Path, before: dict[str, float]
 ) -> None:
@@ -262,9 +251,7 @@ def test_reply_under_load_is_of_one_checkpoint(server: Serving) -> None:
     server.wait_idle()
 
 
-def test_stream_ends_on_its_weights_and_the_next_request_waits(
-    server: Serving,
-) -> None:
+def test_stream_ends_on_its_weights_and_the_next_request_waits(server: Serving) -> None:
     body = {"prompt": PROMPT, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
     tokens, after = [], []
     with ExitStack() as stack:

@@ -353,9 +353,7 @@ EXPORT_SECONDS = 10
 
 
 @pytest.mark.slow
-def test_absent_collector_is_logged_once(
-    checkpoint_path: Path,
-) -> None:
+def test_absent_collector_is_logged_once(checkpoint_path: Path) -> None:
     """Each request has four spans, so the queue overflows."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # bound, but not listening

@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 from logitd.model.data import sources
 from logitd.model.data.errors import DataError
 from logitd.model.data.prepare import prepare_text
-from logitd.model.data.sources.document import (
-    Document,
-    Text,
-    split_documents,
-    text_document,
-)
+from logitd.model.data.sources.document import Document, Text, split_documents, text_document
 from logitd.model.data.sources.open_text import open_text
 
 

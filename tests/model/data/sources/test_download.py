@@ -15,12 +15,7 @@ import pytest
 
 from logitd.model.data.errors import DataError
 from logitd.model.data.sources import download as module
-from logitd.model.data.sources.download import (
-    Downloaded,
-    Downloading,
-    cache_folder,
-    download,
-)
+from logitd.model.data.sources.download import Downloaded, Downloading, cache_folder, download
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.training.events import Event, ignore_events, line
 

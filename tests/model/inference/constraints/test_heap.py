@@ -18,7 +18,7 @@ constraint = Compiler(merging_tokenizer()).compile(Source("regex", r"[\w.]+@[\w.
 
 def write(count):
     matchers = [constraint.matcher() for _ in range(count)]
-    for _ in range(40):
+    for _ in range(20):
         for seed, matcher in enumerate(matchers):
             if not matcher.complete:
                 ids = matcher.allowed().nonzero()[0].tolist()

@@ -260,9 +260,7 @@ def test_sandbox_ends_with_its_parent() -> None:
     sandbox.close()
 
 
-def test_failing_process_makes_constraints_unavailable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_failing_process_makes_constraints_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(ConstraintsUnavailable, match="does not start"):
         Sandbox(byte_tokenizer()).start()

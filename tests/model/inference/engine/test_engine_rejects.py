@@ -65,11 +65,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
         r"\[1, 2, 7\].*blocks.0.attention.heads.*\[2, 8\].* 1",
     ),
     (
-        {
-            "operation": "set",
-            "positions": (0, 1, 2),
-            "values": np.zeros((2, 2, 8), np.float32),
-        },
+        {"operation": "set", "positions": (0, 1, 2), "values": np.zeros((2, 2, 8), np.float32)},
         " 3 or 1 ",
     ),
 ]

@@ -206,9 +206,7 @@ def test_lens_has_the_same_bits_in_pieces_among_others_and_copied(
 
 
 @pytest.mark.parametrize("changes", [(), ("blocks.0.output",)])
-def test_lens_of_the_last_position_of_several_chunks(
-    changes: tuple[str, ...],
-) -> None:
+def test_lens_of_the_last_position_of_several_chunks(changes: tuple[str, ...]) -> None:
     """Chunks without requested positions have no rows."""
     gpt = tiny_gpt()
     interventions = tuple(

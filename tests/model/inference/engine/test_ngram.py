@@ -77,11 +77,7 @@ def drafts_over(text: list[int], known: int, sequences: int = 1) -> list[Draft]:
 
 @pytest.mark.parametrize(
     ("sequences", "lengths"),
-    [
-        (1, [1, 2, 5, 7, 7, 7]),
-        (2, [1, 1, 2, 5, 7, 7, 6]),
-        (8, [1, 1, 1, 1, 1, 2, 5, 7, 7]),
-    ],
+    [(1, [1, 2, 5, 7, 7, 7]), (2, [1, 1, 2, 5, 7, 7, 6]), (8, [1, 1, 1, 1, 1, 2, 5, 7, 7])],
 )
 def test_right_guesses_grow_fast(sequences: int, lengths: list[int]) -> None:
     """The sooner, the fewer others there are."""

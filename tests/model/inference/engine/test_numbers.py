@@ -15,11 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from logitd.model.inference.engine.events import FinishReason
-from logitd.model.inference.engine.requests import (
-    AttentionWeights,
-    HiddenStates,
-    Logits,
-)
+from logitd.model.inference.engine.requests import AttentionWeights, HiddenStates, Logits
 from logitd.model.inference.engine.sequence import CHUNKS_IN_FLIGHT
 from logitd.model.inference.reference import processed_row
 from logitd.model.transformer.gpt import GPT

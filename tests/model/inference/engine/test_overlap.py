@@ -137,9 +137,7 @@ def test_changed_rows_are_computed_beside_what_is_in_flight() -> None:
     plain = generation("plain", [1, 2, 3], max_tokens=60)
     changed = replace(generation("changed", [4, 5], max_tokens=5), interventions=(zero,))
     driven = Driven(
-        OLD,
-        JumpingClock(random.Random(0)),
-        make_decoder=partial(Launching, batch_invariant=True),
+        OLD, JumpingClock(random.Random(0)), make_decoder=partial(Launching, batch_invariant=True)
     )
     driven.add(plain, changed)
     together = driven.drain()

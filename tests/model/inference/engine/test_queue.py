@@ -45,9 +45,7 @@ def test_queue_serves_one_caller_by_priority_and_arrival(priorities: list[int]) 
 
 
 @given(st.lists(st.tuples(st.sampled_from(CALLERS), st.booleans()), max_size=60))
-def test_caller_waits_for_one_sequence_of_each_other_caller(
-    acts: list[tuple[str, bool]],
-) -> None:
+def test_caller_waits_for_one_sequence_of_each_other_caller(acts: list[tuple[str, bool]]) -> None:
     """Arrivals and admissions come in any order."""
     queue, count = WaitingQueue(), itertools.count()
     lines: dict[str, list[Sequence]] = {caller: [] for caller in CALLERS}

@@ -97,10 +97,7 @@ def test_auto_dtype_with_native_decoding_is_what_the_processor_multiplies(
 
 @pytest.mark.parametrize(
     ("gpt", "note"),
-    [
-        (tiny_gpt(tiny_config(head_dim=16)).half(), "float16"),
-        (tiny_gpt(), "head_dim.*8.*16.*256"),
-    ],
+    [(tiny_gpt(tiny_config(head_dim=16)).half(), "float16"), (tiny_gpt(), "head_dim.*8.*16.*256")],
 )
 def test_uncovered_model_is_decoded_by_torch_with_a_note(gpt: GPT, note: str) -> None:
     path = choose_decode_path(gpt, threads=1)
@@ -127,9 +124,7 @@ def test_native_path_names_its_instructions_and_format(quantize: Quantization) -
 HERE = runnable(platform.machine(), processor_features())
 
 
-def test_target_is_refused_if_the_system_withholds_amx(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_target_is_refused_if_the_system_withholds_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest of a fleet would compute by AMX, with other bits."""
 
     class Withheld:

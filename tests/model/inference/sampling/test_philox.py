@@ -14,11 +14,7 @@ ALL_ONES = 0xFFFFFFFF
 
 # `philox4x32 10` in the known-answer file of the Random123 library: counter, key, result.
 KNOWN_ANSWERS = [
-    (
-        (0, 0, 0, 0),
-        (0, 0),
-        (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8),
-    ),
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     (
         (ALL_ONES, ALL_ONES, ALL_ONES, ALL_ONES),
         (ALL_ONES, ALL_ONES),

@@ -23,7 +23,7 @@ from logitd.model.training.setup.base import open_base
 from logitd.model.training.trainer import TrainingResult, train
 from logitd.model.transformer.config import MODERN, GPTConfig, RopeScaling
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
-from tests.model.training.test_trainer import StopAt, _state
+from tests.model.training.test_trainer import _state, _train_until
 
 LINES, LINE = 300, "the quick foxes jump over it...\n"
 """32 bytes a line: with a token a byte, a window of 32 ends with a line."""
@@ -166,7 +166,7 @@ def test_stopped_and_resumed_run_has_the_bits_of_one_run(
     given = {"lora": lora, "dropout": 0.1, "log_every": 1, "eval_batches": 1, "sample_tokens": 1}
     train(tune(out=tmp_path / "straight", **given))
     one = tune(out=tmp_path / "broken", **given)
-    assert train(one, StopAt(4)).reason == "interrupted"
+    assert _train_until(4, one).reason == "interrupted"
     result = train(TrainingConfig(out=one.out, resume=True))
     assert (result.step, result.reason) == (12, "finished")
     assert _state(tmp_path / "straight") == _state(tmp_path / "broken")
@@ -215,8 +215,8 @@ def test_merged_adapters_have_the_loss_of_the_run(
 def test_run_of_adapters_resumes_only_with_its_base(tune: Tune, base: Path, tmp_path: Path) -> None:
     moved = tmp_path / "elsewhere"
     other = save_tiny_checkpoint(tmp_path / "other", gpt=tiny_gpt(seed=3))
-    config = tune(lora=2, log_every=1)
-    train(config, StopAt(4))
+    config = tune(lora=2)
+    _train_until(4, config)
     assert config.out is not None
     with pytest.raises(TrainingError, match=f"{other.weights_sha256[:12]}.*--from"):
         train(TrainingConfig(out=config.out, resume=True, from_checkpoint=other.path))

@@ -46,10 +46,7 @@ SIZE = 3
 """Processes; no number of rows below is a multiple of it."""
 
 
-@given(
-    heights=st.lists(st.integers(1, 20), min_size=1, max_size=4),
-    size=st.integers(1, 9),
-)
+@given(heights=st.lists(st.integers(1, 20), min_size=1, max_size=4), size=st.integers(1, 9))
 def test_shards_of_all_processes_make_up_every_map(heights: list[int], size: int) -> None:
     """A fused matrix is divided without a look at the maps in it."""
     matrix = torch.arange(sum(heights))[:, None]

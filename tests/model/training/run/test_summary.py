@@ -12,7 +12,7 @@ from logitd.model.training.run.directory import RunDirectory
 from logitd.model.training.run.summary import differences, summarise
 from logitd.model.training.trainer import train
 from tests.model.conftest import configuration
-from tests.model.training.test_trainer import StopAt
+from tests.model.training.test_trainer import _train_until
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, story_file: Path) -> Path:
     shape = {"n_layer": 1, "n_head": 1, "checkpoint_every": 12, "sample_every": None}
     train(configuration(story_file, folder / "whole", **shape))
     shape |= {"d_model": 16, "log_every": 1, "checkpoint_every": 100}
-    train(configuration(story_file, folder / "broken", **shape), StopAt(7))
+    _train_until(7, configuration(story_file, folder / "broken", **shape))
     return folder
 
 

@@ -11,7 +11,7 @@ from logitd.model.training.configuration.config import TrainingConfig, TrainingE
 from logitd.model.training.run.directory import RunDirectory
 from logitd.model.training.trainer import train
 from tests.model.conftest import Configure
-from tests.model.training.test_trainer import StopAt
+from tests.model.training.test_trainer import _train_until
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def written(folder: Path) -> Any:
 def test_events_have_the_curves_and_samples_of_the_run(configure: Configure) -> None:
     pytest.importorskip("tensorboard", reason="the optional package tensorboard is not installed")
     config = configure(tensorboard=True, log_every=1, sample_every=6)
-    train(config, StopAt(4))
+    _train_until(4, config)
     assert config.out is not None
     train(TrainingConfig(out=config.out, resume=True))
     found, metrics = written(config.out / "tensorboard"), RunDirectory(config.out).metrics()

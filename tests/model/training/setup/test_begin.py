@@ -33,18 +33,14 @@ class TryASecond:
             self.error = caught.value
 
 
-def test_second_trainer_names_the_first_that_prepares_its_text(
-    configure: Configure,
-) -> None:
+def test_second_trainer_names_the_first_that_prepares_its_text(configure: Configure) -> None:
     second = TryASecond(configure, resume=False)
     train(configure(steps=2), second)
     assert f"is being trained by process {os.getpid()} on" in str(second.error)
     assert "remove" not in str(second.error)
 
 
-def test_run_in_training_is_resumed_only_afterwards(
-    configure: Configure,
-) -> None:
+def test_run_in_training_is_resumed_only_afterwards(configure: Configure) -> None:
     result = train(configure(steps=2))
     second = TryASecond(configure, resume=True)
     train(configure(resume=True, steps=4), second)

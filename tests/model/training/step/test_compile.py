@@ -1,7 +1,9 @@
-"""Compiling: which runs are compiled, the same results, and a compiler that fails."""
+"""Compiling: which runs are compiled, the same results, and a compiler that fails.
+
+tests/e2e/test_torchrun.py runs torch's C++ compiler, for a minute.
+"""
 
 import logging
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -137,22 +139,3 @@ def test_resumed_run_keeps_the_decision_to_compile(
     train(TrainingConfig(out=halves, resume=True))
     assert _state(halves) == _state(whole)
     assert _losses(halves) == _losses(whole)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile wants a C++ compiler")
-def test_run_compiled_by_torch_learns_what_an_eager_one_does(
-    configure: Configure, tmp_path: Path
-) -> None:
-    notices: list[str] = []
-    options: dict[str, Any] = {"steps": 2, "n_layer": 1, "log_every": 1}
-    train(configure(out=tmp_path / "eager", **options))
-    train(
-        configure(out=tmp_path / "compiled", compile="on", **options),
-        lambda event: notices.append(getattr(event, "message", "")),
-    )
-    assert any(each.startswith("compiling") for each in notices)
-    assert not any(each.startswith("not compiled") for each in notices)
-    pairs = zip(_losses(tmp_path / "eager"), _losses(tmp_path / "compiled"), strict=True)
-    assert all(a[:2] == b[:2] and a[2] == pytest.approx(b[2], rel=1e-4) for a, b in pairs)

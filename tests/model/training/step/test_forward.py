@@ -60,8 +60,6 @@ def test_loss_is_that_of_the_logits(tied: bool, bias: bool, dtype: torch.dtype) 
     parameters = forward.parameters()
     assert len(parameters) == len(list(gpt.parameters()))
     for own, other in zip(
-        torch.autograd.grad(mine, parameters),
-        torch.autograd.grad(theirs, parameters),
-        strict=True,
+        torch.autograd.grad(mine, parameters), torch.autograd.grad(theirs, parameters), strict=True
     ):
         assert float((own - other).norm()) <= near * float(other.norm()) + 1e-7

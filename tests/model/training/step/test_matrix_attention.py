@@ -54,9 +54,7 @@ def test_autocast_does_not_change_the_result() -> None:
     assert torch.equal(inside, attend(0, q, k, v))
 
 
-def test_dropout_hides_the_same_weights_in_both_passes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_dropout_hides_the_same_weights_in_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix_attention, "QUERIES", 4)
     q, k, v = _inputs(2, 2, 8)
     attend = MatrixAttend(torch.float32, dropout=0.5)

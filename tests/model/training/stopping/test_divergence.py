@@ -6,12 +6,7 @@ from collections.abc import Iterable
 import pytest
 
 from logitd.model.training.run.step_log import Figures
-from logitd.model.training.stopping.divergence import (
-    MARGIN,
-    REPORTS,
-    STEPS,
-    DivergenceMonitor,
-)
+from logitd.model.training.stopping.divergence import MARGIN, REPORTS, STEPS, DivergenceMonitor
 
 
 def _figures(loss: float, norm: float = 1.0) -> Figures:

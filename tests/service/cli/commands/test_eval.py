@@ -173,10 +173,7 @@ def test_text_is_read_with_the_flags_of_training(
     ],
 )
 def test_eval_of_an_impossible_request_exits_1(
-    checkpoint_path: Path,
-    arguments: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
+    checkpoint_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [str(checkpoint_path) if word == "CHECKPOINT" else word for word in arguments]
     assert run(["eval", *words]) == 1

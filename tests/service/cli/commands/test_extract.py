@@ -91,12 +91,6 @@ def test_refused_request_is_explained(
     assert not Path("out").exists()
 
 
-def test_missing_checkpoint_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    assert extracted(Path("nowhere"), "--logprobs") == 1
-    expected = "nowhere does not exist; expected the directory of a checkpoint or of a run"
-    assert expected in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("package", "flags", "pinned"),
     [("pyarrow", (), "'pyarrow>=20'"), ("ray", ("--ray", "local"), "'ray[serve]>=2.60'")],

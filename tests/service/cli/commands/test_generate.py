@@ -114,42 +114,29 @@ def test_text_stays_within_the_context(
 
 
 @pytest.mark.parametrize(
-    ("prompt", "message"),
+    ("given", "message"),
     [
-        ("", "logitd generate: the prompt is empty; give at least one token\n"),
-        ("x" * 128, "logitd generate: the prompt has 128 tokens; the model's context is 128"),
-        ("\udcff", "logitd generate: the prompt is not UTF-8 text\n"),
-    ],
-)
-def test_unusable_prompts_exit_1_with_a_sentence(
-    checkpoint_path: Path, prompt: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["generate", prompt, "--checkpoint", str(checkpoint_path), "--threads", "1"]) == 1
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(message)
-    assert len(err.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
+        ([""], "the prompt is empty; give at least one token\n"),
+        (["x" * 128], "the prompt has 128 tokens; the model's context is 128"),
+        (["\udcff"], "the prompt is not UTF-8 text\n"),
         (
-            ("--checkpoint", "nowhere"),
+            [PROMPT, "--checkpoint", "nowhere"],
             "nowhere does not exist; expected the directory of a checkpoint or of a run",
         ),
-        (("--device", "tpu"), "'tpu'"),
-        (("--device", "abacus"), "'abacus' is not a device; try auto, cpu, cuda or cuda:0"),
-        (("--kernels", "native"), "kernels is native, but the native kernels cannot be used"),
-        (("--quantize", "int8"), "quantize is int8, but the native kernels cannot be used"),
+        ([PROMPT, "--device", "tpu"], "'tpu'"),
+        ([PROMPT, "--device", "abacus"], "'abacus' is not a device; try auto, cpu, cuda or cuda:0"),
+        (
+            [PROMPT, "--kernels", "native"],
+            "kernels is native, but the native kernels cannot be used",
+        ),
+        ([PROMPT, "--quantize", "int8"], "quantize is int8, but the native kernels cannot be used"),
     ],
 )
-def test_missing_paths_exit_1_with_a_sentence(
-    checkpoint_path: Path, flags: tuple[str, ...], message: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    arguments = ["generate", PROMPT, "--checkpoint", str(checkpoint_path), "--threads", "1", *flags]
-    assert run(arguments) == 1
+def test_unusable_prompts_and_flags_exit_1_with_a_sentence(
+    checkpoint_path: Path, given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--checkpoint", str(checkpoint_path), "--threads", "1"]
+    assert run(["generate", given[0], *flags, *given[1:]]) == 1
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("logitd generate: ")

@@ -94,12 +94,3 @@ def test_texts_that_do_not_fit_exit_1(
 ) -> None:
     assert run(["inspect", str(checkpoint_path), "--text", text]) == 1
     assert capsys.readouterr() == ("", f"logitd inspect: {message}\n")
-
-
-def test_missing_checkpoints_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["inspect", "nowhere"]) == 1
-    assert capsys.readouterr() == (
-        "",
-        "logitd inspect: nowhere does not exist; expected the directory of a checkpoint or of a "
-        "run\n",
-    )

@@ -44,9 +44,7 @@ def test_file_has_a_line_for_each_event(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.splitlines() == [line(event) for event in EVENTS]
 
 
-def test_terminal_redraws_the_progress_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_terminal_redraws_the_progress_line(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     report = TerminalReporter()

@@ -92,9 +92,7 @@ def test_a_service_that_is_ready(server: Serving) -> None:
         assert server.client.get(path).json() == {"status": "ok", "reason": None}
 
 
-def test_while_loading_only_life_is_answered(
-    loading: tuple[Serving, Path, Event],
-) -> None:
+def test_while_loading_only_life_is_answered(loading: tuple[Serving, Path, Event]) -> None:
     server, _, gate = loading
     assert health(server) == health(server, "/health/ready") == (503, "loading")
     assert health(server, LIVE) == (200, "loading")

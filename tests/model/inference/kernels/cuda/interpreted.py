@@ -1,6 +1,6 @@
 """The Triton kernels in Triton's interpreter, against the plain decoder and `sample_tokens`.
 
-    TRITON_INTERPRET=1 python -m tests.model.inference.kernels.cuda.interpreted LAYERS FAMILY...
+    TRITON_INTERPRET=1 python -m tests.model.inference.kernels.cuda.interpreted FAMILY...
 
 Triton reads the variable when it is imported, so this is a process of its own. The interpreter
 multiplies no bfloat16 matrices.
@@ -32,13 +32,15 @@ STEPS: dict[str, list[tuple[int, int]]] = {
 }
 """Rows as slots and positions behind their lengths. Prompts are computed like drafts."""
 QUICK = ("one row", "drafts")
-"""Kinds for a quick run."""
+"""Kinds with different kernels."""
+WHOLE = 2
+"""Of several families, those with two layers, all kinds of steps, and each row alone."""
 
 
 @torch.inference_mode()
-def check_family(name: str, dtype: torch.dtype, layers: int) -> None:
-    gpt = tiny_gpt(tiny_config(**{**FAMILIES[name], "n_layer": layers})).to(dtype)
-    for kind in STEPS if layers > 1 else QUICK:
+def check_family(name: str, dtype: torch.dtype, *, whole: bool) -> None:
+    gpt = tiny_gpt(tiny_config(**{**FAMILIES[name], "n_layer": 1 + whole})).to(dtype)
+    for kind in STEPS if whole else QUICK:
         rows = STEPS[kind]
         # More than FEW_ROWS are computed alike, batch-invariant or not.
         for batch_invariant in (False, True) if kind == "one row" else (True,):
@@ -56,7 +58,7 @@ def check_family(name: str, dtype: torch.dtype, layers: int) -> None:
                     cache.read(0, slot, end), expected.read(0, slot, end), strict=True
                 ):
                     assert torch.allclose(one.float(), other.float(), atol=1e-2, rtol=1e-2)
-            if batch_invariant and layers > 1:
+            if batch_invariant and whole:
                 alone = [logits_of(step, row, False) for row in given.split(1)]
                 assert torch.equal(torch.cat(alone), found), (name, dtype, kind)
 
@@ -123,9 +125,10 @@ def check_sampling(times: int) -> None:
 
 if __name__ == "__main__":
     forward.PROGRAMS, forward.PART_CELLS, forward.SURVEYED = 1, 2**9, 64
-    layers, families = int(sys.argv[1]), sys.argv[2:]
-    check_sampling(30 if layers > 1 else 6)
-    for family in families:
-        check_family(family, torch.float32, layers)
-    if layers > 1:
-        check_family(families[0], torch.float16, layers)
+    families = sys.argv[1:]
+    many = len(families) > 1
+    check_sampling(20 if many else 6)
+    for number, family in enumerate(families):
+        check_family(family, torch.float32, whole=many and number < WHOLE)
+    if many:
+        check_family(families[0], torch.float16, whole=False)

@@ -102,9 +102,7 @@ def test_short_interruptions_are_ignored() -> None:
     assert threads_of(monitor, machine, lost=0.0) == 2
 
 
-def test_threads_that_change_bits_are_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_threads_that_change_bits_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     def divides_differently(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> object:
         return torch.nn.functional.linear(x, weight, bias) + torch.get_num_threads()
 
