@@ -120,7 +120,7 @@ class Measurement:
         """The size that `logitd train --minutes` takes on this machine."""
         if minutes not in self._sizes:
             asked = TrainingConfig(minutes=minutes, threads=self._threads)
-            size = self._sizes[minutes] = measured_here(asked).choice.size
+            size = self._sizes[minutes] = measured_here(asked).size
             self._append({"minutes": minutes, "size": asdict(size)})
         return self._sizes[minutes]
 

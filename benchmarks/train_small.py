@@ -36,9 +36,9 @@ from logitd.model.device import keep_freed_memory
 from logitd.model.training.configuration.autosize import (
     SIZES,
     Choice,
-    Measured,
     autosize,
     bytes_per_token,
+    resolve_size,
 )
 from logitd.model.training.configuration.config import TrainingConfig
 from logitd.model.training.configuration.resolve import resolve
@@ -46,12 +46,12 @@ from logitd.model.training.configuration.resolve import resolve
 SIDES = ("adapted", "long", "nanogpt-char")
 
 
-def configuration(side: str, asked: TrainingConfig, measured: Measured) -> TrainingConfig:
+def configuration(side: str, asked: TrainingConfig, choice: Choice) -> TrainingConfig:
     """The settings of a side, on a machine that was measured once for all sides."""
     if side == "nanogpt-char":
         return TrainingConfig(**{**asked.to_dict(), "preset": side})
     text_bytes = open_text(asked.data).count_bytes(math.inf) if side == "adapted" else math.inf
-    return autosize(asked, measured, text_bytes)[0]
+    return autosize(asked, choice, text_bytes)[0].config
 
 
 def of_passes(side: str, asked: TrainingConfig, size: int, passes: float) -> TrainingConfig:
@@ -63,9 +63,9 @@ def of_passes(side: str, asked: TrainingConfig, size: int, passes: float) -> Tra
         math.inf
     )
     tokens = passes * train_bytes / bytes_per_token(chosen.vocab_size)
-    measured = Measured(Choice(chosen, 0.0, {}), tokens, None, "")
+    choice = Choice(chosen, resolve_size(asked, chosen), 0.0, tokens, {})
     steps = max(1, round(tokens / (chosen.batch_size * chosen.context_length)))
-    config = configuration(side, asked, measured)
+    config = configuration(side, asked, choice)
     return config.model_copy(update={"steps": steps, "minutes": None})
 
 

@@ -22,8 +22,9 @@ from logitd.model.checkpoint.checkpoint import load_checkpoint
 from logitd.model.data.prepare import read_prepared
 from logitd.model.data.windows import validation_windows
 from logitd.model.device import Placement, keep_freed_memory
-from logitd.model.training.configuration.autosize import Measured
+from logitd.model.training.configuration.autosize import Choice
 from logitd.model.training.configuration.config import TrainingConfig
+from logitd.model.training.configuration.resolve import resolve
 from logitd.model.training.optim.optimizers import kind_of
 from logitd.model.training.run.directory import RunDirectory
 from logitd.model.training.setup.measure import measure_machine
@@ -101,9 +102,9 @@ def block_matrices(config: GPTConfig) -> int:
     return sum(p.numel() for name, p in gpt.named_parameters() if kind_of(gpt, name) == "matrix")
 
 
-def measured_here(config: TrainingConfig) -> Measured:
+def measured_here(config: TrainingConfig) -> Choice:
     """The size for all minutes of a configuration on this machine, for a long text."""
-    return measure_machine(config, _placement(config), 60 * (config.minutes or 0.0))
+    return measure_machine(resolve(config), _placement(config), 60 * (config.minutes or 0.0))
 
 
 def _placement(config: TrainingConfig) -> Placement:

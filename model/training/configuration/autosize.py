@@ -1,9 +1,9 @@
 """Autosize: chooses the model and the recipe for `--minutes`, by this machine's speed and the text.
 
 `logitd train --minutes 5` measures real steps (`model/training/setup/measure.py`) and takes the
-largest of SIZES that can see enough tokens in that time. `autosize` writes the choice into the
-configuration as if the user had set it, so run.json has it and a resumed run measures nothing.
-Fields that the user set stay.
+largest of SIZES that can see enough tokens in that time. `autosize` resolves the run as if the user
+had set the choice, so run.json has it and a resumed run measures nothing. Fields that the user set
+stay.
 
 A size is allowed if the run has at least TOKENS_PER_PARAMETER tokens for each parameter of the
 block matrices. A larger model sees fewer tokens in the same time, so sizes grow with the square
@@ -14,16 +14,16 @@ falls. So if the text is short, the recipe gets dropout, and a smaller vocabular
 token would occur only a few times. `model/training/README.md` has the measurements.
 """
 
-import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 
+import numpy as np
+
 from logitd.model.plural import pluralize
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
-from logitd.model.training.configuration.presets import PRESETS
+from logitd.model.training.configuration.resolve import ResolvedTraining, resolve
 from logitd.model.training.step.flops import flops_per_token
-from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.size import count_elements
 
 TOKENS_PER_PARAMETER = 0.9
@@ -114,29 +114,30 @@ FIRST_MEASURED = SIZES[2]
 
 @dataclass(frozen=True)
 class Choice:
-    """The size that was chosen for a time.
+    """The size that was chosen for a time, as `search` measured it.
 
+    training           the run of that size on a long text
     tokens_per_second  expected speed of that size
+    tokens             number of tokens that this machine can train in the time
     speeds             measured tokens per second, by size
     """
 
     size: Size
+    training: ResolvedTraining
     tokens_per_second: float
+    tokens: float
     speeds: Mapping[Size, float]
 
+    @property
+    def train_share(self) -> float:
+        return 1 - self.training.recipe.val_fraction
 
-@dataclass(frozen=True)
-class Measured:
-    """The size and the number of tokens that this machine can train in the configured minutes.
-
-    published  size of a published vocabulary; None if the vocabulary is learned
-    computed   dtype and threads of the measurement, for the notice
-    """
-
-    choice: Choice
-    tokens: float
-    published: int | None
-    computed: str
+    @property
+    def enough_bytes(self) -> float:
+        """Size of the smallest text, including its held-out part, over which the run makes at most
+        FEW passes."""
+        per_token = bytes_per_token(self.training.model.vocab_size)
+        return self.tokens * per_token / FEW / self.train_share
 
 
 def wants_size(config: TrainingConfig, processes: int) -> bool:
@@ -152,49 +153,48 @@ def wants_size(config: TrainingConfig, processes: int) -> bool:
     return True
 
 
+def resolve_size(
+    config: TrainingConfig, size: Size, published: int | None = None
+) -> ResolvedTraining:
+    """The run of a size on a long text. `published` is the size of a published vocabulary; None if
+    the vocabulary is learned."""
+    values = asdict(size)
+    if published is not None:
+        del values["vocab_size"]
+    training = resolve(config.filled(values))
+    return training.with_vocabulary(published or training.recipe.vocab_size)
+
+
 def autosize(
-    config: TrainingConfig, measured: Measured, text_bytes: float
-) -> tuple[TrainingConfig, str]:
-    """The configuration with model, length and recipe filled in, and a notice about them.
-    `text_bytes` is the size of the text; if it exceeds `enough_bytes`, its value does not
-    matter."""
-    choice, tokens = measured.choice, measured.tokens
+    config: TrainingConfig, choice: Choice, text_bytes: float
+) -> tuple[ResolvedTraining, str]:
+    """The run of the chosen size with the recipe for its text and its length, and a notice about
+    it. `text_bytes` is the size of the text; above `choice.enough_bytes` its value does not matter.
+
+    The run gets seven evaluations, each less than a hundredth of the time, and three times samples
+    and a checkpoint."""
+    training, tokens = choice.training, choice.tokens
+    steps = max(1, round(tokens / training.tokens_per_step))
+    # Intervals need not divide the steps: a run always ends with an evaluation and a checkpoint.
+    rarely = max(10, round(0.4 * steps))
+    intervals = {
+        "eval_every": max(10, round(0.15 * steps)),
+        "eval_batches": max(4, round(0.02 * steps)),
+        "sample_every": rarely,
+        "checkpoint_every": rarely,
+    }
     changes, repetition = suit_text(
         config.given(),
-        measured.published or config.vocab_size or choice.size.vocab_size,
+        training.model.vocab_size,
         tokens,
-        _train_share(config) * text_bytes,
-        learned=measured.published is None,
+        choice.train_share * text_bytes,
+        learned=training.recipe.tokenizer == "own",
     )
-    chosen = fill_in(config.model_copy(update=changes), choice.size, tokens)
-    speeds = ", ".join(f"{speed:,.0f} tok/s with {size}" for size, speed in choice.speeds.items())
-    minutes = "a minute" if chosen.minutes == 1 else f"{chosen.minutes:g} minutes"
+    chosen = resolve(training.config.filled(intervals).model_copy(update=changes))
+    minutes = "a minute" if config.minutes == 1 else f"{config.minutes:g} minutes"
     return chosen, (
-        f"measured {speeds}, {measured.computed}\n"
         f"in {minutes} that is {tokens / 1e6:.2g} million tokens: {choice.size}, "
-        f"context {chosen.context_length}, batches of {chosen.batch_size}{repetition}"
-    )
-
-
-def fill_in(config: TrainingConfig, size: Size, tokens: float | None = None) -> TrainingConfig:
-    """A configuration with the values of a size. If the length of the run is known in `tokens`, it
-    also gets seven evaluations, each less than a hundredth of the time, and three times samples and
-    a checkpoint."""
-    values = asdict(size)
-    if (config.tokenizer or "own") != "own":
-        del values["vocab_size"]
-    if tokens is not None:
-        sequences = (config.batch_size or size.batch_size) * (config.accumulate or 1)
-        length = config.context_length or size.context_length
-        steps = max(1, round(tokens / (sequences * length)))
-        # Intervals need not divide the steps: a run always ends with an evaluation and a
-        # checkpoint.
-        values["eval_every"] = max(10, round(0.15 * steps))
-        values["eval_batches"] = max(4, round(0.02 * steps))
-        values["sample_every"] = values["checkpoint_every"] = max(10, round(0.4 * steps))
-    given = config.given()
-    return config.model_copy(
-        update={name: value for name, value in values.items() if name not in given}
+        f"context {chosen.model.context_length}, batches of {chosen.recipe.batch_size}{repetition}"
     )
 
 
@@ -220,12 +220,12 @@ def suit_text(
 
 def search(
     seconds: float,
-    models: Mapping[Size, GPTConfig],
-    measure: Callable[[Size], float],
+    candidates: Mapping[Size, ResolvedTraining],
+    measure: Callable[[ResolvedTraining], float],
     clock: Callable[[], float] = time.monotonic,
 ) -> Choice:
     """Find the largest size that a run of this many seconds allows, by measurements from small to
-    large. `measure` trains a size for some steps and returns tokens per second.
+    large. `measure` trains a run for some steps and returns tokens per second.
 
     A size that was not measured is expected to reach the arithmetic per second of the nearest
     measured size. The largest size allowed by these expectations is measured next. The search ends
@@ -234,59 +234,37 @@ def search(
     allowed = min(MEASURING * seconds, MEASURING_SECONDS)
     began = clock()
     speeds: dict[Size, float] = {}
+
+    def expected(size: Size) -> float:
+        index = SIZES.index(size)
+        nearest = min(speeds, key=lambda other: abs(SIZES.index(other) - index))
+        measured, this = (flops_per_token(candidates[each].model) for each in (nearest, size))
+        return speeds[nearest] * measured / this
+
+    def is_allowed(size: Size) -> bool:
+        matrices = count_elements(candidates[size].model).block_matrices
+        return seconds * USABLE * expected(size) >= TOKENS_PER_PARAMETER * matrices
+
     size = FIRST_MEASURED if seconds >= SHORT else SIZES[0]
     while True:
-        speeds[size] = measure(size)
-        size = _largest(seconds, models, speeds)
-        expected = _expected(size, models, speeds)
-        takes = (1 + MEASURED_STEPS) * size.batch_size * size.context_length / expected
+        speeds[size] = measure(candidates[size])
+        size = next(filter(is_allowed, reversed(SIZES)), SIZES[0])
+        speed = expected(size)
+        takes = (1 + MEASURED_STEPS) * size.batch_size * size.context_length / speed
         if size in speeds or clock() - began + takes > allowed:
-            return Choice(size, expected, speeds)
-
-
-def _largest(
-    seconds: float, models: Mapping[Size, GPTConfig], speeds: Mapping[Size, float]
-) -> Size:
-    for size in reversed(SIZES):
-        tokens = seconds * USABLE * _expected(size, models, speeds)
-        if tokens >= TOKENS_PER_PARAMETER * count_elements(models[size]).block_matrices:
-            return size
-    return SIZES[0]
-
-
-def _expected(size: Size, models: Mapping[Size, GPTConfig], speeds: Mapping[Size, float]) -> float:
-    index = SIZES.index(size)
-    nearest = min(speeds, key=lambda other: abs(SIZES.index(other) - index))
-    return speeds[nearest] * flops_per_token(models[nearest]) / flops_per_token(models[size])
+            return Choice(size, candidates[size], speed, seconds * USABLE * speed, speeds)
 
 
 def bytes_per_token(vocab_size: int) -> float:
     """Approximate bytes of text per token, interpolated over the logarithm of the vocabulary's
     size."""
-    smallest, largest = BYTES_PER_TOKEN[0], BYTES_PER_TOKEN[-1]
-    if vocab_size >= largest[0]:
-        return largest[1]
-    above = next(i for i, (size, _) in enumerate(BYTES_PER_TOKEN) if size > max(vocab_size, 257))
-    (low, fewer), (high, more) = BYTES_PER_TOKEN[above - 1], BYTES_PER_TOKEN[above]
-    share = math.log(max(vocab_size, smallest[0]) / low) / math.log(high / low)
-    return fewer + share * (more - fewer)
+    sizes, values = zip(*BYTES_PER_TOKEN, strict=True)
+    return float(np.interp(np.log(vocab_size), np.log(sizes), values))
 
 
 def passes(tokens: float, train_bytes: float, vocab_size: int) -> float:
     """Approximate number of passes that `tokens` make over a training text of `train_bytes`."""
     return tokens * bytes_per_token(vocab_size) / max(1.0, train_bytes)
-
-
-def enough_bytes(config: TrainingConfig, measured: Measured) -> float:
-    """Size of the smallest text, including its held-out part, over which the run makes at most FEW
-    passes."""
-    vocab_size = measured.published or config.vocab_size or measured.choice.size.vocab_size
-    return measured.tokens * bytes_per_token(vocab_size) / FEW / _train_share(config)
-
-
-def _train_share(config: TrainingConfig) -> float:
-    val_fraction: float = config.val_fraction or PRESETS[config.preset].recipe.val_fraction
-    return 1 - val_fraction
 
 
 def dropout_of(often: float, vocab_size: int) -> float:

@@ -6,6 +6,7 @@ made. It includes the fields of `GPTConfig` and `Recipe`; None means the preset'
 trainer works with. Does not import torch and opens no file.
 """
 
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -148,6 +149,11 @@ class TrainingConfig(_AllFields):
         """The fields that the user set to a value other than None."""
         names = self.model_fields_set & TrainingConfig.model_fields.keys()
         return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    def filled(self, values: Mapping[str, Any]) -> "TrainingConfig":
+        """A copy with `values`, except of the fields that the user set."""
+        given = self.given()
+        return self.model_copy(update={k: v for k, v in values.items() if k not in given})
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that the user set, as JSON values. `resume` is left out, because it belongs to

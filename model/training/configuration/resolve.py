@@ -8,7 +8,7 @@ These functions open no file and query no device. `model/training/setup/begin.py
 that a ResolvedTraining names.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any
@@ -92,17 +92,13 @@ class ResolvedTraining:
     def tokens_per_step(self) -> int:
         return self.recipe.batch_size * self.recipe.accumulate * self.model.context_length
 
-    @property
-    def needs_speed(self) -> bool:
-        """True if the speed must be measured to decide if the run is long enough to compile."""
-        by_clock = self.length.steps is None and (self.length.minutes or 0) >= LONG_MINUTES
-        return by_clock and self.config.compile == "auto"
-
-    def with_vocabulary(self, size: int, speed: float = 0.0) -> "ResolvedTraining":
+    def with_vocabulary(
+        self, size: int, speed: Callable[["ResolvedTraining"], float] = lambda training: 0.0
+    ) -> "ResolvedTraining":
         """A copy of this run with the size of its vocabulary, which is known only after the text
         was tokenised. This also decides "auto" of `compile`: for a long run it becomes "on", so
         that the run has the same kernels after a resumption; for a short run it stays, and compiles
-        only on CUDA. `speed` is the measured number of tokens per second, if `needs_speed`."""
+        only on CUDA. `speed` measures the tokens per second of a run that the clock ends."""
         resolved = self
         if self.base is None:
             model = replace(self.model, vocab_size=size, padded_vocab_size=padded(size))
@@ -111,13 +107,13 @@ class ResolvedTraining:
             resolved = replace(resolved, config=self.config.model_copy(update={"compile": "on"}))
         return resolved
 
-    def _is_long(self, speed: float) -> bool:
+    def _is_long(self, speed: Callable[["ResolvedTraining"], float]) -> bool:
         steps, minutes = self.length.steps, self.length.minutes
         if minutes is not None and minutes < LONG_MINUTES:
             return False
         operations = flops_per_token(self.model)
         if steps is None:
-            return (minutes or 0) * 60 * speed * operations >= LONG_BY_CLOCK
+            return (minutes or 0) * 60 * speed(self) * operations >= LONG_BY_CLOCK
         return steps * self.tokens_per_step * operations >= LONG_OPERATIONS
 
     def to_dict(self) -> dict[str, Any]:

@@ -24,9 +24,10 @@ from logitd.model.data.sources.open_text import open_text
 from logitd.model.data.sources.read_options import ReadOptions
 from logitd.model.device import Placement, use_threads
 from logitd.model.files import CONFIG_BYTES, read_text
+from logitd.model.plural import pluralize
 from logitd.model.text.chat_template import ChatTemplate, ChatTemplateError
 from logitd.model.text.tokenizer import TokenizerError
-from logitd.model.training.configuration.autosize import autosize, enough_bytes, wants_size
+from logitd.model.training.configuration.autosize import autosize, wants_size
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.configuration.resolve import (
     REWARMING,
@@ -96,15 +97,23 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline
         raise TrainingError(
             f"special_tokens is {config.special_tokens!r}, but {text.name} is already tokenised"
         )
-    speed = 0.0
+    known_speed = 0.0
     if by_minutes:
         report(Noticed(_MEASURING))
-        measured = measure_machine(config, placement, max(1.0, deadline - time.monotonic()))
-        speed = measured.choice.tokens_per_second
-        text_bytes = text.count_bytes(enough_bytes(config, measured))
-        config, notice = autosize(config, measured, text_bytes)
-        report(Noticed(notice))
-        training = resolve(config)
+        choice = measure_machine(training, placement, max(1.0, deadline - time.monotonic()))
+        known_speed = choice.tokens_per_second
+        training, notice = autosize(config, choice, text.count_bytes(choice.enough_bytes))
+        speeds = ", ".join(f"{rate:,.0f} tok/s with {size}" for size, rate in choice.speeds.items())
+        threads = pluralize(placement.threads, "thread")
+        report(Noticed(f"measured {speeds}, {placement.dtype_name}, {threads}\n{notice}"))
+
+    def speed(training: ResolvedTraining) -> float:
+        if known_speed or placement.device.type != "cpu":
+            return known_speed
+        report(Noticed(_MEASURING))
+        use_threads(placement.threads)
+        return ranks.size * measure(training, placement, deadline - time.monotonic())
+
     recipe = training.recipe
 
     # 3) Tokenise the text, which determines the vocabulary's size and so the model.
@@ -122,11 +131,6 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline
                 or (config.special_tokens == "auto" and chat_template is not None),
             )
         vocab_size = prepared.tokenizer.vocab_size
-        if training.needs_speed and not speed and placement.device.type == "cpu":
-            report(Noticed(_MEASURING))
-            use_threads(placement.threads)
-            left = deadline - time.monotonic()
-            speed = ranks.size * measure(training.with_vocabulary(vocab_size), placement, left)
         training = training.with_vocabulary(vocab_size, speed)
         require_window(prepared, training.model.context_length)
         _check_prompts(config.prompts, prepared)

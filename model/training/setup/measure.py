@@ -11,19 +11,16 @@ import torch
 
 from logitd.model.data.prepare import published_vocabulary
 from logitd.model.device import Placement, use_threads
-from logitd.model.plural import pluralize
 from logitd.model.training.configuration.autosize import (
     MEASURED_STEPS,
     MEASURING,
     MEASURING_SECONDS,
     SIZES,
-    USABLE,
-    Measured,
-    fill_in,
+    Choice,
+    resolve_size,
     search,
 )
-from logitd.model.training.configuration.config import TrainingConfig
-from logitd.model.training.configuration.resolve import ResolvedTraining, resolve
+from logitd.model.training.configuration.resolve import ResolvedTraining
 from logitd.model.training.optim.optimizers import Optimizers, initialise
 from logitd.model.training.step.forward import Forward
 from logitd.model.transformer.gpt import GPT
@@ -37,24 +34,14 @@ AGREEMENT = 1.05
 """Largest ratio of the times of two steps that agree."""
 
 
-def measure_machine(config: TrainingConfig, placement: Placement, seconds: float) -> Measured:
+def measure_machine(training: ResolvedTraining, placement: Placement, seconds: float) -> Choice:
     """Measure how fast this machine trains models of several sizes, and choose the size for the
     `seconds` that are left of the configured minutes."""
     use_threads(placement.threads)
-    tokenizer = config.tokenizer or "own"
+    tokenizer = training.recipe.tokenizer
     published = None if tokenizer == "own" else published_vocabulary(tokenizer).vocab_size
-    candidates = {}
-    for size in SIZES:
-        candidate = resolve(fill_in(config, size))
-        candidates[size] = candidate.with_vocabulary(published or candidate.recipe.vocab_size)
-    choice = search(
-        seconds,
-        {size: candidate.model for size, candidate in candidates.items()},
-        lambda size: measure(candidates[size], placement, seconds),
-    )
-    tokens = seconds * USABLE * choice.tokens_per_second
-    computed = f"{placement.dtype_name}, {pluralize(placement.threads, 'thread')}"
-    return Measured(choice, tokens, published, computed)
+    candidates = {size: resolve_size(training.config, size, published) for size in SIZES}
+    return search(seconds, candidates, lambda sized: measure(sized, placement, seconds))
 
 
 def measure(candidate: ResolvedTraining, placement: Placement, seconds: float) -> float:

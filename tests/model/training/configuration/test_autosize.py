@@ -20,20 +20,18 @@ from logitd.model.training.configuration.autosize import (
     TOKENS_PER_PARAMETER,
     USABLE,
     Choice,
-    Measured,
     Size,
     autosize,
     bytes_per_token,
     dropout_of,
-    enough_bytes,
-    fill_in,
     passes,
+    resolve_size,
     search,
     suit_text,
     wants_size,
 )
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
-from logitd.model.training.configuration.resolve import resolve
+from logitd.model.training.configuration.resolve import ResolvedTraining, resolve
 from logitd.model.training.events import Event, Noticed
 from logitd.model.training.recording.card import command
 from logitd.model.training.setup import measure
@@ -42,7 +40,7 @@ from logitd.model.training.trainer import train
 from logitd.model.transformer.size import count_elements
 from tests.model.conftest import story
 
-CANDIDATES = {size: resolve(fill_in(TrainingConfig(), size)) for size in SIZES}
+CANDIDATES = {size: resolve_size(TrainingConfig(), size) for size in SIZES}
 MODELS = {size: candidate.model for size, candidate in CANDIDATES.items()}
 FLOPS = {size: flops_per_token(model) for size, model in MODELS.items()}
 MATRICES = {size: count_elements(model).block_matrices for size, model in MODELS.items()}
@@ -53,7 +51,9 @@ tokens of 6.7 million operations in 170 s."""
 
 def _chosen(seconds: float, operations: float = ONE_CORE) -> Choice:
     """The choice of a machine with one rate for all sizes, which measures in no time."""
-    return search(seconds, MODELS, lambda size: operations / FLOPS[size], lambda: 0.0)
+    return search(
+        seconds, CANDIDATES, lambda run: operations / flops_per_token(run.model), lambda: 0.0
+    )
 
 
 def test_each_size_is_a_step_larger_than_the_one_before() -> None:
@@ -96,11 +96,11 @@ def test_chosen_model_sees_enough_tokens_and_the_next_would_not() -> None:
 
 def test_measured_speed_overrides_the_expected_one() -> None:
     # A machine that is slow with all sizes except the first.
-    def measure(size: Size) -> float:
-        fast = ONE_CORE * (20 if size == FIRST_MEASURED else 0.5)
-        return fast / FLOPS[size]
+    def measure(run: ResolvedTraining) -> float:
+        fast = ONE_CORE * (20 if run is CANDIDATES[FIRST_MEASURED] else 0.5)
+        return fast / flops_per_token(run.model)
 
-    choice = search(600, MODELS, measure, lambda: 0.0)
+    choice = search(600, CANDIDATES, measure, lambda: 0.0)
     assert len(choice.speeds) >= 2
     assert choice.size.d_model < _chosen(600, 20 * ONE_CORE).size.d_model
 
@@ -109,14 +109,14 @@ def test_measuring_stays_within_its_share() -> None:
     seconds, now = 60.0, 0.0
     spent: list[float] = []
 
-    def take(size: Size) -> float:
+    def take(run: ResolvedTraining) -> float:
         nonlocal now
-        speed = 1e12 / FLOPS[size]
-        spent.append(4 * size.batch_size * size.context_length / speed)
+        speed = 1e12 / flops_per_token(run.model)
+        spent.append(4 * run.tokens_per_step / speed)
         now += spent[-1] + 1.0  # building a model takes a second
         return speed
 
-    choice = search(seconds, MODELS, take, lambda: now)
+    choice = search(seconds, CANDIDATES, take, lambda: now)
     assert len(spent) == len(choice.speeds)
     assert sum(spent[1:]) + len(spent[:-1]) <= MEASURING * seconds
 
@@ -175,11 +175,13 @@ def test_autosizing_refuses_several_processes() -> None:
 def test_given_values_stay() -> None:
     size = SIZES[3]
     config = TrainingConfig(minutes=5, context_length=64, batch_size=3, eval_every=7)
-    chosen = fill_in(config, size, 1e6)
+    chosen = _autosized(config, 1e6, 10**9, size=size)[0]
     assert (chosen.context_length, chosen.batch_size, chosen.eval_every) == (64, 3, 7)
     assert (chosen.n_layer, chosen.d_model, chosen.vocab_size) == (4, 192, 2048)
     assert chosen.checkpoint_every == round(0.4 * 1e6 / (64 * 3))
-    assert fill_in(TrainingConfig(tokenizer="gpt2"), size).vocab_size is None
+    published = resolve_size(TrainingConfig(tokenizer="gpt2"), size, 50_257)
+    assert published.config.vocab_size is None
+    assert published.model.vocab_size == 50_257
     assert MATRICES[size] == 1769664
 
 
@@ -211,13 +213,24 @@ def test_run_keeps_its_chosen_size_and_resumes_without_measuring(
     assert (again.reason, again.step) == ("finished", result.step + 2)
 
 
+def _choice(
+    asked: TrainingConfig, tokens: float, published: int | None = None, size: Size = SIZES[2]
+) -> Choice:
+    """The choice of `size`, by default that of `tiny`, for a run of so many tokens."""
+    return Choice(size, resolve_size(asked, size, published), 1.0, tokens, {})
+
+
 def _autosized(
-    asked: TrainingConfig, tokens: float, text_bytes: int, published: int | None = None
+    asked: TrainingConfig,
+    tokens: float,
+    text_bytes: int,
+    published: int | None = None,
+    size: Size = SIZES[2],
 ) -> tuple[TrainingConfig, str]:
-    """`tiny`'s size for a text of `text_bytes`, and the end of the notice."""
-    measured = Measured(Choice(SIZES[2], 1.0, {}), tokens, published, "float32")
-    config, notice = autosize(asked, measured, text_bytes)
-    return config, notice.partition("batches of")[2].partition("\n")[2]
+    """The settings of `size` for a text of `text_bytes`, and the end of the notice."""
+    choice = _choice(asked, tokens, published, size)
+    training, notice = autosize(asked, choice, text_bytes)
+    return training.config, notice.partition("batches of")[2].partition("\n")[2]
 
 
 @given(st.floats(1e3, 1e9), st.integers(1, 10**10))
@@ -233,7 +246,7 @@ def test_only_a_short_text_changes_the_recipe(tokens: float, text_bytes: int) ->
         assert said
         assert config.vocab_size == 512
         assert (config.dropout or 0.0) == dropout_of(passes(tokens, 0.9 * text_bytes, 512), 512)
-    before = fill_in(TrainingConfig(minutes=2), SIZES[2], tokens)
+    before, _ = _autosized(TrainingConfig(minutes=2), tokens, 10**13)
     same = {"vocab_size", "dropout"}
     assert {k: v for k, v in config.given().items() if k not in same} == {
         k: v for k, v in before.given().items() if k not in same
@@ -313,8 +326,7 @@ def test_more_passes_never_weaken_the_changes(
     tokens: float, train_bytes: float, vocab_size: int, learned: bool, times: float
 ) -> None:
     few, notice = suit_text({}, vocab_size, tokens, train_bytes, learned=learned)
-    measured = Measured(Choice(SIZES[2], 1.0, {}), tokens, vocab_size, "float32")
-    enough = 0.9 * enough_bytes(TrainingConfig(), measured)
+    enough = 0.9 * _choice(TrainingConfig(), tokens, vocab_size).enough_bytes
     if not 0.999 < train_bytes / enough < 1.001:
         assert bool(notice) is (train_bytes < enough)
     if not notice:

@@ -27,7 +27,7 @@ def _resolved(speed: float = 0.0, **given: Any) -> str:
     training = resolve(TrainingConfig(**given))
     recipe = training.recipe
     vocab_size = 50_257 if recipe.tokenizer == "gpt2" else recipe.vocab_size
-    return training.with_vocabulary(vocab_size, speed).config.compile
+    return training.with_vocabulary(vocab_size, lambda _: speed).config.compile
 
 
 @pytest.mark.parametrize(
