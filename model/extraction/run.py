@@ -15,7 +15,7 @@ from pathlib import Path
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo, read_checkpoint
 from logitd.model.data.sources.document import Text
-from logitd.model.data.sources.download import Report
+from logitd.model.data.sources.download import Downloaded, Downloading
 from logitd.model.data.sources.open_text import open_text
 from logitd.model.data.sources.read_options import AS_USUAL, ReadOptions
 from logitd.model.data.vocabulary import tokenizer_sha256
@@ -101,7 +101,7 @@ class Extracted:
         return self.tokens / max(self.seconds, 1e-9)
 
 
-Tell = Callable[[Surveyed | Progress], None]
+Tell = Callable[[Surveyed | Progress | Downloading | Downloaded], None]
 
 
 def extract(
@@ -115,7 +115,6 @@ def extract(
     ray_workers: int | None = None,
     reading: ReadOptions = AS_USUAL,
     log: Callable[[str], None] = lambda line: None,
-    report: Report = lambda event: None,
     tell: Tell = lambda event: None,
 ) -> Extracted:
     """Compute every token of the texts `data` with the checkpoint at `path`, and write the results
@@ -131,7 +130,7 @@ def extract(
     windows = choose_windows(
         checkpoint.config.context_length, request.stride, predicts=quantity.predicts
     )
-    text = _open_data(data, reading, report)
+    text = _open_data(data, reading, tell)
     with closing(ExtractionFolder(out)) as folder:
         surveyed = survey(text.documents)
         opened: AbstractContextManager[ShardComputer | RayComputer] = (
@@ -194,10 +193,10 @@ def _require_package(name: str, extra: str, use: str) -> None:
         raise ExtractionError(f"{use} needs {name}: {installation(extra)}")
 
 
-def _open_data(data: Sequence[str], reading: ReadOptions, report: Report) -> Text:
+def _open_data(data: Sequence[str], reading: ReadOptions, tell: Tell) -> Text:
     if not data:
         raise ExtractionError("no data is named: give --data files, folders or addresses")
-    text = open_text(data, reading, report=report)
+    text = open_text(data, reading, report=tell)
     if text.shards:
         raise ExtractionError(
             f"{text.name} contains token ids of a run: name the text that they were made from"

@@ -1,8 +1,10 @@
 """Terminal: prints text of models and files without control characters."""
 
+import math
 import sys
 import unicodedata
-from typing import TextIO
+from collections.abc import Mapping
+from typing import Any, TextIO
 
 CLEAR_LINE = "\r\x1b[K"
 """Return to the beginning of the line and clear it."""
@@ -27,6 +29,33 @@ def say(text: str = "", *, end: str = "\n", file: TextIO | None = None) -> None:
     print(visible(text) if file.isatty() else text, end=end, file=file, flush=True)
 
 
-def redraw(text: str, file: TextIO) -> None:
-    """Replace the last line of a terminal."""
-    print(CLEAR_LINE + visible(text), end="", file=file, flush=True)
+class ProgressLine:
+    """Prints lines to `file`. If it is a terminal, the line of the progress is redrawn in place."""
+
+    def __init__(self, file: TextIO) -> None:
+        self.in_place = file.isatty()
+        self._file = file
+        self._open = False  # the last line is one of progress
+
+    def redraw(self, text: str) -> None:
+        """Replace the line of the progress on a terminal."""
+        print(CLEAR_LINE + visible(text), end="", file=self._file, flush=True)
+        self._open = True
+
+    def say(self, text: str) -> None:
+        """Print a line below the progress."""
+        self.end()
+        say(text, file=self._file)
+
+    def end(self) -> None:
+        if self._open:
+            print(file=self._file)
+            self._open = False
+
+
+def finite(members: Mapping[str, Any]) -> dict[str, Any]:
+    """Members for JSON. A number that is not finite is null."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in members.items()
+    }

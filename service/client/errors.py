@@ -9,6 +9,7 @@ Unusable arguments raise ValueError or TypeError before the request is sent. Err
 none contains an API key.
 """
 
+import copyreg
 import json
 import re
 from collections.abc import Mapping
@@ -32,18 +33,9 @@ class LogitdError(Exception):
         return self.message + named
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (type(self), self.args, vars(self))
-
-
-def _restored(
-    kind: type[LogitdError], args: tuple[Any, ...], state: Mapping[str, Any]
-) -> LogitdError:
-    """Unpickle an error. Its constructor is not called, because the constructors of subclasses
-    take other arguments than those in `args`."""
-    error = kind.__new__(kind)
-    error.args = args
-    vars(error).update(state)
-    return error
+        """Unpickle without the constructor: those of subclasses take other arguments than
+        `args`."""
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
 class APIStatusError(LogitdError):

@@ -30,12 +30,9 @@ QUIET_SECONDS = 10.0
 class EvictionClass(Enum):
     """What a client loses if its connection is closed to make room for another one."""
 
-    WAITS = auto()
-    """Nothing, or incomplete headers."""
-    SENDS = auto()
-    """An incomplete body."""
-    ANSWERED = auto()
-    """A reply that is being computed or sent: never evicted."""
+    WAITS = auto()  # nothing, or incomplete headers
+    SENDS = auto()  # an incomplete body
+    ANSWERED = auto()  # a reply that is being computed or sent: never evicted
 
 
 class OpenConnections:
@@ -101,7 +98,7 @@ class OpenConnections:
     def _end(self, connection: "Connection", end: ConnectionEnd) -> None:
         self.reports.count(end)
         self.closed(connection)
-        connection.abort()
+        connection.transport.abort()
 
     def _sweep_later(self) -> None:
         timeouts = (

@@ -13,8 +13,8 @@ Compared with uvicorn's protocol with httptools:
 """
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import httptools
@@ -40,16 +40,6 @@ LINGER_SECONDS = 2.0
 at once, it would be reset, and the client would lose the answer."""
 SHUTDOWN_SECONDS = 0.5
 """At shutdown, a client that reads nothing of its reply for this long is disconnected."""
-
-
-class ReplyTransport:
-    """The transport that uvicorn uses for a reply, with another `close`, which uvicorn calls after
-    the last reply of a connection."""
-
-    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self.write = transport.write
-        self.is_closing = transport.is_closing
-        self.close = close
 
 
 class Connection(HttpToolsProtocol):
@@ -93,7 +83,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._reading.received += len(data)
         if self._reading.state is ReadState.NOTHING:
-            if self._reading.has_discarded_enough():
+            if self._reading.received > self._reading.discard_until:
                 self.flow.pause_reading()
             return
         if self._reading.state is ReadState.REQUEST:
@@ -101,9 +91,6 @@ class Connection(HttpToolsProtocol):
         self._feed(data)
 
     # Called by OpenConnections
-
-    def abort(self) -> None:
-        self.transport.abort()
 
     def unsent(self) -> int:
         return self.transport.get_write_buffer_size()
@@ -157,8 +144,12 @@ class Connection(HttpToolsProtocol):
         if self._asks_upgrade():
             return
         super().on_headers_complete()
-        close = partial(self._close_after, self.cycle)
-        self.cycle.transport = ReplyTransport(self.transport, close)  # type: ignore[assignment]
+        # uvicorn closes this transport after the last reply of a connection.
+        self.cycle.transport = SimpleNamespace(  # type: ignore[assignment]
+            write=self.transport.write,
+            is_closing=self.transport.is_closing,
+            close=partial(self._close_after, self.cycle),
+        )
         self.headers = []  # collects trailers, which are ignored
         self._reading.begin_body(self.loop.time())
 

@@ -26,14 +26,10 @@ _FIELDS = struct.Struct("B119xQ")  # tcpi_state, tcpi_bytes_acked
 class ReadState(Enum):
     """The part of a request that the server expects next from the client."""
 
-    REQUEST = auto()
-    """The first byte."""
-    HEAD = auto()
-    """The rest of the request line and the headers."""
-    BODY = auto()
-    """The rest of the body."""
-    NOTHING = auto()
-    """Nothing: the last answer was written or waits for its turn."""
+    REQUEST = auto()  # the first byte
+    HEAD = auto()  # the rest of the request line and the headers
+    BODY = auto()  # the rest of the body
+    NOTHING = auto()  # the last answer was written or waits for its turn
 
 
 class Reading:
@@ -54,7 +50,7 @@ class Reading:
         self._completed = False  # a head or a message, in the current piece
         self._body_size = 0
         self._body_mark = (now, 0)  # time and bytes received; start of the current body's rate
-        self._discard_until = 0  # bytes received
+        self.discard_until = 0  # bytes received; after `stop`, further ones are not read
 
     def begin_head(self, now: float) -> None:
         self.state, self.since = ReadState.HEAD, now
@@ -77,10 +73,7 @@ class Reading:
     def stop(self) -> None:
         """Discard everything that the client still sends."""
         self.state = ReadState.NOTHING
-        self._discard_until = self.received + DISCARDED_BYTES
-
-    def has_discarded_enough(self) -> bool:
-        return self.received > self._discard_until
+        self.discard_until = self.received + DISCARDED_BYTES
 
     def is_too_large(self, piece: int) -> bool:
         """Count the bytes of a parsed piece. Returns True if too many bytes came without completing
@@ -109,7 +102,7 @@ class ReplyProgress:
     """How far a client has read its replies."""
 
     def __init__(self) -> None:
-        self._mark: tuple[float, int, int] | None = None  # time, acknowledged and unsent bytes
+        self._mark: tuple[float, int] | None = None  # time, and bytes read at that time
 
     def is_too_slow(
         self, now: float, timeout: float, unsent: int, acknowledged: int | None, *, complete: bool
@@ -121,14 +114,11 @@ class ReplyProgress:
         if not unsent:
             self._mark = None
             return False
-        if self._mark is None:
-            progress = True
-        elif acknowledged is None:
-            progress = unsent != self._mark[2]
-        else:
-            progress = acknowledged - self._mark[1] >= timeout * MIN_BYTES_PER_SECOND
-        if progress or self._mark is None:
-            self._mark = (now, acknowledged or 0, unsent)
+        read, enough = acknowledged, timeout * MIN_BYTES_PER_SECOND
+        if read is None:
+            read, enough = unsent, 1
+        if self._mark is None or abs(read - self._mark[1]) >= enough:
+            self._mark = (now, read)
             return False
         return now - self._mark[0] > timeout * (1 if complete else 2)
 

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from logitd.service.errors import ERRORS, EXPECTED, as_api_error
+from logitd.service.models.context import disconnected
 
 logger = logging.getLogger("logitd.http")
 
@@ -115,7 +116,7 @@ class StreamedResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writing = asyncio.ensure_future(self._write(send))
-        leaving = asyncio.ensure_future(_disconnect(receive))
+        leaving = asyncio.ensure_future(disconnected(receive))
         self._look(writing)
         try:
             await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -166,9 +167,3 @@ class StreamedResponse(Response):
             writing.cancel()
         else:
             self._watch = loop.call_at(begun + self._write_timeout, self._look, writing)
-
-
-async def _disconnect(receive: Receive) -> None:
-    """Return when the client has left. The body must have been read already."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import Request
+from starlette.types import Receive
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
 from logitd.model.inference.engine import requests as engine
@@ -63,7 +64,7 @@ class RequestContext:
         """Await `work`; cancel it and raise ApiError if the client leaves, which a plain handler
         would not notice."""
         working = asyncio.ensure_future(work)
-        leaving = asyncio.ensure_future(_gone(self.request))
+        leaving = asyncio.ensure_future(disconnected(self.request.receive))
         try:
             await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if working.done():
@@ -117,6 +118,7 @@ async def gather(submission: Submission) -> Computed:
     return computed
 
 
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def disconnected(receive: Receive) -> None:
+    """Return when the client has left. The body must have been read already."""
+    while (await receive())["type"] != "http.disconnect":
         pass

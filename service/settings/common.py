@@ -3,13 +3,14 @@
 import csv
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import (
     BaseSettings,
     DotEnvSettingsSource,
     EnvSettingsSource,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
@@ -95,6 +96,10 @@ def split_list(value: Any) -> Any:
         return [value]
     return [item.strip() for row in rows for item in row]
 
+
+Item = TypeVar("Item")
+CommaList = Annotated[tuple[Item, ...], NoDecode, BeforeValidator(split_list)]
+"""Items that are separated by commas in a flag or a variable."""
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]

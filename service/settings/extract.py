@@ -3,13 +3,14 @@
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from pydantic import BeforeValidator, Field
-from pydantic_settings import CliPositionalArg, NoDecode
+from pydantic import Field
+from pydantic_settings import CliPositionalArg
 
 from logitd.model.data.sources.read_options import MaxDownload, SplitAt, TextField
 from logitd.service.settings.common import (
     AsJson,
     CheckpointPath,
+    CommaList,
     CommandSettings,
     Device,
     DType,
@@ -17,13 +18,10 @@ from logitd.service.settings.common import (
     Quantize,
     Target,
     Threads,
-    split_list,
 )
 
 StageNames = Annotated[
-    tuple[str, ...],
-    NoDecode,
-    BeforeValidator(split_list),
+    CommaList[str],
     Field(
         description="write the values of these stages instead, as safetensors: names and patterns "
         "separated by commas, such as embedding,blocks.*.output (GET /stages lists the names)"

@@ -28,6 +28,7 @@ from logitd.model.inference.options import (
 )
 from logitd.service.settings.common import (
     BUNDLED_CHECKPOINT,
+    CommaList,
     CommandSettings,
     Device,
     DType,
@@ -38,7 +39,6 @@ from logitd.service.settings.common import (
     Quantize,
     Target,
     Threads,
-    split_list,
 )
 from logitd.service.settings.model_source import (
     ModelSource,
@@ -97,20 +97,16 @@ Host = Annotated[
         "all interfaces of this machine",
     ),
 ]
+AllowedHost = Annotated[
+    str,
+    _matches(
+        r"\*|[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+",
+        "a host is *, a name or an address, without scheme, port and brackets, such as "
+        "gpt.example.org",
+    ),
+]
 AllowedHosts = Annotated[
-    tuple[
-        Annotated[
-            str,
-            _matches(
-                r"\*|[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+",
-                "a host is *, a name or an address, without scheme, port and brackets, such as "
-                "gpt.example.org",
-            ),
-        ],
-        ...,
-    ],
-    NoDecode,
-    BeforeValidator(split_list),
+    CommaList[AllowedHost],
     Field(
         description="names of this server that the Host header may contain, separated by commas; "
         "requests with other names get 403. * is any name. Loopback names and --host are always "
@@ -124,18 +120,14 @@ LossText = Annotated[str, _parsed_by(parse_loss_limit)]
 ACCEPTED_LOSS = "2%"
 """Default of --max-quantization-loss, the same for int8 and int4."""
 Origins = Annotated[
-    tuple[Origin, ...],
-    NoDecode,
-    BeforeValidator(split_list),
+    CommaList[Origin],
     Field(
         description="origins whose pages may read this server's replies in a browser, such as "
         "https://example.org, separated by commas; * is any origin"
     ),
 ]
 PublicPaths = Annotated[
-    tuple[PathText, ...],
-    NoDecode,
-    BeforeValidator(split_list),
+    CommaList[PathText],
     Field(
         description="paths that need no API key, including all below them, separated by commas; "
         "/health never needs one"

@@ -3,13 +3,14 @@
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
-from pydantic_settings import CliPositionalArg, NoDecode
+from pydantic import AfterValidator, Field
+from pydantic_settings import CliPositionalArg
 
 from logitd.service.settings.common import (
     BUNDLED_CHECKPOINT,
     AsJson,
     CheckpointPath,
+    CommaList,
     CommandSettings,
     Device,
     DType,
@@ -19,7 +20,6 @@ from logitd.service.settings.common import (
     StoredDType,
     Target,
     Threads,
-    split_list,
 )
 
 
@@ -30,9 +30,7 @@ def _distinct(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 BatchSizes = Annotated[
-    tuple[Annotated[int, Field(ge=1, le=4096)], ...],
-    NoDecode,
-    BeforeValidator(split_list),
+    CommaList[Annotated[int, Field(ge=1, le=4096)]],
     AfterValidator(_distinct),
     Field(
         min_length=1,

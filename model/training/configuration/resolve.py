@@ -161,8 +161,11 @@ def resolve(config: TrainingConfig, base: Base | None = None) -> ResolvedTrainin
     else:
         recipe = finetuned_recipe(given, recipe, base.opened.config, lora)
         model = finetuned_model(given, base.opened.config, lora)
-        if config.exportable:
-            _require_exportable(model)
+        if config.exportable and (found := objections(model)):
+            raise TrainingError(
+                "--exportable: the checkpoint's shape cannot change, and cannot be exported: "
+                + "; ".join(map(str, found))
+            )
     resolved = ResolvedTraining(config=config, recipe=recipe, model=model, lora=lora, base=base)
     _refuse_idle(given, resolved)
     return resolved
@@ -187,15 +190,6 @@ def _exportable_model(model: GPTConfig, given: Mapping[str, Any]) -> GPTConfig:
         )
         raise TrainingError(f"--exportable: {listed}")
     return replace(model, **changes)
-
-
-def _require_exportable(model: GPTConfig) -> None:
-    """Raise TrainingError if the shape of a checkpoint, which cannot change, cannot be exported."""
-    if found := objections(model):
-        raise TrainingError(
-            "--exportable: the checkpoint's shape cannot change, and cannot be exported: "
-            + "; ".join(map(str, found))
-        )
 
 
 def _refuse_idle(given: Mapping[str, Any], training: ResolvedTraining) -> None:
@@ -229,7 +223,7 @@ def resolve_resumed(
     for name in sorted(given.keys() - RESUMABLE):
         if given[name] != values[name]:
             raise TrainingError(
-                f"{_flag(name)} cannot change when a run is resumed: it is "
+                f"--{name.replace('_', '-')} cannot change when a run is resumed: it is "
                 f"{_written(given[name])} now and was {_written(values[name])}; leave it out"
             )
     training = replace(
@@ -257,10 +251,6 @@ def _refuse_ended(given: Mapping[str, Any], length: Length, saved: Counters) -> 
                 f"{pluralize(saved.step, 'step')} in {saved.seconds / 60:.1f} minutes, and its "
                 f"--{other} {getattr(length, other):g} count the whole run. Set more --{other} too"
             )
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _written(value: Any) -> str:

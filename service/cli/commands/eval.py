@@ -1,7 +1,6 @@
 """`logitd eval`: the loss of a checkpoint on a text."""
 
 import json
-import math
 import sys
 from typing import Any
 
@@ -13,7 +12,7 @@ from logitd.model.evaluation.text_loss import TextLoss, text_loss
 from logitd.model.inference.kernels.select import KernelError
 from logitd.model.training.configuration.config import TrainingError
 from logitd.service.cli.busy import busy_notice
-from logitd.service.cli.terminal import say
+from logitd.service.cli.terminal import finite, say
 from logitd.service.settings.train import EvalSettings
 
 ERRORS = CheckpointError, DeviceError, KernelError, DataError, TrainingError
@@ -36,7 +35,7 @@ def run(settings: EvalSettings) -> int:
         log=_log,
     )
     if settings.as_json:
-        print(json.dumps(facts(result), allow_nan=False))
+        print(json.dumps(finite(facts(result)), allow_nan=False))
         return 0
     for name, value in _rows(result):
         say(f"{name:<12}{value}")
@@ -48,9 +47,9 @@ def _log(line: str) -> None:
 
 
 def facts(result: TextLoss) -> dict[str, Any]:
-    """The members that --json prints. A number that is not finite is null."""
+    """The members that --json prints."""
     checkpoint, loss, options = result.checkpoint, result.evaluation, result.options
-    values = {
+    return {
         "checkpoint": str(checkpoint.path),
         "name": checkpoint.name,
         "step": checkpoint.training.step,
@@ -70,10 +69,6 @@ def facts(result: TextLoss) -> dict[str, Any]:
         "threads": result.placement.threads,
         "seconds": result.seconds,
         "tokens_per_second": result.tokens_per_second,
-    }
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
     }
 
 

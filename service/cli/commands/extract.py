@@ -23,7 +23,7 @@ from logitd.model.inference.options import ComputeOptions
 from logitd.model.plural import pluralize
 from logitd.model.training.events import duration, line
 from logitd.service.cli.busy import busy_notice
-from logitd.service.cli.terminal import redraw, say
+from logitd.service.cli.terminal import ProgressLine, say
 from logitd.service.settings.extract import ExtractSettings
 
 ERRORS = CheckpointError, DataError, DeviceError, ExtractionError, InvalidRequest, KernelError
@@ -37,8 +37,7 @@ class ProgressLines:
 
     def __init__(self) -> None:
         self.interrupted = False
-        self._in_place = sys.stderr.isatty()
-        self._open_line = False
+        self._lines = ProgressLine(sys.stderr)
         self._next = 0.0
 
     @contextlib.contextmanager
@@ -61,9 +60,8 @@ class ProgressLines:
             raise KeyboardInterrupt
         text = _line(event)
         if isinstance(event, Progress | Downloading):
-            if self._in_place:
-                redraw(text, sys.stderr)
-                self._open_line = True
+            if self._lines.in_place:
+                self._lines.redraw(text)
                 return
             if (now := time.monotonic()) < self._next:
                 return
@@ -71,13 +69,10 @@ class ProgressLines:
         self.say(text)
 
     def say(self, text: str) -> None:
-        self.end()
-        say(f"logitd extract: {text}", file=sys.stderr)
+        self._lines.say(f"logitd extract: {text}")
 
     def end(self) -> None:
-        if self._open_line:
-            print(file=sys.stderr)
-            self._open_line = False
+        self._lines.end()
 
 
 def run(settings: ExtractSettings) -> int:
@@ -126,7 +121,6 @@ def _extract(settings: ExtractSettings, progress: ProgressLines) -> Extracted:
         ray_workers=settings.ray_workers,
         reading=ReadOptions.of(settings),
         log=progress.say,
-        report=progress,
         tell=progress,
     )
 

@@ -1,7 +1,6 @@
 """`logitd inspect RUN ...`: shows the course of a training run, or compares several runs."""
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -12,7 +11,7 @@ from rich.text import Text
 
 from logitd.model.training.events import duration
 from logitd.model.training.run.summary import RunSummary, differences
-from logitd.service.cli.terminal import visible
+from logitd.service.cli.terminal import finite, visible
 
 
 def show_runs(runs: Sequence[RunSummary], *, as_json: bool) -> None:
@@ -139,14 +138,6 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _document(run: RunSummary) -> dict[str, Any]:
-    """A summary for JSON. A number that is not finite is null."""
-    document = asdict(run) | {
-        "path": str(run.path),
-        "changes": {
-            name: {"preset": was, "run": value} for name, (was, value) in run.changes.items()
-        },
-    }
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in document.items()
-    }
+    """A summary for JSON."""
+    changes = {name: {"preset": was, "run": value} for name, (was, value) in run.changes.items()}
+    return finite(asdict(run) | {"path": str(run.path), "changes": changes})

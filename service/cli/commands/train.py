@@ -13,29 +13,21 @@ from logitd.model.training.trainer import train
 from logitd.model.transformer.config import ConfigError
 from logitd.service.cli.busy import busy_notice
 from logitd.service.cli.program_name import command
-from logitd.service.cli.terminal import redraw, say
+from logitd.service.cli.terminal import ProgressLine, say
 from logitd.service.settings.train import TrainSettings
 
 ERRORS = DataError, TrainingError, ConfigError, DeviceError
 
 
 class TerminalReporter:
-    """Prints the trainer's events, one line each. On a terminal, the progress line is redrawn in
-    place."""
+    """Prints the trainer's events, one line each."""
 
     def __init__(self) -> None:
-        self._in_place = sys.stdout.isatty()
-        self._open_line = False
+        self._lines = ProgressLine(sys.stdout)
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, Progress | Downloading) and self._in_place:
-            redraw(line(event), sys.stdout)
-            self._open_line = True
-            return
-        if self._open_line:
-            print()
-            self._open_line = False
-        say(line(event))
+        redraws = isinstance(event, Progress | Downloading) and self._lines.in_place
+        (self._lines.redraw if redraws else self._lines.say)(line(event))
 
 
 @errors_outlive_sigterm(TrainingError)
