@@ -85,12 +85,14 @@ class SettingsCommand(click.Command):
                 formatter.write(textwrap.indent(self._examples, "  ") + "\n")
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        groups: dict[str, list[tuple[str, str]]] = {}
-        title = "flags"
+        titles = self.settings.groups
+        groups: dict[str, list[tuple[str, str]]] = {title: [] for title in titles.values()}
+        title = last = [*groups][-1]
         for param in self.get_params(ctx):
-            title = self.settings.groups.get(param.name or "", title)
+            own = param.name in self.settings.model_fields
+            title = titles.get(str(param.name), title) if own else last  # of --help
             if (record := param.get_help_record(ctx)) is not None:
-                groups.setdefault(title, []).append(record)
+                groups[title].append(record)
         for title, records in groups.items():
             with formatter.section(title.capitalize()):
                 formatter.write_dl(records, col_max=6)  # descriptions below their flags

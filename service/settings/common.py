@@ -30,7 +30,8 @@ class CommandSettings(BaseSettings):
     the default. So one .env can give two commands different values of a flag.
 
     command     name of the command
-    groups      titles of the groups of flags in the help, by the first field of each group
+    groups      titles of the groups of flags in the help, in their order, by the first field of
+                each group or part of a group
     flag_names  additional flags of fields, without dashes
     needs       fields that have an effect only with some values of earlier fields. Each has a test
                 of the earlier values, and the message if the test fails
@@ -111,44 +112,8 @@ CheckpointPath = Annotated[
 Device = Annotated[
     str, Field(description="auto, cpu, cuda or cuda:N; auto is CUDA if there is one")
 ]
-DType = Annotated[
-    DTypeName,
-    Field(
-        description="dtype of the computation; auto is bfloat16 on CUDA, and for native decoding "
-        "on a CPU that multiplies bfloat16, otherwise float32"
-    ),
-]
 StoredDType = Annotated[
     DTypeName, Field(description="dtype of the stored weights; auto is the dtype of the source")
-]
-Kernels = Annotated[
-    KernelChoice,
-    Field(
-        description="implementation of decode steps on a CPU: native is built for this processor, "
-        "torch needs no compiler; auto is native if it is available"
-    ),
-]
-Target = Annotated[
-    KernelTarget,
-    Field(
-        description="kind of processor for which native kernels are built, those for prompts "
-        "included: a kind below this processor's computes the same bits on all processors; auto is "
-        "the best kind that this processor has"
-    ),
-]
-Quantize = Annotated[
-    Quantization,
-    Field(
-        description="quantize the matrices when loading: int8 to 8 bits, int4 to 4 bits except the "
-        "head"
-    ),
-]
-KVCacheCells = Annotated[
-    KVCacheDType,
-    Field(
-        description="dtype of keys and values: int8 takes a quarter of the memory and reading time "
-        "of float32, and half of bfloat16's; auto is --dtype"
-    ),
 ]
 Threads = Annotated[
     int,
@@ -158,4 +123,39 @@ Threads = Annotated[
         description="compute threads; 0 is one per available processor, which is also the maximum",
     ),
 ]
+KVCacheCells = Annotated[
+    KVCacheDType,
+    Field(
+        description="dtype of keys and values: int8 takes a quarter of the memory and reading time "
+        "of float32, and half of bfloat16's; auto is --dtype"
+    ),
+]
 AsJson = Annotated[bool, Field(description="print JSON instead of tables")]
+
+
+class ComputeSettings(CommandSettings):
+    """Settings of a command that computes with a checkpoint (`ComputeOptions`)."""
+
+    device: Device = "auto"
+    dtype: DTypeName = Field(
+        "auto",
+        description="dtype of the computation; auto is bfloat16 on CUDA, and for native decoding "
+        "on a CPU that multiplies bfloat16, otherwise float32",
+    )
+    threads: Threads = 0
+    kernels: KernelChoice = Field(
+        "auto",
+        description="implementation of decode steps on a CPU: native is built for this processor, "
+        "torch needs no compiler; auto is native if it is available",
+    )
+    kernel_target: KernelTarget = Field(
+        "auto",
+        description="kind of processor for which native kernels are built, those for prompts "
+        "included: a kind below this processor's computes the same bits on all processors; auto is "
+        "the best kind that this processor has",
+    )
+    quantize: Quantization = Field(
+        "none",
+        description="quantize the matrices when loading: int8 to 8 bits, int4 to 4 bits except the "
+        "head",
+    )

@@ -11,13 +11,7 @@ from logitd.service.settings.common import (
     AsJson,
     CheckpointPath,
     CommaList,
-    CommandSettings,
-    Device,
-    DType,
-    Kernels,
-    Quantize,
-    Target,
-    Threads,
+    ComputeSettings,
 )
 
 StageNames = Annotated[
@@ -29,7 +23,7 @@ StageNames = Annotated[
 ]
 
 
-class ExtractSettings(CommandSettings):
+class ExtractSettings(ComputeSettings):
     """Settings of `logitd extract`."""
 
     command = "extract"
@@ -38,6 +32,7 @@ class ExtractSettings(CommandSettings):
         "logprobs": "values",
         "stride": "windows and shards",
         "device": "computation",
+        "ray": "computation",
     }
     flag_names: ClassVar = {"as_json": "json"}
     needs: ClassVar = {
@@ -85,12 +80,6 @@ class ExtractSettings(CommandSettings):
     text_field: TextField = "text"
     split_at: SplitAt = None
     max_download_mb: MaxDownload = 1000
-    device: Device = "auto"
-    dtype: DType = "auto"
-    threads: Threads = 0
-    kernels: Kernels = "auto"
-    kernel_target: Target = "auto"
-    quantize: Quantize = "none"
     ray: str | None = Field(
         None,
         description="compute on a Ray cluster whose machines have the same files: the address of "

@@ -29,16 +29,10 @@ from logitd.model.inference.options import (
 from logitd.service.settings.common import (
     BUNDLED_CHECKPOINT,
     CommaList,
-    CommandSettings,
-    Device,
-    DType,
-    Kernels,
+    ComputeSettings,
     KVCacheCells,
     LogFormat,
     LogLevel,
-    Quantize,
-    Target,
-    Threads,
 )
 from logitd.service.settings.model_source import (
     ModelSource,
@@ -152,7 +146,7 @@ _HAS_KEYS = (
 )
 
 
-class ServeSettings(CommandSettings):
+class ServeSettings(ComputeSettings):
     """Settings of `logitd serve`."""
 
     command = "serve"
@@ -161,6 +155,7 @@ class ServeSettings(CommandSettings):
         "follow": "reloading",
         "host": "network",
         "device": "computation",
+        "kv_cache_dtype": "computation",
         "slots": "engine",
         "max_queue": "request limits",
         "max_connections": "connection limits",
@@ -229,12 +224,6 @@ class ServeSettings(CommandSettings):
     host: Host = Field("127.0.0.1", description="address to bind; 0.0.0.0 binds all")
     port: int = Field(8000, ge=0, le=65535, description="port to bind; 0 picks a free one")
     allowed_hosts: AllowedHosts = ()
-    device: Device = "auto"
-    dtype: DType = "auto"
-    threads: Threads = 0
-    kernels: Kernels = "auto"
-    kernel_target: Target = "auto"
-    quantize: Quantize = "none"
     kv_cache_dtype: KVCacheCells = "auto"
     validation_text: Path | None = Field(
         None,

@@ -12,14 +12,9 @@ from logitd.service.settings.common import (
     CheckpointPath,
     CommaList,
     CommandSettings,
-    Device,
-    DType,
-    Kernels,
+    ComputeSettings,
     KVCacheCells,
-    Quantize,
     StoredDType,
-    Target,
-    Threads,
 )
 
 
@@ -51,7 +46,7 @@ _WITHOUT_URL = (
 )
 
 
-class GenerateSettings(CommandSettings):
+class GenerateSettings(ComputeSettings):
     """Settings of `logitd generate`."""
 
     command = "generate"
@@ -77,12 +72,6 @@ class GenerateSettings(CommandSettings):
         -1, ge=-1, lt=2**64, description="the same seed gives the same text; -1 draws a seed"
     )
     n: int = Field(1, ge=1, le=64, description="number of completions")
-    device: Device = "auto"
-    dtype: DType = "auto"
-    threads: Threads = 0
-    kernels: Kernels = "auto"
-    kernel_target: Target = "auto"
-    quantize: Quantize = "none"
 
 
 class InspectSettings(CommandSettings):
@@ -153,19 +142,18 @@ class HealthSettings(CommandSettings):
     timeout: float = Field(2, gt=0, description="most seconds to wait for the answer")
 
 
-class BenchSettings(CommandSettings):
+class BenchSettings(ComputeSettings):
     """Settings of `logitd bench`."""
 
     command = "bench"
-    groups: ClassVar = {"checkpoint": "model", "device": "computation", "batches": "load"}
+    groups: ClassVar = {
+        "checkpoint": "model",
+        "device": "computation",
+        "kv_cache_dtype": "computation",
+        "batches": "load",
+    }
 
     checkpoint: CliPositionalArg[CheckpointPath] = BUNDLED_CHECKPOINT
-    device: Device = "auto"
-    dtype: DType = "auto"
-    threads: Threads = 0
-    kernels: Kernels = "auto"
-    kernel_target: Target = "auto"
-    quantize: Quantize = "none"
     kv_cache_dtype: KVCacheCells = "auto"
     batches: BatchSizes = (1, 8, 32)
     prompt_tokens: int | None = Field(
