@@ -9,6 +9,7 @@ written unless the check needs the vocabulary. It reads and writes the files who
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from logitd.model.data.batches import RankBatch, rank_batch
 from logitd.model.data.errors import DataError
@@ -60,25 +61,44 @@ def setup_run(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadli
             "shard is on, but there is only one process: start several with "
             "torchrun --no-python --nproc-per-node N logitd train ..."
         )
-    run: Run | None = None
+    opened: _Opened | None = None
     if ranks.is_main:
         if config.resume:
-            run = _resume(config, ranks, report)
+            opened = _resume(config, ranks, report)
         else:
-            run = _create(config, ranks, report, deadline)
+            opened = _create(config, ranks, report, deadline)
     try:
         ranks.barrier()  # from here on, the others can read run.json and the text
-        opened = run or _join(config, ranks)
+        training, directory, text, chat_template = opened or _join(config)
+        placement, batch = _share(training, ranks)
         # The model is sharded if any process has no room for a copy.
-        sharded = bool(ranks.all_reduce_max([_wants_sharding(opened)])[0])
-        return replace(opened, sharded=sharded)
+        sharding = _wants_sharding(training, placement, ranks)
+        return Run(
+            training=training,
+            ranks=ranks,
+            placement=placement,
+            batch=batch,
+            directory=directory,
+            text=text,
+            chat_template=chat_template,
+            sharded=any(ranks.all_reduce_max([sharding])),
+        )
     except BaseException:
-        if run is not None:
-            run.directory.release()
+        if opened is not None:
+            opened.directory.release()
         raise
 
 
-def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline: float) -> Run:
+class _Opened(NamedTuple):
+    """A run that a process has created, resumed or joined."""
+
+    training: ResolvedTraining
+    directory: RunDirectory
+    text: PreparedText
+    chat_template: str | None = None
+
+
+def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline: float) -> _Opened:
     # 1) Check everything that does not need the text, which may have to be downloaded.
     by_minutes = wants_size(config, ranks.size)
     base = None
@@ -144,10 +164,10 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline
     except BaseException:
         directory.discard()
         raise
-    return _opened(training, ranks, directory, prepared, chat_template)
+    return _Opened(training, directory, prepared, chat_template)
 
 
-def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Run:
+def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> _Opened:
     """Open an existing run at its saved state. This function does the first four steps of a resume:
 
     1. Lock the directory. Read run.json and apply the settings of this command.
@@ -183,7 +203,7 @@ def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Run:
         training = _with_open_base(training, directory)
         chat_template = _chat_template(training)
         text = read_prepared(directory.data)
-        run = _opened(training, ranks, directory, text, chat_template)
+        _share(training, ranks)  # raises before anything is rewound
         if config.data:
             _refuse_changed_text(training.config, text, report)
         _check_prompts(training.config.prompts, text)
@@ -196,33 +216,14 @@ def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Run:
     except BaseException:
         directory.release()
         raise
-    return run
+    return _Opened(training, directory, text, chat_template)
 
 
-def _join(config: TrainingConfig, ranks: Ranks) -> Run:
+def _join(config: TrainingConfig) -> _Opened:
     """Open the run that the main process has set up."""
     directory = RunDirectory.open(config.run_path)
     training = _with_open_base(directory.read_training(), directory)
-    return _opened(training, ranks, directory, read_prepared(directory.data))
-
-
-def _opened(
-    training: ResolvedTraining,
-    ranks: Ranks,
-    directory: RunDirectory,
-    text: PreparedText,
-    chat_template: str | None = None,
-) -> Run:
-    placement, batch = _share(training, ranks)
-    return Run(
-        training=training,
-        ranks=ranks,
-        placement=placement,
-        batch=batch,
-        directory=directory,
-        text=text,
-        chat_template=chat_template,
-    )
+    return _Opened(training, directory, read_prepared(directory.data))
 
 
 def _share(training: ResolvedTraining, ranks: Ranks) -> tuple[Placement, RankBatch]:
@@ -234,13 +235,13 @@ def _share(training: ResolvedTraining, ranks: Ranks) -> tuple[Placement, RankBat
     return training_placement(device, recipe.dtype, threads), batch
 
 
-def _wants_sharding(run: Run) -> bool:
+def _wants_sharding(training: ResolvedTraining, placement: Placement, ranks: Ranks) -> bool:
     """True if this process needs the model to be sharded."""
-    option, training = run.training.config.shard, run.training
-    if run.ranks.size == 1 or option == "off":
+    option = training.config.shard
+    if ranks.size == 1 or option == "off":
         return False
     return option == "on" or worth_sharding(
-        training.model, run.placement.device, run.ranks, adapted=training.lora is not None
+        training.model, placement.device, ranks, adapted=training.lora is not None
     )
 
 

@@ -6,7 +6,9 @@ For a model without a vocabulary, prompt and completion are token ids separated 
 
 import secrets
 import sys
+from dataclasses import asdict
 
+from logitd.model.inference.options import ComputeOptions
 from logitd.model.llm import LLM, GenerationError, InvalidRequest, LoadError, SamplingParams
 from logitd.model.text.tokenizer import NO_VOCABULARY
 from logitd.service.cli.program_name import command
@@ -20,14 +22,9 @@ def run(settings: GenerateSettings) -> int:
     code, seed = 0, secrets.randbits(32) if settings.seed < 0 else settings.seed
     with LLM(
         settings.checkpoint,
-        device=settings.device,
-        dtype=settings.dtype,
-        threads=settings.threads,
-        kernels=settings.kernels,
-        kernel_target=settings.kernel_target,
-        quantize=settings.quantize,
         slots=settings.n,
         log=_log,
+        **asdict(ComputeOptions.of(settings)),
     ) as llm:
         try:
             _stream(llm, settings, seed)
