@@ -2,13 +2,13 @@
 
     fields.py                       a TypedDict for each operation, with the keywords of its method
     results.py                      a frozen dataclass for each reply
-    operations.py                   a function for each operation, which builds its call
+    endpoints.py                    a function for each operation, which builds its call
     client.py and async_client.py   the methods that send these calls
     ../README.md                    the rows of the operations in a table
 
 `make client` runs the generator. It replaces the lines between two marks and keeps all others. A
-new operation needs no change here. The calls in `endpoints.py`, the results that are arrays
-(`arrays.py`) and the properties of results (PROPERTIES) are written by hand. The client does not
+new operation needs no change here. The calls of HAND_WRITTEN operations, the results that are
+arrays and the properties of results (PROPERTIES) are written by hand. The client does not
 import this module.
 """
 
@@ -34,7 +34,7 @@ FOLDER = Path(__file__).parent / "client"
 WIDTH = 100
 
 HAND_WRITTEN = ("generate", "logits", "activations", "tokenize", "detokenize")
-"""Operations whose calls are in `endpoints.py`."""
+"""Operations whose calls are written by hand."""
 ARRAYS = {"hidden_states": "HiddenStates", "attention": "Attention"}
 """Names of the results of operations that reply with one array per prompt."""
 SHARED = ("interventions", "timeout", "model")
@@ -98,7 +98,7 @@ def sources() -> Mapping[str, str]:
     return {
         "fields.py": _between_marks("fields.py", fields_source()),
         "results.py": _between_marks("results.py", results_source()),
-        "operations.py": _between_marks("operations.py", operations_source()),
+        "endpoints.py": _between_marks("endpoints.py", operations_source()),
         "client.py": _between_marks("client.py", _methods("_blocking")),
         "async_client.py": _between_marks("async_client.py", _methods("_awaited")),
         "../README.md": readme_source(),
@@ -116,7 +116,7 @@ def _between_marks(name: str, generated: str) -> str:
 def _methods(decorator: str) -> str:
     """The methods of a client, one for each generated operation."""
     return "".join(
-        f"    {operation.name} = {decorator}(operations.{operation.name})\n"
+        f"    {operation.name} = {decorator}(endpoints.{operation.name})\n"
         for operation in _generated_operations()
     )
 

@@ -1,6 +1,6 @@
 """Calls: a request to an endpoint, and the function that reads its reply. `wire.py` sends them.
 
-`endpoints.py` and `operations.py` build the calls. Prompts and fields may contain NumPy arrays and
+`endpoints.py` builds the calls. Prompts and fields may contain NumPy arrays and
 numbers, such as those of earlier results.
 """
 

@@ -12,11 +12,18 @@ from typing import Self
 import httpx
 
 from logitd.service.client import errors
-from logitd.service.client.arrays import Chunk
 from logitd.service.client.calls import with_request_id
 from logitd.service.client.errors import LogitdError, MalformedReplyError, StreamError
 from logitd.service.client.reading import WrongShape, read
-from logitd.service.client.results import Choice, Generation, ScoredPrompt, Timings, Token, Usage
+from logitd.service.client.results import (
+    Choice,
+    Chunk,
+    Generation,
+    ScoredPrompt,
+    Timings,
+    Token,
+    Usage,
+)
 from logitd.service.client.transport import Exchange
 from logitd.service.client.wire import Reply, Wire, begin, finish
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from logitd import LogitdError, MalformedReplyError, UnavailableError
 from logitd.model.operations.generate import GenerateRequest
-from logitd.service.client import endpoints, operations
+from logitd.service.client import endpoints
 from logitd.service.client.calls import Answer, Call, is_many
 from tests.service.client.test_reading import JSON
 from tests.service.client.test_streaming import CHUNKS, TAIL
@@ -20,11 +20,11 @@ CALLS: dict[str, Call[Any]] = {
     "generate": endpoints.generate("a"),
     "logits": endpoints.logits("a"),
     "top_k": endpoints.logits(["a", "b"], top_k=3),
-    "hidden_states": operations.hidden_states("a"),
+    "hidden_states": endpoints.hidden_states("a"),
     "activations": endpoints.activations("a", "embedding"),
     "stages": endpoints.stages(),
-    "probs": operations.probs("a"),
-    "score": operations.score("a"),
+    "probs": endpoints.probs("a"),
+    "score": endpoints.score("a"),
     "sweep": endpoints.patch("a", "b"),
     "tokenize": endpoints.tokenize("a"),
     "tokenize many": endpoints.tokenize(["a"]),
@@ -93,7 +93,7 @@ def test_texts_arrive_unchanged(prompt: Any) -> None:
     assert GenerateRequest.model_validate_json(body).prompt == prompt
 
 
-@pytest.mark.parametrize("call", [endpoints.generate, endpoints.stream, operations.lens])
+@pytest.mark.parametrize("call", [endpoints.generate, endpoints.stream, endpoints.lens])
 def test_stream_is_not_a_field(call: Any) -> None:
     with pytest.raises(TypeError, match="does not stream"):
         call("a", stream=True)
@@ -109,7 +109,7 @@ def test_lists_of_prompts_are_told_from_single_ones(prompt: Any, many: bool) -> 
     assert is_many(prompt) == many
 
 
-@pytest.mark.parametrize("call", [endpoints.logits, operations.attention, endpoints.detokenize])
+@pytest.mark.parametrize("call", [endpoints.logits, endpoints.attention, endpoints.detokenize])
 @pytest.mark.parametrize("value", [{"a": 1}, {1, 2}, 5, None, (text for text in "ab")])
 def test_what_is_no_prompt_is_refused_by_name(call: Any, value: Any) -> None:
     with pytest.raises(TypeError, match=r"^(prompt|tokens) is .*; it must be a text, a list of"):
