@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from logitd.model.operations.prompts import clip
 from logitd.service.access.auth import CALLER
-from logitd.service.connections.limits import MAX_HEADER_BYTES, head_size
-from logitd.service.connections.refusals import headers_too_large
+from logitd.service.connections.reading import MAX_HEADER_BYTES
+from logitd.service.connections.refusals import head_size, headers_too_large
 from logitd.service.errors import LIMIT, internal_error
 from logitd.service.http.envelope import CHECKPOINT_HEADERS
 from logitd.service.log import FIELDS

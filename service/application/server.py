@@ -24,8 +24,7 @@ import uvicorn
 
 from logitd.service.access.auth import ApiKeyError
 from logitd.service.application.app import create_app
-from logitd.service.connections.limits import ConnectionLimitError
-from logitd.service.connections.open_connections import OpenConnections
+from logitd.service.connections.open_connections import ConnectionLimitError, OpenConnections
 from logitd.service.connections.protocol import Connection
 from logitd.service.log import configure_logging
 from logitd.service.models.served import Models, ServedModel

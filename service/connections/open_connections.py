@@ -1,5 +1,5 @@
-"""OpenConnections: all connections of a server, the limit of their number, and a timer that checks
-them.
+"""OpenConnections: all connections of a server, the limit of their number, which follows from the
+settings and the process's file descriptors, and a timer that checks them.
 
 When the limit is reached, the connection that has waited longest for its client is closed: first
 one whose headers are incomplete, then one whose body is incomplete, never one whose request is
@@ -8,13 +8,13 @@ being answered.
 
 import asyncio
 import logging
+import resource
 import time
 from collections import Counter
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from logitd.service.connections.limits import SURPLUS, connection_bounds
 from logitd.service.metrics.metrics import ConnectionEnd, Metrics
 from logitd.service.settings.serve import ServeSettings
 
@@ -23,8 +23,42 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("logitd.http")
 
+OWN_DESCRIPTORS = 64
+"""File descriptors that the process needs itself: for listening, static files, checkpoints and the
+engine."""
+MOST_CONNECTIONS = 4096
+"""Upper bound for the default of --max-connections. An idle connection takes about 10 kB."""
+SURPLUS = 16
+"""Number of connections above the limit on which /health is still answered."""
+
+
 QUIET_SECONDS = 10.0
 """Minimum time between two reports of ended connections in the log."""
+
+
+class ConnectionLimitError(ValueError):
+    """The process has too few file descriptors for --max-connections."""
+
+
+def connection_bounds(settings: ServeSettings) -> tuple[int, int]:
+    """The largest number of connections, and the largest number of connections that the kernel
+    keeps until the server accepts them (it may accept all of them at once). Raises
+    ConnectionLimitError.
+    """
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors == resource.RLIM_INFINITY:
+        descriptors = 2**20
+    backlog = min(1024, descriptors // 4)
+    room = descriptors - OWN_DESCRIPTORS - SURPLUS - backlog
+    wanted = settings.max_connections or min(room, MOST_CONNECTIONS)
+    if not 0 < wanted <= room:
+        raise ConnectionLimitError(
+            f"{settings.max_connections or 'any'} connections do not fit: of the {descriptors} "
+            f"file descriptors of this process {descriptors - max(room, 0)} are reserved, so "
+            f"{max(room, 0)} connections fit; raise the limit (ulimit -n), or lower "
+            "--max-connections"
+        )
+    return wanted, backlog
 
 
 class EvictionClass(Enum):

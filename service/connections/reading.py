@@ -11,12 +11,18 @@ import sys
 from enum import Enum, auto
 from typing import NamedTuple
 
-from logitd.service.connections.limits import (
-    DISCARDED_BYTES,
-    FRAMING_PER_BODY_BYTE,
-    MAX_RAW_HEADER_BYTES,
-    MIN_BYTES_PER_SECOND,
-)
+MAX_HEADER_BYTES = 64 * 1024
+"""Most bytes of a request line and its headers, as `head_size` counts them. Larger ones are
+answered 431."""
+MAX_RAW_HEADER_BYTES = 2 * MAX_HEADER_BYTES
+"""Most bytes that are received of incomplete headers. They include white space and blank lines."""
+FRAMING_PER_BODY_BYTE = 8
+"""Most bytes of chunk sizes per byte of a chunked body. Chunks of one byte need five."""
+DISCARDED_BYTES = 2**20
+"""After a refusal, at most this many bytes are read and discarded. Further bytes are not read."""
+MIN_BYTES_PER_SECOND = 2048
+"""A client has to send and to read at least this fast: half of 32 kbit/s, to which mobile networks
+throttle a line. So 4 MiB may take 34 minutes."""
 
 _GONE = (7, 8)
 """TCP_CLOSE: the client has reset the connection. TCP_CLOSE_WAIT: it has ended its side."""

@@ -4,8 +4,14 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from logitd.service.connections.limits import MAX_HEADER_BYTES, MIN_BYTES_PER_SECOND
+from logitd.service.connections.reading import MAX_HEADER_BYTES, MIN_BYTES_PER_SECOND
 from logitd.service.errors import ApiError, unavailable
+
+
+def head_size(target: int, headers: list[tuple[bytes, bytes]]) -> int:
+    """The size of a request line whose target has `target` bytes, and of the headers, in bytes and
+    without optional white space."""
+    return target + sum(len(name) + len(value) + 4 for name, value in headers)
 
 
 def headers_too_large() -> ApiError:

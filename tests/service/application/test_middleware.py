@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from logitd.service.application.middleware import EXPOSED_HEADERS
-from logitd.service.connections.limits import MAX_HEADER_BYTES
+from logitd.service.connections.reading import MAX_HEADER_BYTES
 from logitd.service.http.schemas import ErrorReply
 from logitd.service.log import JsonFormatter
 from tests.service.serving import (

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from logitd.service.application.server import serve
-from logitd.service.connections.limits import (
+from logitd.service.connections.open_connections import (
     MOST_CONNECTIONS,
     ConnectionLimitError,
+    Reports,
     connection_bounds,
 )
-from logitd.service.connections.open_connections import Reports
 from logitd.service.metrics.metrics import ConnectionEnd, Metrics
 from tests.e2e.server import ServedProcess
 from tests.service.serving import (

@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logitd.service.connections.limits import (
+from logitd.service.connections.reading import (
     MAX_HEADER_BYTES,
     MAX_RAW_HEADER_BYTES,
     MIN_BYTES_PER_SECOND,
-    head_size,
 )
+from logitd.service.connections.refusals import head_size
 from logitd.service.http.schemas import ErrorReply
 from logitd.service.settings.serve import ServeSettings
 from tests.e2e.server import ServedProcess

@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from functools import partial
 
-from logitd.service.connections.limits import (
+from logitd.service.connections.reading import (
     FRAMING_PER_BODY_BYTE,
     MAX_RAW_HEADER_BYTES,
     MIN_BYTES_PER_SECOND,
+    Reading,
+    ReadState,
+    ReplyProgress,
 )
-from logitd.service.connections.reading import Reading, ReadState, ReplyProgress
 
 
 def test_request_passes_through_its_states() -> None:
