@@ -1,10 +1,10 @@
 """Generator of the parts of the client and of the documentation that follow from the operations.
 
-    fields.py                       a TypedDict for each operation, with the keywords of its method
-    results.py                      a frozen dataclass for each reply
-    endpoints.py                    a function for each operation, which builds its call
-    client.py and async_client.py   the methods that send these calls
-    ../README.md                    the rows of the operations in a table
+    fields.py      a TypedDict for each operation, with the keywords of its method
+    results.py     a frozen dataclass for each reply
+    endpoints.py   a function for each operation, which builds its call
+    client.py      the methods that send these calls
+    ../README.md   the rows of the operations in a table
 
 `make client` runs the generator. It replaces the lines between two marks and keeps all others. A
 new operation needs no change here. The calls of HAND_WRITTEN operations, the results that are
@@ -99,18 +99,19 @@ def sources() -> Mapping[str, str]:
         "fields.py": _between_marks("fields.py", fields_source()),
         "results.py": _between_marks("results.py", results_source()),
         "endpoints.py": _between_marks("endpoints.py", operations_source()),
-        "client.py": _between_marks("client.py", _methods("_blocking")),
-        "async_client.py": _between_marks("async_client.py", _methods("_awaited")),
+        "client.py": _between_marks("client.py", _methods("_blocking"), _methods("_awaited")),
         "../README.md": readme_source(),
     }
 
 
-def _between_marks(name: str, generated: str) -> str:
-    """A file's source, with `generated` between its marks."""
-    source = (FOLDER / name).read_text(encoding="utf-8")
-    before, after = source.split(MARKS[0])[0], source.split(MARKS[1])[1]
-    margin = before.rpartition("\n")[2]
-    return before + MARKS[0] + generated + margin + MARKS[1] + after
+def _between_marks(name: str, *generated: str) -> str:
+    """A file's source, with each of the `generated` texts between its pair of marks."""
+    begin, end = MARKS
+    result, *blocks = (FOLDER / name).read_text(encoding="utf-8").split(begin)
+    for text, block in zip(generated, blocks, strict=True):
+        margin = result.rpartition("\n")[2]
+        result += begin + text + margin + end + block.partition(end)[2]
+    return result
 
 
 def _methods(decorator: str) -> str:

@@ -4,7 +4,7 @@ Import it as `logitd`. It needs httpx and NumPy, but neither torch nor modules o
 """
 
 # ruff: noqa: F403
-from logitd.service.client.async_client import AsyncClient as AsyncClient
+from logitd.service.client.client import AsyncClient as AsyncClient
 from logitd.service.client.client import Client as Client
 from logitd.service.client.errors import *
 from logitd.service.client.fields import *
