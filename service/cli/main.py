@@ -77,7 +77,7 @@ COMMANDS = (
     ),
     SettingsCommand(
         "extract",
-        "extract:ExtractSettings",
+        "tools:ExtractSettings",
         "Compute every token of a text: logprobs or a lens into Parquet, stages into safetensors.",
         "logitd extract checkpoints/python-small --data my-texts/ --out scored --logprobs",
     ),

@@ -24,7 +24,7 @@ from logitd.model.plural import pluralize
 from logitd.model.training.events import duration, line
 from logitd.service.cli.busy import busy_notice
 from logitd.service.cli.terminal import ProgressLine, say
-from logitd.service.settings.extract import ExtractSettings
+from logitd.service.settings.tools import ExtractSettings
 
 ERRORS = CheckpointError, DataError, DeviceError, ExtractionError, InvalidRequest, KernelError
 SECONDS_BETWEEN_LINES = 10.0
