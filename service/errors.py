@@ -211,3 +211,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     }.items()
 }
 """Errors of endpoints, for /docs."""
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The errors of an endpoint with only these statuses, for /docs."""
+    return {status: ERRORS[status] for status in statuses}

@@ -9,11 +9,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 
-from logitd.model.inference.engine.events import FinishEvent, OutputsChunk
+from logitd.model.inference.engine.events import OutputsChunk
 from logitd.model.inference.engine.requests import OutputsRequest
 from logitd.service.engine.submission import Submission
-from logitd.service.errors import raise_failure
-from logitd.service.models.context import RequestContext
+from logitd.service.models.context import RequestContext, events_of
 
 PAUSE_FACTOR = 4
 """Length of the pause after a part of a reply, as a multiple of the time that it took to make the
@@ -33,7 +32,7 @@ class OutputsReader:
         self._session = context.session
         self._session.reserve(self._requests)
         self._submission = self._session.submit_next()
-        self._rows = read_rows(self._submission)
+        self._rows = _rows(self._submission)
         self._first: OutputsChunk | None = None
 
     async def start(self) -> None:
@@ -53,7 +52,7 @@ class OutputsReader:
         for index, request in enumerate(self._requests):
             if index:
                 self._submission = self._session.submit_next()
-                self._rows = read_rows(self._submission)
+                self._rows = _rows(self._submission)
             yield index, request, self._pieces()
 
     async def _pieces(self) -> AsyncIterator[OutputsChunk]:
@@ -79,14 +78,8 @@ async def paced(parts: Iterator[bytes], context: RequestContext) -> AsyncIterato
             await asyncio.sleep(PAUSE_FACTOR * took)
 
 
-async def read_rows(submission: Submission) -> AsyncIterator[OutputsChunk]:
-    """The chunks of a submission's requests, each in the order of its positions.
-
-    Raises ApiError if a request ends before its last row, EngineStopped if the engine fails.
-    """
-    while not submission.finished:
-        for event in await submission.take():
-            if isinstance(event, OutputsChunk):
-                yield event
-            elif isinstance(event, FinishEvent):
-                raise_failure(event)
+async def _rows(submission: Submission) -> AsyncIterator[OutputsChunk]:
+    """The chunks of a submission, in the order of its positions. Raises like `events_of`."""
+    async for event in events_of(submission):
+        if isinstance(event, OutputsChunk):
+            yield event

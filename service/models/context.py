@@ -5,7 +5,7 @@ client has left.
 """
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from starlette.types import Receive
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
 from logitd.model.inference.engine import requests as engine
-from logitd.model.inference.engine.events import FinishEvent
+from logitd.model.inference.engine.events import Event, FinishEvent
 from logitd.model.operations.computed import Computed
 from logitd.model.operations.operation import Subject
 from logitd.service.access.callers import caller_of
@@ -103,16 +103,23 @@ class ModelChoice:
             session.close()
 
 
+async def events_of(submission: Submission) -> AsyncIterator[Event]:
+    """The events of a submission. Raises ApiError if a sequence fails, and EngineStopped if the
+    engine does."""
+    while not submission.finished:
+        for event in await submission.take():
+            if isinstance(event, FinishEvent):
+                raise_failure(event)
+            yield event
+
+
 async def gather(submission: Submission) -> Computed:
-    """Wait for all events of a submission. Raises ApiError if a sequence fails, and EngineStopped
-    if the engine does. If this call is cancelled, the submission is aborted."""
+    """Wait for all events of a submission. Raises like `events_of`. If this call is cancelled, the
+    submission is aborted."""
     computed = Computed()
     try:
-        while not submission.finished:
-            for event in await submission.take():
-                if isinstance(event, FinishEvent):
-                    raise_failure(event)
-                computed.add(event)
+        async for event in events_of(submission):
+            computed.add(event)
     finally:
         submission.abort()
     return computed

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from logitd.model.operations import generate
 from logitd.model.operations.operation import Completions, checkpoint_name
 from logitd.service.access.auth import note_user
-from logitd.service.errors import ERRORS
+from logitd.service.errors import errors
 from logitd.service.http import completions as replies
 from logitd.service.http import sse
 from logitd.service.http.body import body_of, described_by
@@ -108,12 +108,8 @@ async def _begin(
 
 # GET /v1/models
 
-RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: ERRORS[status] for status in (400, 401, 431, 503)
-}
 
-
-@router.get("/v1/models", responses=RESPONSES, summary="The models served")
+@router.get("/v1/models", responses=errors(400, 401, 431, 503), summary="The models served")
 async def models(choice: Ready) -> ModelList:
     """The loaded models. The first one answers requests that do not name a model. /info also lists
     models that could not be loaded."""
@@ -122,7 +118,7 @@ async def models(choice: Ready) -> ModelList:
 
 @router.get(
     "/v1/models/{model:path}",  # a model may have any name that a directory may have
-    responses={**RESPONSES, 404: ERRORS[404]},
+    responses=errors(400, 401, 431, 503, 404),
     summary="One model",
 )
 async def one_model(model: str, choice: Ready) -> Model:

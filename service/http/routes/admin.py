@@ -5,7 +5,7 @@ weights. A checkpoint is named by the name of its folder, never by a path.
 """
 
 import hmac
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import Field
@@ -20,15 +20,11 @@ from logitd.model.operations.body import (
 from logitd.model.operations.operation import checkpoint_name
 from logitd.service.access.auth import bearer_token
 from logitd.service.engine.async_engine import ReloadError
-from logitd.service.errors import ERRORS, ApiError
+from logitd.service.errors import ApiError, errors
 from logitd.service.http.body import body_of, described_by
 from logitd.service.models.state import Ready, State
 
 router = APIRouter(tags=["operations"])
-
-RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: ERRORS[status] for status in (400, 401, 403, 404, 408, 409, 413, 415, 431, 500, 503)
-}
 
 
 class ReloadRequest(RequestBody):
@@ -76,7 +72,7 @@ async def admin(state: State, request: Request) -> None:
 @router.post(
     "/admin/reload",
     dependencies=[Depends(admin)],  # before the body is read
-    responses=RESPONSES,
+    responses=errors(400, 401, 403, 404, 408, 409, 413, 415, 431, 500, 503),
     openapi_extra=described_by(ReloadRequest),
     summary="Serve another checkpoint",
 )

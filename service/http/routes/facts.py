@@ -7,16 +7,14 @@ from fastapi import APIRouter
 from logitd.model.operations.operation import checkpoint_name
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.stages import StageKind, stages_of
-from logitd.service.errors import ERRORS
+from logitd.service.errors import errors
 from logitd.service.http.query import KNOWN_QUERY
 from logitd.service.http.schemas import StagesReply, TokenizerInfo
 from logitd.service.models.state import Chosen
 
 router = APIRouter(dependencies=[KNOWN_QUERY])
 
-RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: ERRORS[status] for status in (400, 401, 404, 431, 503)
-}
+RESPONSES = errors(400, 401, 404, 431, 503)
 
 
 @router.get(

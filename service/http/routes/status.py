@@ -10,7 +10,7 @@ from fastapi import APIRouter, Response
 from logitd.model.checkpoint.card_and_curve import read_card, read_curve
 from logitd.model.operations.operation import checkpoint_name
 from logitd.model.version import VERSION
-from logitd.service.errors import ERRORS
+from logitd.service.errors import errors
 from logitd.service.http.query import KNOWN_QUERY
 from logitd.service.http.schemas import CardReply, Health, Info, ModelStatus, Version
 from logitd.service.metrics.metrics import CONTENT_TYPE
@@ -20,7 +20,7 @@ from logitd.service.models.state import AskedModel, Chosen, Ready, ServiceState,
 router = APIRouter(
     tags=["operations"],
     dependencies=[KNOWN_QUERY],
-    responses={status: ERRORS[status] for status in (400, 431)},
+    responses=errors(400, 431),
 )
 
 UNREADY: dict[int | str, dict[str, Any]] = {
@@ -73,7 +73,7 @@ def _statuses(models: Models) -> list[ModelStatus]:
 
 @router.get(
     "/info",
-    responses={401: ERRORS[401], 404: ERRORS[404], 503: ERRORS[503]},
+    responses=errors(401, 404, 503),
     summary="The served model, its device and its limits",
 )
 async def info(models: Ready, model: AskedModel = None) -> Info:
@@ -122,7 +122,7 @@ async def info(models: Ready, model: AskedModel = None) -> Info:
 
 @router.get(
     "/card",
-    responses={401: ERRORS[401], 404: ERRORS[404], 503: ERRORS[503]},
+    responses=errors(401, 404, 503),
     summary="The model card, and the curve of the training",
 )
 def card(context: Chosen) -> CardReply:
@@ -142,7 +142,7 @@ def card(context: Chosen) -> CardReply:
     )
 
 
-@router.get("/version", responses={401: ERRORS[401]}, summary="The version of logitd")
+@router.get("/version", responses=errors(401), summary="The version of logitd")
 async def version() -> Version:
     return Version(version=VERSION)
 
@@ -150,7 +150,7 @@ async def version() -> Version:
 @router.get(
     "/metrics",
     response_class=Response,
-    responses={401: ERRORS[401]},
+    responses=errors(401),
     summary="Prometheus metrics",
 )
 def metrics(state: State) -> Response:
