@@ -43,7 +43,14 @@ SHUTDOWN_SECONDS = 0.5
 
 
 class Connection(HttpToolsProtocol):
-    """An HTTP connection. A `cycle` is uvicorn's object for a request and its reply."""
+    """An HTTP connection. A `cycle` is uvicorn's object for a request and its reply.
+
+        bytes -> _feed -> _parse -> cycle -> _running -> on_response_complete -> the next cycle
+                   |        |                   (its turn)       |
+                _held    _refuse ------> _refusal ----------> _answer -> _linger -> closed
+
+    Bytes and cycles that come ahead of their turn wait in `_held` and in uvicorn's `pipeline`.
+    """
 
     def __init__(
         self,
