@@ -60,6 +60,11 @@ class RunDirectory:
         with directory.preparing():
             path.mkdir(parents=True, exist_ok=True)
             directory.lock()
+        try:
+            _require_empty(path)
+        except BaseException:
+            directory.release()
+            raise
         return directory
 
     def require_free(self) -> None:
