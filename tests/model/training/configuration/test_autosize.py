@@ -144,7 +144,7 @@ def test_measurement_ignores_a_short_disturbance_if_there_is_time_for_more_steps
     monkeypatch.setattr(
         "logitd.model.training.setup.measure.time.perf_counter", _Clock(step_seconds)
     )
-    candidate = resolve(fill_in(TrainingConfig(context_length=16, batch_size=1), SIZES[0]))
+    candidate = resolve_size(TrainingConfig(context_length=16, batch_size=1), SIZES[0])
     placement = Placement(torch.device("cpu"), torch.float32, 1)
     speed = measure.measure(candidate, placement, 600.0)
     tokens = candidate.recipe.batch_size * candidate.model.context_length
