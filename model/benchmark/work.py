@@ -14,7 +14,12 @@ from logitd.model.inference.memory import SCALE_BYTES
 from logitd.model.inference.options import KVCacheDType, Quantization, head_quantization
 from logitd.model.machine import Machine
 from logitd.model.transformer.gpt import GPT
-from logitd.model.transformer.size import attention_operations, count_elements
+from logitd.model.transformer.size import (
+    attention_operations,
+    count_elements,
+    seen_pairs,
+    seen_positions,
+)
 
 MATRIX_BYTES: Mapping[Quantization, float] = {"int8": 1, "int4": 4.5 / 8}
 """Bytes per element of a quantized matrix; int4 has a byte of scale per sixteen elements."""
@@ -39,9 +44,9 @@ def decode_work(
     quantize: Quantization = "none",
     kept: KVCacheDType = "auto",
 ) -> Work:
-    """The work of a decode step of `batch` sequences, which attend to `live_positions` in total,
-    including the new ones. `kept` is the dtype of the KV cache. Compressed weights count with their
-    uncompressed size."""
+    """The work of a decode step of `batch` equally long sequences, which have `live_positions` in
+    total, including the new ones. `kept` is the dtype of the KV cache. Compressed weights count
+    with their uncompressed size."""
     config, elements = gpt.config, count_elements(gpt.config)
     item = gpt.token_embedding.weight.element_size()
     cell = 1 + SCALE_BYTES / config.head_dim if kept == "int8" else item
@@ -49,10 +54,11 @@ def decode_work(
     read = _matrix_bytes(elements.block_matrices, elements.block_rows, item, quantize)
     read += _matrix_bytes(head, config.vocab_size, item, head_quantization(quantize))
     read += (_vectors(gpt) + elements.looked_up * batch) * item
-    seen = attention_operations(config) * live_positions
+    seen = batch * seen_positions(config, live_positions / batch)
     return Work(
-        read_bytes=read + 2 * config.n_layer * config.kv_width * live_positions * cell,
-        operations=2 * (elements.block_matrices + head) * batch + seen
+        read_bytes=read + 2 * config.kv_width * seen * cell,
+        operations=2 * (elements.block_matrices + head) * batch
+        + attention_operations(config) * seen
         if quantize == "none"
         else None,
     )
@@ -65,7 +71,7 @@ def prefill_work(gpt: GPT, *, prompts: int, length: int) -> Work:
     head = config.vocab_size * config.d_model
     read = elements.block_matrices + head + _vectors(gpt) + elements.looked_up * prompts * length
     operations = 2 * elements.block_matrices * length + 2 * head
-    operations += attention_operations(config) * length * (length + 1) // 2  # pairs of positions
+    operations += attention_operations(config) * seen_pairs(config, length)
     item = gpt.token_embedding.weight.element_size()
     return Work(read_bytes=read * item, operations=prompts * operations)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.hf.tokenizer import QWEN2_PATTERN
-from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.config import WITHOUT_PARTS, GPTConfig, parts_of
 
 GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3 = "gpt2", "gpt_neox", "llama", "qwen2", "qwen3"
 
@@ -118,6 +118,7 @@ def _of_any(config: GPTConfig) -> Iterable[_Rule]:
         (config.norm_position == "post", "norm_position", before, "pre"),
         (not config.final_norm, "final_norm", "GPT-2 and Llama end with a norm", True),
         (config.head_bias, "head_bias", "the heads of GPT-2 and Llama have none", False),
+        *((True, name, "only nanochat has it", WITHOUT_PARTS[name]) for name in parts_of(config)),
     )
 
 

@@ -9,6 +9,9 @@ number of other rows. So attention is computed block by block and slot by slot, 
 `prefill_at_once`, whose bits may differ. `model/inference/engine/slots.py` records who owns a slot
 and which positions may be shared.
 
+The cache of a model with `smear` also holds the token ids of its slots, because a token's embedding
+depends on the token before it.
+
 Keys and values are stored in the dtype of attention, or in int8 with a scale for each key and value
 of a head (`Cells`). Torch converts int8 before it attends; the native decoder reads the bytes.
 
@@ -29,8 +32,9 @@ from logitd.model.transformer.attention import (
     Observer,
     attend_blocks,
     attend_piece,
-    block_mask,
     causal_bias,
+    first_visible,
+    visible_keys,
 )
 from logitd.model.transformer.config import BLOCK, GPTConfig
 
@@ -109,7 +113,13 @@ class KVCache:
         self._values = Cells(shape, device, dtype, kept)
         self.keys, self.values = self._keys.numbers, self._values.numbers  # (n_layer, S, K, L, D)
         self.key_scales, self.value_scales = self._keys.scales, self._values.scales
-        self._block_mask = block_mask(self.slot_length, device)  # (BLOCK, L)
+        self.token_ids = None
+        if config.smear:
+            self.token_ids = _zeros((slots, self.slot_length), device, torch.int32)  # (S, L)
+        self._block_masks = {
+            window: visible_keys(BLOCK, self.slot_length, device, window)  # (BLOCK, L)
+            for window in {config.window(layer) for layer in range(config.n_layer)}
+        }
 
     @property
     def slots(self) -> int:
@@ -117,36 +127,61 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        return self._keys.nbytes + self._values.nbytes
+        ids = 0 if self.token_ids is None else self.token_ids.nbytes
+        return self._keys.nbytes + self._values.nbytes + ids
 
-    def read(self, layer: int, slot: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of positions [0, end) of a slot, in the dtype of attention: (K, end, D)
-        each."""
-        index = (layer, slot, slice(None), slice(0, end))
+    def read(self, layer: int, slot: int, end: int, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Keys and values of positions [first, end) of a slot, in the dtype of attention: (K, end -
+        first, D) each."""
+        index = (layer, slot, slice(None), slice(first, end))
         return self._keys.read(index), self._values.read(index)
+
+    def put_token_ids(
+        self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
+    ) -> Tensor | None:
+        """Write token ids into slots, and return the ids before them (N,): 0 before position 0.
+        None if the model does not need them. Must be called before each forward."""
+        if self.token_ids is None:
+            return None
+        device = self.token_ids.device
+        ids, rows, places = (
+            torch.tensor(each, device=device) for each in (token_ids, slots, positions)
+        )
+        self.token_ids[rows, places] = ids.int()
+        return self.token_ids[rows, (places - 1).clamp(min=0)].long()
 
     def prefill(self, slot: int, start: int, observe: Observer | None = None) -> Attend:
         """Attention for whole blocks of new positions in one slot, from `start` on."""
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None
+        ) -> Tensor:
             # q (1, H, T, D); k, v (1, K, T, D); T a multiple of BLOCK
             keys, values = self._extend(layer, slot, start, k[0], v[0])
             return attend_blocks(
-                layer, q, keys, values, start=start, mask=self._block_mask, observe=observe
+                layer,
+                q,
+                keys,
+                values,
+                start=start,
+                mask=self._block_masks[window],
+                window=window,
+                observe=observe,
             )
 
         return attend
 
     def prefill_at_once(self, slot: int, start: int) -> Attend:
         """Like `prefill`, but with one operation per layer for all positions of the piece."""
-        bias: Tensor | None = None
+        biases: dict[int | None, Tensor] = {}  # the same for all layers with this window
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            nonlocal bias
+        def attend(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None
+        ) -> Tensor:
             keys, values = self._extend(layer, slot, start, k[0], v[0])
-            if start and bias is None:  # the same for all layers
-                bias = causal_bias(k.shape[2], start + k.shape[2], q)
-            return attend_piece(q, keys, values, bias)
+            if (start or window is not None) and window not in biases:
+                biases[window] = causal_bias(k.shape[2], start + k.shape[2], q, window)
+            return attend_piece(q, keys, values, biases.get(window))
 
         return attend
 
@@ -160,14 +195,17 @@ class KVCache:
         slot_index = torch.tensor(slots, device=self.keys.device)
         position_index = torch.tensor(positions, device=self.keys.device)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None
+        ) -> Tensor:
             # q (B, H, 1, D); k, v (B, K, 1, D)
             index = (layer, slot_index, slice(None), position_index)
             self._keys.write(index, k[:count, :, 0])
             self._values.write(index, v[:count, :, 0])
             q, out = _aligned(q), torch.zeros_like(q)
             for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
-                keys, values = self.read(layer, slot, position + 1)  # (K, position + 1, D)
+                first = first_visible(position, window)
+                keys, values = self.read(layer, slot, position + 1, first)  # (K, seen, D)
                 out[row] = F.scaled_dot_product_attention(
                     q[row : row + 1],
                     keys[None],
@@ -184,6 +222,8 @@ class KVCache:
             every, here = slice(None), slice(0, length)
             for cells in (self._keys, self._values):
                 cells.copy((every, target, every, here), (every, source, every, here))
+            if self.token_ids is not None:
+                self.token_ids[target, here] = self.token_ids[source, here]
 
     def _extend(
         self, layer: int, slot: int, start: int, keys: Tensor, values: Tensor

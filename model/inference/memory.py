@@ -60,10 +60,11 @@ class Shape:
 
 
 def slot_bytes(config: GPTConfig, item_bytes: int, kept: KVCacheDType = "auto") -> int:
-    """Bytes of the keys and values of all layers in one slot."""
+    """Bytes of the keys and values of all layers in one slot, and of its token ids if the model has
+    `smear`."""
     length = -(-config.context_length // BLOCK) * BLOCK
     row_bytes = config.head_dim + SCALE_BYTES if kept == "int8" else config.head_dim * item_bytes
-    return 2 * config.n_layer * config.n_kv_head * length * row_bytes
+    return 2 * config.n_layer * config.n_kv_head * length * row_bytes + 4 * length * config.smear
 
 
 def working_bytes(config: GPTConfig, item_bytes: int) -> int:

@@ -56,7 +56,8 @@ class AttributionsRequest(ComparedTokens, PromptBody):
         ["gradient_times_input"],
         description="gradient_times_input: the gradient with respect to each token's vector, times "
         "that vector; integrated_gradients: the same along a path from a baseline; direct: the "
-        "direct share of the embedding, each head, each bias and each MLP.",
+        "direct share of the embedding, each head, each bias and each MLP. In a model with "
+        "logit_softcap, logits are those before it.",
     )
     steps: int | None = Field(
         None,

@@ -23,16 +23,19 @@ from logitd.model.transformer.config import BLOCK
 
 class Attend(Protocol):
     """Attention of one layer: takes the new queries, keys and values, and returns the outputs of
-    the heads."""
+    the heads. `window` is the number of positions that a query sees, its own the last; None:
+    all."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None
+    ) -> Tensor: ...
 
 
 class Observer(Protocol):
-    """Is called with each block of queries (1, H, BLOCK, D) and all keys (1, K, S, D) up to the
-    block's end."""
+    """Is called with each block of queries (1, H, BLOCK, D), all keys (1, K, S, D) up to the
+    block's end, and the window."""
 
-    def __call__(self, layer: int, q: Tensor, keys: Tensor) -> None: ...
+    def __call__(self, layer: int, q: Tensor, keys: Tensor, window: int | None) -> None: ...
 
 
 def attention_scores(q: Tensor, k: Tensor) -> Tensor:
@@ -42,28 +45,29 @@ def attention_scores(q: Tensor, k: Tensor) -> Tensor:
     return q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
 
 
-def attention_probs(scores: Tensor) -> Tensor:
-    """Softmax over the visible keys (B, H, T, S). A position sees itself and all positions before
-    it. The last query and the last key have the same position; T may be smaller than S.
+def attention_probs(scores: Tensor, window: int | None = None) -> Tensor:
+    """Softmax over the visible keys (B, H, T, S). A position sees itself and the positions before
+    it, at most `window` in all. The last query and the last key have the same position; T may be
+    smaller than S.
     """
-    return mask_causal(scores).softmax(dim=-1)
+    return mask_causal(scores, window).softmax(dim=-1)
 
 
-def mask_causal(scores: Tensor) -> Tensor:
-    """Scores (B, H, T, S), replaced by -inf for keys after their query. The last query and the last
-    key have the same position."""
+def mask_causal(scores: Tensor, window: int | None = None) -> Tensor:
+    """Scores (B, H, T, S), replaced by -inf for keys that their query does not see. The last query
+    and the last key have the same position."""
     t, s = scores.shape[-2:]
-    visible = torch.ones(t, s, dtype=torch.bool, device=scores.device).tril(s - t)
-    return scores.masked_fill(~visible, float("-inf"))
+    return scores.masked_fill(~visible_keys(t, s, scores.device, window), float("-inf"))
 
 
-def block_mask(length: int, device: torch.device) -> Tensor:
-    """The mask (BLOCK, length) of the keys that each query of the last block sees.
-
-    Query i of the block sees all keys except the last BLOCK - 1 - i. The last columns of this mask
-    are the mask of an earlier block.
-    """
-    return torch.ones(BLOCK, length, dtype=torch.bool, device=device).tril(length - BLOCK)
+def visible_keys(
+    queries: int, keys: int, device: torch.device, window: int | None = None
+) -> Tensor:
+    """The mask (queries, keys) of the keys that each query sees: its own position and those before
+    it, at most `window` in all. The last query and the last key have the same position, so the last
+    columns of the mask are the mask of fewer keys."""
+    visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return visible if window is None else visible.triu(keys - queries - window + 1)
 
 
 def attend_blocks(
@@ -73,52 +77,58 @@ def attend_blocks(
     values: Tensor,
     *,
     start: int,
-    mask: Tensor,
+    mask: Tensor,  # (BLOCK, any length from S on): `visible_keys` of a block
+    window: int | None = None,
     observe: Observer | None = None,
 ) -> Tensor:
     """Causal attention (1, H, T, D) of whole blocks of queries, the first at position `start`.
 
-    Each block attends over exactly the keys up to its end. So the arithmetic of a row depends only
-    on its position, not on the number of positions in the call.
+    Each block attends over exactly the keys from the first visible one up to its end. So the
+    arithmetic of a row depends only on its position, not on the number of positions in the call.
     """
     blocks = []
     for offset in range(0, q.shape[2], BLOCK):
         end = start + offset + BLOCK
-        queries, visible = q[:, :, offset : offset + BLOCK], keys[None, :, :end]
+        queries, seen = q[:, :, offset : offset + BLOCK], keys[None, :, :end]
         if observe is not None:
-            observe(layer, queries, visible)
+            observe(layer, queries, seen, window)
+        first = first_visible(start + offset, window)
         blocks.append(
             F.scaled_dot_product_attention(
                 queries,
-                visible,
-                values[None, :, :end],
-                attn_mask=mask[:, mask.shape[1] - end :],
+                seen[:, :, first:],
+                values[None, :, first:end],
+                attn_mask=mask[:, mask.shape[1] - (end - first) :],
                 enable_gqa=q.shape[1] != keys.shape[0],
             )
         )
     return torch.cat(blocks, dim=2)
 
 
+def first_visible(position: int, window: int | None) -> int:
+    """The first position that a query at this position sees."""
+    return 0 if window is None else max(0, position - window + 1)
+
+
 def attend_apart(attends: Sequence[Attend], lengths: Sequence[int]) -> Attend:
     """Attention of several texts that are concatenated along T. `lengths` are their numbers of
     positions. Each text has its own `Attend`."""
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         # q (1, H, T, D), k and v (1, K, T, D)
-        parts = zip(*(tensor.split(list(lengths), dim=2) for tensor in (q, k, v)), strict=True)
-        return torch.cat(
-            [own(layer, *part) for own, part in zip(attends, parts, strict=True)], dim=2
-        )
+        texts = (tensor.split(list(lengths), dim=2) for tensor in (q, k, v))
+        parts = zip(attends, *texts, strict=True)
+        return torch.cat([own(layer, q, k, v, window) for own, q, k, v in parts], dim=2)
 
     return attend
 
 
-def causal_bias(length: int, keys: int, like: Tensor) -> Tensor:
-    """A bias (length, keys) for the scores of queries at the last `length` of `keys` positions:
-    -inf for keys after the query, otherwise 0. It has the dtype and device of the queries, `like`,
+def causal_bias(length: int, keys: int, like: Tensor, window: int | None = None) -> Tensor:
+    """A bias (length, keys) for the scores of queries at the last `length` of `keys` positions: 0
+    for keys that a query sees, otherwise -inf. It has the dtype and device of the queries, `like`,
     as kernels require."""
-    hidden = torch.ones(length, keys, dtype=torch.bool, device=like.device).triu(keys - length + 1)
-    return like.new_zeros(length, keys).masked_fill_(hidden, -math.inf)
+    visible = visible_keys(length, keys, like.device, window)
+    return like.new_zeros(length, keys).masked_fill_(~visible, -math.inf)
 
 
 def attend_piece(
@@ -152,9 +162,19 @@ class CausalAttend:
     def __init__(self, dropout: float = 0.0) -> None:
         self.dropout = dropout
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None
+    ) -> Tensor:
+        length = q.shape[2]
+        mask = None if window is None else visible_keys(length, length, q.device, window)
         return F.scaled_dot_product_attention(
-            q, k, v, dropout_p=self.dropout, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=self.dropout,
+            is_causal=mask is None,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
 
 
@@ -169,12 +189,12 @@ class AttentionRecorder:
         self._layers, self._heads, self._length = tuple(layers), list(heads), length
         self._blocks: dict[int, list[Tensor]] = {layer: [] for layer in layers}
 
-    def __call__(self, layer: int, q: Tensor, keys: Tensor) -> None:
+    def __call__(self, layer: int, q: Tensor, keys: Tensor, window: int | None) -> None:
         if layer not in self._blocks:
             return
         group = q.shape[1] // keys.shape[1]
         keys = keys[:, [head // group for head in self._heads]]  # (1, heads, S, D)
-        probs = attention_probs(attention_scores(q[:, self._heads], keys))
+        probs = attention_probs(attention_scores(q[:, self._heads], keys), window)
         # (heads, BLOCK, S), then (BLOCK, heads, length)
         probs = F.pad(probs[0], (0, max(0, self._length - probs.shape[-1])))[..., : self._length]
         self._blocks[layer].append(probs.transpose(0, 1))
@@ -193,9 +213,11 @@ class RecordingAttend:
         self.scores: list[Tensor] = []
         self.probs: list[Tensor] = []
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None
+    ) -> Tensor:
         scores = attention_scores(q, k)
-        probs = attention_probs(scores)
+        probs = attention_probs(scores, window)
         self.scores.append(scores)
         self.probs.append(probs)
         v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # (B, H, T, D)

@@ -1,9 +1,9 @@
 """GPTConfig: the shape of a model, as stored in a checkpoint's `config.json`.
 
 A configuration can describe GPT-2, the original Transformer decoder, the modern shape, and mixtures
-such as GPT-NeoX, OPT and Llama with scaled rotary positions. Impossible shapes are refused with the
-reason. `model/training/configuration/presets.py` has shapes with names, such as "gpt2-124m". Does
-not import torch.
+such as GPT-NeoX, OPT, nanochat and Llama with scaled rotary positions. Impossible shapes are
+refused with the reason. `model/training/configuration/presets.py` has shapes with names, such as
+"gpt2-124m". Does not import torch.
 """
 
 import json
@@ -34,6 +34,8 @@ Number = Annotated[float, Field(ge=1e-6, le=1e12)]
 Count = Annotated[int, Field(ge=1, le=10**12)]
 """Types of the numbers in `RopeScaling`. The limits are far beyond any real model, but all angles
 within them are finite."""
+Window = Annotated[int, Field(ge=1)] | None
+"""Number of positions that a position attends to in one layer, itself included; None: all."""
 
 
 class ConfigError(ValueError):
@@ -149,6 +151,20 @@ def read_rope_scaling(value: Any) -> RopeScaling | None:
     return RopeScaling.from_dict(value)
 
 
+def read_windows(value: Any) -> Any:
+    """Read `windows` from JSON or from the words of a flag, in which "all" is None. Other values
+    are returned as they are, for the validator to refuse."""
+    if not isinstance(value, list | tuple):
+        return value
+    return tuple(_read_window(item) for item in value)
+
+
+def _read_window(item: Any) -> Any:
+    if item == "all":
+        return None
+    return int(item) if isinstance(item, str) and item.isdecimal() else item
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPTConfig:
     """The shape of a GPT. Every field is explicit, so that a checkpoint describes itself.
@@ -160,7 +176,8 @@ class GPTConfig:
     first rotary_dim / 2 pairs turn; the angle of the other pairs is 0. Other programs pair the
     first rotary_dim channels with each other. So an import reorders the rows of queries and keys,
     and the weights of their norms, within each head. `residual` "parallel" is x +
-    attention(attention_norm(x)) + mlp(mlp_norm(x)), as in GPT-NeoX.
+    attention(attention_norm(x)) + mlp(mlp_norm(x)), as in GPT-NeoX. The fields of
+    `WITHOUT_PARTS` are parts of nanochat's shape.
     """
 
     vocab_size: Annotated[int, Field(ge=1, description="token ids run from 0 to vocab_size - 1")]
@@ -218,6 +235,28 @@ class GPTConfig:
     value_embeddings: Annotated[
         bool, Field(description="add gated embeddings per token to every second block's values")
     ]
+    embedding_norm: Annotated[bool, Field(description="normalise the embedding of each token")]
+    smear: Annotated[
+        bool, Field(description="add a gated part of the previous token's embedding to each")
+    ]
+    windows: Annotated[
+        tuple[Window, ...] | None,
+        BeforeValidator(read_windows),
+        Field(
+            description="for each block, the positions that a position attends to, itself "
+            "included, or all: 64,64,all (default: all)"
+        ),
+    ]
+    residual_mix: Annotated[
+        bool, Field(description="each block reads a learned mixture of residual and embedding")
+    ]
+    backout: Annotated[
+        bool, Field(description="subtract a learned part of the middle block's output at the end")
+    ]
+    logit_softcap: Annotated[
+        float | None,
+        Field(gt=0, allow_inf_nan=False, description="limit c of the logits: c * tanh(logits / c)"),
+    ]
     dropout: Annotated[float, Field(ge=0, lt=1, description="dropout in training")]
 
     def __post_init__(self) -> None:
@@ -241,6 +280,11 @@ class GPTConfig:
             raise ConfigError(
                 "residual is 'parallel' and norm_position 'post', but parallel sublayers have no "
                 "sum between them that could be normalised: set norm_position to 'pre'"
+            )
+        if self.windows is not None and len(self.windows) != self.n_layer:
+            raise ConfigError(
+                f"windows has {len(self.windows)} entries, but n_layer is {self.n_layer}: give one "
+                "for each block"
             )
         self._check_rotary_dim()
 
@@ -284,6 +328,17 @@ class GPTConfig:
         """True if the layer has a value embedding: every second block, counted from the last."""
         return self.value_embeddings and (self.n_layer - 1 - layer) % 2 == 0
 
+    def window(self, layer: int) -> int | None:
+        """Number of positions that a position of the layer attends to, itself included. None: all
+        positions of the context."""
+        window = None if self.windows is None else self.windows[layer]
+        return None if window is None or window >= self.context_length else window
+
+    @property
+    def backout_layer(self) -> int | None:
+        """The layer with whose output `backout` computes."""
+        return self.n_layer // 2 if self.backout else None
+
     def to_dict(self) -> dict[str, Any]:
         scaling = self.rope_scaling
         return asdict(self) | {"rope_scaling": None if scaling is None else scaling.to_dict()}
@@ -298,7 +353,30 @@ class GPTConfig:
         values = {**_implied(values), **values}
         if missing := sorted(names - set(values)):
             raise ConfigError(f"the model configuration lacks {missing}")
-        return cls(**{**values, "rope_scaling": read_rope_scaling(values["rope_scaling"])})
+        read = {
+            "rope_scaling": read_rope_scaling(values["rope_scaling"]),
+            "windows": read_windows(values["windows"]),
+        }
+        return cls(**{**values, **read})
+
+
+WITHOUT_PARTS: Mapping[str, Any] = {
+    "embedding_norm": False,
+    "smear": False,
+    "windows": None,
+    "residual_mix": False,
+    "backout": False,
+    "logit_softcap": None,
+}
+"""Parts of nanochat's shape that other architectures lack, with the value that leaves each out."""
+
+
+def parts_of(config: GPTConfig) -> dict[str, Any]:
+    """The fields of `WITHOUT_PARTS` that a model has, with their values."""
+    values = {name: getattr(config, name) for name in WITHOUT_PARTS}
+    if all(config.window(layer) is None for layer in range(config.n_layer)):
+        values["windows"] = None
+    return {name: value for name, value in values.items() if value != WITHOUT_PARTS[name]}
 
 
 def _implied(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -309,6 +387,7 @@ def _implied(values: Mapping[str, Any]) -> dict[str, Any]:
         "rotary_dim": values.get("head_dim"),
         "rope_scaling": None,
         "head_bias": False,
+        **WITHOUT_PARTS,
     }
 
 

@@ -21,12 +21,9 @@ from torch import Tensor, nn
 from logitd.model.transformer.activation import activate
 from logitd.model.transformer.attention import Attend, CausalAttend, RecordingAttend
 from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.gate import SMEAR_WIDTH, VALUE_GATE_WIDTH, leading_gate, smear
 from logitd.model.transformer.rotary import TABLE_ROWS, rotary_tables, rotate
 from logitd.model.transformer.tap import UNTAPPED, Tap
-
-VALUE_GATE_WIDTH = 32
-"""The gate of a value embedding is computed from this many leading channels of the residual
-stream."""
 
 HEAD_ROWS = 1024
 """Number of rows of a bfloat16 or float16 head that are converted to float32 at a time. They stay
@@ -55,6 +52,16 @@ class GPT(nn.Module):
         self.token_embedding = nn.Embedding(config.padded_vocab_size, config.d_model)
         if config.positions == "learned":
             self.position_embedding = nn.Embedding(config.context_length, config.d_model)
+        if config.embedding_norm:
+            self.embedding_norm = _norm(config)
+        if config.smear:
+            self.smear_gate = nn.Linear(min(SMEAR_WIDTH, config.d_model), 1, bias=False)
+            self.smear_scale = nn.Parameter(torch.empty(1))
+        if config.residual_mix:
+            self.residual_scales = nn.Parameter(torch.empty(config.n_layer))
+            self.embedding_scales = nn.Parameter(torch.empty(config.n_layer))
+        if config.backout:
+            self.backout_scale = nn.Parameter(torch.empty(1))
         self.embedding_dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.final_norm = _norm(config) if config.final_norm else nn.Identity()
@@ -91,20 +98,19 @@ class GPT(nn.Module):
         attend: Attend,
         states: list[Tensor] | None = None,
         tap: Tap = UNTAPPED,
+        previous_ids: Tensor | None = None,  # (B, T)
     ) -> Tensor:
         """The final hidden states (B, T, C) of tokens at their positions, ready for `logits`.
 
         If `states` is given, the residual stream after the embeddings and after each block is
         appended to it, before the final norm. `tap` is called with every stage and may change it,
-        except scores and attention weights, which `attend` computes.
+        except scores and attention weights, which `attend` computes. `previous_ids` are the tokens
+        before `token_ids`, for `smear`; None: the call has whole sequences from position 0.
         """
-        x = self.token_embedding(token_ids)  # (B, T, C)
-        if self.config.positions == "learned":
-            x = x + self.position_embedding(positions)
-        elif self.config.positions == "sinusoidal":
-            x = x + self.sinusoids[positions]
+        config = self.config
+        x = self.embed(token_ids, positions, previous_ids)
         rotation = None
-        if self.config.positions == "rotary":
+        if config.positions == "rotary":
             rotation = (
                 self.rope_cos[positions].unsqueeze(1),  # (B, 1, T, D / 2)
                 self.rope_sin[positions].unsqueeze(1),
@@ -112,11 +118,41 @@ class GPT(nn.Module):
         x = tap(None, "embedding", self.embedding_dropout(x))
         if states is not None:
             states.append(x)
-        for block in self.blocks:
+        embedding = middle = x
+        for layer, block in enumerate(self.blocks):
+            if config.residual_mix:
+                x = self.residual_scales[layer] * x + self.embedding_scales[layer] * embedding
+                x = tap(layer, "input", x)
             x = block(x, token_ids, rotation, attend, tap)
             if states is not None:
                 states.append(x)
+            if layer == config.backout_layer:
+                middle = x
+        if config.backout:
+            x = tap(None, "backout", x - self.backout_scale * middle)
         return tap(None, "final_norm", self.final_norm(x))
+
+    def embed(
+        self, token_ids: Tensor, positions: Tensor, previous_ids: Tensor | None = None
+    ) -> Tensor:
+        """The residual stream (B, T, C) that enters the blocks, without dropout. The arguments are
+        those of `transform`."""
+        x = self._token_vectors(token_ids)
+        if self.config.smear:
+            if previous_ids is None:
+                before = F.pad(x[:, :-1], (0, 0, 1, 0))
+            else:
+                before = self._token_vectors(previous_ids)
+            x = smear(x, before, positions, self.smear_gate.weight, self.smear_scale)
+        if self.config.positions == "learned":
+            x = x + self.position_embedding(positions)
+        elif self.config.positions == "sinusoidal":
+            x = x + self.sinusoids[positions]
+        return x
+
+    def _token_vectors(self, token_ids: Tensor) -> Tensor:
+        x: Tensor = self.token_embedding(token_ids)
+        return self.embedding_norm(x) if self.config.embedding_norm else x
 
     def logits(self, x: Tensor) -> Tensor:
         """The logits (..., V) of final hidden states (..., C), without those of padded ids."""
@@ -125,8 +161,12 @@ class GPT(nn.Module):
         narrow = weight.dtype in (torch.bfloat16, torch.float16)
         if narrow and not self.training:
             logits = _full_precision(x, weight[:vocab_size])
-            return logits if bias is None else logits.add_(bias[:vocab_size])
-        return F.linear(x, weight, bias)[..., :vocab_size]
+            if bias is not None:
+                logits.add_(bias[:vocab_size])
+        else:
+            logits = F.linear(x, weight, bias)[..., :vocab_size]
+        cap = self.config.logit_softcap
+        return logits if cap is None else softcap(logits, cap)
 
     def head_parameters(self) -> tuple[Tensor, Tensor | None]:
         """The head's matrix (padded_vocab_size, C), which may be the embedding, and its bias
@@ -151,7 +191,15 @@ class GPT(nn.Module):
     def reset_parameters(self) -> None:
         """Draw GPT-2's initial weights: N(0, 0.02), projections into the residual stream divided by
         sqrt(2 * n_layer), biases 0. The trainer draws others
-        (`model/training/optim/optimizers.py`)."""
+        (`model/training/optim/optimizers.py`). Learned scales begin at nanochat's values."""
+        if self.config.smear:
+            self.smear_scale.zero_()
+        if self.config.residual_mix:
+            depth = torch.linspace(0, 1, self.config.n_layer, device=self.residual_scales.device)
+            self.residual_scales.copy_(1.15 - 0.10 * depth)
+            self.embedding_scales.copy_(0.20 - 0.15 * depth)
+        if self.config.backout:
+            self.backout_scale.fill_(0.2)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 module.weight.normal_(std=0.02)
@@ -249,7 +297,8 @@ class Block(nn.Module):
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         q, k = tap(layer, "attention.q", q), tap(layer, "attention.k", k)
-        out = attend(layer, q, k, tap(layer, "attention.v", v))  # (B, H, T, D)
+        v = tap(layer, "attention.v", v)
+        out = attend(layer, q, k, v, config.window(layer))  # (B, H, T, D)
         out = tap(layer, "attention.heads", out)
         if tap.wants(layer, "attention.head_out"):
             tap(layer, "attention.head_out", self.head_parts(out))
@@ -267,20 +316,13 @@ class Block(nn.Module):
         """The value embedding of each token (B, K, T, D), multiplied by a gate that depends on the
         residual stream. It is added to the values.
 
-        The gate is 2 * sigmoid(.), so an untrained gate leaves the embedding unchanged. A row must
-        not depend on the batch. On a CPU the last bits would depend on the number of rows in
-        bfloat16, with torch's sigmoid, and with a matrix product this small. So the gate is
-        computed in float32 or wider, with tanh, and with a sum instead of the matrix product.
-        Source: value embeddings of modded-nanogpt, gated as in nanochat.
+        The gate is 2 * sigmoid(.), so an untrained gate leaves the embedding unchanged. Source:
+        value embeddings of modded-nanogpt, gated as in nanochat.
         """
         batch, time = token_ids.shape
         values = self.value_embedding(token_ids)  # (B, T, K * D)
         values = values.view(batch, time, self.config.n_kv_head, self.config.head_dim)
-        # A copy: in a view of wider rows, the last bits also depend on the address of a row.
-        wide = torch.promote_types(x.dtype, torch.float32)
-        leading = x[..., :VALUE_GATE_WIDTH].to(wide).contiguous()
-        steer = (leading.unsqueeze(-2) * self.value_gate.weight.to(wide)).sum(-1)  # (B, T, K)
-        gate = (1 + torch.tanh(steer / 2)).to(values.dtype)  # (B, T, K)
+        gate = (2 * leading_gate(x, self.value_gate.weight)).to(values.dtype)  # (B, T, K)
         return (gate.unsqueeze(-1) * values).transpose(1, 2)  # (B, K, T, D)
 
     def mlp(self, x: Tensor, tap: Tap = UNTAPPED) -> Tensor:
@@ -315,6 +357,12 @@ def sinusoidal_table(length: int, d_model: int, device: torch.device) -> Tensor:
         pairs = torch.stack((angles.sin(), angles.cos()), dim=-1)  # (rows, ceil(C / 2), 2)
         table[rows] = pairs.flatten(1)[:, :d_model].float()
     return table
+
+
+def softcap(logits: Tensor, cap: float) -> Tensor:
+    """cap * tanh(logits / cap), in float32 or wider."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return cap * torch.tanh(wide / cap)
 
 
 def _norm(config: GPTConfig) -> nn.Module:

@@ -9,7 +9,7 @@ not counted.
 from dataclasses import dataclass
 
 from logitd.model.transformer.config import GPTConfig
-from logitd.model.transformer.gpt import VALUE_GATE_WIDTH
+from logitd.model.transformer.gate import SMEAR_WIDTH, VALUE_GATE_WIDTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Elements:
 
     block_matrices   elements of the matrices of all blocks
     block_rows       number of rows of these matrices
-    vectors          norms and biases
+    vectors          norms, biases, learned scales and the gate of `smear`
     embeddings       tables of tokens, learned positions and value embeddings
     head             the matrix of the head; 0 if it is the token embedding
     looked_up        elements of the embeddings that one token reads
@@ -43,6 +43,8 @@ def count_elements(config: GPTConfig) -> Elements:
     # Value embeddings: every second block has a table, and a gate with a row per key/value head.
     valued = -(-config.n_layer // 2) if config.value_embeddings else 0
     gate = min(VALUE_GATE_WIDTH, width) * config.n_kv_head
+    # Smear: a gate, which belongs to no block.
+    smear = min(SMEAR_WIDTH, width) * config.smear
     # Vectors: two norms per block, perhaps a final norm, biases, norms of queries and keys.
     norm = width * (2 if config.norm == "layernorm" and config.bias else 1)
     biases = config.qkv_width * config.qkv_bias + (2 * width + up) * config.bias
@@ -53,14 +55,17 @@ def count_elements(config: GPTConfig) -> Elements:
     return Elements(
         block_matrices=config.n_layer * block_matrices + valued * gate,
         block_rows=config.n_layer * block_rows + valued * config.n_kv_head,
-        vectors=config.n_layer * vectors
-        + norm * config.final_norm
+        vectors=config.n_layer * (vectors + 2 * config.residual_mix)
+        + norm * (config.final_norm + config.embedding_norm)
+        + smear
+        + config.smear
+        + config.backout
         + config.padded_vocab_size * config.head_bias,
         embeddings=table
         + valued * config.padded_vocab_size * config.kv_width
         + config.context_length * width * learned,
         head=0 if config.tied_head else table,
-        looked_up=width + valued * config.kv_width + width * learned,
+        looked_up=width * (1 + config.smear) + valued * config.kv_width + width * learned,
     )
 
 
@@ -72,12 +77,28 @@ def parameter_count(config: GPTConfig) -> int:
 
 def table_elements(config: GPTConfig) -> int:
     """Number of elements of the tables that are computed, not stored: sinusoids, or cosines and
-    sines; and the mask of a block of queries, whose one-byte elements count as a quarter each."""
+    sines; and the mask of a block of queries for each window, whose one-byte elements count as a
+    quarter each."""
     width = {"sinusoidal": config.d_model, "rotary": config.head_dim, "learned": 0}
-    return config.context_length * (width[config.positions] + 8)
+    masks = len({config.window(layer) for layer in range(config.n_layer)})
+    return config.context_length * (width[config.positions] + 8 * masks)
 
 
 def attention_operations(config: GPTConfig) -> int:
-    """Multiplications and additions in all layers for each query and each position that it sees:
-    the dot product with the key, and the weighted addition of the value."""
-    return 2 * 2 * config.n_layer * config.n_head * config.head_dim
+    """Multiplications and additions in one layer for each query and each position that it sees: the
+    dot product with the key, and the weighted addition of the value."""
+    return 2 * 2 * config.n_head * config.head_dim
+
+
+def seen_positions(config: GPTConfig, length: float) -> float:
+    """Number of positions that the last of `length` positions sees, summed over all layers."""
+    windows = map(config.window, range(config.n_layer))
+    return sum(length if window is None else min(window, length) for window in windows)
+
+
+def seen_pairs(config: GPTConfig, length: int) -> int:
+    """Number of pairs of a query and a position that it sees in a text of `length` positions,
+    summed over all layers."""
+    windows = map(config.window, range(config.n_layer))
+    seen = (length if window is None else min(window, length) for window in windows)
+    return sum(most * (most + 1) // 2 + (length - most) * most for most in seen)

@@ -93,6 +93,10 @@ def _is_gated(config: GPTConfig) -> bool:
     return config.activation == "swiglu"
 
 
+def _mixes(config: GPTConfig) -> bool:
+    return config.residual_mix
+
+
 def _changes_q(config: GPTConfig) -> bool:
     return config.qk_norm or config.positions == "rotary"
 
@@ -101,9 +105,17 @@ STAGES: tuple[StageKind, ...] = (
     StageKind(
         "embedding",
         ("d_model",),
-        "the token's vector, plus the vector of its position if the model adds one",
+        "the token's vector, after its norm and smear if the model has them, plus the vector of "
+        "its position if the model adds one",
         "blocks.0.hook_resid_pre",
         in_block=False,
+    ),
+    StageKind(
+        "input",
+        ("d_model",),
+        "the mixture of residual stream and embedding that the block reads",
+        None,
+        has=_mixes,
     ),
     StageKind(
         "attention.norm",
@@ -210,6 +222,14 @@ STAGES: tuple[StageKind, ...] = (
     ),
     StageKind("mlp.out", ("d_model",), "what the MLP adds to the residual stream", "hook_mlp_out"),
     StageKind("output", ("d_model",), "the residual stream after the block", "hook_resid_post"),
+    StageKind(
+        "backout",
+        ("d_model",),
+        "the last residual stream without its part of the middle block's output",
+        None,
+        in_block=False,
+        has=lambda config: config.backout,
+    ),
     StageKind(
         "final_norm",
         ("d_model",),

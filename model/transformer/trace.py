@@ -36,7 +36,7 @@ def trace(gpt: GPT, token_ids: Sequence[int]) -> list[TracedStage]:
     attend, tap = RecordingAttend(), _Figures()
     final = gpt.transform(ids, positions, attend, tap=tap)
     for layer, (scores, probs) in enumerate(zip(attend.scores, attend.probs, strict=True)):
-        tap(layer, "attention.scores", mask_causal(scores))
+        tap(layer, "attention.scores", mask_causal(scores, gpt.config.window(layer)))
         tap(layer, "attention.probs", probs)
     tap(None, "logits", gpt.logits(final))
     return [tap.of(stage) for stage in stages_of(gpt.config)]

@@ -3,6 +3,7 @@ milliseconds; nothing here is a mock.
 """
 
 from collections.abc import Mapping
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,19 @@ CHAT_TEMPLATE = """\
 <|im_start|>assistant
 """
 """A usual one, in the manner of ChatML."""
+
+NANOCHAT: Mapping[str, Any] = {
+    **MODERN,
+    "activation": "relu2",
+    "n_kv_head": 2,
+    "embedding_norm": True,
+    "smear": True,
+    "windows": (40, 7, None),
+    "residual_mix": True,
+    "backout": True,
+    "logit_softcap": 6.0,
+}
+"""nanochat's shape with the three layers of `tiny_config`: every part that it has at once."""
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gpt2": {},
@@ -57,6 +71,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "head_bias": True,
         "value_embeddings": False,
     },
+    "nanochat": NANOCHAT,
 }
 """Overrides of `tiny_config` that together reach every branch of the forward."""
 
@@ -95,14 +110,16 @@ def merging_tokenizer() -> Tokenizer:
 
 def tiny_config(**overrides: Any) -> GPTConfig:
     """GPT-2's shape, tiny, with the vocabulary of `byte_tokenizer`."""
-    values = {
+    values: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "context_length": 128,
         "n_layer": 3,
         "n_head": 4,
         "d_model": 32,
-    }
-    return gpt2_shape(**(values | overrides))
+    } | overrides
+    if (windows := values.get("windows")) is not None:  # for any number of layers
+        values["windows"] = tuple(islice(cycle(windows), values["n_layer"]))
+    return gpt2_shape(**values)
 
 
 def tiny_gpt(config: GPTConfig | None = None, seed: int = 0) -> GPT:
@@ -122,6 +139,9 @@ def tiny_gpt(config: GPTConfig | None = None, seed: int = 0) -> GPT:
                 module.weight.normal_(std=1, generator=generator)
             elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
                 module.weight.uniform_(0.5, 1.5, generator=generator)
+            elif isinstance(module, GPT):
+                for scales in module.parameters(recurse=False):
+                    scales.uniform_(0.3, 1.1, generator=generator)
             if isinstance(bias := getattr(module, "bias", None), torch.Tensor):
                 bias.normal_(std=0.1, generator=generator)
     return gpt.eval().requires_grad_(False)

@@ -5,8 +5,10 @@ none of the code. `change` is given each stage as it is computed, positions firs
 returns is gone on with.
 """
 
+import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,22 +33,45 @@ def plain_stages(
 
     ids = torch.tensor(token_ids)
     x = gpt.token_embedding.weight[ids]
+    if config.embedding_norm:
+        x = _norm(config, gpt.embedding_norm, x)
+    if config.smear:
+        gate = torch.sigmoid(x[1:, : gpt.smear_gate.in_features] @ gpt.smear_gate.weight[0])
+        x = torch.cat([x[:1], x[1:] + gpt.smear_scale * gate[:, None] * x[:-1]])
     if config.positions == "learned":
         positions = gpt.position_embedding.weight
         assert isinstance(positions, Tensor)
         x = x + positions[: len(ids)]
     elif config.positions == "sinusoidal":
         x = x + sinusoidal_table(config.context_length, config.d_model, x.device)[: len(ids)]
-    x = stage("embedding", x)
+    first = x = stage("embedding", x)
+    outputs = []
     for index, block in enumerate(gpt.blocks):
         assert isinstance(block, Block)
-        x = _block(config, block, x, ids, _within(stage, f"blocks.{index}."))
+        within = _within(stage, f"blocks.{index}.")
+        if config.residual_mix:
+            of_both = gpt.residual_scales[index], gpt.embedding_scales[index]
+            x = within("input", of_both[0] * x + of_both[1] * first)
+        x = _block(config, block, x, ids, within)
+        outputs.append(x)
+    if config.backout:
+        x = stage("backout", x - gpt.backout_scale * outputs[config.n_layer // 2])
     if config.final_norm:
         x = stage("final_norm", _norm(config, gpt.final_norm, x))
     weight, bias = gpt.head_parameters()
     logits = x @ weight.T[:, : config.vocab_size]
-    stage("logits", logits if bias is None else logits + bias[: config.vocab_size])
+    logits = logits if bias is None else logits + bias[: config.vocab_size]
+    if (cap := config.logit_softcap) is not None:
+        logits = cap * torch.tanh(logits / cap)
+    stage("logits", logits)
     return stages
+
+
+def without_softcap(gpt: GPT) -> GPT:
+    """The same model whose logits have no limit."""
+    plain = copy.copy(gpt)
+    plain.config = replace(gpt.config, logit_softcap=None)
+    return plain
 
 
 def _within(stage: Change, prefix: str) -> Change:
@@ -96,7 +121,10 @@ def _attention(config: GPTConfig, block: Block, x: Tensor, ids: Tensor, stage: C
     q, k, v = stage("attention.q", q), stage("attention.k", k), stage("attention.v", v)
     group = config.n_head // config.n_kv_head
     scores = torch.einsum("phd,thd->pht", q, k.repeat_interleave(group, dim=1)) / math.sqrt(width)
-    hidden = torch.ones(length, length, dtype=torch.bool).triu(1)[:, None]
+    hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+    if config.windows is not None and (window := config.windows[block.layer]) is not None:
+        hidden |= torch.ones(length, length, dtype=torch.bool).tril(-window)
+    hidden = hidden[:, None]
     scores = stage("attention.scores", scores.masked_fill(hidden, -math.inf))
     probs = stage("attention.probs", scores.masked_fill(hidden, -math.inf).softmax(dim=-1))
     probs = probs.masked_fill(hidden, 0)

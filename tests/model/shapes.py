@@ -57,6 +57,17 @@ PAIRED = [
 """Names of the combinations, for tests that take their time: half of them are slow."""
 
 
+PARTS: Mapping[str, Mapping[str, Any]] = {
+    "embedding-norm": {"embedding_norm": True},
+    "smear": {"smear": True},
+    "windows": {"windows": (40, None, 3)},
+    "residual-mix": {"residual_mix": True},
+    "backout": {"backout": True},
+    "softcap": {"logit_softcap": 5.0},
+}
+"""Each part of nanochat's shape alone, for the three layers of `tiny_config`."""
+
+
 @st.composite
 def shapes(draw: st.DrawFn, *, head_dims: tuple[int, ...] = (2, 6, 8, 16)) -> dict[str, Any]:
     """Overrides of `tiny_config` for any shape, small."""
@@ -70,9 +81,14 @@ def shapes(draw: st.DrawFn, *, head_dims: tuple[int, ...] = (2, 6, 8, 16)) -> di
             "rope_scaling": draw(st.sampled_from([*SCALINGS.values()])),
             "rope_theta": draw(st.sampled_from([500.0, 10_000.0])),
         }
-    flags = ("bias", "qkv_bias", "qk_norm", "tied_head", "head_bias", "final_norm")
+    flags = ["bias", "qkv_bias", "qk_norm", "tied_head", "head_bias", "final_norm"]
+    n_layer = draw(st.integers(1, 3))
+    windows = st.lists(st.none() | st.integers(1, 100), min_size=n_layer, max_size=n_layer)
+    flags += ["embedding_norm", "smear", "residual_mix", "backout"]
     return {
-        "n_layer": draw(st.integers(1, 3)),
+        "n_layer": n_layer,
+        "windows": draw(st.none() | windows.map(tuple)),
+        "logit_softcap": draw(st.none() | st.sampled_from([2.0, 15.0])),
         "n_kv_head": n_kv_head,
         "n_head": n_kv_head * draw(st.integers(1, 3)),
         "head_dim": head_dim,

@@ -7,8 +7,8 @@ import torch
 
 from logitd.model.device import DeviceError, free_memory, machine_memory, memory_groups
 from logitd.model.memory import Available, available, check_weights_fit, format_bytes, model_bytes
-from logitd.model.transformer.attention import block_mask
-from logitd.model.transformer.config import gpt2_shape
+from logitd.model.transformer.attention import visible_keys
+from logitd.model.transformer.config import BLOCK, gpt2_shape
 from logitd.model.transformer.size import parameter_count
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 
@@ -27,12 +27,13 @@ def test_weights_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_model_takes_at_most_the_counted_bytes(family: str) -> None:
-    """The count covers weights, tables and the mask of a KV cache."""
+    """The count covers weights, tables and the masks of a KV cache."""
     config = tiny_config(**FAMILIES[family])
     gpt = tiny_gpt(config)
     weights = sum(parameter.nbytes for parameter in gpt.parameters())
     tables = sum(buffer.nbytes for buffer in gpt.buffers())
-    mask = block_mask(config.context_length, torch.device("cpu")).nbytes
+    windows = {config.window(layer) for layer in range(config.n_layer)}
+    mask = visible_keys(BLOCK, config.context_length, torch.device("cpu")).nbytes * len(windows)
     assert weights + tables + mask <= model_bytes(config, 4)
     assert tables < model_bytes(config, 4) - weights < 4 * (tables + mask)
 

@@ -54,7 +54,9 @@ def logits_of(gpt: GPT, token_ids: Tensor, *, causal: bool) -> Tensor:
     return gpt.logits(gpt.transform(token_ids, positions, _attend_to_all))
 
 
-def _attend_to_all(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attend_to_all(
+    layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None
+) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
 
 

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from logitd.model.inference.attribution.direct import BlockRow, OneRow, direct_parts
-from logitd.model.inference.attribution.gradients import TextPasses, Watch, per_token
+from logitd.model.inference.attribution.gradients import (
+    TextPasses,
+    Watch,
+    backout,
+    mixture,
+    per_token,
+)
 from logitd.model.inference.attribution.task import (
     Attribution,
     AttributionTask,
@@ -102,9 +108,11 @@ class _Prompt:
         self, x: Tensor, streams: list[Tensor] | None, rows: list[BlockRow] | None = None
     ) -> Generator[None, None, Tensor]:
         """Run the first stream `x` through all blocks, one per piece, and return the last stream
-        (1, T, C). Append the stream before each block to `streams`, and the row of each block to
-        `rows`, unless they are None."""
+        (1, T, C), after `backout`. Append the input of each block to `streams`, and the row of each
+        block to `rows`, unless they are None."""
+        embedding = middle = x
         for layer in self._layers:
+            x = self._passes.block_input(layer, x, embedding)
             if streams is not None:
                 streams.append(x)
             tap = None if rows is None else OneRow(self._task.position)
@@ -112,19 +120,29 @@ class _Prompt:
             if rows is not None and tap is not None:
                 rows.append(tap.row(x))
             x = after
+            if layer == self._gpt.config.backout_layer:
+                middle = x
             yield
-        return x
+        return x - backout(self._gpt) * middle if self._gpt.config.backout else x
 
     def _backward(
         self, last: Tensor, streams: list[Tensor], direction: Tensor
     ) -> Generator[None, None, Tensor]:
         """Run the gradient back through all blocks, one per piece, and return the gradient (1, T,
         C) with respect to the first stream. Empties `streams`."""
-        gradient = self._passes.head_gradient(last, direction)
+        after = gradient = self._passes.head_gradient(last, direction)
+        of_embedding: Tensor | None = None
         for layer in reversed(self._layers):
+            if layer == self._gpt.config.backout_layer:
+                gradient = gradient - backout(self._gpt) * after
             gradient = self._passes.backward(layer, streams.pop(), gradient)
+            if self._gpt.config.residual_mix:
+                stream, first = mixture(self._gpt, layer)
+                part = first * gradient
+                of_embedding = part if of_embedding is None else of_embedding + part
+                gradient = stream * gradient
             yield
-        return gradient
+        return gradient if of_embedding is None else gradient + of_embedding
 
     def _path(
         self, embedding: Tensor, token_id: int, direction: Tensor, target: float

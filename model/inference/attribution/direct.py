@@ -18,6 +18,11 @@ each norm applies to the whole sum before it, so g is propagated back through ev
 bias of each norm is a part too. For the difference of two tokens' logits, h_v - h_w and c_v - c_w
 replace h_v and c_v.
 
+With `residual_mix` the input of a block is a mixture of the stream and the embedding, so g divides
+into two vectors, and the embedding's part is the sum over all blocks. With `backout` the last
+stream is x_last - s x_middle, so -s g is added to the g of the middle block's output. If the model
+has `logit_softcap`, the parts are those of the logit before it.
+
 If a later block reads the output of a head, the effect counts as that block's. The products are
 computed in float64 from the values of the forward, so that the sum loses no precision.
 
@@ -29,6 +34,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from logitd.model.inference.attribution.gradients import backout, mixture
 from logitd.model.inference.attribution.task import Part
 from logitd.model.transformer.gpt import GPT, Block
 
@@ -70,7 +76,7 @@ def direct_parts(
     gpt: GPT,
     embedding: Tensor,  # (C,), of the position
     rows: list[BlockRow],
-    last: Tensor,  # (C,), the last stream of the position
+    last: Tensor,  # (C,), the last stream of the position, after `backout`
     direction: Tensor,  # (C,): h_v, or h_v - h_w
     head_bias: float | None,  # c_v, or c_v - c_w
 ) -> tuple[Part, ...]:
@@ -84,10 +90,14 @@ def direct_parts(
 
     add("head.bias", head_bias)
     g = direction.double()
+    of_embedding = torch.zeros_like(g)
     if config.final_norm:
         g, bias = through_norm(gpt.final_norm, last, g)
         add("final_norm.bias", bias)
+    after = g
     for layer in reversed(range(config.n_layer)):
+        if layer == config.backout_layer:
+            g = g - backout(gpt) * after
         block, row, name = gpt.blocks[layer], rows[layer], f"blocks.{layer}"
         assert isinstance(block, Block)
         if config.norm_position == "post":
@@ -104,7 +114,9 @@ def direct_parts(
         values = (columns * row.heads.double()).sum(dim=-1).tolist()
         for head in reversed(range(config.n_head)):
             add(f"{name}.attention.heads", values[head], head)
-    add("embedding", _product(embedding, g))
+        stream, first = mixture(gpt, layer)
+        of_embedding, g = of_embedding + first * g, stream * g
+    add("embedding", _product(embedding, of_embedding + g))
     return tuple(reversed(parts))
 
 

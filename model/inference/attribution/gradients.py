@@ -7,10 +7,10 @@ kept. The methods:
     gradient_times_input   a_t = <df/dx_t (x), x_t>
     integrated_gradients   a_t = <x_t - b_t, 1/m sum_k df/dx_t (b + (k + 1/2)/m (x - b))>
 
-f is the target, x_t the vector of token t in the stage `embedding`, which enters the first block,
-and b the baseline. Integrated gradients are from Sundararajan, Taly and Yan (2017); the integral
-uses the midpoint rule. Value embeddings are looked up by token id, so they stay those of the prompt
-along the whole path.
+f is the target, which is a logit before `logit_softcap`, x_t the vector of token t in the stage
+`embedding`, which enters the first block, and b the baseline. Integrated gradients are from
+Sundararajan, Taly and Yan (2017); the integral uses the midpoint rule. Value embeddings are looked
+up by token id, so they stay those of the prompt along the whole path.
 
 All arithmetic is in float32 on the served weights (the rounded ones of int8 models), or in float64
 for a float64 model. Parameters get no gradients. Texts are computed one at a time by the same
@@ -30,6 +30,8 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from logitd.model.device import one_thread
+from logitd.model.transformer.attention import visible_keys
+from logitd.model.transformer.gate import smear
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.tap import UNTAPPED, Tap
 
@@ -66,11 +68,23 @@ class TextPasses:
         gpt, length = self._gpt, self._ids.shape[1]
         ids = self._ids if baseline is None else torch.full_like(self._ids, baseline)
         x = _wide(gpt.token_embedding.weight[ids], self.dtype)
+        if gpt.config.embedding_norm:
+            x = self._normed(gpt.embedding_norm, x)
+        if gpt.config.smear:
+            before, positions = F.pad(x[:, :-1], (0, 0, 1, 0)), torch.arange(length)[None]
+            x = smear(x, before, positions.to(x.device), gpt.smear_gate.weight, gpt.smear_scale)
         if gpt.config.positions == "learned":
             x = x + _wide(gpt.position_embedding.weight[:length], self.dtype)
         elif gpt.config.positions == "sinusoidal":
             x = x + _wide(gpt.sinusoids[:length], self.dtype)
         return x
+
+    def block_input(self, layer: int, x: Tensor, embedding: Tensor) -> Tensor:
+        """The input (1, T, C) of a block, from the stream `x` before it."""
+        if not self._gpt.config.residual_mix:
+            return x
+        of_stream, of_embedding = mixture(self._gpt, layer)
+        return of_stream * x + of_embedding * embedding
 
     def forward(self, layer: int, x: Tensor, tap: Tap = UNTAPPED) -> Tensor:
         """The stream (1, T, C) after a block. Autograd is on, so that torch runs the same
@@ -91,7 +105,7 @@ class TextPasses:
         tie."""
         config = self._gpt.config
         weight, bias = self._gpt.head_parameters()
-        row = self._final_norm(x[0, self.row])
+        row = self._normed(self._gpt.final_norm, x[0, self.row])
         logits = torch.cat(
             [
                 row @ _wide(rows, self.dtype).T
@@ -105,7 +119,7 @@ class TextPasses:
     def logit(self, x: Tensor, token_id: int) -> float:
         """A token's logit in the row, given the last stream (1, T, C), summed in float64."""
         _, bias = self._gpt.head_parameters()
-        row = self._final_norm(x[0, self.row])
+        row = self._normed(self._gpt.final_norm, x[0, self.row])
         logit = row.double() @ self.direction(token_id, None).double()
         return (logit if bias is None else logit + bias[token_id]).item()
 
@@ -120,7 +134,7 @@ class TextPasses:
         """The gradient (1, T, C) of the target with respect to the last stream (1, T, C)."""
         with torch.enable_grad():
             last = x[0, self.row].detach().requires_grad_()
-            (row,) = torch.autograd.grad(self._final_norm(last) @ direction, last)
+            (row,) = torch.autograd.grad(self._normed(self._gpt.final_norm, last) @ direction, last)
         gradient = torch.zeros_like(x)
         gradient[0, self.row] = row
         return gradient
@@ -131,9 +145,8 @@ class TextPasses:
         result: Tensor = functional_call(block, wide_parameters(block, self.dtype), arguments)
         return result
 
-    def _final_norm(self, row: Tensor) -> Tensor:
-        norm = self._gpt.final_norm
-        result: Tensor = functional_call(norm, wide_parameters(norm, self.dtype), (row,))
+    def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
+        result: Tensor = functional_call(norm, wide_parameters(norm, self.dtype), (x,))
         return result
 
 
@@ -154,6 +167,18 @@ def threads_keep_bits(gpt: GPT, rows: int) -> bool:
     return all(map(torch.equal, together, alone))
 
 
+def mixture(gpt: GPT, layer: int) -> tuple[float, float]:
+    """The factors of the stream before a block and of the embedding in the block's input."""
+    if not gpt.config.residual_mix:
+        return 1.0, 0.0
+    return gpt.residual_scales[layer].item(), gpt.embedding_scales[layer].item()
+
+
+def backout(gpt: GPT) -> float:
+    """The factor of the middle block's output that is subtracted at the end."""
+    return gpt.backout_scale.item() if gpt.config.backout else 0.0
+
+
 def wide_parameters(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """The parameters of a module, converted to a dtype; not copied if they already have it."""
     return {name: _wide(value, dtype) for name, value in module.named_parameters()}
@@ -171,10 +196,12 @@ def _wide(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return wide.clone() if wide.is_inference() else wide
 
 
-def _attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
     """Causal attention within the text (1, H, T, D). A GPU uses the only kernel whose backward pass
     sums in a fixed order, although it stores the block's attention weights."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)  # (1, H, T, D)
+    length = q.shape[2]
+    mask = None if window is None else visible_keys(length, length, q.device, window)
     with nullcontext() if q.is_cpu else sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)

@@ -117,10 +117,11 @@ def padded_length(task: AttributionTask, config: GPTConfig) -> int:
 
 def kept_elements(task: AttributionTask, config: GPTConfig) -> int:
     """Largest number of elements that an attribution keeps: the stream before each block, six more
-    tensors of that size (prompt, baseline, sum, gradients), and the values that autograd keeps of
-    one block."""
+    tensors of that size (prompt, baseline, sum, gradients) and two for `residual_mix` and `backout`
+    each, and the values that autograd keeps of one block."""
     units = config.d_ff * (4 if config.activation == "swiglu" else 2)
     values = config.kv_width if config.value_embeddings else 0
     block = 6 * config.d_model + 6 * config.n_head * config.head_dim + units + 2 * values
     # Doubled, for their gradients.
-    return padded_length(task, config) * ((config.n_layer + 6) * config.d_model + 2 * block)
+    streams = config.n_layer + 6 + 2 * config.residual_mix + 2 * config.backout
+    return padded_length(task, config) * (streams * config.d_model + 2 * block)

@@ -115,6 +115,7 @@ class OutputsComputer:
     def __init__(self, gpt: GPT, decoder: Decoder, tapped: TappedPasses) -> None:
         self._config = gpt.config
         self._final_norm = gpt.final_norm
+        self._backout_scale = gpt.backout_scale if gpt.config.backout else torch.zeros(1)
         self._decoder = decoder
         self._tapped = tapped
 
@@ -155,7 +156,7 @@ class OutputsComputer:
             values = prefilled.weights[offsets]
         elif isinstance(output, HiddenStates | Lens):
             assert prefilled.states is not None
-            values = prefilled.states[list(output.layers)][:, offsets]
+            values = prefilled.states[list(_streams(output, self._config))][:, offsets]
         return hidden, values
 
     def _tapped_pass(
@@ -189,9 +190,9 @@ class OutputsComputer:
     def _lens(
         self, asked: Lens, states: Tensor, hidden: Tensor, following: Sequence[int]
     ) -> Tensor:
-        """Figures (P, layers, numbers) of streams (layers, P, d_model), which compare them with the
-        final hidden states (P, d_model). They are computed one block of positions and one layer at
-        a time, so that only the logits of two layers are in memory."""
+        """Figures (P, layers, numbers) of streams, those of `_streams` (layers, P, d_model), which
+        compare them with the final hidden states (P, d_model). They are computed one block of
+        positions and one layer at a time, so that only the logits of two layers are in memory."""
         blocks = [
             self._lens_block(
                 asked,
@@ -214,8 +215,11 @@ class OutputsComputer:
             next_ids = torch.tensor([*following, *padding], device=own.device)
         digest = LensDigest(own, asked.top_k, asked.token_ids, next_ids)
         rows = []
-        for layer, stream in zip(asked.layers, states, strict=True):
+        for layer, stream in zip(asked.layers, states, strict=False):
             is_last = layer == self._config.n_layer
+            middle = self._config.backout_layer
+            if middle is not None and layer > middle + 1:
+                stream = stream - self._backout_scale.to(stream.dtype) * states[-1]
             logits = own if is_last else self._lens_logits(self._normed(stream))
             rows.append(digest.numbers(logits))
         return torch.stack(rows, dim=1)[: len(hidden)]
@@ -258,6 +262,16 @@ class OutputsComputer:
         return logits if asked.columns is None else logits[:, list(asked.columns)]
 
 
+def _streams(output: HiddenStates | Lens, config: GPTConfig) -> tuple[int, ...]:
+    """The layers whose streams an output needs. A lens also needs the last one that `backout`
+    subtracts."""
+    middle = config.backout_layer
+    needs_middle = isinstance(output, Lens) and middle is not None
+    return (
+        (*output.layers, middle + 1) if needs_middle and middle is not None else (*output.layers,)
+    )
+
+
 def listed_ids(group: engine_sequence.Group, params: SamplingParams, logits: Tensor) -> ListedIds:
     """The lists of token ids in a request's parameters, made for the first row of `logits` (R, V)
     that needs them."""
@@ -272,8 +286,8 @@ def _recorded(output: Output, config: GPTConfig) -> Iterator[Key]:
     match output:
         case Logits():
             return
-        case HiddenStates(layers=layers) | Lens(layers=layers):
-            for layer in layers:
+        case HiddenStates() | Lens():
+            for layer in _streams(output, config):
                 yield (layer - 1, "output") if layer else (None, "embedding")
         case AttentionWeights(layers=layers):
             for layer in layers:

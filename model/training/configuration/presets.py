@@ -53,7 +53,9 @@ class Recipe:
     matrix_lr: Annotated[Rate, Field(description="peak learning rate of block matrices")]
     embedding_lr: Annotated[Rate, Field(description="peak learning rate of embeddings")]
     head_lr: Annotated[Rate, Field(description="peak learning rate of the head, tied or not")]
-    scalar_lr: Annotated[Rate, Field(description="peak learning rate of norms, biases and gates")]
+    scalar_lr: Annotated[
+        Rate, Field(description="peak learning rate of norms, biases, gates and scales")
+    ]
     momentum: Annotated[Beta, Field(description="Muon's momentum")] = 0.95
     beta1: Annotated[Beta, Field(description="AdamW's first beta")] = 0.9
     beta2: Annotated[Beta, Field(description="AdamW's second beta")] = 0.95

@@ -1,8 +1,8 @@
 """Optimizers: the initial weights and the optimizers of a recipe.
 
 There are four kinds of parameters, each with its own learning rate: the block matrices, the
-embeddings, the head, and the rest (norms, biases, gates). With `optimizer: muon`, Muon updates the
-matrices and AdamW the others; with `adamw`, AdamW updates all. Adapters
+embeddings, the head, and the rest (norms, biases, gates, scales). With `optimizer: muon`, Muon
+updates the matrices and AdamW the others; with `adamw`, AdamW updates all. Adapters
 (`model/transformer/lora.py`) count as matrices. Frozen parameters belong to no optimizer.
 `model/training/optim/schedule.py` computes the learning rate of a step.
 
@@ -43,7 +43,7 @@ def initialise(gpt: GPT, recipe: Recipe, generator: torch.Generator) -> None:
         owner, _, leaf = name.rpartition(".")
         module = gpt.get_submodule(owner)
         if leaf == "bias" or parameter.ndim < 2:
-            continue  # `GPT` has set biases to zero and norms to one
+            continue  # `GPT` has set biases to zero, norms to one, and learned scales
         if recipe.init == "gpt2":
             scale = math.sqrt(2 * gpt.config.n_layer) if _into_residual(name) else 1.0
             parameter.normal_(std=0.02 / scale, generator=generator)
@@ -51,7 +51,7 @@ def initialise(gpt: GPT, recipe: Recipe, generator: torch.Generator) -> None:
             tied = gpt.config.tied_head and module is gpt.token_embedding
             std = 0.02 if tied else 1.0 if "value" not in name else width**-0.5
             parameter.normal_(std=std, generator=generator)
-        elif _into_residual(name) or name.endswith("value_gate.weight"):
+        elif _into_residual(name) or name.endswith("_gate.weight"):
             parameter.zero_()
         elif module is getattr(gpt, "head", None):
             parameter.normal_(std=0.001, generator=generator)

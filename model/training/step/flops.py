@@ -12,7 +12,7 @@ window instead, which gives larger shares at long contexts.
 from logitd.model.device import Placement
 from logitd.model.machine import matrix_rate
 from logitd.model.transformer.config import GPTConfig
-from logitd.model.transformer.size import attention_operations, count_elements
+from logitd.model.transformer.size import attention_operations, count_elements, seen_pairs
 
 RATE_WIDTH = 512
 """Width of the square matrices with which a CPU's rate is measured: wide enough for the full rate,
@@ -24,10 +24,12 @@ def flops_per_token(config: GPTConfig) -> float:
     token of a window of the context length.
 
     With M elements in the matrices of blocks and head, L layers, H heads of width D and T
-    positions: 6 M + 12 L H D (T + 1) / 2, because a position sees (T + 1) / 2 on average.
+    positions: 6 M + 12 L H D (T + 1) / 2, because a position sees (T + 1) / 2 on average. With
+    windows it sees fewer.
     """
     matrices = count_elements(config).block_matrices + config.vocab_size * config.d_model
-    attention = attention_operations(config) * (config.context_length + 1) / 2
+    length = config.context_length
+    attention = attention_operations(config) * seen_pairs(config, length) / length
     return 3 * (2 * matrices + attention)
 
 

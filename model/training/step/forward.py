@@ -48,6 +48,7 @@ class Forward:
             targets,
             bias=bias,
             vocab_size=gpt.config.vocab_size,
+            softcap=gpt.config.logit_softcap,
             dtype=self._placement.dtype,
         )
 

@@ -33,17 +33,18 @@ def cross_entropy(
     *,
     bias: Tensor | None = None,  # (rows,)
     vocab_size: int,
+    softcap: float | None = None,
     dtype: torch.dtype,
 ) -> Tensor:
     """The mean of -log p(target) in nats, a float32 scalar with gradients to `hidden`, `head` and
     `bias`.
 
     The same as `F.cross_entropy` of `F.linear(hidden, head, bias)[..., :vocab_size]`, computed in
-    `dtype` and converted to float32. Rows of the head from `vocab_size` on are ignored and get no
-    gradient.
+    `dtype` and converted to float32, then limited to `softcap` as in `GPT.logits`. Rows of the head
+    from `vocab_size` on are ignored and get no gradient.
     """
     loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden.flatten(0, 1), head, bias, targets.flatten(), vocab_size, dtype
+        hidden.flatten(0, 1), head, bias, targets.flatten(), vocab_size, softcap, dtype
     )
     return loss
 
@@ -60,6 +61,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,  # (rows,)
         targets: Tensor,  # (N,)
         vocab_size: int,
+        softcap: float | None,
         dtype: torch.dtype,
     ) -> Tensor:
         count = len(hidden)
@@ -74,11 +76,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             chunk = narrow[first : first + rows]
             chosen = targets[first : first + rows, None]  # (n, 1)
             logits = F.linear(chunk, weight, added).float()  # (n, V)
+            slope = None
+            if softcap is not None:
+                logits = torch.tanh(logits.div_(softcap))
+                slope = 1 - logits.square()
+                logits = logits.mul_(softcap)
             normaliser = logits.logsumexp(dim=-1, keepdim=True)
             total += (normaliser - logits.gather(1, chosen)).sum()
             gradient = logits.sub_(normaliser).exp_()
             gradient.scatter_add_(1, chosen, gradient.new_full((), -1.0).expand(chosen.shape))
             gradient = gradient.div_(count)
+            if slope is not None:
+                gradient = gradient.mul_(slope)
             if bias_gradient is not None:
                 bias_gradient[:vocab_size] += gradient.sum(dim=0)
             gradient = gradient.to(dtype)
@@ -95,4 +104,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None if of_input is None else (of_input * gradient).to(dtype)
             for of_input, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return (*gradients, *(None, None, None))
+        return (*gradients, *(None, None, None, None))

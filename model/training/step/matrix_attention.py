@@ -1,10 +1,10 @@
 """Matrix attention: causal attention as batched matrix products, for training on a CPU in bfloat16.
 
 On such a CPU torch's fused kernel takes about twice as long, forward and backward, as two products
-with a softmax between them. Queries are processed in blocks, each with the keys up to the end of
-the block, so most masked positions are never computed. At 512 positions this takes three fifths of
-the time without blocks. The cost is memory: the probabilities of every head and layer are kept for
-the backward pass.
+with a softmax between them. Queries are processed in blocks, each with the keys from the first one
+that its first query sees up to the end of the block, so most masked positions are never computed.
+At 512 positions this takes three fifths of the time without blocks. The cost is memory: the
+probabilities of every head and layer are kept for the backward pass.
 
 Shapes: B sequences, H query heads, K key/value heads, G = H / K, T positions, D head width; a block
 is positions [a, e).
@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from logitd.model.transformer.attention import causal_bias, first_visible
+
 QUERIES = 128
 """Positions per block. 64 and 256 were slower at windows of 256 and 512."""
 
@@ -28,7 +30,9 @@ class MatrixAttend:
         self.dtype = dtype
         self.dropout = dropout
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None
+    ) -> Tensor:
         b, h, t, d = q.shape
         kv = k.shape[1]
         groups = h // kv
@@ -42,6 +46,7 @@ class MatrixAttend:
                 k.reshape(b * kv, t, d),
                 v.reshape(b * kv, t, d),
                 groups,
+                window,
                 self.dropout,
             )  # (B * K, T * G, D)
         return out.view(b, kv, t, groups, d).transpose(2, 3).reshape(b, h, t, d)
@@ -57,24 +62,26 @@ class _BlockedAttention(torch.autograd.Function):
         k: Tensor,  # (B * K, T, D)
         v: Tensor,
         groups: int,
+        window: int | None,
         dropout: float,
     ) -> Tensor:
         out = torch.empty_like(q)
         kept: list[Tensor] = []
         for a, e in _blocks(k.shape[1]):
-            rows = slice(a * groups, e * groups)
-            mask = _mask(a, e, groups, q).expand(len(q), -1, -1)
-            scores = torch.baddbmm(mask, q[:, rows], k[:, :e].mT, alpha=q.shape[-1] ** -0.5)
-            probs = scores.softmax(dim=-1)  # (B * K, (e - a) * G, e)
+            rows, seen = slice(a * groups, e * groups), slice(first_visible(a, window), e)
+            mask = causal_bias(e - a, e - seen.start, q, window).repeat_interleave(groups, dim=0)
+            mask = mask.expand(len(q), -1, -1)
+            scores = torch.baddbmm(mask, q[:, rows], k[:, seen].mT, alpha=q.shape[-1] ** -0.5)
+            probs = scores.softmax(dim=-1)  # (B * K, (e - a) * G, keys)
             kept.append(probs)
             if dropout:
                 # 0 for dropped probabilities, the usual scale for the others.
                 factor = F.dropout(torch.ones_like(probs), dropout)
                 kept.append(factor)
                 probs = probs * factor
-            torch.bmm(probs, v[:, :e], out=out[:, rows])
+            torch.bmm(probs, v[:, seen], out=out[:, rows])
         ctx.save_for_backward(q, k, v, *kept)
-        ctx.groups, ctx.dropout = groups, dropout
+        ctx.groups, ctx.window, ctx.dropout = groups, window, dropout
         return out
 
     @staticmethod
@@ -87,27 +94,23 @@ class _BlockedAttention(torch.autograd.Function):
         of_k, of_v = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v).float()
         saved = iter(kept)
         for a, e in _blocks(k.shape[1]):
-            rows = slice(a * ctx.groups, e * ctx.groups)
+            rows, seen = (
+                slice(a * ctx.groups, e * ctx.groups),
+                slice(first_visible(a, ctx.window), e),
+            )
             probs = next(saved)
             factor = next(saved) if ctx.dropout else None
             above = gradient[:, rows]  # (B * K, (e - a) * G, D)
             used = probs if factor is None else probs * factor
-            of_v[:, :e] += used.mT @ above
-            of_probs = above @ v[:, :e].mT
+            of_v[:, seen] += used.mT @ above
+            of_probs = above @ v[:, seen].mT
             if factor is not None:
                 of_probs *= factor
             of_scores = torch._softmax_backward_data(of_probs, probs, -1, probs.dtype)
-            torch.bmm(of_scores, k[:, :e], out=of_q[:, rows])
-            of_k[:, :e] += of_scores.mT @ q[:, rows]
-        return of_q.mul_(scale), of_k.mul_(scale).to(k.dtype), of_v.to(v.dtype), None, None
+            torch.bmm(of_scores, k[:, seen], out=of_q[:, rows])
+            of_k[:, seen] += of_scores.mT @ q[:, rows]
+        return of_q.mul_(scale), of_k.mul_(scale).to(k.dtype), of_v.to(v.dtype), None, None, None
 
 
 def _blocks(length: int) -> list[tuple[int, int]]:
     return [(a, min(a + QUERIES, length)) for a in range(0, length, QUERIES)]
-
-
-def _mask(a: int, e: int, groups: int, like: Tensor) -> Tensor:
-    """The mask ((e - a) * G, e) of a block: 0 for visible keys, -inf for later ones."""
-    hidden = torch.ones(e - a, e, dtype=torch.bool, device=like.device).triu(a + 1)
-    mask = torch.zeros(e - a, e, dtype=like.dtype, device=like.device)
-    return mask.masked_fill_(hidden, float("-inf")).repeat_interleave(groups, dim=0)

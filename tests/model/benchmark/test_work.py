@@ -92,14 +92,14 @@ def test_step_reads_the_tensors_of_the_file(
     sizes = tensor_bytes(checkpoint.path)
     padded_rows = config.padded_vocab_size - config.vocab_size
     padding = padded_rows * (config.d_model + config.head_bias) * item
-    lookups = {name for name in sizes if "embedding" in name}
+    tables = [name for name in sizes if name.endswith("embedding.weight")]
+    lookups = set(tables)
     if config.tied_head:
         lookups -= {"token_embedding.weight"}
     read = sum(size for name, size in sizes.items() if name not in lookups) - padding
     rows = sum(
         sizes[name] // (config.context_length if "position" in name else config.padded_vocab_size)
-        for name in sizes
-        if "embedding" in name
+        for name in tables + ["token_embedding.weight"] * config.smear  # the token before too
     )
     cell = 2 * config.n_layer * config.n_kv_head * config.head_dim * item
     work = decode_work(gpt, batch=2, live_positions=10)
@@ -110,7 +110,7 @@ def test_step_reads_the_tensors_of_the_file(
 @pytest.mark.parametrize("kept", get_args(KVCacheDType))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keys_and_values_equal_the_cache(family: str, kept: KVCacheDType) -> None:
-    config = tiny_config(**FAMILIES[family])
+    config = tiny_config(**{**FAMILIES[family], "windows": None, "smear": False})
     cache = KVCache(config, 3, device=torch.device("cpu"), dtype=torch.float32, kept=kept)
     gpt = tiny_gpt(config)
     read, less = (
@@ -129,14 +129,34 @@ def test_operations_equal_the_count_of_torch(family: str) -> None:
     counter = FlopCounterMode(display=False)
     with counter, torch.inference_mode():
         first = torch.tensor([[0]])
-        gpt.logits(gpt.transform(first, first, lambda layer, q, k, v: q))
+        gpt.logits(gpt.transform(first, first, lambda layer, q, k, v, window=None: q))
     padding = 2 * (config.padded_vocab_size - config.vocab_size) * config.d_model
     gates = sum(weight.numel() for name, weight in gpt.named_parameters() if "value_gate" in name)
     counted = counter.get_total_flops() - padding + 2 * gates
     work = decode_work(gpt, batch=1, live_positions=0)
     assert work.operations == counted
     prefill = prefill_work(gpt, prompts=1, length=1)
-    assert prefill.operations == counted + attention_operations(config)
+    assert prefill.operations == counted + config.n_layer * attention_operations(config)
+
+
+def test_windows_limit_what_a_position_sees() -> None:
+    """Counted pair by pair, from the definition."""
+    windows, length = (3, None, 7), 11
+    gpt = tiny_gpt(tiny_config(windows=windows))
+    whole = tiny_gpt(tiny_config())
+    seen = [
+        sum(1 for key in range(query + 1) if window is None or query - key < window)
+        for window in windows
+        for query in range(length)
+    ]
+    works = [prefill_work(model, prompts=1, length=length) for model in (gpt, whole)]
+    fewer = 3 * length * (length + 1) // 2 - sum(seen)
+    saved = (works[1].operations or 0) - (works[0].operations or 0)
+    assert saved == fewer * attention_operations(gpt.config)
+    last = sum(seen[length - 1 :: length])
+    steps = [decode_work(model, batch=2, live_positions=2 * length) for model in (gpt, whole)]
+    cell = 2 * gpt.config.kv_width * 4
+    assert steps[1].read_bytes - steps[0].read_bytes == 2 * (3 * length - last) * cell
 
 
 def test_longer_of_reading_and_multiplying_is_the_limit() -> None:

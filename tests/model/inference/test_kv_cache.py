@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,9 +17,10 @@ from logitd.model.inference.kv_cache import KVCache, quantized_rows
 from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
+from tests.model.shapes import PARTS
 
 SHAPES: dict[str, dict[str, Any]] = {
-    **{name: dict(overrides) for name, overrides in FAMILIES.items()},
+    **{name: dict(overrides) for name, overrides in (*FAMILIES.items(), *PARTS.items())},
     # Whole blocks are computed even where the context ends within one.
     "context-16": {"context_length": 16},
     "context-50": {**FAMILIES["modern"], "context_length": 50},
@@ -60,7 +62,14 @@ def prefill(
     chunk = torch.cat((ids[start:end], torch.zeros(padding, dtype=ids.dtype)))
     positions = torch.arange(start, end + padding).clamp(max=gpt.config.context_length - 1)
     attend = cache.prefill_at_once if at_once else cache.prefill
-    hidden = gpt.transform(chunk[None], positions[None], attend(slot, start))
+    places = range(start, end + padding)
+    previous = cache.put_token_ids(chunk.tolist(), [slot] * len(places), places)
+    hidden = gpt.transform(
+        chunk[None],
+        positions[None],
+        attend(slot, start),
+        previous_ids=None if previous is None else previous[None],
+    )
     return gpt.logits(hidden[0, : end - start])
 
 
@@ -74,10 +83,12 @@ def decode(
 ) -> Tensor:
     """Compute one position of each slot; the logits (B, V)."""
     extra = [0] * padding
+    previous = cache.put_token_ids(ids, slots, positions)
     hidden = gpt.transform(
         torch.tensor([*ids, *extra])[:, None],
         torch.tensor([*positions, *extra])[:, None],
         cache.decode(slots, positions),
+        previous_ids=None if previous is None else F.pad(previous, (0, padding))[:, None],
     )
     return gpt.logits(hidden[: len(slots), 0])
 

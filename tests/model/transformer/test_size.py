@@ -27,10 +27,15 @@ def elements_of(gpt: GPT) -> Elements:
     return Elements(
         block_matrices=sum(matrix.numel() for matrix in matrices),
         block_rows=sum(len(matrix) for matrix in matrices),
-        vectors=sum(p.numel() for p in gpt.parameters() if p.dim() == 1),
+        vectors=sum(
+            p.numel()
+            for name, p in gpt.named_parameters()
+            if p.dim() == 1 or name == "smear_gate.weight"
+        ),
         embeddings=sum(table.weight.numel() for table in tables),
         head=0 if gpt.config.tied_head else gpt.head.weight.numel(),
-        looked_up=sum(table.embedding_dim for table in tables),
+        looked_up=sum(table.embedding_dim for table in tables)
+        + gpt.config.d_model * gpt.config.smear,  # the token before
     )
 
 

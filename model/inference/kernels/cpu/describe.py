@@ -37,7 +37,8 @@ from logitd.model.inference.kernels.cpu.structures import (
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.options import Quantization, head_quantization
 from logitd.model.transformer.arena import Arena, move_to_arena, room_for_bytes
-from logitd.model.transformer.gpt import GPT, VALUE_GATE_WIDTH, Block, sinusoidal_table
+from logitd.model.transformer.gate import VALUE_GATE_WIDTH
+from logitd.model.transformer.gpt import GPT, Block, sinusoidal_table
 from logitd.model.transformer.rotary import rotary_tables
 
 

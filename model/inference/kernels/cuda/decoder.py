@@ -41,7 +41,7 @@ from logitd.model.inference.kernels.eager.prefill import TorchPrefill
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.options import DRAFTED_ROWS
 from logitd.model.inference.sampling.sample import SamplingRows
-from logitd.model.transformer.config import BLOCK
+from logitd.model.transformer.config import BLOCK, parts_of
 from logitd.model.transformer.gpt import GPT
 
 SHORTEST = 256
@@ -101,7 +101,10 @@ class GraphDecoder:
         forward_of: Callable[[int], Forward] | None = None,
     ) -> None:
         """`overlap`: allow launching a step before the tokens of the last one are read.
-        `forward_of`: the computation of a number of rows."""
+        `forward_of`: the computation of a number of rows. Raises ValueError for a model with
+        `parts_of` nanochat's shape, whose kernels do not exist."""
+        if forward_of is None and (parts := parts_of(gpt.config)):
+            raise ValueError(f"CUDA graphs do not support {', '.join(parts)}")
         device, config = gpt.token_embedding.weight.device, gpt.config
         on_gpu = device.type == "cuda"
         self.batch_invariant = self.prefill_matches_decode = batch_invariant

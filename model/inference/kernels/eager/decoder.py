@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from logitd.model.inference.kernels.base import Prefilled, PrefillInput
+from logitd.model.inference.kernels.base import DecodeRows, Prefilled, PrefillInput
 from logitd.model.inference.kernels.eager.prefill import TorchPrefill
 from logitd.model.inference.kernels.eager.row_groups import RowGroups, decode_row_groups
 from logitd.model.inference.kv_cache import KVCache
@@ -50,11 +50,10 @@ class PlainDecoder:
     ) -> Tensor:
         parts = []
         for part in self._row_groups.parts(len(token_ids)):
-            attend = self._cache.decode(slots[part], positions[part])
+            rows = token_ids[part], slots[part], positions[part]
             padding = self._row_groups.padding(len(slots[part]))
-            parts.append(
-                step_logits(self._gpt, token_ids[part], positions[part], attend, padding=padding)
-            )
+            attend = self._cache.decode(slots[part], positions[part])
+            parts.append(step_logits(self._gpt, self._cache, rows, attend, padding=padding))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -72,8 +71,8 @@ class PlainDecoder:
 
 def step_logits(
     gpt: GPT,
-    token_ids: Sequence[int],
-    positions: Sequence[int],
+    cache: KVCache,
+    rows: DecodeRows,
     attend: Attend,
     *,
     padding: int,
@@ -81,10 +80,16 @@ def step_logits(
 ) -> Tensor:
     """Logits (B, V) of a decode step, computed with `padding` additional rows."""
     device, zeros = gpt.token_embedding.weight.device, [0] * padding
+    token_ids, slots, positions = rows
+    previous = cache.put_token_ids(token_ids, slots, positions)
     ids = torch.tensor([*token_ids, *zeros], device=device)
     position_ids = torch.tensor([*positions, *zeros], device=device)
     hidden = gpt.transform(
-        ids[:, None], position_ids[:, None], attend, tap=tap
+        ids[:, None],
+        position_ids[:, None],
+        attend,
+        tap=tap,
+        previous_ids=None if previous is None else F.pad(previous, (0, padding))[:, None],
     )  # (B padded, 1, d_model)
     return gpt.logits(hidden)[: len(token_ids), 0]
 

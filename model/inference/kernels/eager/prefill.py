@@ -9,6 +9,7 @@ blocks.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -21,6 +22,7 @@ from logitd.model.inference.kv_cache import KVCache
 from logitd.model.transformer.attention import Attend, AttentionRecorder, attend_apart
 from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.tap import UNTAPPED, Tap
 
 
 class TorchPrefill:
@@ -71,15 +73,15 @@ class TorchPrefill:
     def _together(self, pieces: Sequence[PrefillInput], contended: bool) -> list[Prefilled]:
         assert all(piece.plain for piece in pieces)
         lengths = [_padded_length(piece.token_ids) for piece in pieces]
-        ids, positions = zip(
-            *(padded_piece(self._gpt, piece.token_ids, piece.start) for piece in pieces),
-            strict=True,
-        )
+        padded = [
+            PaddedPiece.of(self._gpt, self._cache, piece.token_ids, piece.slot, piece.start)
+            for piece in pieces
+        ]
         attend = attend_apart(
             [self._cache.prefill(piece.slot, piece.start) for piece in pieces], lengths
         )
         with self._contention.watched(sum(lengths), contended):
-            hidden = self._gpt.transform(_joined(ids), _joined(positions), attend)
+            hidden = PaddedPiece.joined(padded).transform(self._gpt, attend)
         parts = hidden[0].split(lengths)  # (N, d_model) to (T padded, d_model) each
         return [
             Prefilled(part[: len(piece.token_ids)])
@@ -88,19 +90,19 @@ class TorchPrefill:
 
     def _alone(self, piece: PrefillInput, contended: bool) -> Prefilled:
         weights, length = piece.weights, len(piece.token_ids)
-        ids, positions = padded_piece(self._gpt, piece.token_ids, piece.start)
+        padded = PaddedPiece.of(self._gpt, self._cache, piece.token_ids, piece.slot, piece.start)
         recorder = None
         if weights is not None:
             recorder = AttentionRecorder(weights.layers, weights.heads, weights.length)
-        width = ids.shape[1] if self._at_once else self._rows
+        width = padded.length if self._at_once else self._rows
         parts: list[Tensor] = []  # (1, width, d_model) each
         collected: list[list[Tensor]] = []
-        for offset in range(0, ids.shape[1], width):
-            part = slice(offset, offset + width)
+        for offset in range(0, padded.length, width):
+            part = padded[offset : offset + width]
             kept: list[Tensor] | None = [] if piece.states else None
             attend = self._attend(piece.slot, piece.start + offset, recorder)
             with self._contention.watched(width, contended):
-                hidden = self._gpt.transform(ids[:, part], positions[:, part], attend, kept)
+                hidden = part.transform(self._gpt, attend, kept)
             parts.append(hidden)
             if kept is not None:
                 collected.append(kept)
@@ -117,15 +119,61 @@ class TorchPrefill:
         return self._cache.prefill(slot, start, recorder)
 
 
-def padded_piece(gpt: GPT, token_ids: Sequence[int], start: int) -> tuple[Tensor, Tensor]:
-    """Ids and positions of a piece, padded to whole blocks: (1, T padded) each. The keys of the
-    padding are overwritten before any position attends to them; the caller drops its results."""
-    assert start % BLOCK == 0
-    device, length = gpt.token_embedding.weight.device, _padded_length(token_ids)
-    padding = [0] * (length - len(token_ids))
-    ids = torch.tensor([[*token_ids, *padding]], device=device)
-    positions = torch.arange(start, start + length, device=device)
-    return ids, positions.clamp(max=gpt.config.context_length - 1)[None]
+@dataclass(frozen=True, slots=True)
+class PaddedPiece:
+    """Pieces of prompts, padded to whole blocks: (1, N) each. The keys and token ids of the padding
+    are overwritten before any position reads them; the caller drops its results."""
+
+    ids: Tensor
+    positions: Tensor
+    previous_ids: Tensor | None  # for `smear`
+
+    @classmethod
+    def of(
+        cls, gpt: GPT, cache: KVCache, token_ids: Sequence[int], slot: int, start: int
+    ) -> "PaddedPiece":
+        """Pad a piece, and write its token ids into its slot."""
+        assert start % BLOCK == 0
+        device, length = gpt.token_embedding.weight.device, _padded_length(token_ids)
+        padded = [*token_ids, *[0] * (length - len(token_ids))]
+        previous = cache.put_token_ids(padded, [slot] * length, range(start, start + length))
+        positions = torch.arange(start, start + length, device=device)
+        return cls(
+            torch.tensor([padded], device=device),
+            positions.clamp(max=gpt.config.context_length - 1)[None],
+            None if previous is None else previous[None],
+        )
+
+    @classmethod
+    def joined(cls, pieces: Sequence["PaddedPiece"]) -> "PaddedPiece":
+        previous = [piece.previous_ids for piece in pieces if piece.previous_ids is not None]
+        return cls(
+            _joined(piece.ids for piece in pieces),
+            _joined(piece.positions for piece in pieces),
+            _joined(previous) if previous else None,
+        )
+
+    @property
+    def length(self) -> int:
+        return self.ids.shape[1]
+
+    def __getitem__(self, part: slice) -> "PaddedPiece":
+        previous = self.previous_ids
+        return PaddedPiece(
+            self.ids[:, part],
+            self.positions[:, part],
+            None if previous is None else previous[:, part],
+        )
+
+    def transform(
+        self,
+        gpt: GPT,
+        attend: Attend,
+        states: list[Tensor] | None = None,
+        tap: Tap = UNTAPPED,
+    ) -> Tensor:
+        """The final hidden states (1, N, d_model)."""
+        return gpt.transform(self.ids, self.positions, attend, states, tap, self.previous_ids)
 
 
 def _padded_length(token_ids: Sequence[int]) -> int:

@@ -22,7 +22,7 @@ from logitd.model.inference.kernels.eager.decoder import (
     grouped_logits,
     step_logits,
 )
-from logitd.model.inference.kernels.eager.prefill import padded_piece
+from logitd.model.inference.kernels.eager.prefill import PaddedPiece
 from logitd.model.inference.kernels.eager.row_groups import (
     RowGroups,
     decode_row_groups,
@@ -57,14 +57,14 @@ class TappedDecoder:
     def prefill(self, token_ids: Sequence[int], slot: int, start: int, tap: PieceTap) -> Tensor:
         """Compute a piece of a prompt into its slot. The slot holds the positions before `start`,
         which is a multiple of BLOCK. Returns final hidden states (T, d_model)."""
-        ids, positions = padded_piece(self._gpt, token_ids, start)
+        piece = PaddedPiece.of(self._gpt, self._cache, token_ids, slot, start)
         width = self._prefill_rows
         parts = []
-        for offset in range(0, ids.shape[1], width):
-            part = slice(offset, offset + width)
+        for offset in range(0, piece.length, width):
             shifted = _Shifted(tap, offset)
             attend = self._attend_piece(slot, start + offset, shifted)
-            parts.append(self._gpt.transform(ids[:, part], positions[:, part], attend, tap=shifted))
+            part = piece[offset : offset + width]
+            parts.append(part.transform(self._gpt, attend, tap=shifted))
         return torch.cat(parts, dim=1)[0, : len(token_ids)]
 
     def decode(
@@ -81,10 +81,9 @@ class TappedDecoder:
             taps = RowTaps(list(zip(changes[rows], positions[rows], strict=True)))
             attend = self._attend_rows(slots[rows], positions[rows], taps)
             padding = self._row_groups.padding(len(slots[rows]))
+            step = token_ids[rows], slots[rows], positions[rows]
             parts.append(
-                step_logits(
-                    self._gpt, token_ids[rows], positions[rows], attend, padding=padding, tap=taps
-                )
+                step_logits(self._gpt, self._cache, step, attend, padding=padding, tap=taps)
             )
         return torch.cat(parts)
 
@@ -98,8 +97,11 @@ class TappedDecoder:
         """Attend like `KVCache.prefill`, with a tap on attention scores and weights."""
         fused = self._cache.prefill(slot, start)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = fused(layer, q, k, v)  # (1, H, T, D); keys and values are in the cache now
+        def attend(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None
+        ) -> Tensor:
+            # (1, H, T, D); keys and values are in the cache now
+            out = fused(layer, q, k, v, window)
             if not _wants_weights(tap, layer):
                 return out
             keys, values = self._cache.read(layer, slot, start + q.shape[2])  # (K, end, D) each
@@ -107,9 +109,8 @@ class TappedDecoder:
             for offset in range(0, q.shape[2], BLOCK):
                 rows = slice(offset, offset + BLOCK)
                 end = start + offset + BLOCK
-                weighted = _weighted(
-                    tap, layer, q[:, :, rows], keys[None, :, :end], values[None, :, :end], offset
-                )
+                seen = keys[None, :, :end], values[None, :, :end]
+                weighted = _weighted(tap, layer, q[:, :, rows], *seen, window, offset)
                 blocks.append(out[:, :, rows] if weighted is None else weighted)
             return torch.cat(blocks, dim=2)
 
@@ -119,14 +120,16 @@ class TappedDecoder:
         """Attend like `KVCache.decode`, with taps on attention scores and weights."""
         fused = self._cache.decode(slots, positions)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = fused(layer, q, k, v)  # (B, H, 1, D)
+        def attend(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None
+        ) -> Tensor:
+            out = fused(layer, q, k, v, window)  # (B, H, 1, D)
             for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
                 tap = taps.row(row)
                 if _wants_weights(tap, layer):
                     keys, values = self._cache.read(layer, slot, position + 1)
                     weighted = _weighted(
-                        tap, layer, q[row : row + 1], keys[None], values[None], 0
+                        tap, layer, q[row : row + 1], keys[None], values[None], window, 0
                     )  # (1, H, 1, D)
                     if weighted is not None:
                         out[row] = weighted[0]
@@ -154,12 +157,18 @@ def _wants_weights(tap: PieceTap | _Shifted, layer: int) -> bool:
 
 
 def _weighted(
-    tap: PieceTap | _Shifted, layer: int, q: Tensor, keys: Tensor, values: Tensor, offset: int
+    tap: PieceTap | _Shifted,
+    layer: int,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    window: int | None,
+    offset: int,
 ) -> Tensor | None:
     """Pass the scores and weights of queries (1, H, T, D) over keys (1, K, S, D) to a tap; the last
     key is that of the last query. Returns the weighted values (1, H, T, D) if the tap changed
     something, else None."""
-    scores = mask_causal(attention_scores(q, keys))  # (1, H, T, S)
+    scores = mask_causal(attention_scores(q, keys), window)  # (1, H, T, S)
     shown_scores = tap(layer, "attention.scores", scores, offset)
     probs = shown_scores.softmax(dim=-1)
     shown_probs = tap(layer, "attention.probs", probs, offset)

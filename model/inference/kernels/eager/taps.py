@@ -95,6 +95,7 @@ class Changes:
         config: GPTConfig,
         like: Tensor,
     ) -> None:
+        self._config = config
         self._prompt_length = prompt_length
         self._changes: defaultdict[Key, list[_Change]] = defaultdict(list)
         for intervention in interventions:
@@ -119,9 +120,15 @@ class Changes:
         with one_thread():
             for change, rows in meant:
                 change.apply(changed, positions, rows)
-        if key[1] in OVER_KEYS:  # keys after the position stay masked
-            keys = torch.arange(value.shape[-1], device=value.device)
-            seen = keys <= torch.tensor(positions, device=value.device)[:, None]  # (T, S)
+        layer, stage = key
+        if (
+            layer is not None and stage in OVER_KEYS
+        ):  # keys that a position does not see stay masked
+            before = torch.tensor(positions, device=value.device)[:, None] - torch.arange(
+                value.shape[-1], device=value.device
+            )  # (T, S)
+            window = self._config.window(layer)
+            seen = (before >= 0) & (before < (window or self._config.context_length))
             changed = torch.where(seen[:, None], changed, value)
         return changed
 

@@ -4,6 +4,7 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from logitd.model.inference.attribution.attribute import attribute
 from logitd.model.inference.attribution.task import Attribution, AttributionTask
 from logitd.model.transformer.gpt import GPT, Block
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
-from tests.model.plain_stages import plain_stages
+from tests.model.plain_stages import plain_stages, without_softcap
 from tests.model.shapes import shapes
 from tests.profiles import examples
 
@@ -20,6 +21,7 @@ IDS = random_ids(9, seed=4).tolist()
 SHAPES: dict[str, dict[str, Any]] = {
     **{name: dict(overrides) for name, overrides in FAMILIES.items()},
     "without a final norm": {"final_norm": False},
+    "mixed with post": {**FAMILIES["original"], "residual_mix": True, "backout": True},
     "post with a final norm": {**FAMILIES["original"], "final_norm": True, "head_bias": True},
 }
 
@@ -48,7 +50,7 @@ def test_direct_parts_add_up_to_the_logit(
     ids = random_ids(9, vocab_size=gpt.config.vocab_size).tolist()
     for model, tolerance in ((gpt, 1e-3), (copy.deepcopy(gpt).double(), 1e-9)):
         found = direct(model, ids, position=position, token_id=0, minus_id=minus_id)
-        logits = plain_stages(model, ids)["logits"][position]
+        logits = plain_stages(without_softcap(model), ids)["logits"][position]
         expected = logits[0] - (0 if minus_id is None else logits[minus_id])
         scale = float(logits.abs().max()) * tolerance
         assert found.direct_sum == pytest.approx(expected.item(), rel=tolerance, abs=scale)
@@ -88,24 +90,38 @@ def test_each_part_is_what_the_logit_loses_without_it(gpt: GPT) -> None:
         return scaled
 
     def to_logit(part: Tensor, layer: int, after: str) -> float:
-        """Through the norms that follow, the first behind the sublayer `after` of a block."""
-        for later in range(layer, config.n_layer) if config.norm_position == "post" else ():
+        """Through the mixtures and norms that follow, the first behind the sublayer `after` of a
+        block; "embedding" is before the block."""
+        embedding = part if after == "embedding" else torch.zeros_like(part)
+        middle = torch.zeros_like(part)
+        for later in range(layer, config.n_layer):
             before = stages["embedding"] if later == 0 else stages[f"blocks.{later - 1}.output"]
             block, name = blocks[later], f"blocks.{later}"
-            if later > layer or after == "attention":
-                x = (before + stages[f"{name}.attention.out"])[position]
-                part = frozen(block.attention_norm, x, part)
-            x = (stages[f"{name}.middle"] + stages[f"{name}.mlp.out"])[position]
-            part = frozen(block.mlp_norm, x, part)
+            enters = later > layer or after == "embedding"
+            if config.residual_mix:
+                before = stages[f"{name}.input"]
+                if enters:
+                    mixed = gpt.residual_scales[later], gpt.embedding_scales[later]
+                    part = mixed[0] * part + mixed[1] * embedding
+            if config.norm_position == "post":
+                if enters or after == "attention":
+                    x = (before + stages[f"{name}.attention.out"])[position]
+                    part = frozen(block.attention_norm, x, part)
+                x = (stages[f"{name}.middle"] + stages[f"{name}.mlp.out"])[position]
+                part = frozen(block.mlp_norm, x, part)
+            if later == config.n_layer // 2:
+                middle = part
+        last = stages[f"blocks.{config.n_layer - 1}.output"][position]
+        if config.backout:
+            part, last = part - gpt.backout_scale * middle, stages["backout"][position]
         if config.final_norm:
-            last = stages[f"blocks.{config.n_layer - 1}.output"][position]
             part = frozen(gpt.final_norm, last, part)
         return float(part @ gpt.head_parameters()[0][70])
 
     for part in direct(gpt).direct or ():
         value = None
         if part.stage == "embedding":
-            value = to_logit(stages["embedding"][position], 0, "attention")
+            value = to_logit(stages["embedding"][position], 0, "embedding")
         elif part.stage.endswith("attention.heads"):
             layer = int(part.stage.split(".")[1])
             outs = stages[f"blocks.{layer}.attention.head_out"][position]

@@ -22,7 +22,7 @@ from logitd.model.inference.attribution.task import (
 from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.gpt import GPT, Block
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
-from tests.model.plain_stages import plain_stages
+from tests.model.plain_stages import plain_stages, without_softcap
 from tests.model.transformer.test_against_transformers import gpt2
 
 IDS = random_ids(11, seed=3).tolist()
@@ -58,7 +58,7 @@ def plain_target(gpt: GPT, x: Tensor | None = None, ids: list[int] = IDS) -> tup
         return value
 
     with torch.enable_grad():
-        logits = plain_stages(gpt, ids, change)["logits"][POSITION]
+        logits = plain_stages(without_softcap(gpt), ids, change)["logits"][POSITION]
         return logits[TOKEN] - logits[MINUS], entered[0]
 
 

@@ -37,13 +37,15 @@ class FailingGPT(GPT):
         attend: Attend,
         states: list[Tensor] | None = None,
         tap: Tap = UNTAPPED,
+        previous_ids: Tensor | None = None,
     ) -> Tensor:
+        given = token_ids, positions, attend, states, tap, previous_ids
         self.calls += 1
         if self.calls in self.fails_at:
             # The step wrote something before it failed.
-            super().transform(token_ids, positions, attend, states, tap)
+            super().transform(*given)
             raise RuntimeError(f"no memory left for call {self.calls}")
-        return super().transform(token_ids, positions, attend, states, tap)
+        return super().transform(*given)
 
 
 def failing_gpt(gpt: GPT, *fails_at: int) -> FailingGPT:

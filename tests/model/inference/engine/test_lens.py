@@ -110,8 +110,13 @@ def oracle_logprobs(
             logits = stages["logits"]
         else:
             stream = stages[f"blocks.{layer - 1}.output" if layer else "embedding"]
+            middle = config.n_layer // 2
+            if config.backout and layer > middle + 1:
+                stream = stream - gpt.backout_scale * stages[f"blocks.{middle}.output"]
             logits = final_norm(gpt, stream) @ weight.T[:, : config.vocab_size]
             logits = logits if bias is None else logits + bias[: config.vocab_size]
+            if (cap := config.logit_softcap) is not None:
+                logits = cap * torch.tanh(logits / cap)
         rows.append(logits.log_softmax(dim=-1))
     return torch.stack(rows, dim=1).detach()
 
@@ -155,6 +160,15 @@ def test_lens_of_every_layer_matches_the_definition(gpt: GPT) -> None:
     exact = copy.deepcopy(gpt).double()
     check(lens_of(exact, ask()), oracle_logprobs(exact, LAYERS))
     check(lens_of(gpt, ask(), prefill_chunk=32), oracle_logprobs(exact, LAYERS), 2e-3)
+
+
+def test_lens_after_the_middle_block_subtracts_its_part() -> None:
+    exact = tiny_gpt(tiny_config(**FAMILIES["nanochat"], n_layer=5)).double()
+    lens = replace(EVERYTHING, layers=(0, 2, 3, 4, 5))
+    check(lens_of(exact, ask(lens)), oracle_logprobs(exact, lens.layers))
+    unchanged = (Intervention(stage="embedding", operation="scale", factor=1.0),)
+    tapped = ask(lens, interventions=unchanged)
+    check(lens_of(exact, tapped), oracle_logprobs(exact, lens.layers))
 
 
 def test_lens_of_the_last_layer_has_the_bits_of_the_logits(gpt: GPT) -> None:

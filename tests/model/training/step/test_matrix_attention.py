@@ -75,5 +75,6 @@ def test_dropout_hides_the_same_weights_in_both_passes(monkeypatch: pytest.Monke
 
 def test_attention_without_dropout_draws_nothing() -> None:
     before = torch.get_rng_state()
-    MatrixAttend(torch.float32)(0, *[torch.ones(1, 2, 8, 4)] * 3)
+    ones = torch.ones(1, 2, 8, 4)
+    MatrixAttend(torch.float32)(0, ones, ones, ones)
     assert torch.equal(torch.get_rng_state(), before)
