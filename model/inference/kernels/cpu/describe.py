@@ -81,11 +81,13 @@ class Description:
         if cache.key_scales is not None and cache.value_scales is not None:
             described.key_scales = self._keep(cache.key_scales)
             described.value_scales = self._keep(cache.value_scales)
+        if cache.token_ids is not None:
+            described.token_ids = self._keep(cache.token_ids)
         return described
 
     def _describe(self, gpt: GPT) -> tuple[Model, ctypes.Array[Layer]]:
         config, cpu = gpt.config, torch.device("cpu")
-        layers = (Layer * config.n_layer)(*(self._layer(block) for block in gpt.blocks))
+        layers = (Layer * config.n_layer)(*(self._layer(gpt, block) for block in gpt.blocks))
         rope: list[int | None] = [None, None]
         if config.positions == "rotary":
             rope = [self._keep(table) for table in rotary_tables(config, cpu)]
@@ -109,6 +111,12 @@ class Description:
             final_norm_on=config.final_norm,
             value_gate_width=min(VALUE_GATE_WIDTH, config.d_model),
             activation=ACTIVATIONS[config.activation],
+            smear_width=gpt.smear_gate.in_features if config.smear else 0,
+            residual_mix=config.residual_mix,
+            backout_layer=-1 if config.backout_layer is None else config.backout_layer,
+            smear_scale=gpt.smear_scale.item() if config.smear else 0.0,
+            backout_scale=gpt.backout_scale.item() if config.backout else 0.0,
+            logit_softcap=config.logit_softcap or 0.0,
             token_embedding=self._keep(gpt.token_embedding.weight),
             position_embedding=(
                 self._keep(gpt.position_embedding.weight) if config.positions == "learned" else None
@@ -116,15 +124,18 @@ class Description:
             sinusoids=None if sinusoids is None else self._keep(sinusoids),
             rope_cos=rope[0],
             rope_sin=rope[1],
+            smear_gate=self._floats(gpt.smear_gate.weight) if config.smear else None,
             layers=layers,
+            embedding_norm=self._norm(gpt.embedding_norm) if config.embedding_norm else Norm(),
             final_norm=self._norm(gpt.final_norm),
             head=self._head(gpt),
         )
         return model, layers
 
-    def _layer(self, block: nn.Module) -> Layer:
+    def _layer(self, gpt: GPT, block: nn.Module) -> Layer:
         assert isinstance(block, Block)
-        valued = block.config.has_value_embedding(block.layer)
+        layer, mixed = block.layer, gpt.config.residual_mix
+        valued = block.config.has_value_embedding(layer)
         return Layer(
             attention_norm=self._norm(block.attention_norm),
             query_norm=self._norm(block.query_norm) if block.config.qk_norm else Norm(),
@@ -136,6 +147,9 @@ class Description:
             mlp_down=self._linear(block.mlp_down),
             value_embedding=self._keep(block.value_embedding.weight) if valued else None,
             value_gate=self._floats(block.value_gate.weight) if valued else None,
+            window=gpt.config.window(layer) or 0,
+            stream_scale=gpt.residual_scales[layer].item() if mixed else 1.0,
+            embedding_scale=gpt.embedding_scales[layer].item() if mixed else 0.0,
         )
 
     def _norm(self, norm: nn.Module) -> Norm:

@@ -47,6 +47,9 @@ class Layer(Structure):
         ("mlp_down", Matrix),
         ("value_embedding", c_void_p),
         ("value_gate", c_void_p),
+        ("window", c_int32),
+        ("stream_scale", c_float),
+        ("embedding_scale", c_float),
     )
 
 
@@ -56,12 +59,15 @@ class Model(Structure):
             "n_layer", "n_head", "n_kv_head", "head_dim", "d_model", "d_ff", "vocab_size",
             "kind", "cells",
             "post_norm", "parallel", "rotary", "qk_norm", "final_norm_on", "value_gate_width",
-            "activation",
+            "activation", "smear_width", "residual_mix", "backout_layer",
         )),
+        *((name, c_float) for name in ("smear_scale", "backout_scale", "logit_softcap")),
         *((name, c_void_p) for name in (
             "token_embedding", "position_embedding", "sinusoids", "rope_cos", "rope_sin",
+            "smear_gate",
         )),
         ("layers", POINTER(Layer)),
+        ("embedding_norm", Norm),
         ("final_norm", Norm),
         ("head", Matrix),
     )  # fmt: skip
@@ -73,6 +79,7 @@ class Cache(Structure):
         ("values", c_void_p),
         ("key_scales", c_void_p),
         ("value_scales", c_void_p),
+        ("token_ids", c_void_p),
         ("slots", c_int64),
         ("slot_length", c_int64),
         ("kind", c_int64),

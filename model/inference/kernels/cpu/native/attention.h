@@ -44,6 +44,11 @@ struct HeadCells {
   const Cell* cells;
   const float* scales;
 
+  // The cells from a position on.
+  HeadCells from(int p, int width) const {
+    return {cells + std::size_t(p) * width, scales == nullptr ? nullptr : scales + p};
+  }
+
   // The factor of a position's stored numbers for a weight.
   float weighed(int p, float weight) const {
     if constexpr (std::is_same_v<Cell, std::int8_t>) return weight * scales[p];
@@ -112,9 +117,14 @@ inline void scores_of(const QueryCell<Cell>* query, HeadCells<Cell> keys, const 
   }
 }
 
-// Replace scores[0, count) by their softmax, and the rest of the last vector by 0.
-inline void softmax(float* scores, int count) {
+// Replace scores[hidden, count) by their softmax, and those before and in the rest of the last vector by 0.
+// Hidden whole vectors are skipped, so they change no bits.
+inline void softmax(float* scores, int hidden, int count) {
+  const int skipped = hidden / LANES * LANES;
+  std::fill(scores, scores + skipped, 0.0f);
+  scores += skipped, hidden -= skipped, count -= skipped;
   int padded = (count + LANES - 1) / LANES * LANES;
+  std::fill(scores, scores + hidden, -1e30f);
   for (int p = count; p < padded; p++) scores[p] = -1e30f;
   Floats high = load(scores);
   for (int p = LANES; p < padded; p += LANES) high = max(high, load(scores + p));
@@ -124,17 +134,18 @@ inline void softmax(float* scores, int count) {
     total += weights;
     store(scores + p, weights);
   }
+  std::fill(scores, scores + hidden, 0.0f);
   for (int p = count; p < padded; p++) scores[p] = 0.0f;
   Floats scale = all(1.0f / sum(total));
   for (int p = 0; p < padded; p += LANES) store(scores + p, load(scores + p) * scale);
 }
 
-// out[0, V * LANES) = the sum of values[p] * weights[p]. AHEAD: prefetch the next keys at the end.
+// out[0, V * LANES) = the sum of values[p] * weights[p] for p in [hidden, count). AHEAD: prefetch the next keys at the end.
 template <int V, bool AHEAD, class Cell>
-inline void mix(const float* weights, HeadCells<Cell> values, int count, const Cell* next_keys,
+inline void mix(const float* weights, HeadCells<Cell> values, int hidden, int count, const Cell* next_keys,
                 float* out) {
   Piece mixed[V * PIECES] = {};
-  for (int p = 0; p < count; p++) {
+  for (int p = hidden; p < count; p++) {
     Piece weight = all<Piece>(values.weighed(p, weights[p]));
     if (AHEAD) prefetch_cells<V>(values.cells, p, count, next_keys);
     const Cell* value = values.cells + std::size_t(p) * V * LANES;
@@ -146,20 +157,20 @@ inline void mix(const float* weights, HeadCells<Cell> values, int count, const C
   for (int i = 0; i < V * PIECES; i++) store(out + i * PIECE, mixed[i]);
 }
 
-// `queries` are the scaled heads of one position that share this key head, (heads, width). `scores` has room
-// for `count` rounded up to 16. AHEAD: memory holds the cells, and `next_keys` are read next; otherwise the
+// `queries` are the scaled heads of one position that share this key head, (heads, width). The first `hidden`
+// of `count` positions are not visible. `scores` has room for `count` rounded up to 16. AHEAD: memory holds the cells, and `next_keys` are read next; otherwise the
 // cache holds them. Each width has its own code, so that sums stay in registers.
 template <bool AHEAD, class Cell>
 inline void attend(const QueryCell<Cell>* queries, int heads, HeadCells<Cell> keys,
-                   HeadCells<Cell> values, const Cell* next_keys, int count, int width, float* scores,
-                   float* out) {
+                   HeadCells<Cell> values, const Cell* next_keys, int hidden, int count, int width,
+                   float* scores, float* out) {
   with_constant<MAX_HEAD_VECTORS>(width / LANES, [&](auto constant) {
     constexpr int V = constant;
     for (int head = 0; head < heads; head++) {
       scores_of<V, AHEAD>(queries + head * V * LANES, keys, values.cells, count, scores);
-      softmax(scores, count);
+      softmax(scores, hidden, count);
       const Cell* following = head + 1 < heads ? keys.cells : next_keys;
-      mix<V, AHEAD>(scores, values, count, following, out + head * V * LANES);
+      mix<V, AHEAD>(scores, values, hidden, count, following, out + head * V * LANES);
     }
   });
 }
@@ -168,7 +179,8 @@ inline void attend(const QueryCell<Cell>* queries, int heads, HeadCells<Cell> ke
 template <class Cell>
 struct Query {
   const QueryCell<Cell>* query;  // (width), scaled
-  int count;      // of visible positions
+  int hidden;     // positions before the first visible one
+  int count;      // positions up to the last visible one
   float* scores;  // room for `count` of the last query rounded up to 16; holds the weights afterwards
   float* out;     // (width)
 };
@@ -200,12 +212,19 @@ inline void scores_together(const Query<Cell>* queries, HeadCells<Cell> keys) {
   }
 }
 
-// The weighted values of Q queries, none of which sees fewer positions than the first.
+// The weighted values of Q queries, in the order of the positions that they see.
 template <int V, int Q, class Cell>
 inline void mix_together(const Query<Cell>* queries, HeadCells<Cell> values) {
   Floats mixed[Q][V] = {};
-  const int common = queries[0].count;
-  for (int p = 0; p < common; p++) {
+  const int begin = std::min(queries[Q - 1].hidden, queries[0].count), end = queries[0].count;
+  const auto add = [&](int q, int first, int last) {  // positions that not all of the queries see
+    for (int p = first; p < last; p++)
+      for (int i = 0; i < V; i++)
+        mixed[q][i] = fused(all(values.weighed(p, queries[q].scores[p])),
+                            load(values.cells + (std::size_t(p) * V + i) * LANES), mixed[q][i]);
+  };
+  for (int q = 0; q < Q; q++) add(q, queries[q].hidden, begin);
+  for (int p = begin; p < end; p++) {
     const Cell* value = values.cells + std::size_t(p) * V * LANES;
     Floats weights[Q];
     for (int q = 0; q < Q; q++) weights[q] = all(values.weighed(p, queries[q].scores[p]));
@@ -217,10 +236,7 @@ inline void mix_together(const Query<Cell>* queries, HeadCells<Cell> values) {
     }
   }
   for (int q = 0; q < Q; q++) {
-    for (int p = common; p < queries[q].count; p++)
-      for (int i = 0; i < V; i++)
-        mixed[q][i] = fused(all(values.weighed(p, queries[q].scores[p])),
-                            load(values.cells + (std::size_t(p) * V + i) * LANES), mixed[q][i]);
+    add(q, std::max(end, queries[q].hidden), queries[q].count);
     for (int i = 0; i < V; i++) store(queries[q].out + i * LANES, mixed[q][i]);
   }
 }
@@ -231,7 +247,7 @@ inline void attend_queries(const Query<Cell>* queries, int count, HeadCells<Cell
   int first = 0;
   for (; first + Q <= count; first += Q) {
     scores_together<V, Q>(queries + first, keys);
-    for (int q = first; q < first + Q; q++) softmax(queries[q].scores, queries[q].count);
+    for (int q = first; q < first + Q; q++) softmax(queries[q].scores, queries[q].hidden, queries[q].count);
     mix_together<V, Q>(queries + first, values);
   }
   if constexpr (Q > 1) attend_queries<V, 1>(queries + first, count - first, keys, values);
@@ -250,7 +266,7 @@ inline void attend_together(const Query<Cell>* queries, int count, HeadCells<Cel
   });
 #else  // there are too few registers for more than one
   for (const Query<Cell>* q = queries; q < queries + count; q++)
-    attend<false>(q->query, 1, keys, values, keys.cells, q->count, width, q->scores, q->out);
+    attend<false>(q->query, 1, keys, values, keys.cells, q->hidden, q->count, width, q->scores, q->out);
 #endif
 }
 

@@ -26,6 +26,7 @@ namespace logitd {
 constexpr int TOGETHER = 16;
 constexpr int KEYS_TOGETHER = 65536;
 constexpr int ITEMS_A_THREAD = 4;  // at least, in attention by tiles, to keep the wait at the end short
+constexpr int CAPPED = 4096;  // logits of a row that one thread limits
 constexpr int WRITTEN = 8;  // rows of a sequence whose keys and values one thread writes
 
 inline int padded(int width) { return (width + LANES - 1) / LANES * LANES; }
@@ -46,6 +47,8 @@ class Decoder {
         queries_(sizeof(float) * std::size_t(rows) * heads_width_),
         heads_(floats(rows, padded(heads_width_))),
         up_(floats(rows, padded(up_width_) + LANES)),
+        embedding_(floats(weights.residual_mix ? rows : 0, padded(weights.d_model))),
+        middle_(floats(keeps_middle() ? rows : 0, padded(weights.d_model))),
         narrow_(weights.kind, rows, weights.d_model),
         mixed_(weights.kind, rows, heads_width_),
         wide_(weights.kind, rows, weights.d_ff),
@@ -65,7 +68,7 @@ class Decoder {
     forward(tokens, slots, positions, count);
     convert(narrow_, count_, [&](int row) { narrow_.put(row, finished(row), w_.d_model); });
     clocks_.end(NORMS);
-    linear(pool_, w_.head, narrow_.inputs(count_), logits, w_.vocab_size, false);
+    predict(count_, logits);
     clocks_.end(HEAD);
     pool_.rest();
   }
@@ -102,7 +105,7 @@ class Decoder {
     rows([&](int row) { std::memcpy(of(row), finished(row), sizeof(float) * w_.d_model); });
     convert(narrow_, wanted, [&](int i) { narrow_.put(i, of(wanted_rows[i]), w_.d_model); });
     clocks_.end(NORMS);
-    linear(pool_, w_.head, narrow_.inputs(wanted), logits, w_.vocab_size, false);
+    predict(wanted, logits);
     clocks_.end(HEAD);
     pool_.rest();
   }
@@ -117,8 +120,7 @@ class Decoder {
       convert(narrow_, here, [&](int row) {
         narrow_.put(row, from + std::size_t(row) * w_.d_model, w_.d_model);
       });
-      float* to = logits + std::size_t(first) * w_.vocab_size;
-      linear(pool_, w_.head, narrow_.inputs(here), to, w_.vocab_size, false);
+      predict(here, logits + std::size_t(first) * w_.vocab_size);
     }
     clocks_.end(HEAD);
     pool_.rest();
@@ -149,6 +151,19 @@ class Decoder {
     return Buffer<float>(std::size_t(rows) * pitch + LANES, 0.0f);
   }
 
+  // Logits (count, vocab_size) of the rows in `narrow_`.
+  void predict(int count, float* logits) {
+    const int vocabulary = w_.vocab_size;
+    linear(pool_, w_.head, narrow_.inputs(count), logits, vocabulary, false);
+    if (w_.logit_softcap == 0.0f) return;
+    const int parts = (vocabulary + CAPPED - 1) / CAPPED;
+    pool_.loop(count * parts, [&](int item) {
+      const int first = item % parts * CAPPED;
+      float* row = logits + std::size_t(item / parts) * vocabulary;
+      softcap(row + first, std::min(CAPPED, vocabulary - first), w_.logit_softcap);
+    });
+  }
+
   template <class Stage>
   void rows(const Stage& stage) {
     pool_.loop(count_, stage);
@@ -167,6 +182,8 @@ class Decoder {
 
   float* x(int row) { return x_.data() + std::size_t(row) * padded(w_.d_model); }
   float* h(int row) { return h_.data() + std::size_t(row) * padded(w_.d_model); }
+  float* embedding(int row) { return embedding_.data() + std::size_t(row) * padded(w_.d_model); }
+  float* middle(int row) { return middle_.data() + std::size_t(row) * padded(w_.d_model); }
   float* qkv(int row) { return qkv_.data() + std::size_t(row) * padded(qkv_width_); }
   float* heads(int row) { return heads_.data() + std::size_t(row) * padded(heads_width_); }
   float* up(int row) { return up_.data() + std::size_t(row) * (padded(up_width_) + LANES); }
@@ -176,6 +193,7 @@ class Decoder {
                int count) {
     tokens_ = tokens, slots_ = slots, positions_ = positions, count_ = count;
     divide();
+    for (int row = 0; cache_.token_ids && row < count; row++) *token_id(row, positions_[row]) = tokens_[row];
     rows([&](int row) { embed(row); });
     clocks_.end(EMBEDDING);
     for (int layer = 0; layer < w_.n_layer; layer++) block(layer);
@@ -184,7 +202,7 @@ class Decoder {
   // Divide the rows into those of sequences with a single one, and the spans of the other sequences in which
   // they are written and in which they attend.
   void divide() {
-    single_.clear(), written_.clear(), spans_.clear();
+    single_.clear(), written_.clear(), spans_.clear(), tile_spans_.clear();
     for (int first = 0, last; first < count_; first = last) {
       for (last = first + 1; last < count_ && slots_[last] == slots_[first];) last++;
       if (last - first == 1 && record_.weights == nullptr) {
@@ -193,6 +211,7 @@ class Decoder {
       }
       put_spans(first, last, WRITTEN, written_);
       put_spans(first, last, rows_together(first, last), spans_);
+      if (by_tiles_) put_spans(first, last, tile_rows(first, last), tile_spans_);
     }
   }
 
@@ -200,11 +219,15 @@ class Decoder {
     for (; first < last; first += most) spans.push_back({first, std::min(first + most, last)});
   }
 
-  // The number of a sequence's rows [first, last) that attend together. Tiles rearrange the visible keys and
-  // values for them, so the number is as large as it can be while each thread has work.
+  // The number of a sequence's rows [first, last) that attend together.
   int rows_together(int first, int last) const {
     const int keys = positions_[last - 1] + 1;
-    if (!by_tiles_) return std::max(1, std::min(TOGETHER, KEYS_TOGETHER / keys) / group());
+    return std::max(1, std::min(TOGETHER, KEYS_TOGETHER / keys) / group());
+  }
+
+  // The same by tiles. They rearrange the visible keys and values for these rows, so the number is as large as
+  // it can be while each thread has work.
+  int tile_rows(int first, int last) const {
     const int least = std::max(1, TILE_QUERIES / group());
     const int parts = std::max(1, ITEMS_A_THREAD * pool_.threads() / w_.n_kv_head);
     const int share = (last - first + parts - 1) / parts;
@@ -250,13 +273,32 @@ class Decoder {
   }
 
   void embed(int row) {
-    add_row(w_.token_embedding, tokens_[row], w_.d_model, x(row), false);
+    put_token(tokens_[row], x(row));
+    if (w_.smear_width && positions_[row] > 0) smear(row);
     if (w_.position_embedding)
       add_row(w_.position_embedding, positions_[row], w_.d_model, x(row), true);
     if (w_.sinusoids) {
       const float* table = w_.sinusoids + std::size_t(positions_[row]) * w_.d_model;
       for (int i = 0; i < w_.d_model; i++) x(row)[i] += table[i];
     }
+    if (w_.residual_mix) std::memcpy(embedding(row), x(row), sizeof(float) * w_.d_model);
+  }
+
+  // The embedding of a token, after its norm.
+  void put_token(int token, float* to) const {
+    add_row(w_.token_embedding, token, w_.d_model, to, false);
+    if (w_.embedding_norm.weight) normalise(w_.embedding_norm, to, to, w_.d_model);
+  }
+
+  // x += smear_scale * sigmoid(gate . leading channels) * the embedding of the token before.
+  void smear(int row) {
+    put_token(*token_id(row, positions_[row] - 1), h(row));
+    const float part = w_.smear_scale * gate(w_.smear_gate, x(row), w_.smear_width);
+    for (int i = 0; i < w_.d_model; i++) x(row)[i] += part * h(row)[i];
+  }
+
+  std::int32_t* token_id(int row, int position) const {
+    return cache_.token_ids + std::size_t(slots_[row]) * cache_.slot_length + position;
   }
 
   // A number of an embedding in the model's own format.
@@ -276,20 +318,31 @@ class Decoder {
 
   // The input of attention's matrices, in `narrow_`, and its floats in h, for the gate.
   void before_attention(int layer, int row) {
-    if (w_.post_norm) {
-      if (layer) finish_post(w_.layers[layer - 1], row);
-      std::memcpy(h(row), x(row), sizeof(float) * w_.d_model);
-    } else {
-      normalise(w_.layers[layer].attention_norm, x(row), h(row), w_.d_model);
-    }
+    const LayerWeights& w = w_.layers[layer];
+    const std::size_t bytes = sizeof(float) * w_.d_model;
+    if (w_.post_norm && layer) finish_post(w_.layers[layer - 1], row);
     keep_state(layer, row);
+    if (keeps_middle() && layer == w_.backout_layer + 1) std::memcpy(middle(row), x(row), bytes);
+    if (w_.residual_mix) scale_add(w.stream_scale, x(row), w.embedding_scale, embedding(row), x(row));
+    if (w_.post_norm) std::memcpy(h(row), x(row), bytes);
+    else normalise(w.attention_norm, x(row), h(row), w_.d_model);
     narrow_.put(row, h(row), w_.d_model);
+  }
+
+  // True if `backout` needs a copy of the stream after a block, because the block is not the last one.
+  bool keeps_middle() const { return w_.backout_layer >= 0 && w_.backout_layer + 1 < w_.n_layer; }
+
+  // to = a * first + b * second
+  void scale_add(float a, const float* first, float b, const float* second, float* to) const {
+    for (int i = 0; i < w_.d_model; i++) to[i] = a * first[i] + b * second[i];
   }
 
   // A row's final hidden state, after all blocks.
   const float* finished(int row) {
     if (w_.post_norm && w_.n_layer) finish_post(w_.layers[w_.n_layer - 1], row);
     keep_state(w_.n_layer, row);
+    if (w_.backout_layer >= 0)
+      scale_add(1.0f, x(row), -w_.backout_scale, keeps_middle() ? middle(row) : x(row), x(row));
     if (!w_.final_norm_on) return x(row);
     normalise(w_.final_norm, x(row), h(row), w_.d_model);
     return h(row);
@@ -332,14 +385,26 @@ class Decoder {
       write<Cell>(layer, single_[place], head);
       attend_row<Cell>(layer, place, head);
     });
-    if (spans_.empty()) return;
+    const std::vector<Span>& spans = by_tiles(layer) ? tile_spans_ : spans_;
+    if (spans.empty()) return;
     // Later spans see more keys. They start first, so that the threads end together.
-    int items = int(spans_.size()) * w_.n_kv_head;
+    int items = int(spans.size()) * w_.n_kv_head;
     pool_.loop(items, [&](int item) {
-      const Span& span = spans_[spans_.size() - 1 - item / w_.n_kv_head];
+      const Span& span = spans[spans.size() - 1 - item / w_.n_kv_head];
       attend_span<Cell>(layer, span, item % w_.n_kv_head);
     });
   }
+
+  bool by_tiles(int layer) const { return by_tiles_ && !w_.layers[layer].window; }
+
+  // The first position that a row sees.
+  int first_visible(int layer, int row) const {
+    const int window = w_.layers[layer].window;
+    return window ? std::max(0, positions_[row] + 1 - window) : 0;
+  }
+
+  // The position from which a row computes scores: whole vectors before its first visible position.
+  int first_computed(int layer, int row) const { return first_visible(layer, row) / LANES * LANES; }
 
   // The index of the first position of a head in the slot of a row.
   std::size_t place(int layer, int row, int kv_head) const {
@@ -430,35 +495,40 @@ class Decoder {
     float* out = heads(row) + kv_head * group() * w_.head_dim;
 #if defined(TILES)
     if constexpr (std::is_same_v<Cell, Bf16>)
-      if (by_tiles_) {
+      if (by_tiles(layer)) {
         const NextHead next_one = {next.cells, values<Cell>(layer, next_row, next_head).cells,
                                    positions_[next_row] + 1};
         return attend_by_tiles(queries<Cell>(row, kv_head), group(), own, values<Cell>(layer, row, kv_head),
                                next_one, positions_[row] + 1, w_.head_dim, out);
       }
 #endif
-    attend<true, Cell>(queries<Cell>(row, kv_head), group(), own, values<Cell>(layer, row, kv_head),
-                       next.cells, positions_[row] + 1, w_.head_dim, scores(1), out);
+    const int width = w_.head_dim, first = first_computed(layer, row);
+    attend<true, Cell>(queries<Cell>(row, kv_head), group(), own.from(first, width),
+                       values<Cell>(layer, row, kv_head).from(first, width),
+                       next.from(first_computed(layer, next_row), width).cells,
+                       first_visible(layer, row) - first, positions_[row] + 1 - first, width, scores(1), out);
   }
 
   template <class Cell>
   void attend_span(int layer, const Span& span, int kv_head) {
 #if defined(TILES)
     if constexpr (std::is_same_v<Cell, Bf16>)
-      if (by_tiles_) return attend_span_by_tiles(layer, span, kv_head);
+      if (by_tiles(layer)) return attend_span_by_tiles(layer, span, kv_head);
 #endif
     const int width = w_.head_dim, pitch = padded(int(cache_.slot_length));
+    const int first = first_computed(layer, span.first);  // of all rows of the span
     static thread_local std::vector<Query<Cell>> together;
     together.clear();
     float* room = scores((span.last - span.first) * group());
     for (int row = span.first; row < span.last; row++)
       for (int i = 0; i < group(); i++, room += pitch)
-        together.push_back({queries<Cell>(row, kv_head) + i * width, positions_[row] + 1, room,
-                            heads(row) + (kv_head * group() + i) * width});
-    attend_together(together.data(), int(together.size()), keys<Cell>(layer, span.first, kv_head),
-                    values<Cell>(layer, span.first, kv_head), width);
+        together.push_back({queries<Cell>(row, kv_head) + i * width, first_visible(layer, row) - first,
+                            positions_[row] + 1 - first, room, heads(row) + (kv_head * group() + i) * width});
+    attend_together(together.data(), int(together.size()),
+                    keys<Cell>(layer, span.first, kv_head).from(first, width),
+                    values<Cell>(layer, span.first, kv_head).from(first, width), width);
     for (std::size_t i = 0; i < together.size(); i++)
-      keep_weights(layer, span.first + int(i) / group(), kv_head * group() + int(i) % group(),
+      keep_weights(layer, span.first + int(i) / group(), kv_head * group() + int(i) % group(), first,
                    together[i].scores);
   }
 
@@ -485,9 +555,10 @@ class Decoder {
     return room.data();
   }
 
-  void keep_weights(int layer, int row, int head, const float* weights) const {
+  // Record the weights of a row's head for the positions from `first` on.
+  void keep_weights(int layer, int row, int head, int first, const float* weights) const {
     if (float* kept = kept_weights(layer, row, head))
-      std::memcpy(kept, weights, sizeof(float) * (positions_[row] + 1));
+      std::memcpy(kept + first, weights, sizeof(float) * (positions_[row] + 1 - first));
   }
 
   // The record of the attention weights of a row's head; null if they are not recorded.
@@ -501,12 +572,17 @@ class Decoder {
 
   // v += 2 sigmoid(gate . the stream's leading channels) * the token's own vector.
   void add_value_embedding(const LayerWeights& w, int row, int kv_head, float* value) {
-    const float* gate = w.value_gate + kv_head * w_.value_gate_width;
-    float steer = 0.0f;
-    for (int i = 0; i < w_.value_gate_width; i++) steer += h(row)[i] * gate[i];
-    float open = 2.0f / (1.0f + std::exp(-steer));
+    const int gate_width = w_.value_gate_width;
+    const float open = 2.0f * gate(w.value_gate + kv_head * gate_width, h(row), gate_width);
     std::size_t first = std::size_t(tokens_[row]) * kv_width_ + kv_head * w_.head_dim;
     for (int i = 0; i < w_.head_dim; i++) value[i] += open * cell(w.value_embedding, first + i);
+  }
+
+  // sigmoid(weights . values)
+  static float gate(const float* weights, const float* values, int width) {
+    float steer = 0.0f;
+    for (int i = 0; i < width; i++) steer += values[i] * weights[i];
+    return 1.0f / (1.0f + std::exp(-steer));
   }
 
   ModelWeights w_;
@@ -515,6 +591,7 @@ class Decoder {
   Buffer<float> x_, h_, qkv_;
   Buffer<std::uint8_t> queries_;
   Buffer<float> heads_, up_;
+  Buffer<float> embedding_, middle_;  // of residual_mix and backout
   Converted narrow_, mixed_, wide_;
   Pool pool_;
   Clocks clocks_;
@@ -525,7 +602,7 @@ class Decoder {
   int done_ = 0;  // earlier rows of the prompts
   Record record_{};
   std::vector<int> single_;  // rows
-  std::vector<Span> written_, spans_;  // rows of sequences with several
+  std::vector<Span> written_, spans_, tile_spans_;  // rows of sequences with several
 };
 
 }  // namespace logitd

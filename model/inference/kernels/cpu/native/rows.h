@@ -54,6 +54,20 @@ inline void normalise(const Norm& norm, const float* from, float* to, int width)
   }
 }
 
+// row[0, width) = cap * tanh(row / cap)
+inline void softcap(float* row, int width, float cap) {
+  const Floats limit = all(cap), inverse = all(1.0f / cap);
+  const auto capped = [&](Floats values) { return limit * tanh(values * inverse); };
+  const int whole = width / LANES * LANES;
+  for (int i = 0; i < whole; i += LANES) store(row + i, capped(load(row + i)));
+  if (whole < width) {
+    float rest[LANES] = {};
+    std::memcpy(rest, row + whole, sizeof(float) * (width - whole));
+    store(rest, capped(load(rest)));
+    std::memcpy(row + whole, rest, sizeof(float) * (width - whole));
+  }
+}
+
 enum Activation : std::int32_t {
   GELU_TANH = 0,
   GELU = 1,

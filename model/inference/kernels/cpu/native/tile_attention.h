@@ -1,6 +1,6 @@
 // Tile attention: attention over a slot of the KV cache in bfloat16, in AMX's registers (tiles.h).
 //
-// Replaces attention.h for heads whose width is a multiple of 32. It has two products: queries by keys, and
+// Replaces attention.h for heads whose width is a multiple of 32 in layers without a window. It has two products: queries by keys, and
 // weights by values. Weights are rounded to bfloat16 before they are summed up. Positions are processed in
 // steps of 32 from 0; masked positions get weight 0. So a query has the same bits by itself, in a decode step
 // that reads keys and values once in place (`TileStep`), and among the queries of a prompt, for which both

@@ -513,4 +513,18 @@ inline Floats erf(Floats x) {
   return select(x < 0.0f, -y, y);
 }
 
+// tanh x to within 4 units in the last place: near 0 a polynomial (fitted for the least relative error, 4e-9),
+// else 1 - 2 / (1 + e^(2 |x|)). NaN stays NaN.
+inline Floats tanh(Floats x) {
+  const Floats s = x * x;
+  Floats p = all(-6.2726075e-3f);
+  p = fused(p, s, all(2.1070253e-2f));
+  p = fused(p, s, all(-5.3851865e-2f));
+  p = fused(p, s, all(1.3332580e-1f));
+  p = fused(p, s, all(-3.3333316e-1f));
+  const Floats near = fused(p, s * x, x);
+  const Floats most = 1.0f - damped(all(2.0f), max(x, -x) * 2.88539008177792681f);
+  return select(s >= 0.3f, select(x < 0.0f, -most, most), near);
+}
+
 }  // namespace logitd
