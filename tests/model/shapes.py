@@ -38,7 +38,7 @@ CHOICES: tuple[list[Any], ...] = (
 )  # fmt: skip
 """Order, final norm, tied head, bias of the head, rotary channels and scaling."""
 
-COMBINATIONS: Mapping[str, Mapping[str, Any]] = {
+COMBINATIONS: dict[str, Mapping[str, Any]] = {
     "-".join(
         (order, *("final",) * final, "tied" if tied else "untied", *("bias",) * bias, scaling)
     ) + f"-{turning}": {
@@ -57,7 +57,7 @@ PAIRED = [
 """Names of the combinations, for tests that take their time: half of them are slow."""
 
 
-PARTS: Mapping[str, Mapping[str, Any]] = {
+PARTS: dict[str, Mapping[str, Any]] = {
     "embedding-norm": {"embedding_norm": True},
     "smear": {"smear": True},
     "windows": {"windows": (40, None, 3)},

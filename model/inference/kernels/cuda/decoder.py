@@ -103,7 +103,7 @@ class GraphDecoder:
         """`overlap`: allow launching a step before the tokens of the last one are read.
         `forward_of`: the computation of a number of rows. Raises ValueError for a model with
         `parts_of` nanochat's shape, whose kernels do not exist."""
-        if forward_of is None and (parts := parts_of(gpt.config)):
+        if parts := parts_of(gpt.config):
             raise ValueError(f"CUDA graphs do not support {', '.join(parts)}")
         device, config = gpt.token_embedding.weight.device, gpt.config
         on_gpu = device.type == "cuda"

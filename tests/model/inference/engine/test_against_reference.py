@@ -39,7 +39,7 @@ from tests.model.inference.engine.harness import (
     score_request,
     small_gpt,
 )
-from tests.model.inference.kernels.graphs import graph_decoder
+from tests.model.inference.kernels.graphs import GRAPH_FAMILIES, graph_decoder
 
 
 def logits_of(gpt: GPT, tokens: list[int]) -> Tensor:
@@ -147,8 +147,8 @@ def decoder_on(gpt: GPT, name: str) -> tuple[GPT, DecoderMaker]:
 
 
 GRAPHS = ("graph", "graph, batch-invariant")
-CASES = [*product(FAMILIES, ("torch", "native")), *zip(FAMILIES, cycle(GRAPHS), strict=False)]
-"""Every family on the two decoders of a CPU, and on one of the others."""
+CASES = [*product(FAMILIES, ("torch", "native")), *zip(GRAPH_FAMILIES, cycle(GRAPHS), strict=False)]
+"""Every family on the two decoders of a CPU, and those with kernels for a GPU on one of the others."""
 
 
 @pytest.mark.parametrize(("case", "seed"), values(CASES, range(3)), ids=str)

@@ -11,7 +11,14 @@ from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.inference.kernels.eager.row_groups import decode_row_groups
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.sampling.sample import LARGEST_LOGIT
+from logitd.model.transformer.config import parts_of
 from logitd.model.transformer.gpt import GPT
+from tests.model.factories import FAMILIES, tiny_config
+
+GRAPH_FAMILIES = [
+    name for name, overrides in FAMILIES.items() if not parts_of(tiny_config(**overrides))
+]
+"""Families with kernels for a GPU."""
 
 
 def graph_decoder(gpt: GPT, cache: KVCache, **options: Any) -> GraphDecoder:

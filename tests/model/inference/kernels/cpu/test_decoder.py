@@ -33,7 +33,7 @@ from tests.model.covering import values
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import Driven, generation, random_prompt
 from tests.model.inference.kernels.cpu.plain_forms import quantized_matrix
-from tests.model.shapes import COMBINATIONS, PAIRED, shapes
+from tests.model.shapes import COMBINATIONS, PAIRED, PARTS, shapes
 from tests.profiles import examples
 
 SLOTS, STEPS = 5, 40
@@ -94,11 +94,11 @@ def decoded_at(decoder: Decoder, ids: list[int], slot: int, start: int) -> Tenso
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("name", PAIRED)
+@pytest.mark.parametrize("name", [*PAIRED, *PARTS])
 def test_every_combination_matches_the_twin(library: ctypes.CDLL, name: str) -> None:
     """Prompts of several lengths, steps after them, the residual stream, attention weights, keys
     and values. Relative to their spread: without a norm before the head logits are large."""
-    gpt = tiny_gpt(tiny_config(**{**COMBINATIONS[name], **COMBINED}))
+    gpt = tiny_gpt(tiny_config(**{**(COMBINATIONS | PARTS)[name], **COMBINED}))
     caches = new_cache(gpt), new_cache(gpt)
     native = NativeDecoder(library, gpt, caches[0], threads=2)
     decoders: tuple[Decoder, Decoder] = native, PlainDecoder(gpt, caches[1])
