@@ -68,6 +68,13 @@ PARTS: dict[str, Mapping[str, Any]] = {
 """Each part of nanochat's shape alone, for the three layers of `tiny_config`."""
 
 
+TOGETHER: dict[str, Any] = {
+    "embedding_norm": True, "smear": True, "windows": (5, None), "residual_mix": True,
+    "backout": True, "logit_softcap": 4.0,
+}  # fmt: skip
+"""Every part at once, for two layers."""
+
+
 @st.composite
 def shapes(draw: st.DrawFn, *, head_dims: tuple[int, ...] = (2, 6, 8, 16)) -> dict[str, Any]:
     """Overrides of `tiny_config` for any shape, small."""

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from logitd.model.transformer.config import MODERN, ConfigError, GPTConfig, padded
+from logitd.model.transformer.config import (
+    MODERN,
+    WITHOUT_PARTS,
+    ConfigError,
+    GPTConfig,
+    padded,
+    parts_of,
+)
 from tests.model.factories import tiny_config
 from tests.model.shapes import shapes
 
@@ -42,6 +49,8 @@ from tests.model.shapes import shapes
             {"positions": "sinusoidal", "rope_scaling": {"kind": "linear", "factor": 2.0}},
             r"rope_scaling.*linear.*2\.0.*sinusoidal.*None",
         ),
+        ({"windows": (7,), "n_layer": 1, "logit_softcap": 0.0}, r"logit_softcap.*0\.0.*greater"),
+        ({"windows": (7, 0, None)}, r"windows.*7, 0, None.*greater than or equal to 1"),
     ],
 )  # fmt: skip
 def test_config_refuses_an_impossible_shape(overrides: dict[str, Any], message: str) -> None:
@@ -71,11 +80,29 @@ def test_config_without_later_keys_keeps_its_meaning(norm_position: str, final_n
     values = tiny_config(positions="rotary", norm_position=norm_position).to_dict()
     for key in ("final_norm", "residual", "rotary_dim", "rope_scaling", "head_bias"):
         del values[key]
+    for key in WITHOUT_PARTS:
+        del values[key]
     config = GPTConfig.from_dict(values)
     assert config.final_norm is final_norm
     assert (config.residual, config.rotary_dim) == ("sequential", 8)
     assert config.rope_scaling is None
     assert not config.head_bias
+    assert parts_of(config) == {}
+
+
+def test_windows_as_wide_as_the_context_are_none() -> None:
+    config = tiny_config(windows=(128, 127, None))
+    assert [config.window(layer) for layer in range(3)] == [None, 127, None]
+    assert parts_of(config) == {"windows": (128, 127, None)}
+    assert parts_of(tiny_config(windows=(128, 999, None))) == {}
+
+
+def test_windows_are_one_for_each_block() -> None:
+    values = tiny_config().to_dict()
+    with pytest.raises(ConfigError, match=r"windows.*2.*n_layer.*3"):
+        GPTConfig.from_dict(values | {"windows": [64, None]})
+    read = GPTConfig.from_dict(values | {"windows": ["64", "all", None]})
+    assert read.windows == (64, None, None)
 
 
 def test_bundled_checkpoint_has_such_a_config() -> None:
@@ -109,6 +136,8 @@ def test_config_names_missing_and_unknown_keys() -> None:
         ("residual", True, "sequential.*parallel"),
         ("rotary_dim", 4.0, "integer"),
         ("rope_scaling", "linear", "object or null"),
+        ("windows", 64, "tuple"),
+        ("smear", 1, "boolean"),
     ],
 )
 def test_config_names_a_wrong_json_value(key: str, wrong: object, expected: str) -> None:

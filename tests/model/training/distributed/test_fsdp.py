@@ -38,6 +38,7 @@ from logitd.model.training.trainer import train
 from logitd.model.transformer.config import TARGETS
 from logitd.model.transformer.gpt import GPT
 from tests.model.conftest import Configure
+from tests.model.shapes import TOGETHER
 from tests.model.training.distributed.test_ranks import _environment, _start
 
 CPU = torch.device("cpu")
@@ -103,11 +104,12 @@ def test_whole_model_is_unchanged() -> None:
 
 
 def _gpt(optimizer: str) -> GPT:
-    """With fused maps, value embeddings, a bias in the head and a vocabulary that three do not
-    divide."""
+    """With fused maps, value embeddings, a bias in the head, the parts of nanochat and a vocabulary
+    that three do not divide."""
     config = PRESETS["tiny"].config(
         vocab_size=311, n_layer=2, n_head=4, n_kv_head=2, d_model=40, d_ff=136, context_length=16,
         tied_head=optimizer == "adamw", activation="swiglu", head_bias=True, residual="parallel",
+        **TOGETHER,
     )  # fmt: skip
     gpt = GPT(config)
     initialise(gpt, PRESETS["tiny"].recipe, torch.Generator().manual_seed(1))

@@ -16,6 +16,7 @@ from logitd.model.training.optim.schedule import lr_scale
 from logitd.model.training.step.forward import native_bfloat16
 from logitd.model.transformer.config import MODERN, gpt2_shape
 from logitd.model.transformer.gpt import GPT
+from tests.model.shapes import TOGETHER
 
 RECIPE = PRESETS["tiny"].recipe
 
@@ -50,10 +51,16 @@ def _loss(gpt: GPT) -> Tensor:
         ("final_norm.weight", False, "scalar"),
         ("head.bias", False, "scalar"),
         ("head.bias", True, "scalar"),
+        ("embedding_norm.weight", True, "scalar"),
+        ("smear_gate.weight", False, "scalar"),
+        ("smear_scale", False, "scalar"),
+        ("residual_scales", False, "scalar"),
+        ("embedding_scales", False, "scalar"),
+        ("backout_scale", False, "scalar"),
     ],
 )
 def test_parameter_has_its_kind(name: str, tied: bool, expected: str) -> None:
-    assert kind_of(_gpt(tied_head=tied, head_bias=True), name) == expected
+    assert kind_of(_gpt(tied_head=tied, head_bias=True, **TOGETHER), name) == expected
 
 
 def test_blocks_begin_as_the_identity_drawn_from_the_generator() -> None:
@@ -104,6 +111,7 @@ def test_muon_orthogonalises_query_key_and_value_separately() -> None:
         {"activation": "swiglu"},
         {"tied_head": True, "bias": True, "head_bias": True},
         {"residual": "parallel", "head_bias": True, "final_norm": False},
+        TOGETHER,
     ],
 )
 def test_every_parameter_is_trained_by_one_optimizer(optimizer: str, shape: dict[str, Any]) -> None:
@@ -179,6 +187,19 @@ def test_warmup_rises_to_the_peak() -> None:
     recipe = replace(RECIPE, decay="constant", warmup=4)
     shares = [lr_scale(recipe, step, 0.0) for step in range(6)]
     assert shares == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
+
+
+def test_learned_scales_begin_at_those_of_nanochat() -> None:
+    state = _gpt(**TOGETHER, tied_head=True).state_dict()
+    expected = {
+        "residual_scales": [1.15, 1.05],
+        "embedding_scales": [0.20, 0.05],
+        "smear_scale": [0.0],
+        "backout_scale": [0.2],
+    }
+    for name, values in expected.items():
+        torch.testing.assert_close(state[name], torch.tensor(values))
+    assert not state["smear_gate.weight"].any()
 
 
 def test_gpt2_initialisation_has_the_spread_of_gpt2() -> None:

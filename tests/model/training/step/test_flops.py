@@ -13,6 +13,7 @@ from logitd.model.training.step.forward import Forward
 from logitd.model.transformer.config import MODERN, ORIGINAL, GPTConfig, gpt2_shape
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.size import count_elements
+from tests.model.shapes import TOGETHER
 
 PLACEMENT = Placement(torch.device("cpu"), torch.bfloat16, 1)  # whose attention torch can count
 SHAPES: list[dict[str, Any]] = [
@@ -22,6 +23,7 @@ SHAPES: list[dict[str, Any]] = [
     {**ORIGINAL, "d_ff": 40},
     {**MODERN, "residual": "parallel", "rotary_dim": 4, "head_bias": True},
     {"tied_head": True, "head_bias": True, "final_norm": False},
+    {**MODERN, **TOGETHER, "windows": None},
 ]
 
 

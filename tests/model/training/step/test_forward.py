@@ -12,6 +12,7 @@ from logitd.model.device import Placement
 from logitd.model.training.step.forward import Forward, training_placement
 from logitd.model.transformer.config import MODERN, gpt2_shape
 from logitd.model.transformer.gpt import GPT
+from tests.model.shapes import TOGETHER
 
 CPU = torch.device("cpu")
 EXACT = Placement(CPU, torch.float32, 1)
@@ -48,8 +49,11 @@ def test_given_dtype_is_used() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_loss_is_that_of_the_logits(tied: bool, bias: bool, dtype: torch.dtype) -> None:
-    gpt, ids, targets = _small(tied_head=tied, head_bias=bias, final_norm=not bias)
+@pytest.mark.parametrize("parts", [{}, TOGETHER], ids=["modern", "nanochat"])
+def test_loss_is_that_of_the_logits(
+    tied: bool, bias: bool, dtype: torch.dtype, parts: dict[str, Any]
+) -> None:
+    gpt, ids, targets = _small(tied_head=tied, head_bias=bias, final_norm=not bias, **parts)
     if bias:
         torch.nn.init.normal_(gpt.get_parameter("head.bias"))
     forward = Forward(gpt, Placement(CPU, dtype, 1), dropout=0.0)

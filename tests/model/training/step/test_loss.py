@@ -19,11 +19,15 @@ def _both(
     vocab_size: int,
     dtype: torch.dtype,
     bias: Tensor | None = None,
+    softcap: float | None = None,
 ) -> list[tuple[Tensor, ...]]:
     """Loss and gradients to the hidden states, the head and its bias: ours, then the twin's."""
-    mine = cross_entropy(hidden, head, targets, bias=bias, vocab_size=vocab_size, dtype=dtype)
+    mine = cross_entropy(
+        hidden, head, targets, bias=bias, vocab_size=vocab_size, softcap=softcap, dtype=dtype
+    )
     added = None if bias is None else bias.to(dtype)
     logits = F.linear(hidden.to(dtype), head.to(dtype), added)[..., :vocab_size].float()
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     theirs = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     inputs = (hidden, head, *(() if bias is None else (bias,)))
     # Divided, as by a step of several batches.
@@ -53,6 +57,7 @@ def _inputs(
     scale=st.sampled_from([0.02, 1.0, 5.0]),
     rows=st.integers(1, 70),
     biased=st.booleans(),
+    softcap=st.sampled_from([None, 0.5, 15.0]),
 )
 def test_loss_is_cross_entropy_for_any_chunks(
     batch: int,
@@ -63,13 +68,14 @@ def test_loss_is_cross_entropy_for_any_chunks(
     scale: float,
     rows: int,
     biased: bool,
+    softcap: float | None,
 ) -> None:
     hidden, head, targets = _inputs(batch, length, width, vocab_size + padding, vocab_size, scale)
     bias = _bias(len(head)) if biased else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss_module, "MIN_ROWS", rows)
         patch.setattr(loss_module, "CHUNK_LOGITS", {"cpu": 1})
-        mine, theirs = _both(hidden, head, targets, vocab_size, torch.float32, bias)
+        mine, theirs = _both(hidden, head, targets, vocab_size, torch.float32, bias, softcap)
     for own, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(own, other, atol=1e-5, rtol=1e-4)
     assert len(mine) == 3 + biased

@@ -18,14 +18,16 @@ def _inputs(heads: int, kv_heads: int, length: int) -> tuple[Tensor, Tensor, Ten
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("length", [1, 4, 9, 12])
+@pytest.mark.parametrize("window", [None, 1, 3, 6])
 def test_matrix_attention_is_causal_attention(
-    monkeypatch: pytest.MonkeyPatch, kv_heads: int, length: int
+    monkeypatch: pytest.MonkeyPatch, kv_heads: int, length: int, window: int | None
 ) -> None:
-    """Windows of less than a block, of whole blocks, and of blocks and a rest."""
+    """Texts of less than a block, of whole blocks, and of blocks and a rest."""
     monkeypatch.setattr(matrix_attention, "QUERIES", 4)
     inputs = _inputs(4, kv_heads, length)
     weights = torch.randn(2, 4, length, 8)
-    mine, theirs = MatrixAttend(torch.float32)(0, *inputs), CausalAttend()(0, *inputs)
+    attends = MatrixAttend(torch.float32), CausalAttend()
+    mine, theirs = (attend(0, *inputs, window) for attend in attends)
     torch.testing.assert_close(mine, theirs)
     gradients = (torch.autograd.grad((out * weights).sum(), inputs) for out in (mine, theirs))
     for own, other in zip(*gradients, strict=True):

@@ -5,6 +5,7 @@ import math
 import random
 import statistics
 import time
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, get_args
@@ -120,6 +121,26 @@ def test_every_combination_matches_the_twin(library: ctypes.CDLL, name: str) -> 
         assert alone.states is None
         assert alone.weights is None
     native.close()
+
+
+def test_softcap_limits_logits_and_keeps_nan(library: ctypes.CDLL) -> None:
+    """Of a vocabulary that several threads divide and no vector does, near 0 and at the limit."""
+    config = tiny_config(**COMBINED, vocab_size=9001, tied_head=False)
+    gpt = tiny_gpt(config)
+    hidden = torch.randn(3, 44, generator=torch.Generator().manual_seed(0))
+    hidden *= torch.tensor([[0.001], [1.0], [100.0]])
+    native = NativeDecoder(library, gpt, new_cache(gpt), threads=2)
+    uncapped = native.head(hidden)
+    native.close()
+    capped_gpt = GPT(replace(config, logit_softcap=7.0)).eval()
+    capped_gpt.load_state_dict(gpt.state_dict())
+    capped = NativeDecoder(library, capped_gpt, new_cache(capped_gpt), threads=2)
+    expected = 7 * torch.tanh(uncapped.double() / 7)
+    assert_close(capped.head(hidden).double(), expected, atol=1e-9, rtol=5e-7)
+    assert torch.equal(capped.head(hidden)[1], capped.head(hidden[1:2])[0])
+    hidden[0, 0] = torch.nan
+    assert capped.head(hidden)[0].isnan().all()
+    capped.close()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
