@@ -259,7 +259,8 @@ def sweep(
 def lens(prompt: Prompt, **fields: Unpack[LensFields]) -> Call[LensReadings]:
     """The final norm and the head, applied to the residual stream after each layer. Each layer has
     the likeliest next tokens, the probability and rank of chosen tokens, the entropy, and the
-    divergence from the model's own prediction, which is that of the last layer."""
+    divergence from the model's own prediction, which is that of the last layer. In a model with
+    `backout`, the middle block's part is subtracted from the streams after later blocks."""
     return record("/lens", LensReadings, {"prompt": prompt, **fields})
 
 

@@ -129,8 +129,8 @@ def folded(weights: dict[str, Tensor]) -> GPT:
         n_layer=LAYERS,
         n_head=HEADS,
         d_model=WIDTH,
-        **MODERN
-        | {
+        **{
+            **MODERN,
             "n_kv_head": KEY_HEADS,
             "norm_eps": EPS,
             "rope_theta": 100_000.0,
