@@ -210,7 +210,7 @@ class Decoder {
         continue;
       }
       put_spans(first, last, WRITTEN, written_);
-      put_spans(first, last, rows_together(first, last), spans_);
+      put_spans(first, last, rows_together(positions_[last - 1] + 1), spans_);
       if (by_tiles_) put_spans(first, last, tile_rows(first, last), tile_spans_);
     }
   }
@@ -219,14 +219,13 @@ class Decoder {
     for (; first < last; first += most) spans.push_back({first, std::min(first + most, last)});
   }
 
-  // The number of a sequence's rows [first, last) that attend together.
-  int rows_together(int first, int last) const {
-    const int keys = positions_[last - 1] + 1;
+  // The number of a sequence's rows that attend together to as many keys.
+  int rows_together(int keys) const {
     return std::max(1, std::min(TOGETHER, KEYS_TOGETHER / keys) / group());
   }
 
-  // The same by tiles. They rearrange the visible keys and values for these rows, so the number is as large as
-  // it can be while each thread has work.
+  // The number of a sequence's rows [first, last) that attend together by tiles. They rearrange the visible keys
+  // and values for these rows, so the number is as large as it can be while each thread has work.
   int tile_rows(int first, int last) const {
     const int least = std::max(1, TILE_QUERIES / group());
     const int parts = std::max(1, ITEMS_A_THREAD * pool_.threads() / w_.n_kv_head);
