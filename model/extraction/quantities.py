@@ -250,7 +250,8 @@ def choose_stages(patterns: Sequence[str], config: GPTConfig) -> Stages:
                 "return it for a prompt"
             )
         if stage.name == "logits":
-            source = "final_norm" if config.final_norm else "the last block's output"
+            bare = "backout" if config.backout else "the last block's output"
+            source = "final_norm" if config.final_norm else bare
             raise ExtractionError(
                 f"logits are {config.vocab_size:,} values per token: extract --top-k K, the "
                 f"logprobs of the K likeliest, or {source}, from which the head computes them; "

@@ -148,7 +148,8 @@ def decoder_on(gpt: GPT, name: str) -> tuple[GPT, DecoderMaker]:
 
 GRAPHS = ("graph", "graph, batch-invariant")
 CASES = [*product(FAMILIES, ("torch", "native")), *zip(GRAPH_FAMILIES, cycle(GRAPHS), strict=False)]
-"""Every family on the two decoders of a CPU, and those with kernels for a GPU on one of the others."""
+"""Every family on the two decoders of a CPU, and those with kernels for a GPU on one of the
+others."""
 
 
 @pytest.mark.parametrize(("case", "seed"), values(CASES, range(3)), ids=str)
