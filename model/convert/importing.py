@@ -3,8 +3,9 @@
 It reads the model with the reader of its format, puts the rows of embedding and head into the order
 of the vocabulary, and saves a checkpoint. Rows without a token are padding. Every weight is checked
 by name against the shapes of the saved model. These formats determine the whole computation:
-nanoGPT's `ckpt.pt` (`nanogpt.py`), Hugging Face folders (`hf/config.py`) and LitGPT's
-(`litgpt.py`). All other models are recognised by the roles of their tensors (`by_role/`).
+nanoGPT's `ckpt.pt` (`nanogpt.py`), nanochat's files (`nanochat.py`), Hugging Face folders
+(`hf/config.py`) and LitGPT's (`litgpt.py`). All other models are recognised by the roles of their
+tensors (`by_role/`).
 """
 
 import hashlib
@@ -26,7 +27,7 @@ from logitd.model.checkpoint.checkpoint import (
     save_checkpoint,
 )
 from logitd.model.checkpoint.run_folder import is_run
-from logitd.model.convert import litgpt
+from logitd.model.convert import litgpt, nanochat
 from logitd.model.convert.by_role.build import Built
 from logitd.model.convert.by_role.objective import CheckText, text_objective
 from logitd.model.convert.by_role.read import (
@@ -69,8 +70,8 @@ DAMAGE = (
 )
 """Errors that a damaged or unexpected value may raise."""
 
-ROWS = frozenset(("token_embedding.weight", "head.weight", "head.bias"))
-"""Weights with one row per token."""
+ROWS = frozenset(("token_embedding.weight", "head.weight", "head.bias", "value_embedding.weight"))
+"""Weights with one row per token, by the ends of their names."""
 
 
 def import_model(
@@ -128,10 +129,14 @@ def import_model(
             unused_rows=unused_rows,
             text=check,
         )
+    if opened.kind == nanochat.KIND:
+        vocabulary = nanochat.with_conversation(vocabulary)
     text = None if check is None else _check_text(check, files, vocabulary)
     if isinstance(opened, Recognised):
         model = read_by_role(opened, text=text, log=log)
     else:
+        for note in opened.notes:
+            log(note)
         model = opened if text is None else _checked(opened, text, log)
     config, weights = _fitted(model, vocabulary, context_length)
     for note in vocabulary.notes:
@@ -243,10 +248,12 @@ def _read_published(
     """Read a model whose format determines the computation. None if it has another format; with
     `by_role_else` also if it is of a Hugging Face family without a reader."""
     if source.is_file():
-        return read_nanogpt(source)
+        return read_nanogpt(source) or nanochat.read_nanochat(source, context_length)
     if (source / litgpt.WEIGHTS).is_file():
         return read_litgpt(source, context_length=context_length)
     if (source / NANOGPT).is_file() and (model := read_nanogpt(source / NANOGPT)) is not None:
+        return model
+    if (model := nanochat.read_nanochat(source, context_length)) is not None:
         return model
     document = object_beside(source, CONFIG)
     known = document.get("model_type") in FAMILIES or not by_role_else
@@ -318,9 +325,9 @@ def _fitted(
     if vocabulary.order is not None:
         order = torch.tensor(vocabulary.order)
         rows = size
-        weights |= {name: weights[name][order] for name in ROWS & weights.keys()}
+        weights |= {name: weights[name][order] for name in _per_token(weights)}
     padded_rows = padded(rows)
-    for name in ROWS & weights.keys():
+    for name in _per_token(weights):
         extra = weights[name].new_zeros(padded_rows - rows, *weights[name].shape[1:])
         weights[name] = torch.cat((weights[name], extra))
     if context_length is not None:
@@ -335,6 +342,10 @@ def _fitted(
         config = replace(config, context_length=context_length)
     config = replace(config, vocab_size=size, padded_vocab_size=padded_rows)
     return _without_zero_biases(config, weights)
+
+
+def _per_token(weights: Mapping[str, Tensor]) -> list[str]:
+    return [name for name in weights if name.endswith(tuple(ROWS))]
 
 
 def _without_zero_biases(

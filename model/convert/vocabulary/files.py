@@ -157,6 +157,7 @@ def _places(folder: Path, dataset: str | None) -> Iterator[list[Path]]:
         yield [named]
     yield list(_subfolders(folder))
     yield [above, *_subfolders(above)]
+    yield [above.parent / "tokenizer"]  # nanochat's, for all its folders of checkpoints
 
 
 def _subfolders(folder: Path) -> Iterator[Path]:

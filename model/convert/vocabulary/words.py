@@ -54,9 +54,9 @@ _BARE = frozenset(
 )
 _END_NAMES = (
     *(END_OF_TEXT, "<eos>", "<EOS>", "</s>", "[EOS]", "<|eos|>", "<|eot|>", "<eot>", "<EOT>"),
-    *("[EOD]", "<eod>", "<END>", "<end>", "[END]", "EOS", "EOT", "EOD"),
+    *("[EOD]", "<eod>", "<END>", "<end>", "[END]", "EOS", "EOT", "EOD", "<|bos|>"),
 )
-"""Names of tokens that end a document, by precedence."""
+"""Names of tokens that end a document, by precedence. "<|bos|>" ends one by beginning the next."""
 
 MOST_NAMELESS = 8
 """Most ids without a text that get a name. If there are more, the file is considered damaged."""

@@ -1,0 +1,323 @@
+"""nanochat's checkpoints: `model_*.pt` with `meta_*.json`.
+
+The file has no settings besides sizes. What the program computed follows from its version, and the
+version from the tensors (`_version`), with one exception that the import reports. Recognition by
+role (`by_role/`) cannot replace this reader: it knows no scales, windows or caps.
+
+Parts that other shapes have too are folded. Norms without weights get ones, the factor of queries
+and keys becomes the weight of their norms, and the factor of the gates becomes a factor of the
+value embeddings. nanochat turns pairs backwards; halves of a head in the other order turn forwards.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitd.model.convert.foreign import (
+    ConvertError,
+    ForeignModel,
+    ForeignTokenizer,
+    Settings,
+    StateDictReader,
+    naming,
+)
+from logitd.model.convert.pt_file import read_pt
+from logitd.model.convert.source_file import source_object
+from logitd.model.convert.state_file import named_tensors
+from logitd.model.convert.unknown_settings import unknown_settings
+from logitd.model.text.tokenizer import Tokenizer
+from logitd.model.transformer.config import GPTConfig, gpt2_shape
+from logitd.model.transformer.gate import VALUE_GATE_WIDTH
+
+KIND = "nanochat"
+_FILE = re.compile(r"model_(\d+)\.pt")
+_LAYER = r"transformer\.h\.\d+\.(attn\.(c_q|c_k|c_v|c_proj|ve_gate)|mlp\.(c_fc|c_proj))\.weight"
+_OUTSIDE = r"transformer\.wte\.weight|lm_head\.weight|value_embeds\.\d+\.weight"
+_SCALES = r"resid_lambdas|x0_lambdas|smear_gate\.weight|smear_lambda|backout_lambda"
+_NAMES = re.compile(f"{_LAYER}|{_OUTSIDE}|{_SCALES}")
+SEQUENCE, PATTERN = 2048, "SSSL"
+"""The program's defaults."""
+EPS = torch.finfo(torch.float32).eps
+"""`rms_norm` of torch adds this in float32 if no other value is given."""
+
+TEMPLATE = """\
+{{- '<|bos|>' }}
+{%- set first = 1 if messages[0].role == 'system' else 0 %}
+{%- for message in messages[first:] %}
+    {%- if message.role == 'user' %}
+        {{- '<|user_start|>' }}
+        {%- if first and loop.first %}{{- messages[0].content + '\\n\\n' }}{% endif %}
+        {{- message.content + '<|user_end|>' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|assistant_start|>' + message.content + '<|assistant_end|>' }}
+    {%- else %}
+        {{- raise_exception('nanochat knows the roles user and assistant, and system first') }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant_start|>' }}{% endif %}
+"""
+_TURNS = ("<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>")
+
+
+@dataclass(frozen=True)
+class _Version:
+    """Constants of the program, which its checkpoints do not store.
+
+    theta       base of the rotary frequencies
+    sharpness   factor of queries and of keys after their norm
+    gate        largest value of a value embedding's gate
+    gate_width  channels that a gate reads
+    short       share of the sequence that is a short window, as a divisor
+    tiles       a short window is rounded up to a multiple of this; None: it is rounded down
+    """
+
+    theta: float
+    sharpness: float
+    gate: float
+    gate_width: int
+    short: int
+    tiles: int | None
+
+    def short_window(self, length: int) -> int:
+        """Positions that a short window covers, the current one included. nanochat counts those
+        before it."""
+        if self.tiles is None:
+            return length // self.short + 1
+        return -(-length // self.short // self.tiles) * self.tiles + 1
+
+
+_OLDEST = _Version(10_000.0, 1.0, 2.0, 32, 2, None)
+_MARCH = _Version(100_000.0, 1.15, 3.0, 12, 3, 128)
+_LATEST = _Version(100_000.0, 1.2, 3.0, 12, 4, 128)
+CAP = 15.0
+
+
+def read_nanochat(source: Path, context_length: int | None) -> ForeignModel | None:
+    """Read a file of nanochat, or the one with the most steps in a folder; None if there is none.
+
+    Without `meta_*.json`, sizes are read from the tensors, `context_length` is the trained length,
+    and the windows are the program's default. Raises ConvertError.
+    """
+    path = source if source.is_file() else _latest(source)
+    if path is None or path.suffix != ".pt":
+        return None
+    state = read_pt(path, keep="model.state_dict()")
+    if not all(isinstance(name, str) for name in state):
+        return None
+    tensors = {name.removeprefix("_orig_mod."): value for name, value in state.items()}
+    if not _is_nanochat(tensors):
+        return None
+    reader = StateDictReader(str(path), named_tensors(str(path), tensors))
+    meta = path.with_name(path.name.replace("model_", "meta_")).with_suffix(".json")
+    document = source_object(meta) if meta != path and meta.is_file() else {}
+    if document:
+        settings = Settings(f"model_config of {meta}", _model_config(document, meta))
+    else:
+        settings = Settings(str(path), _sizes(tensors, path, meta, context_length))
+    with naming(path):
+        config = _shape(settings, tensors, path)
+    weights = dict(_weights(reader, config, _version(tensors)))
+    step, batch = (_count(document.get(key)) for key in ("step", "total_batch_size"))
+    return ForeignModel(
+        kind=KIND,
+        config=config,
+        weights=weights,
+        dtype=reader.finish(),
+        step=step,
+        tokens=step * batch,
+        contents=document or {"vocab_size": config.vocab_size},
+        unknown=unknown_settings(settings.unread()),
+        facts={"val_bpb": document["val_bpb"]} if "val_bpb" in document else {},
+        notes=_notes(tensors, document, config),
+    )
+
+
+def with_conversation(vocabulary: ForeignTokenizer) -> ForeignTokenizer:
+    """Add the format of nanochat's conversations, and the tokens that end a text, to a vocabulary
+    with its special tokens."""
+    tokenizer = vocabulary.tokenizer
+    ids = tokenizer.special_tokens
+    if vocabulary.chat_template is not None or not ids.keys() >= set(_TURNS):
+        return vocabulary
+    ends = [ids["<|bos|>"], ids["<|assistant_end|>"]]
+    described = {**tokenizer.description(), "end_of_text": "<|bos|>", "end_ids": ends}
+    return replace(
+        vocabulary,
+        tokenizer=Tokenizer.described(described, tokenizer.ranks),
+        chat_template=TEMPLATE,
+        end_known=True,
+    )
+
+
+def _is_nanochat(names: Collection[str]) -> bool:
+    """True for names of nanochat and of programs derived from it, whose further tensors are
+    refused by name."""
+    derived = any(re.fullmatch(_SCALES, name) for name in names)
+    return "transformer.wte.weight" in names and (derived or all(map(_NAMES.fullmatch, names)))
+
+
+def _latest(folder: Path) -> Path | None:
+    found = [
+        (int(name[1]), path) for path in folder.iterdir() if (name := _FILE.fullmatch(path.name))
+    ]
+    return max(found)[1] if found else None
+
+
+def _model_config(document: Mapping[str, Any], meta: Path) -> dict[str, Any]:
+    value = document.get("model_config")
+    if not isinstance(value, dict):
+        raise ConvertError(f"{meta}: model_config is {value!r:.60}; expected an object")
+    return {"window_pattern": "L", **value}  # the first versions had no windows
+
+
+def _sizes(
+    tensors: Mapping[str, Tensor], path: Path, meta: Path, context_length: int | None
+) -> dict[str, Any]:
+    """Sizes in the form of `model_config`, from the tensors."""
+    gates = [t for name, t in tensors.items() if name.endswith(".attn.ve_gate.weight")]
+    keys = tensors.get("transformer.h.0.attn.c_k.weight")
+    if not gates or keys is None or context_length is None:
+        raise ConvertError(
+            f"{path} is of nanochat, which stores heads and windows in {meta.name}: copy that file "
+            "next to it" + ("" if not gates else ", or give the trained length as --context-length")
+        )
+    rows, width = tensors["transformer.wte.weight"].shape
+    kv_heads = len(gates[0])
+    head_dim = len(keys) // kv_heads
+    return {
+        "sequence_len": context_length,
+        "vocab_size": rows,
+        "n_layer": sum(name.endswith(".attn.c_q.weight") for name in tensors),
+        "n_head": max(1, width // max(1, head_dim)),
+        "n_kv_head": kv_heads,
+        "n_embd": width,
+        "window_pattern": PATTERN,
+    }
+
+
+def _version(tensors: Mapping[str, Tensor]) -> _Version:
+    if "smear_gate.weight" in tensors:
+        return _LATEST
+    gates = (t for name, t in tensors.items() if name.endswith(".attn.ve_gate.weight"))
+    gate = next(gates, None)
+    return _MARCH if gate is not None and gate.shape[-1] == _MARCH.gate_width else _OLDEST
+
+
+def _shape(settings: Settings, tensors: Mapping[str, Tensor], path: Path) -> GPTConfig:
+    version, layers = _version(tensors), settings.integer("n_layer")
+    length, heads = settings.integer("sequence_len"), settings.integer("n_head")
+    width = settings.integer("n_embd")
+    pattern = str(settings.get("window_pattern", "L")).upper()
+    if not pattern or set(pattern) - set("SL"):
+        settings.reject_unless("window_pattern", (), "expected the letters S and L")
+    if layers > len(tensors):
+        raise ConvertError(f"{path} has {len(tensors)} tensors, but n_layer is {layers}")
+    short = version.short_window(length)
+    windows = tuple(short if pattern[n % len(pattern)] == "S" else None for n in range(layers))
+    return gpt2_shape(
+        vocab_size=len(tensors["transformer.wte.weight"]),
+        context_length=length,
+        n_layer=layers,
+        n_head=heads,
+        n_kv_head=settings.integer("n_kv_head", default=heads),
+        d_model=width,
+        norm="rmsnorm",
+        norm_eps=EPS,
+        positions="rotary",
+        rope_theta=version.theta,
+        activation="relu2",
+        bias=False,
+        qkv_bias=False,
+        qk_norm=True,
+        tied_head=False,
+        value_embeddings=any(name.startswith("value_embeds.") for name in tensors),
+        embedding_norm=True,
+        smear="smear_gate.weight" in tensors,
+        windows=(*windows[:-1], None),
+        residual_mix="resid_lambdas" in tensors or "x0_lambdas" in tensors,
+        backout="backout_lambda" in tensors,
+        logit_softcap=CAP,
+    )
+
+
+def _weights(
+    reader: StateDictReader, config: GPTConfig, version: _Version
+) -> Iterator[tuple[str, Tensor]]:
+    rows, width, layers = config.vocab_size, config.d_model, config.n_layer
+    queries, keys = config.n_head * config.head_dim, config.kv_width
+    yield "token_embedding.weight", reader.take("transformer.wte.weight", rows, width)
+    yield "embedding_norm.weight", torch.ones(width)
+    yield "final_norm.weight", torch.ones(width)
+    yield "head.weight", reader.take("lm_head.weight", rows, width)
+    if config.smear:
+        yield "smear_gate.weight", reader.take("smear_gate.weight", 1, min(24, width))
+        yield "smear_scale", reader.take("smear_lambda", 1)
+    if config.residual_mix:
+        for ours, theirs, neutral in (
+            ("residual_scales", "resid_lambdas", torch.ones(layers)),
+            ("embedding_scales", "x0_lambdas", torch.zeros(layers)),
+        ):
+            yield ours, reader.take(theirs, layers) if theirs in reader else neutral
+    if config.backout:
+        yield "backout_scale", reader.take("backout_lambda", 1)
+    for layer in range(layers):
+        ours, theirs = f"blocks.{layer}", f"transformer.h.{layer}"
+        attention = f"{theirs}.attn"
+        qkv = (
+            _turned(reader.take(f"{attention}.c_q.weight", queries, width), config),
+            _turned(reader.take(f"{attention}.c_k.weight", keys, width), config),
+            reader.take(f"{attention}.c_v.weight", keys, width),
+        )
+        yield f"{ours}.qkv.weight", torch.cat(qkv)
+        for name in ("query_norm", "key_norm"):
+            yield f"{ours}.{name}.weight", torch.full((config.head_dim,), version.sharpness)
+        for name in ("attention_norm", "mlp_norm"):
+            yield f"{ours}.{name}.weight", torch.ones(width)
+        yield (
+            f"{ours}.attention_out.weight",
+            reader.take(f"{attention}.c_proj.weight", width, queries),
+        )
+        yield f"{ours}.mlp_up.weight", reader.take(f"{theirs}.mlp.c_fc.weight", config.d_ff, width)
+        yield (
+            f"{ours}.mlp_down.weight",
+            reader.take(f"{theirs}.mlp.c_proj.weight", width, config.d_ff),
+        )
+        if config.has_value_embedding(layer):
+            table = reader.take(f"value_embeds.{layer}.weight", rows, keys)
+            yield f"{ours}.value_embedding.weight", table.float() * (version.gate / 2)
+            read = min(version.gate_width, width)
+            gate = reader.take(f"{attention}.ve_gate.weight", config.n_kv_head, read)
+            wide = gate.new_zeros(config.n_kv_head, min(VALUE_GATE_WIDTH, width))
+            wide[:, :read] = gate
+            yield f"{ours}.value_gate.weight", wide
+
+
+def _turned(weight: Tensor, config: GPTConfig) -> Tensor:
+    """Exchange the halves of each head's rows."""
+    return weight.view(-1, 2, config.head_dim // 2, weight.shape[1]).flip(1).flatten(0, 2)
+
+
+def _count(value: Any) -> int:
+    return value if type(value) is int and value > 0 else 0
+
+
+def _notes(
+    tensors: Mapping[str, Tensor], document: Mapping[str, Any], config: GPTConfig
+) -> tuple[str, ...]:
+    notes = []
+    if not document:
+        notes.append(
+            f"assumed: the window pattern {PATTERN} and the trained length "
+            f"{config.context_length:,}, because there is no meta_*.json"
+        )
+    if config.value_embeddings and _version(tensors) is _OLDEST:
+        notes.append(
+            f"assumed: logits capped at {CAP:g}; nanochat of 3 to 9 March 2026 capped them at 20, "
+            "and its files look the same"
+        )
+    return tuple(notes)

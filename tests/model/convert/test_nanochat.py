@@ -1,0 +1,146 @@
+"""nanochat's checkpoints of every version, against a textbook class, and its vocabulary."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiktoken
+import torch
+from torch.testing import assert_close
+
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.importing import import_model
+from tests.model.convert.textbook_nanochat import VERSIONS, Nanochat, Sizes
+from tests.model.convert.theirs import loaded
+
+SPECIAL = (
+    *("<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>"),
+    *("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>"),
+)
+IDS = torch.arange(200) * 37 % 300
+
+
+def save(folder: Path, model: Nanochat, step: int = 250, **changes: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(model.state_dict(), folder / f"model_{step:06d}.pt")
+    meta = {**model.meta(), **changes}
+    (folder / f"meta_{step:06d}.json").write_text(json.dumps(meta))
+    return folder
+
+
+def small(version: str = "14 March 2026", **sizes: Any) -> Nanochat:
+    torch.manual_seed(4)
+    model = Nanochat(VERSIONS[version], Sizes(**sizes))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=1.5 * parameter.shape[1] ** -0.5)
+    return model
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_each_version_keeps_its_logits(version: str, tmp_path: Path) -> None:
+    model = small(version)
+    import_model(save(tmp_path / "d4", model), tmp_path / "ours", tokenizer="none")
+    info, gpt = loaded(tmp_path / "ours")
+    assert (info.config.vocab_size, info.training.step, info.training.tokens) == (300, 250, 256_000)
+    logits = gpt(IDS[None]).logits[0]
+    theirs = model(IDS)
+    assert theirs.std() > 0.3
+    assert_close(logits, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_the_file_with_most_steps_is_read(tmp_path: Path) -> None:
+    save(tmp_path / "d4", small("October 2025"), step=90)
+    folder = save(tmp_path / "d4", small(), step=1000)
+    torch.save({}, folder / "optim_001000_rank0.pt")
+    import_model(folder, tmp_path / "ours", tokenizer="none")
+    assert loaded(tmp_path / "ours")[0].config.smear
+
+
+def test_file_alone_says_what_it_lacks(tmp_path: Path) -> None:
+    model = small(window_pattern="SSSL")
+    folder = save(tmp_path / "d4", model)
+    (folder / "meta_000250.json").unlink()
+    with pytest.raises(ConvertError, match=r"meta_000250\.json.*--context-length"):
+        import_model(folder, tmp_path / "ours", tokenizer="none")
+    lines: list[str] = []
+    import_model(
+        folder / "model_000250.pt", tmp_path / "ours",
+        tokenizer="none", context_length=256, log=lines.append,
+    )  # fmt: skip
+    assert any("assumed" in line and "SSSL" in line for line in lines)
+    info, gpt = loaded(tmp_path / "ours")
+    assert info.config.vocab_size == 320, "without meta, padding cannot be told from ids"
+    assert_close(gpt(IDS[None]).logits[0, :, :300], model(IDS), atol=1e-4, rtol=1e-4)
+
+
+def test_a_cap_that_no_file_tells_is_an_assumption(tmp_path: Path) -> None:
+    lines: list[str] = []
+    folder = save(tmp_path / "d4", small("17 January 2026"))
+    import_model(folder, tmp_path / "ours", tokenizer="none", log=lines.append)
+    assert any("assumed" in line and "15" in line and "20" in line for line in lines)
+
+
+def test_vocabulary_and_conversations(tmp_path: Path) -> None:
+    """nanochat writes its vocabulary next to the folder of checkpoints, as a pickle of tiktoken."""
+    encoding = tiktoken.Encoding(
+        "rustbpe",
+        pat_str=r"\p{L}+|\p{N}{1,2}|\s+|[^\s\p{L}\p{N}]+",
+        mergeable_ranks={bytes([byte]): byte for byte in range(256)} | {b"he": 256, b"hel": 257},
+        special_tokens={name: 258 + index for index, name in enumerate(SPECIAL)},
+    )
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.pkl").write_bytes(pickle.dumps(encoding))
+    folder = save(tmp_path / "chatsft_checkpoints" / "d4", small(vocab_size=267))
+    import_model(folder, tmp_path / "ours")
+    info, _ = loaded(tmp_path / "ours")
+    assert info.tokenizer.encode("hello 123") == encoding.encode("hello 123")
+    assert set(info.tokenizer.ends) == {258, 262}
+    assert info.chat_template is not None
+    messages = [
+        {"role": "system", "content": "be <|bos|>"},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "ho"},
+        {"role": "user", "content": "he"},
+    ]
+    parts = info.chat_template.render(messages, info.tokenizer)
+    ids = [
+        token_id
+        for part in parts
+        for token_id in ([part] if isinstance(part, int) else encoding.encode_ordinary(part))
+    ]
+    said = encoding.encode_ordinary
+    user, answer = (259, 260), (261, 262)
+    assert ids == [
+        258, user[0], *said("be <|bos|>\n\nhi"), user[1], answer[0], *said("ho"), answer[1],
+        user[0], *said("he"), user[1], answer[0],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"window_pattern": "SX"}, "window_pattern is 'SX'"),
+        ({"n_layer": 10**9}, "n_layer is 1000000000"),
+        ({"n_head": 5}, "n_head"),
+        ({"n_embd": 64}, "wte.weight has shape"),
+    ],
+)
+def test_a_false_size_is_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+    model = small()
+    sizes = {**model.meta()["model_config"], **changes}
+    folder = save(tmp_path / "d4", model, model_config=sizes)
+    with pytest.raises(ConvertError, match=named):
+        import_model(folder, tmp_path / "ours", tokenizer="none")
+
+
+def test_a_tensor_of_another_program_is_not_nanochat(tmp_path: Path) -> None:
+    folder = save(tmp_path / "d4", small())
+    state = torch.load(folder / "model_000250.pt", weights_only=True)
+    torch.save(
+        {**state, "transformer.h.0.attn.ln.weight": torch.ones(48)}, folder / "model_000250.pt"
+    )
+    with pytest.raises(ConvertError, match=r"attn\.ln"):
+        import_model(folder, tmp_path / "ours", tokenizer="none")
