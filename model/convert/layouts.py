@@ -40,6 +40,7 @@ class Layout:
     heads       alternative names of the head; an export writes the first
     transposed  matrices of the layers are stored (in, out)
     skipped     number of unused rows at the start of a table
+    bare        norms that have no weights there; here they are ones
     rows        the order of rows, if it differs
     sizes       their keys for fields of GPTConfig; alternatives are separated by spaces
     eps         their key for the norms' eps, and its default
@@ -52,6 +53,7 @@ class Layout:
     heads: tuple[str, ...] = ("lm_head",)
     transposed: bool = False
     skipped: Mapping[str, int] = field(default_factory=dict)
+    bare: frozenset[str] = frozenset()
     rows: Callable[[GPTConfig], Rows] = lambda config: {}
     sizes: Mapping[str, str] = field(default_factory=dict)
     eps: tuple[str, float] | None = None
@@ -98,6 +100,9 @@ def read_weights(
     for name, shape in _shapes(config).items():
         module, kind, part = _split(name)
         if part == HEAD or (kind == "bias" and part in unbiased):
+            continue
+        if part in layout.bare:
+            weights[name] = torch.ones(shape)
             continue
         names, skipped, pieces = layout.names(module, prefix), layout.skipped.get(module, 0), []
         for their, size in zip(names, _sizes(config, part, shape[0], len(names)), strict=True):
@@ -237,6 +242,13 @@ def neighbours_turn(config: GPTConfig) -> Rows:
     return {"qkv": torch.cat((pairs[:turned], rows[turned:])).flatten()}
 
 
+def backwards(config: GPTConfig) -> Rows:
+    """nanochat's order: it turns pairs backwards, which is forwards for exchanged halves."""
+    rows = torch.arange(config.qkv_width).view(-1, 2, config.head_dim // 2)
+    turned = config.n_head + config.n_kv_head
+    return {"qkv": torch.cat((rows[:turned].flip(1), rows[turned:])).flatten()}
+
+
 def half_split(config: GPTConfig) -> list[int]:
     """Their index for each of our channels of a head. There the `rotary_dim` rotated channels come
     first, then the others; here the first halves of both come first, then the second halves."""
@@ -295,6 +307,13 @@ LLAMA = Layout(
         *_SIZES, d_ff="intermediate_size", n_kv_head="num_key_value_heads", head_dim="head_dim"
     ),
     eps=("rms_norm_eps", 1e-6),
+)
+NANOCHAT = replace(
+    LLAMA,
+    outside={EMBEDDING: "embed_tokens"},
+    inside={**LLAMA.inside, "mlp_up": ("mlp.fc1",), "mlp_down": ("mlp.fc2",)},
+    bare=frozenset((*NORMS, "embedding_norm", "query_norm", "key_norm")),
+    rows=backwards,
 )
 NEOX = Layout(
     outside={EMBEDDING: "embed_in", "final_norm": "final_layer_norm"},

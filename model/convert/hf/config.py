@@ -1,4 +1,5 @@
-"""Configurations of Hugging Face folders: GPT-2, GPT-NeoX, OPT, Llama, Mistral, Qwen2 and Qwen3.
+"""Configurations of Hugging Face folders: GPT-2, GPT-NeoX, OPT, Llama, Mistral, Qwen2, Qwen3,
+nanochat.
 
 The old and the new form of a configuration are translated to a shape; values that no `GPTConfig`
 can express are refused. Names of tensors are in `layouts.py`, rotary positions in `rope.py`, and
@@ -23,6 +24,7 @@ from logitd.model.convert.hf.rope import read_rope, reject_part_of_a_head
 from logitd.model.convert.layouts import (
     GPT2,
     LLAMA,
+    NANOCHAT,
     NEOX,
     OPT,
     Layout,
@@ -220,6 +222,30 @@ def _llama(settings: Settings, context_length: int | None) -> Shape:
     return config, unbiased if mlp_bias else unbiased | {"mlp_up", "mlp_down"}
 
 
+def _nanochat(settings: Settings, context_length: int | None) -> Shape:
+    """Read nanochat as it was in 2025, without the parts that came later."""
+    settings.reject_unless("attention_bias", (False,), "nanochat has no biases")
+    n_head, width = settings.integer("num_attention_heads"), settings.integer("hidden_size")
+    sizes = read_sizes(settings, NANOCHAT, n_kv_head=n_head, head_dim=max(1, width // n_head))
+    rope = read_rope(settings, head_dim=sizes["head_dim"], context_length=sizes["context_length"])
+    key = "final_logit_softcapping"
+    uncapped = settings.has(key) and settings.get(key) is None
+    config = gpt2_shape(
+        **sizes,
+        norm="rmsnorm",
+        positions="rotary",
+        activation=_activation(settings, "hidden_act", "relu2"),
+        bias=False,
+        qkv_bias=False,
+        qk_norm=True,
+        tied_head=settings.flag("tie_word_embeddings", False),
+        embedding_norm=True,
+        logit_softcap=None if uncapped else settings.number(key, 15.0),
+        **rope,
+    )
+    return config, set()
+
+
 def _reject_window(model_type: str, settings: Settings, context_length: int) -> None:
     """Raise ConvertError if a layer has a sliding window shorter than the context."""
     if model_type == "llama" or (
@@ -249,5 +275,6 @@ FAMILIES: Mapping[str, tuple[Layout, Callable[[Settings, int | None], Shape]]] =
     "mistral": (LLAMA, _llama),
     "qwen2": (LLAMA, _llama),
     "qwen3": (LLAMA, _llama),
+    "nanochat": (NANOCHAT, _nanochat),
 }
 """The layout of the tensors and the reader of the shape, by `model_type`."""

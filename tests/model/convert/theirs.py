@@ -49,6 +49,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2-yarn": {
         "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 2.0},
     },
+    "nanochat": {"hidden_size": 48},
+    "nanochat-tied": {"tie_word_embeddings": True, "final_logit_softcapping": None},
     "gpt_neox": {},
     "gpt_neox-sequential": {"use_parallel_residual": False, "hidden_act": "gelu_fast"},
     "gpt_neox-tied": {"tie_word_embeddings": True, "hidden_act": "relu"},
@@ -94,7 +96,8 @@ def their_model(family: str, **overrides: Any) -> Any:
     kind = family.partition("-")[0]
     values = OTHERS.get(kind, ROTARY) | FAMILIES[family]
     name = {"gpt2": "GPT2", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2",
-            "qwen3": "Qwen3", "gpt_neox": "GPTNeoX", "opt": "OPT"}[kind]  # fmt: skip
+            "qwen3": "Qwen3", "nanochat": "NanoChat", "gpt_neox": "GPTNeoX",
+            "opt": "OPT"}[kind]  # fmt: skip
     config = getattr(transformers, f"{name}Config")(
         vocab_size=ROWS, bos_token_id=0, eos_token_id=0, **values | overrides
     )
