@@ -250,7 +250,7 @@ def _read_published(
     if source.is_file():
         return read_nanogpt(source) or nanochat.read_nanochat(source, context_length)
     if (source / litgpt.WEIGHTS).is_file():
-        return read_litgpt(source, context_length=context_length)
+        return read_litgpt(source)
     if (source / NANOGPT).is_file() and (model := read_nanogpt(source / NANOGPT)) is not None:
         return model
     if (model := nanochat.read_nanochat(source, context_length)) is not None:
@@ -258,7 +258,7 @@ def _read_published(
     document = object_beside(source, CONFIG)
     known = document.get("model_type") in FAMILIES or not by_role_else
     if "model_type" in document and "format_version" not in document and known:
-        return read_huggingface(source, context_length=context_length)
+        return read_huggingface(source)
     return None
 
 

@@ -59,7 +59,7 @@ READ = {
 """Keys that are read here, or do not change the computation."""
 
 
-def read_litgpt(folder: Path, *, context_length: int | None) -> ForeignModel:
+def read_litgpt(folder: Path) -> ForeignModel:
     """Read a checkpoint folder of LitGPT. Raises ConvertError."""
     where, path = str(folder / CONFIG), folder / WEIGHTS
     values = _read_yaml(folder / CONFIG)
@@ -69,7 +69,7 @@ def read_litgpt(folder: Path, *, context_length: int | None) -> ForeignModel:
     state = loaded["model"] if isinstance(loaded.get("model"), dict) else loaded
     reader = StateDictReader(str(path), named_tensors(str(path), state))
     with naming(where):
-        config = _config(settings, context_length)
+        config = _config(settings)
     unbiased = () if settings.flag("bias", True) else MATRICES
     config, weights = tie_if_equal(
         config, read_weights(reader, config, _layout(reader, config), unbiased=unbiased)
@@ -115,7 +115,7 @@ def _unknown(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _config(settings: Settings, context_length: int | None) -> GPTConfig:
+def _config(settings: Settings) -> GPTConfig:
     settings.reject_unless("norm_class_name", ("RMSNorm", "LayerNorm"), "unknown norm")
     settings.reject_unless("mlp_class_name", ("LLaMAMLP", "GptNeoxMLP"), "unknown MLP")
     settings.reject_unless("gelu_approximate", ("none", "tanh"), "unknown GELU")
@@ -126,14 +126,7 @@ def _config(settings: Settings, context_length: int | None) -> GPTConfig:
     sizes = read_sizes(
         settings, LITGPT, head_dim=max(1, width // n_head), n_kv_head=n_head, d_ff=4 * width
     )
-    context, vocab_size = sizes["context_length"], sizes["vocab_size"]
-    window = settings.integer("sliding_window_size", default=context)
-    if window < min(context, context_length or context):
-        raise ConvertError(
-            f"sliding_window_size is {window}, but here every position attends to all earlier "
-            "ones. Both are the same within the window: import the model with "
-            f"--context-length {window}"
-        )
+    vocab_size = sizes["vocab_size"]
     norm_qk = settings.flag("norm_qk", False)
     if norm_qk and layer_norm:
         raise ConvertError("norm_qk with LayerNorm; queries and keys are RMS-normalised here")
@@ -154,7 +147,21 @@ def _config(settings: Settings, context_length: int | None) -> GPTConfig:
         qk_norm=norm_qk,
         tied_head=False,
         head_bias=settings.flag("lm_head_bias", False),
+        windows=_windows(settings, sizes["n_layer"]),
     )
+
+
+def _windows(settings: Settings, n_layer: int) -> tuple[int | None, ...] | None:
+    """The sliding window of each layer: of all of them, unless the configuration lists layers."""
+    if settings.get("sliding_window_size") is None:
+        return None
+    window, marks = settings.integer("sliding_window_size"), settings.get("sliding_window_indices")
+    marks = [1] * n_layer if marks is None else marks
+    if not isinstance(marks, list) or len(marks) < n_layer or set(marks) - {0, 1}:
+        settings.reject_unless(
+            "sliding_window_indices", (), f"expected 0 or 1 for {n_layer} layers"
+        )
+    return tuple(window if mark else None for mark in marks[:n_layer])
 
 
 def _layout(reader: StateDictReader, config: GPTConfig) -> Layout:

@@ -22,6 +22,7 @@ import pytest
 
 from tests.e2e.server import ServedProcess
 from tests.model.conftest import story
+from tests.model.convert.textbook_nanochat import save, save_vocabulary, small
 from tests.zygote import completed
 
 pytestmark = pytest.mark.slow
@@ -75,6 +76,7 @@ class Walk:
             return self._serve(shlex.split(command.removeprefix(f"{LOGITD}serve ")))
         if command.startswith(LOGITD):
             words = command.removeprefix(LOGITD).replace("--minutes 20", SHORT)
+            words = words.replace("~/", f"{self.folder}/")
             done = completed(shlex.split(words), cwd=self.folder)
         else:
             done = subprocess.run(
@@ -102,6 +104,9 @@ def walked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walk]:
     (folder / "my-text.txt").write_text(story(1200), encoding="utf-8")
     (folder / ".venv").mkdir()
     (folder / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
+    nanochat = folder / ".cache" / "nanochat"
+    save_vocabulary(nanochat)
+    save(nanochat / "chatsft_checkpoints" / "d12", small(vocab_size=267))
     with ExitStack() as servers, contextlib.chdir(folder):
         walk = Walk(folder, servers)
         servers.callback(lambda: walk.names["client"].close())
@@ -125,6 +130,8 @@ def test_commands_do_what_the_page_says(walked: Walk) -> None:
     assert json.loads(said(walked, "curl http://127.0.0.1:8000/lens"))
     assert json.loads(said(walked, "curl http://127.0.0.1:8000/attention"))
     assert "bits per byte" in said(walked, f"{LOGITD}eval runs/mine --data")
+    answer = json.loads(said(walked, "curl http://127.0.0.1:8003/v1/chat/completions"))
+    assert answer["choices"][0]["message"]["role"] == "assistant"
     assert "dropout" in said(walked, f"{LOGITD}inspect runs/mine runs/other")
     both = next(text for code, text in walked.printed.items() if "for model in" in code)
     assert [line.split()[0] for line in both.splitlines()] == ["mine", "other"]
@@ -138,13 +145,14 @@ def test_transformers_has_the_same_five_tokens(walked: Walk) -> None:
 
 
 def test_git_ignores_the_files_of_the_page(walked: Walk) -> None:
-    names = [f"{child.name}{'/' * child.is_dir()}" for child in walked.folder.iterdir()]
+    made = [*walked.folder.iterdir(), walked.folder / "checkpoints" / "nanochat"]
+    names = [f"{each.relative_to(walked.folder)}{'/' * each.is_dir()}" for each in made]
     with tempfile.TemporaryDirectory() as clone:
         shutil.copy(TUTORIAL.parent / ".gitignore", clone)
         subprocess.run(["git", "init", "--quiet", clone], check=True)
         command = ["git", "-C", clone, "check-ignore", *names]
         ignored = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    assert set(names) - set(ignored.splitlines()) <= {".venv/"}
+    assert set(names) - set(ignored.splitlines()) <= {".venv/", ".cache/", "checkpoints/"}
 
 
 def test_page_has_the_replaced_commands() -> None:

@@ -44,6 +44,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "relu2": "relu2",
 }
 """Activations by their names in configurations. An export writes the first name."""
+FULL, SLIDING = "full_attention", "sliding_attention"
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
            ".rotary_emb.inv_freq")  # fmt: skip
 """Suffixes of the names of masks and tables."""
@@ -62,9 +63,8 @@ Shape = tuple[GPTConfig, set[str]]
 (`read_weights`)."""
 
 
-def read_huggingface(folder: Path, *, context_length: int | None) -> ForeignModel:
-    """Read a folder written by `save_pretrained`. `context_length` is the number of positions to
-    keep (None: all); a sliding window is allowed if it is at least as long. Raises ConvertError."""
+def read_huggingface(folder: Path) -> ForeignModel:
+    """Read a folder written by `save_pretrained`. Raises ConvertError."""
     where, document = str(folder / CONFIG), source_object(folder / CONFIG)
     settings = Settings(where, document)
     settings.reject_unless(
@@ -72,7 +72,7 @@ def read_huggingface(folder: Path, *, context_length: int | None) -> ForeignMode
     )
     reader = open_state_dict(folder)
     with naming(where):
-        config, weights = read_model(settings, reader, context_length)
+        config, weights = read_model(settings, reader)
     return ForeignModel(
         kind=f"Hugging Face {settings.get('model_type')}",
         config=config,
@@ -89,9 +89,7 @@ def read_huggingface(folder: Path, *, context_length: int | None) -> ForeignMode
     )
 
 
-def read_model(
-    settings: Settings, reader: StateDictReader, context_length: int | None = None
-) -> tuple[GPTConfig, dict[str, Tensor]]:
+def read_model(settings: Settings, reader: StateDictReader) -> tuple[GPTConfig, dict[str, Tensor]]:
     """Read the shape and weights of a model. Raises ConvertError and ConfigError."""
     if (model_type := settings.get("model_type")) not in FAMILIES:
         settings.reject_unless(
@@ -102,7 +100,7 @@ def read_model(
         )
         raise ConvertError("config.json lacks model_type")
     layout, read_shape = FAMILIES[model_type]
-    config, unbiased = read_shape(settings, context_length)
+    config, unbiased = read_shape(settings)
     reader.ignore(*BUFFERS)
     return config, read_weights(reader, config, layout, unbiased=unbiased)
 
@@ -128,7 +126,7 @@ def activation_name(activation: Activation) -> str:
     return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == activation)
 
 
-def _gpt2(settings: Settings, context_length: int | None) -> Shape:
+def _gpt2(settings: Settings) -> Shape:
     for name in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"):
         settings.reject_unless(name, (False,), "not supported here")
     settings.reject_unless("scale_attn_weights", (True,), "attention is always scaled here")
@@ -141,7 +139,7 @@ def _gpt2(settings: Settings, context_length: int | None) -> Shape:
     return config, set()
 
 
-def _neox(settings: Settings, context_length: int | None) -> Shape:
+def _neox(settings: Settings) -> Shape:
     sizes = read_sizes(settings, NEOX, context_length=2048)
     width, n_head = sizes["d_model"], sizes["n_head"]
     if width % n_head:
@@ -170,7 +168,7 @@ def _neox(settings: Settings, context_length: int | None) -> Shape:
     return config, set() if attention_bias else {"attention_out"}
 
 
-def _opt(settings: Settings, context_length: int | None) -> Shape:
+def _opt(settings: Settings) -> Shape:
     """Read OPT with embeddings as wide as the stream, biases in all layers and ReLU. opt-350m and
     Galactica differ from this."""
     width = settings.integer("hidden_size")
@@ -193,7 +191,7 @@ def _opt(settings: Settings, context_length: int | None) -> Shape:
     return config, set()
 
 
-def _llama(settings: Settings, context_length: int | None) -> Shape:
+def _llama(settings: Settings) -> Shape:
     model_type = settings.get("model_type")
     settings.reject_unless(
         "hidden_act", ("silu", "swish"), "the gate of Llama's shape is SiLU here"
@@ -202,7 +200,6 @@ def _llama(settings: Settings, context_length: int | None) -> Shape:
     head_dim = 128 if model_type == "qwen3" else max(1, width // n_head)
     sizes = read_sizes(settings, LLAMA, n_kv_head=n_head, head_dim=head_dim)
     context = sizes["context_length"]
-    _reject_window(model_type, settings, min(context, context_length or context))
     # attention_bias is on all four projections; Qwen2 ignores it and has biases on three.
     on_all = settings.flag("attention_bias", False) and model_type in ("llama", "qwen3")
     mlp_bias = settings.flag("mlp_bias", False) and model_type == "llama"
@@ -216,13 +213,14 @@ def _llama(settings: Settings, context_length: int | None) -> Shape:
         qkv_bias=on_all or model_type == "qwen2",
         qk_norm=model_type == "qwen3",
         tied_head=settings.flag("tie_word_embeddings", False),
+        windows=_windows(model_type, settings, sizes["n_layer"]),
         **read_rope(settings, head_dim=sizes["head_dim"], context_length=context),
     )
     unbiased = set() if on_all else {"attention_out"}
     return config, unbiased if mlp_bias else unbiased | {"mlp_up", "mlp_down"}
 
 
-def _nanochat(settings: Settings, context_length: int | None) -> Shape:
+def _nanochat(settings: Settings) -> Shape:
     """Read nanochat as it was in 2025, without the parts that came later."""
     settings.reject_unless("attention_bias", (False,), "nanochat has no biases")
     n_head, width = settings.integer("num_attention_heads"), settings.integer("hidden_size")
@@ -246,28 +244,26 @@ def _nanochat(settings: Settings, context_length: int | None) -> Shape:
     return config, set()
 
 
-def _reject_window(model_type: str, settings: Settings, context_length: int) -> None:
-    """Raise ConvertError if a layer has a sliding window shorter than the context."""
-    if model_type == "llama" or (
-        model_type != "mistral" and not settings.flag("use_sliding_window", False)
-    ):
-        return
-    # Mistral's first configurations omit the key and mean 4,096.
-    kinds = settings.get("layer_types")
-    if isinstance(kinds, list) and kinds and all(kind == "full_attention" for kind in kinds):
-        return
-    if settings.has("sliding_window") and settings.get("sliding_window") is None:
-        return
+def _windows(model_type: str, settings: Settings, n_layer: int) -> tuple[int | None, ...] | None:
+    """The sliding window of each layer. Mistral's first configurations omit the key and mean
+    4,096."""
+    own = model_type == "mistral" or (
+        model_type != "llama" and settings.flag("use_sliding_window", False)
+    )
+    unlimited = settings.has("sliding_window") and settings.get("sliding_window") is None
+    if not own or unlimited:
+        return None
+    first = 0 if model_type == "mistral" else settings.number("max_window_layers", 28)
+    kinds = settings.get("layer_types") or [FULL] * min(n_layer, int(first))
+    if not isinstance(kinds, list) or any(kind not in (FULL, SLIDING) for kind in kinds):
+        settings.reject_unless("layer_types", (), f"expected a list of {FULL} and {SLIDING}")
     window = settings.integer("sliding_window", default=4096)
-    if window < context_length:
-        raise ConvertError(
-            f"sliding_window is {window}, shorter than the context of {context_length}; here every "
-            "position attends to all earlier ones. Both are the same within the window: import "
-            f"the model with --context-length {window}"
-        )
+    return tuple(
+        None if kind == FULL else window for kind in [*kinds, *[SLIDING] * n_layer][:n_layer]
+    )
 
 
-FAMILIES: Mapping[str, tuple[Layout, Callable[[Settings, int | None], Shape]]] = {
+FAMILIES: Mapping[str, tuple[Layout, Callable[[Settings], Shape]]] = {
     "gpt2": (GPT2, _gpt2),
     "gpt_neox": (NEOX, _neox),
     "opt": (OPT, _opt),

@@ -1,42 +1,18 @@
 """nanochat's checkpoints of every version, against a textbook class, and its vocabulary."""
 
-import json
-import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiktoken
 import torch
 from torch.testing import assert_close
 
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.importing import import_model
-from tests.model.convert.textbook_nanochat import VERSIONS, Nanochat, Sizes
+from tests.model.convert.textbook_nanochat import VERSIONS, save, save_vocabulary, small
 from tests.model.convert.theirs import loaded
 
-SPECIAL = (
-    *("<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>"),
-    *("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>"),
-)
 IDS = torch.arange(200) * 37 % 300
-
-
-def save(folder: Path, model: Nanochat, step: int = 250, **changes: Any) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.save(model.state_dict(), folder / f"model_{step:06d}.pt")
-    meta = {**model.meta(), **changes}
-    (folder / f"meta_{step:06d}.json").write_text(json.dumps(meta))
-    return folder
-
-
-def small(version: str = "14 March 2026", **sizes: Any) -> Nanochat:
-    torch.manual_seed(4)
-    model = Nanochat(VERSIONS[version], Sizes(**sizes))
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(std=1.5 * parameter.shape[1] ** -0.5)
-    return model
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -85,14 +61,7 @@ def test_a_cap_that_no_file_tells_is_an_assumption(tmp_path: Path) -> None:
 
 def test_vocabulary_and_conversations(tmp_path: Path) -> None:
     """nanochat writes its vocabulary next to the folder of checkpoints, as a pickle of tiktoken."""
-    encoding = tiktoken.Encoding(
-        "rustbpe",
-        pat_str=r"\p{L}+|\p{N}{1,2}|\s+|[^\s\p{L}\p{N}]+",
-        mergeable_ranks={bytes([byte]): byte for byte in range(256)} | {b"he": 256, b"hel": 257},
-        special_tokens={name: 258 + index for index, name in enumerate(SPECIAL)},
-    )
-    (tmp_path / "tokenizer").mkdir()
-    (tmp_path / "tokenizer" / "tokenizer.pkl").write_bytes(pickle.dumps(encoding))
+    encoding = save_vocabulary(tmp_path)
     folder = save(tmp_path / "chatsft_checkpoints" / "d4", small(vocab_size=267))
     import_model(folder, tmp_path / "ours")
     info, _ = loaded(tmp_path / "ours")

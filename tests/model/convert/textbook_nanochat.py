@@ -4,9 +4,13 @@ Written from its definition for comparison: norms, rotation and attention are sp
 position is computed from the whole sequence. Leaves training, caches and low precision out.
 """
 
+import json
+import pickle
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+import tiktoken
 import torch
 from torch import Tensor, nn
 
@@ -33,6 +37,12 @@ VERSIONS = {
     "9 March 2026": Version(True, True, False, 3.0, 12, 100_000.0, 1.15, 128),
     "14 March 2026": Version(),
 }
+
+
+SPECIAL = (
+    *("<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>"),
+    *("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>"),
+)
 
 
 @dataclass(frozen=True)
@@ -145,3 +155,33 @@ class Nanochat(nn.Module):
         """The contents of `meta_*.json`."""
         return {"step": 250, "val_bpb": 0.9, "total_batch_size": 1024,
                 "model_config": asdict(self.sizes), **more}  # fmt: skip
+
+
+def save(folder: Path, model: Nanochat, step: int = 250, **changes: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(model.state_dict(), folder / f"model_{step:06d}.pt")
+    meta = {**model.meta(), **changes}
+    (folder / f"meta_{step:06d}.json").write_text(json.dumps(meta))
+    return folder
+
+
+def small(version: str = "14 March 2026", **sizes: Any) -> Nanochat:
+    torch.manual_seed(4)
+    model = Nanochat(VERSIONS[version], Sizes(**sizes))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=1.5 * parameter.shape[1] ** -0.5)
+    return model
+
+
+def save_vocabulary(base: Path) -> tiktoken.Encoding:
+    """Save a vocabulary of 267 ids where nanochat does."""
+    encoding = tiktoken.Encoding(
+        "rustbpe",
+        pat_str=r"\p{L}+|\p{N}{1,2}|\s+|[^\s\p{L}\p{N}]+",
+        mergeable_ranks={bytes([byte]): byte for byte in range(256)} | {b"he": 256, b"hel": 257},
+        special_tokens={name: 258 + index for index, name in enumerate(SPECIAL)},
+    )
+    (base / "tokenizer").mkdir(parents=True)
+    (base / "tokenizer" / "tokenizer.pkl").write_bytes(pickle.dumps(encoding))
+    return encoding

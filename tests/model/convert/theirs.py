@@ -28,7 +28,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama-tied-biased": {"tie_word_embeddings": True, "attention_bias": True},
     "llama-biases": {"attention_bias": True, "mlp_bias": True, "head_dim": 12},
     "mistral": {"sliding_window": None},
-    "mistral-window": {"sliding_window": 64},
+    "mistral-window": {"sliding_window": 8},
+    "qwen2-window": {
+        "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1,
+    },
+    "qwen3-window": {
+        "use_sliding_window": True, "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": False, "head_dim": 16},
     "qwen3-biased": {"tie_word_embeddings": True, "head_dim": 8, "attention_bias": True},

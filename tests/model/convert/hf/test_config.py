@@ -148,17 +148,6 @@ def test_the_context_can_be_cut(gpt2_folder: Path, tmp_path: Path) -> None:
         import_model(gpt2_folder, tmp_path / "longer", context_length=65)
 
 
-def test_a_window_matters_only_beyond_it(tmp_path: Path) -> None:
-    model, _ = save_theirs(tmp_path / "theirs", "mistral", sliding_window=8)
-    with pytest.raises(ConvertError, match=r"sliding_window is 8, .* --context-length 8"):
-        import_model(tmp_path / "theirs", tmp_path / "ours")
-    import_model(tmp_path / "theirs", tmp_path / "ours", context_length=8)
-    info, gpt = loaded(tmp_path / "ours")
-    ids = torch.tensor([info.tokenizer.encode(SAMPLE)[:8]])
-    expected = model(ids).logits[..., : info.config.vocab_size]
-    assert_close(gpt(ids).logits, expected, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_numbers_are_stored_as_in_the_source(dtype: str, tmp_path: Path) -> None:
     model, _ = save_theirs(tmp_path / "unused", "qwen3")
