@@ -103,8 +103,8 @@ def read_nanochat(source: Path, context_length: int | None) -> ForeignModel | No
     Without `meta_*.json`, sizes are read from the tensors, `context_length` is the trained length,
     and the windows are the program's default. Raises ConvertError.
     """
-    path = source if source.is_file() else _latest(source)
-    if path is None or path.suffix != ".pt":
+    path = _latest(source) if source.is_dir() else source
+    if path is None or not path.is_file() or path.suffix != ".pt":
         return None
     state = read_pt(path, keep="model.state_dict()")
     if not all(isinstance(name, str) for name in state):
