@@ -115,10 +115,11 @@ class Nanochat(nn.Module):
             gates = self.smear_lambda * torch.sigmoid(self.smear_gate(x[1:, :24]))
             x = torch.stack([x[0], *(x[1:] + gates * x[:-1])])
         first, kept = x, x
+        blocks: Any = self.transformer["h"]
         for layer in range(layers):
             if version.scales:
                 x = self.resid_lambdas[layer] * x + self.x0_lambdas[layer] * first
-            parts: Any = self.transformer["h"][layer]
+            parts: Any = blocks[layer]
             x = x + self.attention(parts["attn"], layer, unit(x), ids)
             hidden = parts["mlp"]["c_fc"](unit(x)).clamp(min=0) ** 2
             x = x + parts["mlp"]["c_proj"](hidden)
