@@ -10,11 +10,12 @@ tensors (`by_role/`).
 
 import hashlib
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,16 +29,16 @@ from logitd.model.checkpoint.checkpoint import (
 )
 from logitd.model.checkpoint.run_folder import is_run
 from logitd.model.convert import litgpt, nanochat
-from logitd.model.convert.by_role.build import Built
-from logitd.model.convert.by_role.objective import CheckText, text_objective
+from logitd.model.convert.by_role.objective import CheckText
 from logitd.model.convert.by_role.read import (
     Recognised,
     RoleOptions,
     read_by_role,
     recognise_file,
 )
-from logitd.model.convert.by_role.resolve import OpenQuestions, compared_with_chance
+from logitd.model.convert.by_role.resolve import OpenQuestions
 from logitd.model.convert.card import write_import_card
+from logitd.model.convert.check_text import check_files, compare_with_text, read_check_text
 from logitd.model.convert.foreign import FLOATS, ConvertError, ForeignModel, ForeignTokenizer
 from logitd.model.convert.hf.config import FAMILIES, read_huggingface
 from logitd.model.convert.hf.folder import CONFIG, PICKLE, WEIGHTS
@@ -48,20 +49,14 @@ from logitd.model.convert.source_file import object_beside
 from logitd.model.convert.state_file import LOOKED_FOR, SUFFIXES, find_state_file, read_state_file
 from logitd.model.convert.unknown_settings import question, still_unknown
 from logitd.model.convert.vocabulary.choose import choose_vocabulary
-from logitd.model.data.errors import DataError
-from logitd.model.data.sources.document import beginning
-from logitd.model.data.sources.files import documents_of_all, named_files
 from logitd.model.dtypes import DTypeName
 from logitd.model.files import written_to
-from logitd.model.text.tokenizer import TokenizerError
 from logitd.model.transformer.config import GPTConfig, padded
 
 NANOGPT = "ckpt.pt"
 PUBLISHED_FILES = (litgpt.WEIGHTS, CONFIG, WEIGHTS, PICKLE)
 """Files that mean their folder if they are given as the source."""
 FINGERPRINT_BYTES = 2**20
-CHECKED_CHARACTERS = 2_000_000
-"""Most characters of the text for --check. Windows are taken from all parts of it."""
 
 DAMAGE = (
     *(ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError),
@@ -106,38 +101,45 @@ def import_model(
     """
     if destination.exists():
         raise CheckpointError(f"{destination} exists already: choose another path, or remove it")
-    files = [] if check is None else _check_files(check)
+    files = [] if check is None else check_files(check)
     with _reporting_damage(source):
         opened, folder = _open(
             source, context_length, roles or RoleOptions(), checked=check is not None
         )
     log(f"{source} is a model of {opened.kind}")
-    if roles is None or roles.code is None:
-        _require_understood(opened, ignored_settings, checked=check is not None)
-    elif ignored_settings:
+    coded = roles is not None and roles.code is not None
+    if coded and ignored_settings:
         raise ConvertError(
             "--ignore-setting has no effect with --code, which defines all settings: remove one"
         )
-    with _reporting_damage(folder):
-        vocabulary = choose_vocabulary(
-            tokenizer,
-            contents=opened.contents,
-            folder=folder,
-            facts=opened.facts,
-            rows=opened.rows,
-            skip_normalizer=skip_normalizer,
-            unused_rows=unused_rows,
-            text=check,
-        )
-    if opened.kind == nanochat.KIND:
-        vocabulary = nanochat.with_conversation(vocabulary)
-    text = None if check is None else _check_text(check, files, vocabulary)
+    where = str(opened.file.path) if isinstance(opened, Recognised) else opened.kind
+    unknown = {} if coded else still_unknown(opened.unknown, ignored_settings, where)
+    vocabulary, missing, text = None, None, None
+    try:
+        with _reporting_damage(folder):
+            vocabulary = choose_vocabulary(
+                tokenizer,
+                contents=opened.contents,
+                folder=folder,
+                facts=opened.facts,
+                rows=opened.rows,
+                skip_normalizer=skip_normalizer,
+                unused_rows=unused_rows,
+                text=check,
+            )
+        if opened.kind == nanochat.KIND:
+            vocabulary = nanochat.with_conversation(vocabulary)
+        text = None if check is None else read_check_text(check, files, vocabulary)
+    except ConvertError as error:
+        missing = error
+    _ask_together(opened, unknown, text, missing, checked=check is not None)
+    assert vocabulary is not None
     if isinstance(opened, Recognised):
         model = read_by_role(opened, text=text, log=log)
     else:
         for note in opened.notes:
             log(note)
-        model = opened if text is None else _checked(opened, text, log)
+        model = opened if text is None else compare_with_text(opened, text, log)
     config, weights = _fitted(model, vocabulary, context_length)
     for note in vocabulary.notes:
         log(note)
@@ -266,55 +268,31 @@ def _is_own(folder: Path) -> bool:
     return is_run(folder) or "format_version" in object_beside(folder, CONFIG)
 
 
-def _require_understood(
-    opened: ForeignModel | Recognised, ignored: Collection[str], *, checked: bool
+def _ask_together(
+    opened: ForeignModel | Recognised,
+    unknown: Mapping[str, Any],
+    text: CheckText | None,
+    vocabulary: ConvertError | None,
+    *,
+    checked: bool,
 ) -> None:
-    """Raise OpenQuestions if settings of the source are not understood. The message includes other
-    open questions, unless a text will answer them."""
+    """Raise everything that is open at once: settings that are not understood, open fields, and
+    the vocabulary. Fields that a text will answer are not asked before it can be encoded."""
     where = str(opened.file.path) if isinstance(opened, Recognised) else opened.kind
-    if not (unknown := still_unknown(opened.unknown, ignored, where)):
+    asked = [OpenQuestions(f"{where}: {question(unknown)}", list(unknown))] if unknown else []
+    if not asked and vocabulary is None:
         return
-    lines = f"{where}: {question(unknown)}"
-    if isinstance(opened, Recognised) and not checked:
+    if isinstance(opened, Recognised) and (text is not None or not checked):
         try:
-            read_by_role(opened)
+            read_by_role(opened, text=text)
         except OpenQuestions as error:
-            lines = f"{error}\n{lines}"
-    raise OpenQuestions(lines, list(unknown))
-
-
-def _check_files(path: Path) -> list[Path]:
-    try:
-        return named_files(str(path))
-    except DataError as error:
-        raise ConvertError(f"--check {path}: {error}") from error
-
-
-def _check_text(path: Path, files: Sequence[Path], vocabulary: ForeignTokenizer) -> CheckText:
-    try:
-        text = beginning(documents_of_all(files, None), CHECKED_CHARACTERS).replace("\r\n", "\n")
-        ids = vocabulary.tokenizer.encode(text)
-    except (DataError, TokenizerError) as error:
-        raise ConvertError(f"--check {path}: {error}") from error
-    order = vocabulary.order
-    return CheckText(path.name, ids if order is None else [order[token_id] for token_id in ids])
-
-
-def _checked(model: ForeignModel, text: CheckText, log: Callable[[str], None]) -> ForeignModel:
-    """Add the loss on a text to a model of a known format. Raises ConvertError if it predicts the
-    text worse than the frequencies of its tokens do."""
-    objective = text_objective(text, model.config.context_length)
-    built = Built(model.config, model.weights, ())
-    loss = float(objective(built, causal=True, effort="full").mean())
-    chance = objective.unigram_nats()
-    sentence = compared_with_chance(loss, chance, text.name)
-    if loss > chance:
-        raise ConvertError(
-            f"the model does not predict {text.name}: {sentence}. The text or the vocabulary does "
-            "not belong to the model"
-        )
-    log(f"verified: {sentence}")
-    return replace(model, facts={**model.facts, "verified": sentence})
+            asked.insert(0, error)
+        except ConvertError:
+            pass  # of a variant that a setting may explain; the settings are asked first
+    if not asked and vocabulary is not None:
+        raise vocabulary
+    lines = [*map(str, asked), *([] if vocabulary is None else [str(vocabulary)])]
+    raise OpenQuestions("\n".join(lines), [name for error in asked for name in error.fields])
 
 
 def _fitted(

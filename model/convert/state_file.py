@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from logitd.model.convert.by_role.names import WRAPPERS
+from logitd.model.convert.by_role.stated_loss import StatedLoss, stated_loss
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.pt_file import read_pt, without_tensors
 from logitd.model.convert.source_file import require_source, source_json
@@ -46,6 +47,7 @@ class StateFile:
     settings   numbers, flags and words of the configuration, by name
     contents   everything in the file except tensors; may include a vocabulary
     unknown    settings that may change logits but are not understood
+    loss       the loss that the file states
     """
 
     path: Path
@@ -55,14 +57,15 @@ class StateFile:
     settings: Mapping[str, Any] = field(default_factory=dict)
     contents: Mapping[str, Any] = field(default_factory=dict)
     unknown: Mapping[str, Any] = field(default_factory=dict)
+    loss: StatedLoss | None = None
 
 
 def read_state_file(path: Path, *, state: str | None = None) -> StateFile:
     """Read a file of weights. `state` is the key of the state dict; nested keys are joined by dots.
     Raises ConvertError."""
-    loaded, key, contents = read_tensors(path), "", dict[str, Any]()
+    whole = loaded = read_tensors(path)
+    key, contents = "", dict[str, Any]()
     if path.suffix != ".safetensors":
-        whole = loaded
         key, loaded = _state_dict(path, whole, state)
         contents = without_tensors(whole) if key else {}
     where = f"{path} ({key})" if key else str(path)
@@ -75,6 +78,7 @@ def read_state_file(path: Path, *, state: str | None = None) -> StateFile:
         settings=beside | collect_settings(contents),
         contents=contents,
         unknown=unknown_settings(beside | collect_settings(contents, of_model_alone=True)),
+        loss=stated_loss(whole),
     )
 
 

@@ -7,7 +7,7 @@ same number of values. `resolve.py` chooses the best variant.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from logitd.model.checkpoint.checkpoint import empty_gpt
 from logitd.model.convert.by_role.build import Built
+from logitd.model.convert.by_role.ngrams import NgramNats, ngram_nats
+from logitd.model.convert.by_role.stated_loss import StatedLoss
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.transformer.gpt import GPT
 
@@ -26,14 +28,27 @@ TOKENS: Mapping[Effort, int] = {"quick": 768, "full": 8192, "thorough": 65536}
 SECONDS: Mapping[Effort, float] = {"quick": 0.5, "full": 3.0, "thorough": 15.0}
 """Approximate time limits by effort. Slow models predict fewer tokens."""
 WINDOW_TOKENS = 128
+MARGIN_ERRORS = 2.0
+"""Standard errors by which a model's loss must lie below that of counted pairs and triples."""
+FEWEST_LINES = 30
+SAMPLE_TOKENS = 64
+"""Most tokens of lines that may each be a sample of its own."""
+_UNCOUNTED = -1
 
 
 @dataclass(frozen=True)
 class CheckText:
-    """A text that the model should predict well, as token ids of the source."""
+    """A text that the model should predict well, as token ids of the source.
+
+    token_ids  the whole text; empty if a line break has no id
+    lines      its lines; empty if they are not samples, as names are
+    starts     ids that may stand before and after each line
+    """
 
     name: str
     token_ids: Sequence[int]
+    lines: Sequence[Sequence[int]] = ()
+    starts: Sequence[int] = ()
 
 
 def open_gpt(built: Built) -> GPT:
@@ -62,15 +77,19 @@ def _attend_to_all(
 
 @dataclass(frozen=True)
 class TextObjective:
-    """The loss on windows (W, T + 1) of a text's ids.
+    """The loss on windows (W, T + 1) of a text's ids; -1 after the end of a shorter one.
 
     distinct   predicted tokens of the text, each counted once
+    counts     loss of counted pairs and triples of tokens; None if there are too few
+    stated     loss in the file
     tokens     number of predictions, by effort
     """
 
     name: str
     windows: Tensor
     distinct: int
+    counts: NgramNats | None = None
+    stated: StatedLoss | None = None
     tokens: Mapping[Effort, int] = field(default_factory=lambda: TOKENS)
 
     def at_speed(self, seconds_per_token: float) -> "TextObjective":
@@ -82,21 +101,61 @@ class TextObjective:
         return replace(self, tokens=tokens)
 
     def __call__(self, built: Built, *, causal: bool, effort: Effort) -> Tensor:
-        """Nats of each token (W * T,)."""
+        """Nats of each predicted token (W * T,)."""
         length = self.windows.shape[1] - 1
         windows = self.windows[: max(1, self.tokens[effort] // length)]
         gpt, losses = open_gpt(built), []
         for batch in windows.split(max(1, 1024 // length)):
-            logits = logits_of(gpt, batch[:, :-1], causal=causal)  # (B, T, V)
-            nats = F.cross_entropy(logits.transpose(1, 2), batch[:, 1:], reduction="none")
-            losses.append(nats.flatten().double())  # (B, T) to (B * T,)
+            logits = logits_of(gpt, batch[:, :-1].clamp(min=0), causal=causal)  # (B, T, V)
+            predicted = batch[:, 1:]
+            nats = F.cross_entropy(
+                logits.transpose(1, 2), predicted, reduction="none", ignore_index=_UNCOUNTED
+            )
+            losses.append(nats[predicted != _UNCOUNTED].double())
         return torch.cat(losses)
 
     def unigram_nats(self) -> float:
         """Nats per token of a unigram model with the text's own frequencies."""
-        counts = torch.bincount(self.windows.flatten()).double()
+        counts = torch.bincount(self.windows[self.windows != _UNCOUNTED]).double()
         shares = counts[counts > 0] / counts.sum()
         return float(-(shares * shares.log()).sum())
+
+    @property
+    def pairs(self) -> float:
+        """Nats per token of counted pairs of tokens; infinite if there are too few."""
+        return math.inf if self.counts is None else self.counts.at(0)
+
+    @property
+    def triples(self) -> float:
+        """Nats per token of counted triples, with as many tokens before as the windows have."""
+        return math.inf if self.counts is None else self.counts.over(self.windows.shape[1] - 1)
+
+
+def text_objectives(
+    text: CheckText, context_length: int, stated: StatedLoss | None = None
+) -> list[TextObjective]:
+    """The objectives of a text: windows from all parts of it, and its lines after each id that may
+    stand before them, if they may be the samples that the model was trained on. Raises
+    ConvertError if the text is too short for a window of two tokens."""
+    objectives = list(_line_objectives(text, context_length))
+    if text.token_ids or not objectives:
+        objectives.insert(0, text_objective(text, context_length))
+    return [replace(objective, stated=stated) for objective in objectives]
+
+
+def _line_objectives(text: CheckText, context_length: int) -> Iterator[TextObjective]:
+    longest = max((len(line) for line in text.lines), default=0) + 1
+    if len(text.lines) < FEWEST_LINES or longest > min(context_length, SAMPLE_TOKENS):
+        return
+    order = torch.randperm(len(text.lines), generator=torch.Generator().manual_seed(0)).tolist()
+    order = order[: max(1, TOKENS["thorough"] // longest)]
+    for start in dict.fromkeys(text.starts):
+        windows = torch.full((len(order), longest + 1), _UNCOUNTED)
+        for row, index in enumerate(order):
+            line = [start, *text.lines[index], start]
+            windows[row, : len(line)] = torch.tensor(line)
+        stream = [token_id for line in text.lines for token_id in (start, *line)]
+        yield TextObjective(text.name, windows, len(stream), ngram_nats(stream, max(stream) + 1))
 
 
 def text_objective(text: CheckText, context_length: int) -> TextObjective:
@@ -114,7 +173,8 @@ def text_objective(text: CheckText, context_length: int) -> TextObjective:
     ids = torch.tensor(text.token_ids)
     windows = torch.stack([ids[starts[i] : starts[i] + length + 1] for i in order])
     distinct = min(windows[:, 1:].numel(), len(ids) - 1)
-    return TextObjective(text.name, windows, distinct)
+    counts = ngram_nats(text.token_ids, max(text.token_ids) + 1)
+    return TextObjective(text.name, windows, distinct, counts)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ change the computation, but positions beyond those seen in training have little 
 
 FIELDS: tuple[str, ...] = tuple(field.name for field in fields(Computation))
 
+WHOLE_WIDTH = "rotary positions over the whole width, before heads are split"
+"""A computation that no GPTConfig expresses: each head has other frequencies."""
 NOT_SAID = "names and shapes do not say it"
 CONVENTION = "convention"
 UNUSED = "not used"
@@ -47,7 +49,8 @@ UNUSED = "not used"
 class Finding:
     """The possible values of one field, the most likely first, and the reason for them.
 
-    ambiguous   several values are possible, and none may be assumed
+    ambiguous   no value may be assumed; if only one can be computed here, only the user or the
+                owner's code can confirm it
     """
 
     values: tuple[Any, ...]
@@ -56,7 +59,7 @@ class Finding:
 
     @property
     def resolved(self) -> bool:
-        return len(self.values) == 1
+        return len(self.values) == 1 and not self.ambiguous
 
 
 Findings = Mapping[str, Finding]
@@ -70,6 +73,22 @@ def find(
     ConvertError if settings and shapes contradict each other."""
     file = _File(tensors, ignored, settings, rotary_tables(ignored))
     return without_unused({name: finder(file) for name, finder in FINDERS.items()})
+
+
+def check_rotary_width(
+    where: str, ignored: Mapping[str, Tensor], findings: Findings, queries: int
+) -> None:
+    """Raise ConvertError if a rotary table is as wide as several heads together."""
+    heads = findings["n_head"]
+    if not heads.resolved or heads.values[0] == 1 or "rotary" not in findings["positions"].values:
+        return
+    for table in rotary_tables(ignored):
+        if table.width == queries:
+            raise ConvertError(
+                f"{where}: {table.name} turns {queries} channels, and there are {heads.values[0]} "
+                f"heads of {queries // heads.values[0]} ({heads.origin}): {WHOLE_WIDTH}. No "
+                "GPTConfig expresses that; --code FILE:NAME --run-code serves the owner's class"
+            )
 
 
 def without_unused(findings: Findings) -> dict[str, Finding]:
@@ -152,8 +171,15 @@ def _n_head(file: _File) -> Finding:
         return said
     if (dim := file.said("head_dim", is_count)) and queries % dim.values[0] == 0:
         return Finding((queries // dim.values[0],), f"{dim.origin}, {dim.values[0]}")
-    if file.tables and queries % (width := file.tables[0].width) == 0:
-        return Finding((queries // width,), f"its rotary table turns {width} channels of a head")
+    if (groups := file.said("n_kv_head", is_count)) and keys % groups.values[0] == 0:
+        size = keys // groups.values[0]
+        if keys < queries and queries % size == 0:
+            return Finding((queries // size,), f"{groups.origin}, {size} channels each")
+    if file.tables and queries % (width := file.tables[0].width) == 0 and fits(queries // width):
+        origin = f"its rotary table turns {width} channels of a head"
+        if width < queries:
+            return Finding((queries // width,), origin)
+        return Finding((1,), f"{origin}: one head, or {WHOLE_WIDTH}", True)
     options = [heads for heads in range(1, min(queries, MAX_HEADS) + 1) if fits(heads)]
     # Likely ones first: heads of 16 to 128 channels, then the others.
     options.sort(key=lambda heads: (not 16 <= queries // heads <= 128, abs(queries // heads - 64)))

@@ -6,21 +6,22 @@ shapes in the file, each value with its origin, the changes of weights, and a ta
 compared. `model/convert/state_file.py` reads the files.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from logitd.model.convert.by_role.build import build
+from logitd.model.convert.by_role.build import build, query_rows
 from logitd.model.convert.by_role.map_file import MapFile, check_answers, draft, tensor_map
-from logitd.model.convert.by_role.objective import CheckText, Objective, text_objective
+from logitd.model.convert.by_role.objective import CheckText, Objective, text_objectives
 from logitd.model.convert.by_role.owner_code import OwnerCode, owner_logits, parse_owner_code
 from logitd.model.convert.by_role.questions import (
     CONTEXT_IF_UNKNOWN,
     UNUSED,
     Finding,
+    check_rotary_width,
     find,
     is_count,
     is_number,
@@ -113,6 +114,8 @@ def recognise_file(
     if context_length is not None and findings["context_length"].values == (CONTEXT_IF_UNKNOWN,):
         findings["context_length"] = Finding((context_length,), "--context-length")
     findings = answer(findings, check_answers("the flags", options.answers))
+    ignored = {name: file.tensors[name] for name in mapped.ignored}
+    check_rotary_width(file.where, ignored, findings, query_rows(tensors)[0])
     return Recognised(file, tensors, findings, code, options.draft)
 
 
@@ -159,6 +162,7 @@ def read_by_role(
         facts={
             "file": file.path.name,
             "verified": resolution.verified,
+            **({"warning": resolution.warning} if resolution.warning else {}),
             "settled": {
                 name: f"{getattr(resolution.computation, name)} ({origin})"
                 for name, origin in resolution.origins.items()
@@ -171,13 +175,14 @@ def read_by_role(
 
 def _resolve(recognised: Recognised, text: CheckText | None) -> Resolution:
     tensors, findings, code = recognised.tensors, recognised.findings, recognised.code
-    objective: Objective | None = None
+    objectives: Sequence[Objective] = ()
     if text is not None:
-        objective = text_objective(text, findings["context_length"].values[0])
+        length = findings["context_length"].values[0]
+        objectives = text_objectives(text, length, recognised.file.loss)
     if code is not None:
-        objective = owner_logits(code, tensors, findings, recognised.file.settings)
+        objectives = [owner_logits(code, tensors, findings, recognised.file.settings)]
     try:
-        return resolve(tensors, findings, objective)
+        return resolve(tensors, findings, *objectives)
     except OpenQuestions as error:
         if recognised.draft is None:
             raise
@@ -210,7 +215,10 @@ def understood(
         yield from (f"  {fold}" for fold in folds)
     if resolution.alternatives:
         yield from table(resolution)
-    yield f"verified: {resolution.verified}"
+    if resolution.warning:
+        yield f"warning: {resolution.warning}"
+    verified = resolution.verified
+    yield verified if verified.startswith("not ") else f"verified: {verified}"
 
 
 def _tensor_lines(tensors: MappedTensors) -> Iterator[str]:

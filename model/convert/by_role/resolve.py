@@ -15,14 +15,16 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from logitd.model.convert.by_role.build import build
+from logitd.model.convert.by_role.build import build, head_shape
 from logitd.model.convert.by_role.computation import Computation
 from logitd.model.convert.by_role.objective import (
+    MARGIN_ERRORS,
     Effort,
     LogitsObjective,
     Objective,
@@ -52,6 +54,20 @@ CLEAR_NATS, CLEAR_ERRORS = 0.005, 2.0
 difference per token. The standard error alone does not suffice: on a model that had learned little,
 a wrong activation was better by 0.004 nats on any number of tokens. On trained models the right
 variants were better by 0.02 to 0.8 nats."""
+ANSWERS = (
+    "Give the owner's class with --code, or the open fields as flags, if you know them; "
+    "--code FILE:NAME --run-code serves a class that nothing here computes"
+)
+UNUSUAL: Mapping[str, Any] = {
+    "residual": "parallel",
+    "activation": "relu2",
+    "qk_norm": "unit",
+    "embedding_scale": "sqrt_d_model",
+}
+"""Values that few models have, but that won on texts when the right variant was not among the
+candidates."""
+FEWEST_CHANNELS = 8
+"""Smallest usual width of a head."""
 SAME_LOGITS = 0.01
 """Largest difference of logits at which variants with the same loss count as equal."""
 
@@ -74,6 +90,7 @@ class Resolution:
     penalty        loss (nats per token) or largest difference of logits of the chosen variant
     alternatives   other values that were tried, for the table
     verified       sentence about the agreement with the source
+    warning        sentence about unusual values that a text chose; "" if there are fewer than two
     """
 
     computation: Computation
@@ -81,6 +98,7 @@ class Resolution:
     verified: str
     penalty: float | None = None
     alternatives: Sequence[Alternative] = ()
+    warning: str = ""
 
 
 class OpenQuestions(ConvertError):
@@ -108,18 +126,23 @@ def answer(findings: Findings, answers: Mapping[str, Any], place: str = "") -> d
 def resolve(
     tensors: MappedTensors,
     findings: Findings,
-    objective: Objective | None = None,
+    *objectives: Objective,
 ) -> Resolution:
-    """Choose a computation. Raises OpenQuestions, and ConvertError if no variant agrees."""
+    """Choose a computation. If there are several objectives, all of one text, the one with the
+    lowest loss counts. Raises OpenQuestions, and ConvertError if no variant agrees."""
     if findings["causal"].values == (False,):
         raise ConvertError(
             f"{tensors.where}: causal is false ({findings['causal'].origin}): a model whose "
             "positions attend to later ones is not a GPT and cannot generate"
         )
-    if isinstance(objective, LogitsObjective):
-        return _by_logits(tensors, findings, objective)
-    if objective is not None:
-        return _ByText(tensors, findings, objective).resolution()
+    texts = [each for each in objectives if isinstance(each, TextObjective)]
+    for objective in objectives:
+        if isinstance(objective, LogitsObjective):
+            return _by_logits(tensors, findings, objective)
+    if texts:
+        seconds = SEARCH_SECONDS / len(texts)
+        searches = [_ByText(tensors, findings, text, seconds) for text in texts]
+        return min(searches, key=_ByText.quick_loss).resolution()
     if ambiguous := [name for name in FIELDS if findings[name].ambiguous]:
         lines = "\n".join(f"  {question(name, findings[name])}" for name in ambiguous)
         raise OpenQuestions(
@@ -159,8 +182,15 @@ def _origins(findings: Findings, **resolved: str) -> dict[str, str]:
 
 
 class _Search:
-    def __init__(self, tensors: MappedTensors, findings: Findings, objective: Objective) -> None:
+    def __init__(
+        self,
+        tensors: MappedTensors,
+        findings: Findings,
+        objective: Objective,
+        seconds: float = SEARCH_SECONDS,
+    ) -> None:
         self._tensors, self._findings, self._objective = tensors, findings, objective
+        self._seconds = seconds
         self._scores: dict[tuple[Computation, Effort], Tensor | None] = {}
         self._reason: Exception | None = None
         self.open = [name for name in FIELDS if not findings[name].resolved]
@@ -213,7 +243,7 @@ class _Search:
             name for name in self.open if name in ORDERS and name not in self.ambiguous
         ]
         starts = self._products(start, together)
-        if len(starts) * seconds <= SEARCH_SECONDS:
+        if len(starts) * seconds <= self._seconds:
             ranked = sorted(starts, key=self.mean)[:2]
         else:
             # These fields have the largest effect on the best values of the others.
@@ -279,25 +309,41 @@ def _by_logits(
 
 
 class _ByText:
-    def __init__(self, tensors: MappedTensors, findings: Findings, text: TextObjective) -> None:
+    def __init__(
+        self, tensors: MappedTensors, findings: Findings, text: TextObjective, seconds: float
+    ) -> None:
         self._tensors, self._findings = tensors, findings
         self._text = _at_its_speed(tensors, findings, text)
-        self._search = _Search(tensors, findings, self._text)
+        self._search = _Search(tensors, findings, self._text, seconds)
+
+    @cached_property
+    def _found(self) -> Computation:
+        return self._search.best()
+
+    def quick_loss(self) -> float:
+        return self._search.mean(self._found)
 
     def resolution(self) -> Resolution:
         """Choose by the text. Raises OpenQuestions if the text does not decide; ConvertError if no
         variant predicts it, or if the model is not causal."""
         search, name_of_text = self._search, self._text.name
-        best = self._polish(self._conventional(search.best()))
+        best = self._polish(self._conventional(self._found))
         loss, chance = search.mean(best, "full"), self._text.unigram_nats()
         self._require_prediction(loss, chance)
         self._require_causal(best, loss)
+        objection = self._objection(best, loss)
+        if objection and search.ambiguous:
+            raise ConvertError(f"{self._tensors.where}: {objection}. {ANSWERS}")
         alternatives = {name: self._alternatives(best, name, loss) for name in search.open}
         origins, unclear = dict[str, str](), dict[str, str]()
         for name in search.ambiguous:
             near = [other for other in alternatives[name] if not other.clear]
             origins[name], differ = self._decision(best, name, near)
-            if differ:
+            if self._findings[name].resolved:
+                continue
+            if not self._findings[name].values[1:]:
+                unclear[name] = question(name, self._findings[name])
+            elif differ:
                 least = min(other.penalty for other in near)
                 unclear[name] = (
                     f"{question(name, self._findings[name])}: {getattr(best, name)} has "
@@ -312,10 +358,68 @@ class _ByText:
             )
         return Resolution(
             computation=best,
-            origins=_origins(self._findings, **origins),
-            verified=compared_with_chance(loss, chance, name_of_text),
+            origins=_origins(self._findings, **self._won(best), **origins),
+            verified=f"not verified: {objection}"
+            if objection
+            else compared_with_chance(loss, self._text),
             penalty=loss,
             alternatives=[other for others in alternatives.values() for other in others],
+            warning=self._warning(best),
+        )
+
+    def _won(self, best: Computation) -> dict[str, str]:
+        """The reason for unambiguous fields that differ from their convention."""
+        return {
+            name: f"the lowest loss on {self._text.name}, against the convention"
+            for name in self._search.open
+            if name not in self._search.ambiguous
+            and getattr(best, name) != self._findings[name].values[0]
+        }
+
+    def _objection(self, best: Computation, loss: float) -> str:
+        """The reason why the loss is no evidence for the variant; "" if it is. Pairs are the bar,
+        as a model that learned little may predict no better than triples; triples are, if the text
+        chose unusual values and the file states no loss."""
+        text, penalties = self._text, self._search.score(best, "full")
+        error = 0.0
+        if penalties is not None and len(penalties) > 1:
+            error = float(penalties.std()) / math.sqrt(min(len(penalties), text.distinct))
+        if text.stated is not None and loss > text.stated.limit:
+            return (
+                f"the best variant has {loss:.3f} nats per token on {text.name}, but the file "
+                f"states {text.stated.name} {text.stated.nats:.3f}: none that this project "
+                "computes is the source's, or the text is not like its training data"
+            )
+        unusual = self._unusual(best)
+        bar = text.triples if unusual and text.stated is None else text.pairs
+        if loss + MARGIN_ERRORS * error < bar:
+            return ""
+        chosen = f", with {', '.join(unusual)}," if unusual else ""
+        return (
+            f"the best variant{chosen} has {loss:.3f} nats per token on {text.name} (standard "
+            f"error {error:.3f}). Counted {'triples' if bar == text.triples else 'pairs'} of its "
+            f"tokens reach {bar:.3f}, and so do wrong variants: the loss decides nothing"
+        )
+
+    def _unusual(self, best: Computation) -> list[str]:
+        """The unusual values that the text chose."""
+        unusual = [
+            f"{name} {getattr(best, name)}"
+            for name in self._search.open
+            if getattr(best, name) == UNUSUAL.get(name)
+        ]
+        if "n_head" in self._search.open:
+            size = head_shape(self._tensors, best.n_head).head_dim
+            unusual += [f"n_head {best.n_head} ({size} channels each)"] * (size < FEWEST_CHANNELS)
+        return unusual
+
+    def _warning(self, best: Computation) -> str:
+        unusual = self._unusual(best)
+        if len(unusual) < 2:
+            return ""
+        return (
+            f"{self._text.name} chose {', '.join(unusual)}, which few models have together. "
+            "Compare with --code before you rely on it"
         )
 
     def _conventional(self, best: Computation) -> Computation:
@@ -387,7 +491,7 @@ class _ByText:
         return reason, apart > SAME_LOGITS
 
     def _distance(self, one: Computation, other: Computation) -> float:
-        ids = self._text.windows[:4, :-1]
+        ids = self._text.windows[:4, :-1].clamp(min=0)
         first, second = (
             logits_of(open_gpt(build(self._tensors, how)), ids, causal=how.causal)
             for how in (one, other)
@@ -412,7 +516,12 @@ def _at_its_speed(tensors: MappedTensors, findings: Findings, text: TextObjectiv
     return text.at_speed(max(1e-6, seconds / len(penalties)))
 
 
-def compared_with_chance(loss: float, chance: float, text_name: str) -> str:
-    """A sentence with a loss and that of the text's own token frequencies, which a model must
-    beat."""
-    return f"{loss:.4f} nats per token on {text_name} (its tokens' frequencies: {chance:.4f})"
+def compared_with_chance(loss: float, text: TextObjective) -> str:
+    """A sentence with a loss and those of the text's own frequencies, which a model must beat."""
+    stated = text.stated
+    agrees = "" if stated is None else f"; the file states {stated.name} {stated.nats:.4f}"
+    return (
+        f"{loss:.4f} nats per token on {text.name} (its tokens' frequencies: "
+        f"{text.unigram_nats():.4f}; counted pairs {text.pairs:.4f}, triples "
+        f"{text.triples:.4f}{agrees})"
+    )

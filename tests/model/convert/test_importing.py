@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from logitd.model.convert.check_text import read_check_text
 from logitd.model.convert.foreign import ConvertError, ForeignModel, ForeignTokenizer
-from logitd.model.convert.importing import _check_text, _fitted, import_model
+from logitd.model.convert.importing import _fitted, import_model
 from tests.model.factories import byte_tokenizer, tiny_config, tiny_gpt
 
 
@@ -49,5 +50,5 @@ def test_a_text_to_check_with_is_read_as_training_reads_it(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     vocabulary = ForeignTokenizer(tokenizer=byte_tokenizer())
-    found = _check_text(tmp_path / name, [tmp_path / name], vocabulary)
+    found = read_check_text(tmp_path / name, [tmp_path / name], vocabulary)
     assert (found.name, bytes(found.token_ids)) == (name, b"one\ntwo")

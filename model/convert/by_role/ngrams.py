@@ -1,0 +1,80 @@
+"""N-grams: the loss of counted pairs and triples of tokens on a text, as a bar for a model.
+
+Wrong variants of a trained model still use the frequencies of single tokens, and often a part of
+the pairs. The right one beats counts of pairs and triples, unless it learned little. So a variant
+that does not is no evidence for itself. `resolve.py` decides with these numbers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK_TOKENS = 64
+"""Length of the alternating parts of a text that are counted and predicted."""
+HELD_OUT = 4
+"""One block in this many is predicted from the counts of the others."""
+MOST_TOKENS = 500_000
+
+
+@dataclass(frozen=True, slots=True)
+class NgramNats:
+    """Nats per token of held-out parts of a text, predicted by counts of the other parts.
+
+    unigram  by the frequencies of tokens
+    bigram   by the token before
+    trigram  by the two tokens before
+    """
+
+    unigram: float
+    bigram: float
+    trigram: float
+
+    def at(self, position: int) -> float:
+        """The best prediction by counts after `position` + 1 tokens."""
+        pairs = min(self.unigram, self.bigram)
+        return pairs if position == 0 else min(pairs, self.trigram)
+
+    def over(self, length: int) -> float:
+        """The mean over a window of `length` predictions, the first after one token."""
+        return (self.at(0) + (length - 1) * self.at(1)) / length
+
+
+def ngram_nats(token_ids: Sequence[int], vocab_size: int) -> NgramNats:
+    """Estimate the n-grams of a text. Counts are interpolated with those of shorter contexts by
+    the rule of Witten and Bell (1991, method C): the shorter context has the weight of the number
+    of different tokens that followed the longer one."""
+    ids = np.asarray(token_ids[:MOST_TOKENS], dtype=np.int64)
+    predicted = np.arange(len(ids)) // BLOCK_TOKENS % HELD_OUT == HELD_OUT - 1
+    if not predicted.any():
+        predicted = np.arange(len(ids)) >= len(ids) * (HELD_OUT - 1) // HELD_OUT
+    predicted[:2] = False  # without two tokens before
+    contexts = np.zeros_like(ids)
+    shares = np.full(len(ids), 1.0 / vocab_size)
+    losses = []
+    for order in range(3):
+        if order:  # number the contexts that begin one token earlier
+            contexts = np.unique(contexts * vocab_size + np.roll(ids, order), return_inverse=True)[
+                1
+            ]
+        shares = _interpolated(contexts, ids, vocab_size, ~predicted, shares)
+        losses.append(float(-np.log(shares[predicted]).mean()) if predicted.any() else np.inf)
+    return NgramNats(*losses)
+
+
+def _interpolated(
+    contexts: NDArray[np.int64],
+    ids: NDArray[np.int64],
+    vocab_size: int,
+    counted: NDArray[np.bool_],
+    shorter: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """The probability of each token after its context, by the counts of the `counted` ones."""
+    keys, pairs = np.unique(contexts * vocab_size + ids, return_inverse=True)
+    together = np.bincount(pairs[counted], minlength=len(keys))
+    total = np.bincount(contexts[counted], minlength=int(contexts.max()) + 1)
+    different = np.bincount(keys[together > 0] // vocab_size, minlength=len(total))
+    weight = (total + different)[contexts]
+    mixed = together[pairs] + different[contexts] * shorter
+    return np.where(weight > 0, mixed / np.maximum(weight, 1), shorter)
