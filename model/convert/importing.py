@@ -44,9 +44,16 @@ from logitd.model.convert.hf.config import FAMILIES, read_huggingface
 from logitd.model.convert.hf.folder import CONFIG, PICKLE, WEIGHTS
 from logitd.model.convert.layouts import MATRICES
 from logitd.model.convert.litgpt import read_litgpt
+from logitd.model.convert.llama2c import read_llama2c
 from logitd.model.convert.nanogpt import read_nanogpt
 from logitd.model.convert.source_file import object_beside
-from logitd.model.convert.state_file import LOOKED_FOR, SUFFIXES, find_state_file, read_state_file
+from logitd.model.convert.state_file import (
+    LOOKED_FOR,
+    SUFFIXES,
+    find_state_file,
+    holds_weights,
+    read_state_file,
+)
 from logitd.model.convert.unknown_settings import question, still_unknown
 from logitd.model.convert.vocabulary.choose import choose_vocabulary
 from logitd.model.dtypes import DTypeName
@@ -188,7 +195,7 @@ def importable(source: Path) -> bool:
         return False
     if any((source / name).is_file() for name in (litgpt.WEIGHTS, NANOGPT, CONFIG)):
         return True
-    return any(path.suffix in LOOKED_FOR for path in source.iterdir())
+    return any(holds_weights(path) for path in source.iterdir())
 
 
 def fingerprint(source: Path) -> str:
@@ -250,7 +257,8 @@ def _read_published(
     """Read a model whose format determines the computation. None if it has another format; with
     `by_role_else` also if it is of a Hugging Face family without a reader."""
     if source.is_file():
-        return read_nanogpt(source) or nanochat.read_nanochat(source, context_length)
+        own = read_llama2c(source) or read_nanogpt(source)
+        return own or nanochat.read_nanochat(source, context_length)
     if (source / litgpt.WEIGHTS).is_file():
         return read_litgpt(source)
     if (source / NANOGPT).is_file() and (model := read_nanogpt(source / NANOGPT)) is not None:

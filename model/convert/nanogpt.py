@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from logitd.model.convert.containers import container_of
 from logitd.model.convert.foreign import ForeignModel, Settings, StateDictReader, naming
 from logitd.model.convert.layouts import NANOGPT, read_sizes, read_weights, tie_if_equal
 from logitd.model.convert.pt_file import read_pt, without_tensors
@@ -22,7 +23,7 @@ from logitd.model.transformer.config import gpt2_shape
 def read_nanogpt(path: Path) -> ForeignModel | None:
     """Read a file of nanoGPT's train.py; None if its keys or names are not nanoGPT's. Raises
     ConvertError."""
-    if path.suffix == ".safetensors":
+    if container_of(path) != "torch":
         return None
     checkpoint = read_pt(path, keep="model.state_dict()")
     state, arguments = checkpoint.get("model"), checkpoint.get("model_args")

@@ -16,15 +16,22 @@ from torch import Tensor
 
 from logitd.model.convert.by_role.names import WRAPPERS
 from logitd.model.convert.by_role.stated_loss import StatedLoss, stated_loss
+from logitd.model.convert.containers import container_of, read_json_weights, read_npz
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.pt_file import read_pt, without_tensors
-from logitd.model.convert.source_file import require_source, source_json
+from logitd.model.convert.source_file import source_json
 from logitd.model.convert.unknown_settings import unknown_settings
 
-LOOKED_FOR = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+LOOKED_FOR = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".npz")
 """Suffixes by which files of weights are found in a folder."""
-SUFFIXES = (*LOOKED_FOR, ".pkl", ".tar", ".model")
+SUFFIXES = (*LOOKED_FOR, ".pkl", ".pickle", ".json", ".tar", ".model")
 """Suffixes of files that may be given as the source."""
+
+_BESIDE_WEIGHTS = re.compile(
+    r"(training_args|optim(izer)?|sched(uler)?|scaler|rng_state|random_states|.*tokenizer).*"
+)
+"""Names of files with such suffixes that hold no weights: the Trainer of Hugging Face writes
+them."""
 
 STATES = (
     "model", "model_state", "model_state_dict", "state_dict", "net", "network", "weights", "module",
@@ -65,7 +72,7 @@ def read_state_file(path: Path, *, state: str | None = None) -> StateFile:
     Raises ConvertError."""
     whole = loaded = read_tensors(path)
     key, contents = "", dict[str, Any]()
-    if path.suffix != ".safetensors":
+    if container_of(path) != "safetensors":
         key, loaded = _state_dict(path, whole, state)
         contents = without_tensors(whole) if key else {}
     where = f"{path} ({key})" if key else str(path)
@@ -85,7 +92,9 @@ def read_state_file(path: Path, *, state: str | None = None) -> StateFile:
 def find_state_file(folder: Path) -> Path:
     """Find the only file of weights in a folder or in the folders below it. Raises ConvertError."""
     for files in (folder.iterdir(), folder.glob("*/*"), folder.glob("*/*/*")):
-        candidates = sorted(p for p in files if p.suffix in LOOKED_FOR and p.is_file())
+        candidates = sorted(p for p in files if holds_weights(p))
+        # Arrays of NumPy next to torch's weights are data.
+        candidates = [p for p in candidates if p.suffix != ".npz"] or candidates
         if len(candidates) == 1:
             return candidates[0]
         if candidates:
@@ -99,11 +108,21 @@ def find_state_file(folder: Path) -> Path:
     )
 
 
+def holds_weights(path: Path) -> bool:
+    """True if a file may hold weights, by its name."""
+    named = path.suffix in LOOKED_FOR and _BESIDE_WEIGHTS.fullmatch(path.name.lower()) is None
+    return named and path.is_file()
+
+
 def read_tensors(path: Path) -> Mapping[Any, Any]:
     """Read the dictionary in a file of weights. Raises ConvertError."""
-    if path.suffix != ".safetensors":
-        return read_pt(path, keep="model.state_dict()")
-    require_source(path)
+    match container_of(path):
+        case "npz":
+            return read_npz(path)
+        case "json":
+            return read_json_weights(path)
+        case "torch" | "llama2.c":
+            return read_pt(path, keep="model.state_dict()")
     try:
         with safe_open(path, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118

@@ -9,7 +9,7 @@ tensors. In names, `{N}` is the number of the layer and `{M}` that of the head.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from logitd.model.convert.by_role import names as words
@@ -54,12 +54,13 @@ def modules_of(shapes: Mapping[str, Shape]) -> list[Module]:
     """The modules, in the file's order."""
     weights: dict[tuple[str, ...], tuple[str, Shape]] = {}
     biases: dict[tuple[str, ...], str] = {}
+    paths = set(map(module_name, shapes))
     for name, shape in shapes.items():
         path, last = module_name(name), name.rpartition(".")[2].lower()
-        bare = re.fullmatch(r"b(?:ias)?_(.+)", last)
+        bare = re.fullmatch(r"(b|bias|beta)_?(.+)", path[-1].lower()) if path else None
         if last in words.NORM_BIASES or last.endswith("_bias"):
             biases[path] = name
-        elif bare and (twin := _twin(bare[1], path, shapes)) is not None:
+        elif bare and (twin := _twin(bare[1], bare[2], path, paths)) is not None:
             biases[twin] = name
         else:
             weights[path] = name, shape
@@ -70,11 +71,16 @@ def modules_of(shapes: Mapping[str, Shape]) -> list[Module]:
     return modules + [Module(path, name, ()) for path, name in biases.items()]
 
 
-def _twin(word: str, path: tuple[str, ...], shapes: Mapping[str, Shape]) -> tuple[str, ...] | None:
-    for last in (f"W_{word.upper()}", f"W_{word}", f"w_{word}", f"W{word}", f"w{word}"):
-        candidate = (*path[:-1], last)
-        if ".".join(candidate) in shapes:
-            return candidate
+def _twin(
+    kind: str, word: str, path: tuple[str, ...], paths: Collection[tuple[str, ...]]
+) -> tuple[str, ...] | None:
+    """The path of the weight of a bias that is a bare parameter: `W_q` of `b_q`, `gamma1` of
+    `beta1`."""
+    starts = ("gamma", "g") if kind == "beta" else ("W", "w", "weight")
+    for last in (f"{start}{join}{word}" for start in starts for join in ("_", "")):
+        for spelt in (last, f"{last[:2]}{last[2:].upper()}", last.upper()):
+            if (candidate := (*path[:-1], spelt)) in paths:
+                return candidate
     return None
 
 
@@ -82,6 +88,8 @@ def module_name(name: str) -> tuple[str, ...]:
     """The parts of a tensor's name that form its module's name. A bare parameter is a module of its
     own."""
     parts = name.split(".")
+    if joined := re.fullmatch(r"(.*\{N\})_(.+)", parts[-1]):  # `block_{N}_Wq`
+        parts[-1:] = joined.groups()
     last = parts[-1].lower()
     if last in words.NORM_WEIGHTS or last in words.NORM_BIASES:
         return tuple(parts[:-1])
@@ -244,6 +252,8 @@ def _first_number(name: str) -> tuple[str, int, str] | None:
         if by_hand := words.LAYER_PARTS.fullmatch(part.lower()):
             before = "".join(f"{p}." for p in parts[:index]) + part[: -len(by_hand[2])]
             return before, int(by_hand[2]), "".join(f".{p}" for p in parts[index + 1 :])
+    if joined := words.JOINED_LAYER.fullmatch(name):
+        return joined[1], int(joined[2]), joined[3]
     return None
 
 

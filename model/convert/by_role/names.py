@@ -13,11 +13,13 @@ SeparateRole = Literal["query", "key", "value"]
 WRAPPERS = ("_orig_mod", "module")
 """Prefixes that torch.compile and DistributedDataParallel add to every name."""
 
-LAYER_PARTS = re.compile(r"(blocks?|layers?|decoders?|blk|h|transformer_?blocks?)_?(\d+)")
+LAYER_PARTS = re.compile(r"(blocks?|layers?|decoders?|blk|h|attn|transformer_?blocks?)_?(\d+)")
 """Names of layers that were written as separate attributes, such as `block_0` and `layer3`."""
+JOINED_LAYER = re.compile(r"((?:blocks?|layers?|blk|h|transformer_?blocks?)_?)(\d+)(_.+)")
+"""The same as the beginning of a bare parameter's name, such as `block_0_Wq`."""
 
 TOKEN_EMBEDDING = re.compile(
-    r"(?<!pos_)(?<!position_)(wte|w_e|tok|token|word|vocab|embed|embedding|embeddings|emb|tokens)"
+    r"(?<!pos_)(?<!position_)(wte|w_?e|e|tok|token|word|vocab|embed|embedding|embeddings|emb|tokens)"
     r"(_?(emb|embed|embedding|embeddings|embedder|tokens?|table|matrix|layer))*"
 )
 POSITIONS = re.compile(r"wpe|pos|w_pos|pe|.*(pos|position|positional|positions)(_.*|$)|posi.*")
@@ -44,7 +46,7 @@ HEADS = re.compile(r"(.*_)?heads?(_list)?|attns|attentions")
 def _projection(words: str) -> re.Pattern[str]:
     """A pattern for one of the words with the usual affixes: `q`, `W_q`, `to_q`, `q_proj`."""
     return re.compile(
-        rf"(w|to|in|fc|lin|linear|proj)?_?({words})"
+        rf"((self_?)?att(n|ention)?_)?(w|to|in|fc|lin|linear|proj|get|compute|make)?_?({words})"
         r"(_?(w|proj|projection|lin|linear|layer|net|map|matrix|transform))?"
     )
 
@@ -56,7 +58,7 @@ PROJECTIONS: Mapping[SeparateRole, re.Pattern[str]] = {
 }
 FUSED = re.compile(
     r"c_attn|(w|to|in|fc|lin|linear|proj|attn)?_?(qkv|kqv|query_key_value)(s|_?(proj|projection|lin|linear|layer|"
-    r"net|map|w|matrix))?|in_proj"
+    r"net|map|w|matrix))?|in(put)?_?proj(ection)?"
 )
 ATTENTION_OUT = re.compile(
     r"(w|to|fc|c|out|attn|att|lin|linear)?_?(o|out|output|proj|projection|dense|unify_?heads|"
@@ -64,11 +66,11 @@ ATTENTION_OUT = re.compile(
 )
 
 MLP_UP = re.compile(
-    r"c_fc|(fc|linear|lin|w|dense|layer|l)_?(1|in|up)|up(_?proj)?|w_?up|w_?in|in(_?proj)?|expand|"
+    r"((mlp|ffn?)_)?c_fc|((mlp|ffn?)_)?(fc|linear|lin|w|dense|layer|l)_?(1|in|up)|up(_?proj)?|w_?up|w_?in|in(_?proj)?|expand|"
     r"(first|up|input)_?(linear|layer|proj|projection|fc).*|dense_h_to_4h|0|wi|proj_up|key"
 )
 MLP_DOWN = re.compile(
-    r"c_proj|(fc|linear|lin|w|dense|layer|l)_?(2|out|down)|down(_?proj)?|w_?down|w_?out|"
+    r"c_proj|((mlp|ffn?)_)?(fc|linear|lin|w|dense|layer|l)_?(2|out|down)|down(_?proj)?|w_?down|w_?out|"
     r"out(_?proj)?|(second|down|output)_?(linear|layer|proj|projection|fc).*|dense_4h_to_h|wo|proj|"
     r"projection|proj_down|shrink|value"
 )

@@ -15,9 +15,10 @@ INDEX = ".index.json"
 """Suffix that turns the name of the single file into that of the list of shards."""
 
 
-def open_state_dict(folder: Path) -> StateDictReader:
-    """The tensors of a folder. Raises ConvertError."""
-    for name in (WEIGHTS, PICKLE):
+def open_state_dict(folder: Path, named: str = WEIGHTS) -> StateDictReader:
+    """The tensors of a folder; those in the file `named`, if there are several. Raises
+    ConvertError."""
+    for name in (named, WEIGHTS, PICKLE):
         index = folder / f"{name}{INDEX}"
         if (folder / name).is_file():
             tensors = named_tensors(str(folder / name), read_tensors(folder / name))
