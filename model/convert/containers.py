@@ -167,4 +167,3 @@ def _as_state(values: Mapping[str, Any]) -> dict[str, Any]:
         tensors = {name.partition(".")[2]: value for name, value in tensors.items()}
     others = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
     return {"weights": tensors, **others}
-

@@ -63,6 +63,12 @@ from logitd.model.transformer.config import GPTConfig, padded
 NANOGPT = "ckpt.pt"
 PUBLISHED_FILES = (litgpt.WEIGHTS, CONFIG, WEIGHTS, PICKLE)
 """Files that mean their folder if they are given as the source."""
+OPENAI_GPT: Mapping[str, Any] = {
+    "norm_position": "post",
+    "final_norm": False,
+    "activation": "gelu_tanh",
+    "score_scale": "head_dim",
+}
 FINGERPRINT_BYTES = 2**20
 
 DAMAGE = (
@@ -236,26 +242,39 @@ def _open(
 ) -> tuple[ForeignModel | Recognised, Path]:
     """Open the model at a path. It is already read if its format determines the computation. Also
     returns the folder of its tokenizer."""
-    if source.is_file() and source.name in PUBLISHED_FILES:
-        source = source.parent
     if not source.exists():
         raise ConvertError(f"{source} does not exist")
+    named = source
+    if source.is_file() and source.name in PUBLISHED_FILES:
+        source = source.parent
+    if not roles.given and source.is_dir():
+        roles = replace(roles, answers=_family_answers(source))
     if not roles.given:
-        published = _read_published(source, context_length, by_role_else=checked)
+        weights = named.name if named.is_file() else WEIGHTS
+        published = _read_published(source, context_length, weights, by_role_else=checked)
         if published is not None:
             return published, source if source.is_dir() else source.parent
     if source.is_dir() and _is_own(source):
         raise ConvertError(f"{source} is already a checkpoint or run of logitd: serve it directly")
-    path = find_state_file(source) if source.is_dir() else source
+    path = find_state_file(source) if named.is_dir() or named.name == CONFIG else named
     state = roles.map_file.state if roles.map_file is not None else None
     return recognise_file(read_state_file(path, state=state), roles, context_length), path.parent
 
 
+def _family_answers(folder: Path) -> Mapping[str, Any]:
+    """The computation of a Hugging Face family that has no reader, but usual tensors: GPT-1. Its
+    configuration names the tanh approximation of GELU "gelu"."""
+    document = object_beside(folder, CONFIG)
+    known = document.get("model_type") == "openai-gpt" and document.get("afn") in ("gelu", None)
+    return OPENAI_GPT if known else {}
+
+
 def _read_published(
-    source: Path, context_length: int | None, *, by_role_else: bool
+    source: Path, context_length: int | None, weights: str, *, by_role_else: bool
 ) -> ForeignModel | None:
-    """Read a model whose format determines the computation. None if it has another format; with
-    `by_role_else` also if it is of a Hugging Face family without a reader."""
+    """Read a model whose format determines the computation. `weights` is the file to prefer. None
+    if it has another format; with `by_role_else` also if it is of a Hugging Face family without a
+    reader."""
     if source.is_file():
         own = read_llama2c(source) or read_nanogpt(source)
         return own or nanochat.read_nanochat(source, context_length)
@@ -268,7 +287,7 @@ def _read_published(
     document = object_beside(source, CONFIG)
     known = document.get("model_type") in FAMILIES or not by_role_else
     if "model_type" in document and "format_version" not in document and known:
-        return read_huggingface(source)
+        return read_huggingface(source, named=weights)
     return None
 
 

@@ -164,8 +164,8 @@ def _read_header(path: Path) -> _Header | None:
                 f"{path} is a llama2.c file of version {version}; 0 and 1 can be read, version 2 "
                 "is quantized: export it with --version 1"
             )
-        numbers = HEADER.unpack_from(head, 8)
-        header = _Header(1, *numbers, shared=bool(head[8 + HEADER.size]))
+        numbers: tuple[int, ...] = HEADER.unpack_from(head, 8)
+        header = _header(1, numbers, shared=bool(head[8 + HEADER.size]))
         if not header.plausible or header.file_bytes() != size:
             raise ConvertError(
                 f"{path} has {size:,} bytes, but its header {numbers} needs "
@@ -175,10 +175,15 @@ def _read_header(path: Path) -> _Header | None:
         return header
     if len(head) < FIRST_VERSION_BYTES or head[:2] in (b"PK", b"\x80\x02"):
         return None
-    *numbers, vocab, context = HEADER.unpack_from(head)
+    numbers = HEADER.unpack_from(head)
     # A negative vocabulary means that the head is not the embedding.
-    header = _Header(0, *numbers, abs(vocab), context, shared=vocab > 0)
+    header = _header(0, (*numbers[:5], abs(numbers[5]), numbers[6]), shared=numbers[5] > 0)
     return header if header.plausible and header.file_bytes() == size else None
+
+
+def _header(version: int, numbers: tuple[int, ...], *, shared: bool) -> _Header:
+    width, hidden, layers, heads, kv_heads, vocab, context = numbers
+    return _Header(version, width, hidden, layers, heads, kv_heads, vocab, context, shared)
 
 
 def _tensors(path: Path, header: _Header) -> Iterator[tuple[str, Tensor]]:

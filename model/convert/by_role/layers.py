@@ -57,7 +57,7 @@ def modules_of(shapes: Mapping[str, Shape]) -> list[Module]:
     paths = set(map(module_name, shapes))
     for name, shape in shapes.items():
         path, last = module_name(name), name.rpartition(".")[2].lower()
-        bare = re.fullmatch(r"(b|bias|beta)_?(.+)", path[-1].lower()) if path else None
+        bare = re.fullmatch(r"(beta|bias|b)_?(.+)", path[-1].lower()) if path else None
         if last in words.NORM_BIASES or last.endswith("_bias"):
             biases[path] = name
         elif bare and (twin := _twin(bare[1], bare[2], path, paths)) is not None:

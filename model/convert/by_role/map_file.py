@@ -1,7 +1,7 @@
 """Map files: a `TensorMap` and a `Computation` in TOML, for models that cannot be recognised.
 
 If `logitd import` cannot recognise a model, it writes a draft. The user completes it and passes it
-with `--map`.
+with `--map`. Roles that a map leaves out are recognised by names and shapes.
 
     state = "model_state"             # key of the state dict; omit it if the file is one
 
@@ -20,8 +20,9 @@ with `--map`.
 
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -38,8 +39,11 @@ from torch import Tensor
 
 from logitd.model.convert.by_role.computation import Computation
 from logitd.model.convert.by_role.questions import FIELDS, Findings
+from logitd.model.convert.by_role.recognise import recognise
 from logitd.model.convert.by_role.tensor_map import (
+    IDENTITY,
     LAYER_ROLES,
+    OUTER_ROLES,
     SEPARATE,
     Part,
     Role,
@@ -156,10 +160,8 @@ def tensor_map(file: MapFile, tensors: Mapping[str, Tensor], ignored: Iterable[s
     attention = () if "qkv" in weights else SEPARATE
     up = "mlp_gate_up" if "mlp_gate_up" in weights else "mlp_up"
     needed = ("token_embedding", "attention_norm", *attention, "mlp_norm", up)
-    if file.names and (missing := [role for role in needed if role not in weights]):
-        raise ConvertError(
-            f"{file.path}: [tensors] lacks {missing[0]}.weight; every GPT has {', '.join(needed)}"
-        )
+    if file.names and any(role not in weights for role in needed):
+        return _completed(file, tensors)
     layers = _numbers(file, tensors, "{N}")
     named = set(file.names.values())
     unnamed = [name for name in ignored if name not in named]
@@ -171,6 +173,80 @@ def tensor_map(file: MapFile, tensors: Mapping[str, Tensor], ignored: Iterable[s
         ignored=tuple(dict.fromkeys([*unnamed, *glob(file.ignore, list(tensors))])),
         transposed=file.transposed,
     )
+
+
+_USUAL: Mapping[Role, str] = {
+    "token_embedding": "token_embedding",
+    "positions": "position_embedding",
+    "final_norm": "final_norm",
+    "head": "lm_head",
+    "attention_norm": "attn_norm",
+    "query": "attn.query",
+    "key": "attn.key",
+    "value": "attn.value",
+    "qkv": "attn.qkv",
+    "query_norm": "attn.q_norm",
+    "key_norm": "attn.k_norm",
+    "attention_out": "attn.out_proj",
+    "mlp_norm": "mlp_norm",
+    "mlp_gate": "mlp.gate_proj",
+    "mlp_up": "mlp.up_proj",
+    "mlp_gate_up": "mlp.gate_up",
+    "mlp_down": "mlp.down_proj",
+}
+"""A name by which each role is recognised."""
+
+
+def _completed(file: MapFile, tensors: Mapping[str, Tensor]) -> TensorMap:
+    """The TensorMap of a file that names only some roles: recognised with usual names in place of
+    those in the file. Raises ConvertError."""
+    where = str(file.path)
+    ignored = glob(file.ignore, list(tensors))
+    kept = {name: tensor for name, tensor in tensors.items() if name not in ignored}
+    given = {key: name for key, name in file.names.items() if name != IDENTITY}
+    usual = {_usual_name(key, name): name for key, name in given.items()}
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in kept.items():
+        matches = (
+            _numbered(_usual_name(key, pattern), match.groupdict())
+            for key, pattern in given.items()
+            if (match := _pattern(pattern).fullmatch(name)) is not None
+        )
+        renamed[next(matches, name)] = tensor
+    for pattern in given.values():
+        if not any(_pattern(pattern).fullmatch(name) for name in kept):
+            raise ConvertError(f"{where}: no tensor has the name {pattern!r}")
+    mapped = recognise(where, renamed)
+    names = {key: usual.get(name, name) for key, name in mapped.names.items()} | dict(file.names)
+    return replace(
+        mapped,
+        names=names,
+        ignored=(*mapped.ignored, *ignored),
+        transposed=mapped.transposed | file.transposed,
+    )
+
+
+def _usual_name(key: tuple[Role, Part], pattern: str) -> str:
+    """The usual name of a role in the place of a pattern's own: in the same list of layers."""
+    role, part = key
+    before = pattern.partition("{N}")[0] + "{N}." if "{N}" in pattern else ""
+    name = _USUAL[role]
+    if "{M}" in pattern:
+        name = name.replace("attn.", "attn.heads.{M}.")
+    return f"{before}{name}.{part}"
+
+
+def _numbered(name: str, numbers: Mapping[str, str]) -> str:
+    for mark, number in numbers.items():
+        name = name.replace(f"{{{mark}}}", number)
+    return name
+
+
+def _pattern(pattern: str) -> re.Pattern[str]:
+    """The expression of a name, with the numbers of layer and head as groups N and M."""
+    expression = re.escape(pattern).replace(r"\{N\}", r"(?P<N>\d+)", 1)
+    expression = expression.replace(r"\{N\}", r"(?P=N)").replace(r"\{M\}", r"(?P<M>\d+)", 1)
+    return re.compile(expression)
 
 
 def _numbers(file: MapFile, tensors: Mapping[str, Tensor], mark: str) -> set[int]:
@@ -190,6 +266,30 @@ def _numbers(file: MapFile, tensors: Mapping[str, Tensor], mark: str) -> set[int
             )
         numbers |= matches
     return numbers
+
+
+def partial_draft(
+    state: str | None, known: Mapping[tuple[Role, Part], str], tensors: Mapping[str, Tensor]
+) -> str:
+    """A draft of a map file with the roles that are known. Other tensors are lines to complete."""
+    lines = [
+        "# Roles of tensors, as far as they were recognised. Put a role in place of each ROLE that",
+        "# follows and remove its #; the others are recognised when they can be. Roles are:",
+        f"# {', '.join((*OUTER_ROLES, *LAYER_ROLES))}",
+    ]
+    lines += [f'state = "{state}"'] if state else []
+    lines += ["", "[tensors]"]
+    lines += [f'{role}.{part} = "{name}"' for (role, part), name in known.items()]
+    patterns = {name: re.sub(r"\d+", "{N}", name, count=1) for name in tensors}
+    numbered = Counter(patterns.values())
+    taken = set(known.values())
+    for name, pattern in patterns.items():
+        shown = pattern if numbered[pattern] > 1 else name
+        if taken.isdisjoint((name, pattern)):
+            part = "bias" if shown.rpartition(".")[2] == "bias" else "weight"
+            lines.append(f'# ROLE.{part} = "{shown}"  # {list(tensors[name].shape)}')
+            taken.add(pattern if shown == pattern else name)
+    return "\n".join([*lines, "", "[files]", '# ignore = ["*.mask"]']) + "\n"
 
 
 def draft(state: str | None, mapped: TensorMap, findings: Findings) -> str:

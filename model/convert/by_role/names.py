@@ -25,7 +25,7 @@ TOKEN_EMBEDDING = re.compile(
 POSITIONS = re.compile(r"wpe|pos|w_pos|pe|.*(pos|position|positional|positions)(_.*|$)|posi.*")
 HEAD = re.compile(
     r"lm_?head|head|(out|output|vocab|final|to|fc|linear|logits?|un|pred.*|prediction)_?"
-    r"(head|proj|projection|layer|linear|logits|out|vocab|emb|embed|embedding)?|w_u|"
+    r"(head|proj|projection|layer|linear|logits|out|vocab|emb|embed|embedding)?|w_u|[wb]_?lm|"
     r"(language_)?model(ing|l?ing)?_head|classifier|decoder|generator|fc|proj(ection)?"
 )
 FINAL_NORM = re.compile(

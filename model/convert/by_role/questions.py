@@ -249,6 +249,13 @@ def _positions(file: _File) -> Finding:
         return Finding(("learned",), f"{file.tensors.map.name('positions')} is added")
     if file.tables:
         return Finding(("rotary",), f"{file.tables[0].name} is a rotary table")
+    for name, value in file.settings.items():
+        if "alibi" in str(value).lower() or ("alibi" in name.lower() and value is True):
+            raise ConvertError(
+                f"{file.tensors.where}: {name} is {value!r}: ALiBi's biases of attention by "
+                "distance, which no GPTConfig expresses; --code FILE:NAME --run-code serves the "
+                "owner's class"
+            )
     if (said := setting(file.settings, "rope_theta")) is not None:
         return Finding(("rotary",), f"{said[1]} of its settings")
     options = ("rotary", "sinusoidal", "sinusoidal_halves", "none")

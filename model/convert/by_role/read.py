@@ -14,7 +14,13 @@ from typing import Any
 import torch
 
 from logitd.model.convert.by_role.build import build, query_rows
-from logitd.model.convert.by_role.map_file import MapFile, check_answers, draft, tensor_map
+from logitd.model.convert.by_role.map_file import (
+    MapFile,
+    check_answers,
+    draft,
+    partial_draft,
+    tensor_map,
+)
 from logitd.model.convert.by_role.objective import CheckText, Objective, text_objectives
 from logitd.model.convert.by_role.owner_code import OwnerCode, owner_logits, parse_owner_code
 from logitd.model.convert.by_role.questions import (
@@ -27,7 +33,7 @@ from logitd.model.convert.by_role.questions import (
     is_number,
     setting,
 )
-from logitd.model.convert.by_role.recognise import is_buffer, recognise
+from logitd.model.convert.by_role.recognise import NotRecognised, is_buffer, recognise
 from logitd.model.convert.by_role.resolve import (
     Alternative,
     OpenQuestions,
@@ -35,8 +41,15 @@ from logitd.model.convert.by_role.resolve import (
     answer,
     resolve,
 )
-from logitd.model.convert.by_role.tensor_map import IDENTITY, MappedTensors, TensorMap, check
-from logitd.model.convert.foreign import ForeignModel, naming
+from logitd.model.convert.by_role.tensor_map import (
+    IDENTITY,
+    MappedTensors,
+    Part,
+    Role,
+    TensorMap,
+    check,
+)
+from logitd.model.convert.foreign import ConvertError, ForeignModel, naming
 from logitd.model.convert.state_file import StateFile
 from logitd.model.files import write_whole
 from logitd.model.transformer.config import GPTConfig
@@ -105,8 +118,7 @@ def recognise_file(
     """Find the roles of a file's tensors and the evidence for the computation. `context_length` is
     used if the file does not contain one. Raises ConvertError."""
     code = None if options.code is None else parse_owner_code(options.code)
-    mapped = _tensor_map(file, options.map_file)
-    check(file.where, file.tensors, mapped)
+    mapped = _checked_map(file, options)
     tensors = MappedTensors(file.where, file.tensors, mapped)
     findings = find(tensors, {name: file.tensors[name] for name in mapped.ignored}, file.settings)
     if (given := options.map_file) is not None:
@@ -117,6 +129,23 @@ def recognise_file(
     ignored = {name: file.tensors[name] for name in mapped.ignored}
     check_rotary_width(file.where, ignored, findings, query_rows(tensors)[0])
     return Recognised(file, tensors, findings, code, options.draft)
+
+
+def _checked_map(file: StateFile, options: RoleOptions) -> TensorMap:
+    """The roles of all tensors. Raises ConvertError, and writes a draft with the known roles."""
+    known: Mapping[tuple[Role, Part], str] = {}
+    try:
+        mapped = _tensor_map(file, options.map_file)
+        known = mapped.names
+        check(file.where, file.tensors, mapped)
+    except ConvertError as error:
+        known = error.known if isinstance(error, NotRecognised) else known
+        if options.draft is None or options.map_file is not None:
+            raise
+        shown = {n: t for n, t in file.tensors.items() if not is_buffer(n, t)}
+        hint = _write_draft(options.draft, partial_draft(file.state, known, shown))
+        raise ConvertError(f"{error}. {hint}") from error
+    return mapped
 
 
 def _tensor_map(file: StateFile, given: MapFile | None) -> TensorMap:

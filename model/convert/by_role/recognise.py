@@ -47,19 +47,31 @@ SQUARE: tuple[Role, ...] = (*READS_STREAM[:-1], "attention_out", "mlp_down")
 """Matrices of a layer, which may be square."""
 
 
+class NotRecognised(ConvertError):
+    """A role that a GPT needs has no tensor. `known` are the roles that were found."""
+
+    def __init__(self, message: str, known: Mapping[tuple[Role, Part], str]) -> None:
+        super().__init__(message)
+        self.known = known
+
+
 def recognise(where: str, tensors: Mapping[str, Tensor]) -> TensorMap:
-    """Find the roles of a state dict's tensors. Raises ConvertError if parts of a GPT are
+    """Find the roles of a state dict's tensors. Raises NotRecognised if parts of a GPT are
     missing."""
     ignored = tuple(name for name, tensor in tensors.items() if is_buffer(name, tensor))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in ignored}
-    layers = find_layers(where, shapes)
-    outside, width = _outer_roles(where, modules_of(layers.outside), layers.matrices)
-    inside = _layer_roles(where, modules_of(layers.inside), width)
+    names: Names = {}
+    try:
+        layers = find_layers(where, shapes)
+        width = _outer_roles(where, modules_of(layers.outside), layers.matrices, names)
+        _layer_roles(where, modules_of(layers.inside), width, names)
+    except ConvertError as error:
+        raise NotRecognised(str(error), _in_order(names)) from error
     mapped = TensorMap(
         n_layer=layers.count,
         first_layer=layers.first,
         n_head=layers.heads,
-        names=_in_order(outside | inside),
+        names=_in_order(names),
         ignored=ignored,
     )
     return _oriented(mapped, tensors, width)
@@ -103,8 +115,8 @@ def _listed(modules: Iterable[Module]) -> str:
 
 
 def _outer_roles(
-    where: str, modules: Sequence[Module], matrices: Sequence[Shape]
-) -> tuple[Names, int]:
+    where: str, modules: Sequence[Module], matrices: Sequence[Shape], names: Names
+) -> int:
     """Find token embedding, positions, final norm and head, and the width of the residual stream.
     `matrices` are the shapes of the matrices in a layer. Raises ConvertError if there is no
     embedding."""
@@ -120,7 +132,7 @@ def _outer_roles(
             f"{_listed(modules) or 'no tensors'}. Name it with --map"
         )
     rows, width = embedding.table
-    names: Names = {("token_embedding", "weight"): embedding.weight}
+    names["token_embedding", "weight"] = embedding.weight
     head = _choose_head(tables, embedding)
     if not positions:  # use a table whose name does not show its role
         positions = [m for m in tables if m not in (embedding, head) and m.shape[-1] == width]
@@ -133,7 +145,7 @@ def _outer_roles(
     biases = [m for m in modules if m.shape == (rows,) and rows != width]
     if biases and ("head", "bias") not in names:  # stored as a separate parameter
         names["head", "bias"] = biases[0].weight
-    return names, width
+    return width
 
 
 def _choose_embedding(tables: Sequence[Module]) -> Module | None:
@@ -168,10 +180,9 @@ def _choose_final_norm(modules: Sequence[Module], width: int) -> Module | None:
     return norms[0] if len(norms) == 1 else None
 
 
-def _layer_roles(where: str, modules: Sequence[Module], width: int) -> Names:
+def _layer_roles(where: str, modules: Sequence[Module], width: int, names: Names) -> None:
     """Find the roles of a layer's tensors. Raises ConvertError if attention or the feed-forward is
     incomplete."""
-    names: Names = {}
     rest, home = list(modules), _home_of_attention(modules)
     norms: dict[Role, re.Pattern[str]] = {
         "query_norm": words.QUERY_NORM,
@@ -186,10 +197,11 @@ def _layer_roles(where: str, modules: Sequence[Module], width: int) -> Names:
         if role is not None and (role, "weight") not in names:
             _give(names, role, module)
             rest.remove(module)
-    if ("qkv", "weight") not in names and any((role, "weight") not in names for role in SEPARATE):
+    missing = [role for role in SEPARATE if (role, "weight") not in names]
+    if ("qkv", "weight") not in names and missing:
         raise ConvertError(
-            f"{where}: a layer has no query, key and value; its tensors are {_listed(modules)}. "
-            "Name them with --map"
+            f"{where}: a layer has no tensor for {', '.join(missing)}; without a role are "
+            f"{_listed(rest)}. Name them with --map"
         )
     # The remaining matrices are attention's output and the feed-forward.
     matrices = [m for m in rest if len(m.shape) >= 2 and width in m.shape]
@@ -200,7 +212,6 @@ def _layer_roles(where: str, modules: Sequence[Module], width: int) -> Names:
         _give(names, "attention_out", out)
     _feed_forward_roles(where, feed_forward, names)
     _norm_roles([m for m in rest if m.shape == (width,)], home, names)
-    return names
 
 
 def _home_of_attention(modules: Sequence[Module]) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from logitd.model.convert.foreign import (
     StateDictReader,
     naming,
 )
-from logitd.model.convert.hf.folder import CONFIG, open_state_dict
+from logitd.model.convert.hf.folder import CONFIG, WEIGHTS, open_state_dict
 from logitd.model.convert.hf.rope import read_rope, reject_part_of_a_head
 from logitd.model.convert.layouts import (
     GPT2,
@@ -63,14 +63,15 @@ Shape = tuple[GPTConfig, set[str]]
 (`read_weights`)."""
 
 
-def read_huggingface(folder: Path) -> ForeignModel:
-    """Read a folder written by `save_pretrained`. Raises ConvertError."""
+def read_huggingface(folder: Path, *, named: str = WEIGHTS) -> ForeignModel:
+    """Read a folder written by `save_pretrained`. `named` is the file of weights to prefer. Raises
+    ConvertError."""
     where, document = str(folder / CONFIG), source_object(folder / CONFIG)
     settings = Settings(where, document)
     settings.reject_unless(
         "quantization_config", (), "quantized weights cannot be imported; save them in full"
     )
-    reader = open_state_dict(folder)
+    reader = open_state_dict(folder, named)
     with naming(where):
         config, weights = read_model(settings, reader)
     return ForeignModel(

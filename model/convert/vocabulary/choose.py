@@ -20,7 +20,7 @@ from logitd.model.convert.hf.added import with_ends
 from logitd.model.convert.source_file import source_text
 from logitd.model.convert.vocabulary.build import build_tokenizer
 from logitd.model.convert.vocabulary.files import Candidate, text_of_characters, vocabularies_beside
-from logitd.model.convert.vocabulary.named import FORMS, named_vocabulary
+from logitd.model.convert.vocabulary.named import FORMS, fixed_with, named_vocabulary
 from logitd.model.convert.vocabulary.table import table_in
 from logitd.model.text.published import PUBLISHED
 
@@ -91,6 +91,8 @@ def choose_vocabulary(
             chosen = _one_of(candidates, model)
         elif text is not None and _count_characters(text) == model.ids:
             chosen = named_vocabulary(f"characters:{text}", ids=model.ids, skip_normalizer=False)
+        elif text is not None and (fixed := fixed_with(model.ids)) is not None:
+            chosen = named_vocabulary(fixed, ids=model.ids, skip_normalizer=False)
         else:
             raise _none_found(folder, rows, contents, in_vain)
     has_text = chosen.vocabulary.tokenizer.has_text
@@ -157,6 +159,8 @@ def _none_found(
             f" {text} has exactly {rows:,} different characters: --tokenizer characters:{text} is "
             "right if it was trained on that text."
         )
+    if (fixed := fixed_with(rows)) is not None:
+        hint += f" {rows} ids may be --tokenizer {fixed}."
     place = folder.resolve() if folder == Path() else folder
     return ConvertError(
         f"{place} has no vocabulary for the model's {rows:,} ids, nor has the checkpoint{looked}."

@@ -20,6 +20,7 @@ from logitd.model.convert.hf.tokenizer import TOKENIZER, read_tokenizer
 from logitd.model.convert.pt_file import read_plain_pickle
 from logitd.model.convert.source_file import source_bytes, source_json, source_text
 from logitd.model.convert.vocabulary.build import build_tokenizer
+from logitd.model.convert.vocabulary.llama2c import llama2c_tokenizer
 from logitd.model.convert.vocabulary.table import Table, id_merges, string_merges, table_of
 from logitd.model.convert.vocabulary.words import WHOLE_TEXT
 from logitd.model.files import VOCABULARY_BYTES
@@ -32,13 +33,13 @@ NAMES = (
 )
 """Patterns of the names of vocabulary files, in lower case."""
 PICKLES = (".pkl", ".pickle", ".p")
-SUFFIXES = (*PICKLES, ".json", ".txt", ".model", ".tiktoken")
+SUFFIXES = (*PICKLES, ".json", ".txt", ".model", ".tiktoken", ".bin")
 FOLDERS = (
     *("vocab", "vocabs", "vocabulary", "tokenizer", "tokenizers", "data", "dataset", "datasets"),
-    *("meta", "assets", "artifacts"),
+    *("meta", "assets", "artifacts", "input", "inputs", "text", "texts", "corpus", "raw"),
 )
-"""Names of folders next to a model that may hold vocabularies. Data folders are searched one level
-deeper."""
+"""Names of folders next to a model that may hold vocabularies and texts. Data folders are searched
+one level deeper."""
 MERGES = ("merges.txt", "merges.json", "bpe_merges.txt", "bpe_merges.json")
 MOST_FOLDERS = 200
 
@@ -64,6 +65,8 @@ def vocabulary_in(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer | No
     raw = source_bytes(path)
     if suffix == ".model":
         return _lecture_model(raw, path)
+    if suffix == ".bin":
+        return llama2c_tokenizer(raw, str(path))
     if _are_ranks(raw):
         with naming(path):
             return ForeignTokenizer(tokenizer=published_tokenizer(str(path)))

@@ -5,10 +5,16 @@ FILE                              any file that `files.py` reads
 characters:TEXT[,first=N,last=N]  the sorted characters of a text, as in `sorted(set(text))`, with
                                   N additional ids before or after them
 words:FILE[,first=N,last=N]       one word per line, or a JSON list, in the order of ids
+bytes[,first=N,last=N]            the 256 bytes in order
+printable[,first=N,last=N]        the 100 characters of Python's `string.printable` in its order
+ascii[,first=N,last=N]            the 95 characters from space to ~, in order
 none                              only token ids, no vocabulary
 """
 
 import re
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
@@ -20,10 +26,17 @@ from logitd.model.text.published import PUBLISHED, published_tokenizer
 from logitd.model.text.tokenizer import Tokenizer, TokenizerError
 
 NONE = "none"
-_RULE = re.compile(r"(characters|words):(.+?)((?:,(?:first|last)=\d+)*)", re.DOTALL)
+_RULE = re.compile(
+    r"(?:(characters|words):(.+?)|(bytes|printable|ascii))((?:,(?:first|last)=\d+)*)", re.DOTALL
+)
+_FIXED: Mapping[str, Sequence[str | bytes]] = {
+    "bytes": [bytes([byte]) for byte in range(256)],
+    "printable": string.printable,
+    "ascii": [chr(code) for code in range(32, 127)],
+}
 FORMS = (
     "gpt2, cl100k_base, o200k_base, a file (ranks, tokenizer.json, meta.pkl, a vocabulary as JSON "
-    "or pickle), characters:TEXT, words:FILE or none"
+    "or pickle), characters:TEXT, words:FILE, bytes, printable, ascii or none"
 )
 
 
@@ -40,7 +53,9 @@ def named_vocabulary(name: str, *, ids: int, skip_normalizer: bool) -> Candidate
         except (TokenizerError, OSError) as error:
             raise ConvertError(str(error)) from error
     if (rule := _RULE.fullmatch(name)) is not None:
-        first, last = (_count(rule[3], key) for key in ("first", "last"))
+        first, last = (_count(rule[4], key) for key in ("first", "last"))
+        if rule[3] is not None:
+            return _fixed(rule[3], first, last)
         make = _characters if rule[1] == "characters" else _words
         return make(Path(rule[2]), first, last, ids)
     path = Path(name)
@@ -89,6 +104,23 @@ def _words(path: Path, first: int, last: int, ids: int) -> Candidate:
     shifted = {first + token_id: text for token_id, text in table.texts.items()}
     table = Table(texts=shifted, where=f"the words of {path}")
     return Candidate(table.where, build_tokenizer(_with_extra(table, first, last)))
+
+
+def _fixed(name: str, first: int, last: int) -> Candidate:
+    table = Table(texts=dict(enumerate(_FIXED[name], start=first)), where=name)
+    extended = _with_extra(table, first, last)
+    ranked = replace(extended, ranked=name == "bytes", special=frozenset(_names_of(extended)))
+    return Candidate(name, build_tokenizer(ranked))
+
+
+def _names_of(table: Table) -> Iterator[str]:
+    """The texts of additional ids."""
+    return (text for text in table.texts.values() if isinstance(text, str) and len(text) > 1)
+
+
+def fixed_with(ids: int) -> str | None:
+    """The name of a fixed alphabet with so many ids; None if there is none."""
+    return next((name for name, texts in _FIXED.items() if len(texts) == ids), None)
 
 
 def _with_extra(table: Table, first: int, last: int) -> Table:

@@ -22,6 +22,8 @@ _NUMBER = r"(?:i|id|idx|int|index|num|number)s?"
 _DIRECTED = re.compile(rf"{_UNIT}(?:to|2){_NUMBER}|{_NUMBER}(?:to|2){_UNIT}")
 _DATA = frozenset(("tokens", "words"))
 """Names of lists that may be training data. They are used only if there is nothing else."""
+_OWNER = re.compile(r"^(tokenizer|tok|model|text|data)(?=.)")
+"""Beginning of a name that says whose vocabulary it is: `tokenizer_chars`."""
 _RANKS = frozenset(("mergeableranks", "ranks"))
 _ALPHABETS = frozenset(("chars", "characters", "alphabet", "charset"))
 _NAMED = frozenset(("vocab", "vocabulary", "vocabdict", "invvocab", "tokenizer"))
@@ -105,7 +107,7 @@ def table_of(value: Any, where: str) -> Table | None:
 
 
 def _entry(key: Any, value: Any) -> _Entry | None:
-    name = _plain(key)
+    name = _OWNER.sub("", _plain(key))
     if name not in _NAMED and _DIRECTED.fullmatch(name) is None:
         return None
     texts = _texts(value, alphabet=name in _ALPHABETS)

@@ -1,0 +1,92 @@
+"""llama2.c's `tokenizer.bin`: SentencePiece's byte pairs with scores.
+
+Its program merges the two neighbours whose text has the highest score, begins with whole
+characters, and uses the tokens of single bytes for characters that have no token. tiktoken's
+algorithm is the same for characters of one byte if ids follow the order of scores. Characters of
+several bytes are pieces of their own, which is exact as no longer token contains one; a vocabulary
+in which one does is refused.
+"""
+
+import re
+import struct
+
+from logitd.model.convert.foreign import ConvertError, ForeignTokenizer, naming
+from logitd.model.convert.vocabulary.words import WITHOUT_TEXT, special_names
+from logitd.model.text.tokenizer import Tokenizer
+
+PATTERN = r"[^\x00-\x7F]|[\x00-\x7F]+"
+FIRST_PIECE = 3
+"""Ids below it are the unknown token, the beginning and the end of a text."""
+_BYTE = re.compile(rb"<0x([0-9A-F]{2})>")
+_Entry = tuple[float, bytes]
+
+
+def llama2c_tokenizer(raw: bytes, where: str) -> ForeignTokenizer:
+    """Build the tokenizer. Raises ConvertError if the file has another format, or a vocabulary
+    whose ids ranks cannot reproduce."""
+    entries = _entries(raw, where)
+    pieces = {
+        token_id: text
+        for token_id, (_, text) in enumerate(entries)
+        if token_id >= FIRST_PIECE and _BYTE.fullmatch(text) is None
+    }
+    _check_mergeable(entries, pieces, where)
+    known = set(pieces.values())
+    names = {i: f"<|{name}|>" for i, name in enumerate(("unk", "bos", "eos"))}
+    ranks = {text: token_id for token_id, text in pieces.items()}
+    for token_id, (_, text) in enumerate(entries):
+        if token_id >= FIRST_PIECE and (match := _BYTE.fullmatch(text)) is not None:
+            byte = bytes.fromhex(match[1].decode())
+            if byte in known:  # never used: the character has a token
+                names[token_id] = text.decode()
+            else:
+                ranks[byte] = token_id
+    size = len(entries)
+    missing = [byte for byte in map(bytes, zip(range(256), strict=True)) if byte not in ranks]
+    ranks |= {byte: size + index for index, byte in enumerate(missing)}
+    with naming(where):
+        tokenizer = Tokenizer(
+            ranks=ranks,
+            pattern=PATTERN,
+            special_tokens=special_names(names, pieces.keys() | set(ranks.values())),
+            vocab_size=size,
+            end_of_text_name=names[1],
+        )
+    note = (
+        "llama2.c puts <|bos|> and a space before every text: begin prompts with a space to get "
+        "its ids"
+    )
+    return ForeignTokenizer(tokenizer=tokenizer, notes=(note,), end_known=True)
+
+
+def _entries(raw: bytes, where: str) -> list[_Entry]:
+    """Scores and texts: after the largest length, each is a float, a length and the bytes."""
+    entries: list[_Entry] = []
+    at = 4
+    while at < len(raw):
+        if at + 8 > len(raw):
+            raise ConvertError(f"{where} is not llama2.c's tokenizer.bin, or is incomplete")
+        score, length = struct.unpack_from("<fi", raw, at)
+        at += 8 + length
+        if not 0 < length <= 1024 or at > len(raw):
+            raise ConvertError(f"{where} is not llama2.c's tokenizer.bin, or is incomplete")
+        entries.append((score, raw[at - length : at]))
+    longest = max((len(text) for _, text in entries), default=0)
+    if len(entries) <= FIRST_PIECE or int.from_bytes(raw[:4], "little") < longest:
+        raise ConvertError(f"{where} is not llama2.c's tokenizer.bin, or is incomplete")
+    return entries
+
+
+def _check_mergeable(entries: list[_Entry], pieces: dict[int, bytes], where: str) -> None:
+    merged = {i: text for i, text in pieces.items() if len(text.decode(errors="replace")) > 1}
+    if mixed := [text for text in merged.values() if not text.isascii()]:
+        raise ConvertError(
+            f"{where}: the token {mixed[0].decode(errors='replace')!r} joins a character of "
+            f"several bytes with others, which ranks of bytes cannot merge. {WITHOUT_TEXT}"
+        )
+    scores = [entries[token_id][0] for token_id in merged]
+    if scores != sorted(scores, reverse=True) or len(set(pieces.values())) < len(pieces):
+        raise ConvertError(
+            f"{where}: its ids are not in the order of its scores, so ranks would merge other "
+            f"pairs. {WITHOUT_TEXT}"
+        )
