@@ -20,10 +20,11 @@ from typing import Any, NoReturn, Self
 
 import torch
 
+from logitd.model.convert.containers import container_of
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.pickled_names import PickledNames, pickled_names
 from logitd.model.convert.pt_archive import Archive, check_tensors, read_archive, tensors_in
-from logitd.model.convert.source_file import require_source, source_bytes
+from logitd.model.convert.source_file import source_bytes
 
 PACKED_TIMES = 4
 """Largest allowed ratio of an archive's unpacked size to its file size."""
@@ -70,7 +71,7 @@ def read_pt(path: Path, *, keep: str) -> dict[str, Any]:
 
     `keep` is the Python expression that messages recommend to save instead. Raises ConvertError.
     """
-    require_source(path)
+    container_of(path)  # names formats of other programs
     archive = _archive(path, keep) if zipfile.is_zipfile(path) else None
     try:
         loaded = _load(path, archive)
@@ -120,8 +121,8 @@ def _load_with_attributes(
     if not names.foreign:
         raise ConvertError(
             f"{path} is an archive of torch.save that cannot be read as data: it is damaged, or "
-            f"was saved with pickle_protocol 4 or later. Save it again with "
-            f"torch.save({keep}, {path.name!r})"
+            f"was saved with pickle_protocol 4 or later. Save it in a new file with "
+            f"torch.save({keep}, {path.stem + '-weights.pt'!r})"
         ) from refused
     if names.holds_module or archive is None:
         raise _holds_code(path, keep, names) from refused
@@ -143,11 +144,20 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 def _holds_code(path: Path, keep: str, names: PickledNames) -> ConvertError:
     shown = ", ".join(names.foreign[:6]) + (", ..." if len(names.foreign) > 6 else "")
+    if not names.holds_module and not names.by_torch and not zipfile.is_zipfile(path):
+        modules = {name.partition(".")[0] for name in names.foreign}
+        of = "JAX arrays" if modules & {"jax", "jaxlib"} else "objects"
+        of = "NumPy arrays" if modules <= {"numpy", "_codecs"} else of
+        return ConvertError(
+            f"{path} is a pickle of {of} ({shown}), not a file of torch.save; reading it would run "
+            "code. Where it can be loaded, save the numbers as arrays by name in a new file: "
+            f"numpy.savez({path.stem + '.npz'!r}, **arrays)"
+        )
     if not names.holds_module:
         return ConvertError(
             f"{path} holds {shown or 'more than tensors and numbers'}; reading that would run "
-            "code. Load it where it was made, and save only what is needed: "
-            f"torch.save({keep}, {path.name!r})"
+            "code. Load it where it was made, and save only what is needed in a new file: "
+            f"torch.save({keep}, {path.stem + '-weights.pt'!r})"
         )
     load = f"torch.load({path.name!r}, weights_only=False)"
     if not names.by_torch:
@@ -169,15 +179,12 @@ def _unreadable(path: Path, keep: str, error: Exception) -> ConvertError:
     begins = head[:4]
     if begins[:2] == b"PK":
         return ConvertError(f"{size} is a truncated or damaged zip archive: copy it again")
-    if begins == b"GGUF":
-        return ConvertError(
-            f"{size} is a GGUF file of llama.cpp, which can be exported but not imported: import "
-            "the Hugging Face folder or the .pt file that it was made from"
-        )
     if names.complete:
         return ConvertError(
-            f"{size} is a pickle that torch.save did not write or complete. Save it again with "
-            f"torch.save({keep}, {path.name!r})"
+            f"{size} is a pickle that torch.save did not write or complete. If it holds lists of "
+            f"numbers, save them as arrays by name: numpy.savez({path.stem + '.npz'!r}, **arrays); "
+            f"else save its tensors in a new file: torch.save({keep}, "
+            f"{path.stem + '-weights.pt'!r})"
         )
     what = f"is truncated or damaged ({type(error).__name__})"
     if head and head.isascii() and b"\0" not in head:

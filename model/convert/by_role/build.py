@@ -7,6 +7,7 @@ weights, which changes results only by float rounding:
 - scores divided by sqrt(d_model) or not at all: query rows are scaled;
 - rotary positions on adjacent channels: rows of query and key are reordered, even channels first;
 - query and key norms without weights get weights of 1; with another eps, their rows are scaled;
+- norms without weights get weights of 1;
 - a missing output projection of attention or second matrix of the feed-forward: the identity;
 - additive position tables of any type: stored as learned positions;
 - embeddings times sqrt(d_model): the embedding is scaled, and the head becomes a separate matrix;
@@ -87,7 +88,11 @@ def _check_consistent(tensors: MappedTensors, how: Computation) -> None:
     has_bias = mapped.has_bias("attention_norm", "mlp_norm", "final_norm")
     gate = "a" if mapped.has_gate else "no"
     missing: tuple[tuple[bool, Role, str], ...] = (
-        (how.final_norm, "final_norm", "final_norm is true, and no norm follows the layers"),
+        (
+            how.final_norm and mapped.has_norms,
+            "final_norm",
+            "final_norm is true, and no norm follows the layers",
+        ),
         (
             how.positions == "learned",
             "positions",
@@ -136,6 +141,7 @@ def build(tensors: MappedTensors, how: Computation, *, dropout: float = 0.0) -> 
             "dropout": dropout,
         }
     )
+    _unshare(weights)
     filled = fill_biases(config, weights)
     rescaled = (
         how.score_scale != "head_dim"
@@ -143,6 +149,16 @@ def build(tensors: MappedTensors, how: Computation, *, dropout: float = 0.0) -> 
         or (how.qk_norm != "none" and how.qk_norm_eps != how.norm_eps)
     )
     return Built(config, weights, tuple(_describe_folds(tensors, how, heads, filled)), rescaled)
+
+
+def _unshare(weights: dict[str, Tensor]) -> None:
+    """Copy tensors that are also stored under another name, such as one norm of two sublayers:
+    safetensors refuses shared memory."""
+    seen: set[int] = set()
+    for name, tensor in weights.items():
+        if tensor.data_ptr() in seen:
+            weights[name] = tensor.clone()
+        seen.add(tensor.data_ptr())
 
 
 def _outside(tensors: MappedTensors, how: Computation) -> dict[str, Tensor]:
@@ -167,6 +183,8 @@ def _outside(tensors: MappedTensors, how: Computation) -> dict[str, Tensor]:
     for part in PARTS:
         if how.final_norm and (tensor := tensors.get("final_norm", part)) is not None:
             weights[f"final_norm.{part}"] = tensor
+    if how.final_norm:
+        weights.setdefault("final_norm.weight", torch.ones(width))
     return weights
 
 
@@ -198,6 +216,8 @@ def _layer(
     }
     weights |= _attention(tensors, how, heads, layer) | _feed_forward(tensors, how, layer)
     width = tensors.shape("token_embedding")[1]
+    for name in ("attention_norm.weight", "mlp_norm.weight"):
+        weights.setdefault(name, torch.ones(width))
     if "attention_out.weight" not in weights:
         weights["attention_out.weight"] = torch.eye(width, heads.n_head * heads.head_dim)
     if "mlp_down.weight" not in weights:
@@ -364,7 +384,9 @@ def _describe_folds(
         yield "the identity behind attention: the source has no output projection"
     if not mapped.has("mlp_down"):
         yield "the identity as second matrix of the feed-forward: the source has none"
-    if mapped.name("attention_norm") == mapped.name("mlp_norm"):
+    if not mapped.has_norms:
+        yield "norms of ones: the source's have no weights"
+    elif mapped.name("attention_norm") == mapped.name("mlp_norm"):
         yield "one norm for attention and feed-forward: stored twice"
     if how.positions == "sinusoidal_halves":
         yield "the sinusoidal table (sines, then cosines) stored as learned positions"

@@ -160,8 +160,14 @@ def tensor_map(file: MapFile, tensors: Mapping[str, Tensor], ignored: Iterable[s
     attention = () if "qkv" in weights else SEPARATE
     up = "mlp_gate_up" if "mlp_gate_up" in weights else "mlp_up"
     needed = ("token_embedding", "attention_norm", *attention, "mlp_norm", up)
-    if file.names and any(role not in weights for role in needed):
-        return _completed(file, tensors)
+    if file.names and (missing := [role for role in needed if role not in weights]):
+        try:
+            return _completed(file, tensors)
+        except ConvertError as error:
+            raise ConvertError(
+                f"{file.path}: [tensors] lacks {', '.join(missing)}, and not all of these are "
+                f"recognised: {error}"
+            ) from error
     layers = _numbers(file, tensors, "{N}")
     named = set(file.names.values())
     unnamed = [name for name in ignored if name not in named]
@@ -201,7 +207,12 @@ def _completed(file: MapFile, tensors: Mapping[str, Tensor]) -> TensorMap:
     """The TensorMap of a file that names only some roles: recognised with usual names in place of
     those in the file. Raises ConvertError."""
     where = str(file.path)
-    ignored = glob(file.ignore, list(tensors))
+    named = [_pattern(pattern) for pattern in file.names.values()]
+    ignored = [
+        name
+        for name in glob(file.ignore, list(tensors))
+        if not any(pattern.fullmatch(name) for pattern in named)
+    ]
     kept = {name: tensor for name, tensor in tensors.items() if name not in ignored}
     given = {key: name for key, name in file.names.items() if name != IDENTITY}
     usual = {_usual_name(key, name): name for key, name in given.items()}

@@ -202,10 +202,9 @@ def _context_length(file: _File) -> Finding:
 
 def _norm(file: _File) -> Finding:
     mapped = file.tensors.map
-    if not mapped.has("attention_norm"):
-        raise ConvertError(
-            f"{file.tensors.where}: its layers have no norms with weights; such a model cannot be "
-            "imported"
+    if not mapped.has_norms:
+        return Finding(
+            ("rmsnorm", "layernorm"), "its norms have no weights, or there are none", True
         )
     if mapped.has("attention_norm", "bias"):
         return Finding(("layernorm",), "norms have biases")
@@ -234,12 +233,14 @@ def _norm_position(file: _File) -> Finding:
 def _final_norm(file: _File) -> Finding:
     if file.tensors.map.has("final_norm"):
         return Finding((True, False), "a norm behind the layers is in the file", True)
+    if not file.tensors.map.has_norms:
+        return Finding((True, False), "its norms have no weights", True)
     return Finding((False,), "there is no norm behind the layers")
 
 
 def _residual(file: _File) -> Finding:
     mapped = file.tensors.map
-    if mapped.name("attention_norm") == mapped.name("mlp_norm"):
+    if mapped.has_norms and mapped.name("attention_norm") == mapped.name("mlp_norm"):
         return Finding(("parallel", "sequential"), "one norm serves both", True)
     return Finding(("sequential", "parallel"), CONVENTION)
 

@@ -84,6 +84,11 @@ class TensorMap:
             return (pattern,)
         return tuple(pattern.replace("{M}", str(head)) for head in range(self.n_head))
 
+    @property
+    def has_norms(self) -> bool:
+        """True if the norms of the layers have weights."""
+        return self.has("attention_norm", "weight")
+
     def all_names(self) -> list[str]:
         return [
             name
