@@ -19,14 +19,19 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 
 from logitd.service.cli.main import run
+from tests.model.convert.by_role.scheme import state
+from tests.model.convert.by_role.schemes import SCHEMES
 from tests.model.convert.by_role.textbook.common import randomised
 from tests.model.convert.by_role.textbook.nanogpt import Nano, NanoConfig
+from tests.model.convert.test_containers import write_arrays, write_lists, write_llama2c
 from tests.model.convert.theirs import save_theirs
+from tests.model.convert.vocabulary.test_llama2c import SMALL, llama2c_file
 from tests.model.damage import damaged, edited, written
 from tests.profiles import examples
 
 pytestmark = pytest.mark.timeout(600)  # with all examples on a busy machine
 
+NAMES = ("vocab.json", "chars.txt", "vocab.tiktoken", "tokenizer.model", "tokenizer.bin")
 CANARY = "code-of-the-file-ran"
 STOI = {character: token_id for token_id, character in enumerate(" abcdefg\n")}
 
@@ -97,6 +102,30 @@ def test_pickled_files(save: Callable[[Path, bool], None], hostile: bool, tmp_pa
 
 
 @pytest.mark.hypothesis
+@pytest.mark.parametrize("name", ["weights.npz", "weights.json", "version0.bin", "version1.bin"])
+def test_other_containers(name: str, tmp_path: Path) -> None:
+    source = tmp_path / name
+    tensors = state((SCHEMES["llama2.c"] if name.endswith("bin") else SCHEMES["book"]).model())
+    if name.endswith("bin"):
+        write_llama2c(source, tensors, int(name[7]), shared=True)
+    else:
+        (write_arrays if name.endswith("npz") else write_lists)(source, tensors)
+    flags = ("--n-head", "4", "--activation", "relu", "--score-scale", "head_dim",
+             "--norm-position", "pre", "--final-norm", "--tokenizer", "none")  # fmt: skip
+    used = flags[-2:] if name.endswith("bin") else flags
+    whole = source.read_bytes()
+    assert try_to_import(source, tmp_path, *used) == 0
+
+    @given(damaged(whole))
+    @settings(FUZZ, max_examples=examples(100, fast=12))
+    def refused_or_imported(raw: bytes) -> None:
+        source.write_bytes(raw)
+        try_to_import(source, tmp_path, *used)
+
+    refused_or_imported()
+
+
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("hostile", [False, True], ids=["plain", "hostile"])
 def test_pickled_vocabularies(hostile: bool, tmp_path: Path) -> None:
     zipped(tmp_path / "ckpt.pt", False)
@@ -116,13 +145,14 @@ def test_pickled_vocabularies(hostile: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.hypothesis
-@pytest.mark.parametrize("name", ["vocab.json", "chars.txt", "vocab.tiktoken", "tokenizer.model"])
+@pytest.mark.parametrize("name", NAMES)
 def test_vocabulary_files(name: str, tmp_path: Path) -> None:
     zipped(tmp_path / "ckpt.pt", False)
     whole = {
         "vocab.json": written(STOI),
         "chars.txt": "\n".join("abcdefghi").encode(),
         "vocab.tiktoken": b"YQ== 0\nYg== 1\n",
+        "tokenizer.bin": llama2c_file(SMALL),
         "tokenizer.model": b"minbpe v1\n\n0\n97 98\n256 99\n",
     }[name]
 

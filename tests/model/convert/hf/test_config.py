@@ -361,5 +361,5 @@ def test_path_without_a_model_is_refused(llama_folder: Path, tmp_path: Path) -> 
     with pytest.raises(ConvertError, match=r"neither model\.safetensors nor pytorch_model\.bin"):
         import_model(folder, tmp_path / "again")
     (folder / "weights").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ConvertError, match=r"pytorch_model\.bin .* is not a file of torch\.save"):
-        import_model(folder, tmp_path / "again")
+    with pytest.raises(ConvertError, match=r"has no vocabulary .* --tokenizer"):
+        import_model(folder, tmp_path / "again")  # safetensors by its first bytes
