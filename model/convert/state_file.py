@@ -91,17 +91,18 @@ def read_state_file(path: Path, *, state: str | None = None) -> StateFile:
 
 def find_state_file(folder: Path) -> Path:
     """Find the only file of weights in a folder or in the folders below it. Raises ConvertError."""
-    for files in (folder.iterdir(), folder.glob("*/*"), folder.glob("*/*/*")):
-        candidates = sorted(p for p in files if holds_weights(p))
-        # Arrays of NumPy next to torch's weights are data.
-        candidates = [p for p in candidates if p.suffix != ".npz"] or candidates
-        if len(candidates) == 1:
-            return candidates[0]
-        if candidates:
-            raise ConvertError(
-                f"{folder} holds {len(candidates)} files of weights: "
-                f"{', '.join(str(p.relative_to(folder)) for p in candidates[:8])}; name one of them"
-            )
+    levels = [sorted(filter(holds_weights, folder.glob(deep))) for deep in ("*", "*/*", "*/*/*")]
+    for arrays in (False, True):  # NumPy's files are usually data
+        for level in levels:
+            candidates = [path for path in level if (path.suffix == ".npz") == arrays]
+            if len(candidates) == 1:
+                return candidates[0]
+            if candidates:
+                raise ConvertError(
+                    f"{folder} holds {len(candidates)} files of weights: "
+                    f"{', '.join(str(p.relative_to(folder)) for p in candidates[:8])}; name one of "
+                    "them"
+                )
     held = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     raise ConvertError(
         f"{folder} has no file of weights ({', '.join(LOOKED_FOR)}); it holds {held}"

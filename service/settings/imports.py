@@ -37,15 +37,17 @@ class _Source(CommandSettings):
     }
 
     source: CliPositionalArg[Path] = Field(
-        description="file of weights (.pt, .pth, .bin, .safetensors), or a folder that holds one"
+        description="file of weights (.pt, .pth, .bin, .npz, .safetensors), or a folder that holds "
+        "one"
     )
     destination: CliPositionalArg[Path] = Field(description="checkpoint directory to write")
     tokenizer: str | None = Field(
         None,
         description="vocabulary that replaces the source's: gpt2, cl100k_base, o200k_base; a file "
-        "of ranks, a tokenizer.json, or a vocabulary as JSON or pickle (meta.pkl); "
-        "characters:TEXT, the sorted characters of a text, with ,first=N or ,last=N for N more ids "
-        "before or after; words:FILE, a token per line or a JSON list; none, only token ids",
+        "of ranks, a tokenizer.json, or a vocabulary as JSON or pickle (meta.pkl); bytes, "
+        "printable or ascii; characters:TEXT, the sorted characters of a text, with ,first=N or "
+        ",last=N for N more ids before or after; words:FILE, a token per line or a JSON list; "
+        "none, only token ids",
     )
     dtype: StoredDType = "auto"
     context_length: int | None = Field(
@@ -70,7 +72,7 @@ class _Source(CommandSettings):
     check: Path | None = Field(
         None,
         description="a text that the model should predict: open questions are decided so that the "
-        "loss on this text is lowest",
+        "loss on this text is lowest, if that is lower than counted pairs of tokens reach",
     )
     ignore_setting: tuple[str, ...] = Field(
         (),

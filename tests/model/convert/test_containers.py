@@ -7,6 +7,7 @@ import pickle
 import shutil
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +41,8 @@ def imported(source: Path, tmp_path: Path, roles: RoleOptions | None = None) -> 
 
 
 def write_arrays(path: Path, tensors: dict[str, Tensor]) -> None:
-    np.savez(path, **{name: tensor.numpy() for name, tensor in tensors.items()})
+    arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in tensors.items()}
+    np.savez(path, **arrays)
 
 
 def write_lists(path: Path, tensors: dict[str, Tensor]) -> None:
