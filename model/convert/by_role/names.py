@@ -46,7 +46,7 @@ HEADS = re.compile(r"(.*_)?heads?(_list)?|attns|attentions")
 def _projection(words: str) -> re.Pattern[str]:
     """A pattern for one of the words with the usual affixes: `q`, `W_q`, `to_q`, `q_proj`."""
     return re.compile(
-        rf"((self_?)?att(n|ention)?_)?(w|to|in|fc|lin|linear|proj|get|compute|make)?_?({words})"
+        rf"((self_?)?att(n|ention)?_)?(w|c|to|in|fc|lin|linear|proj|get|compute|make)?_?({words})"
         r"(_?(w|proj|projection|lin|linear|layer|net|map|matrix|transform))?"
     )
 
