@@ -6,6 +6,7 @@ import json
 import pickle
 import shutil
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -214,5 +215,23 @@ def test_one_norm_of_both_sublayers_can_be_saved(tmp_path: Path) -> None:
     torch.save(state(model), tmp_path / "gpt.pt")
     how = {name: value for name, value in scheme.how.items() if name != "context_length"}
     answers = {**BOOK, "activation": "gelu", "residual": "parallel", **how}
+    logits = imported(tmp_path / "gpt.pt", tmp_path, RoleOptions(answers=answers))
+    assert torch.allclose(logits, given_logits(scheme, model, some_ids()), atol=1e-4)
+
+
+@pytest.mark.parametrize("final_norm", [True, False])
+def test_norms_without_weights_are_ones(final_norm: bool, tmp_path: Path) -> None:
+    """Their files were refused: "its layers have no norms with weights"."""
+    scheme = SCHEMES["book"]
+    scheme = replace(scheme, how={**scheme.how, "final_norm": final_norm})
+    model = scheme.model()
+    for name, tensor in model.state_dict().items():
+        if "norm" in name:
+            tensor.fill_(1.0 if name.endswith("scale") else 0.0)
+    kept = {name: tensor for name, tensor in state(model).items() if "norm" not in name}
+    torch.save(kept, tmp_path / "gpt.pt")
+    with pytest.raises(ConvertError, match=r"--norm rmsnorm\|layernorm"):
+        imported(tmp_path / "gpt.pt", tmp_path, RoleOptions(answers=BOOK))
+    answers = {**BOOK, "norm": "layernorm", "final_norm": final_norm}
     logits = imported(tmp_path / "gpt.pt", tmp_path, RoleOptions(answers=answers))
     assert torch.allclose(logits, given_logits(scheme, model, some_ids()), atol=1e-4)
