@@ -76,7 +76,7 @@ def write_text(folder: Path, tokens: int) -> Path:
 def engine_of(loaded: LoadedModel) -> Iterator[Engine]:
     """An engine with the settings of `logitd bench`."""
     config = EngineConfig(slots=SEVERAL_PROMPTS)
-    engine = Engine(loaded.gpt, config, make_decoder=loaded.decode_path.make_decoder)
+    engine = Engine(loaded.network, config, make_decoder=loaded.decode_path.make_decoder)
     try:
         yield engine
     finally:

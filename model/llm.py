@@ -22,6 +22,7 @@ import dataclasses
 import logging
 import math
 import operator
+import os
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
@@ -106,6 +107,8 @@ Change = Intervention | dict[str, Any]
 SERVER_FIELDS = ("dtype", "model", "prompt_logprobs", "stream", "timeout")
 """Fields of requests that have a meaning only in the server."""
 
+RUN_CODE = "LOGITD_RUN_CODE"
+"""Variable that allows code, as the flag of the commands does."""
 BY_NAME = {operation.name: operation for operation in OPERATIONS}
 
 logger = logging.getLogger("logitd")
@@ -163,6 +166,8 @@ class LLM:
                         the whole process
     slots               number of sequences that are computed at once; default 16, a size at which
                         batches are fast
+    run_code            run the code of a checkpoint that is computed by its owner's code; default:
+                        True if LOGITD_RUN_CODE is 1
     log                 is called with a line when native kernels are built
 
     Raises LoadError. Methods raise InvalidRequest, a ValueError, for requests that cannot be
@@ -181,6 +186,7 @@ class LLM:
         quantize: Quantization = "none",
         kv_cache_dtype: KVCacheDType = "auto",
         slots: int | None = None,
+        run_code: bool | None = None,
         log: Callable[[str], None] = logger.info,
     ) -> None:
         budget = SlotBudget(slots, default=SlotDefault(EngineConfig().slots))
@@ -192,9 +198,12 @@ class LLM:
             kernel_target=kernel_target,
             quantize=quantize,
             kv_cache_dtype=kv_cache_dtype,
+            run_code=os.environ.get(RUN_CODE) == "1" if run_code is None else run_code,
         )
+        given = dataclasses.asdict(options)
+        del given["batch_code"]  # only a server's
         try:
-            _check_types(LLM.__init__, {**dataclasses.asdict(options), "slots": slots})
+            _check_types(LLM.__init__, {**given, "slots": slots})
             loaded = load_model(Path(checkpoint), options, slots=budget, log=log)
             use_threads(loaded.placement.threads)
             count, _ = choose_slots(loaded, budget)
@@ -202,7 +211,7 @@ class LLM:
         except (CheckpointError, DeviceError, KernelError, InvalidRequest) as error:
             raise LoadError(str(error)) from error
         self.checkpoint = loaded.checkpoint
-        self._engine = Engine(loaded.gpt, config, make_decoder=loaded.decode_path.make_owner)
+        self._engine = Engine(loaded.network, config, make_decoder=loaded.decode_path.make_owner)
         self._mailboxes: dict[str, deque[Event]] = {}  # of unfinished requests
 
     @property

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from logitd.model.device import DeviceError, free_memory, machine_memory
-from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.config import GPTConfig, ModelConfig
 from logitd.model.transformer.size import parameter_count, table_elements
 
 TABLE_BYTES = 12
@@ -34,12 +34,12 @@ def available(device: torch.device) -> Available:
     return Available("this machine", machine_memory(), free_memory())
 
 
-def model_bytes(config: GPTConfig, item_bytes: int) -> int:
+def model_bytes(config: ModelConfig, item_bytes: int) -> int:
     """Bytes of a model's weights and of its position tables."""
     return parameter_count(config) * item_bytes + table_elements(config) * TABLE_BYTES
 
 
-def check_weights_fit(config: GPTConfig, item_bytes: int, memory: Available) -> None:
+def check_weights_fit(config: ModelConfig, item_bytes: int, memory: Available) -> None:
     """Raise DeviceError unless a model's weights and tables fit into the free memory."""
     needed = parameter_count(config) * item_bytes
     if needed > memory.free:
@@ -48,6 +48,7 @@ def check_weights_fit(config: GPTConfig, item_bytes: int, memory: Available) -> 
             f"{free_of(memory)}: set dtype to a narrower one, choose another device, or free memory"
         )
     if (whole := model_bytes(config, item_bytes)) > memory.free:
+        assert isinstance(config, GPTConfig)  # others have no tables
         raise DeviceError(
             f"the model takes {format_bytes(whole)}, {format_bytes(whole - needed)} of them tables "
             f"for a context of {config.context_length:,} {config.positions} positions, "

@@ -19,7 +19,7 @@ def write_huggingface(folder: Path, gpt: GPT) -> None:
     info = CheckpointInfo(
         path=folder,
         name=folder.name,
-        config=gpt.config,
+        shape=gpt.config,
         tokenizer=synthetic_tokenizer(gpt.config.vocab_size),
         training=RANDOM,
         files={},

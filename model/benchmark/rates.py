@@ -17,7 +17,7 @@ from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.engine.events import FinishEvent, FinishReason, TokenEvent
 from logitd.model.inference.engine.requests import GenerationRequest
-from logitd.model.inference.engine.runner import DecoderMaker
+from logitd.model.inference.engine.runner import DecoderMaker, Network
 from logitd.model.inference.options import KVCacheDType, Quantization
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.machine import Machine
@@ -65,23 +65,25 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Tokens per second of a batch (median of the rounds), as a share of the machine's limit
-    too."""
+    """Tokens per second of a batch (median of the rounds), as a share of the machine's limit too,
+    unless the work of an owner's code is unknown."""
 
     batch: int
     tokens_per_second: float
-    share_of_limit: float
-    limited_by: str
+    share_of_limit: float | None
+    limited_by: str | None
 
     @classmethod
-    def of(cls, batch: int, rate: float, work: Work, tokens: int, machine: Machine) -> Self:
+    def of(cls, batch: int, rate: float, work: Work | None, tokens: int, machine: Machine) -> Self:
         """Compare a rate with the machine's limit. `work` is the work for `tokens` tokens."""
+        if work is None:
+            return cls(batch, rate, None, None)
         seconds, limited_by = limit(work, machine)
         return cls(batch, rate, seconds * rate / tokens, limited_by)
 
 
 def measure_engine(
-    gpt: GPT,
+    network: Network,
     make_decoder: DecoderMaker,
     workload: Workload,
     machine: Machine,
@@ -95,7 +97,8 @@ def measure_engine(
     config = EngineConfig(
         slots=largest, prefill_chunk=workload.prefill_chunk, kv_cache_dtype=kv_cache_dtype
     )
-    engine = Engine(gpt, config, make_decoder=make_decoder)
+    engine = Engine(network, config, make_decoder=make_decoder)
+    gpt = network if isinstance(network, GPT) else None
     prefill, decode = [], []
     try:
         full_steps(engine, workload.requests(1, "warm-up"))
@@ -107,7 +110,9 @@ def measure_engine(
                 full_steps(engine, batch)
                 times.append(time.perf_counter() - began)
             tokens = prompts * workload.prompt_tokens
-            work = prefill_work(gpt, prompts=prompts, length=workload.prompt_tokens)
+            work = None
+            if gpt is not None:
+                work = prefill_work(gpt, prompts=prompts, length=workload.prompt_tokens)
             rate = tokens / statistics.median(times)
             prefill.append(Rate.of(prompts, rate, work, tokens, machine))
         for size in workload.batches:
@@ -119,9 +124,10 @@ def measure_engine(
                     "--batches"
                 )
             live = statistics.mean(positions for run in runs for _, positions in run)
-            work = decode_work(
-                gpt, batch=size, live_positions=live, quantize=quantize, kept=kv_cache_dtype
-            )
+            if gpt is not None:
+                work = decode_work(
+                    gpt, batch=size, live_positions=live, quantize=quantize, kept=kv_cache_dtype
+                )
             rate = statistics.median(size * len(run) / sum(s for s, _ in run) for run in runs)
             decode.append(Rate.of(size, rate, work, size, machine))
     finally:

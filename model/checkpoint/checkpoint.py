@@ -4,6 +4,7 @@
                       training record, sha256 of the other files
   model.safetensors   weights; a tied head is stored once
   tokenizer.tiktoken  the vocabulary's ranks; absent for a model of token ids alone
+  code/               the owner's source files, for a model that is computed by them
   README.md           the model card (free text; not hashed, so it may be edited)
 
 No size in a file is trusted by itself: before anything is allocated, the header of the weights is
@@ -19,6 +20,7 @@ changes of a file do not affect a loaded model. The trainer's own state is in
 import hashlib
 import json
 import math
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -57,7 +59,8 @@ from logitd.model.plural import pluralize
 from logitd.model.text.chat_template import ChatTemplate, ChatTemplateError
 from logitd.model.text.tokenizer import Tokenizer, TokenizerError, parse_ranks
 from logitd.model.transformer.arena import allocate_in_arena
-from logitd.model.transformer.config import ConfigError, GPTConfig
+from logitd.model.owner_code.config import FOLDER, CodeConfig
+from logitd.model.transformer.config import ConfigError, GPTConfig, ModelConfig, read_config
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.size import parameter_count
 
@@ -68,6 +71,9 @@ of another model. A larger one would take too long."""
 MOST_TIMES = 2**10
 """Largest ratio of the elements of the configured shape to those in the file at which names and
 shapes are compared."""
+SOURCE_BYTES = 2**22
+"""Most bytes of one of the owner's source files."""
+_SOURCE_PART = re.compile(r"[\w-]+(\.[\w-]+)*")
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 RANKS, CARD = "tokenizer.tiktoken", "README.md"
 
@@ -110,11 +116,14 @@ class TrainingRecord:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint without its weights, which is fast to read."""
+    """A checkpoint without its weights, which is fast to read.
+
+    shape  the model's configuration; `config` is the same for callers that need a GPT
+    """
 
     path: Path
     name: str
-    config: GPTConfig
+    shape: ModelConfig
     tokenizer: Tokenizer
     training: TrainingRecord
     files: Mapping[str, str]  # name -> sha256
@@ -123,6 +132,23 @@ class CheckpointInfo:
     @property
     def weights_sha256(self) -> str:
         return self.files[WEIGHTS]
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the owner's source files."""
+        return tuple(
+            name.removeprefix(f"{FOLDER}/") for name in self.files if name.startswith(f"{FOLDER}/")
+        )
+
+    @property
+    def config(self) -> GPTConfig:
+        """The configuration of a GPT. Raises CheckpointError if its owner's code computes it."""
+        if isinstance(self.shape, CodeConfig):
+            raise CheckpointError(
+                f"{self.path} is computed by its owner's code ({self.shape.code}); this needs a "
+                "GPT that logitd computes itself"
+            )
+        return self.shape
 
     @property
     def special_ids(self) -> bool:
@@ -135,18 +161,19 @@ class CheckpointInfo:
 def save_checkpoint(
     path: Path,
     *,
-    config: GPTConfig,
+    config: ModelConfig,
     weights: Mapping[str, Tensor],
     tokenizer: Tokenizer,
     training: TrainingRecord,
     card: str,
     dtype: torch.dtype = torch.float32,
     chat_template: str | None = None,
+    sources: Mapping[str, bytes] | None = None,
 ) -> CheckpointInfo:
     """Write a new checkpoint directory at `path` atomically.
 
-    `weights` are a GPT's `state_dict`, `dtype` is the dtype on disk (bfloat16 halves the size), and
-    `chat_template` the source of a template. Raises CheckpointError if `path` exists or the
+    `weights` are a model's `state_dict`, `dtype` is the dtype on disk (bfloat16 halves the size),
+    `chat_template` the source of a template, and `sources` the owner's source files. Raises CheckpointError if `path` exists or the
     template does not compile, and OSError.
     """
     if path.exists():
@@ -165,6 +192,10 @@ def save_checkpoint(
         if tokenizer.has_text:
             tokenizer.write_ranks(aside / RANKS)
             hashed.append(RANKS)
+        for name, source in (sources or {}).items():
+            (aside / FOLDER / name).parent.mkdir(parents=True, exist_ok=True)
+            (aside / FOLDER / name).write_bytes(source)
+            hashed.append(f"{FOLDER}/{name}")
         (aside / CARD).write_text(card, encoding="utf-8")
         sections = {
             "model": config.to_dict(),
@@ -227,7 +258,7 @@ def read_checkpoint(path: Path) -> CheckpointInfo:
             raise CheckpointError(f"{where} has no section {name!r}")
     files = document["files"]
     try:
-        config = GPTConfig.from_dict(document["model"])
+        config = read_config(document["model"])
         tokenizer = _tokenizer(document["tokenizer"], files, path)
         training = TrainingRecord(**document["training"])
     except ConfigError as error:
@@ -249,7 +280,7 @@ def read_checkpoint(path: Path) -> CheckpointInfo:
     return CheckpointInfo(
         path=path,
         name=name_of(path),
-        config=config,
+        shape=config,
         tokenizer=tokenizer,
         training=training,
         files=files,
@@ -272,9 +303,10 @@ def load_weights(info: CheckpointInfo, *, device: torch.device, dtype: torch.dty
     Each piece of the file is hashed and converted to `dtype` while it is read. The model is
     returned only if the hash is right. Raises CheckpointError; DeviceError if it does not fit.
     """
+    config = info.config
     with _open_weights(info, whole=True) as file:
-        gpt, stored = _shape_of(file, info)
-        check_weights_fit(info.config, dtype.itemsize, available(device))
+        gpt, stored = _shape_of(file, config)
+        check_weights_fit(config, dtype.itemsize, available(device))
         gpt = gpt.to(dtype)
         _allocate(gpt, device)
         weights = gpt.state_dict()
@@ -288,10 +320,29 @@ def load_weights(info: CheckpointInfo, *, device: torch.device, dtype: torch.dty
 
 def check_header(info: CheckpointInfo) -> None:
     """Raise CheckpointError unless the weights have the names and shapes of the configuration. Only
-    the header is read. This is for callers that rely on the configured sizes before `load_weights`,
+    the header is read; nothing is checked if the owner's code defines the shapes. This is for callers that rely on the configured sizes before `load_weights`,
     which checks again."""
-    with _open_weights(info, whole=False) as file:
-        _shape_of(file, info)
+    if isinstance(info.shape, GPTConfig):
+        with _open_weights(info, whole=False) as file:
+            _shape_of(file, info.shape)
+
+
+def read_sources(info: CheckpointInfo) -> dict[str, bytes]:
+    """Read and verify the owner's source files, and verify the file of weights. Raises
+    CheckpointError."""
+    sources = {}
+    for name in info.files:
+        folder, _, inner = name.partition("/")
+        if folder == FOLDER:
+            parts = inner.split("/")
+            if not inner.endswith(".py") or not all(map(_SOURCE_PART.fullmatch, parts)):
+                raise CheckpointError(f"{info.path / CONFIG} names {name!r}, which is no source")
+            with _reading(info.path / name):
+                sources[inner] = read_regular(info.path / name, SOURCE_BYTES)
+            verify(info.path, name, sha256_of(sources[inner]), len(sources[inner]), info.files)
+    with _open_weights(info, whole=True) as file:
+        read_header(file)
+    return sources
 
 
 @contextmanager
@@ -323,12 +374,12 @@ def _reading(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
 
 
-def _shape_of(file: HashedFile, info: CheckpointInfo) -> tuple[GPT, tuple[StoredTensor, ...]]:
+def _shape_of(file: HashedFile, config: GPTConfig) -> tuple[GPT, tuple[StoredTensor, ...]]:
     """The model on the meta device, where it takes no memory, and the tensors of a newly opened
     file, whose names and shapes have been compared with it. Nothing is hashed yet."""
     stored = read_header(file)
-    _check_sizes(file.path, info.config, stored)
-    gpt = empty_gpt(info.config, torch.device("meta"))
+    _check_sizes(file.path, config, stored)
+    gpt = empty_gpt(config, torch.device("meta"))
     _check_weights(file.path, gpt.state_dict(), stored)
     return gpt, stored
 

@@ -53,7 +53,7 @@ def held_out_windows(checkpoint: CheckpointInfo, path: Path | None = None) -> He
         shard = _tokenised(documents_of_all(files, None), checkpoint, READ_BYTES)
         if not shard.count:
             raise DataError(f"{path} has no text: its files are empty")
-    window = min(WINDOW, checkpoint.config.context_length)
+    window = min(WINDOW, checkpoint.shape.context_length)
     if shard.count <= MIN_TOKENS:
         raise DataError(
             f"{name} has {shard.count:,} tokens; measuring a loss takes more than {MIN_TOKENS:,}"

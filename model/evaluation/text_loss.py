@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
-from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.model.checkpoint.checkpoint import CheckpointError, CheckpointInfo
 from logitd.model.data.errors import DataError
 from logitd.model.data.shards import Shard, open_shard, write_shard
 from logitd.model.data.sources.open_text import open_text
@@ -34,6 +35,7 @@ from logitd.model.evaluation.quantization_loss import new_decoder, step_nats
 from logitd.model.inference.kernels.select import check_kv_cache_dtype
 from logitd.model.inference.load import LoadedModel, load_model
 from logitd.model.inference.options import ComputeOptions, KVCacheDType, Quantization
+from logitd.model.owner_code.connection import CodeError, CodeModel, Wanted
 from logitd.model.training.configuration.presets import TrainingDType
 from logitd.model.training.step.forward import Forward, training_placement
 from logitd.model.training.step.validate import ValidationLoss, validate
@@ -69,6 +71,7 @@ def text_loss(
     threads: int = 0,
     quantize: Quantization = "none",
     kv_cache_dtype: KVCacheDType = "auto",
+    run_code: bool = False,
     log: Callable[[str], None] = lambda line: None,
 ) -> TextLoss:
     """The loss of the checkpoint at `path` on the texts of `data`, or on its own held-out text.
@@ -88,6 +91,7 @@ def text_loss(
         kernels="auto" if decodes else "torch",
         quantize=quantize,
         kv_cache_dtype=kv_cache_dtype,
+        run_code=run_code,
     )
     loaded = load_model(path, options, log=log)
     checkpoint, before = loaded.checkpoint, torch.get_num_threads()
@@ -96,13 +100,17 @@ def text_loss(
         with _text(checkpoint, data, reading) as (name, shard):
             windows = _windows(checkpoint, name, shard, stride, batch_size)
             began = time.monotonic()
-            if decodes:
+            if isinstance(loaded.network, CodeModel):
+                evaluation = _by_code(loaded.network, windows)
+            elif decodes:
                 evaluation = _decoded(loaded, windows, batch_size, kv_cache_dtype)
             else:
                 evaluation = _as_in_training(loaded, windows, placement)
             seconds = time.monotonic() - began
     finally:
         use_threads(before)
+        if isinstance(loaded.network, CodeModel):
+            loaded.network.close()
     return TextLoss(
         checkpoint=checkpoint,
         text=name,
@@ -118,7 +126,7 @@ def text_loss(
 def _windows(
     checkpoint: CheckpointInfo, name: str, shard: Shard, stride: int | None, batch_size: int
 ) -> Windows:
-    context = checkpoint.config.context_length
+    context = checkpoint.shape.context_length
     if shard.count < 2:
         raise DataError(f"{name} has {shard.count} tokens; measuring a loss takes at least 2")
     if stride is not None and stride > context:
@@ -168,6 +176,23 @@ def _as_in_training(loaded: LoadedModel, windows: Windows, placement: Placement)
         # As in `train`: torch warns that autocast's norms take its unfused path.
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
         return validate(loaded.gpt, windows, Forward(loaded.gpt, placement, dropout=0.0))
+
+
+def _by_code(model: CodeModel, windows: Windows) -> ValidationLoss:
+    """The loss with one pass of the owner's code for each window. Raises CheckpointError if the
+    code fails."""
+    nats, tokens, text_bytes = 0.0, 0, 0
+    for inputs, targets in windows:
+        counted = targets[targets != UNCOUNTED].numpy()
+        for row, following in zip(inputs, targets, strict=True):
+            try:
+                logits = model.logits([Wanted(row.tolist(), 0, len(row))])
+            except CodeError as error:
+                raise CheckpointError(str(error)) from error
+            nats += float(F.cross_entropy(logits, following, reduction="sum"))
+        tokens += counted.size
+        text_bytes += int(windows.byte_lengths[counted].sum())
+    return ValidationLoss(loss=nats / tokens, tokens=tokens, text_bytes=text_bytes)
 
 
 def _decoded(

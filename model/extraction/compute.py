@@ -56,9 +56,9 @@ class ShardComputer:
             slots=slots,
             prefill_chunk=PREFILL_CHUNK if on_cpu else EngineConfig().prefill_chunk,
         )
-        self._config = loaded.checkpoint.config
+        self._config = loaded.checkpoint.shape
         self._quantity = quantity
-        self._engine = Engine(loaded.gpt, config, make_decoder=loaded.decode_path.make_owner)
+        self._engine = Engine(loaded.network, config, make_decoder=loaded.decode_path.make_owner)
 
     def close(self) -> None:
         self._engine.close()

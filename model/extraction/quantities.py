@@ -32,8 +32,8 @@ from logitd.model.inference.engine.requests import (
 )
 from logitd.model.inference.engine.validation import check_request
 from logitd.model.inference.sampling.lens import lens_width
-from logitd.model.inference.selection import resolve_stages
-from logitd.model.transformer.config import GPTConfig
+from logitd.model.inference.selection import lens_layers, resolve_stages
+from logitd.model.transformer.config import GPTConfig, ModelConfig
 
 SHARD_TOKENS = 2**18
 """Upper bound of the default number of tokens in a shard: some megabytes of logprobs."""
@@ -57,7 +57,7 @@ class Logprobs:
     suffix = ".parquet"
     predicts = True  # each token is predicted from those before it, so the first has no logprob
 
-    def shard_tokens(self, config: GPTConfig) -> int:
+    def shard_tokens(self, config: ModelConfig) -> int:
         return SHARD_TOKENS
 
     def request(self, request_id: str, unit: Unit) -> Request:
@@ -71,7 +71,7 @@ class Logprobs:
             arrays=True,
         )
 
-    def file(self, units: Sequence[Unit], chunks: Sequence[Any], config: GPTConfig) -> bytes:
+    def file(self, units: Sequence[Unit], chunks: Sequence[Any], config: ModelConfig) -> bytes:
         """The Parquet file of units; `chunks` are their ScoresChunks, in order."""
         predicted = position_column(units) > 0
         logprobs = _joined(chunks, "logprobs", np.float32)
@@ -99,7 +99,7 @@ class Stages:
     suffix = ".safetensors"
     predicts = False
 
-    def shard_tokens(self, config: GPTConfig) -> int:
+    def shard_tokens(self, config: ModelConfig) -> int:
         shapes = activation_shapes(self.output, config, 1)
         return _shard_tokens(4 * sum(map(math.prod, shapes)))
 
@@ -117,7 +117,7 @@ class Stages:
             output=self.output,
         )
 
-    def file(self, units: Sequence[Unit], chunks: Sequence[Any], config: GPTConfig) -> bytes:
+    def file(self, units: Sequence[Unit], chunks: Sequence[Any], config: ModelConfig) -> bytes:
         """The safetensors file of units; `chunks` are their OutputsChunks, in order."""
         rows = np.concatenate([chunk.rows for chunk in chunks])  # (tokens, elements)
         # The length (1) has no effect: `choose_stages` refuses stages whose shape depends on it.
@@ -139,7 +139,7 @@ class LensFigures:
     suffix = ".parquet"
     predicts = True
 
-    def shard_tokens(self, config: GPTConfig) -> int:
+    def shard_tokens(self, config: ModelConfig) -> int:
         return _shard_tokens(self.row_bytes)
 
     @property
@@ -161,7 +161,7 @@ class LensFigures:
             output=Lens(layers=tuple(range(self.layers)), top_k=self.top_k, following=True),
         )
 
-    def file(self, units: Sequence[Unit], chunks: Sequence[Any], config: GPTConfig) -> bytes:
+    def file(self, units: Sequence[Unit], chunks: Sequence[Any], config: ModelConfig) -> bytes:
         """The Parquet file of units; `chunks` are their OutputsChunks, in order."""
         k, predicted = self.top_k, position_column(units) > 0
         empty = np.empty((0, self.layers, lens_width(k, 1)), dtype=np.float32)
@@ -199,7 +199,7 @@ def _shard_tokens(row_bytes: int) -> int:
     return max(1, min(SHARD_TOKENS, SHARD_BYTES // row_bytes))
 
 
-def choose_logprobs(top_k: int, config: GPTConfig) -> Logprobs:
+def choose_logprobs(top_k: int, config: ModelConfig) -> Logprobs:
     """Logprobs with the `top_k` likeliest tokens. Raises ExtractionError if `top_k` exceeds the
     vocabulary or the model's context is 1 token."""
     if not 0 <= top_k <= config.vocab_size:
@@ -208,11 +208,11 @@ def choose_logprobs(top_k: int, config: GPTConfig) -> Logprobs:
     return Logprobs(top_k)
 
 
-def choose_lens(top_k: int, config: GPTConfig) -> LensFigures:
+def choose_lens(top_k: int, config: ModelConfig) -> LensFigures:
     """The lens after every layer, with the `top_k` likeliest tokens. Raises InvalidRequest if the
     model cannot compute it, and ExtractionError if the figures of a window exceed WINDOW_BYTES."""
     _require_prediction(config)
-    lens = LensFigures(config.n_layer + 1, top_k)
+    lens = LensFigures(lens_layers(config), top_k)
     example = lens.request("example", Unit(0, "", 0, (0, 0), 0))
     assert example is not None
     check_request(example, config)
@@ -229,7 +229,7 @@ def choose_lens(top_k: int, config: GPTConfig) -> LensFigures:
     return lens
 
 
-def _require_prediction(config: GPTConfig) -> None:
+def _require_prediction(config: ModelConfig) -> None:
     if config.context_length < 2:
         raise ExtractionError(
             "the model's context is 1 token, but predicting a token needs the token before it: "
@@ -237,7 +237,7 @@ def _require_prediction(config: GPTConfig) -> None:
         )
 
 
-def choose_stages(patterns: Sequence[str], config: GPTConfig) -> Stages:
+def choose_stages(patterns: Sequence[str], config: ModelConfig) -> Stages:
     """The stages that the names and patterns match. Raises InvalidRequest if there are none, and
     ExtractionError for stages that are too large to extract for a whole text."""
     stages = resolve_stages(patterns, config)
@@ -250,8 +250,11 @@ def choose_stages(patterns: Sequence[str], config: GPTConfig) -> Stages:
                 "return it for a prompt"
             )
         if stage.name == "logits":
-            bare = "backout" if config.backout else "the last block's output"
-            source = "final_norm" if config.final_norm else bare
+            of_gpt = config if isinstance(config, GPTConfig) else None
+            has_norm = of_gpt is not None and of_gpt.final_norm
+            bare = of_gpt is not None and of_gpt.backout
+            source = "the last block's output"
+            source = "final_norm" if has_norm else "backout" if bare else source
             raise ExtractionError(
                 f"logits are {config.vocab_size:,} values per token: extract --top-k K, the "
                 f"logprobs of the K likeliest, or {source}, from which the head computes them; "

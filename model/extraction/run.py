@@ -128,7 +128,7 @@ def extract(
     checkpoint = read_checkpoint(path)
     quantity = _choose_quantity(checkpoint, request)
     windows = choose_windows(
-        checkpoint.config.context_length, request.stride, predicts=quantity.predicts
+        checkpoint.shape.context_length, request.stride, predicts=quantity.predicts
     )
     text = _open_data(data, reading, tell)
     with closing(ExtractionFolder(out)) as folder:
@@ -139,7 +139,7 @@ def extract(
             else on_ray(checkpoint, quantity, options, ray, ray_workers, log)
         )
         with opened as computer:
-            shard_tokens = request.shard_tokens or quantity.shard_tokens(checkpoint.config)
+            shard_tokens = request.shard_tokens or quantity.shard_tokens(checkpoint.shape)
             facts = {
                 "logitd": VERSION,
                 "checkpoint": {
@@ -181,11 +181,11 @@ def _choose_quantity(checkpoint: CheckpointInfo, request: ExtractionRequest) -> 
             "LLM.score and LLM.activations (model/llm.py)"
         )
     if request.stages:
-        return choose_stages(request.stages, checkpoint.config)
+        return choose_stages(request.stages, checkpoint.shape)
     _require_package("pyarrow", "parquet", "Parquet")
     if request.lens:
-        return choose_lens(request.top_k or LENS_TOP_K, checkpoint.config)
-    return choose_logprobs(request.top_k, checkpoint.config)
+        return choose_lens(request.top_k or LENS_TOP_K, checkpoint.shape)
+    return choose_logprobs(request.top_k, checkpoint.shape)
 
 
 def _require_package(name: str, extra: str, use: str) -> None:

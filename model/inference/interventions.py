@@ -13,7 +13,7 @@ from typing import Any, Literal
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.selection import resolve_heads, resolve_indices
 from logitd.model.plural import pluralize
-from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.config import ModelConfig
 from logitd.model.transformer.stages import Stage, UnknownStage, match_stages
 
 Operation = Literal["zero", "scale", "add", "set"]
@@ -54,7 +54,7 @@ class Target:
     heads: tuple[int, ...] | None
 
 
-def resolve_target(pattern: str, heads: Sequence[int] | None, config: GPTConfig) -> Target:
+def resolve_target(pattern: str, heads: Sequence[int] | None, config: ModelConfig) -> Target:
     """The stages that a name or pattern matches, with the given heads; negative heads count from
     the end. Raises InvalidRequest for stages and heads that do not exist or may not be changed."""
     try:
@@ -73,7 +73,7 @@ def resolve_target(pattern: str, heads: Sequence[int] | None, config: GPTConfig)
 
 
 def check_interventions(
-    interventions: Sequence[Intervention], config: GPTConfig, prompt_length: int
+    interventions: Sequence[Intervention], config: ModelConfig, prompt_length: int
 ) -> None:
     """Raise InvalidRequest if an intervention cannot be applied to a prompt of this length."""
     for index, intervention in enumerate(interventions):
@@ -92,7 +92,7 @@ def about(field: str) -> Iterator[None]:
         raise InvalidRequest(f"{field}: {error}", param) from error
 
 
-def _check_intervention(intervention: Intervention, config: GPTConfig, length: int) -> None:
+def _check_intervention(intervention: Intervention, config: ModelConfig, length: int) -> None:
     heads, positions = intervention.heads, intervention.positions
     stages = resolve_target(intervention.stage, None, config).stages
     if len(stages) > 1:

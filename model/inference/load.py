@@ -11,11 +11,13 @@ from pathlib import Path
 
 from logitd.model.checkpoint.checkpoint import (
     RANKS,
+    WEIGHTS,
     CheckpointError,
     CheckpointInfo,
     check_header,
     load_weights,
     read_checkpoint,
+    read_sources,
 )
 from logitd.model.checkpoint.run_folder import is_run
 from logitd.model.device import (
@@ -25,9 +27,11 @@ from logitd.model.device import (
     disable_cudnn_attention,
     keep_freed_memory,
 )
+from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.inference.kernels.select import (
     DecodePath,
     DTypeChoice,
+    KernelError,
     check_kv_cache_dtype,
     choose_decode_path,
     choose_dtype,
@@ -35,20 +39,32 @@ from logitd.model.inference.kernels.select import (
 from logitd.model.inference.memory import Shape, SlotBudget, slots_for
 from logitd.model.inference.options import ComputeOptions
 from logitd.model.memory import Available, available, check_weights_fit, model_bytes
+from logitd.model.owner_code.config import CodeConfig
+from logitd.model.owner_code.connection import CodeError, CodeModel
 from logitd.model.transformer.gpt import GPT
+
+
+Network = GPT | CodeModel
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A checkpoint's weights on their device, the options, and the choices that follow from
-    them."""
+    """A checkpoint's weights on their device, or the process that has them; the options, and the
+    choices that follow from them."""
 
     checkpoint: CheckpointInfo
-    gpt: GPT
+    network: Network
     options: ComputeOptions
     placement: Placement
     dtype: DTypeChoice
     decode_path: DecodePath
+
+    @property
+    def gpt(self) -> GPT:
+        """The GPT. Raises CheckpointError if its owner's code computes it."""
+        assert self.checkpoint.config
+        assert isinstance(self.network, GPT)
+        return self.network
 
 
 def load_model(
@@ -72,14 +88,18 @@ def load_model(
     if is_run(path):
         log(f"reading checkpoint {checkpoint.path.name} of the run {path}")
     check_header(checkpoint)  # from here on the sizes in the config are known to be true
-    choice = choose_dtype(checkpoint.config, choose_device(options.device), options, log=log)
-    placement = choose_placement(options.device, choice.name, options.threads)
+    choice, placement = choose_computation(checkpoint, options, log=log)
     memory, item_bytes = available(placement.device), placement.dtype.itemsize
-    check_weights_fit(checkpoint.config, item_bytes, memory)
+    check_weights_fit(checkpoint.shape, item_bytes, memory)
     if slots is not None:
         check_kv_cache_dtype(options.kv_cache_dtype, placement.device)
-        left = replace(memory, free=memory.free - model_bytes(checkpoint.config, item_bytes))
+        left = replace(memory, free=memory.free - model_bytes(checkpoint.shape, item_bytes))
         _count_slots(slots, checkpoint, placement, left, options)
+    if isinstance(checkpoint.shape, CodeConfig):
+        log(f"running the owner's code of {checkpoint.path}, {checkpoint.shape.code}")
+        model = load_code(checkpoint, placement, together=options.batch_code)
+        path_of_code = DecodePath.plain(PlainDecoder, describe_code(model))
+        return LoadedModel(checkpoint, model, options, placement, choice, path_of_code)
     if placement.device.type == "cuda":
         disable_cudnn_attention()
     gpt = load_weights(checkpoint, device=placement.device, dtype=placement.dtype)
@@ -89,14 +109,101 @@ def load_model(
     return LoadedModel(checkpoint, gpt, options, placement, choice, decode_path)
 
 
+def choose_computation(
+    checkpoint: CheckpointInfo, options: ComputeOptions, *, log: Callable[[str], None]
+) -> tuple[DTypeChoice, Placement]:
+    """Choose the dtype and the device. Raises KernelError and DeviceError; CheckpointError if the
+    checkpoint has code that may not run."""
+    config = checkpoint.shape
+    if isinstance(config, CodeConfig):
+        _check_code_options(checkpoint, config, options)
+        placement = choose_placement("cpu", "float32", options.threads)
+        return DTypeChoice("float32", "the dtype of models by their owner's code"), placement
+    if options.batch_code:
+        raise KernelError(
+            f"batch_code is set, but no owner's code computes {checkpoint.path}: remove it"
+        )
+    choice = choose_dtype(config, choose_device(options.device), options, log=log)
+    return choice, choose_placement(options.device, choice.name, options.threads)
+
+
+def _check_code_options(
+    checkpoint: CheckpointInfo, config: CodeConfig, options: ComputeOptions
+) -> None:
+    if not options.run_code:
+        raise CheckpointError(
+            f"{checkpoint.path} is computed by its owner's code ({config.code}), which runs with "
+            "your rights, in a process without network: if you trust it, add --run-code or set "
+            "LOGITD_RUN_CODE=1"
+        )
+    if config.file not in checkpoint.sources:
+        raise CheckpointError(f"{checkpoint.path} lacks the owner's file {config.file}")
+    values = {
+        "device": (options.device, ("auto", "cpu")),
+        "dtype": (options.dtype, ("auto", "float32")),
+        "kernels": (options.kernels, ("auto", "torch")),
+        "kernel_target": (options.kernel_target, ("auto",)),
+        "quantize": (options.quantize, ("none",)),
+        "kv_cache_dtype": (options.kv_cache_dtype, ("auto",)),
+    }
+    for name, (value, possible) in values.items():
+        if value not in possible:
+            raise KernelError(
+                f"{name} is {value}, but {checkpoint.path} is computed by its owner's code, in "
+                f"float32 on the CPU: set {name} to {possible[0]}"
+            )
+    if options.batch_code and config.has_state:
+        raise KernelError(
+            f"batch_code is set, but {config.code} has a cache of its own for each sequence: remove "
+            "batch_code"
+        )
+    if options.batch_code and not config.padding_is_harmless:
+        raise KernelError(
+            f"batch_code is set, but ids on the right or other rows change the logits of "
+            f"{config.code}: remove batch_code"
+        )
+
+
+def load_code(checkpoint: CheckpointInfo, placement: Placement, *, together: bool) -> CodeModel:
+    """Verify the sources and the weights, and start the process of the owner's code. Raises
+    CheckpointError."""
+    assert isinstance(checkpoint.shape, CodeConfig)
+    sources = read_sources(checkpoint)
+    weights = checkpoint.path / WEIGHTS
+    model = CodeModel(checkpoint.shape, sources, weights, placement.threads, together)
+    try:
+        model.start()
+    except CodeError as error:
+        raise CheckpointError(f"{checkpoint.path}: {error}") from error
+    return model
+
+
+def describe_code(model: CodeModel) -> str:
+    """How the owner's code computes, with its measured speed."""
+    config, speed = model.config, model.speed
+    assert speed is not None
+    how = (
+        "each token continues the model's own cache; a pass over"
+        if config.has_state
+        else "each token computes the sequence again:"
+    )
+    rows = ", rows in batches whose bits may differ" if model.together else ""
+    noise = "" if config.deterministic else ", random numbers seeded for each pass"
+    return (
+        f"owner's code {config.code} ({how} {speed.length} tokens {speed.milliseconds:.1f} "
+        f"ms{rows}{noise})"
+    )
+
+
 def load_replacement(
     served: CheckpointInfo,
     path: Path,
     weights_sha256: str,
     placement: Placement,
     *,
+    together: bool = False,
     log: Callable[[str], None],
-) -> GPT:
+) -> Network:
     """Read another checkpoint of the served model, on the same device and in the same dtype. The
     served weights stay in memory. `log` gets the size of the new weights before they are read.
     Raises CheckpointError; DeviceError if they do not fit."""
@@ -106,19 +213,21 @@ def load_replacement(
     check_replacement(served, checkpoint)
     check_header(checkpoint)
     item_bytes = placement.dtype.itemsize
-    check_weights_fit(checkpoint.config, item_bytes, available(placement.device))
+    check_weights_fit(checkpoint.shape, item_bytes, available(placement.device))
     log(
-        f"loading {path}: {model_bytes(checkpoint.config, item_bytes) / 2**20:,.0f} MiB next to "
+        f"loading {path}: {model_bytes(checkpoint.shape, item_bytes) / 2**20:,.0f} MiB next to "
         "the served weights, until it replaces them"
     )
+    if isinstance(checkpoint.shape, CodeConfig):
+        return load_code(checkpoint, placement, together=together)
     return load_weights(checkpoint, device=placement.device, dtype=placement.dtype)
 
 
 def check_replacement(served: CheckpointInfo, other: CheckpointInfo) -> None:
     """Raise CheckpointError unless a checkpoint has the shape of the served one, on which the cache
     depends, and the same vocabulary, because prompts are encoded before the swap."""
-    if other.config != served.config:
-        ours, theirs = served.config.to_dict(), other.config.to_dict()
+    if other.shape != served.shape:
+        ours, theirs = served.shape.to_dict(), other.shape.to_dict()
         name = next(name for name in theirs if ours.get(name) != theirs[name])
         raise CheckpointError(
             f"{other.path} has a different shape from the served {served.path} ({name} is "
@@ -151,5 +260,5 @@ def _count_slots(
     options: ComputeOptions,
 ) -> int:
     name, item_bytes = checkpoint.path.name, placement.dtype.itemsize
-    shape = Shape(name, checkpoint.config, item_bytes, options.kv_cache_dtype)
+    shape = Shape(name, checkpoint.shape, item_bytes, options.kv_cache_dtype)
     return slots_for([shape], budget, memory, gpu=placement.device.type == "cuda")[0]

@@ -18,13 +18,16 @@ from logitd.model.inference.options import (
     SlotDefault,
 )
 from logitd.model.memory import Available, format_bytes, free_of, model_bytes
-from logitd.model.transformer.config import BLOCK, GPTConfig
+from logitd.model.owner_code.config import CodeConfig
+from logitd.model.transformer.config import BLOCK, ModelConfig
 
 MAX_SLOTS = 4096
 """Most slots that an amount of memory is divided into."""
 SAMPLING_BYTES = 48
 """Bytes per logit while a GPU samples a row: the row in float32, its filtered copy, its sorted
 order, probabilities and their sums in float64, and masks."""
+ID_BYTES = 8
+"""Bytes of a token id in a slot."""
 SCALE_BYTES = 4
 """Bytes of the scale of a head's int8 key or value at one position."""
 
@@ -45,7 +48,7 @@ class Shape:
     (`kept`)."""
 
     name: str
-    config: GPTConfig
+    config: ModelConfig
     item_bytes: int
     kept: KVCacheDType = "auto"
 
@@ -59,18 +62,20 @@ class Shape:
         return slot_bytes(self.config, self.item_bytes, self.kept) + working
 
 
-def slot_bytes(config: GPTConfig, item_bytes: int, kept: KVCacheDType = "auto") -> int:
+def slot_bytes(config: ModelConfig, item_bytes: int, kept: KVCacheDType = "auto") -> int:
     """Bytes of the keys and values of all layers in one slot, and of its token ids if the model has
-    `smear`."""
+    `smear`; of the token ids alone if the owner's code computes the model."""
+    if isinstance(config, CodeConfig):
+        return config.context_length * ID_BYTES
     length = -(-config.context_length // BLOCK) * BLOCK
     row_bytes = config.head_dim + SCALE_BYTES if kept == "int8" else config.head_dim * item_bytes
     return 2 * config.n_layer * config.n_kv_head * length * row_bytes + 4 * length * config.smear
 
 
-def working_bytes(config: GPTConfig, item_bytes: int) -> int:
+def working_bytes(config: ModelConfig, item_bytes: int) -> int:
     """Bytes that a step on a GPU needs per running sequence: a copy of one layer's keys and values,
     and the memory of sampling."""
-    return slot_bytes(config, item_bytes) // config.n_layer + SAMPLING_BYTES * config.vocab_size
+    return slot_bytes(config, item_bytes) // max(1, config.n_layer) + SAMPLING_BYTES * config.vocab_size
 
 
 def divide_slots(

@@ -41,7 +41,9 @@ UNITS = {
 class ComputeOptions:
     """How a checkpoint is computed. The defaults suit this machine.
 
-    threads  number of threads of torch and of the native decoder; 0: one per processor
+    threads     number of threads of torch and of the native decoder; 0: one per processor
+    run_code    run the code of a checkpoint that is computed by its owner's code
+    batch_code  let that code compute several sequences in one batch, whose bits may differ
     """
 
     device: str = "auto"
@@ -51,6 +53,8 @@ class ComputeOptions:
     kernel_target: KernelTarget = "auto"
     quantize: Quantization = "none"
     kv_cache_dtype: KVCacheDType = "auto"
+    run_code: bool = False
+    batch_code: bool = False
 
     @classmethod
     def of(cls, settings: object) -> "ComputeOptions":

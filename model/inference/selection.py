@@ -8,8 +8,9 @@ result.
 from collections.abc import Sequence
 
 from logitd.model.inference.errors import InvalidRequest
+from logitd.model.owner_code.config import CodeConfig
 from logitd.model.plural import pluralize
-from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.config import GPTConfig, ModelConfig
 from logitd.model.transformer.stages import Stage, UnknownStage, match_stages
 
 
@@ -39,7 +40,29 @@ def resolve_indices(
     return resolved
 
 
-def resolve_stages(patterns: Sequence[str], config: GPTConfig) -> tuple[Stage, ...]:
+def gpt_only(config: ModelConfig, what: str) -> GPTConfig:
+    """The configuration of a GPT. Raises InvalidRequest for a model by its owner's code, which does
+    not give `what`."""
+    if isinstance(config, CodeConfig):
+        raise InvalidRequest(
+            f"this model is computed by its owner's code ({config.code}), which gives no {what}: "
+            "use /activations, whose stages are the outputs of its submodules"
+        )
+    return config
+
+
+def lens_layers(config: ModelConfig) -> int:
+    """Number of streams that a lens can read. Raises InvalidRequest if the owner of the code did
+    not name the final norm and the head."""
+    if isinstance(config, CodeConfig) and config.lens is None:
+        raise InvalidRequest(
+            f"this model is computed by its owner's code ({config.code}), and its final norm and "
+            "head are not known: import it with --lens-norm and --lens-head"
+        )
+    return config.n_layer + 1
+
+
+def resolve_stages(patterns: Sequence[str], config: ModelConfig) -> tuple[Stage, ...]:
     """The stages that match names and patterns, in the order of computation. Raises InvalidRequest
     if one matches no stage."""
     if not patterns:
@@ -53,7 +76,7 @@ def resolve_stages(patterns: Sequence[str], config: GPTConfig) -> tuple[Stage, .
 
 
 def resolve_heads(
-    heads: Sequence[int], stages: Sequence[Stage], config: GPTConfig
+    heads: Sequence[int], stages: Sequence[Stage], config: ModelConfig
 ) -> tuple[int, ...]:
     """Resolve head indices for all stages that have heads; negative ones count from the end. Raises
     InvalidRequest if a head does not exist, or is a different one in different stages."""

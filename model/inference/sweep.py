@@ -13,7 +13,7 @@ from typing import Literal
 
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.interventions import Intervention, check_interventions
-from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.config import ModelConfig
 from logitd.model.transformer.stages import Stage, match_stages
 
 Axis = Literal["layers", "heads", "positions"]
@@ -52,7 +52,7 @@ class Grid:
 
 
 def make_grid(
-    varied: Sequence[Intervention], over: Sequence[Axis], prompt_length: int, config: GPTConfig
+    varied: Sequence[Intervention], over: Sequence[Axis], prompt_length: int, config: ModelConfig
 ) -> Grid:
     """The grid over some axes of an intervention; `varied` holds it once for each layer. Every cell
     changes all of an axis that is not swept. Raises InvalidRequest if an intervention cannot be
@@ -74,7 +74,7 @@ def _places(
     first: Intervention,
     stages: Sequence[Stage],
     prompt_length: int,
-    config: GPTConfig,
+    config: ModelConfig,
 ) -> tuple[int, ...]:
     """The layers, heads or positions along an axis. The interventions differ only in their
     stage."""
@@ -82,7 +82,10 @@ def _places(
         case "layers":
             if stages[0].layer is None:
                 raise InvalidRequest(f"{stages[0].name} has no layers to sweep over", "over")
-            return tuple(stage.layer for stage in stages if stage.layer is not None)
+            layers = tuple(stage.layer for stage in stages if stage.layer is not None)
+            if len(set(layers)) < len(layers):
+                raise InvalidRequest(f"{first.stage} is one of several stages of a layer", "over")
+            return layers
         case "heads":
             if stages[0].heads_axis is None:
                 raise InvalidRequest(f"{stages[0].name} has no heads to sweep over", "over")

@@ -5,7 +5,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from logitd.model.inference.engine.requests import AttentionWeights
-from logitd.model.inference.selection import resolve_indices
+from logitd.model.inference.selection import gpt_only, resolve_indices
 from logitd.model.operations.body import Examples, HalfOrFull, Places, PromptReply, Reply
 from logitd.model.operations.operation import NamedArray, Operation, Outputs, Planning, Subject
 from logitd.model.operations.outputs import ArraysBody, outputs_requests
@@ -47,7 +47,7 @@ class AttentionReply(Reply):
 
 
 def plan(body: AttentionRequest, subject: Subject) -> Planning:
-    config = subject.config
+    config = gpt_only(subject.config, "attention weights")
     layers = resolve_indices(
         "layers", body.layers, config.n_layer, f"the model has {pluralize(config.n_layer, 'layer')}"
     )

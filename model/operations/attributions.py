@@ -12,6 +12,7 @@ from logitd.model.inference.attribution.task import (
     Method,
 )
 from logitd.model.inference.engine.requests import AttributionRequest
+from logitd.model.inference.selection import gpt_only
 from logitd.model.operations.body import (
     Examples,
     Place,
@@ -138,6 +139,7 @@ class AttributionsReply(Reply):
 
 def plan(body: AttributionsRequest, subject: Subject) -> Planning:
     yield from ()
+    config = gpt_only(subject.config, "attributions")
     prompts = encode_all(body.prompts, "prompt", subject)
     token, minus = body.compared(subject.tokenizer)
     requests = [
@@ -157,7 +159,6 @@ def plan(body: AttributionsRequest, subject: Subject) -> Planning:
     ]
     # Each block has its heads, MLP, bias and the biases of two norms. Others: embedding, two
     # biases.
-    config = subject.config
     parts = config.n_layer * (config.n_head + 4) + 3 if "direct" in body.methods else 0
     listed = sum(map(len, prompts)) + parts * len(prompts)
     subject.check_listed(listed, "tokens and parts", "prompt")

@@ -5,6 +5,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from logitd.model.inference.engine.requests import HiddenStates
+from logitd.model.inference.selection import gpt_only
 from logitd.model.operations.body import Examples, HalfOrFull, PromptReply, Reply
 from logitd.model.operations.operation import NamedArray, Operation, Outputs, Planning, Subject
 from logitd.model.operations.outputs import (
@@ -42,7 +43,8 @@ class HiddenStatesReply(Reply):
 
 
 def plan(body: HiddenStatesRequest, subject: Subject) -> Planning:
-    layers, d_model = resolve_layers(body.layers, subject), subject.config.d_model
+    config = gpt_only(subject.config, "hidden states")
+    layers, d_model = resolve_layers(body.layers, config.n_layer + 1), config.d_model
     requests = yield from outputs_requests(body, HiddenStates(layers=layers), subject)
     shapes = [(len(layers), len(request.positions), d_model) for request in requests]
     array = NamedArray("hidden_states", shapes, 1)

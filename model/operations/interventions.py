@@ -38,7 +38,7 @@ from logitd.model.operations.computed import Computed
 from logitd.model.operations.operation import Compute, Subject, new_id
 from logitd.model.operations.prompts import encode_all, resolve_positions
 from logitd.model.plural import pluralize
-from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.config import ModelConfig
 from logitd.model.transformer.stages import Stage
 
 MAX_RESOLVED = 2**13
@@ -308,7 +308,7 @@ def _read(changes: Sequence[_Change], subject: Subject) -> Generator[Compute, Co
 
 
 def _intervention(
-    change: _Change, stage: Stage, index: int, length: int, readings: Readings, config: GPTConfig
+    change: _Change, stage: Stage, index: int, length: int, readings: Readings, config: ModelConfig
 ) -> EngineIntervention:
     body, positions = change.body, change.positions[index]
     with about(change.field):

@@ -10,6 +10,7 @@ from pydantic import Field
 from logitd.model.inference.engine.requests import Lens
 from logitd.model.inference.sampling import distribution
 from logitd.model.inference.sampling.lens import read_lens
+from logitd.model.inference.selection import lens_layers
 from logitd.model.operations.body import (
     ChosenIds,
     Examples,
@@ -90,7 +91,7 @@ class LensReply(Reply):
 
 
 def plan(body: LensRequest, subject: Subject) -> Planning:
-    layers = resolve_layers(body.layers, subject)
+    layers = resolve_layers(body.layers, lens_layers(subject.config))
     named = tuple(body.token_ids or ())
     if body.tokens is not None:
         named = tuple(single_token(text, subject.tokenizer, "tokens") for text in body.tokens)

@@ -21,8 +21,9 @@ from logitd.model.inference.engine.requests import GenerationRequest, OutputsReq
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.operations.body import DType, RequestBody
 from logitd.model.operations.computed import Computed
+from logitd.model.owner_code.config import CodeConfig
 from logitd.model.text.tokenizer import Tokenizer
-from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.config import ModelConfig
 
 LISTED_ELEMENTS = 64
 """Against the limit of elements, a listed token counts as this many: in memory it is an object with
@@ -36,11 +37,13 @@ def new_id(kind: str) -> str:
 
 def checkpoint_name(checkpoint: CheckpointInfo) -> dict[str, Any]:
     """The members of `CheckpointName`."""
+    config = checkpoint.shape
     return {
         "name": checkpoint.name,
         "step": checkpoint.training.step,
         "val_loss": checkpoint.training.val_loss,
         "weights_sha256": checkpoint.weights_sha256,
+        **({"code": config.code} if isinstance(config, CodeConfig) else {}),
     }
 
 
@@ -67,8 +70,8 @@ class Subject:
     max_text_bytes: int | None = None
 
     @property
-    def config(self) -> GPTConfig:
-        return self.checkpoint.config
+    def config(self) -> ModelConfig:
+        return self.checkpoint.shape
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -50,7 +50,7 @@ def outputs_requests(
     ]
 
 
-def resolve_layers(layers: Sequence[int] | None, subject: Subject) -> tuple[int, ...]:
-    """The chosen layers, counted from 0, the embeddings; all if `layers` is None."""
-    count = subject.config.n_layer + 1
+def resolve_layers(layers: Sequence[int] | None, count: int) -> tuple[int, ...]:
+    """The chosen ones of `count` layers, counted from 0, the embeddings; all if `layers` is
+    None."""
     return resolve_indices("layers", layers, count, f"there are {count} hidden states")

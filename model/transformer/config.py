@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
+from logitd.model.owner_code.config import KIND, CodeConfig, CodeConfigError
+
 Norm = Literal["layernorm", "rmsnorm"]
 NormPosition = Literal["pre", "post"]
 Positions = Literal["learned", "sinusoidal", "rotary"]
@@ -377,6 +379,20 @@ def parts_of(config: GPTConfig) -> dict[str, Any]:
     if all(config.window(layer) is None for layer in range(config.n_layer)):
         values["windows"] = None
     return {name: value for name, value in values.items() if value != WITHOUT_PARTS[name]}
+
+
+ModelConfig = GPTConfig | CodeConfig
+"""The shape of any model that can be served."""
+
+
+def read_config(values: Mapping[str, Any]) -> ModelConfig:
+    """Read the section `model` of a checkpoint. Raises ConfigError."""
+    if values.get("kind") != KIND:
+        return GPTConfig.from_dict(values)
+    try:
+        return CodeConfig.from_dict(values)
+    except CodeConfigError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _implied(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,8 @@ not counted.
 
 from dataclasses import dataclass
 
-from logitd.model.transformer.config import GPTConfig
+from logitd.model.owner_code.config import CodeConfig
+from logitd.model.transformer.config import GPTConfig, ModelConfig
 from logitd.model.transformer.gate import SMEAR_WIDTH, VALUE_GATE_WIDTH
 
 
@@ -69,16 +70,20 @@ def count_elements(config: GPTConfig) -> Elements:
     )
 
 
-def parameter_count(config: GPTConfig) -> int:
+def parameter_count(config: ModelConfig) -> int:
     """Number of parameters, including padded rows. A tied head counts once."""
+    if isinstance(config, CodeConfig):
+        return config.parameters
     elements = count_elements(config)
     return elements.block_matrices + elements.vectors + elements.embeddings + elements.head
 
 
-def table_elements(config: GPTConfig) -> int:
+def table_elements(config: ModelConfig) -> int:
     """Number of elements of the tables that are computed, not stored: sinusoids, or cosines and
     sines; and the mask of a block of queries for each window, whose one-byte elements count as a
-    quarter each."""
+    quarter each. 0 if the owner's code computes the model, because they are not known."""
+    if isinstance(config, CodeConfig):
+        return 0
     width = {"sinusoidal": config.d_model, "rotary": config.head_dim, "learned": 0}
     masks = len({config.window(layer) for layer in range(config.n_layer)})
     return config.context_length * (width[config.positions] + 8 * masks)

@@ -5,20 +5,26 @@ value of each. Which stages a model has depends on its `GPTConfig`: without rota
 QK-norm there is no `q_raw`, and with norms after the residual addition there is no
 `attention.norm`.
 
+The stages of a model by its owner's code are its submodules, by their own names.
+
 Axes: T tokens of the prompt; the others as in `GPTConfig`. The axis of positions comes first and is
 not listed. TransformerLens' names are those of its TransformerBridge, version 4.
 """
 
 import fnmatch
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
-from logitd.model.transformer.config import GPTConfig
+from logitd.model.owner_code.config import CodeConfig, ModuleStage
+from logitd.model.transformer.config import GPTConfig, ModelConfig
 
-Axis = Literal["n_head", "n_kv_head", "head_dim", "T", "d_model", "d_ff", "vocab_size"]
-
+Axis = Literal["n_head", "n_kv_head", "head_dim", "T", "d_model", "d_ff", "vocab_size"] | int
+"""The name of an axis, or the size of one without a name."""
+Key = tuple[int | None, str]
+"""A stage of a forward pass: its block and its name in the block."""
 
 _IN_BLOCK = re.compile(r"blocks\.(0|[1-9][0-9]{0,5})\.(.+)")
 
@@ -60,29 +66,43 @@ class StageKind:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage of one model; `layer` is None for a stage outside the blocks."""
+    """A stage of one model; `layer` is None for a stage outside the blocks. `module` is the name of
+    the owner's submodule whose output it is."""
 
     kind: StageKind
     layer: int | None
+    module: str | None = None
 
     @property
     def name(self) -> str:
+        if self.module is not None:
+            return self.module
         return self.kind.name if self.layer is None else f"blocks.{self.layer}.{self.kind.name}"
+
+    @property
+    def key(self) -> Key:
+        return (self.layer, self.kind.name) if self.module is None else (None, self.module)
 
     @property
     def transformer_lens(self) -> str | None:
         lens = self.kind.lens
         return lens if lens is None or self.layer is None else f"blocks.{self.layer}.{lens}"
 
-    def shape(self, config: GPTConfig, length: int) -> tuple[int, ...]:
+    def shape(self, config: ModelConfig, length: int) -> tuple[int, ...]:
         """Shape of the value at one position of a prompt of `length` tokens."""
-        return tuple(length if axis == "T" else getattr(config, axis) for axis in self.kind.axes)
+        return tuple(length if axis == "T" else axis_size(axis, config) for axis in self.kind.axes)
 
     @property
     def heads_axis(self) -> Literal["n_head", "n_kv_head"] | None:
         """The axis of heads, which is the first if there is one; otherwise None."""
         first = self.kind.axes[0]
-        return first if first in ("n_head", "n_kv_head") else None
+        return first if first == "n_head" or first == "n_kv_head" else None
+
+
+def axis_size(axis: Axis, config: ModelConfig) -> int:
+    """The size of an axis that does not depend on the prompt."""
+    size: int = axis if isinstance(axis, int) else getattr(config, axis)
+    return size
 
 
 def _is_pre(config: GPTConfig) -> bool:
@@ -253,8 +273,13 @@ HEADS_FIRST = frozenset(kind.name for kind in STAGES if kind.axes[0] in ("n_head
 """Stages with an axis of heads. In the forward pass this axis comes before that of positions."""
 
 
-def stages_of(config: GPTConfig) -> tuple[Stage, ...]:
+LOGITS = STAGES[-1]
+
+
+def stages_of(config: ModelConfig) -> tuple[Stage, ...]:
     """The stages of a model, in the order of the forward pass."""
+    if isinstance(config, CodeConfig):
+        return _module_stages(config.stages)
     kinds = [kind for kind in STAGES if kind.has(config)]
     first = [Stage(kind, None) for kind in kinds if kind.name == "embedding"]
     blocks = [
@@ -264,7 +289,22 @@ def stages_of(config: GPTConfig) -> tuple[Stage, ...]:
     return (*first, *blocks, *last)
 
 
-def match_stages(patterns: Sequence[str], config: GPTConfig) -> tuple[Stage, ...]:
+@lru_cache(maxsize=8)
+def _module_stages(modules: tuple[ModuleStage, ...]) -> tuple[Stage, ...]:
+    """The submodules of an owner's model, then the logits. A submodule in a numbered list belongs
+    to the layer of the first number in its name."""
+    stages = []
+    for module in modules:
+        parts = module.name.split(".")
+        layer = next((int(part) for part in parts if part.isdecimal()), None)
+        pattern = ".".join("N" if part.isdecimal() else part for part in parts)
+        meaning = f"output of {module.kind}"
+        kind = StageKind(pattern, module.shape, meaning, None, in_block=False)
+        stages.append(Stage(kind, layer, module.name))
+    return (*stages, Stage(LOGITS, None))
+
+
+def match_stages(patterns: Sequence[str], config: ModelConfig) -> tuple[Stage, ...]:
     """The stages that match names or patterns (`*` for any layer: "blocks.*.attention.q"). Each is
     returned once, in the order of the forward pass. Raises UnknownStage for a pattern without a
     match."""
@@ -276,16 +316,27 @@ def match_stages(patterns: Sequence[str], config: GPTConfig) -> tuple[Stage, ...
         if pattern in stages:
             chosen.add(pattern)
             continue
-        matching = fnmatch.filter(stages, pattern)
+        matching = _matching(pattern, stages, config)
         if not matching:
             raise UnknownStage(_unknown(pattern, config))
         chosen.update(matching)
     return tuple(stage for name, stage in stages.items() if name in chosen)
 
 
-def _named(name: str, config: GPTConfig) -> Stage | None:
+def _matching(pattern: str, names: Iterable[str], config: ModelConfig) -> list[str]:
+    """The names that a pattern matches. In the names of submodules, `*` matches one part between
+    dots, because a block's name begins those of all its parts."""
+    if not isinstance(config, CodeConfig):
+        return fnmatch.filter(names, pattern)
+    parts = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
+    return [name for name in names if parts.fullmatch(name)]
+
+
+def _named(name: str, config: ModelConfig) -> Stage | None:
     """The stage with this name, found without making the list of all stages: a request may name
     thousands, one by one."""
+    if isinstance(config, CodeConfig):
+        return next((stage for stage in stages_of(config) if stage.name == name), None)
     layer: int | None = None
     if (inside := _IN_BLOCK.fullmatch(name)) is not None:
         layer, name = int(inside[1]), inside[2]
@@ -297,7 +348,14 @@ def _named(name: str, config: GPTConfig) -> Stage | None:
     return Stage(kind, layer)
 
 
-def _unknown(pattern: str, config: GPTConfig) -> str:
+def _unknown(pattern: str, config: ModelConfig) -> str:
+    if isinstance(config, CodeConfig):
+        patterns = dict.fromkeys(stage.kind.name for stage in stages_of(config))
+        names = ", ".join([*patterns][:20]) + (", ..." if len(patterns) > 20 else "")
+        return (
+            f"no stage matches {pattern[:100]!r}; the stages are the submodules {names}, with N a "
+            "number or * for all"
+        )
     kinds = [kind for kind in STAGES if kind.has(config)]
     for kind in STAGES:
         if kind not in kinds and pattern.endswith(kind.name):

@@ -120,7 +120,7 @@ def _served(
     steps: StepThread | None,
 ) -> ServedModel:
     metrics = state.metrics.of(settings.source.served_name)
-    longest = settings.max_sequences * built.checkpoint.config.context_length
+    longest = settings.max_sequences * built.checkpoint.shape.context_length
     limits = QueueLimits(
         sequences=settings.max_queue,
         tokens=settings.max_queue_tokens,

@@ -23,7 +23,7 @@ from logitd.model.inference.engine.cost import output_elements, prices
 from logitd.model.inference.engine.events import FinishEvent
 from logitd.model.inference.engine.requests import Request
 from logitd.model.inference.errors import InvalidRequest
-from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.config import ModelConfig
 
 MOST_TOKENS = 2**20
 """By default a request may cost at most this many tokens: minutes of one processor with the bundled
@@ -113,7 +113,7 @@ class AdmissionController:
 
     def __init__(
         self,
-        config: GPTConfig,
+        config: ModelConfig,
         slots: int,
         limits: QueueLimits,
         clock: Callable[[], float] = time.monotonic,

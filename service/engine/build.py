@@ -22,7 +22,6 @@ from logitd.model.device import (
     DeviceError,
     Placement,
     choose_device,
-    choose_placement,
     describe,
     one_thread,
     use_threads,
@@ -33,8 +32,14 @@ from logitd.model.inference.constraints.heap import release_memory
 from logitd.model.inference.engine.config import SERVED_TARGET_GAP, EngineConfig
 from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.errors import InvalidRequest
-from logitd.model.inference.kernels.select import KernelError, choose_dtype
-from logitd.model.inference.load import choose_slots, load_model, load_replacement
+from logitd.model.inference.kernels.select import KernelError
+from logitd.model.inference.load import (
+    Network,
+    choose_computation,
+    choose_slots,
+    load_model,
+    load_replacement,
+)
 from logitd.model.inference.memory import Shape, SlotBudget, divide_slots
 from logitd.model.inference.options import (
     SERVED_SLOTS,
@@ -45,7 +50,6 @@ from logitd.model.inference.options import (
     parse_target_gap,
 )
 from logitd.model.memory import Available, available, format_bytes
-from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.size import parameter_count
 from logitd.service.engine.driver import WeightsLoader
 from logitd.service.settings.model_source import ModelSource
@@ -172,7 +176,7 @@ def _build(settings: ServeSettings) -> BuiltEngine:
         compiler = Compiler(model.checkpoint.tokenizer)
     except ConstraintsUnavailable as error:
         compiler = ConstraintsUnavailable(str(error))  # without the traceback, which has the model
-    engine = Engine(model.gpt, config, make_decoder=path.make_owner)
+    engine = Engine(model.network, config, make_decoder=path.make_owner)
     release_memory()
     computation = Computation(
         weights_sha256=model.checkpoint.weights_sha256,
@@ -183,13 +187,15 @@ def _build(settings: ServeSettings) -> BuiltEngine:
         decoding_note=path.note,
         kernels=path.kernels,
         quantization=quantization,
-        parameters=parameter_count(model.checkpoint.config),
+        parameters=parameter_count(model.checkpoint.shape),
         kv_cache_bytes=engine.kv_cache_bytes,
         slots_why=_why_slots(slots, budget, memory),
         target_gap=format_target_gap(engine.target_gap),
     )
     # Without a reference to the model, so that a reload frees its weights.
-    load_weights = partial(_load_weights, model.checkpoint, model.placement)
+    load_weights = partial(
+        _load_weights, model.checkpoint, model.placement, settings.batch_code
+    )
     return BuiltEngine(engine, computation, model.checkpoint, compiler, load_weights)
 
 
@@ -210,12 +216,14 @@ def _target_gap(settings: ServeSettings, placement: Placement) -> TargetGap | No
 
 
 def _load_weights(
-    served: CheckpointInfo, placement: Placement, path: Path, weights_sha256: str
-) -> GPT:
+    served: CheckpointInfo, placement: Placement, batch_code: bool, path: Path, weights_sha256: str
+) -> Network:
     """Read the weights of another checkpoint. Only one thread is used, because the engine continues
     to compute with the served weights. Raises CheckpointError and DeviceError."""
     with one_thread():
-        return load_replacement(served, path, weights_sha256, placement, log=logger.info)
+        return load_replacement(
+            served, path, weights_sha256, placement, together=batch_code, log=logger.info
+        )
 
 
 def _shape(source: ModelSource, settings: ServeSettings) -> Shape:
@@ -223,10 +231,7 @@ def _shape(source: ModelSource, settings: ServeSettings) -> Shape:
     checkpoint = read_checkpoint(checkpoint_of(source.path, settings.follow))
     check_header(checkpoint)
     options = ComputeOptions.of(settings)
-    choice = choose_dtype(
-        checkpoint.config, choose_device(options.device), options, log=logger.info
-    )
-    placement = choose_placement(options.device, choice.name, options.threads)
+    _, placement = choose_computation(checkpoint, options, log=logger.info)
     return Shape(
-        source.served_name, checkpoint.config, placement.dtype.itemsize, options.kv_cache_dtype
+        source.served_name, checkpoint.shape, placement.dtype.itemsize, options.kv_cache_dtype
     )

@@ -20,8 +20,7 @@ from typing import TypeVar
 from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.engine.events import EngineStats, Event, FinishReason, StepResult
 from logitd.model.inference.engine.requests import Request
-from logitd.model.inference.engine.runner import ForwardModel
-from logitd.model.transformer.gpt import GPT
+from logitd.model.inference.engine.runner import ForwardModel, Network
 
 logger = logging.getLogger("logitd.engine")
 
@@ -30,7 +29,7 @@ Result = TypeVar("Result")
 Command = Callable[[], Sequence[Event] | None]
 """A call of the engine between two steps; returns the events it caused."""
 
-WeightsLoader = Callable[[Path, str], GPT]
+WeightsLoader = Callable[[Path, str], Network]
 """Reads the weights of the checkpoint at a path, which must have this SHA-256. An exception says
 why the weights cannot be served."""
 
@@ -194,9 +193,9 @@ class EngineDriver:
         else:
             self._inbox.put(partial(self._prepare, gpt, loaded))
 
-    def _prepare(self, gpt: GPT, loaded: Future[None]) -> None:
+    def _prepare(self, network: Network, loaded: Future[None]) -> None:
         try:
-            self._prepared = self._engine.prepare_weights(gpt)
+            self._prepared = self._engine.prepare_weights(network)
         except Exception as error:  # such as too little memory
             loaded.set_exception(error)
         else:

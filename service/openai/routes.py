@@ -133,7 +133,7 @@ def _model(served: ServedModel) -> Model:
         "object": "model",
         "created": _timestamp(checkpoint.training.created),
         "owned_by": "logitd",
-        "max_model_len": checkpoint.config.context_length,
+        "max_model_len": checkpoint.shape.context_length,
         "checkpoint": checkpoint_name(checkpoint),
     }
     return Model.model_validate(described)

@@ -130,6 +130,20 @@ KVCacheCells = Annotated[
         "of float32, and half of bfloat16's; auto is --dtype"
     ),
 ]
+RunCode = Annotated[
+    bool,
+    Field(
+        description="run the code of a checkpoint that is computed by its owner's code: with your "
+        "rights, in a process without network. Without this flag such a checkpoint is refused"
+    ),
+]
+BatchCode = Annotated[
+    bool,
+    Field(
+        description="let the owner's code compute several sequences in one batch, padded on the "
+        "right: faster, but the last bits then depend on the batch"
+    ),
+]
 AsJson = Annotated[bool, Field(description="print JSON instead of tables")]
 
 
@@ -159,3 +173,4 @@ class ComputeSettings(CommandSettings):
         description="quantize the matrices when loading: int8 to 8 bits, int4 to 4 bits except the "
         "head",
     )
+    run_code: RunCode = False

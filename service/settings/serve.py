@@ -28,6 +28,7 @@ from logitd.model.inference.options import (
 )
 from logitd.service.settings.common import (
     BUNDLED_CHECKPOINT,
+    BatchCode,
     CommaList,
     ComputeSettings,
     KVCacheCells,
@@ -225,6 +226,7 @@ class ServeSettings(ComputeSettings):
     port: int = Field(8000, ge=0, le=65535, description="port to bind; 0 picks a free one")
     allowed_hosts: AllowedHosts = ()
     kv_cache_dtype: KVCacheCells = "auto"
+    batch_code: BatchCode = False
     validation_text: Path | None = Field(
         None,
         description="UTF-8 text on which the loss of --quantize and --kv-cache-dtype is measured "

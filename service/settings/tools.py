@@ -9,6 +9,7 @@ from pydantic_settings import CliPositionalArg
 from logitd.model.data.sources.read_options import MaxDownload, SplitAt, TextField
 from logitd.service.settings.common import (
     BUNDLED_CHECKPOINT,
+    BatchCode,
     AsJson,
     CheckpointPath,
     CommaList,
@@ -236,6 +237,7 @@ class BenchSettings(ComputeSettings):
 
     checkpoint: CliPositionalArg[CheckpointPath] = BUNDLED_CHECKPOINT
     kv_cache_dtype: KVCacheCells = "auto"
+    batch_code: BatchCode = False
     batches: BatchSizes = (1, 8, 32)
     prompt_tokens: int | None = Field(
         None,

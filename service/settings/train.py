@@ -16,6 +16,7 @@ from logitd.service.settings.common import (
     CheckpointPath,
     CommandSettings,
     Device,
+    RunCode,
     Threads,
 )
 
@@ -78,6 +79,7 @@ class EvalSettings(CommandSettings):
         description="int8 measures the model with keys and values in 8 bits, by decode steps, "
         "which is slower",
     )
+    run_code: RunCode = False
     as_json: AsJson = False
 
 

@@ -1,33 +1,28 @@
 """Owner's code: computes logits for random ids with the code that a model was trained with.
 
-It runs `owner_process.py` in a separate process, with the owner's file and the checkpoint's
-weights, and reads back only numbers. Values of the shape are passed under all usual names.
-`resolve.py` compares the logits.
+It runs `model/owner_code/process` with the owner's file and the checkpoint's weights, and reads
+back only numbers. Values of the shape are passed under all usual names. `resolve.py` compares the
+logits.
 """
 
 import ast
-import json
-import subprocess
-import sys
-import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from logitd.model.convert.by_role import owner_process
 from logitd.model.convert.by_role.names import SETTINGS
 from logitd.model.convert.by_role.objective import LogitsObjective
-from logitd.model.convert.by_role.owner_process import Request
 from logitd.model.convert.by_role.questions import Findings, setting
 from logitd.model.convert.by_role.tensor_map import QKV, MappedTensors
 from logitd.model.convert.foreign import ConvertError
+from logitd.model.owner_code.connection import CodeError
+from logitd.model.owner_code.job import TIMEOUT_SECONDS, compare
+from logitd.model.owner_code.process.build import Request
 
-TIMEOUT_SECONDS = 300
 TOKENS = 24
 """Length of the two sequences of ids, unless the context is shorter."""
 CAUSAL_TOLERANCE = 1e-3
@@ -35,17 +30,20 @@ CAUSAL_TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class OwnerCode:
-    """The owner's file, and a name in it or an expression that uses its names."""
+    """The owner's file, a name in it or an expression that uses its names, and the call that
+    returns logits if it is not `model(ids)`."""
 
     file: Path
     expression: str
+    call: str | None = None
 
     def __str__(self) -> str:
         return f"{self.file.name}:{self.expression}"
 
 
-def parse_owner_code(text: str) -> OwnerCode:
-    """Parse `FILE.py:NAME` or `FILE.py:EXPRESSION`. Raises ConvertError."""
+def parse_owner_code(text: str, call: str | None = None) -> OwnerCode:
+    """Parse `FILE.py:NAME` or `FILE.py:EXPRESSION`, and the expression of --code-call. Raises
+    ConvertError."""
     path, separator, expression = text.partition(".py:")
     if not separator or not expression.strip():
         raise ConvertError(
@@ -56,15 +54,20 @@ def parse_owner_code(text: str) -> OwnerCode:
     file = Path(f"{path}.py")
     if not file.is_file():
         raise ConvertError(f"{file} is not a file; expected --code FILE.py:NAME")
-    expression = expression.strip()
+    _check_expression("--code", expression.strip())
+    if call is not None:
+        _check_expression("--code-call", call.strip())
+    return OwnerCode(file, expression.strip(), None if call is None else call.strip())
+
+
+def _check_expression(flag: str, expression: str) -> None:
     try:
         ast.parse(expression, mode="eval")
     except SyntaxError as error:
         raise ConvertError(
-            f"--code has the expression {expression!r}, which is wrong at character "
+            f"{flag} has the expression {expression!r}, which is wrong at character "
             f"{error.offset}: {error.msg}"
         ) from error
-    return OwnerCode(file, expression)
 
 
 def owner_logits(
@@ -77,57 +80,24 @@ def owner_logits(
 ) -> LogitsObjective:
     """Compute logits with the owner's code. Raises ConvertError if the code fails, or if it is not
     causal."""
+    rows, context = tensors.shape("token_embedding")[0], findings["context_length"].values[0]
     request = request_of(code, tensors, findings, settings)
-    weights = {
-        name: tensor.clone().contiguous()
-        for name, tensor in tensors.tensors.items()
-        if not tensor.is_complex()
-    }
-    with tempfile.TemporaryDirectory(prefix="logitd-code-") as scratch:
-        folder = Path(scratch)
-        save_file(weights, folder / owner_process.WEIGHTS)
-        document = json.dumps(asdict(request))
-        (folder / owner_process.REQUEST).write_text(document, encoding="utf-8")
-        _run(code, folder, timeout)
-        answer = load_file(folder / owner_process.ANSWER)
+    try:
+        answer = compare(
+            request, tensors.tensors, rows=rows, length=min(TOKENS, context), timeout=timeout
+        )
+    except CodeError as error:
+        raise ConvertError(f"{code}{error}") from error
     logits, token_ids = answer["logits"], answer["token_ids"]
-    if logits.shape != (*token_ids.shape, request.rows):
+    if logits.shape != (*token_ids.shape, rows):
         raise ConvertError(
             f"{code} returns logits of shape {list(logits.shape)} for ids of shape "
-            f"{list(token_ids.shape)}; expected {request.rows} for each id, the rows of the token "
+            f"{list(token_ids.shape)}; expected {rows} for each id, the rows of the token "
             "embedding"
         )
     _check_causal(code, logits, answer["changed"])
     normalised = torch.allclose(logits.logsumexp(-1), torch.zeros(token_ids.shape), atol=1e-4)
     return LogitsObjective(str(code), token_ids.long(), logits, log_probs=normalised)
-
-
-def _run(code: OwnerCode, folder: Path, timeout: float) -> None:
-    command = [sys.executable, owner_process.__file__, str(folder)]
-    try:
-        done = subprocess.run(
-            command,
-            cwd=code.file.resolve().parent,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ConvertError(
-            f"{code} did not return logits within {timeout:.0f} seconds; name only the class, so "
-            "that no other code of the file runs"
-        ) from error
-    problem = folder / owner_process.PROBLEM
-    if problem.is_file():
-        raise ConvertError(f"{code}: {problem.read_text(encoding='utf-8')}")
-    if done.returncode or not (folder / owner_process.ANSWER).is_file():
-        lines = done.stderr.strip().splitlines()[-3:]
-        raise ConvertError(
-            f"{code} ended with status {done.returncode} and no logits: {' / '.join(lines)[:600]}"
-        )
 
 
 def request_of(
@@ -144,33 +114,45 @@ def request_of(
     }
     if mapped.has("mlp_down"):
         fields["d_ff"] = tensors.shape("mlp_down")[1]
-    said: dict[str, Any] = {"device": "cpu"}
+    known = {}
     if findings["n_head"].resolved:
-        said |= dict.fromkeys(SETTINGS["n_head"], findings["n_head"].values[0])
-    for field, keys in SETTINGS.items():
-        if field not in fields and (given := setting(settings, field)) is not None:
-            said |= {key: given[0] for key in keys if key not in said}
-    said |= {str(key).lower(): value for key, value in settings.items()}
-    said |= dict.fromkeys(SETTINGS["dropout"], 0.0)
+        known = dict.fromkeys(SETTINGS["n_head"], findings["n_head"].values[0])
+    said = said_in(settings, known, leave_out=fields)
     qkv, others = mapped.has_bias(*QKV), mapped.has_bias("attention_out", "mlp_down")
     return Request(
         file=str(code.file.resolve()),
         expression=code.expression,
+        call=code.call,
         said=said,
         shape={key: value for field, value in fields.items() for key in SETTINGS[field]},
         flags={"qkv_bias": qkv, "attention_bias": qkv, "bias": others, "use_bias": others},
-        rows=rows,
-        length=min(TOKENS, context_length),
     )
+
+
+def said_in(
+    settings: Mapping[str, Any], known: Mapping[str, Any], *, leave_out: Collection[str] = ()
+) -> dict[str, Any]:
+    """Values of settings by all usual names in lower case, dropout off, on the CPU. `known` values
+    come first; `leave_out` are fields that are known from the shapes."""
+    said = {"device": "cpu", **known}
+    for field, keys in SETTINGS.items():
+        if field not in leave_out and (given := setting(settings, field)) is not None:
+            said |= {key: given[0] for key in keys if key not in said}
+    said |= {str(key).lower(): value for key, value in settings.items()}
+    return said | dict.fromkeys(SETTINGS["dropout"], 0.0)
 
 
 def _check_causal(code: OwnerCode, logits: Tensor, changed: Tensor) -> None:
     """Raise ConvertError if the model is not causal. `changed` are the logits for a different last
     id, which must not affect earlier positions."""
     difference = (logits[:, :-1] - changed[:, :-1]).abs()
-    if difference.numel() and float(difference.max()) > CAUSAL_TOLERANCE:
+    require_causal(code, float(difference.max()) if difference.numel() else 0.0)
+
+
+def require_causal(code: OwnerCode, difference: float) -> None:
+    """Raise ConvertError if a different last id changes earlier logits by this much."""
+    if difference > CAUSAL_TOLERANCE:
         raise ConvertError(
             f"{code}: a different last id changes the logits of earlier positions (by up to "
-            f"{float(difference.max()):.3g}): it has no causal mask, so it is not a GPT and cannot "
-            "generate"
+            f"{difference:.3g}): it has no causal mask, so it is not a GPT and cannot generate"
         )

@@ -36,7 +36,9 @@ from logitd.model.inference.engine.requests import (
 )
 from logitd.model.inference.interventions import Intervention
 from logitd.model.inference.sampling.lens import lens_width
-from logitd.model.transformer.config import BLOCK, GPTConfig
+from logitd.model.inference.selection import gpt_only
+from logitd.model.owner_code.config import CodeConfig
+from logitd.model.transformer.config import BLOCK, ModelConfig
 from logitd.model.transformer.size import count_elements
 from logitd.model.transformer.stages import match_stages, stages_of
 
@@ -71,7 +73,7 @@ class StepCost:
     row: int = 0
 
 
-def step_cost(request: Request, config: GPTConfig) -> StepCost:
+def step_cost(request: Request, config: ModelConfig) -> StepCost:
     """The cost of each position of a request in a step."""
     output = 0
     if isinstance(request, OutputsRequest):
@@ -91,7 +93,7 @@ def step_cost(request: Request, config: GPTConfig) -> StepCost:
     return StepCost(output, math.ceil(position), row)
 
 
-def prices(request: Request, config: GPTConfig) -> list[int]:
+def prices(request: Request, config: ModelConfig) -> list[int]:
     """The price of each sequence of a request: the length of a plain prompt that takes as long."""
     if isinstance(request, AttributionRequest):
         return [max(SHORTEST_PASS, request.task.position + 1) * request.task.passes]
@@ -100,7 +102,7 @@ def prices(request: Request, config: GPTConfig) -> list[int]:
         return lengths
     cost, passes = step_cost(request, config), TAPPED_PASSES if is_tapped(request) else 1
     rows = len(request.positions) if isinstance(request, OutputsRequest) else 0
-    token = count_elements(config).block_matrices / PRODUCTS_PER_ELEMENT  # elements of one token
+    token = _products(config) / PRODUCTS_PER_ELEMENT  # elements of one token
     outputs = rows * cost.output / token
     each = TAPPED_TOKEN if passes > 1 else 1
     generated = _generated(request) * (each + cost.row / token)
@@ -108,6 +110,14 @@ def prices(request: Request, config: GPTConfig) -> list[int]:
         math.ceil(length * (passes + cost.position / token) + outputs + generated)
         for length in lengths
     ]
+
+
+def _products(config: ModelConfig) -> int:
+    """Multiplications of one token, without the head; for an owner's code at most as many as it has
+    parameters."""
+    if isinstance(config, CodeConfig):
+        return max(1, config.parameters)
+    return count_elements(config).block_matrices
 
 
 def _listed(request: Request) -> int:
@@ -128,21 +138,21 @@ def _generated(request: Request) -> int:
     return request.params.max_tokens if isinstance(request, GenerationRequest) else 0
 
 
-def _width(change: Intervention, config: GPTConfig, length: int) -> int:
+def _width(change: Intervention, config: ModelConfig, length: int) -> int:
     """Number of elements that a change reads at one position."""
     (stage,) = match_stages([change.stage], config)
     shape = stage.shape(config, length)
     return math.prod(shape if change.heads is None else (len(change.heads), *shape[1:]))
 
 
-def position_elements(request: OutputsRequest, config: GPTConfig) -> int:
+def position_elements(request: OutputsRequest, config: ModelConfig) -> int:
     """Number of elements computed at one position. Logits count in full, even if only some columns
     are returned."""
     match request.output:
         case Logits(columns=columns):  # an id may occur several times
             return max(config.vocab_size, len(columns or ()))
         case HiddenStates(layers=layers):
-            return len(layers) * config.d_model
+            return len(layers) * gpt_only(config, "hidden states").d_model
         case AttentionWeights(layers=layers, heads=heads):
             return len(layers) * len(heads) * len(request.token_ids)
         case Lens(layers=layers, top_k=top_k, named=named):
@@ -155,7 +165,7 @@ def position_elements(request: OutputsRequest, config: GPTConfig) -> int:
             return sum(map(math.prod, shapes))
 
 
-def activation_shapes(asked: Activations, config: GPTConfig, length: int) -> list[tuple[int, ...]]:
+def activation_shapes(asked: Activations, config: ModelConfig, length: int) -> list[tuple[int, ...]]:
     """Shapes of each stage's values at one position of a prompt of `length` tokens."""
     by_name = {stage.name: stage for stage in stages_of(config)}
     stages = [by_name[name] for name in asked.stages]
@@ -169,7 +179,7 @@ def activation_shapes(asked: Activations, config: GPTConfig, length: int) -> lis
 
 
 def split_activations(
-    rows: Any, asked: Activations, config: GPTConfig, length: int
+    rows: Any, asked: Activations, config: ModelConfig, length: int
 ) -> dict[str, Any]:
     """Views (P, ...) of the rows (P, elements) of a request, by name of stage."""
     values, start = {}, 0
@@ -180,21 +190,21 @@ def split_activations(
     return values
 
 
-def output_elements(request: Request, config: GPTConfig) -> int:
+def output_elements(request: Request, config: ModelConfig) -> int:
     """Elements of memory that a request needs: returned values, logits for scores, tensors kept for
     gradients, and its own values of interventions. 0 for plain generation."""
     brought = [change.values.size for change in request.interventions if change.values is not None]
     return sum(brought) + _computed_elements(request, config)
 
 
-def _computed_elements(request: Request, config: GPTConfig) -> int:
+def _computed_elements(request: Request, config: ModelConfig) -> int:
     match request:
         case OutputsRequest(positions=positions):
             return len(positions) * position_elements(request, config)
         case GenerationRequest(prompt_logprobs=None):
             return 0
         case AttributionRequest(task=task):
-            return kept_elements(task, config)
+            return kept_elements(task, gpt_only(config, "attributions"))
         case ScoreRequest(continuations=continuations) if continuations:
             scored = sum(map(len, continuations))
         case _:  # the prompt without its first token

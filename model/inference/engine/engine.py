@@ -13,6 +13,7 @@ tokens a step yields, but never the tokens.
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from logitd.model.inference.constraints.protocol import TokenMatcher
 from logitd.model.inference.engine.config import EngineConfig
@@ -35,6 +36,7 @@ from logitd.model.inference.engine.requests import Request
 from logitd.model.inference.engine.runner import (
     DecoderMaker,
     ForwardModel,
+    Network,
     Runner,
     Scores,
     StepOutput,
@@ -53,7 +55,7 @@ from logitd.model.inference.sampling.results import (
     ScoredToken,
 )
 from logitd.model.inference.sampling.sampler import NOT_FINITE
-from logitd.model.transformer.gpt import GPT
+from logitd.model.owner_code.config import CodeConfig
 
 
 class Engine:
@@ -61,16 +63,18 @@ class Engine:
 
     def __init__(
         self,
-        gpt: GPT,
+        network: Network,
         config: EngineConfig,
         *,
         make_decoder: DecoderMaker = PlainDecoder,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.model_config = gpt.config
+        self.model_config = network.config
         self.clock = clock
+        if isinstance(network.config, CodeConfig):  # its cache holds nothing to reuse
+            config = replace(config, prefix_reuse=False)
         self._runner = Runner(
-            gpt,
+            network,
             config.slots,
             make_decoder,
             clock=clock,
@@ -155,10 +159,10 @@ class Engine:
         for sequence in self._sequences.get(request_id, []):
             self._scheduler.grant(sequence)
 
-    def prepare_weights(self, gpt: GPT) -> ForwardModel:
+    def prepare_weights(self, network: Network) -> ForwardModel:
         """Prepare new weights for `swap_weights`. Old and new weights are in memory until the swap.
         Raises ValueError if the shape, device or dtype differs, because the cache would not fit."""
-        return self._runner.prepare(gpt)
+        return self._runner.prepare(network)
 
     def swap_weights(self, model: ForwardModel) -> None:
         """Compute all later requests with prepared weights.

@@ -10,7 +10,7 @@ Shapes: P requested positions, T positions of a chunk, V = vocab_size.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,15 +30,17 @@ from logitd.model.inference.engine.requests import (
 )
 from logitd.model.inference.engine.scheduler import PrefillChunk
 from logitd.model.inference.kernels.base import AttentionSelection, Decoder, PrefillInput
+from logitd.model.inference.kernels.code.decoder import CodeDecoder
 from logitd.model.inference.kernels.eager.tapped import TappedDecoder
-from logitd.model.inference.kernels.eager.taps import Changes, Key, PieceTap
+from logitd.model.inference.kernels.eager.taps import Changes, PieceTap
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.sampling.lens import LensDigest, lens_width
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.inference.sampling.sampler import ListedIds, RowContext, process
-from logitd.model.transformer.config import BLOCK, GPTConfig
+from logitd.model.owner_code.config import CodeConfig
+from logitd.model.transformer.config import BLOCK, GPTConfig, ModelConfig
 from logitd.model.transformer.gpt import GPT
-from logitd.model.transformer.stages import match_stages
+from logitd.model.transformer.stages import Key, match_stages
 
 NOT_FINITE = "the logits of the head or of a layer are not finite"
 
@@ -57,12 +59,29 @@ def prefill_input(
     chunk: PrefillChunk, states: bool = False, weights: AttentionSelection | None = None
 ) -> PrefillInput:
     """The input of a decoder for a chunk, whose slot must hold the prefix before it."""
-    token_ids = chunk.sequence.tokens[chunk.start : chunk.end]
-    return PrefillInput(token_ids, chunk.sequence.held_slot, chunk.start, states, weights)
+    sequence, start = chunk.sequence, chunk.start
+    token_ids = sequence.tokens[start : chunk.end]
+    first = min(max(0, sequence.first_needed - start), len(token_ids))
+    return PrefillInput(
+        token_ids, sequence.held_slot, start, states, weights, sequence.tokens, first
+    )
 
 
-class TappedPasses:
+class TappedPasses(Protocol):
     """Passes of sequences whose stages are recorded or changed."""
+
+    def prefill(
+        self, chunk: PrefillChunk, record: Sequence[Key] = (), rows: Sequence[int] = ()
+    ) -> tuple[Tensor, PieceTap]:
+        """Compute a chunk into its slot. Returns final hidden states (T, d_model), and the tap with
+        the stages in `record` at the `rows` of the chunk."""
+
+    def decode(self, sequences: Sequence[engine_sequence.Sequence]) -> Tensor:
+        """Logits (B, V) after the last token of each sequence."""
+
+
+class TappedGPT:
+    """Tapped passes of a GPT."""
 
     def __init__(self, gpt: GPT, cache: KVCache, prepare: Callable[[], None]) -> None:
         """`prepare` restores weights that the decoder holds only in a packed form."""
@@ -74,8 +93,6 @@ class TappedPasses:
     def prefill(
         self, chunk: PrefillChunk, record: Sequence[Key] = (), rows: Sequence[int] = ()
     ) -> tuple[Tensor, PieceTap]:
-        """Compute a chunk into its slot. Returns final hidden states (T, d_model), and the tap with
-        the stages in `record` at the `rows` of the chunk."""
         self._prepare()
         sequence = chunk.sequence
         tap = PieceTap(
@@ -89,7 +106,6 @@ class TappedPasses:
         return self._decoder.prefill(token_ids, sequence.held_slot, chunk.start, tap), tap
 
     def decode(self, sequences: Sequence[engine_sequence.Sequence]) -> Tensor:
-        """Logits (B, V) after the last token of each sequence."""
         self._prepare()
         return self._decoder.decode(
             [sequence.tokens[sequence.computed] for sequence in sequences],
@@ -100,22 +116,65 @@ class TappedPasses:
 
     def _changes_of(self, sequence: engine_sequence.Sequence) -> Changes:
         if sequence not in self._changes:
-            self._changes[sequence] = Changes(
-                sequence.request.interventions,
-                len(sequence.request.token_ids),
-                self._gpt.config,
-                self._gpt.token_embedding.weight,
+            self._changes[sequence] = changes_of(
+                sequence, self._gpt.config, self._gpt.token_embedding.weight
             )
         return self._changes[sequence]
+
+
+class TappedCode:
+    """Tapped passes of a model by its owner's code. Each pass computes the whole sequence."""
+
+    def __init__(self, config: CodeConfig, decoder: CodeDecoder) -> None:
+        self._config = config
+        self._decoder = decoder
+
+    def prefill(
+        self, chunk: PrefillChunk, record: Sequence[Key] = (), rows: Sequence[int] = ()
+    ) -> tuple[Tensor, PieceTap]:
+        changes = changes_of(chunk.sequence, self._config, torch.empty(0))
+        tap = PieceTap(0, changes, record, rows=[chunk.start + row for row in rows])
+        tokens, keys = chunk.sequence.tokens, {*record, *changes.keys}
+        return self._decoder.tapped(tokens, chunk.start, chunk.end, tap, keys), tap
+
+    def decode(self, sequences: Sequence[engine_sequence.Sequence]) -> Tensor:
+        logits = []
+        for sequence in sequences:
+            changes = changes_of(sequence, self._config, torch.empty(0))
+            ids, end = sequence.tokens[: sequence.computed + 1], sequence.computed + 1
+            tap = PieceTap(0, changes)
+            logits.append(self._decoder.tapped(ids, end - 1, end, tap, changes.keys))
+        return torch.cat(logits)
+
+
+def changes_of(
+    sequence: engine_sequence.Sequence, config: ModelConfig, like: Tensor
+) -> Changes:
+    """The interventions of a sequence, with their values on the device and in the dtype of
+    `like`."""
+    request = sequence.request
+    return Changes(request.interventions, len(request.token_ids), config, like)
+
+
+Normed = Callable[[Tensor], Tensor]
+"""The final norm of a stream (P, d_model); of a model whose decoder has no head, the logits."""
 
 
 class OutputsComputer:
     """Computes chunks of prompts with their outputs."""
 
-    def __init__(self, gpt: GPT, decoder: Decoder, tapped: TappedPasses) -> None:
-        self._config = gpt.config
-        self._final_norm = gpt.final_norm
-        self._backout_scale = gpt.backout_scale if gpt.config.backout else torch.zeros(1)
+    def __init__(
+        self,
+        config: ModelConfig,
+        decoder: Decoder,
+        tapped: TappedPasses,
+        normed: Normed,
+        backout_scale: Tensor | None = None,
+    ) -> None:
+        """`backout_scale` is that of a GPT with `backout`."""
+        self._config = config
+        self._normed = normed
+        self._backout_scale = backout_scale
         self._decoder = decoder
         self._tapped = tapped
 
@@ -183,7 +242,7 @@ class OutputsComputer:
             if stage.name == "logits":
                 yield self._decoder.head(hidden)
                 continue
-            value = tap.recorded(stage.layer, stage.kind.name)
+            value = tap.recorded(*stage.key)
             chosen = asked.heads is not None and stage.heads_axis is not None
             yield value[:, list(asked.heads or ())] if chosen else value
 
@@ -217,8 +276,8 @@ class OutputsComputer:
         rows = []
         for layer, stream in zip(asked.layers, states, strict=False):
             is_last = layer == self._config.n_layer
-            middle = self._config.backout_layer
-            if middle is not None and layer > middle + 1:
+            middle = middle_layer(self._config)
+            if middle is not None and self._backout_scale is not None and layer > middle + 1:
                 stream = stream - self._backout_scale.to(stream.dtype) * states[-1]
             logits = own if is_last else self._lens_logits(self._normed(stream))
             rows.append(digest.numbers(logits))
@@ -231,14 +290,6 @@ class OutputsComputer:
         if hidden.is_cuda:
             hidden = F.pad(hidden, (0, 0, 0, BLOCK - len(hidden)))
         return self._decoder.head(hidden).float()
-
-    def _normed(self, stream: Tensor) -> Tensor:
-        """The final norm of a stream (P, d_model), computed in the stream's dtype. The native
-        decoder's streams are float32 for weights of any dtype."""
-        norm = self._final_norm
-        parameters = {name: value.to(stream.dtype) for name, value in norm.named_parameters()}
-        normed: Tensor = functional_call(norm, parameters, (stream,))
-        return normed
 
     def _logits(
         self,
@@ -262,10 +313,15 @@ class OutputsComputer:
         return logits if asked.columns is None else logits[:, list(asked.columns)]
 
 
-def _streams(output: HiddenStates | Lens, config: GPTConfig) -> tuple[int, ...]:
+def middle_layer(config: ModelConfig) -> int | None:
+    """The layer with whose output a GPT's `backout` computes."""
+    return config.backout_layer if isinstance(config, GPTConfig) else None
+
+
+def _streams(output: HiddenStates | Lens, config: ModelConfig) -> tuple[int, ...]:
     """The layers whose streams an output needs. A lens also needs the last one that `backout`
     subtracts."""
-    middle = config.backout_layer
+    middle = middle_layer(config)
     needs_middle = isinstance(output, Lens) and middle is not None
     return (
         (*output.layers, middle + 1) if needs_middle and middle is not None else (*output.layers,)
@@ -281,11 +337,23 @@ def listed_ids(group: engine_sequence.Group, params: SamplingParams, logits: Ten
     return listed
 
 
-def _recorded(output: Output, config: GPTConfig) -> Iterator[Key]:
+def final_norm(gpt: GPT, stream: Tensor) -> Tensor:
+    """The final norm of a stream (P, d_model), computed in the stream's dtype. The native decoder's
+    streams are float32 for weights of any dtype."""
+    norm = gpt.final_norm
+    parameters = {name: value.to(stream.dtype) for name, value in norm.named_parameters()}
+    normed: Tensor = functional_call(norm, parameters, (stream,))
+    return normed
+
+
+def _recorded(output: Output, config: ModelConfig) -> Iterator[Key]:
     """The stages that must be recorded for an output. Logits are not recorded."""
     match output:
         case Logits():
             return
+        case Lens(layers=layers) if isinstance(config, CodeConfig):
+            for layer in layers:
+                yield None, config.streams[layer]
         case HiddenStates() | Lens():
             for layer in _streams(output, config):
                 yield (layer - 1, "output") if layer else (None, "embedding")
@@ -295,4 +363,4 @@ def _recorded(output: Output, config: GPTConfig) -> Iterator[Key]:
         case Activations(stages=stages):
             for stage in match_stages(stages, config):
                 if stage.name != "logits":
-                    yield stage.layer, stage.kind.name
+                    yield stage.key

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -26,7 +27,10 @@ from logitd.model.inference.engine.ngram import Draft
 from logitd.model.inference.engine.outputs import (
     Outputs,
     OutputsComputer,
+    TappedCode,
+    TappedGPT,
     TappedPasses,
+    final_norm,
     listed_ids,
     prefill_input,
 )
@@ -35,6 +39,7 @@ from logitd.model.inference.engine.scheduler import PrefillChunk, StepPlan
 from logitd.model.inference.engine.sequence import Scoring, Sequence
 from logitd.model.inference.errors import ConstraintError
 from logitd.model.inference.kernels.base import Decoder, DecodeRows, MixedPass
+from logitd.model.inference.kernels.code.decoder import CodeDecoder, TokenCache
 from logitd.model.inference.kernels.eager.contention import ContentionMonitor
 from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.inference.kv_cache import KVCache
@@ -48,9 +53,12 @@ from logitd.model.inference.sampling.results import (
 )
 from logitd.model.inference.sampling.sampler import RowContext, sample, score, score_rows
 from logitd.model.inference.sampling.state import SamplingState
+from logitd.model.owner_code.connection import CodeModel
 from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.gpt import GPT
 
+Network = GPT | CodeModel
+"""A model that computes: a GPT, or the process of an owner's code."""
 DecoderMaker = Callable[[GPT, KVCache], Decoder]
 
 
@@ -102,14 +110,15 @@ class _RowsToSample:
 
 @dataclass(frozen=True, slots=True)
 class ForwardModel:
-    """A model's weights, and the objects that compute with them on one cache."""
+    """A model's weights, and the objects that compute with them on one cache. `contention` watches
+    the blocks of attributions; None for a model without them."""
 
-    gpt: GPT
+    network: Network
     decoder: Decoder
     overlap: OverlapScheduler
     tapped: TappedPasses
     outputs: OutputsComputer
-    contention: ContentionMonitor  # watches the blocks of attributions
+    contention: ContentionMonitor | None
 
     def close(self) -> None:
         self.decoder.close()
@@ -120,66 +129,83 @@ class Runner:
 
     def __init__(
         self,
-        gpt: GPT,
+        network: Network,
         slots: int,
         make_decoder: DecoderMaker = PlainDecoder,
         *,
         clock: Callable[[], float] = time.monotonic,
         kv_cache_dtype: KVCacheDType = "auto",
     ) -> None:
-        weight = gpt.token_embedding.weight
+        """`make_decoder` makes the decoder of a GPT."""
         self._clock = clock
-        self.device = weight.device
-        self.cache = KVCache(
-            gpt.config,
-            slots,
-            device=weight.device,
-            dtype=weight.dtype,
-            kept=kv_cache_dtype,
-        )
         self._make_decoder = make_decoder
         self._sampling = SamplingState(slots)
         self._attributing: dict[Sequence, Attributing] = {}
-        self.model = self._forward_model(gpt)
+        self.cache: KVCache | TokenCache
+        if isinstance(network, CodeModel):
+            self.device = torch.device("cpu")
+            self.cache = TokenCache(slots, network.config.context_length)
+        else:
+            weight = network.token_embedding.weight
+            self.device = weight.device
+            self.cache = KVCache(
+                network.config, slots, device=weight.device, dtype=weight.dtype, kept=kv_cache_dtype
+            )
+        self.model = self._forward_model(network)
 
     @property
     def computes_at_once(self) -> bool:
         """True if operations are complete when their calls return."""
         return self.device.type == "cpu"
 
-    def prepare(self, gpt: GPT) -> ForwardModel:
+    def prepare(self, network: Network) -> ForwardModel:
         """Prepare new weights for `replace`, while the current ones compute. Does not write to the
-        cache. Raises ValueError unless `gpt` fits the cache, and the errors of the decoder's
+        cache. Raises ValueError unless `network` fits the cache, and the errors of the decoder's
         constructor."""
-        weight, old = gpt.token_embedding.weight, self.model.gpt.token_embedding.weight
-        if gpt.config != self.model.gpt.config:
+        served = self.model.network
+        if network.config != served.config:
             raise ValueError("the new weights have another shape than the served model")
-        if (weight.device, weight.dtype) != (old.device, old.dtype):
-            raise ValueError(
-                f"the new weights are {weight.dtype} on {weight.device}, the served ones "
-                f"{old.dtype} on {old.device}"
-            )
-        return self._forward_model(gpt)
+        if isinstance(network, GPT) and isinstance(served, GPT):
+            weight, old = network.token_embedding.weight, served.token_embedding.weight
+            if (weight.device, weight.dtype) != (old.device, old.dtype):
+                raise ValueError(
+                    f"the new weights are {weight.dtype} on {weight.device}, the served ones "
+                    f"{old.dtype} on {old.device}"
+                )
+        return self._forward_model(network)
 
     def replace(self, model: ForwardModel) -> None:
         """Use prepared weights from now on. The contents of the cache become invalid."""
         self.model.close()
         self.model = model
 
-    def _forward_model(self, gpt: GPT) -> ForwardModel:
-        if gpt.training:
-            raise ValueError(
-                "the model is in training mode and would apply dropout: call eval() on it"
-            )
-        decoder = self._make_decoder(gpt, self.cache)
-        tapped = TappedPasses(gpt, self.cache, decoder.restore_weights)
+    def _forward_model(self, network: Network) -> ForwardModel:
+        decoder: Decoder
+        tapped: TappedPasses
+        contention = None
+        backout_scale: Tensor | None = None
+        if isinstance(network, CodeModel):
+            assert isinstance(self.cache, TokenCache)
+            decoder = code = CodeDecoder(network, self.cache)
+            tapped, normed = TappedCode(network.config, code), code.lens
+        else:
+            if network.training:
+                raise ValueError(
+                    "the model is in training mode and would apply dropout: call eval() on it"
+                )
+            assert isinstance(self.cache, KVCache)
+            decoder = self._make_decoder(network, self.cache)
+            tapped = TappedGPT(network, self.cache, decoder.restore_weights)
+            normed = partial(final_norm, network)
+            backout_scale = network.backout_scale if network.config.backout else None
+            contention = ContentionMonitor(network, keep_bits=gradients.threads_keep_bits)
         return ForwardModel(
-            gpt=gpt,
+            network=network,
             decoder=decoder,
             overlap=OverlapScheduler(decoder.launcher, self._sampling),
             tapped=tapped,
-            outputs=OutputsComputer(gpt, decoder, tapped),
-            contention=ContentionMonitor(gpt, keep_bits=gradients.threads_keep_bits),
+            outputs=OutputsComputer(network.config, decoder, tapped, normed, backout_scale),
+            contention=contention,
         )
 
     def close(self) -> None:
@@ -205,9 +231,11 @@ class Runner:
         request = sequence.attribution
         assert request is not None
         self.model.decoder.restore_weights()
+        network, contention = self.model.network, self.model.contention
+        assert isinstance(network, GPT) and contention is not None
         if sequence not in self._attributing:
             self._attributing[sequence] = Attributing(
-                self.model.gpt, request.token_ids, request.task, self.model.contention.watched
+                network, request.token_ids, request.task, contention.watched
             )
         return self._attributing[sequence].advance()
 

@@ -28,12 +28,18 @@ from logitd.model.inference.engine.requests import (
 from logitd.model.inference.errors import ContextLengthExceeded, InvalidRequest
 from logitd.model.inference.interventions import check_interventions
 from logitd.model.inference.sampling.params import SamplingParams
-from logitd.model.inference.selection import resolve_heads, resolve_indices, resolve_stages
+from logitd.model.inference.selection import (
+    gpt_only,
+    lens_layers,
+    resolve_heads,
+    resolve_indices,
+    resolve_stages,
+)
 from logitd.model.plural import pluralize
-from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.config import ModelConfig
 
 
-def check_request(request: Request, config: GPTConfig) -> None:
+def check_request(request: Request, config: ModelConfig) -> None:
     """Raise InvalidRequest, with the request's id, if a model of this shape cannot compute it."""
     try:
         _check(request, config)
@@ -42,7 +48,7 @@ def check_request(request: Request, config: GPTConfig) -> None:
         raise
 
 
-def _check(request: Request, config: GPTConfig) -> None:
+def _check(request: Request, config: ModelConfig) -> None:
     if not request.token_ids:
         raise InvalidRequest("the prompt is empty; give at least one token", "prompt")
     check_token_ids("prompt", request.token_ids, config.vocab_size)
@@ -114,7 +120,7 @@ def check_count(param: str, count: int | None, vocab_size: int, least: int = 0) 
         raise InvalidRequest(f"{param} is {count}; the vocabulary has {vocab_size} ids", param)
 
 
-def _check_generation(request: GenerationRequest, config: GPTConfig) -> None:
+def _check_generation(request: GenerationRequest, config: ModelConfig) -> None:
     params = request.params
     check_generation_fits(len(request.token_ids), params.max_tokens, config.context_length)
     if params.seed < 0:
@@ -125,7 +131,7 @@ def _check_generation(request: GenerationRequest, config: GPTConfig) -> None:
     check_count("prompt_logprobs", request.prompt_logprobs, config.vocab_size)
 
 
-def _check_params(params: SamplingParams, config: GPTConfig) -> None:
+def _check_params(params: SamplingParams, config: ModelConfig) -> None:
     allowed = params.allowed_token_ids or ()
     check_token_ids("logit_bias", params.logit_bias, config.vocab_size)
     check_token_ids("allowed_token_ids", allowed, config.vocab_size)
@@ -151,7 +157,7 @@ def _check_params(params: SamplingParams, config: GPTConfig) -> None:
         )
 
 
-def _check_outputs(request: OutputsRequest, config: GPTConfig) -> None:
+def _check_outputs(request: OutputsRequest, config: ModelConfig) -> None:
     length = len(request.token_ids)
     check_prompt_fits(length, config.context_length)
     _check_indices(
@@ -171,9 +177,10 @@ def _check_outputs(request: OutputsRequest, config: GPTConfig) -> None:
             if processing is not None:
                 _check_params(processing, config)
         case HiddenStates(layers=layers):
-            states = config.n_layer + 1
+            states = gpt_only(config, "hidden states").n_layer + 1
             _check_indices("layers", layers, states, f"there are {states} hidden states")
         case AttentionWeights(layers=layers, heads=heads):
+            config = gpt_only(config, "attention weights")
             _check_indices(
                 "layers",
                 layers,
@@ -195,7 +202,7 @@ def _check_outputs(request: OutputsRequest, config: GPTConfig) -> None:
             _check_activations(stages, heads, config)
 
 
-def _check_scores(request: ScoreRequest, config: GPTConfig) -> None:
+def _check_scores(request: ScoreRequest, config: ModelConfig) -> None:
     length = len(request.token_ids)
     check_prompt_fits(length, config.context_length)
     for continuation in request.continuations:
@@ -208,8 +215,8 @@ def _check_scores(request: ScoreRequest, config: GPTConfig) -> None:
     check_count("logprobs", request.top, config.vocab_size)
 
 
-def _check_lens(lens: Lens, config: GPTConfig) -> None:
-    states = config.n_layer + 1
+def _check_lens(lens: Lens, config: ModelConfig) -> None:
+    states = lens_layers(config)
     _check_indices("layers", lens.layers, states, f"there are {states} hidden states")
     check_count("top_k", lens.top_k, config.vocab_size, least=1)
     check_token_ids("token_ids", lens.token_ids, config.vocab_size)
@@ -221,7 +228,8 @@ def _check_lens(lens: Lens, config: GPTConfig) -> None:
         )
 
 
-def _check_attribution(task: AttributionTask, length: int, config: GPTConfig) -> None:
+def _check_attribution(task: AttributionTask, length: int, config: ModelConfig) -> None:
+    gpt_only(config, "attributions")
     check_prompt_fits(length, config.context_length)
     _check_indices(
         "position", (task.position,), length, f"the prompt has {pluralize(length, 'token')}"
@@ -244,7 +252,7 @@ def _check_attribution(task: AttributionTask, length: int, config: GPTConfig) ->
 
 
 def _check_activations(
-    names: tuple[str, ...], heads: tuple[int, ...] | None, config: GPTConfig
+    names: tuple[str, ...], heads: tuple[int, ...] | None, config: ModelConfig
 ) -> None:
     stages = resolve_stages(names, config)
     if tuple(stage.name for stage in stages) != names:

@@ -26,13 +26,17 @@ class AttentionSelection:
 @dataclass(frozen=True, slots=True)
 class PrefillInput:
     """A piece of a prompt, and the outputs to return in addition to the final hidden states. The
-    slot holds the positions before `start`, which is a multiple of BLOCK."""
+    slot holds the positions before `start`, which is a multiple of BLOCK. `prompt` is the whole
+    prompt, and `first` the first row whose final hidden state is read: decoders that compute a
+    whole sequence in one pass need them."""
 
     token_ids: Sequence[int]  # (T,)
     slot: int
     start: int
     states: bool = False
     weights: AttentionSelection | None = None
+    prompt: Sequence[int] = ()
+    first: int = 0
 
     @property
     def plain(self) -> bool:
@@ -99,7 +103,7 @@ class MixedPass(Protocol):
 
 
 class Decoder(Protocol):
-    """A GPT over its KV cache."""
+    """A model over its cache."""
 
     has_threads: bool
     """True if the decoder computes with its own threads instead of torch's."""

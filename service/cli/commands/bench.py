@@ -25,6 +25,7 @@ from logitd.model.inference.load import load_model
 from logitd.model.inference.options import ComputeOptions
 from logitd.model.machine import measure_machine, surroundings
 from logitd.model.plural import pluralize
+from logitd.model.transformer.size import parameter_count
 from logitd.model.version import VERSION
 from logitd.service.cli.terminal import say
 from logitd.service.client import AsyncClient, LogitdError
@@ -50,7 +51,7 @@ def measure(settings: BenchSettings) -> dict[str, Any]:
     placement = loaded.placement
     check_kv_cache_dtype(settings.kv_cache_dtype, placement.device)
     use_threads(placement.threads)
-    config = loaded.checkpoint.config
+    config = loaded.checkpoint.shape
     usual = max(1, min(USUAL_PROMPT_TOKENS, config.context_length - settings.tokens))
     workload = Workload(
         batches=settings.batches,
@@ -65,7 +66,7 @@ def measure(settings: BenchSettings) -> dict[str, Any]:
     _log("measuring the machine and the engine")
     machine = measure_machine(placement)
     prefill, decode = measure_engine(
-        loaded.gpt,
+        loaded.network,
         loaded.decode_path.make_decoder,
         workload,
         machine,
@@ -79,7 +80,7 @@ def measure(settings: BenchSettings) -> dict[str, Any]:
         **asdict(surroundings(placement)),
         "checkpoint": loaded.checkpoint.name,
         "weights_sha256": loaded.checkpoint.weights_sha256,
-        "parameters": loaded.gpt.parameter_count(),
+        "parameters": parameter_count(config),
         "decoding": loaded.decode_path.name,
         "quantize": settings.quantize,
         "kv_cache_dtype": settings.kv_cache_dtype,
@@ -151,10 +152,10 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     yield f"{report['checkpoint']} in {report['dtype']}, decoding {report['decoding']}"
     for kind, rates in report["engine"].items():
         for rate in rates:
-            yield (
-                f"{kind} of {rate['batch']:<4} {rate['tokens_per_second']:>9,.0f} tokens/s, "
-                f"{rate['share_of_limit']:.0%} of the limit by {rate['limited_by']}"
-            )
+            line = f"{kind} of {rate['batch']:<4} {rate['tokens_per_second']:>9,.0f} tokens/s"
+            if (share := rate["share_of_limit"]) is not None:
+                line += f", {share:.0%} of the limit by {rate['limited_by']}"
+            yield line
     for rate in report["http"]:
         yield (
             f"{rate['batch']:<4} streams   {rate['tokens_per_second']:>9,.0f} tokens/s, "

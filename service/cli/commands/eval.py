@@ -32,6 +32,7 @@ def run(settings: EvalSettings) -> int:
         threads=settings.threads,
         quantize=settings.quantize,
         kv_cache_dtype=settings.kv_cache_dtype,
+        run_code=settings.run_code,
         log=_log,
     )
     if settings.as_json:

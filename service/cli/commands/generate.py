@@ -23,6 +23,7 @@ def run(settings: GenerateSettings) -> int:
     with LLM(
         settings.checkpoint,
         slots=settings.n,
+        run_code=settings.run_code,
         log=_log,
         **asdict(ComputeOptions.of(settings)),
     ) as llm:
@@ -80,7 +81,7 @@ def token_ids_of(words: str) -> list[int] | None:
 
 def _tokens_that_fit(llm: LLM, settings: GenerateSettings) -> int:
     """--max-tokens, or the number of tokens that the prompt leaves in the context if it is less."""
-    room = llm.checkpoint.config.context_length - len(llm.encode(_prompt(llm, settings)))
+    room = llm.checkpoint.shape.context_length - len(llm.encode(_prompt(llm, settings)))
     return max(1, min(settings.max_tokens, room))
 
 

@@ -138,7 +138,7 @@ def _models(models: Models) -> Iterator[tuple[str, str]]:
         yield "decoding", _decoding(model)
         if (cost := computed.quantization) is not None:
             yield "quantized", cost.sentence()
-        yield "context", f"{model.checkpoint.config.context_length} tokens"
+        yield "context", f"{model.checkpoint.shape.context_length} tokens"
         yield "slots", _slots(model)
     computed = models.served[0].computation
     turns = "; a step of each model in turn" if models.several else ""

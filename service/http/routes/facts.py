@@ -5,8 +5,8 @@ from typing import Any
 from fastapi import APIRouter
 
 from logitd.model.operations.operation import checkpoint_name
-from logitd.model.transformer.config import GPTConfig
-from logitd.model.transformer.stages import StageKind, stages_of
+from logitd.model.transformer.config import ModelConfig
+from logitd.model.transformer.stages import StageKind, axis_size, stages_of
 from logitd.service.errors import errors
 from logitd.service.http.query import KNOWN_QUERY
 from logitd.service.http.schemas import StagesReply, TokenizerInfo
@@ -27,7 +27,7 @@ RESPONSES = errors(400, 401, 404, 431, 503)
 def stages(context: Chosen) -> dict[str, Any]:
     """Every stage of the served model: its name in /activations and in interventions, its shape,
     its meaning and its name in TransformerLens."""
-    config = context.checkpoint.config
+    config = context.checkpoint.shape
     kinds = dict.fromkeys(stage.kind for stage in stages_of(config))  # in their order
     return {
         "model": context.model.name,
@@ -35,13 +35,13 @@ def stages(context: Chosen) -> dict[str, Any]:
     }
 
 
-def _stage_json(kind: StageKind, config: GPTConfig) -> dict[str, Any]:
+def _stage_json(kind: StageKind, config: ModelConfig) -> dict[str, Any]:
     stages = [stage for stage in stages_of(config) if stage.kind is kind]
-    sizes = [None if axis == "T" else getattr(config, axis) for axis in kind.axes]
+    sizes = [None if axis == "T" else axis_size(axis, config) for axis in kind.axes]
     return {
         "name": kind.pattern,
         "names": [stage.name for stage in stages],
-        "axes": ["positions", *kind.axes],
+        "axes": ["positions", *map(str, kind.axes)],
         "shape": [None, *sizes],
         "meaning": kind.meaning,
         "changeable": kind.changes,

@@ -88,7 +88,7 @@ async def info(models: Ready, model: AskedModel = None) -> Info:
             "model": served.name,
             "models": _statuses(models.all),
             "checkpoint": checkpoint_name(checkpoint),
-            "config": checkpoint.config.to_dict(),
+            "config": checkpoint.shape.to_dict(),
             "vocabulary": checkpoint.tokenizer.kind,
             "training": checkpoint.training.to_dict(),
             "parameters": computed.parameters,
@@ -107,7 +107,7 @@ async def info(models: Ready, model: AskedModel = None) -> Info:
             "target_gap": computed.target_gap,
             "api_keys": bool(served.keys.names),
             "limits": {
-                "context_length": checkpoint.config.context_length,
+                "context_length": checkpoint.shape.context_length,
                 "max_sequences": settings.max_sequences,
                 "max_queue": settings.max_queue,
                 "max_queue_tokens": settings.max_queue_tokens,

@@ -86,12 +86,14 @@ def test_rates_are_shares_of_their_limits(gpt: GPT) -> None:
     for rate in prefill:
         least, by = limit(prefill_work(gpt, prompts=rate.batch, length=40), MACHINE)
         assert rate.limited_by == by
+        assert rate.share_of_limit is not None
         assert rate.share_of_limit * 40 * rate.batch / least == pytest.approx(
             rate.tokens_per_second
         )
     # A single sequence attends to 41 up to 39 + tokens positions.
     alone = decode_work(gpt, batch=1, live_positions=40 + asked.tokens / 2)
     least, _ = limit(alone, MACHINE)
+    assert decode[0].share_of_limit is not None
     assert decode[0].share_of_limit / least == pytest.approx(decode[0].tokens_per_second)
 
 

@@ -18,11 +18,9 @@ from torch import Tensor
 
 from logitd.model.device import one_thread
 from logitd.model.inference.interventions import Intervention
-from logitd.model.transformer.config import GPTConfig
-from logitd.model.transformer.stages import HEADS_FIRST, match_stages
+from logitd.model.transformer.config import GPTConfig, ModelConfig
+from logitd.model.transformer.stages import HEADS_FIRST, Key, match_stages
 
-Key = tuple[int | None, str]
-"""A stage of a model: its block and its name in the block."""
 OVER_KEYS = frozenset(("attention.scores", "attention.probs"))
 """Stages whose last axis is over keys. They are computed in blocks of positions."""
 
@@ -92,7 +90,7 @@ class Changes:
         self,
         interventions: Iterable[Intervention],
         prompt_length: int,
-        config: GPTConfig,
+        config: ModelConfig,
         like: Tensor,
     ) -> None:
         self._config = config
@@ -100,7 +98,12 @@ class Changes:
         self._changes: defaultdict[Key, list[_Change]] = defaultdict(list)
         for intervention in interventions:
             (stage,) = match_stages([intervention.stage], config)
-            self._changes[stage.layer, stage.kind.name].append(_Change(intervention, like))
+            self._changes[stage.key].append(_Change(intervention, like))
+
+    @property
+    def keys(self) -> Collection[Key]:
+        """The stages that are changed."""
+        return self._changes.keys()
 
     def __contains__(self, key: Key) -> bool:
         return key in self._changes
@@ -120,17 +123,19 @@ class Changes:
         with one_thread():
             for change, rows in meant:
                 change.apply(changed, positions, rows)
-        layer, stage = key
-        if (
-            layer is not None and stage in OVER_KEYS
-        ):  # keys that a position does not see stay masked
+        if _is_over_keys(key):  # keys that a position does not see stay masked
             before = torch.tensor(positions, device=value.device)[:, None] - torch.arange(
                 value.shape[-1], device=value.device
             )  # (T, S)
-            window = self._config.window(layer)
-            seen = (before >= 0) & (before < (window or self._config.context_length))
+            seen = (before >= 0) & (before < self._visible(key[0]))
             changed = torch.where(seen[:, None], changed, value)
         return changed
+
+    def _visible(self, layer: int | None) -> int:
+        """Number of positions that a position of a layer attends to, itself included."""
+        config = self._config
+        window = config.window(layer) if isinstance(config, GPTConfig) and layer is not None else None
+        return window or config.context_length
 
 
 class PieceTap:
@@ -161,14 +166,14 @@ class PieceTap:
         key = layer, stage
         if not self.wants(layer, stage):
             return value
-        shown = _positions_first(stage, value[0])  # (T, ...)
+        shown = _positions_first(key, value[0])  # (T, ...)
         changed = shown
         if self._changes is not None:
             first = self._start + offset
             changed = self._changes.apply(key, shown, range(first, first + len(shown)))
         if key in self._kept:
             self._keep(key, changed, offset)
-        return value if changed is shown else _positions_first(stage, changed)[None]
+        return value if changed is shown else _positions_first(key, changed)[None]
 
     def recorded(self, layer: int | None, stage: str) -> Tensor:
         """The recorded rows of a stage: (rows, ...)."""
@@ -177,7 +182,7 @@ class PieceTap:
     def _keep(self, key: Key, value: Tensor, offset: int) -> None:
         rows = [row - offset for row in self._rows if offset <= row < offset + len(value)]
         kept = value[rows]
-        if key[1] in OVER_KEYS:
+        if _is_over_keys(key):
             unseen = float("-inf") if key[1] == "attention.scores" else 0.0
             room = self._length - kept.shape[-1]
             kept = F.pad(kept, (0, max(0, room)), value=unseen)[..., : self._length]
@@ -220,7 +225,13 @@ def _index(indices: Sequence[int]) -> slice | Tensor:
     return torch.tensor(indices)
 
 
-def _positions_first(stage: str, value: Tensor) -> Tensor:
+def _is_over_keys(key: Key) -> bool:
+    layer, name = key
+    return layer is not None and name in OVER_KEYS
+
+
+def _positions_first(key: Key, value: Tensor) -> Tensor:
     """Convert (heads, T, ...) to (T, heads, ...) and back. Stages without a heads axis stay as they
     are."""
-    return value.transpose(0, 1) if stage in HEADS_FIRST else value
+    layer, name = key
+    return value.transpose(0, 1) if layer is not None and name in HEADS_FIRST else value

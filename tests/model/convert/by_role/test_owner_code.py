@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from logitd.model.convert.by_role import owner_process
 from logitd.model.convert.by_role.owner_code import (
     owner_logits,
     parse_owner_code,
 )
 from logitd.model.convert.by_role.read import RoleOptions, read_by_role, recognise_file
 from logitd.model.convert.foreign import ConvertError
+from logitd.model.owner_code import process
 from tests.model.convert.by_role.conftest import Write
 from tests.model.convert.by_role.owner_files import DICTIONARY, SCRIPT
 from tests.model.convert.by_role.scheme import (
@@ -115,7 +115,10 @@ def test_dead_process_is_reported_with_its_stderr(write: Write, book: nn.Module)
         owner_logits(code, tensors, findings(tensors, SETTINGS), SETTINGS)
 
 
-def test_the_process_imports_nothing_of_this_project() -> None:
+def test_the_process_imports_nothing_else_of_this_project() -> None:
     """The owner's modules may have the same names."""
-    source = Path(owner_process.__file__).read_text(encoding="utf-8")
-    assert not re.search(r"^\s*(from|import) (model|service|logitd)\b", source, re.MULTILINE)
+    imports = r"^\s*(?:from|import) ((?:model|service|logitd)\b[\w.]*)"
+    sources = [path.read_text(encoding="utf-8") for path in Path(process.__file__).parent.iterdir()
+               if path.suffix == ".py"]  # fmt: skip
+    named = {name for source in sources for name in re.findall(imports, source, re.MULTILINE)}
+    assert {name.rpartition(".")[0] for name in named} == {process.__name__}

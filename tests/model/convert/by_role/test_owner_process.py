@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from logitd.model.convert.by_role.owner_code import OwnerCode, request_of
-from logitd.model.convert.by_role.owner_process import Problem, build_model, run
+from logitd.model.owner_code.process.build import build_model
+from logitd.model.owner_code.process.call import Caller, compare
+from logitd.model.owner_code.process.problem import Problem
 from tests.model.convert.by_role.conftest import Write
 from tests.model.convert.by_role.owner_files import (
     ATTRIBUTES,
@@ -50,9 +52,10 @@ def logits_here(
     """Ids and the logits of the owner's model, computed in this process."""
     tensors = mapped(model)
     request = request_of(code, tensors, findings(tensors, settings), settings)
-    made = build_model(request, tensors.tensors)
-    assert not made.training
-    token_ids, logits, _ = run(made, request.rows, 12)
+    built = build_model(request, tensors.tensors)
+    assert not built.model.training
+    rows = tensors.shape("token_embedding")[0]
+    token_ids, logits, _ = compare(Caller.of(built, request.call), rows, 12)
     return token_ids, logits
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from logitd.model.inference.engine.events import FinishReason, TokenEvent
 from logitd.model.inference.engine.requests import GenerationRequest
 from logitd.model.inference.interventions import Intervention
+from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.reference import generate
 from tests.model.inference.engine.harness import (
     Driven,
@@ -186,6 +187,7 @@ def test_next_sequence_of_a_slot_sees_no_step_in_flight(ends_by: str) -> None:
         driven.abort("ends")
     played.clock.now += 2
     launching(driven).late.finish()
+    assert isinstance(cache, KVCache)
     cache.keys[:, 1, :, 53:54] = cache.values[:, 1, :, 53:54] = torch.nan
     driven.add(generation("next", [5, 6], max_tokens=40))
     outcomes = driven.drain()

@@ -1,0 +1,1 @@
+"""Decoder of models that are computed by their owner's code."""

@@ -1,0 +1,131 @@
+"""CodeDecoder: prompts and decode steps of a model in the process of its owner's code.
+
+The final hidden states of this decoder are the logits, and its head is the identity. Its cache
+holds the token ids of each slot: each pass computes the whole sequence again, unless the model has
+a cache of its own. A prompt is one pass however it is divided into pieces, and a decode step one
+pass for each row, so the batch changes no bits (unless the model is told to compute rows together).
+"""
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from logitd.model.inference.kernels.base import Prefilled, PrefillInput
+from logitd.model.inference.kernels.eager.taps import PieceTap
+from logitd.model.inference.sampling.sample import SamplingRows, sample_tokens
+from logitd.model.owner_code.connection import CodeModel, Wanted
+from logitd.model.transformer.stages import Key
+
+
+class TokenCache:
+    """The token ids of `slots` sequences, each up to the context length."""
+
+    def __init__(self, slots: int, context_length: int) -> None:
+        self._ids: list[list[int]] = [[] for _ in range(slots)]
+        self.nbytes = slots * context_length * 8  # an int64 each, as they are sent
+
+    @property
+    def slots(self) -> int:
+        return len(self._ids)
+
+    def write(self, slot: int, start: int, token_ids: Sequence[int]) -> None:
+        """Replace the ids of a slot from position `start` on."""
+        self._ids[slot][start:] = token_ids
+
+    def read(self, slot: int, end: int) -> list[int]:
+        """The ids of positions [0, end)."""
+        return self._ids[slot][:end]
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        if source != target:
+            self._ids[target] = self.read(source, length)
+
+
+class CodeDecoder:
+    """Computes a model by its owner's code."""
+
+    has_threads = False
+    prefill_matches_decode = False
+    launcher = None
+    mixed_pass = None
+
+    def __init__(self, model: CodeModel, cache: TokenCache) -> None:
+        self._model = model
+        self._cache = cache
+        self._width = model.config.vocab_size
+
+    def prefill(self, pieces: Sequence[PrefillInput]) -> list[Prefilled]:
+        """Rows before a piece's first needed one are left undefined."""
+        for piece in pieces:
+            self._cache.write(piece.slot, piece.start, piece.token_ids)
+        if len(pieces) == 1 and pieces[0].states:
+            return [self._with_states(pieces[0])]
+        needed = [piece for piece in pieces if piece.first < len(piece.token_ids)]
+        wanted = [
+            Wanted(self._prompt(piece), piece.start + piece.first, _end(piece), piece.slot)
+            for piece in needed
+        ]
+        logits = iter(())
+        if wanted:
+            rows = self._model.logits(wanted)
+            logits = iter(rows.split([one.end - one.first for one in wanted]))
+        prefilled = []
+        for piece in pieces:
+            hidden = torch.empty(len(piece.token_ids), self._width)
+            if piece in needed:
+                hidden[piece.first :] = next(logits)
+            prefilled.append(Prefilled(hidden))
+        return prefilled
+
+    def decode(
+        self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
+    ) -> Tensor:
+        wanted = []
+        for token_id, slot, position in zip(token_ids, slots, positions, strict=True):
+            self._cache.write(slot, position, [token_id])
+            ids = self._cache.read(slot, position + 1)
+            wanted.append(Wanted(ids, position, position + 1, slot))
+        return self._model.logits(wanted)
+
+    def tapped(
+        self, token_ids: Sequence[int], first: int, end: int, tap: PieceTap, keys: Collection[Key]
+    ) -> Tensor:
+        """Logits (end - first, V) of a sequence, with a tap on the stages in `keys`. The tap's
+        first position is 0."""
+
+        def visit(name: str, value: Tensor) -> Tensor:
+            return tap(None, name, value)
+
+        names = [name for _, name in keys]
+        return self._model.logits([Wanted(token_ids, first, end)], names, visit)
+
+    def lens(self, stream: Tensor) -> Tensor:
+        """Logits (P, V) of the final norm and the head of a stream (P, d)."""
+        return self._model.lens(stream)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
+        return sample_tokens(logits, computed, sampling)
+
+    def restore_weights(self) -> None:
+        """Do nothing: the process has the weights."""
+
+    def close(self) -> None:
+        self._model.close()
+
+    def _with_states(self, piece: PrefillInput) -> Prefilled:
+        keys: list[Key] = [(None, name) for name in self._model.config.streams]
+        rows = range(piece.start, _end(piece))
+        tap = PieceTap(0, None, keys, rows=rows)
+        logits = self.tapped(self._prompt(piece), piece.start, _end(piece), tap, keys)
+        return Prefilled(logits, states=torch.stack([tap.recorded(*key) for key in keys]))
+
+    def _prompt(self, piece: PrefillInput) -> Sequence[int]:
+        return piece.prompt or self._cache.read(piece.slot, _end(piece))
+
+
+def _end(piece: PrefillInput) -> int:
+    return piece.start + len(piece.token_ids)

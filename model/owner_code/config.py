@@ -1,0 +1,101 @@
+"""CodeConfig: a model that is computed by its owner's code, as stored in a checkpoint's
+`config.json`.
+
+It takes the place of a `GPTConfig`, which describes the models that this project computes itself.
+Its facts were measured when the model was imported (`process/measure.py`). Imports no torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import ConfigDict, Field, ValidationError
+
+KIND = "code"
+"""Value of the key `kind` in the section `model` of a checkpoint."""
+FOLDER = "code"
+"""Folder of the owner's source files in a checkpoint."""
+_STRICT = ConfigDict(strict=True, extra="forbid")
+SourceName = Annotated[str, Field(pattern=r"^[\w-]+(\.[\w-]+)*(/[\w-]+(\.[\w-]+)*)*\.py$")]
+"""A relative path without `..`."""
+
+
+class CodeConfigError(ValueError):
+    """An impossible configuration; the message names the key."""
+
+
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)
+class ModuleStage:
+    """A submodule whose output is a stage: its name, the shape of its output at one position, and
+    its class."""
+
+    name: str
+    shape: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False, min_length=1)]
+    kind: str
+
+
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)
+class CodeConfig:
+    """The owner's code, and the facts that serving needs.
+
+    vocab_size           ids run from 0 to vocab_size - 1
+    rows                 number of logits that the model returns
+    order                the model's id of each id of the vocabulary; None: the same
+    context_length       positions, prompt and completion together
+    parameters           number of parameters
+    file                 the file with the model, relative to the folder `code`
+    expression           makes the model: a name in the file, or an expression of its names
+    call                 returns the logits: an expression of `model` and `ids`; None: `model(ids)`
+    values               values for the names of global variables (`top`), for parameters with a
+                         default (`over`) and for others (`values`)
+    deterministic        False if two passes over the same ids differ; each pass is seeded, so the
+                         results repeat all the same
+    padding_is_harmless  True if ids on the right and other rows of a batch change no logits
+    has_state            True if the model has a cache of its own (`process/state.py`)
+    lens                 names of the final norm and of the head, for the logit lens
+    streams              the stages that the lens reads: before the first block, and after each
+    stages               the submodules whose outputs can be read and changed
+    """
+
+    vocab_size: Annotated[int, Field(ge=1)]
+    rows: Annotated[int, Field(ge=1)]
+    order: Annotated[tuple[int, ...], Field(strict=False)] | None = None
+    context_length: Annotated[int, Field(ge=1)]
+    parameters: Annotated[int, Field(ge=0)]
+    file: SourceName
+    expression: str
+    call: str | None = None
+    values: Mapping[str, Mapping[str, Any]]
+    deterministic: bool
+    padding_is_harmless: bool
+    has_state: bool
+    lens: Annotated[tuple[str, str], Field(strict=False)] | None = None
+    streams: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    stages: Annotated[tuple[ModuleStage, ...], Field(strict=False)] = ()
+
+    @property
+    def code(self) -> str:
+        """The file and the expression, as the user gave them."""
+        return f"{self.file}:{self.expression}"
+
+    @property
+    def n_layer(self) -> int:
+        """Number of blocks after which the lens reads; 0 without a lens."""
+        return max(0, len(self.streams) - 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": KIND, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "CodeConfig":
+        """Read a result of `to_dict`. Raises CodeConfigError, which names the key that is missing,
+        unknown or wrong."""
+        try:
+            return cls(**{name: value for name, value in values.items() if name != "kind"})
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            raise CodeConfigError(
+                f"{key} of a model by code is {first['input']!r:.100}: {first['msg']}"
+            ) from error

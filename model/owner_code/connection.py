@@ -1,0 +1,235 @@
+"""Connection: starts the process of an owner's code and asks it for logits.
+
+The process has the verified sources in a temporary folder, reads the weights from the checkpoint's
+file, and has no network (`process/network.py`) and none of this service's variables. If it ends,
+hangs or breaks the protocol, the request fails and the next one starts it again.
+"""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitd.model.owner_code.config import CodeConfig
+from logitd.model.owner_code.process.__main__ import PROBLEM, REQUEST, Job
+from logitd.model.owner_code.process.build import Request
+from logitd.model.owner_code.process.wire import Wire, floats
+
+MODULE = "logitd.model.owner_code.process"
+ROOT = Path(__file__).parents[2]
+START_SECONDS, PASS_SECONDS = 300.0, 60.0
+"""Longest start and longest pass; then the process is ended."""
+STDERR_LINES = 3
+
+Visit = Callable[[str, Tensor], Tensor]
+"""Gets the name and the value (1, T, ...) of a stage, and returns the value to continue with."""
+
+
+class CodeError(Exception):
+    """The owner's code, or its process, has failed; the message says how."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Ids of a sequence, the positions [first, end) of which logits are wanted, and its slot."""
+
+    token_ids: Sequence[int]
+    first: int
+    end: int
+    slot: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Milliseconds of a pass, and its number of positions."""
+
+    milliseconds: float
+    length: int
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    """The command line of the program that runs owner's code, with its folder."""
+    return [sys.executable, "-B", "-m", MODULE, str(folder), *more]
+
+
+def environment() -> dict[str, str]:
+    """The variables of the process: none of this project's, which may have keys."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("LOGITD_")}
+
+
+def last_lines(text: str) -> str:
+    """The last lines of an output, for a message."""
+    return " / ".join(text.strip().splitlines()[-STDERR_LINES:])[:600]
+
+
+@dataclass
+class CodeModel:
+    """A model in a process of its own, and how to start the process again. Not thread-safe.
+
+    sources   contents of the source files by their names
+    weights   the file of weights, whose hash the caller has verified
+    """
+
+    config: CodeConfig
+    sources: Mapping[str, bytes]
+    weights: Path
+    threads: int
+    together: bool = False
+    seconds: float = PASS_SECONDS
+    speed: Speed | None = None
+    _process: "subprocess.Popen[bytes] | None" = None
+    _wire: Wire | None = None
+    _folder: Path | None = field(default=None)
+
+    def start(self) -> None:
+        """Start the process unless it is running. Raises CodeError if the model cannot be made."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()
+        self._folder = folder = Path(tempfile.mkdtemp(prefix="logitd-code-"))
+        for name, source in self.sources.items():
+            (folder / "code" / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / "code" / name).write_bytes(source)
+        (folder / REQUEST).write_text(json.dumps(asdict(self._job(folder))), encoding="utf-8")
+        ours, theirs = socket.socketpair()
+        with theirs, (folder / "stderr").open("wb") as stderr:
+            self._process = subprocess.Popen(
+                command(folder, str(theirs.fileno())),
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # not ended by Ctrl-C
+                env=environment(),
+            )
+        self._wire = Wire(ours)
+        header, _ = self._receive(START_SECONDS)
+        ready = header["ready"]
+        self.speed = Speed(ready["milliseconds"], ready["timed_length"])
+
+    def logits(
+        self,
+        sequences: Sequence[Wanted],
+        stages: Sequence[str] = (),
+        visit: Visit = lambda name, value: value,
+    ) -> Tensor:
+        """Logits (rows, V) of the wanted positions, one sequence after the other. `visit` is
+        called for the `stages` of the only sequence. Raises CodeError."""
+        self.start()
+        header = {
+            "lengths": [len(one.token_ids) for one in sequences],
+            "firsts": [one.first for one in sequences],
+            "ends": [one.end for one in sequences],
+            "slots": [one.slot for one in sequences],
+            "visit": list(stages),
+        }
+        ids = [token_id for one in sequences for token_id in one.token_ids]
+        self._send(header, torch.tensor(ids, dtype=torch.int64))
+        return self._logits(visit)
+
+    def lens(self, stream: Tensor) -> Tensor:
+        """Logits (P, V) of the final norm and the head of a stream (P, d). Raises CodeError."""
+        self.start()
+        self._send({"lens": list(stream.shape)}, stream)
+        return self._logits(lambda name, value: value)
+
+    def close(self) -> None:
+        """End the process and remove its folder."""
+        if self._wire is not None:
+            self._wire.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._wire = self._process = self._folder = None
+
+    def _job(self, folder: Path) -> Job:
+        config = self.config
+        request = Request(
+            file=str(folder / "code" / config.file),
+            expression=config.expression,
+            call=config.call,
+            chosen=config.values,
+        )
+        options = {
+            "rows": config.rows,
+            "vocabulary": config.vocab_size,
+            "order": config.order,
+            "together": self.together,
+            "lens": config.lens,
+            "context": config.context_length,
+        }
+        return Job("serve", asdict(request), options, str(self.weights.resolve()), self.threads)
+
+    def _logits(self, visit: Visit) -> Tensor:
+        while True:
+            header, payload = self._receive(self.seconds)
+            if "stage" not in header:
+                return self._floats(payload, header.get("logits"))
+            value = self._floats(payload, header.get("shape"))
+            changed = visit(header["stage"], value)
+            if changed is value:
+                self._send({"changed": False})
+            else:
+                self._send({"changed": True}, changed)
+
+    def _send(self, header: Mapping[str, Any], array: Tensor | None = None) -> None:
+        assert self._wire is not None
+        try:
+            self._wire.send(header, array)
+        except OSError as error:
+            raise self._ended() from error
+
+    def _receive(self, seconds: float) -> tuple[dict[str, Any], bytearray]:
+        assert self._wire is not None
+        try:
+            header, payload = self._wire.receive(seconds)
+        except TimeoutError as error:
+            self.close()
+            raise CodeError(
+                f"{self.config.code} did not answer within {seconds:.0f} seconds; its process was "
+                "ended and starts again with the next request"
+            ) from error
+        except (EOFError, OSError, ValueError) as error:
+            raise self._ended() from error
+        if "error" in header:
+            raise CodeError(f"{self.config.code}: {header['error']}")
+        return header, payload
+
+    def _floats(self, payload: bytearray, shape: Any) -> Tensor:
+        try:
+            return floats(payload, shape)
+        except (TypeError, ValueError) as error:
+            raise self._ended() from error
+
+    def _ended(self) -> CodeError:
+        """The error of a process that has ended, or that breaks the protocol and is ended now."""
+        assert self._process is not None and self._folder is not None
+        try:
+            status = self._process.wait(1)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = self._process.wait()
+        problem = self._folder / PROBLEM
+        stderr = (self._folder / "stderr").read_text(encoding="utf-8", errors="replace")
+        said = problem.read_text(encoding="utf-8") if problem.is_file() else ""
+        self.close()
+        if said:
+            return CodeError(f"{self.config.code}: {said}")
+        lines = f": {last_lines(stderr)}" if stderr.strip() else ""
+        return CodeError(
+            f"the process of {self.config.code} ended with status {status}{lines}; it starts again "
+            "with the next request"
+        )

@@ -1,0 +1,144 @@
+"""Answer: computes passes on request until the other process closes its end of the wire.
+
+Requests, with the replies:
+
+  {"lengths": [n, ...], "firsts": [...], "ends": [...], "slots": [...], "visit": [names]} + ids
+      {"stage": name, "shape": [1, T, ...]} + values, for each visited stage; it is answered by
+      {"changed": true} + values, or {"changed": false}
+      {"logits": [rows, V]} + values: those of positions [first, end) of each sequence
+  {"lens": [P, d]} + values
+      {"logits": [P, V]} + values: of the final norm and the head
+  an error of the owner's code is {"error": text}
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitd.model.owner_code.process.call import Caller
+from logitd.model.owner_code.process.hooks import visiting
+from logitd.model.owner_code.process.measure import lens_logits, timed
+from logitd.model.owner_code.process.problem import Problem
+from logitd.model.owner_code.process.state import STATE_METHOD, with_state
+from logitd.model.owner_code.process.wire import Wire, floats
+
+
+class Answerer:
+    """Computes the passes of a model.
+
+    rows        number of logits that the model returns
+    order       the model's id of each id of the vocabulary; None: the same, up to `vocabulary`
+    together    sequences of a request are computed in one batch, padded on the right
+    """
+
+    def __init__(
+        self,
+        caller: Caller,
+        wire: Wire,
+        *,
+        rows: int,
+        vocabulary: int,
+        order: Sequence[int] | None = None,
+        together: bool = False,
+        lens: Sequence[str] | None = None,
+    ) -> None:
+        self._caller = caller
+        self._wire = wire
+        self._rows = rows
+        self._order = torch.tensor(order or range(vocabulary))
+        self._in_order = order is None
+        self._together = together
+        self._lens = lens
+        self._has_state = hasattr(caller.model, STATE_METHOD)
+        self._states: dict[int, tuple[list[int], Any]] = {}
+        self._last: tuple[list[int], Tensor] | None = None
+
+    def run(self, context: int) -> None:
+        """Say that the model is ready, then answer requests. Ends with EOFError or OSError."""
+        self._wire.send({"ready": timed(self._caller, self._rows, context)})
+        while True:
+            header, payload = self._wire.receive()
+            try:
+                logits = self._lens_of(header, payload) if "lens" in header else self._pass(
+                    header, payload
+                )  # fmt: skip
+            except Problem as problem:
+                self._wire.send({"error": str(problem)})
+            else:
+                self._wire.send({"logits": list(logits.shape)}, logits)
+
+    def _pass(self, header: dict[str, Any], payload: bytearray) -> Tensor:
+        ids = self._order[torch.frombuffer(payload, dtype=torch.int64)]
+        sequences = list(ids.split(header["lengths"]))
+        if header["visit"]:
+            logits = [self._visited(sequences[0], header["firsts"][0], header["visit"])]
+        elif self._together and len(sequences) > 1:
+            logits = self._batch(sequences, header["firsts"])
+        else:
+            each = zip(sequences, header["firsts"], header["slots"], strict=True)
+            logits = [self._alone(*one) for one in each]
+        ends = zip(logits, header["firsts"], header["ends"], strict=True)
+        return self._columns(torch.cat([rows[: end - first] for rows, first, end in ends]))
+
+    def _alone(self, ids: Tensor, first: int, slot: int) -> Tensor:
+        """Logits (T - first, rows) of one sequence. Those of the last one are kept, because a long
+        prompt is read in several parts."""
+        listed: list[int] = ids.tolist()
+        if self._has_state:
+            return self._continued(ids, listed, first, slot)
+        if first == len(listed) - 1:
+            return self._caller.logits(ids[None], self._rows, first)[0]
+        if self._last is None or self._last[0] != listed:
+            self._last = listed, self._caller.logits(ids[None], self._rows)[0]
+        return self._last[1][first:]
+
+    def _continued(self, ids: Tensor, listed: list[int], first: int, slot: int) -> Tensor:
+        """Like `_alone`, with the model's own cache if it holds the beginning of the sequence."""
+        known, state = self._states.pop(slot, ([], None))
+        if not len(known) <= first or listed[: len(known)] != known:
+            known, state = [], None
+        logits, state = with_state(self._caller.model, ids[None, len(known) :], state, self._rows)
+        self._states[slot] = listed, state
+        return logits[0, first - len(known) :]
+
+    def _batch(self, sequences: Sequence[Tensor], firsts: Sequence[int]) -> list[Tensor]:
+        padded = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
+        logits = self._caller.logits(padded, self._rows, min(firsts))
+        return [
+            rows[first - min(firsts) : len(ids) - min(firsts)]
+            for rows, ids, first in zip(logits, sequences, firsts, strict=True)
+        ]
+
+    def _visited(self, ids: Tensor, first: int, names: Sequence[str]) -> Tensor:
+        """Logits (T - first, rows) of a pass whose stages the other process reads and changes."""
+        met: set[str] = set()
+
+        def visit(name: str, value: Tensor) -> Tensor:
+            if name in met or value.shape[:2] != (1, len(ids)) or not value.is_floating_point():
+                raise Problem(
+                    f"{name} has the shape {list(value.shape)} in a pass over {len(ids)} ids, or "
+                    "is called more than once; it was called once, with a value for each position, "
+                    "when the model was imported"
+                )
+            met.add(name)
+            self._wire.send({"stage": name, "shape": list(value.shape)}, value.float())
+            header, payload = self._wire.receive()
+            if not header["changed"]:
+                return value
+            return floats(payload, list(value.shape)).to(value.dtype)
+
+        with visiting(self._caller.model, names, visit):
+            logits = self._caller.logits(ids[None], self._rows)[0, first:]
+        if missing := sorted(set(names) - met):
+            raise Problem(f"{missing[0]} was not called in a pass over {len(ids)} ids")
+        return logits
+
+    def _lens_of(self, header: dict[str, Any], payload: bytearray) -> Tensor:
+        assert self._lens is not None
+        stream = floats(payload, header["lens"])[None]
+        return self._columns(lens_logits(self._caller.model, self._lens, stream, self._rows)[0])
+
+    def _columns(self, logits: Tensor) -> Tensor:
+        return logits[:, : len(self._order)] if self._in_order else logits[:, self._order]

@@ -1,0 +1,310 @@
+"""Build: makes the owner's model with the values of the checkpoint, and loads its weights.
+
+The expression is a class, a function, or anything that makes the model. Parameters get the values
+of the checkpoint by their names. `attempts` lists the ways to choose among these values; the one
+that fits the weights can be repeated later.
+"""
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from logitd.model.owner_code.process.define import (
+    is_config_name,
+    loaded,
+    parse,
+    run_definitions,
+)
+from logitd.model.owner_code.process.problem import Problem
+
+CONFIG_NAMES = ("config", "cfg", "conf", "args", "params", "hparams", "model_args", "model_config",
+                "settings", "opt", "hyperparameters", "hp")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The owner's code and the values of the checkpoint, under all usual names in lower case.
+
+    file, expression   the owner's file, and a name in it or an expression that uses its names
+    said               values from the checkpoint's settings and from the user
+    shape              values that follow from the tensors
+    flags              guesses about which layers have a bias
+    call               the call that returns logits, as an expression of `model`, `ids` and names
+                       of the file; None: `model(ids)`
+    chosen             members of the attempt that made the model before; None: try all
+    """
+
+    file: str
+    expression: str
+    said: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    shape: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    flags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    call: str | None = None
+    chosen: Mapping[str, Mapping[str, Any]] | None = None
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return {**self.shape, **self.flags, **self.said}
+
+    @property
+    def expressions(self) -> list[str]:
+        return [self.expression] if self.call is None else [self.expression, self.call]
+
+
+class Values(dict[str, Any]):
+    """A dictionary whose keys are also attributes. `asked` records the keys that were looked up."""
+
+    def __init__(self, values: Mapping[str, Any], asked: set[str]) -> None:
+        super().__init__(values)
+        self.__dict__["asked"] = asked
+
+    def __getitem__(self, name: str) -> Any:
+        self.asked.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.asked.add(name)
+        return super().get(name, default)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """One way to make the model.
+
+    top     values that override global names of the file
+    over    values that override the defaults of parameters
+    values  values for parameters without a default
+    asked   names that the code looked up, over all attempts
+    """
+
+    top: Mapping[str, Any]
+    over: Mapping[str, Any]
+    values: Mapping[str, Any]
+    asked: set[str]
+
+    @property
+    def chosen(self) -> dict[str, Mapping[str, Any]]:
+        """The members that repeat the attempt."""
+        return {"top": self.top, "over": self.over, "values": self.values}
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """The model with its weights, the module that defines it, and the attempt that made it."""
+
+    model: nn.Module
+    module: types.ModuleType
+    attempt: Attempt
+
+
+def attempts(request: Request) -> Iterator[Attempt]:
+    """The attempts to make: with the defaults of the owner's code, then with the shape of the
+    tensors, then with all combinations of the flags."""
+    said, shape = request.said, request.shape
+    asked, none = set[str](), dict[str, Any]()
+    if request.chosen is not None:
+        yield Attempt(**request.chosen, asked=asked)
+        return
+    for top, shown in ((said, none), (said, shape), ({**said, **shape}, shape)):
+        yield Attempt(top, {**shown, **said}, request.values, asked)
+    names = sorted((asked & request.flags.keys()) - said.keys())
+    for values in itertools.product((True, False), repeat=len(names)):
+        chosen = dict(zip(names, values, strict=True))
+        for top in (said, {**said, **shape}) if names else ():
+            yield Attempt(top, {**shape, **chosen, **said}, {**request.values, **chosen}, asked)
+
+
+def build_model(request: Request, weights: Mapping[str, Tensor]) -> Built:
+    """The owner's model with the checkpoint's weights, in evaluation mode. Raises Problem."""
+    problems, tried = list[Problem](), set[str]()
+    for attempt in attempts(request):
+        try:
+            file = Path(request.file)
+            module = run_definitions(file, request.expressions, request.values, attempt.top)
+            model = make(module, request, attempt)
+            load(model, weights)
+        except Problem as problem:
+            problems.append(problem)
+            tried = attempt.asked & request.flags.keys()
+        else:
+            return Built(model.eval(), module, attempt)
+    said = str(problems[:3][-1])
+    if flags := sorted(tried - request.said.keys()):
+        said += (
+            f". No combination of {' and '.join(flags)} fits; give the expression that makes the "
+            f"model, such as '{request.expression}({flags[0]}=False)'"
+        )
+    raise Problem(said)
+
+
+def make(module: types.ModuleType, request: Request, attempt: Attempt) -> nn.Module:
+    """Make the model, without its weights, by evaluating the expression. If the value is a class or
+    a function, call it with the known values of its parameters. Raises Problem."""
+    torch.manual_seed(0)
+    names = {**attempt.values, **vars(module)}
+    try:
+        for name in loaded(ast.parse(request.expression)) - names.keys():
+            if name.lower() in CONFIG_NAMES:
+                names[name] = config_object(None, module, attempt)
+        made = eval(compile(request.expression, "<--code>", "eval"), names)
+        if not isinstance(made, nn.Module) and callable(made):
+            made = made(**arguments(made, module, attempt))
+    except Problem:
+        raise
+    except Exception as error:  # the owner's code may raise anything
+        if isinstance(error, NameError) and error.name in loaded(ast.parse(request.expression)):
+            tree, kinds = parse(Path(request.file)), ast.ClassDef | ast.FunctionDef
+            defined = [part.name for part in tree.body if isinstance(part, kinds)]
+            raise Problem(
+                f"{Path(request.file).name} does not define {error.name!r}; its classes and "
+                f"functions are {', '.join(defined) or 'none'}"
+            ) from error
+        raise Problem(
+            f"{type(error).__name__}: {error}. If the values of the checkpoint do not fit, give "
+            "an expression that makes the model, such as 'GPT(vocab_size=65, n_head=4)'"
+        ) from error
+    if not isinstance(made, nn.Module):
+        raise Problem(f"the expression makes a {type(made).__name__}; expected a torch module")
+    return made.float().to("cpu")
+
+
+def arguments(
+    made: Callable[..., Any], module: types.ModuleType, attempt: Attempt
+) -> dict[str, Any]:
+    """Arguments for a class or a function, by the names of its parameters. Raises Problem."""
+    given: dict[str, Any] = {}
+    for name, parameter in inspect.signature(made).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        attempt.asked.add(name.lower())
+        needed = parameter.default is parameter.empty
+        if name.lower() in attempt.over:
+            given[name] = attempt.over[name.lower()]
+        elif name.lower() in CONFIG_NAMES or config_class(parameter, module) is not None:
+            given[name] = config_object(config_class(parameter, module), module, attempt)
+        elif needed and name.lower() in attempt.values:
+            given[name] = attempt.values[name.lower()]
+        elif needed and is_used_as_object(name, made, module):
+            given[name] = config_object(None, module, attempt)
+        elif needed:
+            called = getattr(made, "__name__", "GPT")
+            raise Problem(
+                f"{called} needs {name!r}, which the checkpoint does not contain: give an "
+                f"expression that makes the model, such as '{called}(..., {name}=...)'"
+            )
+    return given
+
+
+def config_class(parameter: inspect.Parameter, module: types.ModuleType) -> type | None:
+    """The class of a configuration by which a parameter is annotated."""
+    annotation = parameter.annotation
+    if isinstance(annotation, str):
+        annotation = vars(module).get(annotation)
+    if not isinstance(annotation, type) or issubclass(annotation, nn.Module):
+        return None
+    is_config = dataclasses.is_dataclass(annotation) or is_config_name(annotation.__name__)
+    return annotation if is_config else None
+
+
+def is_used_as_object(name: str, made: Callable[..., Any], module: types.ModuleType) -> bool:
+    """True if the file reads attributes or items of a parameter: it is a configuration."""
+    called = getattr(made, "__name__", "")
+    return any(
+        isinstance(node, ast.Attribute | ast.Subscript)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == name
+        for part in parse(Path(str(module.__file__))).body
+        if isinstance(part, ast.ClassDef | ast.FunctionDef) and part.name == called
+        for node in ast.walk(part)
+    )
+
+
+def config_object(named: type | None, module: types.ModuleType, attempt: Attempt) -> Any:
+    """A configuration object with the known values. Its class is `named`, or the file's only class
+    that is named like a configuration, else `Values`."""
+    classes = [named] if named else [
+        value for name, value in vars(module).items()
+        if isinstance(value, type) and is_config_name(name) and not issubclass(value, nn.Module)
+    ]  # fmt: skip
+    if len(classes) != 1:
+        return Values({**attempt.values, **attempt.over}, attempt.asked)
+    config = classes[0](**config_arguments(classes[0], attempt))
+    if not dataclasses.is_dataclass(config):
+        attempt.asked.update(name for name in attempt.values if hasattr(config, name))
+        for name, value in attempt.over.items():
+            if hasattr(config, name):
+                setattr(config, name, value)
+    return config
+
+
+def config_arguments(made: type, attempt: Attempt) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for name, parameter in inspect.signature(made).parameters.items():
+        attempt.asked.add(name.lower())
+        needed = attempt.values if parameter.default is parameter.empty else attempt.over
+        if name.lower() in (known := {**needed, **attempt.over}):
+            given[name] = known[name.lower()]
+    return given
+
+
+def load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Load the weights. Only masks and tables may be missing or unused. Raises Problem."""
+    problems: list[str] = []
+    for names in renamed(weights, model):
+        try:
+            missing, unexpected = model.load_state_dict(names, strict=False)
+        except RuntimeError as error:
+            raise Problem(
+                f"the weights do not fit the owner's model: {str(error)[:500]}"
+            ) from error
+        buffers = {name for name, _ in model.named_buffers()}
+        learned = [name for name in missing if name not in buffers]
+        tied = [name for name in learned if shared(model, name, names)]
+        left = [name for name in unexpected if is_weight(name, names[name])]
+        if len(learned) == len(tied) and not left:
+            return
+        problems.append(
+            f"the owner's model and the checkpoint have different tensors: the checkpoint lacks "
+            f"{learned[:3] or 'none'}, and the model lacks {left[:3] or 'none'}"
+        )
+    raise Problem(problems[0])  # that of the unchanged names
+
+
+def renamed(weights: Mapping[str, Tensor], model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """The weights by their own names; without a common first part; and prefixed by each child's
+    name."""
+    yield dict(weights)
+    heads = {name.partition(".")[0] for name in weights}
+    if len(heads) == 1:
+        yield {name.partition(".")[2]: tensor for name, tensor in weights.items()}
+    for child, _ in model.named_children():
+        yield {f"{child}.{name}": tensor for name, tensor in weights.items()}
+
+
+def shared(model: nn.Module, name: str, weights: Mapping[str, Tensor]) -> bool:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return any(
+        other != name and other in weights and parameters[other] is parameters.get(name)
+        for other in parameters
+    )
+
+
+def is_weight(name: str, tensor: Tensor) -> bool:
+    last = name.rpartition(".")[2]
+    marks = ("mask", "tril", "cos", "sin", "freq", "position_ids", "rope")
+    if tensor.dim() == 4 and last == "bias":
+        return False
+    return tensor.is_floating_point() and not any(mark in last for mark in marks)

@@ -1,0 +1,122 @@
+"""Call: computes logits with the owner's model, and finds them in what its forward returns."""
+
+import inspect
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from logitd.model.owner_code.process.build import Built
+from logitd.model.owner_code.process.problem import Problem
+
+TARGETS = frozenset(
+    ("target", "targets", "label", "labels", "y", "tgt", "trg", "target_ids", "idx_next", "yb")
+)
+"""Names of parameters for the following ids, which the logits do not depend on."""
+SEED = 0
+
+
+class Caller:
+    """Calls a model. `expression` replaces `model(ids)`; it may use `model`, `ids`, `torch` and the
+    names of the owner's file."""
+
+    def __init__(
+        self, model: nn.Module, module: types.ModuleType | None = None, expression: str | None = None
+    ) -> None:
+        self.model = model
+        self._names = {} if module is None else vars(module)
+        self._code = None if expression is None else compile(expression, "<--code-call>", "eval")
+
+    @classmethod
+    def of(cls, built: Built, expression: str | None) -> "Caller":
+        return cls(built.model, built.module, expression)
+
+    @torch.no_grad()
+    def logits(self, token_ids: Tensor, rows: int, first: int = 0, *, seeded: bool = True) -> Tensor:
+        """Logits (B, T - first, rows) of ids (B, T), from position `first` on. If the model returns
+        only the last position, it is called for every prefix. Each pass starts from the same random
+        seed unless `seeded` is False. Raises Problem."""
+        length = token_ids.shape[1]
+        logits = self._returned(token_ids, rows, seeded=seeded)
+        if logits.dim() == 2 and len(logits) == token_ids.numel() and length > 1:
+            logits = logits.view(*token_ids.shape, -1)  # (B * T, V) to (B, T, V)
+        if logits.dim() == 3 and logits.shape[1] == length:
+            return logits[:, first:, :rows].float().contiguous()
+        ends = range(first + 1, length)
+        outs = [self._returned(token_ids[:, :end], rows, seeded=seeded) for end in ends]
+        last = [out[:, -1] if out.dim() == 3 else out for out in (*outs, logits)]
+        if any(out.shape[0] != len(token_ids) for out in last):
+            raise Problem(
+                f"the model returns {list(logits.shape)} for ids {list(token_ids.shape)}; expected "
+                "logits (batch, positions, vocabulary)"
+            )
+        return torch.stack(last, dim=1)[..., :rows].float().contiguous()  # (B, T - first, V)
+
+    @torch.no_grad()
+    def width(self, token_ids: Tensor) -> int:
+        """The width of the model's logits. Raises Problem."""
+        return self._returned(token_ids, 1, seeded=True).shape[-1]
+
+    def _returned(self, token_ids: Tensor, rows: int, *, seeded: bool) -> Tensor:
+        """Call the model, and return the first tensor of its output whose last axis is the
+        vocabulary. Raises Problem."""
+        if seeded:
+            torch.manual_seed(SEED)
+        try:
+            returned = self._call(token_ids)
+        except Problem:
+            raise
+        except Exception as error:  # the owner's code may raise anything
+            raise Problem(
+                f"its forward failed on ids of shape {list(token_ids.shape)}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        for tensor in tensors_in(returned):
+            if tensor.dim() in (2, 3) and tensor.shape[-1] >= rows and tensor.is_floating_point():
+                return tensor
+        raise Problem(
+            f"its forward returns a {type(returned).__name__} without logits of {rows} ids"
+        )
+
+    def _call(self, token_ids: Tensor) -> Any:
+        if self._code is not None:
+            names = {**self._names, "model": self.model, "ids": token_ids, "torch": torch}
+            return eval(self._code, names)
+        needed = [
+            name
+            for name, parameter in inspect.signature(self.model.forward).parameters.items()
+            if parameter.default is parameter.empty
+            and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        ][1:]
+        if others := [name for name in needed if name.lower() not in TARGETS]:
+            raise Problem(
+                f"its forward takes {' and '.join(f'`{name}`' for name in others)}, and none was "
+                "passed: give the call with --code-call, such as "
+                f"'model(ids, {', '.join(f'{name}=...' for name in others)})'"
+            )
+        return self.model(token_ids, **dict.fromkeys(needed, token_ids))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for name in ("logits", *value):
+            if name in value:
+                yield from tensors_in(value[name])
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from tensors_in(part)
+    elif hasattr(value, "logits"):
+        yield from tensors_in(value.logits)
+
+
+def compare(caller: Caller, rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Random ids (2, T), their logits (2, T, rows), and the logits after the last id is changed."""
+    generator = torch.Generator().manual_seed(1)
+    token_ids = torch.randint(0, rows, (2, length), generator=generator)
+    other = token_ids.clone()
+    other[:, -1] = (other[:, -1] + 1) % rows
+    return token_ids, caller.logits(token_ids, rows), caller.logits(other, rows)

@@ -1,0 +1,203 @@
+"""Define: runs the definitions of an owner's file, but not its script.
+
+Only the imports, classes, functions and assignments that the model's expression needs are executed,
+not a training loop. If an assignment fails (`len(chars)` of a missing text), it is skipped, or its
+value is taken from the checkpoint. An import that fails is reported when its name is first used.
+"""
+
+import __future__
+
+import ast
+import importlib.machinery
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from logitd.model.owner_code.process.problem import Problem
+
+PARENTS = 4
+"""Number of folders above the file in which imported packages are looked for."""
+
+
+def run_definitions(
+    file: Path, expressions: Sequence[str], values: Mapping[str, Any], override: Mapping[str, Any]
+) -> types.ModuleType:
+    """Run the definitions of a file that some expressions need, as a module. `values` replace the
+    values of failing assignments, and `override` the numbers of global names. Keys are in lower
+    case. Raises Problem."""
+    tree = parse(file)
+    module = new_module(file, tree)
+    names, needed = vars(module), needed_names(tree, expressions)
+    flags = future_flags(tree)
+    for statement in tree.body:
+        targets = defined(statement)
+        if targets is None or not (targets & needed or "*" in targets):
+            continue
+        try:
+            code = compile(ast.Module([statement], []), str(file), "exec", flags, True)
+            exec(code, names)
+        except Exception as error:  # the owner's code may raise anything
+            reason = f"{type(error).__name__}: {error}"
+            where = f"{file.name}, line {statement.lineno}"
+            if isinstance(statement, ast.ClassDef | ast.FunctionDef):
+                raise Problem(
+                    f"{statement.name} in {where}, cannot be defined: {reason}"
+                ) from error
+            if isinstance(statement, ast.Import | ast.ImportFrom):
+                failed = FailedImport(f"{ast.unparse(statement)} in {where}, failed: {reason}")
+                names |= dict.fromkeys(targets, failed)
+            names |= {name: values[name.lower()] for name in targets if name.lower() in values}
+        for name in targets & override.keys():
+            if isinstance(names.get(name), int | float) and isinstance(override[name], int | float):
+                names[name] = override[name]
+    missing = needed - names.keys()
+    names |= {name: values[name.lower()] for name in missing if name.lower() in values}
+    return module
+
+
+class FailedImport:
+    """The value of a name whose import failed. Each use raises ImportError with the reason."""
+
+    def __init__(self, reason: str) -> None:
+        self.__dict__["reason"] = reason
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(self.__dict__["reason"])
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        raise ImportError(self.__dict__["reason"])
+
+    def __mro_entries__(self, bases: Any) -> Any:
+        raise ImportError(self.__dict__["reason"])
+
+
+class ParentFolders:
+    """Finds modules in the folders above the owner's file, after all other places: a package often
+    imports itself by its own name."""
+
+    def __init__(self, file: Path) -> None:
+        self._folders = [str(folder) for folder in file.parents[1 : PARENTS + 1][:-1 or None]]
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if path is not None:
+            return None
+        return importlib.machinery.PathFinder.find_spec(name, self._folders)
+
+
+def parse(file: Path) -> ast.Module:
+    """Parse the owner's file. Raises Problem."""
+    try:
+        return ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
+    except (SyntaxError, ValueError) as error:
+        raise Problem(f"{file.name} is not Python that this interpreter reads: {error}") from error
+
+
+def new_module(file: Path, tree: ast.Module) -> types.ModuleType:
+    """An empty module for the file, which can import what is next to the file. If the file has
+    relative imports, the module belongs to a package that is its folder; the package's own
+    `__init__.py` is not run, because it may import the file."""
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))
+    if not any(isinstance(finder, ParentFolders) for finder in sys.meta_path):
+        sys.meta_path.append(ParentFolders(file))
+    name = file.stem
+    levels = max((node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)),
+                 default=0)  # fmt: skip
+    package = ""
+    for folder in reversed(file.parents[:levels]):
+        package = f"{package}.{folder.name}" if package else folder.name
+        if package not in sys.modules:
+            sys.modules[package] = types.ModuleType(package)
+            sys.modules[package].__path__ = [str(folder)]
+    module = types.ModuleType(f"{package}.{name}" if package else name)
+    module.__file__, module.__package__ = str(file), package
+    sys.modules[module.__name__] = module
+    return module
+
+
+def future_flags(tree: ast.Module) -> int:
+    """The compiler flags of the file's imports from `__future__`."""
+    names = [
+        alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.module == "__future__"
+        for alias in node.names
+    ]
+    flags = 0
+    for name in names:
+        flags |= getattr(__future__, name).compiler_flag
+    return flags
+
+
+def defined(statement: ast.stmt) -> set[str] | None:
+    """The names that a definition binds ("*": unknown ones); None for a statement of a script. A
+    `try` or an `if` is a definition if it contains nothing else."""
+    match statement:
+        case ast.ImportFrom(module="__future__"):
+            return set()
+        case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+            return {alias.asname or alias.name.partition(".")[0] for alias in aliases}
+        case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+            return {name}
+        case ast.Assign(targets=targets):
+            return bound(targets)
+        case ast.AnnAssign(target=target, value=value):
+            return set() if value is None else bound([target])
+        case ast.Pass():
+            return set()
+        case ast.Try(body=body, orelse=other, handlers=handlers):
+            parts = [*body, *other, *(part for handler in handlers for part in handler.body)]
+        case ast.If(body=body, orelse=other):
+            parts = [*body, *other]
+        case _:
+            return None
+    names: set[str] = set()
+    for part in parts:
+        inner = defined(part)
+        if inner is None:
+            return None
+        names |= inner
+    return names
+
+
+def bound(targets: Sequence[ast.expr]) -> set[str]:
+    return {
+        node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)
+    }
+
+
+def needed_names(tree: ast.Module, expressions: Sequence[str]) -> set[str]:
+    """Global names that the expressions use, directly or through other definitions. Classes that
+    are named like a configuration are needed too."""
+    uses: dict[str, set[str]] = {}
+    pending: list[str] = []
+    for expression in expressions:
+        pending += loaded(ast.parse(expression, mode="eval"))
+    for statement in tree.body:
+        for name in defined(statement) or ():
+            uses.setdefault(name, set()).update(loaded(statement))
+        if isinstance(statement, ast.ClassDef) and is_config_name(statement.name):
+            pending.append(statement.name)
+    needed = set(pending)
+    while pending:
+        for name in uses.get(pending.pop(), set()) - needed:
+            needed.add(name)
+            pending.append(name)
+    return needed
+
+
+def is_config_name(name: str) -> bool:
+    return "config" in name.lower() or name.lower().endswith("args")
+
+
+def loaded(tree: ast.AST) -> set[str]:
+    """Names that a tree reads, those in annotations that are strings included."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            names.add(node.id)
+        elif isinstance(node, ast.arg) and isinstance(node.annotation, ast.Constant):
+            names.add(str(node.annotation.value))
+    return names

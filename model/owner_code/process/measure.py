@@ -1,0 +1,270 @@
+"""Measure: facts about an owner's model that its code does not declare.
+
+They are measured once, when the model is imported, with random ids on the CPU.
+"""
+
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from logitd.model.owner_code.process.call import Caller
+from logitd.model.owner_code.process.define import PARENTS
+from logitd.model.owner_code.process.hooks import INPUT, visiting
+from logitd.model.owner_code.process.problem import Problem
+from logitd.model.owner_code.process.state import STATE_METHOD, with_state
+
+LONGEST_TRIED = 4096
+"""Longest sequence that is tried if nothing says the context length."""
+LONGEST_PASS = 5.0
+"""Seconds of a pass after which no longer sequence is tried."""
+TOKENS = 24
+TIMED_TOKENS = 256
+TOLERANCE = 1e-3
+PACKAGES = {"site-packages", "dist-packages"}
+PREFIXES = (sys.prefix, sys.base_prefix)
+NOT_OWN = ("__main__", "logitd")
+STAGE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,80}")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to measure.
+
+    context      context length to check; None: the longest that works
+    rows         number of ids, if it is known
+    lens         names of the final norm and of the head; None: no lens
+    """
+
+    context: int | None = None
+    rows: int | None = None
+    lens: Sequence[str] | None = None
+
+
+def measure(caller: Caller, asked: Asked, file: Path) -> dict[str, Any]:
+    """The facts, as JSON. Differences are the largest absolute ones between logits. Raises
+    Problem."""
+    rows = asked.rows or vocabulary_rows(caller)
+    context = context_length(caller, rows, asked.context)
+    length = min(TOKENS, context)
+    ids = random_ids(2, length, rows)
+    logits = caller.logits(ids, rows)
+    other = ids.clone()
+    other[:, -1] = (other[:, -1] + 1) % rows
+    half = max(1, length // 2)
+    stages = list(find_stages(caller, rows, min(8, context)))
+    facts = {
+        "rows": rows,
+        "context_length": context,
+        "not_causal": difference(caller.logits(other, rows)[:, :-1], logits[:, :-1]),
+        "not_deterministic": max(
+            difference(*(caller.logits(ids, rows, seeded=False) for _ in range(2))),
+            difference(caller.logits(ids, rows), logits),
+        ),
+        "padding": max(
+            difference(caller.logits(ids[:, :half], rows), logits[:, :half]),
+            difference(caller.logits(ids[1:], rows), logits[1:]),
+        ),
+        "state": state_difference(caller, ids[:1], logits[:1]),
+        "parameters": sum(p.numel() for p in caller.model.parameters()),
+        "stages": stages,
+        "streams": find_streams(caller, rows, ids[:1], stages, asked.lens),
+    }
+    return facts | {"files": sorted(owner_files(file)), **timed(caller, rows, context)}
+
+
+def vocabulary_rows(caller: Caller) -> int:
+    """The number of ids: the width of the logits, or the rows of the token embedding if these are
+    fewer. Raises Problem."""
+    embeddings: list[nn.Embedding] = []
+
+    def note(module: nn.Module, arguments: Any) -> None:
+        given = arguments[0] if arguments else None
+        if isinstance(given, Tensor) and given.numel() == 2 and bool((given == 1).all()):
+            assert isinstance(module, nn.Embedding)
+            embeddings.append(module)
+
+    handles = [
+        module.register_forward_pre_hook(note)
+        for module in caller.model.modules()
+        if isinstance(module, nn.Embedding)
+    ]
+    try:
+        width = caller.width(torch.ones(1, 2, dtype=torch.long))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return min([width, *(embedding.num_embeddings for embedding in embeddings[:1])])
+
+
+def context_length(caller: Caller, rows: int, given: int | None) -> int:
+    """The given length if the model computes it, else the longest that it computes. Raises
+    Problem."""
+    if given is not None and works(caller, rows, given):
+        return given
+    caller.logits(random_ids(1, 1, rows), rows)  # raises the model's own error
+    good, bad = 1, given or LONGEST_TRIED + 1
+    seconds = 0.0
+    while good * 2 < bad and seconds < LONGEST_PASS:
+        began = time.monotonic()
+        if works(caller, rows, good * 2):
+            good *= 2
+        else:
+            bad = good * 2
+        seconds = time.monotonic() - began
+    while bad - good > 1 and bad <= LONGEST_TRIED and seconds < LONGEST_PASS:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if works(caller, rows, middle) else (good, middle)
+    return good
+
+
+def works(caller: Caller, rows: int, length: int) -> bool:
+    try:
+        caller.logits(random_ids(1, length, rows), rows, length - 1)
+    except Problem:
+        return False
+    return True
+
+
+def random_ids(count: int, length: int, rows: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, rows, (count, length), generator=generator)
+
+
+def difference(first: Tensor, second: Tensor) -> float:
+    """The largest absolute difference; 0 for empty tensors."""
+    return float((first - second).abs().max()) if first.numel() else 0.0
+
+
+def state_difference(caller: Caller, ids: Tensor, logits: Tensor) -> float | None:
+    """The difference between the model's own cache, one id at a time after the first half, and
+    recomputation; None if it has no cache."""
+    if not hasattr(caller.model, STATE_METHOD):
+        return None
+    cuts = [0, *range(max(1, ids.shape[1] // 2), ids.shape[1] + 1)]
+    state, parts = None, []
+    for start, end in zip(cuts, cuts[1:], strict=False):
+        part, state = with_state(caller.model, ids[:, start:end], state, logits.shape[-1])
+        parts.append(part)
+    return difference(torch.cat(parts, dim=1), logits)
+
+
+def find_stages(caller: Caller, rows: int, length: int) -> Iterator[dict[str, Any]]:
+    """The submodules whose output has a value for each position: called once in a pass, and (1, T,
+    ...) for any T. There are none if the model is called once per position."""
+    names = [name for name, _ in caller.model.named_modules() if STAGE_NAME.fullmatch(name)]
+    lengths = sorted({max(1, length - 1), length})
+    seen = [outputs(caller, rows, names, count) for count in lengths]
+    kinds = {name: type(module).__name__ for name, module in caller.model.named_modules()}
+    for name, values in seen[-1].items():
+        shapes = [
+            tuple(value.shape)
+            for values, count in zip((each.get(name, []) for each in seen), lengths, strict=True)
+            for value in values
+            if value.is_floating_point() and value.shape[:2] == (1, count)
+        ]
+        rest = {shape[2:] for shape in shapes}
+        if len(values) == 1 and len(shapes) == len(lengths) and len(rest) == 1 and all(rest):
+            yield {"name": name, "shape": list(*rest), "kind": kinds[name]}
+
+
+def outputs(
+    caller: Caller, rows: int, names: Sequence[str], length: int
+) -> dict[str, list[Tensor]]:
+    """The outputs of submodules in one pass, in their order."""
+    found: dict[str, list[Tensor]] = {}
+
+    def note(name: str, value: Tensor) -> Tensor:
+        found.setdefault(name, []).append(value.detach())
+        return value
+
+    with visiting(caller.model, names, note):
+        caller.logits(random_ids(1, length, rows), rows)
+    return found
+
+
+def find_streams(
+    caller: Caller,
+    rows: int,
+    ids: Tensor,
+    stages: Sequence[dict[str, Any]],
+    lens: Sequence[str] | None,
+) -> list[str]:
+    """The stages that a lens reads: the input of the first block and the output of each block.
+    Blocks are the longest run of numbered stages. Raises Problem unless the head of the norm of the
+    last one is the logits."""
+    if lens is None:
+        return []
+    for flag, name in zip(("--lens-norm", "--lens-head"), lens, strict=True):
+        if name not in dict(caller.model.named_modules()):
+            known = ", ".join(name for name, _ in caller.model.named_children())
+            raise Problem(f"{flag} is {name!r}; the model's submodules are {known}")
+    by_list: dict[str, list[str]] = {}
+    for stage in stages:
+        parent, _, last = stage["name"].rpartition(".")
+        if last.isdecimal():
+            by_list.setdefault(parent, []).append(stage["name"])
+    if not by_list:
+        raise Problem("--lens-norm needs a list of blocks; the model has no numbered submodules")
+    blocks = max(by_list.values(), key=len)
+    streams = [blocks[0] + INPUT, *blocks]
+    found: dict[str, Tensor] = {}
+
+    def note(name: str, value: Tensor) -> Tensor:
+        found[name] = value
+        return value
+
+    with torch.no_grad(), visiting(caller.model, streams, note):
+        logits = caller.logits(ids, rows)
+    if len(found) < len(streams) or len({value.shape for value in found.values()}) != 1:
+        raise Problem(f"a lens reads {blocks[0]} to {blocks[-1]}, whose values differ in shape")
+    read = lens_logits(caller.model, lens, found[blocks[-1]], rows)
+    if (off := difference(read, logits)) > TOLERANCE:
+        raise Problem(
+            f"{lens[1]} of {lens[0]} of the output of {blocks[-1]} differs from the logits by up "
+            f"to {off:.3g}: name the modules that compute the logits after the last block, or "
+            "leave out --lens-norm and --lens-head"
+        )
+    return streams
+
+
+@torch.no_grad()
+def lens_logits(model: nn.Module, lens: Sequence[str], stream: Tensor, rows: int) -> Tensor:
+    """Logits (1, T, rows) of the norm and the head of a stream (1, T, d)."""
+    norm, head = (model.get_submodule(name) for name in lens)
+    logits: Tensor = head(norm(stream))[..., :rows].float()
+    return logits
+
+
+def timed(caller: Caller, rows: int, context: int) -> dict[str, Any]:
+    """The milliseconds of a pass, and its length."""
+    length = min(TIMED_TOKENS, context)
+    times = []
+    for _ in range(2):
+        began = time.perf_counter()
+        caller.logits(random_ids(1, length, rows), rows, length - 1)
+        times.append(time.perf_counter() - began)
+    return {"milliseconds": 1e3 * min(times), "timed_length": length}
+
+
+def owner_files(file: Path) -> set[str]:
+    """The owner's file and all modules that it imported from its own folders, as absolute paths.
+    Installed packages and those of Python are left out."""
+    folders = [folder for folder in file.parents[: PARENTS + 1] if folder != folder.parent]
+    files = {str(file)}
+    for name, module in list(sys.modules.items()):
+        source = getattr(module, "__file__", None)
+        if name.partition(".")[0] in NOT_OWN or not isinstance(source, str):
+            continue
+        path = Path(source).resolve()
+        if path.suffix != ".py" or any(path.is_relative_to(prefix) for prefix in PREFIXES):
+            continue
+        if not PACKAGES & set(path.parts) and any(path.is_relative_to(f) for f in folders):
+            files.add(str(path))
+    return files
