@@ -22,19 +22,24 @@ ROOMS: dict[str, set[str]] = {
     "model.openmp": set(),
     "model.device": {"model.dtypes", "model.plural"},
     "model.machine": {"model.device"},
-    "model.transformer": {"model.device"},
+    # Models by their owner's code: their shape, then the process that computes them.
+    "model.owner_code.config": set(),
+    "model.transformer": {"model.device", "model.owner_code.config"},
+    "model.owner_code": {"model.owner_code.config"},
     "model.memory": {"model.device", "model.transformer"},
     "model.text": {"model.files"},
     "model.checkpoint": {
-        "model.device", "model.dtypes", "model.files", "model.memory", "model.plural", "model.text",
-        "model.transformer",
+        "model.device", "model.dtypes", "model.files", "model.memory", "model.owner_code.config",
+        "model.plural", "model.text", "model.transformer",
     },
     # Inference: parameters and protocols first, then what computes, then the engine over both.
     "model.inference.errors": set(),
     "model.inference.options": {"model.dtypes"},
     "model.inference.constraints": {"model.inference.errors", "model.text"},
     "model.inference.sampling": {"model.inference.constraints.protocol", "model.inference.errors"},
-    "model.inference.selection": {"model.inference.errors", "model.plural", "model.transformer"},
+    "model.inference.selection": {
+        "model.inference.errors", "model.owner_code.config", "model.plural", "model.transformer",
+    },
     "model.inference.interventions": {
         "model.inference.errors", "model.inference.selection", "model.plural", "model.transformer",
     },
@@ -45,29 +50,31 @@ ROOMS: dict[str, set[str]] = {
     "model.inference.kv_cache": {"model.inference.options", "model.transformer"},
     "model.inference.kernels": {
         "model.device", "model.dtypes", "model.inference.interventions", "model.inference.kv_cache",
-        "model.inference.options", "model.inference.sampling", "model.processor",
-        "model.transformer",
+        "model.inference.options", "model.inference.sampling", "model.owner_code",
+        "model.processor", "model.transformer",
     },
     "model.inference.engine": {
         "model.device", "model.inference.attribution", "model.inference.constraints.protocol",
         "model.inference.errors", "model.inference.interventions", "model.inference.kernels.base",
-        "model.inference.kernels.eager", "model.inference.kv_cache", "model.inference.options",
-        "model.inference.sampling", "model.inference.selection", "model.plural",
-        "model.transformer",
+        "model.inference.kernels.code", "model.inference.kernels.eager", "model.inference.kv_cache",
+        "model.inference.options", "model.inference.sampling", "model.inference.selection",
+        "model.owner_code", "model.plural", "model.transformer",
     },
     "model.inference.memory": {
-        "model.device", "model.inference.options", "model.memory", "model.transformer",
+        "model.device", "model.inference.options", "model.memory", "model.owner_code.config",
+        "model.transformer",
     },
     "model.inference.load": {
         "model.checkpoint", "model.device", "model.dtypes", "model.inference.kernels.select",
-        "model.inference.memory", "model.inference.options", "model.memory", "model.transformer",
+        "model.inference.memory", "model.inference.options", "model.memory", "model.owner_code",
+        "model.transformer",
     },
     "model.inference.reference": {"model.inference.sampling", "model.transformer"},
     "model.operations": {
         "model.checkpoint", "model.inference.attribution", "model.inference.constraints.compiler",
         "model.inference.engine", "model.inference.errors", "model.inference.interventions",
         "model.inference.sampling", "model.inference.selection", "model.inference.sweep",
-        "model.plural", "model.text", "model.transformer",
+        "model.owner_code.config", "model.plural", "model.text", "model.transformer",
     },
     "model.llm": {
         "model.checkpoint", "model.device", "model.dtypes", "model.inference", "model.operations",
@@ -80,7 +87,8 @@ ROOMS: dict[str, set[str]] = {
     "model.data.sources": {"model.data.errors", "model.data.shards", "model.extras", "model.files"},
     "model.convert": {
         "model.checkpoint", "model.data.errors", "model.data.sources", "model.dtypes",
-        "model.extras", "model.files", "model.plural", "model.text", "model.transformer",
+        "model.extras", "model.files", "model.owner_code", "model.plural", "model.text",
+        "model.transformer",
     },
     "model.data": {
         "model.convert.foreign", "model.convert.hf.tokenizer", "model.data.errors",
@@ -94,8 +102,8 @@ ROOMS: dict[str, set[str]] = {
         "model.transformer",
     },
     "model.evaluation": {
-        "model.checkpoint", "model.data", "model.device", "model.inference", "model.text",
-        "model.training", "model.transformer",
+        "model.checkpoint", "model.data", "model.device", "model.inference", "model.owner_code",
+        "model.text", "model.training", "model.transformer",
     },
     "model.extraction": {
         "model.checkpoint", "model.data", "model.device", "model.dtypes", "model.extras",
@@ -177,9 +185,9 @@ ONE_ROOM = {
     "ray": {"model.extraction.on_ray", "model.extraction.ray_cluster"},
     "yaml": {"model.convert.litgpt"},
     "subprocess": {
-        "model.convert.by_role.owner_code",
         "model.inference.constraints.sandbox",
         "model.inference.kernels.cpu.library",
+        "model.owner_code",
     },
     "threading": {
         "model.checkpoint.hashed_file",

@@ -55,11 +55,11 @@ from logitd.model.files import (
     read_regular,
 )
 from logitd.model.memory import available, check_weights_fit
+from logitd.model.owner_code.config import FOLDER, CodeConfig
 from logitd.model.plural import pluralize
 from logitd.model.text.chat_template import ChatTemplate, ChatTemplateError
 from logitd.model.text.tokenizer import Tokenizer, TokenizerError, parse_ranks
 from logitd.model.transformer.arena import allocate_in_arena
-from logitd.model.owner_code.config import FOLDER, CodeConfig
 from logitd.model.transformer.config import ConfigError, GPTConfig, ModelConfig, read_config
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.size import parameter_count
@@ -173,8 +173,8 @@ def save_checkpoint(
     """Write a new checkpoint directory at `path` atomically.
 
     `weights` are a model's `state_dict`, `dtype` is the dtype on disk (bfloat16 halves the size),
-    `chat_template` the source of a template, and `sources` the owner's source files. Raises CheckpointError if `path` exists or the
-    template does not compile, and OSError.
+    `chat_template` the source of a template, and `sources` the owner's source files. Raises
+    CheckpointError if `path` exists or the template does not compile, and OSError.
     """
     if path.exists():
         raise CheckpointError(f"{path} exists already: choose another path, or remove it")
@@ -320,8 +320,8 @@ def load_weights(info: CheckpointInfo, *, device: torch.device, dtype: torch.dty
 
 def check_header(info: CheckpointInfo) -> None:
     """Raise CheckpointError unless the weights have the names and shapes of the configuration. Only
-    the header is read; nothing is checked if the owner's code defines the shapes. This is for callers that rely on the configured sizes before `load_weights`,
-    which checks again."""
+    the header is read; nothing is checked if the owner's code defines the shapes. This is for
+    callers that rely on the configured sizes before `load_weights`, which checks again."""
     if isinstance(info.shape, GPTConfig):
         with _open_weights(info, whole=False) as file:
             _shape_of(file, info.shape)

@@ -115,7 +115,7 @@ def import_model(
     if destination.exists():
         raise CheckpointError(f"{destination} exists already: choose another path, or remove it")
     files = [] if check is None else check_files(check)
-    with _reporting_damage(source):
+    with reporting_damage(source):
         opened, folder = _open(
             source, context_length, roles or RoleOptions(), checked=check is not None
         )
@@ -129,7 +129,7 @@ def import_model(
     unknown = {} if coded else still_unknown(opened.unknown, ignored_settings, where)
     vocabulary, missing, text = None, None, None
     try:
-        with _reporting_damage(folder):
+        with reporting_damage(folder):
             vocabulary = choose_vocabulary(
                 tokenizer,
                 contents=opened.contents,
@@ -222,7 +222,7 @@ def fingerprint(source: Path) -> str:
 
 
 @contextmanager
-def _reporting_damage(where: Path) -> Iterator[None]:
+def reporting_damage(where: Path) -> Iterator[None]:
     """Convert errors of damaged values to a ConvertError. Values of JSON or a pickle may have any
     type, and not all are checked before use."""
     try:

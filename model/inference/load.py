@@ -27,7 +27,6 @@ from logitd.model.device import (
     disable_cudnn_attention,
     keep_freed_memory,
 )
-from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.inference.kernels.select import (
     DecodePath,
     DTypeChoice,
@@ -35,6 +34,7 @@ from logitd.model.inference.kernels.select import (
     check_kv_cache_dtype,
     choose_decode_path,
     choose_dtype,
+    code_path,
 )
 from logitd.model.inference.memory import Shape, SlotBudget, slots_for
 from logitd.model.inference.options import ComputeOptions
@@ -42,7 +42,6 @@ from logitd.model.memory import Available, available, check_weights_fit, model_b
 from logitd.model.owner_code.config import CodeConfig
 from logitd.model.owner_code.connection import CodeError, CodeModel
 from logitd.model.transformer.gpt import GPT
-
 
 Network = GPT | CodeModel
 
@@ -98,8 +97,8 @@ def load_model(
     if isinstance(checkpoint.shape, CodeConfig):
         log(f"running the owner's code of {checkpoint.path}, {checkpoint.shape.code}")
         model = load_code(checkpoint, placement, together=options.batch_code)
-        path_of_code = DecodePath.plain(PlainDecoder, describe_code(model))
-        return LoadedModel(checkpoint, model, options, placement, choice, path_of_code)
+        by_code = code_path(describe_code(model))
+        return LoadedModel(checkpoint, model, options, placement, choice, by_code)
     if placement.device.type == "cuda":
         disable_cudnn_attention()
     gpt = load_weights(checkpoint, device=placement.device, dtype=placement.dtype)
@@ -154,8 +153,8 @@ def _check_code_options(
             )
     if options.batch_code and config.has_state:
         raise KernelError(
-            f"batch_code is set, but {config.code} has a cache of its own for each sequence: remove "
-            "batch_code"
+            f"batch_code is set, but {config.code} has a cache of its own for each sequence: "
+            "remove batch_code"
         )
     if options.batch_code and not config.padding_is_harmless:
         raise KernelError(

@@ -75,7 +75,10 @@ def slot_bytes(config: ModelConfig, item_bytes: int, kept: KVCacheDType = "auto"
 def working_bytes(config: ModelConfig, item_bytes: int) -> int:
     """Bytes that a step on a GPU needs per running sequence: a copy of one layer's keys and values,
     and the memory of sampling."""
-    return slot_bytes(config, item_bytes) // max(1, config.n_layer) + SAMPLING_BYTES * config.vocab_size
+    return (
+        slot_bytes(config, item_bytes) // max(1, config.n_layer)
+        + SAMPLING_BYTES * config.vocab_size
+    )
 
 
 def divide_slots(

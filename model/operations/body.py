@@ -110,6 +110,11 @@ class CheckpointName(ReplyBody):
     step: int
     val_loss: float | None = Field(description="Nats per token on the validation text.")
     weights_sha256: str
+    code: str | None = Field(
+        None,
+        exclude_if=lambda code: code is None,
+        description="The owner's file and class, if this code computes the model; else absent.",
+    )
 
 
 class Reply(ReplyBody):

@@ -5,12 +5,13 @@ It takes the place of a `GPTConfig`, which describes the models that this projec
 Its facts were measured when the model was imported (`process/measure.py`). Imports no torch.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import pydantic
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 KIND = "code"
 """Value of the key `kind` in the section `model` of a checkpoint."""
@@ -31,7 +32,7 @@ class ModuleStage:
     its class."""
 
     name: str
-    shape: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False, min_length=1)]
+    shape: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
     kind: str
 
 
@@ -60,7 +61,7 @@ class CodeConfig:
 
     vocab_size: Annotated[int, Field(ge=1)]
     rows: Annotated[int, Field(ge=1)]
-    order: Annotated[tuple[int, ...], Field(strict=False)] | None = None
+    order: tuple[int, ...] | None = None
     context_length: Annotated[int, Field(ge=1)]
     parameters: Annotated[int, Field(ge=0)]
     file: SourceName
@@ -70,9 +71,9 @@ class CodeConfig:
     deterministic: bool
     padding_is_harmless: bool
     has_state: bool
-    lens: Annotated[tuple[str, str], Field(strict=False)] | None = None
-    streams: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    stages: Annotated[tuple[ModuleStage, ...], Field(strict=False)] = ()
+    lens: tuple[str, str] | None = None
+    streams: tuple[str, ...] = ()
+    stages: tuple[ModuleStage, ...] = ()
 
     @property
     def code(self) -> str:
@@ -92,10 +93,14 @@ class CodeConfig:
         """Read a result of `to_dict`. Raises CodeConfigError, which names the key that is missing,
         unknown or wrong."""
         try:
-            return cls(**{name: value for name, value in values.items() if name != "kind"})
+            fields = {name: value for name, value in values.items() if name != "kind"}
+            return _ADAPTER.validate_json(json.dumps(fields))  # in Python, lists are no tuples
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))
             raise CodeConfigError(
                 f"{key} of a model by code is {first['input']!r:.100}: {first['msg']}"
             ) from error
+
+
+_ADAPTER = TypeAdapter(CodeConfig)

@@ -216,7 +216,8 @@ class CodeModel:
 
     def _ended(self) -> CodeError:
         """The error of a process that has ended, or that breaks the protocol and is ended now."""
-        assert self._process is not None and self._folder is not None
+        assert self._process is not None
+        assert self._folder is not None
         try:
             status = self._process.wait(1)
         except subprocess.TimeoutExpired:

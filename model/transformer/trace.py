@@ -60,4 +60,6 @@ class _Figures:
 
     def of(self, stage: Stage) -> TracedStage:
         shape, mean, std = self._kept[stage.layer, stage.kind.name]
-        return TracedStage(stage.name, shape, ", ".join(("T", *map(str, stage.kind.axes))), mean, std)
+        return TracedStage(
+            stage.name, shape, ", ".join(("T", *map(str, stage.kind.axes))), mean, std
+        )

@@ -24,6 +24,8 @@ class Checkpoint:
     step: int
     val_loss: float | None  # Nats per token on the validation text.
     weights_sha256: str
+    # The owner's file and class, if this code computes the model; else absent.
+    code: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +331,7 @@ class StageInfo:
 
     name: str  # Name, with N for the number of the layer.
     names: tuple[str, ...]  # Names in all layers, in the order of the layers.
+    # The names of the axes; `unnamed` in the outputs of an owner's submodules.
     axes: tuple[str, ...]
     # null for the axes `positions` and `T`, the number of the prompt's tokens.
     shape: tuple[int | None, ...]
@@ -397,7 +400,9 @@ class Info:
     # requests that do not name a model.
     models: tuple[ModelStatus, ...]
     checkpoint: Checkpoint
-    config: dict[str, Any]  # The model's shape: config.json's `model`.
+    # The model's shape: config.json's `model`. With `kind` `code`, its owner's code computes it,
+    # which the server was allowed to run.
+    config: dict[str, Any]
     vocabulary: str  # Kind of the tokenizer, as in /tokenizer_info. With `none`, prompts are ids.
     training: dict[str, Any]  # Origin of the weights.
     parameters: int

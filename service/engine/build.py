@@ -50,6 +50,7 @@ from logitd.model.inference.options import (
     parse_target_gap,
 )
 from logitd.model.memory import Available, available, format_bytes
+from logitd.model.owner_code.connection import CodeModel
 from logitd.model.transformer.size import parameter_count
 from logitd.service.engine.driver import WeightsLoader
 from logitd.service.settings.model_source import ModelSource
@@ -153,6 +154,11 @@ def _build(settings: ServeSettings) -> BuiltEngine:
         slots=budget,
         log=logger.info,
     )
+    if isinstance(model.network, CodeModel) and settings.speculate != "none":
+        raise KernelError(
+            f"speculate is {settings.speculate}, but drafts save nothing if the owner's code "
+            "computes each row by itself: set speculate to none"
+        )
     path = model.decode_path
     if path.note is not None:
         logger.warning("decoding in plain torch, which is slower: %s", path.note)
@@ -193,9 +199,7 @@ def _build(settings: ServeSettings) -> BuiltEngine:
         target_gap=format_target_gap(engine.target_gap),
     )
     # Without a reference to the model, so that a reload frees its weights.
-    load_weights = partial(
-        _load_weights, model.checkpoint, model.placement, settings.batch_code
-    )
+    load_weights = partial(_load_weights, model.checkpoint, model.placement, settings.batch_code)
     return BuiltEngine(engine, computation, model.checkpoint, compiler, load_weights)
 
 

@@ -61,7 +61,10 @@ class Info(ReplyBody):
         "answers requests that do not name a model."
     )
     checkpoint: CheckpointName
-    config: dict[str, Any] = Field(description="The model's shape: config.json's `model`.")
+    config: dict[str, Any] = Field(
+        description="The model's shape: config.json's `model`. If its `kind` is `code`, its "
+        "owner's code computes it, which the server was allowed to run."
+    )
     vocabulary: str = Field(
         description="Kind of the tokenizer, as in /tokenizer_info. With `none`, prompts are ids."
     )
@@ -128,8 +131,21 @@ class StageInfo(ReplyBody):
 
     name: str = Field(description="Name, with N for the number of the layer.")
     names: list[str] = Field(description="Names in all layers, in the order of the layers.")
-    axes: list[Literal["positions", "n_head", "n_kv_head", "head_dim", "T", "d_model", "d_ff",
-                       "vocab_size"]]  # fmt: skip
+    axes: list[
+        Literal[
+            "positions",
+            "n_head",
+            "n_kv_head",
+            "head_dim",
+            "T",
+            "d_model",
+            "d_ff",
+            "vocab_size",
+            "unnamed",
+        ]
+    ] = Field(
+        description="The names of the axes; `unnamed` in the outputs of an owner's submodules."
+    )
     shape: list[int | None] = Field(
         description="null for the axes `positions` and `T`, the number of the prompt's tokens."
     )

@@ -24,6 +24,15 @@ from logitd.model.optional_fields import with_optional_fields
 from logitd.model.transformer.config import GPTConfig
 from logitd.service.settings.common import CommandSettings, StoredDType
 
+_WITH_CODE = (
+    lambda given: given.get("code"),
+    "it says how the model's own code is used: add --code FILE.py:NAME",
+)
+_BY_CODE = (
+    lambda given: given.get("by_code"),
+    "it names a submodule of a model that its own code computes: add --run-code",
+)
+
 
 class _Source(CommandSettings):
     """The paths, and the flags about reading the model."""
@@ -34,6 +43,27 @@ class _Source(CommandSettings):
         "tokenizer": "vocabulary and storage",
         "code": "models of any code",
         "n_head": "facts that the tensors do not show",
+    }
+
+    flag_names: ClassVar = {"by_code": "run-code"}
+    needs: ClassVar = {
+        "code_call": _WITH_CODE,
+        "by_code": _WITH_CODE,
+        "lens_norm": _BY_CODE,
+        "lens_head": _BY_CODE,
+        "check": (
+            lambda given: not given.get("by_code"),
+            "it decides open questions about the computation, but --run-code leaves none: remove "
+            "one of the two, and measure the loss with `logitd eval`",
+        ),
+        "map": (
+            lambda given: not given.get("by_code"),
+            "it names roles of tensors, which --run-code does not need: remove one of the two",
+        ),
+        "ignore_setting": (
+            lambda given: not given.get("by_code"),
+            "it has no effect with --run-code, which needs no settings: remove one of the two",
+        ),
     }
 
     source: CliPositionalArg[Path] = Field(
@@ -68,6 +98,23 @@ class _Source(CommandSettings):
         description="the model's own code: FILE.py:NAME, a class, or FILE.py:EXPRESSION. The code "
         "runs in a process without network, and open questions are decided so that the imported "
         "model has the logits of the code",
+    )
+    code_call: str | None = Field(
+        None,
+        description="the call that returns logits, if it is not model(ids): an expression of "
+        "model, ids, torch and names of the file, such as 'model(ids, mask=torch.ones_like(ids))'",
+    )
+    by_code: bool = Field(
+        False,
+        description="keep the code: the checkpoint holds the files of --code, and is computed by "
+        "them where --run-code allows it. For models that are no GPT of the usual kinds",
+    )
+    lens_norm: str | None = Field(
+        None,
+        description="with --run-code: name of the submodule with the final norm, for a logit lens",
+    )
+    lens_head: str | None = Field(
+        None, description="with --run-code: name of the submodule with the head"
     )
     check: Path | None = Field(
         None,

@@ -198,6 +198,11 @@ class ServeSettings(ComputeSettings):
         description="if CHECKPOINT is a model trained elsewhere (a file of weights or a folder), "
         "import the model into checkpoints/ first, unless it is there already",
     )
+    code: str | None = Field(
+        None,
+        description="with a model trained elsewhere: its own code, FILE.py:NAME, as for `logitd "
+        "import`, which is done first. With --run-code the code computes the model",
+    )
     served_model_name: Annotated[str, AfterValidator(checked_name)] | None = Field(
         None,
         description="name of the model in requests, replies and metrics (default: the name of the "

@@ -63,12 +63,14 @@ class RoleOptions:
 
     answers   values of fields of `Computation`
     code      FILE.py:NAME, the owner's class
+    code_call the call that returns logits, if it is not `model(ids)`
     draft     path for the draft of a map file, written if questions stay open
     """
 
     answers: Mapping[str, Any] = field(default_factory=dict)
     map_file: MapFile | None = None
     code: str | None = None
+    code_call: str | None = None
     draft: Path | None = None
 
     @property
@@ -117,7 +119,7 @@ def recognise_file(
 ) -> Recognised:
     """Find the roles of a file's tensors and the evidence for the computation. `context_length` is
     used if the file does not contain one. Raises ConvertError."""
-    code = None if options.code is None else parse_owner_code(options.code)
+    code = None if options.code is None else parse_owner_code(options.code, options.code_call)
     mapped = _checked_map(file, options)
     tensors = MappedTensors(file.where, file.tensors, mapped)
     findings = find(tensors, {name: file.tensors[name] for name in mapped.ignored}, file.settings)

@@ -165,7 +165,9 @@ def position_elements(request: OutputsRequest, config: ModelConfig) -> int:
             return sum(map(math.prod, shapes))
 
 
-def activation_shapes(asked: Activations, config: ModelConfig, length: int) -> list[tuple[int, ...]]:
+def activation_shapes(
+    asked: Activations, config: ModelConfig, length: int
+) -> list[tuple[int, ...]]:
     """Shapes of each stage's values at one position of a prompt of `length` tokens."""
     by_name = {stage.name: stage for stage in stages_of(config)}
     stages = [by_name[name] for name in asked.stages]

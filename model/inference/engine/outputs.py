@@ -147,9 +147,7 @@ class TappedCode:
         return torch.cat(logits)
 
 
-def changes_of(
-    sequence: engine_sequence.Sequence, config: ModelConfig, like: Tensor
-) -> Changes:
+def changes_of(sequence: engine_sequence.Sequence, config: ModelConfig, like: Tensor) -> Changes:
     """The interventions of a sequence, with their values on the device and in the dtype of
     `like`."""
     request = sequence.request

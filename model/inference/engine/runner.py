@@ -232,7 +232,8 @@ class Runner:
         assert request is not None
         self.model.decoder.restore_weights()
         network, contention = self.model.network, self.model.contention
-        assert isinstance(network, GPT) and contention is not None
+        assert isinstance(network, GPT)
+        assert contention is not None
         if sequence not in self._attributing:
             self._attributing[sequence] = Attributing(
                 network, request.token_ids, request.task, contention.watched

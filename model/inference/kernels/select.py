@@ -142,6 +142,12 @@ def choose_decode_path(
     return _native_path(library, weight.dtype, options, threads)
 
 
+def code_path(name: str) -> DecodePath:
+    """The path of a model by its owner's code, which makes its own decoder
+    (`model/inference/engine/runner.py`); no GPT has this path."""
+    return DecodePath.plain(PlainDecoder, name)
+
+
 def _native_only_setting(options: ComputeOptions) -> str | None:
     """The first setting that only the native kernels support, with its value; None if there is
     none."""

@@ -23,7 +23,10 @@ class Caller:
     names of the owner's file."""
 
     def __init__(
-        self, model: nn.Module, module: types.ModuleType | None = None, expression: str | None = None
+        self,
+        model: nn.Module,
+        module: types.ModuleType | None = None,
+        expression: str | None = None,
     ) -> None:
         self.model = model
         self._names = {} if module is None else vars(module)
@@ -34,7 +37,9 @@ class Caller:
         return cls(built.model, built.module, expression)
 
     @torch.no_grad()
-    def logits(self, token_ids: Tensor, rows: int, first: int = 0, *, seeded: bool = True) -> Tensor:
+    def logits(
+        self, token_ids: Tensor, rows: int, first: int = 0, *, seeded: bool = True
+    ) -> Tensor:
         """Logits (B, T - first, rows) of ids (B, T), from position `first` on. If the model returns
         only the last position, it is called for every prefix. Each pass starts from the same random
         seed unless `seeded` is False. Raises Problem."""

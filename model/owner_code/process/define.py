@@ -78,7 +78,7 @@ class ParentFolders:
     imports itself by its own name."""
 
     def __init__(self, file: Path) -> None:
-        self._folders = [str(folder) for folder in file.parents[1 : PARENTS + 1][:-1 or None]]
+        self._folders = [str(folder) for folder in file.parents[1 : PARENTS + 1][: -1 or None]]
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if path is not None:

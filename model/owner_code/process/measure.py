@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ TIMED_TOKENS = 256
 TOLERANCE = 1e-3
 PACKAGES = {"site-packages", "dist-packages"}
 PREFIXES = (sys.prefix, sys.base_prefix)
-NOT_OWN = ("__main__", "logitd")
+PROGRAM = Path(__file__).resolve().parent
 STAGE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,80}")
 
 
@@ -55,18 +56,23 @@ def measure(caller: Caller, asked: Asked, file: Path) -> dict[str, Any]:
     length = min(TOKENS, context)
     ids = random_ids(2, length, rows)
     logits = caller.logits(ids, rows)
+    if not bool(logits.isfinite().all()):
+        raise Problem("its logits for random ids are not finite")
     other = ids.clone()
     other[:, -1] = (other[:, -1] + 1) % rows
+    noise = max(
+        difference(*(caller.logits(ids, rows, seeded=False) for _ in range(2))),
+        difference(caller.logits(ids, rows, seeded=False), logits),
+    )
     half = max(1, length // 2)
     stages = list(find_stages(caller, rows, min(8, context)))
     facts = {
         "rows": rows,
         "context_length": context,
+        "context_is_known": context < LONGEST_TRIED or asked.context is not None,
         "not_causal": difference(caller.logits(other, rows)[:, :-1], logits[:, :-1]),
-        "not_deterministic": max(
-            difference(*(caller.logits(ids, rows, seeded=False) for _ in range(2))),
-            difference(caller.logits(ids, rows), logits),
-        ),
+        "not_deterministic": noise,
+        "deterministic": noise == 0,
         "padding": max(
             difference(caller.logits(ids[:, :half], rows), logits[:, :half]),
             difference(caller.logits(ids[1:], rows), logits[1:]),
@@ -149,7 +155,7 @@ def state_difference(caller: Caller, ids: Tensor, logits: Tensor) -> float | Non
         return None
     cuts = [0, *range(max(1, ids.shape[1] // 2), ids.shape[1] + 1)]
     state, parts = None, []
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in pairwise(cuts):
         part, state = with_state(caller.model, ids[:, start:end], state, logits.shape[-1])
         parts.append(part)
     return difference(torch.cat(parts, dim=1), logits)
@@ -238,7 +244,12 @@ def find_streams(
 def lens_logits(model: nn.Module, lens: Sequence[str], stream: Tensor, rows: int) -> Tensor:
     """Logits (1, T, rows) of the norm and the head of a stream (1, T, d)."""
     norm, head = (model.get_submodule(name) for name in lens)
-    logits: Tensor = head(norm(stream))[..., :rows].float()
+    try:
+        logits: Tensor = head(norm(stream))[..., :rows].float()
+    except Exception as error:  # the owner's code may raise anything
+        raise Problem(
+            f"{lens[1]} of {lens[0]} of a block's output fails: {type(error).__name__}: {error}"
+        ) from error
     return logits
 
 
@@ -260,9 +271,10 @@ def owner_files(file: Path) -> set[str]:
     files = {str(file)}
     for name, module in list(sys.modules.items()):
         source = getattr(module, "__file__", None)
-        if name.partition(".")[0] in NOT_OWN or not isinstance(source, str):
+        path = Path(source).resolve() if isinstance(source, str) else PROGRAM
+        is_ours = path.is_relative_to(PROGRAM) or name.partition(".")[0] == "logitd"
+        if is_ours or not path.is_file():  # such as `torch.classes`
             continue
-        path = Path(source).resolve()
         if path.suffix != ".py" or any(path.is_relative_to(prefix) for prefix in PREFIXES):
             continue
         if not PACKAGES & set(path.parts) and any(path.is_relative_to(f) for f in folders):

@@ -3,12 +3,19 @@ this module as well."""
 
 from pathlib import Path
 
-from logitd.model.checkpoint.checkpoint import CheckpointError, read_checkpoint
+from logitd.model.checkpoint.checkpoint import (
+    CheckpointError,
+    CheckpointInfo,
+    read_checkpoint,
+)
+from logitd.model.convert.by_code import CodeOptions, code_sha256, import_by_code
 from logitd.model.convert.by_role.map_file import read_map_file
+from logitd.model.convert.by_role.owner_code import OwnerCode, parse_owner_code
 from logitd.model.convert.by_role.read import RoleOptions, draft_of
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.importing import fingerprint, import_model, importable
 from logitd.model.convert.state_file import SUFFIXES
+from logitd.model.owner_code.config import CodeConfig
 from logitd.model.plural import pluralize
 from logitd.service.cli.commands.servable import NotServable
 from logitd.service.cli.program_name import command
@@ -21,36 +28,79 @@ IMPORTED = Path("checkpoints")
 
 
 def run(settings: ImportSettings) -> int:
-    checkpoint = import_model(
-        settings.source,
-        settings.destination,
+    checkpoint = _by_code(settings) if settings.by_code else _by_role(settings)
+    shape = checkpoint.shape
+    size = (
+        f"{shape.parameters:,} parameters"
+        if isinstance(shape, CodeConfig)
+        else f"{pluralize(shape.n_layer, 'layer')}, width {shape.d_model}"
+    )
+    say(
+        f"{checkpoint.path}: {size}, context {shape.context_length:,}, vocabulary "
+        f"{shape.vocab_size:,}"
+    )
+    allowing = ["--run-code"] if settings.by_code else []
+    say(f"\nserve it:  {command('serve', checkpoint.path, *allowing)}")
+    return 0
+
+
+def _by_role(settings: ImportSettings) -> CheckpointInfo:
+    """Import a model as a GPT. If its code is known, an error says how to keep the code instead."""
+    try:
+        return import_model(
+            settings.source,
+            settings.destination,
+            tokenizer=settings.tokenizer,
+            dtype=settings.dtype,
+            context_length=settings.context_length,
+            skip_normalizer=settings.skip_normalizer,
+            unused_rows=settings.unused_rows,
+            roles=RoleOptions(
+                answers=settings.answers(),
+                map_file=None if settings.map is None else read_map_file(settings.map),
+                code=settings.code,
+                code_call=settings.code_call,
+                draft=draft_of(settings.destination),
+            ),
+            check=settings.check,
+            ignored_settings=settings.ignore_setting,
+            log=say,
+        )
+    except ConvertError as error:
+        if settings.code is None or not settings.source.exists():
+            raise
+        again = command(
+            "import", settings.source, settings.destination, "--code", settings.code, "--run-code"
+        )
+        raise ConvertError(
+            f"{error}\n\nIf you trust this code, import the model with it, to be computed by it:"
+            f"\n\n  {again}"
+        ) from error
+
+
+def _by_code(settings: ImportSettings) -> CheckpointInfo:
+    assert settings.code is not None
+    norm, head = settings.lens_norm, settings.lens_head
+    if (norm is None) != (head is None):
+        raise ConvertError("a lens needs both --lens-norm and --lens-head: give both or neither")
+    options = CodeOptions(
+        code=parse_owner_code(settings.code, settings.code_call),
+        answers=settings.answers(),
         tokenizer=settings.tokenizer,
         dtype=settings.dtype,
         context_length=settings.context_length,
         skip_normalizer=settings.skip_normalizer,
         unused_rows=settings.unused_rows,
-        roles=RoleOptions(
-            answers=settings.answers(),
-            map_file=None if settings.map is None else read_map_file(settings.map),
-            code=settings.code,
-            draft=draft_of(settings.destination),
-        ),
-        check=settings.check,
-        ignored_settings=settings.ignore_setting,
-        log=say,
+        lens=None if norm is None or head is None else (norm, head),
     )
-    config = checkpoint.config
-    say(
-        f"{checkpoint.path}: {pluralize(config.n_layer, 'layer')}, width {config.d_model}, context "
-        f"{config.context_length:,}, vocabulary {config.vocab_size:,}"
-    )
-    say(f"\nserve it:  {command('serve', checkpoint.path)}")
-    return 0
+    return import_by_code(settings.source, settings.destination, options, log=say)
 
 
-def for_serving(source: Path, *, may_import: bool) -> Path:
+def for_serving(
+    source: Path, *, may_import: bool, code: str | None = None, run_code: bool = False
+) -> Path:
     """The checkpoint of a model trained elsewhere. It is imported now, unless it was imported from
-    the same source before. Raises NotServable."""
+    the same source and code before. Raises NotServable."""
     destination = IMPORTED / _name(source)
     importing, serving = command("import", source, destination), command("serve", destination)
     try:
@@ -70,20 +120,36 @@ def for_serving(source: Path, *, may_import: bool) -> Path:
             f"or do both at once: {command('serve', source, '--import')}"
         )
     try:
-        if not destination.exists():
-            roles = RoleOptions(draft=draft_of(destination))
+        by_code = parse_owner_code(code) if code is not None and run_code else None
+        if destination.exists():
+            _require_same(source, destination, by_code)
+        elif by_code is not None:
+            options = CodeOptions(code=by_code, answers={})
+            import_by_code(source, destination, options, log=say)
+        else:
+            roles = RoleOptions(code=code, draft=draft_of(destination))
             import_model(source, destination, roles=roles, log=say)
-        elif read_checkpoint(destination).training.data.get("fingerprint") != fingerprint(source):
-            raise CheckpointError(
-                f"{destination} exists, but was not imported from {source}: choose another "
-                f"destination with {command('import', source, 'DEST')}"
-            )
     except ERRORS as error:
         raise NotServable(
             f"{error}\n\n`serve --import` has no flags for the import; if it needs some, run\n\n"
             f"  {importing} ...\n  {serving}"
         ) from error
     return destination
+
+
+def _require_same(source: Path, destination: Path, code: OwnerCode | None) -> None:
+    """Raise CheckpointError unless a checkpoint was imported from this source, with this code."""
+    data = read_checkpoint(destination).training.data
+    if data.get("fingerprint") != fingerprint(source):
+        what = str(source)
+    elif data.get("code_sha256") != (None if code is None else code_sha256(code)):
+        what = f"{source} with this --code and --run-code"
+    else:
+        return
+    raise CheckpointError(
+        f"{destination} exists, but was not imported from {what}: choose another destination with "
+        f"{command('import', source, 'DEST')}"
+    )
 
 
 def _name(source: Path) -> str:

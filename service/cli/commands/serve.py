@@ -23,6 +23,7 @@ from logitd.model.checkpoint.card_and_curve import read_card, sampled_prompt
 from logitd.model.checkpoint.checkpoint import CheckpointInfo, is_checkpoint
 from logitd.model.device import unproven
 from logitd.model.memory import format_bytes
+from logitd.model.owner_code.config import CodeConfig
 from logitd.model.plural import pluralize
 from logitd.service.application.server import serve
 from logitd.service.cli.busy import busy_notice
@@ -63,10 +64,20 @@ def _servable(source: ModelSource, settings: ServeSettings) -> ModelSource | Non
                 file=sys.stderr,
             )
         if settings.follow is not None or is_checkpoint(checkpoint):
+            if settings.code is not None:
+                raise NotServable(
+                    f"{checkpoint} is a checkpoint, and --code is for the import of other models: "
+                    "remove --code"
+                )
             return source
         # Imported only here, because most servers do not read models of other programs.
         foreign = importlib.import_module("logitd.service.cli.commands.import_model")
-        path: Path = foreign.for_serving(checkpoint, may_import=settings.import_model)
+        path: Path = foreign.for_serving(
+            checkpoint,
+            may_import=settings.import_model or settings.code is not None,
+            code=settings.code,
+            run_code=settings.run_code,
+        )
         return replace(source, path=path)
     except NotServable as problem:
         model = f"model {source.served_name}: " if len(settings.models) > 1 else ""
@@ -133,6 +144,8 @@ def _models(models: Models) -> Iterator[tuple[str, str]]:
             yield "model", model.name
         computed = model.computation
         yield "checkpoint", _checkpoint(model)
+        if isinstance(shape := model.checkpoint.shape, CodeConfig):
+            yield "runs code", f"{shape.code}, with your rights, in a process without network"
         yield "parameters", f"{computed.parameters:,}"
         yield "dtype", f"{computed.placement.dtype_name} ({computed.dtype_why})"
         yield "decoding", _decoding(model)
@@ -171,6 +184,6 @@ def _slots(served: ServedModel) -> str:
     slots = served.engine.admission.slots
     each = computed.kv_cache_bytes // slots
     why = "" if computed.slots_why is None else f" ({computed.slots_why})"
-    return (
-        f"{pluralize(slots, 'sequence')} at once, {format_bytes(each)} of keys and values each{why}"
-    )
+    is_code = isinstance(served.checkpoint.shape, CodeConfig)
+    kept = "token ids" if is_code else "keys and values"
+    return f"{pluralize(slots, 'sequence')} at once, {format_bytes(each)} of {kept} each{why}"

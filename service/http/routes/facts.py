@@ -41,7 +41,7 @@ def _stage_json(kind: StageKind, config: ModelConfig) -> dict[str, Any]:
     return {
         "name": kind.pattern,
         "names": [stage.name for stage in stages],
-        "axes": ["positions", *map(str, kind.axes)],
+        "axes": ["positions", *("unnamed" if isinstance(a, int) else a for a in kind.axes)],
         "shape": [None, *sizes],
         "meaning": kind.meaning,
         "changeable": kind.changes,

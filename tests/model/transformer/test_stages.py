@@ -17,7 +17,12 @@ def test_readme_table_matches_the_list() -> None:
         if line.startswith("| `")
     ]
     assert rows == [
-        [kind.pattern, f"({', '.join(('P', *map(str, kind.axes)))})", kind.meaning, kind.lens_pattern or ""]
+        [
+            kind.pattern,
+            f"({', '.join(('P', *map(str, kind.axes)))})",
+            kind.meaning,
+            kind.lens_pattern or "",
+        ]
         for kind in STAGES
     ]
 

@@ -1,0 +1,305 @@
+"""By code: imports a model that its owner's code computes.
+
+The checkpoint gets the weights, the vocabulary, the owner's source files, and the facts that the
+owner's process measures (`model/owner_code/process/measure.py`). Unlike the other imports, this one
+needs no knowledge of the computation, but the checkpoint is only served where its code may run.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitd.model.checkpoint.checkpoint import (
+    CheckpointError,
+    CheckpointInfo,
+    TrainingRecord,
+    save_checkpoint,
+)
+from logitd.model.convert.by_role.names import SETTINGS
+from logitd.model.convert.by_role.owner_code import (
+    CAUSAL_TOLERANCE,
+    OwnerCode,
+    request_of,
+    require_causal,
+    said_in,
+)
+from logitd.model.convert.by_role.questions import is_count, is_number, setting
+from logitd.model.convert.by_role.read import RoleOptions, recognise_file
+from logitd.model.convert.foreign import FLOATS, ConvertError, ForeignTokenizer, common_dtype
+from logitd.model.convert.importing import fingerprint, reporting_damage
+from logitd.model.convert.state_file import StateFile, find_state_file, read_state_file
+from logitd.model.convert.vocabulary.choose import choose_vocabulary
+from logitd.model.dtypes import DTypeName
+from logitd.model.files import read_regular, written_to
+from logitd.model.owner_code.config import CodeConfig, CodeConfigError
+from logitd.model.owner_code.connection import CodeError
+from logitd.model.owner_code.job import measure
+from logitd.model.owner_code.process.build import Request
+
+KIND = "its owner's code"
+PADDING_TOLERANCE = 1e-4
+SOURCE_BYTES = 2**22
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeOptions:
+    """The user's answers about a model by code.
+
+    code            the owner's class, and the call that returns logits
+    answers         values of fields of a `Computation`
+    tokenizer, dtype, skip_normalizer, unused_rows
+                    as for `import_model`
+    context_length  number of positions to keep; None: that of the settings, or as many as work
+    lens            names of the final norm and of the head
+    """
+
+    code: OwnerCode
+    answers: Mapping[str, Any]
+    tokenizer: str | None = None
+    dtype: DTypeName = "auto"
+    context_length: int | None = None
+    skip_normalizer: bool = False
+    unused_rows: bool = False
+    lens: tuple[str, str] | None = None
+
+
+def import_by_code(
+    source: Path, destination: Path, options: CodeOptions, *, log: Callable[[str], None]
+) -> CheckpointInfo:
+    """Save the model at `source` with its owner's code as a new checkpoint at `destination`. `log`
+    gets each line of the report. Raises ConvertError, CheckpointError if `destination` exists, and
+    FileError if it cannot be written."""
+    if destination.exists():
+        raise CheckpointError(f"{destination} exists already: choose another path, or remove it")
+    code = options.code
+    with reporting_damage(source):
+        path = find_state_file(source) if source.is_dir() else source
+        file = read_state_file(path)
+    request = _request(file, options)
+    facts = _measured(file, request, options)
+    _check_facts(code, facts, options)
+    with reporting_damage(path):
+        vocabulary = choose_vocabulary(
+            options.tokenizer,
+            contents=file.contents,
+            folder=path.parent,
+            facts={},
+            rows=facts["rows"],
+            skip_normalizer=options.skip_normalizer,
+            unused_rows=options.unused_rows,
+            text=None,
+        )
+    sources = _sources(code, facts["files"])
+    config = _config(code, facts, vocabulary, sources, options)
+    notes = list(_report(config, facts))
+    for note in (*notes, *vocabulary.notes):
+        log(note)
+    weights, stored = _weights(file, options.dtype)
+    with written_to(destination):
+        return save_checkpoint(
+            destination,
+            config=config,
+            weights=weights,
+            tokenizer=vocabulary.tokenizer,
+            training=_record(source, file, code),
+            card=_card(destination.name, config, notes, vocabulary, FLOATS[stored]),
+            dtype=stored,
+            chat_template=vocabulary.chat_template,
+            sources=sources,
+        )
+
+
+def code_sha256(code: OwnerCode) -> str:
+    """A hash of the owner's file, the expression and the call."""
+    digest = hashlib.sha256(code.file.read_bytes())
+    digest.update(f"{code.expression}\n{code.call}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _request(file: StateFile, options: CodeOptions) -> Request:
+    """The request with all that is known: from the roles of the tensors if they are recognised,
+    from the settings and from the user."""
+    code, answers = options.code, _under_all_names(options.answers)
+    try:
+        roles = RoleOptions(answers=options.answers)
+        recognised = recognise_file(file, roles, options.context_length)
+        request = request_of(code, recognised.tensors, recognised.findings, file.settings)
+    except ConvertError:  # no GPT that is known here
+        request = Request(
+            file=str(code.file.resolve()),
+            expression=code.expression,
+            call=code.call,
+            said=said_in(file.settings, answers),
+        )
+    given = {} if options.context_length is None else {"context_length": options.context_length}
+    return replace(request, said={**request.said, **answers, **_under_all_names(given)})
+
+
+def _under_all_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for name, value in values.items() for key in SETTINGS.get(name, (name,))}
+
+
+def _measured(file: StateFile, request: Request, options: CodeOptions) -> dict[str, Any]:
+    context = options.context_length
+    if context is None and (said := setting(file.settings, "context_length")) is not None:
+        context = said[0] if is_count(said[0]) else None
+    try:
+        return measure(request, file.tensors, context=context, lens=options.lens)
+    except CodeError as error:
+        raise ConvertError(f"{options.code}{error}") from error
+
+
+def _check_facts(code: OwnerCode, facts: Mapping[str, Any], options: CodeOptions) -> None:
+    """Raise ConvertError unless the model can be served."""
+    require_causal(code, facts["not_causal"])
+    asked = options.context_length
+    if asked is not None and facts["context_length"] < asked:
+        raise ConvertError(
+            f"--context-length is {asked}, but {code} computes at most {facts['context_length']} "
+            "positions"
+        )
+    if (off := facts["state"]) is not None and off > CAUSAL_TOLERANCE:
+        raise ConvertError(
+            f"{code}: its logits_and_state differs from its forward by up to {off:.3g}: both must "
+            "compute the same logits"
+        )
+
+
+def _sources(code: OwnerCode, files: Sequence[str]) -> dict[str, bytes]:
+    """The contents of the owner's files, by their paths below the folder that holds all of
+    them."""
+    root = Path(os.path.commonpath([Path(name).parent for name in files]))
+    return {
+        Path(name).relative_to(root).as_posix(): read_regular(Path(name), SOURCE_BYTES)
+        for name in files
+    }
+
+
+def _config(
+    code: OwnerCode,
+    facts: Mapping[str, Any],
+    vocabulary: ForeignTokenizer,
+    sources: Mapping[str, bytes],
+    options: CodeOptions,
+) -> CodeConfig:
+    words = {
+        word.lower()
+        for text in (*(source.decode("utf-8", "replace") for source in sources.values()),
+                     code.expression, code.call or "")
+        for word in re.findall(r"[^\W\d]\w*", text)
+    }  # fmt: skip
+    main = min(
+        (name for name in sources if Path(name).name == code.file.name
+         and sources[name] == code.file.read_bytes()), key=len,
+    )  # fmt: skip
+    try:
+        return CodeConfig.from_dict(
+            {
+                "vocab_size": vocabulary.tokenizer.vocab_size,
+                "rows": facts["rows"],
+                "order": None if vocabulary.order is None else list(vocabulary.order),
+                "context_length": facts["context_length"],
+                "parameters": facts["parameters"],
+                "file": main,
+                "expression": code.expression,
+                "call": code.call,
+                "values": {
+                    kind: {name: value for name, value in values.items() if name in words}
+                    for kind, values in facts["chosen"].items()
+                },
+                "deterministic": facts["deterministic"],
+                "padding_is_harmless": facts["padding"] <= PADDING_TOLERANCE,
+                "has_state": facts["state"] is not None,
+                "lens": options.lens,
+                "streams": facts["streams"],
+                "stages": facts["stages"],
+            }
+        )
+    except CodeConfigError as error:
+        raise ConvertError(f"{code}: {error}") from error
+
+
+def _report(config: CodeConfig, facts: Mapping[str, Any]) -> list[str]:
+    """What was measured, in sentences."""
+    lines = [
+        f"computed by its owner's code: {', '.join(Path(name).name for name in facts['files'])}",
+        f"context length {config.context_length:,}, vocabulary {config.vocab_size:,}, "
+        f"{config.parameters:,} parameters, {len(config.stages)} submodules as stages",
+        f"a pass over {facts['timed_length']} tokens takes {facts['milliseconds']:.1f} ms; "
+        + (
+            "the model's own cache saves most of it"
+            if config.has_state
+            else "each token computes the sequence again"
+        ),
+        "verified: a different last id changes no earlier logits",
+    ]
+    if not facts["context_is_known"]:
+        lines.append(
+            f"nothing says the context length: sequences of up to {config.context_length:,} ids "
+            "worked; set another one with --context-length"
+        )
+    if not config.deterministic:
+        lines.append(
+            f"not deterministic: two passes differ by up to {facts['not_deterministic']:.3g}. Does "
+            "it apply dropout after eval()? Each pass is seeded, so replies repeat, but their "
+            "numbers are those of one random draw"
+        )
+    if not config.padding_is_harmless:
+        lines.append(
+            f"ids on the right or other rows change logits by up to {facts['padding']:.3g}: "
+            "--batch-code is not possible"
+        )
+    return lines
+
+
+def _weights(file: StateFile, dtype: DTypeName) -> tuple[dict[str, Tensor], torch.dtype]:
+    """The tensors of numbers, and the dtype that stores them."""
+    weights = {name: t.clone() for name, t in file.tensors.items() if t.is_floating_point()}
+    if dtype != "auto":
+        return weights, getattr(torch, dtype)
+    return weights, common_dtype({tensor.dtype for tensor in weights.values()})
+
+
+def _record(source: Path, file: StateFile, code: OwnerCode) -> TrainingRecord:
+    step, val_loss = (
+        said[0] if (said := setting(file.settings, name)) is not None else None
+        for name in ("step", "val_loss")
+    )
+    return TrainingRecord(
+        step=step if is_count(step) else 0,
+        tokens=0,
+        val_loss=float(val_loss) if is_number(val_loss) and 0 <= val_loss < 1e6 else None,
+        val_bits_per_byte=None,
+        data={
+            "name": source.resolve().name,
+            "fingerprint": fingerprint(source),
+            "format": KIND,
+            "licence": "that of the source; it is not known here",
+            "code": str(code),
+            "code_sha256": code_sha256(code),
+        },
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _card(
+    name: str,
+    config: CodeConfig,
+    notes: Sequence[str],
+    vocabulary: ForeignTokenizer,
+    dtype: str,
+) -> str:
+    listed = "".join(f"- {note}\n" for note in (*notes, *vocabulary.notes))
+    return (
+        f"# {name}\n\nImported from a model of {KIND}, `{config.code}`; trained elsewhere. It is "
+        f"served by running this code, with `--run-code`. Stored in {dtype}.\n\n"
+        f"Licence and data are those of the source; they are not known here.\n\n{listed}"
+    )

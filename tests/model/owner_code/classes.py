@@ -1,0 +1,181 @@
+"""Owner's classes: language models that are no GPT of the usual kinds, as their owners write them.
+
+The tests copy this file next to a state dict, and compare the server with the classes themselves.
+"""
+
+# mypy: ignore-errors
+
+import os
+import socket
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+VOCABULARY, CONTEXT, WIDTH = 29, 48, 16
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x, past=None):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if past is not None:
+            k, v = torch.cat([past[0], k], 1), torch.cat([past[1], v], 1)
+        seen = torch.ones(x.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - x.shape[1])
+        return self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=seen)), (k, v)
+
+
+class ResidualAttention(nn.Module):
+    """A GPT whose blocks attend over the outputs of all previous blocks."""
+
+    def __init__(self, vocab_size: int, context: int = CONTEXT, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, width)
+        self.place = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Attention(width) for _ in range(3))
+        self.choose = nn.ParameterList(torch.randn(width) for _ in range(4))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab_size, bias=False)
+
+    def mix(self, outputs, number):
+        stacked = torch.stack(outputs, dim=2)  # (B, T, blocks, width)
+        weights = (stacked @ self.choose[number]).softmax(-1)
+        return (weights[..., None] * stacked).sum(2)
+
+    def forward(self, ids):
+        outputs = [self.embed(ids) + self.place(torch.arange(ids.shape[1]))]
+        for number, block in enumerate(self.blocks):
+            outputs.append(block(self.mix(outputs, number))[0])
+        return self.head(self.norm(self.mix(outputs, 3)))
+
+
+class Experts(nn.Module):
+    """The feed-forward of a mixture: each token goes to one of three experts."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, 3)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 32), nn.ReLU(), nn.Linear(32, width)) for _ in range(3)
+        )
+
+    def forward(self, x):
+        chosen = self.gate(x).argmax(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            here = chosen == number
+            out[here] = expert(x[here])
+        return out
+
+
+class MixtureBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attn, self.mlp = Attention(width), Experts(width)
+
+    def forward(self, x):
+        x = x + self.attn(x)[0]
+        return x + self.mlp(x)
+
+
+class Mixture(nn.Module):
+    """A small mixture of experts, with a final norm and a head that a lens can read."""
+
+    def __init__(self, vocab_size: int, context: int = CONTEXT, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, width)
+        self.place = nn.Embedding(context, width)
+        self.h = nn.ModuleList(MixtureBlock(width) for _ in range(2))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab_size, bias=False)
+
+    def forward(self, ids, targets=None):
+        x = self.embed(ids) + self.place(torch.arange(ids.shape[1]))
+        for block in self.h:
+            x = block(x)
+        return self.head(self.norm(x)), None
+
+
+class Recurrent(nn.Module):
+    """A GRU, whose state is its cache."""
+
+    def __init__(self, vocab_size: int, hidden: int = WIDTH) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, hidden)
+        self.gru = nn.GRU(hidden, hidden, batch_first=True)
+        self.head = nn.Linear(hidden, vocab_size)
+
+    def forward(self, ids):
+        return self.head(self.gru(self.embed(ids))[0])
+
+
+class Remembering(Recurrent):
+    """The GRU with the protocol of an own cache."""
+
+    def logits_and_state(self, ids, state):
+        values, state = self.gru(self.embed(ids), state)
+        return self.head(values), state
+
+
+class Forgetful(Recurrent):
+    """Its own cache computes something else than its forward."""
+
+    def logits_and_state(self, ids, state):
+        return self.head(self.gru(self.embed(ids))[0]), None
+
+
+class Bidirectional(Recurrent):
+    """Not causal: every position sees all others."""
+
+    def forward(self, ids):
+        values = self.embed(ids)
+        return self.head(values + values.mean(1, keepdim=True))
+
+
+class Noisy(Recurrent):
+    """Dropout that eval() does not turn off."""
+
+    def forward(self, ids):
+        return self.head(F.dropout(self.gru(self.embed(ids))[0], 0.5))
+
+
+class Crashing(Recurrent):
+    """Ends its process at the token 7, and raises at the token 8."""
+
+    def forward(self, ids):
+        if (ids[0, -1] == 7) and os.path.exists("now"):
+            os._exit(3)
+        if (ids == 8).any() and ids.shape[1] == 5:
+            raise RuntimeError("out of order")
+        return super().forward(ids)
+
+
+class Networked(Recurrent):
+    """Opens a connection in its forward."""
+
+    def forward(self, ids):
+        socket.create_connection(("127.0.0.1", 9))
+        return super().forward(ids)
+
+
+class Masked(Recurrent):
+    """A forward that needs a second argument."""
+
+    def forward(self, ids, mask):
+        return super().forward(ids) * mask[..., None]
+
+
+CLASSES = {
+    kind.__name__: kind
+    for kind in (ResidualAttention, Mixture, Recurrent, Remembering, Noisy, Crashing)
+}
+
+
+def made(name: str, seed: int = 1) -> nn.Module:
+    """A model of a class, in evaluation mode."""
+    torch.manual_seed(seed)
+    return globals()[name](VOCABULARY).eval()

@@ -1,0 +1,108 @@
+"""The definitions of an owner's file: which statements run, and how its imports are found."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from logitd.model.owner_code.process.build import Built, Request, build_model
+from logitd.model.owner_code.process.problem import Problem
+
+LAYER = """
+from torch import nn
+
+class Layer(nn.Linear):
+    pass
+"""
+MODEL = """
+class Model(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.layer = Layer(width, width)
+"""
+
+
+@pytest.fixture(autouse=True)
+def untouched_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the paths, finders and modules of an owner's file after the test."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+
+
+def built(folder: Path, files: Mapping[str, str], expression: str = "Model", **said: Any) -> Built:
+    """The model of the first file."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    first = folder / next(iter(files))
+    request = Request(file=str(first), expression=expression, said=said)
+    width = int(said.get("width", 4))
+    weights = {"layer.weight": torch.ones(width, width), "layer.bias": torch.ones(width)}
+    return build_model(request, weights)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from ours.parts.layer import Layer",
+        "from .parts.layer import Layer",
+        "from ours.parts import layer; Layer = layer.Layer",
+        "from .parts import layer\nLayer = layer.Layer",
+    ],
+)
+def test_package_imports_itself_without_its_script(line: str, tmp_path: Path) -> None:
+    files = {
+        "ours/model.py": f"from torch import nn\n{line}\n{MODEL}\nraise SystemExit\n",
+        "ours/__init__.py": "from ours.model import Model\n" if "ours." not in line else "",
+        "ours/parts/layer.py": LAYER,
+    }
+    assert built(tmp_path, files).model.layer.weight.shape == (4, 4)
+
+
+def test_parts_that_the_class_does_not_need_are_not_run(tmp_path: Path) -> None:
+    text = f"""
+from __future__ import annotations
+import a_module_that_is_not_here as gone
+from torch import nn
+{LAYER}
+
+class Other(gone.Base):
+    rate = 1 / 0
+
+@gone.register
+def train(model: gone.Model):
+    pass
+
+{MODEL}
+"""
+    assert built(tmp_path, {"model.py": text}).model.layer.weight.shape == (4, 4)
+
+
+def test_failed_import_is_reported_when_it_is_used(tmp_path: Path) -> None:
+    text = f"from torch import nn\nfrom absent.layers import Layer\n{MODEL}"
+    with pytest.raises(Problem, match=r"from absent.layers import Layer in model.py, line 2, fail"):
+        built(tmp_path, {"model.py": text})
+
+
+@pytest.mark.parametrize(
+    ("parameters", "body", "expression"),
+    [
+        ("config", "config.width", "Model"),
+        ("config", "config.width", "Model(config)"),
+        ("shape", "shape.width", "Model"),
+        ("shape", "shape['width']", "Model"),
+        ("c: 'ModelConfig'", "c.width", "Model"),
+    ],
+)
+def test_configuration_object_is_made_from_known_values(
+    parameters: str, body: str, expression: str, tmp_path: Path
+) -> None:
+    text = LAYER + MODEL.replace("width=4", parameters).replace("Layer(width", f"Layer({body}")
+    text = text.replace(", width)", f", {body})")
+    if "ModelConfig" in parameters:
+        text = "class ModelConfig:\n    width = 4\n\n" + text
+    assert built(tmp_path, {"model.py": text}, expression, width=3).model.layer.out_features == 3

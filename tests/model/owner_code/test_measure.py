@@ -1,0 +1,76 @@
+"""The facts that are measured on owners' classes, in this process."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from logitd.model.owner_code.process.call import Caller
+from logitd.model.owner_code.process.measure import Asked, measure
+from logitd.model.owner_code.process.problem import Problem
+from tests.model.owner_code import classes
+from tests.model.owner_code.classes import CONTEXT, VOCABULARY, WIDTH, made
+
+FILE = Path(classes.__file__)
+
+
+def test_facts_of_a_causal_model() -> None:
+    facts = measure(Caller(made("ResidualAttention")), Asked(), FILE)
+    assert (facts["rows"], facts["context_length"]) == (VOCABULARY, CONTEXT)
+    assert (facts["not_causal"], facts["not_deterministic"]) == (0, 0)
+    assert facts["padding"] < 1e-5
+    assert facts["state"] is None
+    assert str(FILE) in facts["files"]
+    stages = {stage["name"]: (stage["shape"], stage["kind"]) for stage in facts["stages"]}
+    assert stages["blocks.1"] == ([WIDTH], "Attention")
+    assert stages["blocks.2.qkv"] == ([3 * WIDTH], "Linear")
+    assert "place" not in stages  # its output has no axis of the batch
+
+
+def test_experts_that_see_some_tokens_are_no_stages() -> None:
+    facts = measure(Caller(made("Mixture")), Asked(), FILE)
+    names = [stage["name"] for stage in facts["stages"]]
+    assert "h.0.mlp" in names
+    assert not [name for name in names if "experts" in name]
+
+
+def test_facts_of_models_that_break_a_rule() -> None:
+    assert measure(Caller(made("Bidirectional")), Asked(64), FILE)["not_causal"] > 1e-3
+    noisy = measure(Caller(made("Noisy")), Asked(64), FILE)
+    assert not noisy["deterministic"]
+    assert noisy["not_causal"] == 0  # each pass has the same seed
+    assert measure(Caller(made("Remembering")), Asked(64), FILE)["state"] < 1e-5
+    assert measure(Caller(made("Forgetful")), Asked(64), FILE)["state"] > 1e-2
+
+
+@pytest.mark.parametrize(("asked", "found"), [(40, 40), (48, 48), (49, 48), (None, 48)])
+def test_context_length_is_the_longest_that_works(asked: int | None, found: int) -> None:
+    assert measure(Caller(made("Mixture")), Asked(asked), FILE)["context_length"] == found
+
+
+def test_lens_reads_the_input_of_the_first_block_and_each_output() -> None:
+    facts = measure(Caller(made("Mixture")), Asked(lens=("norm", "head")), FILE)
+    assert facts["streams"] == ["h.0:input", "h.0", "h.1"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "lens", "sentence"),
+    [
+        ("Mixture", ("norms", "head"), "--lens-norm is 'norms'; the model's submodules are embed"),
+        ("Mixture", ("head", "norm"), "norm of head of a block's output fails: RuntimeError"),
+        ("ResidualAttention", ("norm", "head"), "head of norm of the output of blocks.2 differs"),
+        ("Recurrent", ("gru", "head"), "the model has no numbered submodules"),
+    ],
+)
+def test_lens_that_is_none_is_refused(kind: str, lens: tuple[str, str], sentence: str) -> None:
+    with pytest.raises(Problem, match=sentence):
+        measure(Caller(made(kind)), Asked(64, lens=lens), FILE)
+
+
+def test_missing_argument_is_named_and_given_by_an_expression() -> None:
+    model = made("Masked")
+    with pytest.raises(Problem, match=r"takes `mask`, and none was passed.*--code-call"):
+        measure(Caller(model), Asked(64), FILE)
+    caller = Caller(model, expression="model(ids, torch.ones_like(ids))")
+    ids = torch.arange(6)[None]
+    assert torch.equal(caller.logits(ids, VOCABULARY), made("Recurrent")(ids))
