@@ -37,6 +37,16 @@ class ModuleStage:
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Values:
+    """Values of the checkpoint by names in lower case: for global variables (`top`), for parameters
+    with a default (`over`), and for other parameters."""
+
+    top: Mapping[str, Any]
+    over: Mapping[str, Any]
+    values: Mapping[str, Any]
+
+
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)
 class CodeConfig:
     """The owner's code, and the facts that serving needs.
 
@@ -48,8 +58,7 @@ class CodeConfig:
     file                 the file with the model, relative to the folder `code`
     expression           makes the model: a name in the file, or an expression of its names
     call                 returns the logits: an expression of `model` and `ids`; None: `model(ids)`
-    values               values for the names of global variables (`top`), for parameters with a
-                         default (`over`) and for others (`values`)
+    values               values with which the expression made the model
     deterministic        False if two passes over the same ids differ; each pass is seeded, so the
                          results repeat all the same
     padding_is_harmless  True if ids on the right and other rows of a batch change no logits
@@ -67,7 +76,7 @@ class CodeConfig:
     file: SourceName
     expression: str
     call: str | None = None
-    values: Mapping[str, Mapping[str, Any]]
+    values: Values
     deterministic: bool
     padding_is_harmless: bool
     has_state: bool

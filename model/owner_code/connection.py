@@ -161,7 +161,7 @@ class CodeModel:
             file=str(folder / "code" / config.file),
             expression=config.expression,
             call=config.call,
-            chosen=config.values,
+            chosen=asdict(config.values),
         )
         options = {
             "rows": config.rows,

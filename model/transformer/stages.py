@@ -293,14 +293,14 @@ def stages_of(config: ModelConfig) -> tuple[Stage, ...]:
 def _module_stages(modules: tuple[ModuleStage, ...]) -> tuple[Stage, ...]:
     """The submodules of an owner's model, then the logits. A submodule in a numbered list belongs
     to the layer of the first number in its name."""
-    stages = []
+    stages, kinds = [], dict[StageKind, StageKind]()
     for module in modules:
         parts = module.name.split(".")
         layer = next((int(part) for part in parts if part.isdecimal()), None)
         pattern = ".".join("N" if part.isdecimal() else part for part in parts)
         meaning = f"output of {module.kind}"
         kind = StageKind(pattern, module.shape, meaning, None, in_block=False)
-        stages.append(Stage(kind, layer, module.name))
+        stages.append(Stage(kinds.setdefault(kind, kind), layer, module.name))
     return (*stages, Stage(LOGITS, None))
 
 

@@ -147,7 +147,7 @@ class Crashing(Recurrent):
     """Ends its process at the token 7, and raises at the token 8."""
 
     def forward(self, ids):
-        if (ids[0, -1] == 7) and os.path.exists("now"):
+        if (ids == 7).any() and os.path.exists("now"):
             os._exit(3)
         if (ids == 8).any() and ids.shape[1] == 5:
             raise RuntimeError("out of order")

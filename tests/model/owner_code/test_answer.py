@@ -183,7 +183,5 @@ def test_error_of_the_code_is_answered_and_the_next_pass_computed() -> None:
     model = made("Crashing")
     with answering(model) as asker:
         message = asker.logits([1, 8, 2, 3, 4])
-        assert message == (
-            "its forward failed on ids of shape [1, 5]: RuntimeError: out of order"
-        )
+        assert message == ("its forward failed on ids of shape [1, 5]: RuntimeError: out of order")
         assert torch.allclose(asker.logits(SECOND), of_class(model, SECOND), atol=1e-5)
