@@ -32,7 +32,7 @@ from logitd.model.data.windows import UNCOUNTED, Windows, rolling_windows
 from logitd.model.device import Placement, use_threads
 from logitd.model.evaluation.held_out import held_out_text, require_vocabulary
 from logitd.model.evaluation.quantization_loss import new_decoder, step_nats
-from logitd.model.inference.kernels.select import check_kv_cache_dtype
+from logitd.model.inference.kernels.select import KernelError, check_kv_cache_dtype
 from logitd.model.inference.load import LoadedModel, load_model
 from logitd.model.inference.options import ComputeOptions, KVCacheDType, Quantization
 from logitd.model.owner_code.connection import CodeError, CodeModel, Wanted
@@ -95,6 +95,13 @@ def text_loss(
     )
     loaded = load_model(path, options, log=log)
     checkpoint, before = loaded.checkpoint, torch.get_num_threads()
+    if isinstance(loaded.network, CodeModel):
+        if dtype == "bfloat16":
+            raise KernelError(
+                f"dtype is bfloat16, but {checkpoint.path} is computed by its owner's code, in "
+                "float32: set dtype to auto"
+            )
+        placement = loaded.placement
     use_threads(placement.threads)
     try:
         with _text(checkpoint, data, reading) as (name, shard):

@@ -7,7 +7,6 @@ hangs or breaks the protocol, the request fails and the next one starts it again
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -78,6 +77,10 @@ class CodeModel:
 
     sources   contents of the source files by their names
     weights   the file of weights, whose hash the caller has verified
+    threads   number of torch's threads in the process
+    together  sequences of a request are computed in one batch, padded on the right
+    seconds   longest pass
+    speed     measured when the process started
     """
 
     config: CodeConfig
@@ -86,17 +89,18 @@ class CodeModel:
     threads: int
     together: bool = False
     seconds: float = PASS_SECONDS
-    speed: Speed | None = None
-    _process: "subprocess.Popen[bytes] | None" = None
-    _wire: Wire | None = None
-    _folder: Path | None = field(default=None)
+    speed: Speed | None = field(default=None, init=False)
+    _process: "subprocess.Popen[bytes] | None" = field(default=None, init=False)
+    _wire: Wire | None = field(default=None, init=False)
+    _scratch: "tempfile.TemporaryDirectory[str] | None" = field(default=None, init=False)
 
     def start(self) -> None:
         """Start the process unless it is running. Raises CodeError if the model cannot be made."""
         if self._process is not None and self._process.poll() is None:
             return
         self.close()
-        self._folder = folder = Path(tempfile.mkdtemp(prefix="logitd-code-"))
+        self._scratch = tempfile.TemporaryDirectory(prefix="logitd-code-")
+        folder = Path(self._scratch.name)
         for name, source in self.sources.items():
             (folder / "code" / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / "code" / name).write_bytes(source)
@@ -151,9 +155,9 @@ class CodeModel:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        self._wire = self._process = self._folder = None
+        if self._scratch is not None:
+            self._scratch.cleanup()
+        self._wire = self._process = self._scratch = None
 
     def _job(self, folder: Path) -> Job:
         config = self.config
@@ -217,14 +221,15 @@ class CodeModel:
     def _ended(self) -> CodeError:
         """The error of a process that has ended, or that breaks the protocol and is ended now."""
         assert self._process is not None
-        assert self._folder is not None
+        assert self._scratch is not None
+        folder = Path(self._scratch.name)
         try:
             status = self._process.wait(1)
         except subprocess.TimeoutExpired:
             self._process.kill()
             status = self._process.wait()
-        problem = self._folder / PROBLEM
-        stderr = (self._folder / "stderr").read_text(encoding="utf-8", errors="replace")
+        problem = folder / PROBLEM
+        stderr = (folder / "stderr").read_text(encoding="utf-8", errors="replace")
         said = problem.read_text(encoding="utf-8") if problem.is_file() else ""
         self.close()
         if said:

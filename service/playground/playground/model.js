@@ -47,12 +47,13 @@ export class ModelTab {
     const { info } = this.#app;
     const { config, checkpoint } = info;
     const heads = config.n_kv_head && config.n_kv_head !== config.n_head ? `${config.n_head} heads, ${config.n_kv_head} for keys and values` : `${config.n_head} heads`;
+    const shape = config.kind === "code" ? `computed by its owner's code, ${checkpoint.code}` : `${config.n_layer} layers, ${heads}, width ${config.d_model}`;
     const loss = checkpoint.val_loss === null ? "unknown" : `${checkpoint.val_loss.toFixed(4)} nats per token`;
     return [
       heading(info.model),
       plainTable([
         ["parameters", info.parameters.toLocaleString("en")],
-        ["shape", `${config.n_layer} layers, ${heads}, width ${config.d_model}`],
+        ["shape", shape],
         ["context", `${info.limits.context_length} tokens`],
         ["vocabulary", `${config.vocab_size.toLocaleString("en")} tokens (${info.vocabulary})`],
         ["step", checkpoint.step.toLocaleString("en")],

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,12 +36,13 @@ def imported(kind: str, folder: Path, lens: tuple[str, str] | None = None) -> Pa
     return destination
 
 
-def written(folder: Path, code: str = "raise SystemExit", **fields: object) -> Path:
+def written(folder: Path, code: str = "raise SystemExit", **fields: Any) -> Path:
     """A checkpoint with code that is never run, written without running any."""
     config = CodeConfig.from_dict(
         {
             "vocab_size": VOCABULARY, "rows": VOCABULARY, "context_length": CONTEXT,
-            "parameters": 4, "file": "owner.py", "expression": "Model", "values": {"top": {}, "over": {}, "values": {}},
+            "parameters": 4, "file": "owner.py", "expression": "Model",
+            "values": {"top": {}, "over": {}, "values": {}},
             "deterministic": True, "padding_is_harmless": True, "has_state": False, **fields,
         }
     )  # fmt: skip

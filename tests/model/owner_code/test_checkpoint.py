@@ -18,7 +18,11 @@ ENDS = "import os; os._exit(7)"
 
 def test_configuration_is_stored_and_read(tmp_path: Path) -> None:
     stages = [{"name": "h.0", "shape": [4], "kind": "Block"}]
-    lens = {"lens": ["norm", "head"], "streams": ["h.0:input", "h.0"], "stages": stages}
+    lens: dict[str, Any] = {
+        "lens": ["norm", "head"],
+        "streams": ["h.0:input", "h.0"],
+        "stages": stages,
+    }
     path = written(tmp_path, order=[2, 0, 1], call="model(ids)[0]", **lens)
     config = read_checkpoint(path).shape
     assert isinstance(config, CodeConfig)

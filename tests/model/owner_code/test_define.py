@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from logitd.model.owner_code.process.build import Built, Request, build_model
+from logitd.model.owner_code.process.build import Request, build_model
 from logitd.model.owner_code.process.problem import Problem
 
 LAYER = """
@@ -33,8 +33,8 @@ def untouched_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
 
 
-def built(folder: Path, files: Mapping[str, str], expression: str = "Model", **said: Any) -> Built:
-    """The model of the first file."""
+def built(folder: Path, files: Mapping[str, str], expression: str = "Model", **said: Any) -> Any:
+    """The layer of the model of the first file."""
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
@@ -42,7 +42,7 @@ def built(folder: Path, files: Mapping[str, str], expression: str = "Model", **s
     request = Request(file=str(first), expression=expression, said=said)
     width = int(said.get("width", 4))
     weights = {"layer.weight": torch.ones(width, width), "layer.bias": torch.ones(width)}
-    return build_model(request, weights)
+    return build_model(request, weights).model.layer
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_package_imports_itself_without_its_script(line: str, tmp_path: Path) ->
         "ours/__init__.py": "from ours.model import Model\n" if "ours." not in line else "",
         "ours/parts/layer.py": LAYER,
     }
-    assert built(tmp_path, files).model.layer.weight.shape == (4, 4)
+    assert built(tmp_path, files).weight.shape == (4, 4)
 
 
 def test_parts_that_the_class_does_not_need_are_not_run(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def train(model: gone.Model):
 
 {MODEL}
 """
-    assert built(tmp_path, {"model.py": text}).model.layer.weight.shape == (4, 4)
+    assert built(tmp_path, {"model.py": text}).weight.shape == (4, 4)
 
 
 def test_failed_import_is_reported_when_it_is_used(tmp_path: Path) -> None:
@@ -105,4 +105,4 @@ def test_configuration_object_is_made_from_known_values(
     text = text.replace(", width)", f", {body})")
     if "ModelConfig" in parameters:
         text = "class ModelConfig:\n    width = 4\n\n" + text
-    assert built(tmp_path, {"model.py": text}, expression, width=3).model.layer.out_features == 3
+    assert built(tmp_path, {"model.py": text}, expression, width=3).out_features == 3

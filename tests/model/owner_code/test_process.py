@@ -17,17 +17,19 @@ from tests.model.owner_code.imported import imported, written
 pytestmark = pytest.mark.slow
 
 
-def code_model(path: Path, **options: float) -> CodeModel:
+def code_model(path: Path, seconds: float = 60) -> CodeModel:
     info = read_checkpoint(path)
     assert isinstance(info.shape, CodeConfig)
-    return CodeModel(info.shape, read_sources(info), path / "model.safetensors", 1, **options)  # type: ignore[arg-type]
+    return CodeModel(info.shape, read_sources(info), path / "model.safetensors", 1, seconds=seconds)
 
 
 def test_crash_fails_the_requests_of_its_step_and_the_process_starts_again(tmp_path: Path) -> None:
     path = imported("Crashing", tmp_path)
     with LLM(path, run_code=True) as llm:
         before = llm.logits([1, 2, 3])
-        process = llm._engine._runner.model.network._process  # type: ignore[union-attr]
+        network = llm._engine._runner.model.network
+        assert isinstance(network, CodeModel)
+        process = network._process
         assert process is not None
         folder = Path(f"/proc/{process.pid}/cwd").resolve()
         (folder / "now").touch()
