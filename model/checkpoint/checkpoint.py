@@ -12,9 +12,9 @@ compared with the configuration, and both with the free memory. Only regular fil
 are read (`model/files.py`).
 
 Saving is atomic: all files are written into a temporary folder, synced, and renamed. Loading
-verifies hashes, names, shapes and finiteness. It executes no code and copies the weights, so later
-changes of a file do not affect a loaded model. The trainer's own state is in
-`model/training/run/state.py`.
+verifies hashes, names, shapes and finiteness. It executes no code (`model/inference/load.py` starts
+an owner's) and copies the weights, so later changes of a file do not affect a loaded model. The
+trainer's own state is in `model/training/run/state.py`.
 """
 
 import hashlib
