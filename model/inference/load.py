@@ -61,8 +61,8 @@ class LoadedModel:
     @property
     def gpt(self) -> GPT:
         """The GPT. Raises CheckpointError if its owner's code computes it."""
-        assert self.checkpoint.config
-        assert isinstance(self.network, GPT)
+        shape = self.checkpoint.config  # a model by its owner's code has none
+        assert isinstance(self.network, GPT), shape
         return self.network
 
 

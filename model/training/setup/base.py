@@ -87,6 +87,8 @@ def initial_model(training: ResolvedTraining, report: EventHandler) -> GPT:
 
 def _read(path: Path) -> CheckpointInfo:
     try:
-        return read_checkpoint(path)
+        info = read_checkpoint(path)
+        _shape = info.config  # a model by its owner's code has none
     except CheckpointError as error:
         raise TrainingError(f"--from: {error}") from error
+    return info

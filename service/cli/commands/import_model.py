@@ -23,6 +23,7 @@ from logitd.service.cli.terminal import say
 from logitd.service.settings.imports import ImportSettings
 
 ERRORS = ConvertError, CheckpointError, OSError
+BY_CODE = "If you trust this code, keep it in the checkpoint, to be computed by it:"
 IMPORTED = Path("checkpoints")
 """Folder in which `logitd serve --import` writes checkpoints, below the working directory."""
 
@@ -72,10 +73,7 @@ def _by_role(settings: ImportSettings) -> CheckpointInfo:
         again = command(
             "import", settings.source, settings.destination, "--code", settings.code, "--run-code"
         )
-        raise ConvertError(
-            f"{error}\n\nIf you trust this code, import the model with it, to be computed by it:"
-            f"\n\n  {again}"
-        ) from error
+        raise ConvertError(f"{error}\n\n{BY_CODE}\n\n  {again}") from error
 
 
 def _by_code(settings: ImportSettings) -> CheckpointInfo:
@@ -130,6 +128,9 @@ def for_serving(
             roles = RoleOptions(code=code, draft=draft_of(destination))
             import_model(source, destination, roles=roles, log=say)
     except ERRORS as error:
+        if code is not None and not run_code:
+            again = command("serve", source, "--code", code, "--run-code")
+            raise NotServable(f"{error}\n\n{BY_CODE}\n\n  {again}") from error
         raise NotServable(
             f"{error}\n\n`serve --import` has no flags for the import; if it needs some, run\n\n"
             f"  {importing} ...\n  {serving}"
