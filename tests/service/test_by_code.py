@@ -11,7 +11,10 @@ import torch
 from safetensors.numpy import load as load_safetensors
 from torch import nn
 
-from logitd.model.checkpoint.checkpoint import CheckpointError
+from logitd.model.checkpoint.checkpoint import CheckpointError, read_checkpoint
+from logitd.model.inference.engine.events import TokenEvent
+from logitd.model.inference.engine.requests import GenerationRequest
+from logitd.model.inference.sampling.params import SamplingParams
 from logitd.service.engine.build import build
 from tests.model.owner_code.classes import VOCABULARY, made
 from tests.model.owner_code.imported import LETTERS, imported, written
@@ -256,6 +259,24 @@ def test_deadline_ends_a_generation(server: Serving) -> None:
 def test_server_refuses_code_without_the_flag(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="add --run-code"):
         build(serve_settings(written(tmp_path)))
+
+
+def test_other_weights_of_the_same_class_replace_the_served_ones(tmp_path: Path) -> None:
+    first, second = (imported("Recurrent", tmp_path, seed=seed) for seed in (1, 2))
+    built = build(serve_settings(first, run_code=True))
+    engine = built.engine
+    try:
+        loaded = built.load_weights(second, read_checkpoint(second).weights_sha256)
+        engine.swap_weights(engine.prepare_weights(loaded))
+        params = SamplingParams(max_tokens=6, temperature=0, seed=0)
+        engine.add(GenerationRequest(request_id="after", token_ids=tuple(IDS), params=params))
+        tokens = []
+        while engine.has_work():
+            tokens += [e.token_id for e in engine.step().events if isinstance(e, TokenEvent)]
+        assert tokens == greedy(made("Recurrent", seed=2), IDS, 6)
+        assert tokens != greedy(made("Recurrent"), IDS, 6)
+    finally:
+        engine.close()
 
 
 def test_batched_rows_agree_up_to_rounding(tmp_path: Path) -> None:

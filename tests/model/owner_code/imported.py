@@ -17,21 +17,21 @@ from tests.model.owner_code.classes import CONTEXT, VOCABULARY, made
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,"
 
 
-def source(kind: str, folder: Path) -> tuple[Path, str]:
+def source(kind: str, folder: Path, seed: int = 1) -> tuple[Path, str]:
     """The state dict of a class with its vocabulary, and the class as --code names it."""
     shutil.copy(classes.__file__, folder / "owner.py")
     settings = {"vocab_size": VOCABULARY, "block_size": CONTEXT}
-    state = {"model": made(kind).state_dict(), "config": settings}
+    state = {"model": made(kind, seed).state_dict(), "config": settings}
     path = folder / f"{kind}.pt"
     torch.save({**state, "itos": dict(enumerate(LETTERS))}, path)
     return path, f"{folder / 'owner.py'}:{kind}"
 
 
-def imported(kind: str, folder: Path, lens: tuple[str, str] | None = None) -> Path:
+def imported(kind: str, folder: Path, lens: tuple[str, str] | None = None, seed: int = 1) -> Path:
     """The class as a checkpoint, imported in a process of its own."""
-    path, code = source(kind, folder)
+    path, code = source(kind, folder, seed)
     options = CodeOptions(code=parse_owner_code(code), answers={}, lens=lens)
-    destination = folder / f"imported-{kind}"
+    destination = folder / f"imported-{kind}-{seed}"
     import_by_code(path, destination, options, log=lambda line: None)
     return destination
 

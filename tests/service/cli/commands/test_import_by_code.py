@@ -1,0 +1,83 @@
+"""`logitd import --code` and `logitd serve --code`: when the code is kept, and what is said."""
+
+from pathlib import Path
+
+import pytest
+
+from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.owner_code.config import CodeConfig
+from logitd.service.cli.commands.import_model import for_serving
+from logitd.service.cli.commands.servable import NotServable
+from logitd.service.cli.main import run
+from tests.model.owner_code.imported import source, written
+
+
+def test_model_that_is_no_gpt_is_refused_with_the_flag_that_keeps_its_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path, code = source("ResidualAttention", tmp_path)
+    assert run(["import", path.name, "out", "--code", code]) == 1
+    error = capsys.readouterr().err
+    assert "tensors without a known role in a GPT: choose.0" in error
+    assert f"logitd import {path.name} out --code {code} --run-code" in error
+    with pytest.raises(NotServable) as refusal:
+        for_serving(path, may_import=True, code=code)
+    assert f"logitd serve {path} --code {code} --run-code" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--run-code"], "add --code"),
+        (["--code-call", "model(ids)"], "add --code"),
+        (["--code", "x.py:X", "--lens-norm", "norm"], "add --run-code"),
+        (["--code", "x.py:X", "--run-code", "--check", "x.txt"], "logitd eval"),
+    ],
+)
+def test_flags_that_would_have_no_effect_are_refused(
+    flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["import", "model.pt", "out", *flags]) != 0
+    assert sentence in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "0 1", "--checkpoint"],
+        ["bench"],
+        ["eval", "--data", "text.txt", "--checkpoint"],
+        ["inspect"],
+        ["extract", "--data", "text.txt", "--out", "out", "--logprobs", "--checkpoint"],
+        ["train", "--data", "text.txt", "--out", "out", "--from"],
+    ],
+)
+def test_commands_say_in_one_line_that_code_is_not_run(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("the cat saw the dog. " * 20)
+    path = written(tmp_path, "import os; os._exit(7)")
+    words = [str(tmp_path / word) if word in ("text.txt", "out") else word for word in arguments]
+    assert run([*words, str(path)]) == 1
+    error = capsys.readouterr().err
+    assert "owner's code (owner.py:Model)" in error or "no vocabulary" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.slow
+def test_serving_a_foreign_file_imports_it_with_its_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path, code = source("Mixture", tmp_path)
+    made = for_serving(path, may_import=True, code=code, run_code=True)
+    config = read_checkpoint(made).shape
+    assert isinstance(config, CodeConfig)
+    assert config.file == "owner.py"
+    assert for_serving(path, may_import=True, code=code, run_code=True) == made
+    file = Path(code.partition(":")[0])
+    file.write_text(file.read_text() + "\n# changed\n")
+    with pytest.raises(NotServable, match=r"was not imported from .* with this --code"):
+        for_serving(path, may_import=True, code=code, run_code=True)
+    assert "computed by its owner's code: owner.py" in capsys.readouterr().out
