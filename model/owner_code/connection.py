@@ -25,10 +25,11 @@ from logitd.model.owner_code.process.build import Request
 from logitd.model.owner_code.process.wire import Wire, floats
 
 MODULE = "logitd.model.owner_code.process"
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 START_SECONDS, PASS_SECONDS = 300.0, 60.0
 """Longest start and longest pass; then the process is ended."""
-STDERR_LINES = 3
+STDERR, STDERR_LINES, STDERR_BYTES = "stderr", 3, 2**20
+"""File with what the code prints, lines of it in a message, and its size at which it is emptied."""
 
 Visit = Callable[[str, Tensor], Tensor]
 """Gets the name and the value (1, T, ...) of a stage, and returns the value to continue with."""
@@ -106,7 +107,7 @@ class CodeModel:
             (folder / "code" / name).write_bytes(source)
         (folder / REQUEST).write_text(json.dumps(asdict(self._job(folder))), encoding="utf-8")
         ours, theirs = socket.socketpair()
-        with theirs, (folder / "stderr").open("wb") as stderr:
+        with theirs, (folder / STDERR).open("ab") as stderr:
             self._process = subprocess.Popen(
                 command(folder, str(theirs.fileno())),
                 cwd=ROOT,
@@ -140,7 +141,9 @@ class CodeModel:
         }
         ids = [token_id for one in sequences for token_id in one.token_ids]
         self._send(header, torch.tensor(ids, dtype=torch.int64))
-        return self._logits(visit)
+        logits = self._logits(visit)
+        self._empty_stderr()
+        return logits
 
     def lens(self, stream: Tensor) -> Tensor:
         """Logits (P, V) of the final norm and the head of a stream (P, d). Raises CodeError."""
@@ -218,6 +221,12 @@ class CodeModel:
         except (TypeError, ValueError) as error:
             raise self._ended() from error
 
+    def _empty_stderr(self) -> None:
+        assert self._scratch is not None
+        stderr = Path(self._scratch.name) / STDERR
+        if stderr.stat().st_size > STDERR_BYTES:
+            os.truncate(stderr, 0)
+
     def _ended(self) -> CodeError:
         """The error of a process that has ended, or that breaks the protocol and is ended now."""
         assert self._process is not None
@@ -229,7 +238,7 @@ class CodeModel:
             self._process.kill()
             status = self._process.wait()
         problem = folder / PROBLEM
-        stderr = (folder / "stderr").read_text(encoding="utf-8", errors="replace")
+        stderr = (folder / STDERR).read_text(encoding="utf-8", errors="replace")
         said = problem.read_text(encoding="utf-8") if problem.is_file() else ""
         self.close()
         if said:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from logitd.model.owner_code.process.answer import Answerer
 from logitd.model.owner_code.process.build import Request, build_model
 from logitd.model.owner_code.process.call import Caller, compare
-from logitd.model.owner_code.process.measure import Asked, measure
+from logitd.model.owner_code.process.measure import PACKAGES, Asked, measure
 from logitd.model.owner_code.process.network import leave_network
 from logitd.model.owner_code.process.problem import Problem
 from logitd.model.owner_code.process.wire import Wire
@@ -51,8 +51,9 @@ def main(folder: Path, end: socket.socket | None) -> int:
     leave_network()
     job = Job(**json.loads((folder / REQUEST).read_text(encoding="utf-8")))
     request = Request(**job.request)
-    own = os.getcwd()
-    sys.path[:] = [path for path in sys.path if path not in ("", own)]  # this project's folder
+    root = Path.cwd()
+    if root.name not in PACKAGES:  # a checkout of this project, whose folders have common names
+        sys.path[:] = [path for path in sys.path if path and Path(path) != root]
     os.chdir(Path(request.file).parent)
     if job.threads:
         torch.set_num_threads(job.threads)

@@ -71,3 +71,22 @@ def test_process_has_no_network_and_no_keys(
     )
     with pytest.raises(CodeError, match=r"owner\.py:Model: PermissionError: no network here"):
         code_model(written(tmp_path, code)).start()
+
+
+def test_prints_of_the_code_do_not_fill_the_disk(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch\nfrom torch import nn\n"
+        "class Model(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.weight = nn.Parameter(torch.zeros(4))\n"
+        "    def forward(self, ids):\n"
+        "        print('x' * 700_000, file=sys.stderr)\n"
+        "        return self.weight.sum() + torch.zeros(*ids.shape, 29)\n"
+    )
+    model = code_model(written(tmp_path, code))
+    for _ in range(4):
+        assert float(model.logits([Wanted([1, 2], 1, 2)]).sum()) == 4 * 29
+    assert model._scratch is not None
+    assert (Path(model._scratch.name) / "stderr").stat().st_size < 2**20
+    model.close()
