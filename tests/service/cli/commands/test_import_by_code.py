@@ -1,15 +1,19 @@
 """`logitd import --code` and `logitd serve --code`: when the code is kept, and what is said."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from logitd.model.checkpoint.checkpoint import read_checkpoint
 from logitd.model.owner_code.config import CodeConfig
 from logitd.service.cli.commands.import_model import for_serving
 from logitd.service.cli.commands.servable import NotServable
 from logitd.service.cli.main import run
-from tests.model.owner_code.imported import source, written
+from tests.model.owner_code.classes import CONTEXT, made
+from tests.model.owner_code.imported import LETTERS, imported, source, written
 
 
 def test_model_that_is_no_gpt_is_refused_with_the_flag_that_keeps_its_code(
@@ -81,3 +85,30 @@ def test_serving_a_foreign_file_imports_it_with_its_code(
     with pytest.raises(NotServable, match=r"was not imported from .* with this --code"):
         for_serving(path, may_import=True, code=code, run_code=True)
     assert "computed by its owner's code: owner.py" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_commands_compute_with_code_that_is_allowed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(imported("Mixture", tmp_path))
+    text = ("the cat saw a dog. " * 20)[: 7 * CONTEXT + 1]  # whole windows
+    (tmp_path / "text.txt").write_text(text)
+    data = ["--data", str(tmp_path / "text.txt"), "--run-code"]
+    capsys.readouterr()
+    assert run(["eval", path, *data, "--json"]) == 0
+    loss = json.loads(capsys.readouterr().out)["loss"]
+    ids = torch.tensor([LETTERS.index(letter) for letter in text])
+    model, nats = made("Mixture"), 0.0
+    for start in range(0, len(ids) - 1, CONTEXT):
+        window = ids[start : start + CONTEXT + 1]
+        with torch.no_grad():
+            logits, _ = model(window[None, :-1])
+        nats += float(F.cross_entropy(logits[0], window[1:], reduction="sum"))
+    assert loss == pytest.approx(nats / (len(ids) - 1), abs=1e-5)
+    for quantity in (["--top-k", "2"], ["--stages", "h.*.mlp"]):
+        out = str(tmp_path / f"out{quantity[0]}")
+        assert run(["extract", path, *data, "--out", out, *quantity]) == 0
+    capsys.readouterr()
+    assert run(["bench", path, "--run-code", "--batches", "1", "--tokens", "12"]) == 0
+    assert "owner.py:Mixture (each token computes the sequence again" in capsys.readouterr().out
