@@ -150,6 +150,7 @@ def serve(folder: Path, line: str) -> Iterator[httpx.Client]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_lines_of_the_page_work(desk: tuple[Path, float]) -> None:
     """Text, class, expression and flags lead to the same weights, whose loss is the script's."""
     folder, loss = desk
