@@ -9,8 +9,8 @@ from pydantic_settings import CliPositionalArg
 from logitd.model.data.sources.read_options import MaxDownload, SplitAt, TextField
 from logitd.service.settings.common import (
     BUNDLED_CHECKPOINT,
-    BatchCode,
     AsJson,
+    BatchCode,
     CheckpointPath,
     CommaList,
     CommandSettings,
