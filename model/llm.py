@@ -168,6 +168,7 @@ class LLM:
                         batches are fast
     run_code            run the code of a checkpoint that is computed by its owner's code; default:
                         True if LOGITD_RUN_CODE is 1
+    batch_code          compute its sequences in batches, whose last bits may differ
     log                 is called with a line when native kernels are built
 
     Raises LoadError. Methods raise InvalidRequest, a ValueError, for requests that cannot be
@@ -187,6 +188,7 @@ class LLM:
         kv_cache_dtype: KVCacheDType = "auto",
         slots: int | None = None,
         run_code: bool | None = None,
+        batch_code: bool = False,
         log: Callable[[str], None] = logger.info,
     ) -> None:
         budget = SlotBudget(slots, default=SlotDefault(EngineConfig().slots))
@@ -199,11 +201,10 @@ class LLM:
             quantize=quantize,
             kv_cache_dtype=kv_cache_dtype,
             run_code=os.environ.get(RUN_CODE) == "1" if run_code is None else run_code,
+            batch_code=batch_code,
         )
-        given = dataclasses.asdict(options)
-        del given["batch_code"]  # only a server's
         try:
-            _check_types(LLM.__init__, {**given, "slots": slots})
+            _check_types(LLM.__init__, {**dataclasses.asdict(options), "slots": slots})
             loaded = load_model(Path(checkpoint), options, slots=budget, log=log)
             use_threads(loaded.placement.threads)
             count, _ = choose_slots(loaded, budget)

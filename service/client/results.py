@@ -400,8 +400,8 @@ class Info:
     # requests that do not name a model.
     models: tuple[ModelStatus, ...]
     checkpoint: Checkpoint
-    # The model's shape: config.json's `model`. With `kind` `code`, its owner's code computes it,
-    # which the server was allowed to run.
+    # The model's shape: config.json's `model`. If its `kind` is `code`, its owner's code computes
+    # it, which the server was allowed to run.
     config: dict[str, Any]
     vocabulary: str  # Kind of the tokenizer, as in /tokenizer_info. With `none`, prompts are ids.
     training: dict[str, Any]  # Origin of the weights.

@@ -23,7 +23,6 @@ def run(settings: GenerateSettings) -> int:
     with LLM(
         settings.checkpoint,
         slots=settings.n,
-        run_code=settings.run_code,
         log=_log,
         **asdict(ComputeOptions.of(settings)),
     ) as llm:
