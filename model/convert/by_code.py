@@ -8,8 +8,9 @@ needs no knowledge of the computation, but the checkpoint is only served where i
 import hashlib
 import os
 import re
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,8 @@ from logitd.model.convert.vocabulary.choose import choose_vocabulary
 from logitd.model.dtypes import DTypeName
 from logitd.model.files import read_regular, written_to
 from logitd.model.owner_code.config import CodeConfig, CodeConfigError
-from logitd.model.owner_code.connection import CodeError
-from logitd.model.owner_code.job import measure
+from logitd.model.owner_code.connection import CodeError, write_sources
+from logitd.model.owner_code.job import compare, measure
 from logitd.model.owner_code.process.build import Request
 
 KIND = "its owner's code"
@@ -99,6 +100,7 @@ def import_by_code(
         )
     sources = _sources(code, facts["files"])
     config = _config(code, facts, vocabulary, sources, options)
+    _require_complete(config, sources, file)
     notes = list(_report(config, facts))
     for note in (*notes, *vocabulary.notes):
         log(note)
@@ -183,6 +185,26 @@ def _sources(code: OwnerCode, files: Sequence[str]) -> dict[str, bytes]:
     }
 
 
+def _require_complete(config: CodeConfig, sources: Mapping[str, bytes], file: StateFile) -> None:
+    """Raise ConvertError unless the kept source files alone compute the model."""
+    with tempfile.TemporaryDirectory(prefix="logitd-code-") as folder:
+        write_sources(Path(folder), sources)
+        request = Request(
+            file=str(Path(folder) / config.file),
+            expression=config.expression,
+            call=config.call,
+            chosen=asdict(config.values),
+        )
+        try:
+            compare(request, file.tensors, rows=config.rows, length=min(2, config.context_length))
+        except CodeError as error:
+            raise ConvertError(
+                f"without the other files of its folder, {config.code}{error}. A checkpoint keeps "
+                f"the source files ({', '.join(sources)}): write into the code what it reads from "
+                "others"
+            ) from error
+
+
 def _config(
     code: OwnerCode,
     facts: Mapping[str, Any],
@@ -212,7 +234,7 @@ def _config(
                 "expression": code.expression,
                 "call": code.call,
                 "values": {
-                    kind: {name: value for name, value in values.items() if name in words}
+                    kind: {name: value for name, value in values.items() if name.lower() in words}
                     for kind, values in facts["chosen"].items()
                 },
                 "deterministic": facts["deterministic"],

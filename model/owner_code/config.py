@@ -39,11 +39,13 @@ class ModuleStage:
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Values:
     """Values of the checkpoint by names in lower case: for global variables (`top`), for parameters
-    with a default (`over`), and for other parameters."""
+    with a default (`over`), and for other parameters. `names` are the values that assignments of
+    the file had at the import, for those that fail without the files next to it."""
 
     top: Mapping[str, Any]
     over: Mapping[str, Any]
     values: Mapping[str, Any]
+    names: Mapping[str, Any] = Field(default_factory=dict)
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)

@@ -67,6 +67,12 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("LOGITD_")}
 
 
+def write_sources(folder: Path, sources: Mapping[str, bytes]) -> None:
+    for name, source in sources.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(source)
+
+
 def last_lines(text: str) -> str:
     """The last lines of an output, for a message."""
     return " / ".join(text.strip().splitlines()[-STDERR_LINES:])[:600]
@@ -102,9 +108,7 @@ class CodeModel:
         self.close()
         self._scratch = tempfile.TemporaryDirectory(prefix="logitd-code-")
         folder = Path(self._scratch.name)
-        for name, source in self.sources.items():
-            (folder / "code" / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / "code" / name).write_bytes(source)
+        write_sources(folder / "code", self.sources)
         (folder / REQUEST).write_text(json.dumps(asdict(self._job(folder))), encoding="utf-8")
         ours, theirs = socket.socketpair()
         with theirs, (folder / STDERR).open("ab") as stderr:

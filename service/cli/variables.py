@@ -10,10 +10,14 @@ from dotenv import dotenv_values
 
 from logitd.service.settings.common import PREFIX, CommandSettings
 
+DOTENV = ".env"
 NOT_SETTINGS = {"LOGITD_API_KEY", "LOGITD_BASE_URL"}
 """Variables that the Python client and `logitd bench` read."""
 KUBERNETES = ("LOGITD_SERVICE_", "LOGITD_PORT_")
 """Prefixes of variables that Kubernetes sets in containers if a service is named logitd."""
+RUN_CODE = "_RUN_CODE"
+"""End of the variables that allow a checkpoint's code to run. A .env may belong to the folder of a
+stranger's model, so it cannot set them."""
 NEAR = 0.7
 """Minimum similarity of a suggested variable, from 0 to 1."""
 
@@ -31,6 +35,11 @@ def check_variables(
     for place, values in places():
         for name in sorted(values):
             upper = name.upper()
+            if place == DOTENV and upper.startswith(PREFIX) and upper.endswith(RUN_CODE):
+                problems.append(
+                    f"{name} cannot be set in {DOTENV}, which may have come with the model: give "
+                    "--run-code, or set it in the environment"
+                )
             if not upper.startswith(PREFIX) or upper in own | NOT_SETTINGS:
                 continue
             known = known or set().union(*map(_variables, every))
@@ -46,7 +55,7 @@ def places() -> Iterator[tuple[str, Mapping[str, str | None]]]:
     """The places where variables are set, each with its name and variables. The first place has
     precedence."""
     yield "the environment", os.environ
-    yield ".env", dotenv_values(".env") if Path(".env").is_file() else {}
+    yield DOTENV, dotenv_values(DOTENV) if Path(DOTENV).is_file() else {}
 
 
 def _variables(settings: type[CommandSettings]) -> set[str]:

@@ -21,6 +21,7 @@ from logitd.model.owner_code.process.define import (
     is_config_name,
     loaded,
     parse,
+    record,
     run_definitions,
 )
 from logitd.model.owner_code.process.problem import Problem
@@ -87,6 +88,7 @@ class Attempt:
     top     values that override global names of the file
     over    values that override the defaults of parameters
     values  values for parameters without a default
+    names   values of assignments, for those that fail
     asked   names that the code looked up, over all attempts
     """
 
@@ -94,11 +96,12 @@ class Attempt:
     over: Mapping[str, Any]
     values: Mapping[str, Any]
     asked: set[str]
+    names: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def chosen(self) -> dict[str, Mapping[str, Any]]:
         """The members that repeat the attempt."""
-        return {"top": self.top, "over": self.over, "values": self.values}
+        return {"top": self.top, "over": self.over, "values": self.values, "names": self.names}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,14 +136,17 @@ def build_model(request: Request, weights: Mapping[str, Tensor]) -> Built:
     for attempt in attempts(request):
         try:
             file = Path(request.file)
-            module = run_definitions(file, request.expressions, request.values, attempt.top)
+            module = run_definitions(
+                file, request.expressions, request.values, attempt.top, attempt.names
+            )
             model = make(module, request, attempt)
             load(model, weights)
         except Problem as problem:
             problems.append(problem)
             tried = attempt.asked & request.flags.keys()
         else:
-            return Built(model.eval(), module, attempt)
+            names = {**attempt.names, **record(file, request.expressions, module)}
+            return Built(model.eval(), module, dataclasses.replace(attempt, names=names))
     said = str(problems[:3][-1])
     if flags := sorted(tried - request.said.keys()):
         said += (

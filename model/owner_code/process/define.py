@@ -1,14 +1,16 @@
 """Define: runs the definitions of an owner's file, but not its script.
 
 Only the imports, classes, functions and assignments that the model's expression needs are executed,
-not a training loop. If an assignment fails (`len(chars)` of a missing text), it is skipped, or its
-value is taken from the checkpoint. An import that fails is reported when its name is first used.
+not a training loop. If an assignment fails (`len(chars)` of a missing text), its value is the one
+that it had at the import (`record`), or is taken from the checkpoint, or it is skipped. An import
+that fails is reported when its name is first used.
 """
 
 import __future__
 
 import ast
 import importlib.machinery
+import json
 import sys
 import types
 from collections.abc import Mapping, Sequence
@@ -21,12 +23,21 @@ PARENTS = 4
 """Number of folders above the file in which imported packages are looked for."""
 
 
+RECORDED_BYTES, RECORDED_TEXT = 2**16, 256
+"""Largest value of a global name that is recorded, as JSON, and longest text: a longer one is data
+of the training, from which other values were computed."""
+
+
 def run_definitions(
-    file: Path, expressions: Sequence[str], values: Mapping[str, Any], override: Mapping[str, Any]
+    file: Path,
+    expressions: Sequence[str],
+    values: Mapping[str, Any],
+    override: Mapping[str, Any],
+    recorded: Mapping[str, Any],
 ) -> types.ModuleType:
-    """Run the definitions of a file that some expressions need, as a module. `values` replace the
-    values of failing assignments, and `override` the numbers of global names. Keys are in lower
-    case. Raises Problem."""
+    """Run the definitions of a file that some expressions need, as a module. `recorded`, by exact
+    names, and `values` replace the values of failing assignments, and `override` the numbers of
+    global names; the keys of both are in lower case. Raises Problem."""
     tree = parse(file)
     module = new_module(file, tree)
     names, needed = vars(module), needed_names(tree, expressions)
@@ -49,12 +60,33 @@ def run_definitions(
                 failed = FailedImport(f"{ast.unparse(statement)} in {where}, failed: {reason}")
                 names |= dict.fromkeys(targets, failed)
             names |= {name: values[name.lower()] for name in targets if name.lower() in values}
+            names |= {name: recorded[name] for name in targets if name in recorded}
         for name in targets & override.keys():
             if isinstance(names.get(name), int | float) and isinstance(override[name], int | float):
                 names[name] = override[name]
     missing = needed - names.keys()
     names |= {name: values[name.lower()] for name in missing if name.lower() in values}
     return module
+
+
+def record(file: Path, expressions: Sequence[str], module: types.ModuleType) -> dict[str, Any]:
+    """The values of the assignments that some expressions need, if they are small and JSON holds
+    them: they may come from files that are not there when the model is served."""
+    tree, kept = parse(file), dict[str, Any]()
+    needed = needed_names(tree, expressions)
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign | ast.AnnAssign):
+            for name in (defined(statement) or set()) & needed & vars(module).keys():
+                value = vars(module)[name]
+                if isinstance(value, str) and len(value) > RECORDED_TEXT:
+                    continue
+                try:
+                    text = json.dumps(value, allow_nan=False)
+                except (TypeError, ValueError, RecursionError):
+                    continue
+                if len(text) <= RECORDED_BYTES and json.loads(text) == value:
+                    kept[name] = value
+    return kept
 
 
 class FailedImport:

@@ -49,6 +49,9 @@ class App {
       model: new ModelTab(this),
     };
     find("tab-compare").hidden = models.length < 2;
+    const byCode = info.config.kind === "code"; // an owner's code gives no attention weights
+    find("tab-attention").hidden = byCode;
+    find("tab-lens").hidden = byCode && !info.config.lens;
     this.tab = null;
   }
 

@@ -1,13 +1,18 @@
 """The process of an owner's code: it crashes, hangs, and starts again."""
 
+import contextlib
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from logitd import LLM, SamplingParams
 from logitd.model.checkpoint.checkpoint import read_checkpoint, read_sources
+from logitd.model.convert.by_code import CodeOptions, import_by_code
+from logitd.model.convert.by_role.owner_code import parse_owner_code
+from logitd.model.convert.foreign import ConvertError
 from logitd.model.llm import GenerationError
 from logitd.model.owner_code.config import CodeConfig
 from logitd.model.owner_code.connection import CodeError, CodeModel, Wanted
@@ -90,3 +95,56 @@ def test_prints_of_the_code_do_not_fill_the_disk(tmp_path: Path) -> None:
     assert model._scratch is not None
     assert (Path(model._scratch.name) / "stderr").stat().st_size < 2**20
     model.close()
+
+
+CHARACTERS = """
+from pathlib import Path
+import torch
+from torch import nn
+text = Path("input.txt").read_text()
+chars = sorted(set(text))
+
+class Recurrent(nn.Module):
+    def __init__(self, vocab_size=len(chars)):
+        super().__init__()
+        self.embed, self.rnn = nn.Embedding(vocab_size, 8), nn.GRU(8, 8, batch_first=True)
+        self.head = nn.Linear(8, vocab_size)
+
+    def forward(self, ids):
+        return self.head(self.rnn(self.embed(ids))[0])
+"""
+
+
+def test_values_from_files_that_are_not_kept_are_recorded(tmp_path: Path) -> None:
+    """The import ran where the text was, and the served class had no default any more."""
+    text = "ab, cd"
+    (tmp_path / "input.txt").write_text(text)
+    (tmp_path / "owner.py").write_text(CHARACTERS)
+    names: dict[str, Any] = {"__name__": "owner"}
+    with contextlib.chdir(tmp_path):
+        exec(CHARACTERS, names)
+    model = names["Recurrent"]()
+    torch.save({"model": model.state_dict(), "chars": sorted(text)}, tmp_path / "model.pt")
+    options = CodeOptions(code=parse_owner_code(f"{tmp_path}/owner.py:Recurrent"), answers={})
+    path = tmp_path / "imported"
+    import_by_code(tmp_path / "model.pt", path, options, log=lambda line: None)
+    (tmp_path / "input.txt").unlink()
+    with LLM(path, run_code=True) as llm:
+        logits = torch.from_numpy(llm.logits([0, 3, 1]))
+    assert torch.allclose(logits, model(torch.tensor([[0, 3, 1]]))[0], atol=1e-5)
+
+
+def test_code_that_needs_another_file_is_refused_at_the_import(tmp_path: Path) -> None:
+    (tmp_path / "sizes.bin").write_bytes(b"8" * 10)
+    code = CHARACTERS.replace('Path("input.txt").read_text()', '"ab, cd"').replace(
+        "        super", '        Path("sizes.bin").read_bytes()\n        super'
+    )
+    (tmp_path / "owner.py").write_text(code)
+    names: dict[str, Any] = {"__name__": "owner"}
+    with contextlib.chdir(tmp_path):
+        exec(code, names)
+        state = names["Recurrent"]().state_dict()
+    torch.save({"model": state, "chars": sorted("ab, cd")}, tmp_path / "model.pt")
+    options = CodeOptions(code=parse_owner_code(f"{tmp_path}/owner.py:Recurrent"), answers={})
+    with pytest.raises(ConvertError, match=r"without the other files of its folder.*sizes\.bin"):
+        import_by_code(tmp_path / "model.pt", tmp_path / "out", options, log=lambda line: None)

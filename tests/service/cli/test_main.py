@@ -133,6 +133,15 @@ def set_variable(source: str, name: str, value: str, monkeypatch: pytest.MonkeyP
         Path(".env").write_text(f"{name}={value}\n")
 
 
+@pytest.mark.parametrize("name", ["LOGITD_RUN_CODE", "LOGITD_SERVE_RUN_CODE"])
+def test_file_that_came_with_a_model_cannot_allow_its_code(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_variable(".env", name, "1", monkeypatch)
+    assert run(["serve"]) == 2
+    assert f"{name} cannot be set in .env" in capsys.readouterr().err
+
+
 def test_secrets_are_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["serve", "--admin-key", "my secret"]) == 2
     err = capsys.readouterr().err

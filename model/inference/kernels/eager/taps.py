@@ -134,7 +134,9 @@ class Changes:
     def _visible(self, layer: int | None) -> int:
         """Number of positions that a position of a layer attends to, itself included."""
         config = self._config
-        window = config.window(layer) if isinstance(config, GPTConfig) and layer is not None else None
+        window = (
+            config.window(layer) if isinstance(config, GPTConfig) and layer is not None else None
+        )
         return window or config.context_length
 
 
