@@ -25,6 +25,7 @@ from logitd.model.text.tokenizer import Tokenizer
 from logitd.service.settings.common import BUNDLED_CHECKPOINT
 from tests.e2e.server import STARTUP_SECONDS, ServedProcess
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt, training_record
+from tests.model.owner_code.imported import imported
 from tests.service.application.test_playground_files import LEAST_CONTRAST, contrast
 
 pytestmark = pytest.mark.slow
@@ -822,3 +823,19 @@ def test_page_runs_only_scripts_of_the_server(server: ServedProcess, new_page: N
     page.evaluate("document.body.append(Object.assign(document.createElement('script'), "
                   "{textContent: 'window.foreign = true'}))")  # fmt: skip
     assert page.evaluate("window.foreign") is None
+
+
+def test_model_by_its_owners_code_has_the_tabs_that_need_only_logits_and_stages(
+    tmp_path: Path, new_page: NewPage
+) -> None:
+    path = imported("ResidualAttention", tmp_path)
+    with ServedProcess(str(path), "--run-code", "--threads", "1") as server:
+        page = ready(new_page(f"{server.url}/#prompt=ab"))
+        tabs = page.locator("[role=tab]:visible").all_inner_texts()
+        assert tabs == ["Generate", "Inside", "Tokens", "Model"]
+        shown = generate(page, seed=1, max_tokens=5, temperature=1)
+        body = {"prompt": "ab", "seed": 1, "max_tokens": 5, "temperature": 1}
+        assert shown == "ab" + asked(server, "/generate", **body)["choices"][0]["text"]
+        open_tab(page, "inside", "#change-stage")
+        stages = page.locator("#change-stage option").all_inner_texts()
+        assert "blocks.1" in stages or "blocks.*" in stages, stages

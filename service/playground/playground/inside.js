@@ -115,7 +115,7 @@ export class Inside {
         hint(
           list.length
             ? `The changes move the distribution by ${moved.toFixed(3)} bits. They apply in all tabs until you remove them.`
-            : "No changes yet: switch off a head to see its effect.",
+            : "No changes yet: make one to see its effect.",
         ),
       ];
     });
