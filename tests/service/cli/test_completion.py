@@ -22,7 +22,7 @@ OFFERED = {
     "logitd serve --quantize ": ["none", "int8", "int4"],
     "logitd serve --quantize n": ["none"],
     "logitd serve --served": ["--served-model-name"],
-    "logitd train --no-re": ["--no-resume"],
+    "logitd train --no-resu": ["--no-resume"],
     "logitd help ex": ["extract", "export"],
     "logitd completion ": ["bash", "zsh", "fish"],
     "logitd serve mine": ["mine-of-tuesday"],
