@@ -830,7 +830,7 @@ def test_model_by_its_owners_code_has_the_tabs_that_need_only_logits_and_stages(
 ) -> None:
     path = imported("ResidualAttention", tmp_path)
     with ServedProcess(str(path), "--run-code", "--threads", "1") as server:
-        page = ready(new_page(f"{server.url}/#prompt=ab"))
+        page = ready(new_page(f"{server.url}/#prompt=ab", quiet=False))
         tabs = page.locator("[role=tab]:visible").all_inner_texts()
         assert tabs == ["Generate", "Inside", "Tokens", "Model"]
         shown = generate(page, seed=1, max_tokens=5, temperature=1)
@@ -838,4 +838,4 @@ def test_model_by_its_owners_code_has_the_tabs_that_need_only_logits_and_stages(
         assert shown == "ab" + asked(server, "/generate", **body)["choices"][0]["text"]
         open_tab(page, "inside", "#change-stage")
         stages = page.locator("#change-stage option").all_inner_texts()
-        assert "blocks.1" in stages or "blocks.*" in stages, stages
+        assert "blocks.N.qkv" in stages

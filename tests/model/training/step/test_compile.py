@@ -4,6 +4,7 @@ tests/e2e/test_torchrun.py runs torch's C++ compiler, for a minute.
 """
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from logitd.model.training import trainer
 from logitd.model.training.configuration.config import TrainingConfig
 from logitd.model.training.configuration.presets import Compile
 from logitd.model.training.configuration.resolve import resolve
+from logitd.model.training.distributed.ranks import Ranks
 from logitd.model.training.run.directory import RunDirectory
 from logitd.model.training.step.compile import CompiledLoss, choose_loss, compiles
 from logitd.model.training.step.forward import Forward
@@ -117,6 +119,37 @@ def test_failed_compiler_leaves_training_eager_with_one_notice(
     assert "no C compiler here" in notices[1]
     assert "\n" not in notices[1]
     assert "No CUDA runtime" not in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails_here", [False, True])
+def test_compiler_that_fails_in_one_process_leaves_all_eager(
+    fails_here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If one of two processes could not compile, it once went on eagerly, and both waited for each
+    other forever."""
+
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no C compiler here")
+
+    told: list[list[float]] = []
+
+    def any_fails(ranks: Ranks, numbers: Sequence[float]) -> list[float]:
+        told.append(list(numbers))
+        return [1.0]
+
+    monkeypatch.setattr(Ranks, "all_reduce_max", any_fails)
+    gpt, ids, targets = _small()
+    forward = Forward(gpt, EXACT, dropout=0.0)
+    notices: list[str] = []
+    compiled = CompiledLoss(
+        forward, notices.append, backend=broken if fails_here else "eager", peers=Ranks(size=2)
+    )
+    assert torch.equal(compiled(ids, targets), forward.loss(ids, targets))
+    assert told == [[fails_here]]
+    reason = "no C compiler here" if fails_here else "another process cannot compile"
+    assert notices[-1].startswith("not compiled")
+    assert reason in notices[-1]
 
 
 def test_resumed_run_keeps_the_decision_to_compile(
