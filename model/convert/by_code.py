@@ -250,7 +250,7 @@ def _config(
 
 
 def _report(config: CodeConfig, facts: Mapping[str, Any]) -> list[str]:
-    """What was measured, in sentences."""
+    """Sentences about the measured facts."""
     lines = [
         f"computed by its owner's code: {', '.join(Path(name).name for name in facts['files'])}",
         f"context length {config.context_length:,}, vocabulary {config.vocab_size:,}, "

@@ -12,13 +12,13 @@ from pathlib import Path
 import regex
 
 from logitd.model.convert.by_role.build import Built
+from logitd.model.convert.by_role.by_text import compared_with_chance
 from logitd.model.convert.by_role.objective import (
     FEWEST_LINES,
     SAMPLE_TOKENS,
     CheckText,
     text_objectives,
 )
-from logitd.model.convert.by_role.resolve import compared_with_chance
 from logitd.model.convert.foreign import ConvertError, ForeignModel, ForeignTokenizer
 from logitd.model.data.errors import DataError
 from logitd.model.data.sources.document import beginning

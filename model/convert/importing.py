@@ -36,7 +36,7 @@ from logitd.model.convert.by_role.read import (
     read_by_role,
     recognise_file,
 )
-from logitd.model.convert.by_role.resolve import OpenQuestions
+from logitd.model.convert.by_role.resolution import OpenQuestions
 from logitd.model.convert.card import write_import_card
 from logitd.model.convert.check_text import check_files, compare_with_text, read_check_text
 from logitd.model.convert.foreign import FLOATS, ConvertError, ForeignModel, ForeignTokenizer

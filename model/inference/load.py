@@ -178,7 +178,7 @@ def load_code(checkpoint: CheckpointInfo, placement: Placement, *, together: boo
 
 
 def describe_code(model: CodeModel) -> str:
-    """How the owner's code computes, with its measured speed."""
+    """A description of the decoding by owner's code, with its measured speed."""
     config, speed = model.config, model.speed
     assert speed is not None
     how = (

@@ -39,7 +39,7 @@ UNITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeOptions:
-    """How a checkpoint is computed. The defaults suit this machine.
+    """Options of computing with a checkpoint. The defaults suit this machine.
 
     threads     number of threads of torch and of the native decoder; 0: one per processor
     run_code    run the code of a checkpoint that is computed by its owner's code

@@ -34,13 +34,8 @@ from logitd.model.convert.by_role.questions import (
     setting,
 )
 from logitd.model.convert.by_role.recognise import NotRecognised, is_buffer, recognise
-from logitd.model.convert.by_role.resolve import (
-    Alternative,
-    OpenQuestions,
-    Resolution,
-    answer,
-    resolve,
-)
+from logitd.model.convert.by_role.resolution import Alternative, OpenQuestions, Resolution
+from logitd.model.convert.by_role.resolve import answer, resolve
 from logitd.model.convert.by_role.tensor_map import (
     IDENTITY,
     MappedTensors,

@@ -119,7 +119,7 @@ def _names_of(table: Table) -> Iterator[str]:
 
 
 def fixed_with(ids: int) -> str | None:
-    """The name of a fixed alphabet with so many ids; None if there is none."""
+    """The name of the fixed alphabet with this number of ids; None if there is none."""
     return next((name for name, texts in _FIXED.items() if len(texts) == ids), None)
 
 

@@ -36,7 +36,7 @@ STAGE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,80}")
 
 @dataclass(frozen=True)
 class Asked:
-    """What to measure.
+    """Options of a measurement.
 
     context      context length to check; None: the longest that works
     rows         number of ids, if it is known

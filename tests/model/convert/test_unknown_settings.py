@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from logitd.model.convert.by_role.read import RoleOptions
-from logitd.model.convert.by_role.resolve import OpenQuestions
+from logitd.model.convert.by_role.resolution import OpenQuestions
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.importing import import_model
 from logitd.model.convert.state_file import collect_settings

@@ -3,7 +3,7 @@
 The final hidden states of this decoder are the logits, and its head is the identity. Its cache
 holds the token ids of each slot: each pass computes the whole sequence again, unless the model has
 a cache of its own. A prompt is one pass however it is divided into pieces, and a decode step one
-pass for each row, so the batch changes no bits (unless the model is told to compute rows together).
+pass for each row, so the batch changes no bits (except with `--batch-code`).
 """
 
 from collections.abc import Collection, Sequence

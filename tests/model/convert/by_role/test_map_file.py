@@ -9,7 +9,7 @@ import torch
 from logitd.model.convert.by_role.build import Built
 from logitd.model.convert.by_role.map_file import check_answers, draft, read_map_file, tensor_map
 from logitd.model.convert.by_role.read import RoleOptions, read_by_role, recognise_file
-from logitd.model.convert.by_role.resolve import OpenQuestions
+from logitd.model.convert.by_role.resolution import OpenQuestions
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.state_file import StateFile
 from tests.model.convert.by_role.scheme import (

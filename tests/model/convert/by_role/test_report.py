@@ -14,7 +14,8 @@ from logitd.model.convert.by_role.read import (
     table,
     understood,
 )
-from logitd.model.convert.by_role.resolve import Alternative, Resolution, resolve
+from logitd.model.convert.by_role.resolution import Alternative, Resolution
+from logitd.model.convert.by_role.resolve import resolve
 from tests.model.convert.by_role.scheme import findings, given_logits, mapped, some_ids, state_file
 from tests.model.convert.by_role.schemes import SCHEMES
 

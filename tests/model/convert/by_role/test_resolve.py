@@ -19,7 +19,8 @@ from logitd.model.convert.by_role.objective import (
 )
 from logitd.model.convert.by_role.questions import FIELDS, Finding, canonical
 from logitd.model.convert.by_role.read import RoleOptions, read_by_role, recognise_file
-from logitd.model.convert.by_role.resolve import OpenQuestions, Resolution, answer, first, resolve
+from logitd.model.convert.by_role.resolution import OpenQuestions, Resolution, first
+from logitd.model.convert.by_role.resolve import answer, resolve
 from logitd.model.convert.foreign import ConvertError
 from tests.model.convert.by_role.conftest import Trained
 from tests.model.convert.by_role.scheme import (

@@ -20,7 +20,8 @@ from logitd.model.convert.by_role.objective import (
 )
 from logitd.model.convert.by_role.questions import CONVENTION, Finding
 from logitd.model.convert.by_role.read import RoleOptions, recognise_file
-from logitd.model.convert.by_role.resolve import OpenQuestions, Resolution, resolve
+from logitd.model.convert.by_role.resolution import OpenQuestions, Resolution
+from logitd.model.convert.by_role.resolve import resolve
 from logitd.model.convert.by_role.stated_loss import StatedLoss, stated_loss
 from logitd.model.convert.foreign import ConvertError
 from tests.model.convert.by_role.conftest import Trained

@@ -216,7 +216,7 @@ def test_run_keeps_its_chosen_size_and_resumes_without_measuring(
 def _choice(
     asked: TrainingConfig, tokens: float, published: int | None = None, size: Size = SIZES[2]
 ) -> Choice:
-    """The choice of `size`, by default that of `tiny`, for a run of so many tokens."""
+    """The choice of `size` (default: that of `tiny`) for a run of this many tokens."""
     return Choice(size, resolve_size(asked, size, published), 1.0, tokens, {})
 
 

@@ -124,7 +124,8 @@ def test_every_combination_matches_the_twin(library: ctypes.CDLL, name: str) -> 
 
 
 def test_softcap_limits_logits_and_keeps_nan(library: ctypes.CDLL) -> None:
-    """Of a vocabulary that several threads divide and no vector does, near 0 and at the limit."""
+    """Logits near 0 and at the limit. Several threads divide the vocabulary, whose size is no
+    multiple of a vector."""
     config = tiny_config(**COMBINED, vocab_size=9001, tied_head=False)
     gpt = tiny_gpt(config)
     hidden = torch.randn(3, 44, generator=torch.Generator().manual_seed(0))

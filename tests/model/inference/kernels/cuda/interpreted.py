@@ -34,7 +34,7 @@ STEPS: dict[str, list[tuple[int, int]]] = {
 QUICK = ("one row", "drafts")
 """Kinds with different kernels."""
 WHOLE = 2
-"""Of several families, those with two layers, all kinds of steps, and each row alone."""
+"""Number of families that are computed with two layers, all kinds of steps, and each row alone."""
 
 
 @torch.inference_mode()

@@ -1,0 +1,270 @@
+"""By text: chooses the computation with the lowest loss on a text, if the text is evidence.
+
+The loss must lie below that of counted tokens and agree with a loss that the file states
+(`ngrams.py`, `stated_loss.py`). Fields whose values the text cannot tell apart stay open.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from logitd.model.convert.by_role.build import build, head_shape
+from logitd.model.convert.by_role.computation import Computation
+from logitd.model.convert.by_role.objective import (
+    MARGIN_ERRORS,
+    TextObjective,
+    logits_of,
+    open_gpt,
+)
+from logitd.model.convert.by_role.questions import Findings, canonical
+from logitd.model.convert.by_role.resolution import (
+    Alternative,
+    OpenQuestions,
+    Resolution,
+    first,
+    origins_of,
+    question,
+)
+from logitd.model.convert.by_role.search import Search
+from logitd.model.convert.by_role.tensor_map import MappedTensors
+from logitd.model.convert.foreign import ConvertError
+from logitd.model.transformer.config import ConfigError
+
+ANSWERS = (
+    "Give the owner's class with --code, or the open fields as flags, if you know them; "
+    "--code FILE:NAME --run-code serves a class that nothing here computes"
+)
+UNUSUAL: Mapping[str, Any] = {
+    "residual": "parallel",
+    "activation": "relu2",
+    "qk_norm": "unit",
+    "embedding_scale": "sqrt_d_model",
+}
+"""Values that few models have, but that won on texts when the right variant was not among the
+candidates."""
+FEWEST_CHANNELS = 8
+"""Smallest usual width of a head."""
+SAME_LOGITS = 0.01
+"""Largest difference of logits at which variants with the same loss count as equal."""
+
+
+class ByText:
+    def __init__(
+        self, tensors: MappedTensors, findings: Findings, text: TextObjective, seconds: float
+    ) -> None:
+        self._tensors, self._findings = tensors, findings
+        self._text = _at_its_speed(tensors, findings, text)
+        self._search = Search(tensors, findings, self._text, seconds)
+
+    @cached_property
+    def _found(self) -> Computation:
+        return self._search.best()
+
+    def quick_loss(self) -> float:
+        return self._search.mean(self._found)
+
+    def resolution(self) -> Resolution:
+        """Choose by the text. Raises OpenQuestions if the text does not decide; ConvertError if no
+        variant predicts it, or if the model is not causal."""
+        search, name_of_text = self._search, self._text.name
+        best = self._polish(self._conventional(self._found))
+        loss, chance = search.mean(best, "full"), self._text.unigram_nats()
+        self._require_prediction(loss, chance)
+        self._require_causal(best, loss)
+        objection = self._objection(best, loss)
+        if objection and search.ambiguous:
+            raise ConvertError(f"{self._tensors.where}: {objection}. {ANSWERS}")
+        alternatives = {name: self._alternatives(best, name, loss) for name in search.open}
+        origins, unclear = dict[str, str](), dict[str, str]()
+        for name in search.ambiguous:
+            near = [other for other in alternatives[name] if not other.clear]
+            origins[name], differ = self._decision(best, name, near)
+            if self._findings[name].resolved:
+                continue
+            if not self._findings[name].values[1:]:
+                unclear[name] = question(name, self._findings[name])
+            elif differ:
+                least = min(other.penalty for other in near)
+                unclear[name] = (
+                    f"{question(name, self._findings[name])}: {getattr(best, name)} has "
+                    f"{loss:.4f} nats, {_values(near)} {least:.4f}"
+                )
+        if unclear:
+            lines = "\n".join(f"  {line}" for line in unclear.values())
+            raise OpenQuestions(
+                f"{self._tensors.where}: {name_of_text} does not tell these apart:\n{lines}\n"
+                "Answer with these flags, or give more text, or --code",
+                list(unclear),
+            )
+        return Resolution(
+            computation=best,
+            origins=origins_of(self._findings, **self._won(best), **origins),
+            verified=f"not verified: {objection}"
+            if objection
+            else compared_with_chance(loss, self._text),
+            penalty=loss,
+            alternatives=[other for others in alternatives.values() for other in others],
+            warning=self._warning(best),
+        )
+
+    def _won(self, best: Computation) -> dict[str, str]:
+        """The reason for unambiguous fields that differ from their convention."""
+        return {
+            name: f"the lowest loss on {self._text.name}, against the convention"
+            for name in self._search.open
+            if name not in self._search.ambiguous
+            and getattr(best, name) != self._findings[name].values[0]
+        }
+
+    def _objection(self, best: Computation, loss: float) -> str:
+        """The reason why the loss is no evidence for the variant; "" if it is. Pairs are the bar,
+        as a model that learned little may predict no better than triples; triples are, if the text
+        chose unusual values and the file states no loss."""
+        text, penalties = self._text, self._search.score(best, "full")
+        error = 0.0
+        if penalties is not None and len(penalties) > 1:
+            error = float(penalties.std()) / math.sqrt(min(len(penalties), text.distinct))
+        if text.stated is not None and loss > text.stated.limit:
+            return (
+                f"the best variant has {loss:.3f} nats per token on {text.name}, but the file "
+                f"states {text.stated.name} {text.stated.nats:.3f}: none that this project "
+                "computes is the source's, or the text is not like its training data"
+            )
+        unusual = self._unusual(best)
+        bar = text.triples if unusual and text.stated is None else text.pairs
+        if loss + MARGIN_ERRORS * error < bar:
+            return ""
+        chosen = f", with {', '.join(unusual)}," if unusual else ""
+        return (
+            f"the best variant{chosen} has {loss:.3f} nats per token on {text.name} (standard "
+            f"error {error:.3f}). Counted {'triples' if bar == text.triples else 'pairs'} of its "
+            f"tokens reach {bar:.3f}, and so do wrong variants: the loss decides nothing"
+        )
+
+    def _unusual(self, best: Computation) -> list[str]:
+        """The unusual values that the text chose."""
+        unusual = [
+            f"{name} {getattr(best, name)}"
+            for name in self._search.open
+            if getattr(best, name) == UNUSUAL.get(name)
+        ]
+        if "n_head" in self._search.open:
+            size = head_shape(self._tensors, best.n_head).head_dim
+            unusual += [f"n_head {best.n_head} ({size} channels each)"] * (size < FEWEST_CHANNELS)
+        return unusual
+
+    def _warning(self, best: Computation) -> str:
+        unusual = self._unusual(best)
+        if len(unusual) < 2:
+            return ""
+        return (
+            f"{self._text.name} chose {', '.join(unusual)}, which few models have together. "
+            "Compare with --code before you rely on it"
+        )
+
+    def _conventional(self, best: Computation) -> Computation:
+        """Set every unambiguous field to its convention, unless that is clearly worse."""
+        for name in self._search.open:
+            usual = canonical(replace(best, **{name: self._findings[name].values[0]}))
+            if name in self._search.ambiguous or usual == best:
+                continue
+            if not self._search.compare(usual, best)[1]:
+                best = usual
+        return best
+
+    def _polish(self, best: Computation) -> Computation:
+        """Move to better neighbours until there is none. A change of an ambiguous field may be
+        better by any amount, other changes must be clearly better."""
+        moved = True
+        while moved:
+            moved = False
+            for name in self._search.open:
+                for other in self._search.neighbours(best, name):
+                    worse, clear = self._search.compare(best, other)
+                    enough = clear or (name in self._search.ambiguous and worse >= 1e-6)
+                    if worse > 0 and enough:
+                        best, moved = other, True
+        return best
+
+    def _require_prediction(self, loss: float, chance: float) -> None:
+        if loss > chance and self._search.ambiguous:
+            raise ConvertError(
+                f"{self._tensors.where}: no variant predicts {self._text.name} better than its "
+                f"tokens' own frequencies do ({loss:.3f} against {chance:.3f} nats per token), so "
+                "the text decides nothing: give one like those that the model was trained on, with "
+                "its vocabulary (--tokenizer), or --code"
+            )
+
+    def _require_causal(self, best: Computation, loss: float) -> None:
+        if not best.causal:
+            masked = self._search.mean(replace(best, causal=True), "full")
+            raise ConvertError(
+                f"{self._tensors.where}: the model predicts {self._text.name} only if every "
+                f"position attends to the whole text ({loss:.3f} nats per token; with a causal "
+                f"mask {masked:.3f}): it has no causal mask, so it is not a GPT and cannot generate"
+            )
+
+    def _alternatives(self, best: Computation, name: str, loss: float) -> list[Alternative]:
+        """The other values of a field with their losses. Close values of an ambiguous field are
+        compared on more of the text."""
+        alternatives = []
+        for other in self._search.neighbours(best, name):
+            worse, clear = self._search.compare(other, best)
+            if not clear and name in self._search.ambiguous and worse > 1e-4:
+                worse, clear = self._search.compare(other, best, "thorough")
+            if math.isfinite(worse):
+                alternatives.append(Alternative(name, getattr(other, name), loss + worse, clear))
+        return alternatives
+
+    def _decision(
+        self, best: Computation, name: str, near: Sequence[Alternative]
+    ) -> tuple[str, bool]:
+        """The reason for the chosen value of an ambiguous field, and True if the choice is open:
+        the values in `near` are as good on the text, but have other logits."""
+        if not near:
+            return f"clearly the lowest loss on {self._text.name}", False
+        apart = max(self._distance(best, replace(best, **{name: each.value})) for each in near)
+        reason = (
+            f"{self._text.name} cannot tell it from {_values(near)}: logits differ by at most "
+            f"{apart:.1g}"
+        )
+        return reason, apart > SAME_LOGITS
+
+    def _distance(self, one: Computation, other: Computation) -> float:
+        ids = self._text.windows[:4, :-1].clamp(min=0)
+        first, second = (
+            logits_of(open_gpt(build(self._tensors, how)), ids, causal=how.causal)
+            for how in (one, other)
+        )
+        return float((first - second).abs().max())
+
+
+def _values(alternatives: Sequence[Alternative]) -> str:
+    return ", ".join(str(other.value) for other in alternatives)
+
+
+def _at_its_speed(tensors: MappedTensors, findings: Findings, text: TextObjective) -> TextObjective:
+    """The objective, limited to the tokens that this model can predict in the time limits."""
+    try:
+        built = build(tensors, first(findings))
+    except (ConfigError, ConvertError):  # another variant may be valid
+        return text
+    for _ in range(2):  # the first call includes torch's own start
+        began = time.monotonic()
+        penalties = text(built, causal=True, effort="quick")
+        seconds = time.monotonic() - began
+    return text.at_speed(max(1e-6, seconds / len(penalties)))
+
+
+def compared_with_chance(loss: float, text: TextObjective) -> str:
+    """A sentence with a loss and those of the text's own frequencies, which a model must beat."""
+    stated = text.stated
+    agrees = "" if stated is None else f"; the file states {stated.name} {stated.nats:.4f}"
+    return (
+        f"{loss:.4f} nats per token on {text.name} (its tokens' frequencies: "
+        f"{text.unigram_nats():.4f}; counted pairs {text.pairs:.4f}, triples "
+        f"{text.triples:.4f}{agrees})"
+    )

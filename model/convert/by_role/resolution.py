@@ -1,0 +1,72 @@
+"""Resolution: the result of choosing a computation, and the questions that stay open."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from logitd.model.convert.by_role.computation import Computation
+from logitd.model.convert.by_role.questions import FIELDS, Finding, Findings, canonical
+from logitd.model.convert.foreign import ConvertError
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another value of one field and its penalty. `clear`: it is clearly worse than the chosen
+    value."""
+
+    field: str
+    value: Any
+    penalty: float
+    clear: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolution:
+    """A computation with the reason for each field.
+
+    penalty        loss (nats per token) or largest difference of logits of the chosen variant
+    alternatives   other values that were tried, for the table
+    verified       sentence about the agreement with the source
+    warning        sentence about unusual values that a text chose; "" if there are fewer than two
+    """
+
+    computation: Computation
+    origins: Mapping[str, str]
+    verified: str
+    penalty: float | None = None
+    alternatives: Sequence[Alternative] = ()
+    warning: str = ""
+
+
+class OpenQuestions(ConvertError):
+    """Some fields cannot be resolved. The message lists them with the flags that set them."""
+
+    def __init__(self, message: str, fields: Sequence[str]) -> None:
+        super().__init__(message)
+        self.fields = tuple(fields)
+
+
+def flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def question(name: str, finding: Finding) -> str:
+    """A line about an open field: its flag with the possible values, and the reason why it is
+    open."""
+    if isinstance(finding.values[0], bool):
+        return f"{flag(name)} or {flag(f'no_{name}')}   ({finding.origin})"
+    values = "|".join(map(str, finding.values[:6])) + ("|..." if len(finding.values) > 6 else "")
+    return f"{flag(name)} {values}   ({finding.origin})"
+
+
+def first(findings: Findings) -> Computation:
+    """The computation of the first value of each field."""
+    return canonical(Computation(**{name: findings[name].values[0] for name in FIELDS}))
+
+
+def origins_of(findings: Findings, **resolved: str) -> dict[str, str]:
+    assumed = {
+        name: finding.origin if finding.resolved else f"assumed: {finding.origin}"
+        for name, finding in findings.items()
+    }
+    return {name: resolved.get(name, assumed[name]) for name in FIELDS}
