@@ -250,11 +250,9 @@ def choose_stages(patterns: Sequence[str], config: ModelConfig) -> Stages:
                 "return it for a prompt"
             )
         if stage.name == "logits":
-            of_gpt = config if isinstance(config, GPTConfig) else None
-            has_norm = of_gpt is not None and of_gpt.final_norm
-            bare = of_gpt is not None and of_gpt.backout
             source = "the last block's output"
-            source = "final_norm" if has_norm else "backout" if bare else source
+            if isinstance(config, GPTConfig) and (config.final_norm or config.backout):
+                source = "final_norm" if config.final_norm else "backout"
             raise ExtractionError(
                 f"logits are {config.vocab_size:,} values per token: extract --top-k K, the "
                 f"logprobs of the K likeliest, or {source}, from which the head computes them; "
