@@ -33,7 +33,7 @@ from logitd.model.inference.engine.events import FinishEvent, TokenEvent
 from logitd.model.inference.engine.requests import GenerationRequest
 from logitd.model.inference.engine.runner import DecoderMaker
 from logitd.model.inference.kernels.select import choose_decode_path
-from logitd.model.inference.options import format_target_gap, parse_target_gap
+from logitd.model.inference.options import format_target, parse_target_gap
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.machine import processor_name
 from logitd.model.transformer.gpt import GPT
@@ -137,7 +137,7 @@ def measure(gpt: GPT, make_decoder: DecoderMaker, question: Question, target: st
     finally:
         engine.close()
     return Figures(
-        target=format_target_gap(config.target_gap),
+        target=format_target(config.target_gap),
         tokens_per_second=loop.tokens / seconds,
         first_token=Spread.of(loop.first_tokens),
         gap=Spread.of(loop.gaps),

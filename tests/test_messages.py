@@ -36,7 +36,12 @@ from logitd.model.inference.engine.requests import (
 from logitd.model.inference.errors import ConstraintError
 from logitd.model.inference.interventions import Intervention
 from logitd.model.inference.kernels.select import choose_decode_path
-from logitd.model.inference.options import ComputeOptions, parse_memory, parse_target_gap
+from logitd.model.inference.options import (
+    ComputeOptions,
+    parse_memory,
+    parse_target_gap,
+    parse_target_ttft,
+)
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.text.chat_template import ChatTemplate
 from logitd.model.text.published import published_tokenizer
@@ -107,6 +112,7 @@ MESSAGES: dict[str, Callable[[], Any]] = {
     "device, other": partial(choose_placement, "mps"),
     "memory": partial(parse_memory, "8 elephants"),
     "gap": partial(parse_target_gap, "0ms"),
+    "ttft": partial(parse_target_ttft, "3x"),
     "slots": partial(EngineConfig, slots=0),
     "prefill chunk": partial(EngineConfig, prefill_chunk=48),
     "kernels": lambda: choose_decode_path(tiny_gpt(), ComputeOptions(kernels="native"), threads=1),

@@ -128,14 +128,32 @@ def parse_target_gap(text: str) -> TargetGap | None:
         if not 1 < number <= 1000:
             raise ValueError(f"{text} leaves no time for prompts: use more than 1x, at most 1000x")
         return DecodeSteps(number)
-    seconds = number * SECONDS[match[2]]
+    return _in_seconds(text, number, match[2])
+
+
+def parse_target_ttft(text: str) -> float | None:
+    """Parse the time until a first token: "500ms" or "2s"; "none" is None. Raises ValueError with
+    the valid forms."""
+    stripped = text.strip().lower()
+    if stripped == "none":
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s)", stripped)
+    if match is None:
+        raise ValueError(
+            f"{text!r} is not a time until the first token: use a time (500ms, 2s) or none"
+        )
+    return _in_seconds(text, float(match[1]), match[2])
+
+
+def _in_seconds(text: str, number: float, unit: str) -> float:
+    seconds = number * SECONDS[unit]
     if not 0 < seconds <= 3600:
-        raise ValueError(f"{text} is not a gap between tokens: use more than 0s, at most 3600s")
+        raise ValueError(f"{text} is out of range: use more than 0s, at most 3600s")
     return seconds
 
 
-def format_target_gap(target: TargetGap | None) -> str:
-    """The text that `parse_target_gap` reads."""
+def format_target(target: TargetGap | None) -> str:
+    """The text that `parse_target_gap` and `parse_target_ttft` read."""
     match target:
         case None:
             return "none"

@@ -424,10 +424,13 @@ class Info:
     slots: int
     kv_cache_bytes: int
     prefill_chunk: int  # Largest number of prompt positions in a step.
-    # Longest time of a step that computes prompts while other sequences decode: `4x` is four
+    # Longest time of a step that computes prompts while other sequences decode: `3x` is three
     # times a step that only decodes, `0.15s` a time. With `none`, only `prefill_chunk` limits the
     # step.
     target_gap: str
+    # Time until a first token, besides the time of its own prompt, beyond which steps with
+    # prompts take longer than `target_gap`; or `none`.
+    target_ttft: str
     api_keys: bool  # True if requests need an API key.
     limits: dict[str, int]
     request_id: str

@@ -29,7 +29,11 @@ from logitd.model.device import (
 from logitd.model.evaluation.quantization_cost import QuantizationCost, measure_quantization
 from logitd.model.inference.constraints.compiler import Compiler, ConstraintsUnavailable
 from logitd.model.inference.constraints.heap import release_memory
-from logitd.model.inference.engine.config import SERVED_TARGET_GAP, EngineConfig
+from logitd.model.inference.engine.config import (
+    SERVED_TARGET_GAP,
+    SERVED_TARGET_TTFT,
+    EngineConfig,
+)
 from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.kernels.select import KernelError
@@ -45,9 +49,10 @@ from logitd.model.inference.options import (
     SERVED_SLOTS,
     ComputeOptions,
     TargetGap,
-    format_target_gap,
+    format_target,
     parse_memory,
     parse_target_gap,
+    parse_target_ttft,
 )
 from logitd.model.memory import Available, available, format_bytes
 from logitd.model.owner_code.connection import CodeModel
@@ -71,7 +76,7 @@ class Computation:
     kernels        description of the loaded native kernels; None if there are none
     quantization   None if nothing is quantized
     slots_why      why there are this many slots; None if a setting gives the number
-    target_gap     written as in the setting
+    target_gap     written as in the setting, and so is `target_ttft`
     """
 
     weights_sha256: str
@@ -86,6 +91,7 @@ class Computation:
     kv_cache_bytes: int
     slots_why: str | None
     target_gap: str
+    target_ttft: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +175,12 @@ def _build(settings: ServeSettings) -> BuiltEngine:
         level = logging.WARNING if quantization.deserves_warning else logging.INFO
         logger.log(level, "%s", quantization.sentence())
     slots, memory = choose_slots(model, budget)
+    gap = _target_gap(settings, model.placement)
     config = EngineConfig(
         slots=slots,
         prefill_chunk=settings.prefill_chunk,
-        target_gap=_target_gap(settings, model.placement),
+        target_gap=gap,
+        target_ttft=_target_ttft(settings, gap),
         prefix_reuse=settings.prefix_reuse,
         kv_cache_dtype=settings.kv_cache_dtype,
         speculate=settings.speculate,
@@ -196,7 +204,8 @@ def _build(settings: ServeSettings) -> BuiltEngine:
         parameters=parameter_count(model.checkpoint.shape),
         kv_cache_bytes=engine.kv_cache_bytes,
         slots_why=_why_slots(slots, budget, memory),
-        target_gap=format_target_gap(engine.target_gap),
+        target_gap=format_target(config.target_gap),
+        target_ttft=format_target(config.target_ttft),
     )
     # Without a reference to the model, so that a reload frees its weights.
     load_weights = partial(_load_weights, model.checkpoint, model.placement, settings.batch_code)
@@ -217,6 +226,12 @@ def _target_gap(settings: ServeSettings, placement: Placement) -> TargetGap | No
     if settings.target_gap is not None:
         return parse_target_gap(settings.target_gap)
     return SERVED_TARGET_GAP if placement.device.type == "cpu" else None
+
+
+def _target_ttft(settings: ServeSettings, gap: TargetGap | None) -> float | None:
+    if settings.target_ttft is not None:
+        return parse_target_ttft(settings.target_ttft)
+    return None if gap is None else SERVED_TARGET_TTFT
 
 
 def _load_weights(

@@ -97,8 +97,12 @@ class Info(ReplyBody):
     prefill_chunk: int = Field(description="Largest number of prompt positions in a step.")
     target_gap: str = Field(
         description="Longest time of a step that computes prompts while other sequences decode: "
-        "`4x` is four times a step that only decodes, `0.15s` a time. With `none`, only "
+        "`3x` is three times a step that only decodes, `0.15s` a time. With `none`, only "
         "`prefill_chunk` limits the step."
+    )
+    target_ttft: str = Field(
+        description="Time until a first token, besides the time of its own prompt, beyond which "
+        "steps with prompts take longer than `target_gap`; or `none`."
     )
     api_keys: bool = Field(description="True if requests need an API key.")
     limits: dict[str, int]

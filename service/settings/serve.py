@@ -18,13 +18,18 @@ from pydantic import (
 )
 from pydantic_settings import CliPositionalArg, NoDecode
 
-from logitd.model.inference.engine.config import SERVED_TARGET_GAP, EngineConfig
+from logitd.model.inference.engine.config import (
+    SERVED_TARGET_GAP,
+    SERVED_TARGET_TTFT,
+    EngineConfig,
+)
 from logitd.model.inference.options import (
     SERVED_SLOTS,
     Speculation,
     parse_loss_limit,
     parse_memory,
     parse_target_gap,
+    parse_target_ttft,
 )
 from logitd.service.settings.common import (
     BUNDLED_CHECKPOINT,
@@ -111,6 +116,7 @@ AllowedHosts = Annotated[
 ]
 MemoryText = Annotated[str, _parsed_by(parse_memory)]
 TargetGapText = Annotated[str, _parsed_by(parse_target_gap)]
+TargetTTFTText = Annotated[str, _parsed_by(parse_target_ttft)]
 LossText = Annotated[str, _parsed_by(parse_loss_limit)]
 ACCEPTED_LOSS = "2%"
 """Default of --max-quantization-loss, the same for int8 and int4."""
@@ -272,10 +278,17 @@ class ServeSettings(ComputeSettings):
     target_gap: TargetGapText | None = Field(
         None,
         description="longest step that computes prompts while other sequences decode, because "
-        "their next tokens wait for the step: a multiple of a step that only decodes (4x), a time "
+        "their next tokens wait for the step: a multiple of a step that only decodes (3x), a time "
         "(150ms), or none, for the most tokens per second that --prefill-chunk allows. Each step "
         f"computes at least one block of prompts. The default is {SERVED_TARGET_GAP} on a CPU; on "
         "CUDA it is always none",
+    )
+    target_ttft: TargetTTFTText | None = Field(
+        None,
+        description="time in which first tokens should arrive, besides the time of their own "
+        "prompts: a time (500ms) or none. If prompts wait longer, steps with prompts take up to "
+        "three times --target-gap, or more if more sequences wait than decode. The default is "
+        f"{SERVED_TARGET_TTFT:g}s; needs --target-gap",
     )
     prefix_reuse: bool = Field(
         EngineConfig().prefix_reuse, description="copy shared prompt prefixes between slots"

@@ -6,11 +6,17 @@ one. But short chunks are slow: each adds a decode step and multiplies few rows.
 arrive faster than they are computed, all requests wait for them. So a chunk is never so short that
 a prompt takes more than MOST_DELAY times as long as in whole chunks.
 
-The cost of decoding is the median of the last WINDOW steps, and the cost of a unit of work the
-median of as many prompt parts, so a single slow step changes nothing. A step computes its chunks in
-one pass, whose work is their number of blocks plus PASS_WORK. If chunks and decode shared a pass,
-the chunks are charged the time beyond a step that only decodes. A wrong cost changes the length of
-steps but no bits (`model/inference/kernels/README.md`).
+`target_ttft` is the time in which a first token should arrive, in addition to the time of its own
+prompt. If the prompts that wait would miss it, steps become longer in proportion to the delay, up
+to STRETCH times the gap, or more if more sequences wait than decode. Otherwise a few streams with
+short steps would keep many prompts waiting.
+
+The cost of decoding is the median of NEAREST recent steps that decoded similar numbers of rows,
+and the cost of a unit of work the median of WINDOW prompt parts, so a single slow step changes
+nothing. A step computes its chunks in one pass, whose work is their number of blocks plus
+PASS_WORK. If chunks and decode shared a pass, the chunks are charged the time beyond a step that
+only decodes; after PROBE such steps, a step without prompts measures it again. A wrong cost changes
+the length of steps but no bits (`model/inference/kernels/README.md`).
 
 The budget has no clock and no sequences: it is given seconds and lengths. Outputs are limited by
 their elements (`scheduler.py`) and are not part of these costs.
@@ -19,34 +25,58 @@ their elements (`scheduler.py`) and are not part of these costs.
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from logitd.model.inference.options import DecodeSteps, TargetGap
 from logitd.model.transformer.config import BLOCK
 
 WINDOW = 9
-"""Number of recent steps in the median."""
+"""Number of prompt parts in the median."""
+NEAREST = 3
+"""Number of decode steps in the median, of the RECENT ones those with the closest row counts."""
+RECENT = 32
+PROBE = 16
+"""Steps with shared passes after which a step only decodes. The cost of decoding changes with the
+number of rows, and a shared pass does not show it."""
 PASS_WORK = 0.5
 """Fixed cost of a pass, in blocks: each pass reads the weights once, and products of few rows are
 slower. It is an assumption; the measured cost of a block compensates for most of its error."""
 MOST_DELAY = 1.75
 """Limit of a prompt's time relative to whole chunks. Chosen by simulation, not measured: a lower
 value lengthens gaps beyond the target, a higher one delays prompts too much."""
+UNNOTICED = 0.04
+"""Least gap in seconds if the target is a multiple of decode steps. Small models have steps of a
+millisecond; shorter chunks would delay their prompts to save time that no reader notices."""
+STRETCH = 3.0
+"""Limit of a step's time relative to the target gap while prompts are late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A prompt that can be computed: the positions left, and the time since its request arrived.
+    The age is None if nobody waits for a first token."""
+
+    positions: int
+    age: float | None
 
 
 class PrefillBudget:
     """The costs of recent steps, and the positions that the next step may compute."""
 
-    def __init__(self, target: TargetGap | None, chunk: int) -> None:
+    def __init__(self, target: TargetGap | None, target_ttft: float | None, chunk: int) -> None:
         self._target = target
+        self._target_ttft = target_ttft
         self._chunk = chunk
-        self._decode_seconds: deque[float] = deque(maxlen=WINDOW)
+        self._decoded: deque[tuple[int, float]] = deque(maxlen=RECENT)  # newest first
         self._work_seconds: deque[float] = deque(maxlen=WINDOW)  # prompt parts, divided by work
         self._whole = True  # all of `_work_seconds` are of whole blocks
+        self._shared_passes = 0  # since a step that only decoded
 
-    def decoded(self, seconds: float) -> None:
+    def decoded(self, rows: int, seconds: float) -> None:
         """Record the time of a step without its prompts."""
-        self._decode_seconds.append(seconds)
+        self._decoded.appendleft((rows, seconds))
+        self._shared_passes = 0
 
     def prefilled(self, lengths: Sequence[int], seconds: float) -> None:
         """Record the time that a step took for chunks of these lengths. Incomplete blocks may cost
@@ -59,29 +89,55 @@ class PrefillBudget:
         self._whole = whole
         self._work_seconds.append(seconds / _work(lengths))
 
-    def together(self, lengths: Sequence[int], seconds: float) -> None:
+    def together(self, rows: int, lengths: Sequence[int], seconds: float) -> None:
         """Record the time of a step that computed its chunks and its decode in one pass."""
-        if self._decode_seconds:
-            decode = statistics.median(self._decode_seconds)
-            self.prefilled(lengths, max(0.0, seconds - decode))
+        self._shared_passes += 1
+        if self._decoded:
+            self.prefilled(lengths, max(0.0, seconds - self._decode_seconds(rows)))
 
-    def positions(self) -> int:
-        """Prompt positions of the next step while others decode, in whole blocks."""
+    def positions(self, rows: int, waiting: Iterable[Waiting]) -> int:
+        """Prompt positions of the next step while `rows` sequences decode, in whole blocks.
+        `waiting` has the prompts in the order in which they are computed. Returns 0 if the step
+        should measure the cost of decoding."""
         if self._target is None:
             return self._chunk
-        blocks = int(self.work(self._target) - PASS_WORK)
+        if self._shared_passes >= PROBE:
+            return 0
+        blocks = int(self.work(rows, waiting) - PASS_WORK)
         return max(BLOCK, min(self._chunk, blocks * BLOCK))
 
-    def work(self, target: TargetGap) -> float:
-        """Work, in blocks, that fits into a gap; 0 until the costs are known."""
-        if not self._decode_seconds or not self._work_seconds:
+    def work(self, rows: int, waiting: Iterable[Waiting] = ()) -> float:
+        """Work, in blocks, that fits into a step; 0 until the costs are known."""
+        if self._target is None or not self._decoded or not self._work_seconds:
             return 0.0
-        decode = statistics.median(self._decode_seconds)
-        limit = target.count * decode if isinstance(target, DecodeSteps) else target
-        each = statistics.median(self._work_seconds)
+        decode, each = self._decode_seconds(rows), statistics.median(self._work_seconds)
         if each <= 0:  # below the resolution of the clock
             return PASS_WORK + self._chunk // BLOCK
+        if isinstance(self._target, DecodeSteps):
+            limit = max(self._target.count * decode, UNNOTICED)
+        else:
+            limit = self._target
+        limit *= self._stretch(rows, waiting, each)
         return max((limit - decode) / each, self._least_work(decode / each))
+
+    def _stretch(self, rows: int, waiting: Iterable[Waiting], each: float) -> float:
+        """Factor of the gap: the longest expected delay of a first token, relative to its target.
+        `each` is the time of a unit of work."""
+        if self._target_ttft is None:
+            return 1.0
+        seconds, late, count = 0.0, 1.0, 0
+        for prompt in waiting:
+            own = each * _work([prompt.positions])
+            seconds += own
+            if prompt.age is not None:
+                count += 1
+                late = max(late, (prompt.age + seconds) / (self._target_ttft + own))
+        return min(late, STRETCH * max(1.0, count / rows))
+
+    def _decode_seconds(self, rows: int) -> float:
+        """Time of a decode step of this many rows. There must be a recent one."""
+        near = sorted(self._decoded, key=lambda step: abs(step[0] - rows))[:NEAREST]
+        return statistics.median(seconds for _, seconds in near)
 
     def _least_work(self, decode: float) -> float:
         """Work of the shortest chunk that delays a prompt by at most MOST_DELAY. A decode step

@@ -7,10 +7,9 @@ from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.options import DecodeSteps, KVCacheDType, Speculation, TargetGap
 from logitd.model.transformer.config import BLOCK
 
-SERVED_TARGET_GAP = DecodeSteps(4)
-"""Default of a server, whose clients wait for each token. It cut the longest gaps of eight streams
-of GPT-2 124M in int8 from 14 to 5 times their usual length, at the same tokens per second
-(`benchmarks/closed_loop.py`)."""
+SERVED_TARGET_GAP, SERVED_TARGET_TTFT = DecodeSteps(3), 0.5
+"""Defaults of a server, whose clients wait for each token. `benchmarks/LAB.md` has measurements
+with other values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +22,8 @@ class EngineConfig:
                    (`model/inference/engine/budget.py`). None: only `prefill_chunk` bounds a step,
                    for the most tokens per second. Needs a CPU, because only there the time of a
                    prompt is known at the end of its step
+    target_ttft    seconds in which first tokens should arrive, in addition to the time of their own
+                   prompts. If they would not, steps take longer than `target_gap`, which it needs
     prefix_reuse   copy a prompt's prefix from any slot that holds it instead of computing it
     kv_cache_dtype the model's dtype, or int8 (on a CPU), which rounds keys and values and takes a
                    quarter or half of the time to read
@@ -33,6 +34,7 @@ class EngineConfig:
     slots: int = 16
     prefill_chunk: int = 256
     target_gap: TargetGap | None = None
+    target_ttft: float | None = None
     prefix_reuse: bool = True
     kv_cache_dtype: KVCacheDType = "auto"
     speculate: Speculation = "none"
@@ -49,6 +51,12 @@ class EngineConfig:
         if gap is not None and (gap.count <= 1 if isinstance(gap, DecodeSteps) else gap <= 0):
             raise InvalidRequest(
                 f"target_gap is {gap}, which leaves no time for prompts: raise it", "target_gap"
+            )
+        if self.target_ttft is not None and (gap is None or self.target_ttft <= 0):
+            raise InvalidRequest(
+                f"target_ttft is {self.target_ttft} and target_gap is {gap}: set a target_gap, and "
+                "a target_ttft above 0",
+                "target_ttft",
             )
         if self.speculate not in get_args(Speculation):
             raise InvalidRequest(

@@ -47,7 +47,6 @@ from logitd.model.inference.engine.validation import check_request
 from logitd.model.inference.errors import ConstraintError, InvalidRequest
 from logitd.model.inference.interventions import PARAM
 from logitd.model.inference.kernels.eager.decoder import PlainDecoder
-from logitd.model.inference.options import TargetGap
 from logitd.model.inference.sampling.results import (
     ConstraintComplete,
     SampleError,
@@ -102,10 +101,6 @@ class Engine:
     @property
     def slots(self) -> int:
         return self._scheduler.slots.total
-
-    @property
-    def target_gap(self) -> TargetGap | None:
-        return self._scheduler.config.target_gap
 
     def add(self, request: Request) -> None:
         """Check and queue a request. Raises InvalidRequest."""

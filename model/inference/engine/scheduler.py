@@ -31,7 +31,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from logitd.model.inference.engine.attributions import AttributionTurns
-from logitd.model.inference.engine.budget import PrefillBudget
+from logitd.model.inference.engine.budget import PrefillBudget, Waiting
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.ngram import Draft, Drafter, split_evenly
 from logitd.model.inference.engine.queue import WaitingQueue
@@ -110,7 +110,7 @@ class Scheduler:
         self.slots = SlotPool(config.slots)
         self.waiting = WaitingQueue()
         self.attributions = AttributionTurns()
-        self._budget = PrefillBudget(config.target_gap, config.prefill_chunk)
+        self._budget = PrefillBudget(config.target_gap, config.target_ttft, config.prefill_chunk)
         self.running: list[Sequence] = []  # in order of admission
         self.paused: dict[Sequence, None] = {}  # without a slot, in order of eviction
         self._behind: dict[Sequence, None] = {}  # with a slot, longest behind first
@@ -172,9 +172,13 @@ class Scheduler:
         if len(decode) > 1 and any(sequence.tapped for sequence in decode):
             decode = self._decode_in_turn(decode, cooldown=cooldown)
         tapped_prompts = 0 if cooldown else 1 if has_untapped_decode else self.config.slots
-        positions = self._budget.positions() if decode else self.config.prefill_chunk
+        prompts = self._prompts_in_turn()
+        positions = self.config.prefill_chunk
+        if decode:
+            waiting = (_waiting(sequence, now) for sequence in prompts)
+            positions = self._budget.positions(len(decode), waiting)
         return StepPlan(
-            prefill=self._prefill_chunks(positions, tapped_prompts, cooldown=cooldown),
+            prefill=self._prefill_chunks(prompts, positions, tapped_prompts, cooldown=cooldown),
             decode=decode,
             drafts=self._drafts(decode) if self.config.speculate == "ngram" else {},
             given_up=self._given_up(),
@@ -204,7 +208,7 @@ class Scheduler:
             self._cooldown_until = now + COOLDOWN * seconds
             return
         if plan.decode and prefill_seconds is not None:
-            self._budget.decoded(seconds - prefill_seconds)
+            self._budget.decoded(len(plan.decode), seconds - prefill_seconds)
         # Prompts with outputs or scores cost more than plain ones: do not learn from them.
         prompts = [chunk.sequence for chunk in plan.prefill]
         if not prompts or any(s.outputs or s.scoring for s in prompts):
@@ -213,7 +217,7 @@ class Scheduler:
         if prefill_seconds is not None:
             self._budget.prefilled(lengths, prefill_seconds)
         elif together:
-            self._budget.together(lengths, seconds)
+            self._budget.together(len(plan.decode), lengths, seconds)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence in any state. Its slot is free for the next step."""
@@ -331,12 +335,12 @@ class Scheduler:
         return allowed and not sequence.tapped
 
     def _prefill_chunks(
-        self, positions: int, tapped: int, *, cooldown: bool
+        self, prompts: list[Sequence], positions: int, tapped: int, *, cooldown: bool
     ) -> tuple[PrefillChunk, ...]:
-        """The next chunks of the prompts, in turn: at most `positions` positions and `tapped`
+        """The next chunks of these prompts, in turn: at most `positions` positions and `tapped`
         tapped prompts."""
         chunks: list[PrefillChunk] = []
-        for sequence in self._prompts_in_turn():
+        for sequence in prompts:
             if not positions or (sequence.tapped and not tapped):
                 continue
             chunk = self._chunk(sequence, positions, cooldown=cooldown)
@@ -430,6 +434,12 @@ def _elements(sequence: Sequence, start: int, end: int) -> int:
     delivered yet."""
     cost = sequence.group.cost
     return cost.position * (end - start) + cost.output * len(sequence.positions_in(start, end))
+
+
+def _waiting(sequence: Sequence, now: float) -> Waiting:
+    """A prompt for the budget. Only generations have a first token that a reader waits for."""
+    left = sequence.prompt_length - sequence.computed
+    return Waiting(left, None if sequence.generation is None else now - sequence.arrived)
 
 
 def _behind_since(sequence: Sequence) -> float:

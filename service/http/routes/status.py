@@ -105,6 +105,7 @@ async def info(models: Ready, model: AskedModel = None) -> Info:
             "kv_cache_bytes": computed.kv_cache_bytes,
             "prefill_chunk": settings.prefill_chunk,
             "target_gap": computed.target_gap,
+            "target_ttft": computed.target_ttft,
             "api_keys": bool(served.keys.names),
             "limits": {
                 "context_length": checkpoint.shape.context_length,

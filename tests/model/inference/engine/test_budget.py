@@ -9,13 +9,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logitd.model.inference.engine.budget import MOST_DELAY, PASS_WORK, WINDOW, PrefillBudget
+from logitd.model.inference.engine.budget import (
+    MOST_DELAY,
+    PASS_WORK,
+    PROBE,
+    STRETCH,
+    UNNOTICED,
+    WINDOW,
+    PrefillBudget,
+    Waiting,
+)
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.engine.scheduler import Scheduler, StepPlan
 from logitd.model.inference.engine.sequence import Group, Sequence, State
 from logitd.model.inference.errors import InvalidRequest
-from logitd.model.inference.options import DecodeSteps, TargetGap, parse_target_gap
+from logitd.model.inference.options import (
+    DecodeSteps,
+    TargetGap,
+    parse_target_gap,
+    parse_target_ttft,
+)
 from logitd.model.transformer.config import BLOCK
 from tests.model.inference.engine.harness import generation, small_gpt
 
@@ -35,13 +49,21 @@ class Machine:
     block: float = 0.060
     passing: float = 0.030  # of the chunks of a step, besides their blocks
     saved: float | None = None  # by computing the chunks together with what is decoded, if they are
+    row: float = 0.0  # of each decoded row, besides `decode`
+    ttft: float | None = None
+    slots: int = 8
     slower: float = 1.0
     now: float = 0.0
     spent: list[tuple[float, float]] = field(default_factory=list)
     scheduler: Scheduler = field(init=False)
 
     def __post_init__(self) -> None:
-        config = EngineConfig(slots=8, prefill_chunk=self.chunk, target_gap=self.target)
+        config = EngineConfig(
+            slots=self.slots,
+            prefill_chunk=self.chunk,
+            target_gap=self.target,
+            target_ttft=self.ttft,
+        )
         self.scheduler = Scheduler(config)
 
     def add(self, name: str, prompt: int, tokens: int = 10_000) -> Sequence:
@@ -56,7 +78,8 @@ class Machine:
         blocks = sum(-(-count // BLOCK) for count in lengths)
         prefill = self.passing + blocks * self.block if blocks else 0.0
         prefill *= self.slower
-        decode = self.decode * self.slower if plan.decode else 0.0
+        decode = self.decode + self.row * len(plan.decode) if plan.decode else 0.0
+        decode *= self.slower
         together = self.saved is not None and bool(plan.prefill and plan.decode)
         if self.saved is not None and together:
             prefill -= self.saved
@@ -169,18 +192,18 @@ def test_incomplete_blocks_count_until_whole_ones_are_seen() -> None:
     """Natively a prompt of one token costs a tenth of a block. A long prompt after many of these
     had ten times its time."""
     target = DecodeSteps(11)
-    budget = PrefillBudget(target, 8 * BLOCK)
-    assert budget.work(target) == 0.0
-    budget.decoded(0.02)
-    assert budget.work(target) == 0.0, "nothing is known of prompts"
+    budget = PrefillBudget(target, None, 8 * BLOCK)
+    assert budget.work(1) == 0.0
+    budget.decoded(1, 0.02)
+    assert budget.work(1) == 0.0, "nothing is known of prompts"
     budget.prefilled([1], 0.015)
-    assert budget.work(target) == pytest.approx(20.0)
+    assert budget.work(1) == pytest.approx(20.0)
     budget.prefilled([BLOCK], 0.150)
-    assert budget.work(target) == pytest.approx(2.0)
+    assert budget.work(1) == pytest.approx(2.0)
     budget.prefilled([1], 0.015)
-    assert budget.work(target) == pytest.approx(2.0)
+    assert budget.work(1) == pytest.approx(2.0)
     budget.prefilled([BLOCK, 2 * BLOCK], 0.100)
-    assert budget.work(target) == pytest.approx(0.2 / ((0.150 / 1.5 + 0.100 / 3.5) / 2))
+    assert budget.work(1) == pytest.approx(0.2 / ((0.150 / 1.5 + 0.100 / 3.5) / 2))
 
 
 def test_budget_accepts_steps_that_cost_nothing() -> None:
@@ -208,11 +231,71 @@ def test_free_pass_allows_whole_chunks() -> None:
     """A block computed with a decode step took no longer than a decode step, so blocks cost
     nothing, which was read as unknown: the prompts of 32 streams were computed by single blocks
     (586 instead of 747 tokens/s)."""
-    budget = PrefillBudget(DecodeSteps(3), 8 * BLOCK)
+    budget = PrefillBudget(DecodeSteps(3), None, 8 * BLOCK)
     for _ in range(WINDOW):
-        budget.decoded(0.080)
-        budget.together([BLOCK], 0.079)
-    assert budget.positions() == 8 * BLOCK
+        budget.decoded(3, 0.080)
+        budget.together(3, [BLOCK], 0.079)
+    assert budget.positions(3, []) == 8 * BLOCK
+
+
+def test_small_models_compute_whole_chunks() -> None:
+    """A multiple of a step of a millisecond is a gap that nobody notices."""
+    machine = Machine(DecodeSteps(3), decode=0.001, block=0.002, passing=0.001)
+    machine.streams()
+    machine.add("prompt", PROMPT)
+    assert positions(machine.step()) == 8 * BLOCK
+    assert machine.spent[-1][0] <= UNNOTICED
+
+
+def test_clients_of_shared_passes_do_not_starve() -> None:
+    """32 clients, each with a new prompt as soon as its stream ends. Passes were shared, so the
+    cost of decoding was known only of a few rows; prompts got single blocks, half of the clients
+    waited for seconds, and this never ended."""
+    machine = Machine(DecodeSteps(4), slots=32, decode=0.006, row=0.0008, block=0.015, saved=0.004)
+    machine.passing = 0.008
+    waiting: list[int] = []
+    streams: dict[str, Sequence] = {}
+    for step in range(1500):
+        if len(streams) < 32 and step % 4 == 0:
+            name = f"client {len(streams)}"
+            streams[name] = machine.add(name, 8 * BLOCK, 128)
+        machine.step()
+        for name, stream in streams.items():
+            if len(stream.tokens) >= stream.longest:
+                machine.scheduler.remove(stream)
+                streams[name] = machine.add(name, 8 * BLOCK, 128)
+        waiting.append(sum(s.state is not State.DECODE for s in streams.values()))
+    assert sum(waiting[-500:]) / 500 < 3
+
+
+def test_late_first_tokens_lengthen_steps() -> None:
+    """One prompt in time keeps the gap. A queue of prompts, or an old one, lengthens the step in
+    proportion to its delay, up to a limit that grows with the number that waits for each stream."""
+    budget = PrefillBudget(1.0, 0.5, 64 * BLOCK)
+    budget.decoded(2, 0.02)
+    budget.prefilled([BLOCK] * 8, 0.1 * (8 + PASS_WORK))
+
+    def stretch(*waiting: Waiting) -> float:
+        return budget.work(2, waiting) * 0.1 + 0.02
+
+    one = 0.1 * (2 + PASS_WORK)  # seconds of a prompt of two blocks
+    fresh = Waiting(2 * BLOCK, 0.0)
+    assert stretch(fresh) == stretch(fresh, fresh) == pytest.approx(1.0)
+    assert stretch(fresh, fresh, fresh, fresh) == pytest.approx(4 * one / (0.5 + one))
+    assert stretch(Waiting(2 * BLOCK, 1.0)) == pytest.approx((1.0 + one) / (0.5 + one))
+    assert stretch(Waiting(2 * BLOCK, 60.0)) == pytest.approx(STRETCH)
+    assert stretch(*[Waiting(2 * BLOCK, 60.0)] * 4) == pytest.approx(2 * STRETCH)
+    assert stretch(Waiting(2 * BLOCK, None)) == pytest.approx(1.0), "nobody waits for its token"
+
+
+def test_cost_of_decoding_is_measured_between_shared_passes() -> None:
+    budget = PrefillBudget(0.1, None, 8 * BLOCK)
+    for _ in range(PROBE):
+        assert budget.positions(8, []) > 0
+        budget.together(8, [BLOCK], 0.05)
+    assert budget.positions(8, []) == 0
+    budget.decoded(8, 0.03)
+    assert budget.positions(8, []) > 0
 
 
 seconds = st.floats(min_value=1e-5, max_value=10.0)
@@ -235,7 +318,7 @@ def test_no_step_is_longer_than_its_bounds(
     machine.add("prompt", WINDOW * chunk)
     for _ in range(WINDOW):
         assert positions(machine.step())
-    limit = target.count * decode if isinstance(target, DecodeSteps) else target
+    limit = max(UNNOTICED, target.count * decode) if isinstance(target, DecodeSteps) else target
     besides = decode + passing * block
     in_whole_chunks = besides / (chunk // BLOCK) + block
     least = next(n for n in range(1, 65) if besides / n + block <= MOST_DELAY * in_whole_chunks)
@@ -247,6 +330,12 @@ def test_target_gap_is_refused_on_an_asynchronous_device() -> None:
     """Accepting the field would ignore it."""
     with pytest.raises(InvalidRequest, match=r"target_gap.*meta"):
         Engine(small_gpt().to("meta"), EngineConfig(target_gap=DecodeSteps(3)))
+
+
+@pytest.mark.parametrize(("gap", "ttft"), [(None, 0.5), (DecodeSteps(3), 0.0)])
+def test_time_to_a_first_token_needs_a_gap(gap: TargetGap | None, ttft: float) -> None:
+    with pytest.raises(InvalidRequest, match="target_ttft"):
+        EngineConfig(target_gap=gap, target_ttft=ttft)
 
 
 @pytest.mark.parametrize("target", [DecodeSteps(1), DecodeSteps(0.5), 0.0, -1.0])
@@ -262,6 +351,17 @@ def test_target_gap_without_time_for_prompts_is_refused(target: TargetGap) -> No
 )  # fmt: skip
 def test_target_gap_is_parsed(text: str, target: TargetGap | None) -> None:
     assert parse_target_gap(text) == target
+
+
+@pytest.mark.parametrize(("text", "target"), [("500ms", 0.5), (" 2 S", 2.0), ("none", None)])
+def test_target_ttft_is_parsed(text: str, target: float | None) -> None:
+    assert parse_target_ttft(text) == target
+
+
+@pytest.mark.parametrize("text", ["", "3x", "0s", "2h", "3601s"])
+def test_target_ttft_refuses_other_text(text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text or "''")):
+        parse_target_ttft(text)
 
 
 @pytest.mark.parametrize("text", ["", "3", "1x", "0.9x", "-3x", "1001x", "0ms", "2h", "3601s", "x"])

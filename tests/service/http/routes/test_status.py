@@ -208,7 +208,7 @@ def test_info(server: Serving) -> None:
     assert (info.decoding, info.decoding_note, info.speculate) == ("torch", None, "none")
     # layers x (keys, values) x slots x positions x width x bytes
     assert info.kv_cache_bytes >= 3 * 2 * 4 * 128 * 32 * 4
-    assert (info.prefill_chunk, info.target_gap) == (256, "4x")
+    assert (info.prefill_chunk, info.target_gap) == (256, "3x")
     assert info.limits == {
         "context_length": 128,
         "max_sequences": 64,
