@@ -81,7 +81,7 @@ def test_events_are_asked_for_by_stream_and_not_by_accept(server: Serving, path:
     streams = path in ("/generate", "/sweep", "/v1/completions")
     assert ('text/event-stream with "stream": true' in error.message) == streams
     error = server.refused(path, body, Accept="application/json;q=high")
-    assert "q=high; weights are from 0 to 1" in error.message
+    assert "q=high; weights range from 0 to 1" in error.message
     if streams:  # OpenAI's clients accept JSON and ask for a stream
         response = server.post(path, {**body, "stream": True}, Accept="application/json;q=0.5")
         assert response.headers["content-type"].startswith("text/event-stream")
