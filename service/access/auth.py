@@ -228,7 +228,7 @@ def _name_and_key(place: str, entry: str) -> tuple[str, str]:
         )
     if len(key) < SAFE_KEY_LENGTH:
         logger.warning(
-            "%s has a key of only %d characters, which may be guessed; use at least %d: "
+            "%s has a key of %d characters, which may be guessed; use at least %d: "
             "`openssl rand -hex 24` makes a good one", place, len(key), SAFE_KEY_LENGTH,
         )  # fmt: skip
     return name, key

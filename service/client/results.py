@@ -85,7 +85,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The first members of every reply. They name the model and its weights."""
+    """The first members of every reply, which identify the model and its weights."""
 
     id: str
     created: int
@@ -217,7 +217,7 @@ class LensLayer:
 
     layer: int
     top: tuple[TokenProb, ...]
-    tokens: tuple[TokenProb, ...]  # The tokens that the request names.
+    tokens: tuple[TokenProb, ...]  # The tokens named in the request.
     entropy: float  # In nats.
     # Kullback-Leibler divergence of the model's own prediction from this one in nats; 0 at the
     # last layer.
@@ -256,7 +256,7 @@ class AttributedToken(NamedToken):
 
 @dataclass(frozen=True, slots=True)
 class PathSummary:
-    """How exact the integrated gradients are with this number of steps."""
+    """Accuracy of the integrated gradients with this number of steps."""
 
     steps: int
     baseline: str | int

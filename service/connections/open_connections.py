@@ -175,8 +175,8 @@ class Reports:
         self._reasons = {
             ConnectionEnd.SILENT: f"no request came within {sending:g} s",
             ConnectionEnd.SLOW_HEAD: f"the headers were not complete after {sending:g} s",
-            ConnectionEnd.SLOW_BODY: f"a request's body came too slowly within {sending:g} s",
-            ConnectionEnd.UNREAD: f"a reply was read too slowly within {reading:g} s",
+            ConnectionEnd.SLOW_BODY: f"too little of a request's body came within {sending:g} s",
+            ConnectionEnd.UNREAD: f"too little of a reply was read within {reading:g} s",
             ConnectionEnd.TOO_LARGE: "the headers or chunk headers of a request were too large",
             ConnectionEnd.NOT_HTTP: "the request was not HTTP",
             ConnectionEnd.MADE_ROOM: f"idle for longest {full}; see --max-connections",

@@ -23,6 +23,7 @@ from logitd.model.inference.engine.cost import output_elements, prices
 from logitd.model.inference.engine.events import FinishEvent
 from logitd.model.inference.engine.requests import Request
 from logitd.model.inference.errors import InvalidRequest
+from logitd.model.plural import pluralize
 from logitd.model.transformer.config import ModelConfig
 
 MOST_TOKENS = 2**20
@@ -47,7 +48,7 @@ class QueueFull(Exception):
     """Raised if the queue has no room for a request now; try again in `retry_after` seconds."""
 
     def __init__(self, waiting: str, holds: int, retry_after: int, limit: Limit) -> None:
-        super().__init__(f"{waiting}, the queue holds {holds}")
+        super().__init__(f"the queue has no room: {waiting}, limit {holds}")
         self.retry_after = retry_after
         self.limit = limit
 
@@ -169,7 +170,7 @@ class AdmissionController:
             limits.sequences,
             self.sequences + load.sequences - self.slots,
             own.sequences,
-            f"{waiting} sequences are waiting",
+            f"{pluralize(waiting, 'sequence')} waiting",
         )
         if waiting:
             tokens = max(0, present.tokens - self.begun_tokens)
@@ -178,15 +179,14 @@ class AdmissionController:
                 limits.tokens,
                 tokens + load.tokens,
                 own.tokens,
-                f"{tokens} prompt tokens are waiting",
+                f"{pluralize(tokens, 'prompt token')} waiting",
             )
         check(
             Limit.ELEMENTS,
             limits.elements,
             self.elements + load.elements,
             own.elements,
-            f"{self.elements} output elements are waiting or being computed and the request asks "
-            f"for {load.elements}",
+            f"{self.elements} output elements waiting or in progress, {load.elements} requested",
         )
 
     @contextmanager

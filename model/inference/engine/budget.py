@@ -1,4 +1,4 @@
-"""Budget: limits the prompt positions of a step while sequences decode, by measured costs.
+"""Budget: limits the prompt positions of a step while sequences decode, using measured costs.
 
 The next token of every stream waits for the whole step. `target_gap` limits the time of a step, in
 decode steps or in seconds. The time that decoding leaves is for prompts, in whole blocks, at least
@@ -12,8 +12,8 @@ one pass, whose work is their number of blocks plus PASS_WORK. If chunks and dec
 the chunks are charged the time beyond a step that only decodes. A wrong cost changes the length of
 steps but no bits (`model/inference/kernels/README.md`).
 
-The budget has no clock and no sequences: it is given seconds and lengths. Outputs are limited by
-their elements (`scheduler.py`) and are not part of these costs.
+The budget has no clock and knows no sequences: it is given seconds and lengths. Outputs are limited
+by their elements (`scheduler.py`) and are not part of these costs.
 """
 
 import math
@@ -42,7 +42,7 @@ class PrefillBudget:
         self._chunk = chunk
         self._decode_seconds: deque[float] = deque(maxlen=WINDOW)
         self._work_seconds: deque[float] = deque(maxlen=WINDOW)  # prompt parts, divided by work
-        self._whole = True  # all of `_work_seconds` are of whole blocks
+        self._whole = True  # all of `_work_seconds` are from whole blocks
 
     def decoded(self, seconds: float) -> None:
         """Record the time of a step without its prompts."""

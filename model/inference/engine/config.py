@@ -8,8 +8,8 @@ from logitd.model.inference.options import DecodeSteps, KVCacheDType, Speculatio
 from logitd.model.transformer.config import BLOCK
 
 SERVED_TARGET_GAP = DecodeSteps(4)
-"""Default of a server, whose clients wait for each token. It cut the longest gaps of eight streams
-of GPT-2 124M in int8 from 14 to 5 times their usual length, at the same tokens per second
+"""Default of a server, because its clients wait for each token. It cut the longest gaps of eight
+streams of GPT-2 124M in int8 from 14 to 5 times their usual length, at the same tokens per second
 (`benchmarks/closed_loop.py`)."""
 
 

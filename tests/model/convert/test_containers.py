@@ -128,7 +128,7 @@ def hollow_npz(path: Path) -> None:
     [
         (lambda path: path.write_bytes(gzip.compress(b"x")), "compressed with gzip: unpack it"),
         (lambda path: path.write_bytes(b"\x89HDF\r\n" + bytes(99)), "an HDF5 file"),
-        (lambda path: path.write_bytes(b"\x93NUMPY\1\0" + bytes(99)), "one array of NumPy"),
+        (lambda path: path.write_bytes(b"\x93NUMPY\1\0" + bytes(99)), "a single array of NumPy"),
         (lambda path: path.write_bytes(pickle.dumps({"w": np.ones(3)})), "a pickle of NumPy arra"),
         (hollow_npz, r"pickled objects; save plain arrays"),
         (lambda path: path.write_text('{"a": [1, [2]]}'), "JSON without weights"),

@@ -171,7 +171,7 @@ def test_attribution_counts_in_the_queue_as_its_passes(spelling_path: Path) -> N
                 asked = {"prompt": "c" * 300, "methods": ["integrated_gradients"], "steps": 2}
                 refused = server.post("/attributions", asked)
                 assert refused.status_code == 429, refused.text
-                assert "prompt tokens are waiting" in refused.json()["error"]["message"]
+                assert "prompt tokens waiting" in refused.json()["error"]["message"]
                 assert server.post("/attributions", {"prompt": "c" * 300}).status_code == 200
         server.wait_idle()
         assert server.served.engine.admission._open.total == Load(), (

@@ -129,7 +129,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "long choices": ({"choice": ["a" * 2**15, "b"]}, "choice", "32769 characters together"),
     "a long regex": ({"regex": "a" * (2**15 + 1)}, "regex", "32768"),
     "a long grammar": ({"grammar": " " * (2**15 + 1)}, "grammar", "32768"),
-    "a long schema": ({"json_schema": {"title": "a" * 2**15}}, "json_schema", "32768 are allowed"),
+    "a long schema": ({"json_schema": {"title": "a" * 2**15}}, "json_schema", "the limit is 32768"),
     "too large": ({"json_schema": {"maximum": float("1e308"), "x": 1}}, "json_schema", "'x'"),
     **{
         name: (
