@@ -177,7 +177,7 @@ class ByText:
         return best
 
     def _polish(self, best: Computation) -> Computation:
-        """Move to better neighbors until there are none. A change of an ambiguous field may be
+        """Move to better neighbours until there are none. A change of an ambiguous field may be
         better by any amount; other changes must be clearly better."""
         moved = True
         while moved:
