@@ -383,5 +383,5 @@ def test_server_with_unusable_keys_does_not_start(
     settings: ServeSettings = serve_settings(checkpoint_path, port=0, api_keys="alice=short")
     assert serve(settings, announce=lambda served, port: None) == 1
     (line,) = logged_errors
-    assert line.startswith("cannot serve: entry 1 of the API keys has a key of 5 characters, ")
+    assert line.startswith("cannot serve: entry 1 of the API keys has a key of 5 characters; ")
     logged_errors.clear()

@@ -151,7 +151,7 @@ def test_request_that_never_fits_is_invalid(
 def test_admission_refuses_what_costs_too_many_tokens(request_: GenerationRequest) -> None:
     tokens = sum(prices(request_, CONFIG))
     admission = controller(1, 10, most_tokens=tokens - 1)
-    with pytest.raises(InvalidRequest, match=rf"{tokens} .*{tokens - 1} .*--max-request-tokens"):
+    with pytest.raises(InvalidRequest, match=rf"{tokens} .*{tokens - 1}.*--max-request-tokens"):
         admission.admit([request_])
     assert not admission.sequences
     controller(1, 10, most_tokens=tokens).admit([request_])

@@ -115,7 +115,9 @@ def test_attributions_refuse_what_their_steps_cost(spelling_path: Path) -> None:
         response = server.post("/attributions", LONG)
         assert response.status_code == 400
         message = response.json()["error"]["message"]
-        assert re.search(rf"{3000 * (2 + 3 * 512)} tokens; {2**20} are", message), message
+        assert re.search(
+            rf"{3000 * (2 + 3 * 512)} tokens, but the limit of one request is {2**20}", message
+        ), message
 
 
 def test_a_timeout_ends_it_midway(spelling_path: Path) -> None:

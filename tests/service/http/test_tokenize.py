@@ -152,7 +152,10 @@ def test_a_text_of_megabytes(merging: Serving) -> None:
     assert reply["pieces"] is None
     assert reply["tokens"] == TOKENIZER.encode(text)
     error = merging.refused("/tokenize", {"prompt": text + "x" * (MAX_UNKNOWN - len(text) + 1)})
-    assert (error.param, "131073 characters; 131072 are" in error.message) == ("prompt", True)
+    assert (error.param, "131073 characters, but the limit is 131072" in error.message) == (
+        "prompt",
+        True,
+    )
     assert merging.json("/detokenize", {"tokens": reply["tokens"][:MAX_IDS]})["prompt"] in text
 
 

@@ -113,7 +113,7 @@ FOLDS = {
     "no second matrix": ("the identity as second matrix of the feed-forward",),
     "one norm for both": ("one norm for attention and feed-forward: stored twice",),
     "gate and up together, no positions": (
-        "positions of zeros", "query rows scaled: .* by nothing", "biases of zeros.*attention_out",
+        "zeros as positions", "query rows scaled: .* by nothing", "zeros for biases.*attention_out",
     ),
 }  # fmt: skip
 

@@ -387,7 +387,7 @@ def test_words_are_the_librarys(cut: Any, parts: list[str]) -> None:
 
 
 def test_other_ways_to_cut_words_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConvertError, match="splits texts by Digits; for words, Whitespace, White"):
+    with pytest.raises(ConvertError, match="splits texts by Digits; for words, only Whitespace, W"):
         read(word_level(pre_tokenizers.Digits(), []), tmp_path)
     library = word_level(pre_tokenizers.Whitespace(), [])
     library.normalizer = normalizers.Lowercase()

@@ -31,7 +31,7 @@ def test_import_and_export_round_trip(tmp_path: Path, capsys: pytest.CaptureFixt
         "Imported from a model of Hugging Face llama" in (tmp_path / "ours/README.md").read_text()
     )
     assert run(["export", "ours", "back", "--to", "hf"]) == 0
-    assert capsys.readouterr() == ("back is written\n", "")
+    assert capsys.readouterr() == ("back was written\n", "")
     assert sorted(path.name for path in (tmp_path / "back").iterdir()) == [
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
         "tokenizer_config.json",
