@@ -25,16 +25,16 @@ from benchmarks.started_server import started_server
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 6.0
-"""Duration of each of the two parts, before and during the ablations."""
+"""Seconds of each of the two parts, before and during the ablations."""
 MAX_TOKENS = 400
 
 
 class Reader:
-    """Reads the same stream again and again, and notes the tokens and when they arrived."""
+    """Reads the same stream again and again, and records the tokens and their arrival times."""
 
     def __init__(self, url: str, seed: int, over: threading.Event) -> None:
         self.times: list[float] = []
-        self.texts: list[str] = []  # of whole streams: ids and logprobs as JSON
+        self.texts: list[str] = []  # complete streams: ids and logprobs as JSON
         self._url = url
         self._over = over
         self._body = {
@@ -78,7 +78,7 @@ class Reader:
 
 
 def ablate(url: str, client: int, heads: list[tuple[int, int]], over: threading.Event) -> int:
-    """Ask for probabilities without one head after another. Returns how many were answered."""
+    """Request probabilities without one head after another. Returns the number of answers."""
     answered = 0
     with httpx.Client(base_url=url, timeout=600, trust_env=False) as http:
         while not over.is_set():
@@ -98,7 +98,7 @@ def ablate(url: str, client: int, heads: list[tuple[int, int]], over: threading.
 
 
 def measure(url: str, clients: int, streams: int) -> dict[str, Any]:
-    """Measure the streams for SECONDS alone, and for SECONDS while the class asks."""
+    """Measure the streams for SECONDS alone, then for SECONDS while the class sends requests."""
     config = httpx.get(f"{url}/info", trust_env=False).json()["config"]
     heads = [
         (layer, head) for layer in range(config["n_layer"]) for head in range(config["n_head"])

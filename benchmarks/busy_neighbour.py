@@ -123,8 +123,9 @@ def main() -> None:
         load_of.engine.close()
         costs.append(Cost(batch, step, beside[0], prompt, beside[1]))
         print(
-            f"{batch} sequences: a step {1e3 * step:.2f} ms, {beside[0] / step:.2f} times that "
-            f"beside a neighbour; a prompt {1e3 * prompt:.1f} ms, {beside[1] / prompt:.2f} times"
+            f"{batch} sequences: a step {1000.0 * step:.2f} ms, {beside[0] / step:.2f} times that "
+            f"next to a neighbour; a prompt {1000.0 * prompt:.1f} ms, {beside[1] / prompt:.2f} "
+            "times"
         )
     print(json.dumps({"shape": arguments.shape, "costs": [asdict(cost) for cost in costs]}))
 

@@ -69,7 +69,7 @@ def openai_client() -> Checks:
                 prompt=PROMPT,
                 max_tokens=100_000,
                 logprobs=1,
-                extra_body={"ignore_eos": True},  # else it may end before the context does
+                extra_body={"ignore_eos": True},  # otherwise it may end before the context does
             )
             .choices[0]
             .finish_reason
@@ -238,7 +238,7 @@ def llm_client() -> Checks:
 
 
 def lm_eval_client() -> Checks:
-    """lm_eval, with a task that is written here, because all others are downloaded."""
+    """lm_eval, with a task defined here, because all others are downloaded."""
     model_args = f"base_url={URL}/v1/completions,model={MODEL},tokenizer_backend=remote"
     lines = [{"text": "import", "right": " os", "wrong": " zq"} for _ in range(4)]
     task = {
@@ -316,7 +316,7 @@ CLIENTS: dict[str, Callable[[], Checks]] = {
 
 
 BY_HAND = "Open WebUI"
-"""Client that is not run; its calls are sent by hand."""
+"""Client whose calls are sent by hand instead of running it."""
 
 
 def row(client: str, what: str, check: Callable[[], Any]) -> str:
@@ -324,7 +324,7 @@ def row(client: str, what: str, check: Callable[[], Any]) -> str:
     try:
         result = check()
         outcome = "works" if result else f"gave {result!r}"
-    except Exception as error:  # whatever a client may raise is what the table is to say
+    except Exception as error:  # the table reports any error of a client
         message = " ".join(str(error).split()).replace("|", "/")
         outcome = f"{type(error).__name__}: {message[:160]}"
     return f"| {client} | {what} | {outcome} |"
@@ -338,7 +338,7 @@ def run_clients() -> None:
             try:
                 for what, check in checks():
                     print(row(f"{client} {version}", what, check), flush=True)
-            except Exception as error:  # it cannot be made at all
+            except Exception as error:  # the client cannot be created
                 print(f"| {client} {version} | | {type(error).__name__}: {error} |", flush=True)
 
 
@@ -348,7 +348,7 @@ def run_by_hand() -> None:
 
 
 def installed(python: str) -> set[str]:
-    """The clients that are installed for a Python."""
+    """The clients that are installed for a Python interpreter."""
     code = (
         "import importlib.metadata as m, json; print(json.dumps("
         "[d.metadata['Name'].lower() for d in m.distributions()]))"
@@ -401,7 +401,7 @@ def main() -> None:
     missing = set(CLIENTS).difference(*map(installed, pythons))
     print("| client | what | result |\n|---|---|---|", flush=True)
     with server() as url:
-        # litellm would look for prices on its maker's servers
+        # Otherwise litellm would look for prices on its maker's servers.
         variables = {**os.environ, ADDRESS: url, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
         printed: set[str] = set()
         commands = [[python, __file__] for python in pythons]

@@ -72,7 +72,7 @@ from logitd.service.client.calls import EVENTS, Request
 ROOT = Path(__file__).parent.parent
 BUNDLED = ROOT / "checkpoints" / "python-small"
 MOST_AT_A_RATE = 32
-"""Slots of other projects' servers if requests come at a rate."""
+"""Slots of other projects' servers if requests come at a fixed rate."""
 TIMEOUT = httpx.Timeout(600.0)
 
 
@@ -182,8 +182,8 @@ class Completions:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        # llama-server counts as it goes where it is asked to in its own way, and closes connections
-        # that it said it would keep, under a request that is on its way.
+        # llama-server includes counts in each event only if its own option requests them, and it
+        # closes connections that it announced to keep alive, even while a request is on its way.
         theirs = model.owner == "llamacpp"
         self._extra = {"timings_per_token": True} if theirs else {}
         self.headers: Mapping[str, str] = {"Connection": "close"} if theirs else {}
@@ -214,8 +214,8 @@ class Completions:
 
 
 def tokens_after(event: Any, came: int, prompt: int) -> int:
-    """How many tokens of a stream have come with this event. Servers that count as they go say so
-    in each; of others an event with text has one token. Raises StreamFailed, also where the server
+    """Number of tokens of a stream received up to this event. Servers that count tokens say so in
+    each event; for others an event with text has one token. Raises StreamFailed, also if the server
     counts another number of tokens in the prompt."""
     if "error" in event:
         raise StreamFailed("error", str(event["error"]))
@@ -335,8 +335,8 @@ def _milliseconds(times: Spread | None) -> tuple[str, str]:
 
 @contextmanager
 def models_of(shape: str, peers: Sequence[PeerServer]) -> Iterator[Path]:
-    """A folder with random weights of a shape, in the formats that are needed. Written by a process
-    of its own: what that takes is memory that the servers may want."""
+    """A folder with random weights of a shape, in the formats that are needed. A separate process
+    writes them, so that the servers get all the memory."""
     with tempfile.TemporaryDirectory(prefix="logitd-models-") as name:
         folder = Path(name) / shape
         gguf = sorted({peer.gguf for peer in peers if peer.gguf is not None})
@@ -354,30 +354,37 @@ def main(argv: Sequence[str]) -> int:
     weights.add_argument("--checkpoint", type=Path, default=BUNDLED)
     weights.add_argument("--shape", choices=SHAPES, help="random weights of this shape instead")
     parser.add_argument("--serve", action="append", metavar="FLAGS", help="start a logitd serve")
-    parser.add_argument("--url", action="append", default=[], help="a server that runs already")
+    parser.add_argument(
+        "--url", action="append", default=[], help="a server that is already running"
+    )
     parser.add_argument(
         "--peer", action="append", default=[], metavar="SERVER", type=PeerServer.of_option,
-        help="start one of others: vllm[:DTYPE]=PYTHON, llama-server[:DTYPE]=BINARY",
+        help="start a server of another project: vllm[:DTYPE]=PYTHON, "
+             "llama-server[:DTYPE]=BINARY",
     )  # fmt: skip
     parser.add_argument("--clients", type=int, nargs="*", default=[])
     parser.add_argument("--rate", type=float, nargs="*", default=[])
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--shared", type=float, default=0.0)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each load that count")
-    parser.add_argument("--warm-up", type=float, default=10.0, help="seconds before these")
+    parser.add_argument("--seconds", type=float, default=60.0, help="counted seconds of each load")
+    parser.add_argument(
+        "--warm-up", type=float, default=10.0, help="seconds before the counted ones"
+    )
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--vocab-size", type=int, default=256, help="prompts have ids below it")
-    parser.add_argument("--json", action="store_true", help="print JSON alone")
+    parser.add_argument(
+        "--vocab-size", type=int, default=256, help="prompts have ids below this number"
+    )
+    parser.add_argument("--json", action="store_true", help="print only JSON")
     given = parser.parse_args(argv)
     if given.peer and given.shape is None:
-        parser.error("--peer needs the weights that all have: name a --shape")
+        parser.error("--peer needs weights in all formats: name a --shape")
     if not 0 <= given.shared <= 1:
-        parser.error(f"--shared is a share of a prompt, from 0 to 1, not {given.shared:g}")
+        parser.error(f"--shared is {given.shared:g}; it must be a share of the prompt, from 0 to 1")
     if min([given.prompt_tokens, given.tokens, given.rounds, *given.clients]) < 1:
-        parser.error("--clients, --prompt-tokens, --tokens and --rounds are at least 1")
+        parser.error("--clients, --prompt-tokens, --tokens and --rounds must be at least 1")
     if min([given.seconds, *given.rate]) <= 0:
-        parser.error("--seconds and --rate are more than 0")
+        parser.error("--seconds and --rate must be above 0")
     loads = [Load(clients=count) for count in given.clients]
     loads += [Load(rate=rate) for rate in given.rate]
     question = Question(
@@ -409,7 +416,7 @@ def main(argv: Sequence[str]) -> int:
             threads=given.threads,
         )
         for peer in given.peer:
-            print(f"{peer.name} is started", file=sys.stderr, flush=True)
+            print(f"{peer.name} has started", file=sys.stderr, flush=True)
             url = stack.enter_context(peer_server(peer, models, room))
             targets.append(Target(peer.name, url))
         with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:

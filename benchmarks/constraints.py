@@ -73,7 +73,7 @@ class TimedMatcher:
 
 
 class MatcherClock:
-    """A constraint, and the time that its matchers take."""
+    """A constraint, and the time spent in its matchers."""
 
     def __init__(self, constraint: Constraint) -> None:
         self.constraint = constraint
@@ -98,7 +98,7 @@ class MatcherClock:
 
 
 def engine_decoding(gpt: GPT, sequences: int, constraint: MatcherClock | None) -> Engine:
-    """An engine whose sequences all have their prompt behind them and decode for long."""
+    """An engine whose sequences have computed their prompts and decode for long."""
     engine = Engine(
         gpt,
         EngineConfig(slots=sequences, prefill_chunk=256),
@@ -140,7 +140,7 @@ class Cost:
 
     @property
     def share(self) -> float:
-        """Share of a constrained step that the matchers take."""
+        """Share of a constrained step spent in the matchers."""
         return self.matching_us / self.constrained_us
 
     @property

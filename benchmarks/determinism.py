@@ -63,8 +63,8 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class NativePrice:
-    """A step of one sequence, medians of rounds, in seconds. `ours` and `fastest` by the kind of
-    product, of all layers; `reading` is what all of their weights take to be read."""
+    """A step of one sequence: medians of rounds, in seconds. `ours` and `fastest` are by kind of
+    product, over all layers; `reading` is the time for reading all weights."""
 
     step: float
     ours: dict[str, float]
@@ -183,12 +183,12 @@ def native_price(gpt: GPT, threads: int) -> NativePrice | None:
 
 
 def in_stage(profile: Profile, stage: str) -> float:
-    """Seconds."""
+    """Seconds of one stage."""
     return profile.stages_us[stage] / 1e6
 
 
 def workload(gpt: GPT) -> Workload:
-    """One sequence for as many steps as the profile watches."""
+    """A workload of one sequence for as many steps as the profile watches."""
     prompt = prompt_length(gpt)
     return Workload(
         batches=(1,),
@@ -200,12 +200,13 @@ def workload(gpt: GPT) -> Workload:
 
 
 def prompt_length(gpt: GPT) -> int:
-    """PREFILL, or half of what a smaller context holds; whole blocks."""
+    """PREFILL, or half of a smaller context, in whole blocks."""
     return max(BLOCK, min(PREFILL, gpt.config.context_length // 2) // BLOCK * BLOCK)
 
 
 def padding_price(gpt: GPT, sequences: int) -> float:
-    """A plain step with padded rows over one without, the median of rounds in turns."""
+    """Time of a plain step with padded rows relative to one without: the median of rounds in
+    turns."""
     as_they_are = partial(PlainDecoder, row_groups=RowGroups(1, sequences))
     ratios = []
     for _ in range(ROUNDS):
@@ -262,7 +263,7 @@ def show_native(price: NativePrice) -> None:
     print(f"{'sampling':16} {1e6 * price.sampling:8.0f} {1e6 * price.fastest_sampling:11.0f} "
           f"{(price.sampling - price.fastest_sampling) / price.step:+12.1%}")  # fmt: skip
     print(f"products {price.products:+.1%}, with the sampling {price.whole:+.1%} of the step")
-    print(f"at most {price.bound:.1%}: what the products take beyond reading their weights")
+    print(f"at most {price.bound:.1%}: the time of the products beyond reading their weights")
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ PROMPT, STEPS = 64, 60
 def engine_decoding(
     gpt: GPT, sequences: int, temperature: float, make_decoder: DecoderMaker = PlainDecoder
 ) -> Engine:
-    """An engine whose sequences all have their prompt behind them and decode for long."""
+    """An engine whose sequences have computed their prompts and decode for long."""
     config = EngineConfig(slots=sequences, prefill_chunk=256)
     engine = Engine(gpt, config, make_decoder=make_decoder)
     generator = torch.Generator().manual_seed(0)

@@ -60,7 +60,7 @@ class Stopwatch:
 
 
 def write_text(folder: Path, tokens: int) -> Path:
-    """Write whole sources of Python's library as JSON lines, about `tokens` tokens in all."""
+    """Write whole sources of Python's library as JSON lines, about `tokens` tokens in total."""
     path, left = folder / "text.jsonl", tokens * BYTES_PER_TOKEN
     with path.open("w", encoding="utf-8") as file:
         for document in open_text(["builtin:python"]).documents:
@@ -84,7 +84,8 @@ def engine_of(loaded: LoadedModel) -> Iterator[Engine]:
 
 
 def prompts_of(loaded: LoadedModel, length: int) -> Workload:
-    """Eight prompts with `length` tokens, or if that is less as many as leave room for one more."""
+    """Eight prompts of `length` tokens, or as many tokens as leave room for one more if that is
+    less."""
     config = loaded.checkpoint.config
     return Workload(
         batches=(SEVERAL_PROMPTS,),
@@ -96,7 +97,7 @@ def prompts_of(loaded: LoadedModel, length: int) -> Workload:
 
 
 def prompts(engine: Engine, workload: Workload, tokens: int, name: str) -> Cost:
-    """Compute at least `tokens` tokens of prompts, one batch after the other."""
+    """Compute at least `tokens` tokens of prompts, one batch after another."""
     batch_tokens = SEVERAL_PROMPTS * workload.prompt_tokens
     batches = [
         workload.requests(SEVERAL_PROMPTS, f"{name} {number}", tokens=1)
@@ -132,7 +133,9 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/python-small"))
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--tokens", type=int, default=50_000, help="of each round, about")
+    parser.add_argument(
+        "--tokens", type=int, default=50_000, help="approximate tokens of each round"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     options = ComputeOptions(device="cpu", dtype=arguments.dtype, threads=arguments.threads)
@@ -173,15 +176,15 @@ def line(costs: dict[str, Cost]) -> str:
 
 
 def best(rounds: list[dict[str, Cost]], name: str, kind: str) -> Cost:
-    """The least cost of a token in all rounds."""
+    """The lowest cost per token in all rounds."""
     return min(
         (costs[name] for costs in rounds), key=lambda cost: getattr(cost, kind) / cost.tokens
     )
 
 
 def report(rounds: list[dict[str, Cost]], loaded: LoadedModel) -> dict[str, Any]:
-    """Medians of the shares of each round, and the share of the best costs of all rounds, which
-    other jobs have disturbed least."""
+    """Medians of the shares of each round, and the share of the best costs of all rounds, which are
+    least disturbed by other jobs."""
     return {
         "surroundings": asdict(surroundings(loaded.placement)),
         "checkpoint": loaded.checkpoint.name,

@@ -140,8 +140,8 @@ def main() -> None:
     kind = "" if arguments.quantize == "none" else f" in {arguments.quantize}"
     each = ", ".join(f"{seconds:.1f}" for seconds in sorted(result["each_ready_seconds"]))
     besides = ""
-    if not arguments.ready_only:  # of a cache that is not in use nothing is resident
-        besides = f", {result['besides_bytes'] / 1e6:,.0f} MB besides weights and KV cache"
+    if not arguments.ready_only:  # an unused cache takes no memory
+        besides = f", {result['besides_bytes'] / 1e6:,.0f} MB in addition to weights and KV cache"
     print(f"{result['checkpoint']}, {result['dtype']}{kind}: "
           f"ready after {result['ready_seconds']:.1f} s ({each}), "
           f"{result['resident_bytes'] / 1e6:,.0f} MB resident "

@@ -39,10 +39,10 @@ class Felt:
 
 
 class FrontLoad:
-    """The same load each round, with other prompts."""
+    """The same load each round, with different prompts."""
 
     def __init__(self, *, requests: int, streams: int, tokens: int) -> None:
-        """The load is `requests` one after the other, then `streams` at once with `tokens` each."""
+        """The load is `requests` one after another, then `streams` at once with `tokens` each."""
         self._requests, self._streams, self._tokens = requests, streams, tokens
         self._prompts = _prompts()
 
@@ -93,7 +93,7 @@ def processor_seconds(processes: Sequence[int]) -> float:
     ticks = 0
     for pid in processes:
         told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        ticks += int(told[11]) + int(told[12])  # in user mode, in the kernel
+        ticks += int(told[11]) + int(told[12])  # user mode and kernel mode
     return ticks / os.sysconf("SC_CLK_TCK")
 
 

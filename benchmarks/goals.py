@@ -1,4 +1,5 @@
-"""Measures every target of speed and size, and prints if it is reached. One command for all tables.
+"""Measures every target of speed and size, and prints whether it is reached. One command for all
+tables.
 
     python -m benchmarks.goals [--threads N] [--peer-python [NAME=]PYTHON ...]
                                [--peer SERVER ...] [--folder runs/goals]
@@ -40,7 +41,7 @@ FLAGS = {
     "int8": ("--dtype", "bfloat16", "--quantize", "int8"),
     "int4": ("--dtype", "bfloat16", "--quantize", "int4"),
 }
-"""Flags of logitd for a dtype. With int8 and int4 only the matrices are quantized, the rest is
+"""Flags of logitd for a dtype. With int8 and int4 only the matrices are quantized; the rest is
 bfloat16."""
 DTYPES = tuple(FLAGS)
 CLOSED_LOOP = "124m"
@@ -51,7 +52,7 @@ STRONGEST = {
     "int8": {"llama.cpp", "openvino", "ctranslate2"},
     "int4": {"llama.cpp", "openvino"},
 }
-"""Peers without which the best of the others is unknown, by dtype."""
+"""Peers, by dtype, without which the best of the others is unknown."""
 OVER_HTTP = "bfloat16"
 """The dtype in which a server is measured as well."""
 
@@ -63,16 +64,16 @@ DECODE_OVER_OTHERS = {
     ("30m", "bfloat16", 8): 2.0,
     ("30m", "bfloat16", 32): 2.0,
 }
-"""Bounds by shape, dtype and batch; 1 for the others."""
+"""Bounds by shape, dtype and batch; 1 for all others."""
 
 
-# What is run
+# Commands
 
 
 def commands(
     folder: Path, threads: int, pythons: Sequence[str], servers: Sequence[PeerServer]
 ) -> dict[str, list[str]]:
-    """Each command by the name of its result; `pythons` are those of --peer-python."""
+    """Each command by the name of its result; `pythons` are the values of --peer-python."""
     batches = [str(batch) for batch in BATCHES]
     common = ["--threads", str(threads)]
     commands: dict[str, list[str]] = {}
@@ -109,7 +110,7 @@ def commands(
     commands["profile"] = [
         *module("benchmarks.profile"), *bundled, *common, "--batches", "1", "32",
     ]  # fmt: skip
-    # What else benchmarks/README.md has tables of.
+    # Other tables of benchmarks/README.md.
     for name in ("engine_step", "speculation", "constraints", "large_reply"):
         commands[name] = [*module(f"benchmarks.{name}"), *common]
     commands["constraints-bfloat16"] = [*commands["constraints"], "--dtype", "bfloat16"]
@@ -144,14 +145,14 @@ def measure(name: str, command: list[str], folder: Path) -> None:
     """Run a command unless its result exists. A result is written completely or not at all."""
     log = folder / f"{name}.log"
     if log.with_suffix(".txt").exists():
-        print(f"{name}: measured already", flush=True)
+        print(f"{name}: already measured", flush=True)
         return
     print(f"{name}: {' '.join(command[1:])}", flush=True)
     with log.open("w", encoding="utf-8") as output:
         done = subprocess.run(
             command,
             cwd=ROOT,
-            env={**os.environ, **spin_variables(os.environ)},  # as `logitd` sets them for itself
+            env={**os.environ, **spin_variables(os.environ)},  # set by `logitd` for itself
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -172,7 +173,7 @@ def last_line(path: Path) -> Any:
         return None
 
 
-# What it should be
+# Targets
 
 
 def targets(
@@ -195,12 +196,12 @@ def targets(
     for shape in SHAPES:
         result = results.get(f"determinism-{shape}")
         cost = result["native"]["whole_share"] if result and result["native"] else None
-        yield Target(f"{shape}: what determinism costs a step of 1", cost, 0.1, "share", False)
+        yield Target(f"{shape}: cost of determinism for a step of 1", cost, 0.1, "share", False)
         result = results.get(f"footprint-{shape}")
         ready = result["ready_seconds"] if result else None
         yield Target(f"{shape}: server ready", ready, 3.0, "s", at_least=False)
         besides = result["besides_bytes"] / 1e6 if result else None
-        name = f"{shape}: memory besides weights and KV cache"
+        name = f"{shape}: memory other than weights and KV cache"
         yield Target(name, besides, 500.0, "MB", at_least=False)
         if with_peers and shape != BUNDLED:
             yield from peer_targets(results, shape)
@@ -224,8 +225,8 @@ def peer_targets(results: Mapping[str, Any], shape: str) -> Iterator[Target]:
 
 
 def closed_loop_targets(result: Any, servers: Sequence[PeerServer]) -> Iterator[Target]:
-    """Compare tokens per second with other servers, per dtype and number of clients. Where
-    one of them has failed requests there is no ratio."""
+    """Compare tokens per second with other servers, per dtype and number of clients. There is no
+    ratio if one of them has failed requests."""
     for dtype in dtypes_of(servers):
         ours = f"logitd serve {shlex.join(FLAGS[dtype])}"
         names = {ours, *(server.name for server in servers if server.dtype == dtype)}
@@ -265,20 +266,20 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument(
         "--peer-python", action="append", default=[], metavar="[NAME=]PYTHON",
-        help="who runs the engines of others",
+        help="interpreter that runs other engines",
     )  # fmt: skip
     parser.add_argument(
         "--peer", action="append", default=[], metavar="SERVER", type=PeerServer.of_option,
-        help="a server of others: vllm[:DTYPE]=PYTHON, llama-server[:DTYPE]=BINARY",
+        help="a server of another project: vllm[:DTYPE]=PYTHON, llama-server[:DTYPE]=BINARY",
     )  # fmt: skip
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "goals")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="measure none but these")
-    parser.add_argument("--list", action="store_true", help="show the commands and run none")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="measure only these")
+    parser.add_argument("--list", action="store_true", help="show the commands without running any")
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
     every = commands(folder, arguments.threads, arguments.peer_python, arguments.peer)
     if unknown := set(arguments.only or ()) - set(every):
-        parser.error(f"no command is named {sorted(unknown)}; there are {', '.join(every)}")
+        parser.error(f"no command is named {sorted(unknown)}; available are {', '.join(every)}")
     if arguments.list:
         print("\n".join(f"{name}: {' '.join(command)}" for name, command in every.items()))
         return

@@ -34,7 +34,7 @@ REPLY_BYTES = CONTEXT * VOCABULARY * 4
 
 @contextmanager
 def served(checkpoint: Path, threads: int) -> Iterator[tuple[str, int]]:
-    """A server of its own process: its URL and its process id."""
+    """A server in a separate process: its URL and its process id."""
     flags = ("--checkpoint", str(checkpoint.resolve()), "--slots", "4", "--threads", str(threads),
              "--dtype", "float32")  # fmt: skip
     with started_server(*flags) as server:
@@ -68,7 +68,7 @@ class MemoryWatch:
 
 
 class TokenWatch:
-    """Reads a stream of tokens, and notes when each arrived."""
+    """Reads a stream of tokens, and records the arrival time of each."""
 
     def __init__(self, url: str) -> None:
         self.times: list[float] = []
@@ -82,7 +82,7 @@ class TokenWatch:
         self._thread.join()
 
     def between(self, start: float, end: float) -> list[float]:
-        """Seconds between tokens that came from `start` to `end`."""
+        """Seconds between tokens that arrived from `start` to `end`."""
         inside = [moment for moment in self.times if start <= moment <= end]
         return [later - earlier for earlier, later in itertools.pairwise(inside)]
 
@@ -99,7 +99,7 @@ class TokenWatch:
 
 
 def ask(url: str, accept: str) -> tuple[float, float]:
-    """Read the whole reply without keeping it. Returns when it began and ended."""
+    """Read the whole reply without keeping it. Returns the times at which it began and ended."""
     began, size = time.perf_counter(), 0
     body = {"prompt": PROMPT, "positions": "all"}
     with httpx.stream(
@@ -151,7 +151,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = save_synthetic(Path(folder) / "wide", config)
         with served(checkpoint.path, arguments.threads) as (url, pid):
-            ask(url, "application/x-npy")  # what is allocated once does not belong to a reply
+            ask(url, "application/x-npy")  # one-time allocations do not belong to a reply
             results = [
                 measure(url, pid, accept)
                 for accept in ("application/x-npy", "application/vnd.safetensors",

@@ -43,13 +43,13 @@ STAGES = (
     "scheduling", "tensors", "embedding", "norms", "qkv", "attention", "attention_out", "mlp_up",
     "activation", "mlp_down", "head", "processing", "sampling", "events",
 )  # fmt: skip
-"""In the order of a step. `scheduling` is deadlines and the plan, `tensors` from lists to what the
-decoder computes on, `processing` how each row is sampled, `events` tokens into events. A residual
-sum is part of the product before it."""
+"""Stages in the order of a step. `scheduling` is deadlines and the plan, `tensors` the conversion
+of lists to the decoder's arrays, `processing` the sampling parameters of each row, `events` the
+conversion of tokens to events. A residual sum is part of the product before it."""
 OUTSIDE = frozenset({"scheduling", "tensors", "processing", "events"})
 """Stages that belong neither to the model nor to the sampling."""
 PREFILLS = 5
-"""Least number of prompts that are watched, and of prompts that are not."""
+"""Minimum number of watched prompts, and of prompts that are not watched."""
 
 
 class Timeline:
@@ -66,12 +66,12 @@ class Timeline:
         """The seconds of all stages. Time without a mark belongs to `stage`."""
         self.mark(stage)
         seconds, self.seconds = self.seconds, None
-        assert seconds is not None, "a step is begun before it is ended"
+        assert seconds is not None, "a step must begin before it ends"
         return seconds
 
     def mark(self, stage: str, timed: Callable[[], Mapping[str, float]] | None = None) -> None:
-        """The time since the last mark was of `stage`, without the parts that `timed` returns under
-        their own names. Asking for them is in no stage."""
+        """Attribute the time since the last mark to `stage`, except the parts that `timed` returns
+        under their own names. The call of `timed` itself belongs to no stage."""
         if self.seconds is None:
             return
         now = time.perf_counter()
@@ -90,7 +90,7 @@ class Timeline:
 
 
 class WatchedDecoder:
-    """A native decoder whose calls are on a timeline, one after the other, without overlap."""
+    """A native decoder that records its calls on a timeline, one after another, without overlap."""
 
     launcher = None
     mixed_pass = None
@@ -128,14 +128,14 @@ class WatchedDecoder:
         self.native.close()
 
     def _timed(self, rest: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call the decoder; what it does not time itself is of the stage `rest`."""
+        """Call the decoder. Time that the decoder does not measure belongs to the stage `rest`."""
         result = call(*arguments)
         self._timeline.mark(rest, self.native.take_stage_seconds)
         return result
 
 
 class Watch:
-    """The decoder and the timeline of one engine, which is made with `make_decoder`."""
+    """The decoder and the timeline of one engine, which is created with `make_decoder`."""
 
     def __init__(self, make_decoder: DecoderMaker) -> None:
         self._make = make_decoder
@@ -145,14 +145,16 @@ class Watch:
     def make_decoder(self, gpt: GPT, cache: KVCache) -> Decoder:
         decoder = self._make(gpt, cache)
         if not isinstance(decoder, NativeDecoder) or not decoder.prefill_matches_decode:
-            raise BenchmarkError("stages are known if the native decoder computes prompts too")
+            raise BenchmarkError(
+                "stages are measured only if the native decoder also computes prompts"
+            )
         self._decoder = WatchedDecoder(decoder, self._timeline)
         return self._decoder
 
     @contextmanager
     def step(self) -> Iterator[dict[str, float]]:
-        """Watch one step in the block; the seconds of its stages are there when it has ended."""
-        assert self._decoder is not None, "the engine is made before it is watched"
+        """Watch one step in the block. The seconds of its stages are available after the step."""
+        assert self._decoder is not None, "create the engine before watching it"
         seconds: dict[str, float] = {}
         self._decoder.native.time_stages(True)
         self._timeline.begin()
@@ -165,8 +167,8 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class WatchedStep:
-    """Seconds of a step, positions that it prefilled, sequences that it decoded, and its stages if
-    it was watched."""
+    """Seconds of a step, its prefilled positions, its decoded sequences, and its stages if it was
+    watched."""
 
     seconds: float
     prefilled: int
@@ -176,8 +178,8 @@ class WatchedStep:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A decode step of `batch` sequences, or a prompt, in microseconds. `watching` is how much
-    longer watched steps took than the others, as a share."""
+    """A decode step of `batch` sequences, or a prompt, in microseconds. `watching` is the share by
+    which watched steps took longer than the others."""
 
     case: str
     batch: int
@@ -222,7 +224,8 @@ def run_watched(
     batch: Sequence[GenerationRequest],
     every: int | None = 2,
 ) -> list[WatchedStep]:
-    """Run requests to their end; all steps, of which `every` first one is watched, or none."""
+    """Run requests to their end. Returns all steps, of which every `every`-th one is watched, or
+    none."""
     for request in batch:
         engine.add(request)
     steps: list[WatchedStep] = []
@@ -242,7 +245,7 @@ def run_watched(
 
 
 def summed(steps: Sequence[WatchedStep]) -> WatchedStep:
-    """Steps of one prompt as one, all watched or none."""
+    """Sum up the steps of one prompt, all of them watched or none."""
     stages: dict[str, float] | None = None
     for step in steps:
         for stage, seconds in (step.stages or {}).items():

@@ -1,15 +1,15 @@
 """RawClient: reads streams over plain HTTP, and counts their tokens without parsing them fully.
 
 `AsyncClient` parses each chunk into dataclasses, which takes Python longer than the server takes to
-write it. Where both run on the same processors, that slows what is measured. Here httptools, whose
-parser is C, parses the reply, and of an event we count the tokens where it is received: no task is
-woken before the end of a stream. Errors are those of `AsyncClient`.
+write it. If both run on the same processors, that slows what is measured. Here httptools, whose
+parser is in C, parses the reply, and the tokens of an event are counted where it is received: no
+task wakes before the end of a stream. Errors are those of `AsyncClient`.
 
-A `Dialect` says how servers of a kind are asked, and what their events bring; `NATIVE` is that of
-/generate. A stream of any dialect ends in `[DONE]`.
+A `Dialect` defines the requests and events of one kind of server; `NATIVE` is that of /generate. A
+stream of any dialect ends in `[DONE]`.
 
-Does not cover TLS, proxies and retries. A server on another machine is asked by `AsyncClient`,
-whose time is not the server's.
+TLS, proxies and retries are not supported. For a server on another machine, use `AsyncClient`,
+which then takes no time from the server.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ SILENT_SECONDS = 600.0
 """Seconds without an event after which a stream has failed."""
 
 Counter = Callable[[Any], int]
-"""Count the tokens of a stream's event: its JSON, in the order of the events. Raises
+"""Counts the tokens of a stream's event, given its JSON, in the order of the events. Raises
 StreamFailed for an error that the server reports, and LookupError, TypeError, ValueError or
 AttributeError for an event that cannot be parsed."""
 
@@ -51,7 +51,7 @@ class Dialect(Protocol):
         """Additional header fields of each request."""
 
     def request(self, prompt: Sequence[int], tokens: int, seed: int) -> Request:
-        """Return a body that asks for exactly `tokens` tokens after a prompt."""
+        """Return a body that requests exactly `tokens` tokens after a prompt."""
 
     def counter(self, prompt: Sequence[int]) -> Counter:
         """Return a counter for the tokens of one reply."""
@@ -80,8 +80,8 @@ NATIVE: Dialect = _Native()
 
 
 class RawClient:
-    """Asks the server at a `http://` URL, with the API key of LOGITD_API_KEY if there is one. An
-    `Ask` of `benchmarks/streams.py`. Of one event loop; `close` ends it."""
+    """Sends requests to the server at a `http://` URL, with the API key of LOGITD_API_KEY if there
+    is one. An `Ask` of `benchmarks/streams.py`. Use it in one event loop; `close` ends it."""
 
     def __init__(self, url: str, dialect: Dialect = NATIVE) -> None:
         self._settings = settings_of(url)
@@ -119,7 +119,7 @@ class RawClient:
         self._idle.clear()
 
     async def _connected(self) -> "_Connection":
-        """A free connection: one that was used before, if there is one."""
+        """A free connection: a used one if possible."""
         while self._idle:
             connection = self._idle.pop()
             if connection.usable:
@@ -154,16 +154,16 @@ class _Reply:
         self.parser = httptools.HttpResponseParser(self)
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.complete = False
-        self.heard = True  # since `silent` was last asked
+        self.heard = True  # since `silent` was last read
         self._count, self._arrived = count, arrived
         self._headers: dict[str, str] = {}
         self._events = EventDecoder()
         self._tokens = 0
-        self._done = False  # its last event has come
+        self._done = False  # its last event has arrived
         self._refusal = bytearray()
 
     def lost(self, why: str) -> None:
-        """The connection has ended."""
+        """Note that the connection has ended."""
         if not self.complete:
             message = f"the stream broke off after {self._tokens} tokens: {why}"
             self._fail(StreamError(message, self._tokens, self._request_id))
@@ -188,7 +188,7 @@ class _Reply:
             refused = errors.from_reply(status, self._headers, self._refusal, self._request_id)
             self._fail(refused)
         elif not self._done:
-            message = f"the stream ended without its end after {self._tokens} tokens"
+            message = f"the stream ended without its last event after {self._tokens} tokens"
             self._fail(StreamError(message, self._tokens, self._request_id))
         elif not self.ended.done():
             self.ended.set_result(None)
@@ -210,7 +210,7 @@ class _Reply:
             self._fail(failed)
         except (ValueError, LookupError, TypeError, AttributeError):
             said = data[:200].decode(errors="replace")
-            message = f"an event of the stream says nothing of tokens: {said}"
+            message = f"an event of the stream has no tokens: {said}"
             self._fail(MalformedReplyError(message, self._request_id))
         else:
             self._tokens += count
@@ -218,7 +218,7 @@ class _Reply:
 
 
 class _Connection(asyncio.Protocol):
-    """A connection that carries one reply after the other."""
+    """A connection that carries one reply after another."""
 
     def __init__(self) -> None:
         self._reply: _Reply | None = None
@@ -244,13 +244,13 @@ class _Connection(asyncio.Protocol):
         self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # By what it can do, not by its class: uvloop's have none of asyncio's above them.
+        # Cast, because uvloop's transports do not derive from asyncio's.
         self._transport, self._open = cast(asyncio.Transport, transport), True
 
     def data_received(self, data: bytes) -> None:
         reply = self._reply
         if reply is None or reply.complete:
-            self.close()  # nobody asked for this
+            self.close()  # nobody waits for this
             return
         try:
             reply.parser.feed_data(data)
@@ -267,7 +267,8 @@ class _Connection(asyncio.Protocol):
             self._reply.lost(str(error or "the connection was closed"))
 
     def _watch_silence(self) -> None:
-        """Check at intervals if anything arrived, which is cheaper than a timeout per piece."""
+        """Check at intervals whether anything arrived, which is cheaper than a timeout per
+        piece."""
         if self._watch is not None:
             self._watch.cancel()
         if self._reply is not None:
@@ -281,5 +282,5 @@ class _Connection(asyncio.Protocol):
             reply.heard = False
             self._watch_silence()
         else:
-            reply.lost(f"nothing came for {SILENT_SECONDS:g} s")
+            reply.lost(f"nothing arrived for {SILENT_SECONDS:g} s")
             self.close()

@@ -38,7 +38,7 @@ REQUESTS, STREAMS, TOKENS = 100, 8, 128
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One way to serve: what its clients feel, its processes and what they hold."""
+    """One way to serve: the clients' figures, its processes and their memory."""
 
     felt: Felt
     processes: int
@@ -88,18 +88,18 @@ def processes_of(mark: str) -> list[int]:
         try:
             if wanted in path.read_bytes().split(b"\0"):
                 found.append(int(path.parent.name))
-        except OSError:  # it has ended, or is somebody else's
+        except OSError:  # it has ended, or belongs to another user
             continue
     return found
 
 
 def held(processes: list[int]) -> float:
-    """Memory of processes in MiB. A page that several processes share is divided among them."""
+    """Memory of processes in MiB. A page shared by several processes is divided among them."""
     kilobytes = 0
     for pid in processes:
         told = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8")
         line = re.search(r"^Pss:\s+(\d+) kB", told, re.MULTILINE)
-        assert line is not None, "Linux says it of every process"
+        assert line is not None, "Linux reports it for every process"
         kilobytes += int(line[1])
     return kilobytes / 1024
 
@@ -107,8 +107,8 @@ def held(processes: list[int]) -> float:
 def compare(
     urls: Mapping[str, str], pids: Mapping[str, list[int]], rounds: int
 ) -> tuple[dict[str, Measured], dict[str, float]]:
-    """Measure both after a warm-up round; they alternate in who begins. And how
-    the second is beside the first: the median ratios of each figure."""
+    """Measure both after a warm-up round; they alternate in who begins. Also returns the median
+    ratio of the second to the first for each figure."""
     load = FrontLoad(requests=REQUESTS, streams=STREAMS, tokens=TOKENS)
     felt: dict[str, list[Felt]] = {name: [] for name in urls}
     order = list(urls)

@@ -52,7 +52,7 @@ class Row:
 
 
 def best_seconds(work: Callable[[], object], rounds: int) -> float:
-    """The least of several times."""
+    """The shortest of several times."""
     taken = []
     for _ in range(rounds):
         began = time.perf_counter()
@@ -69,7 +69,7 @@ def measure(decoder: NativeDecoder, logits: Tensor, spread: float, rounds: int) 
         native = decoder.sample(logits, logits, sampling)
         plain = sample_tokens(logits, logits, sampling)
         if native != plain:
-            raise SystemExit(f"{name}: the native sampler gives {native}, torch {plain}")
+            raise SystemExit(f"{name}: the native sampler returns {native}, torch {plain}")
         seconds = best_seconds(lambda: decoder.sample(logits, logits, sampling), rounds)  # noqa: B023
         in_torch = best_seconds(lambda: sample_tokens(logits, logits, sampling), 3)  # noqa: B023
         per_row = 1e6 / len(logits)
@@ -94,9 +94,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     given = parser.parse_args(argv)
     if min(given.vocab_size, given.rows, given.rounds) < 1:
-        parser.error("--vocab-size, --rows and --rounds are at least 1")
+        parser.error("--vocab-size, --rows and --rounds must be at least 1")
     if not all(0 <= spread < math.inf for spread in given.spread):
-        parser.error(f"--spread is a standard deviation, 0 or more, not {given.spread}")
+        parser.error(f"--spread is {given.spread}; it must be a standard deviation, 0 or more")
     use_threads(given.threads)
     decoder = new_decoder(given.vocab_size, given.threads)
     generator = torch.Generator().manual_seed(0)

@@ -24,7 +24,9 @@ class Shape:
 
     def __post_init__(self) -> None:
         if self.family == "gpt2" and (self.n_kv_head, self.d_ff) != (None, None):
-            raise ValueError("a GPT-2 has keys and values for each head, and four times the width")
+            raise ValueError(
+                "a GPT-2 has keys and values for each head, and a feed-forward four times as wide"
+            )
 
     @property
     def kv_heads(self) -> int:
@@ -37,7 +39,7 @@ class Shape:
 
 
 SMALL = Shape(vocab_size=300, context_length=64, n_layer=2, n_head=2, d_model=64)
-"""For trying a command out: its numbers mean nothing."""
+"""A shape for trying out a command: its numbers are meaningless."""
 SMALL_LLAMA = Shape(
     vocab_size=300, context_length=64, n_layer=2, n_head=4, d_model=64,
     family="llama", n_kv_head=2, d_ff=128,
@@ -56,5 +58,5 @@ SHAPES = {
     "small": SMALL,
     "small-llama": SMALL_LLAMA,
 }  # fmt: skip
-"""The Llamas have room for prompts of 8,192 ids and what follows them."""
+"""Shapes by name. The Llamas have room for prompts of 8,192 ids and their continuations."""
 BATCHES = (1, 8, 32)

@@ -49,7 +49,7 @@ class Row:
 
 
 def one_by_one(make_decoder: DecoderMaker) -> DecoderMaker:
-    """Make decoders in which each prompt goes through the model by itself."""
+    """Make decoders that compute each prompt in a separate pass."""
 
     def make(gpt: GPT, cache: KVCache) -> Decoder:
         decoder = make_decoder(gpt, cache)
@@ -89,7 +89,7 @@ def measure(together: Engine, apart: Engine, vocabulary: int, length: int, round
     generator = torch.Generator().manual_seed(length)
     prompts = torch.randint(vocabulary, (PROMPTS, length), generator=generator).tolist()
     rates: list[tuple[float, float]] = []
-    for index in range(rounds + 1):  # the first touches memory
+    for index in range(rounds + 1):  # the first round allocates memory
         seconds, tokens = first_tokens(together, prompts, f"together {length} {index}")
         seconds_apart, tokens_apart = first_tokens(apart, prompts, f"apart {length} {index}")
         assert tokens == tokens_apart

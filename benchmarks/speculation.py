@@ -51,7 +51,7 @@ CODE = (
 @dataclass(frozen=True)
 class Text:
     name: str
-    prompts: list[list[int]]  # one of each sequence
+    prompts: list[list[int]]  # one per sequence
     temperature: float
 
 
@@ -64,7 +64,7 @@ class Result:
 
 
 def load(shape: str, dtype: torch.dtype) -> tuple[GPT, Tokenizer | None]:
-    """A model and its vocabulary; that of a synthetic model says nothing."""
+    """A model and its vocabulary; None for a synthetic model, whose vocabulary has no meaning."""
     tokenizer = None if shape in SHAPES else read_checkpoint(Path(shape)).tokenizer
     return load_gpt(shape, dtype), tokenizer
 
@@ -84,7 +84,7 @@ def texts(gpt: GPT, tokenizer: Tokenizer | None, batch: int) -> list[Text]:
 
 
 class Run:
-    """An engine that answers all prompts of a text; the time is that of the steps after the first
+    """An engine that answers all prompts of a text. Its time is that of the steps after the first
     tokens."""
 
     def __init__(self, gpt: GPT, text: Text, speculate: Speculation, threads: int) -> None:
@@ -138,7 +138,7 @@ def compare(gpt: GPT, text: Text, rounds: int, threads: int) -> dict[str, Any]:
     for _ in range(rounds + 1):
         measured.append(run_in_turns(gpt, text, order, threads))
         order.reverse()
-    del measured[0]  # for warming up
+    del measured[0]  # it was a warm-up
     drafts, plain = [pair["ngram"] for pair in measured], [pair["none"] for pair in measured]
     if any(result.answers != plain[0].answers for result in (*drafts, *plain)):
         raise SystemExit("the answers differ")

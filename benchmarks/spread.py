@@ -20,8 +20,8 @@ class Spread:
 
 
 def percentile(ordered: list[float], percent: float) -> float:
-    """A percentile of ascending numbers, of which there is at least one. Interpolates linearly
-    between two numbers, as NumPy does by default."""
+    """A percentile of a non-empty sequence of ascending numbers. Interpolates linearly between two
+    numbers, as NumPy does by default."""
     place = (len(ordered) - 1) * percent / 100
     below = int(place)
     above = min(below + 1, len(ordered) - 1)

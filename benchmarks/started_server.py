@@ -1,7 +1,7 @@
-"""A `logitd serve` in a process of its own, for as long as a block runs.
+"""Started server: runs `logitd serve` in a separate process for the duration of a block.
 
-It listens on a free port of the loopback. It gets its settings only from its flags, not from the
-environment or a .env. It ends when the block ends, also by an error or a signal.
+It listens on a free port of the loopback interface. It gets its settings only from its flags, not
+from the environment or a .env. It ends with the block, even after an error or a signal.
 """
 
 import os
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class ServerError(Exception):
-    """The server did not start. The message has its output."""
+    """Raised if the server did not start. The message has its output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class StartedServer:
 
 @contextmanager
 def started_server(*flags: str) -> Iterator[StartedServer]:
-    """`logitd serve` with these flags, ready when the block begins. Paths in them are absolute,
-    because it runs in a folder of its own. Of the main thread. Raises ServerError."""
+    """Yield `logitd serve` with these flags once it is ready. Paths in flags must be absolute,
+    because it runs in a separate folder. Call it only in the main thread. Raises ServerError."""
     environment = {k: value for k, value in os.environ.items() if not k.startswith("LOGITD_")}
     paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
     words = ["serve", "--host", "127.0.0.1", "--port", "0", "--drain-timeout", "0", *flags]
@@ -52,7 +52,7 @@ def started_server(*flags: str) -> Iterator[StartedServer]:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for this process, which ends the server
+                start_new_session=True,  # Ctrl-C reaches only this process
             )
         try:
             yield StartedServer(_url_when_ready(process, log), process.pid)
@@ -64,9 +64,9 @@ def started_server(*flags: str) -> Iterator[StartedServer]:
 
 
 def _url_when_ready(process: "subprocess.Popen[bytes]", log: Path) -> str:
-    """The address, once the banner has its last line: a start may compile kernels first."""
+    """The address, once the banner is complete: a start may compile kernels first."""
     while True:
-        code = process.poll()  # before the log is read, so that its last words are in it
+        code = process.poll()  # before the log is read, so that the log is complete
         said = log.read_text(encoding="utf-8", errors="replace")
         port = re.search(r"listening on port (\d+)", said)
         if port is not None and "try it:" in said:

@@ -1,9 +1,9 @@
-"""Streams: requests several streams of a server at once, and notes when their tokens arrive.
+"""Streams: requests several streams of a server at once, and records when their tokens arrive.
 
-An `Ask` sends the requests: `AsyncClient` of the product (`asking`), `raw_client.py`, which takes a
-fraction of its time, or one for a server of another kind. Nothing is tried again, so rejections are
-seen. A chunk can carry several tokens: they are counted by their ids. A gap is the time between two
-chunks of a stream that bring tokens, however many.
+An `Ask` sends the requests: the product's `AsyncClient` (`asking`), `raw_client.py`, which takes a
+fraction of its time, or a client of another kind of server. Nothing is retried, so rejections are
+seen. A chunk may carry several tokens; they are counted by their ids. A gap is the time between two
+chunks with tokens, however many.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class Failure:
 
 
 class StreamFailed(Exception):
-    """A stream did not end as it should. It has the name of an error, and its message."""
+    """Raised if a stream did not end properly. It has the name of an error, and its message."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -43,7 +43,7 @@ class StreamFailed(Exception):
 
 
 Arrived = Callable[[int], None]
-"""Function that is called for each piece of a stream, with its number of tokens."""
+"""Called for each piece of a stream, with its number of tokens."""
 
 
 class Ask(Protocol):
@@ -57,7 +57,7 @@ class Ask(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StreamRecord:
-    """One stream: when its request was sent, and what arrived."""
+    """One stream: the time of its request, and its arrivals."""
 
     sent: float
     arrivals: tuple[Arrival, ...]
@@ -117,14 +117,14 @@ async def _stream(ask: Ask, prompt: Sequence[int], tokens: int, seed: int) -> St
         failure = Failure(error.kind, error.message)
     came = sum(arrival.tokens for arrival in arrivals)
     if failure is None and came != tokens:
-        failure = Failure("TokensMissing", f"{came} of {tokens} tokens came")
+        failure = Failure("TokensMissing", f"{came} of {tokens} tokens arrived")
     return StreamRecord(sent, tuple(arrivals), failure)
 
 
 def full_batch_rate(records: Sequence[StreamRecord]) -> float | None:
-    """Tokens per second between the start of the last stream and the end of the first: those that
-    came after the one and not after the other. None where a stream failed, because then there was
-    no whole batch, and where the first had ended before the last began."""
+    """Tokens per second between the start of the last stream and the end of the first, counting
+    only tokens that arrived in that time. None if a stream failed, because then there was no whole
+    batch, or if the first stream ended before the last one began."""
     if any(record.failure is not None for record in records):
         return None
     begin = max(record.arrivals[0].at for record in records)

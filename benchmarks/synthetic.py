@@ -1,4 +1,4 @@
-"""Synthetic checkpoints: any shape with random weights, for what depends on sizes alone.
+"""Synthetic checkpoints: any shape with random weights, for figures that depend only on sizes.
 
 The vocabulary is the 256 bytes, then pairs of bytes, then three: a real one for tiktoken, of any
 size that peers' models have. The weights are random, the text is noise.
@@ -64,7 +64,7 @@ def config_of(shape: Shape) -> GPTConfig:
 
 
 def synthetic_tokenizer(vocab_size: int) -> Tokenizer:
-    """`vocab_size` tokens, END_OF_TEXT the last of them."""
+    """A tokenizer of `vocab_size` tokens, of which END_OF_TEXT is the last."""
     letters = range(97, 123)
     longer = itertools.chain(
         itertools.product(range(256), repeat=2),
@@ -86,7 +86,7 @@ def synthetic_gpt(config: GPTConfig) -> GPT:
 
 
 def save_synthetic(path: Path, config: GPTConfig) -> CheckpointInfo:
-    """Save such a GPT at `path`."""
+    """Save a GPT of this shape at `path`."""
     return save_with_tokenizer(path, synthetic_gpt(config))
 
 
@@ -98,5 +98,5 @@ def save_with_tokenizer(path: Path, gpt: GPT) -> CheckpointInfo:
         weights=gpt.state_dict(),
         tokenizer=synthetic_tokenizer(gpt.config.vocab_size),
         training=RANDOM,
-        card=f"# {path.name}\n\nRandom weights, for measuring.\n",
+        card=f"# {path.name}\n\nRandom weights, for measurements.\n",
     )

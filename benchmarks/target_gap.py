@@ -41,8 +41,8 @@ from logitd.model.transformer.gpt import GPT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Number of concurrent clients, and of counted requests of each. Where there are fewer slots
-    than clients, some wait."""
+    """Number of concurrent clients, and of counted requests of each. With fewer slots than clients,
+    some wait."""
 
     clients: int
     slots: int
@@ -53,7 +53,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Tokens per second of processor time; times in seconds of it."""
+    """Tokens per second of processor time; times in seconds of processor time."""
 
     target: str
     tokens_per_second: float
@@ -63,7 +63,7 @@ class Figures:
 
 @dataclass(slots=True)
 class Stream:
-    """A client's current request: when it was sent, and when its last token came."""
+    """A client's current request: when it was sent, and when its last token arrived."""
 
     client: int
     asked: float
@@ -93,8 +93,7 @@ class Loop:
         self.engine.add(GenerationRequest(request_id=name, token_ids=prompt, params=params))
 
     def run(self) -> float:
-        """Run until every client has had its counted requests. Returns the seconds that these
-        took."""
+        """Run until every client has had its counted requests. Returns their total seconds."""
         clients, tokens = self.question.clients, self.question.tokens
         self.ended = [0] * clients
         for client in range(clients):
@@ -128,7 +127,7 @@ class Loop:
 
 
 def measure(gpt: GPT, make_decoder: DecoderMaker, question: Question, target: str) -> Figures:
-    """The figures of one target, on an engine of its own."""
+    """The figures of one target, on a new engine."""
     config = EngineConfig(slots=question.slots, target_gap=parse_target_gap(target))
     engine = Engine(gpt, config, make_decoder=make_decoder, clock=time.thread_time)
     try:
@@ -172,7 +171,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--shape", default="124m")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--slots", type=int, help="as many as clients, if not given")
+    parser.add_argument("--slots", type=int, help="default: as many as clients")
     parser.add_argument("--requests", type=int, default=3)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=128)

@@ -26,7 +26,7 @@ REQUESTS, STREAMS, TOKENS = 100, 64, 8
 
 @contextmanager
 def reading_collector() -> Iterator[str]:
-    """Run a collector that keeps nothing. Yields its address."""
+    """Run a collector that discards everything. Yields its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -56,7 +56,7 @@ def compare(
     felt: dict[str, list[Felt]] = {without.url: [], traced.url: []}
     order = [without, traced]
     for server in order:
-        load.round(server.url, [server.pid])  # warm
+        load.round(server.url, [server.pid])  # warm-up
     for _ in range(rounds):
         for server in order:
             felt[server.url].append(load.round(server.url, [server.pid]))

@@ -49,7 +49,7 @@ SWEEP_SEED = 1
 NEVER = 10**9
 """Steps between evaluations, samples and checkpoints, which would take time from training."""
 SAME_SECONDS = 0.02
-"""Largest difference between the seconds of compared runs, as a share."""
+"""Largest relative difference between the seconds of compared runs."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def settings(run: Run, size: Size, data: Sequence[str], tokenizer: Path, threads
 
 
 def learn_vocabulary(data: Sequence[str], vocab_size: int, path: Path) -> None:
-    """Learn a vocabulary from the training side alone, as a run does, and write it for all runs."""
+    """Learn a vocabulary from the training side only, as a run does, and write it for all runs."""
     text = open_text(data)
     split = split_text(text.documents, PRESETS["nanogpt"].recipe.val_fraction)
     pieces = (
@@ -105,7 +105,7 @@ def learn_vocabulary(data: Sequence[str], vocab_size: int, path: Path) -> None:
 
 
 class Measurement:
-    """Runs on one text. `results` has a line of JSON for each size chosen and each finished run."""
+    """Runs on one text. `results` has a line of JSON for each chosen size and each finished run."""
 
     def __init__(self, data: Sequence[str], threads: int, results: Path, folder: Path) -> None:
         self._data, self._threads, self._results, self._folder = data, threads, results, folder
@@ -117,7 +117,7 @@ class Measurement:
         }
 
     def size(self, minutes: float) -> Size:
-        """The size that `logitd train --minutes` takes on this machine."""
+        """The size that `logitd train --minutes` chooses on this machine."""
         if minutes not in self._sizes:
             asked = TrainingConfig(minutes=minutes, threads=self._threads)
             size = self._sizes[minutes] = measured_here(asked).size
@@ -125,7 +125,7 @@ class Measurement:
         return self._sizes[minutes]
 
     def finished(self, run: Run) -> Finished:
-        """The outcome of a run: from the results file, or by training in a process of its own."""
+        """The outcome of a run: from the results file, or by training in a separate process."""
         if run not in self._outcomes:
             size = self.size(run.minutes)
             tokenizer = self._folder / f"{size.vocab_size}.tiktoken"
@@ -165,8 +165,8 @@ def smaller(size: Size) -> Size:
 
 
 def check(finished: Iterable[Finished]) -> None:
-    """Refuse to compare runs with unequal seconds, threads or matrices; a smaller model may have
-    other matrices. A run ends with the step in which its time is up."""
+    """Refuse to compare runs with unequal seconds, threads or matrices; only a smaller model may
+    have other matrices. A run ends with the step in which its time is up."""
     finished = list(finished)
     for run, outcome in finished:
         asked = 60 * run.minutes

@@ -55,9 +55,9 @@ def configuration(side: str, asked: TrainingConfig, choice: Choice) -> TrainingC
 
 
 def of_passes(side: str, asked: TrainingConfig, size: int, passes: float) -> TrainingConfig:
-    """The settings of a side with one size, in the steps that `long` needs for `passes`."""
+    """The settings of a side with one size, with as many steps as `long` needs for `passes`."""
     if side == "nanogpt-char":
-        raise SystemExit("nanogpt-char has a size of its own: compare it by --minutes")
+        raise SystemExit("nanogpt-char has a fixed size: compare it by --minutes")
     chosen = SIZES[size]
     train_bytes = (1 - resolve(asked).recipe.val_fraction) * open_text(asked.data).count_bytes(
         math.inf
@@ -89,9 +89,9 @@ def main() -> None:
     parser.add_argument("--passes", type=float, help="steps instead of minutes")
     arguments = parser.parse_args()
     if not arguments.data:
-        parser.error("--data FILE is needed: a text that is passed several times")
+        parser.error("--data FILE is required: a text that is passed several times")
     if (arguments.size is None) != (arguments.passes is None):
-        parser.error("--size and --passes go together")
+        parser.error("set --size and --passes together")
     keep_freed_memory()  # as `logitd train` does before it measures
     asked = TrainingConfig(
         data=tuple(arguments.data), threads=arguments.threads, minutes=arguments.minutes

@@ -63,14 +63,15 @@ def own_step(gpt: GPT, recipe: Recipe, placement: Placement, *, compiled: bool =
 
 
 def _refuse_eager(notice: str) -> None:
-    """Raise if compiling fails: the trainer goes on without it, but the figure would be false."""
+    """Raise if compiling fails: the trainer would continue without it, but the figure would be
+    false."""
     if notice.startswith("not compiled"):
         raise RuntimeError(notice)
 
 
 def plain_step(gpt: GPT, recipe: Recipe, placement: Placement) -> Step:
     """The same arithmetic with torch's stock parts. Query, key and value are one matrix to Muon
-    here, as in any plain loop, which costs it a little less."""
+    here, as in any plain loop, which makes it slightly cheaper."""
     matrices: list[Tensor] = []
     others: list[Tensor] = []
     for name, parameter in gpt.named_parameters():
@@ -159,7 +160,7 @@ def compare(name: str, rounds: int, steps: int, threads: int) -> dict[str, Any]:
 def _in_a_process(loop: str, name: str, steps: int, threads: int) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.train_throughput", "--one", loop]
     command += ["--presets", name, "--steps", str(steps), "--threads", str(threads)]
-    spin = {**os.environ, **spin_variables(os.environ)}  # as `logitd train` sets it for itself
+    spin = {**os.environ, **spin_variables(os.environ)}  # `logitd train` sets it for itself
     done = subprocess.run(command, env=spin, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{loop} failed:\n{done.stderr}")

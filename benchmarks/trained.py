@@ -58,7 +58,7 @@ class Outcome:
 
 
 def outcome_of(config: Mapping[str, Any]) -> Outcome:
-    """Train in a process of its own, with fields of TrainingConfig as JSON."""
+    """Train in a separate process, with fields of TrainingConfig as JSON."""
     command = [sys.executable, "-m", "benchmarks.trained", json.dumps(config)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

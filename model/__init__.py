@@ -1,4 +1,4 @@
-"""Everything that computes: the GPT, its tokenizer and checkpoint, the engine and the trainer.
+"""Model: the GPT, its tokenizer and checkpoint, the engine and the trainer.
 
 Only this package imports torch. It knows nothing of HTTP.
 """

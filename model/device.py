@@ -21,8 +21,8 @@ from logitd.model.plural import pluralize
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Options of mallopt(3)."""
 KEPT_BYTES = 32 * 2**20
-"""The C library keeps freed blocks of up to this size for reuse: its maximum, and more than a step
-needs."""
+"""Maximum size of freed blocks that the C library keeps for reuse: its own maximum, and more than a
+step needs."""
 MEMINFO = Path("/proc/meminfo")
 CARDS_RUN = ("NVIDIA H200",)
 """Torch's names of the GPUs on which `python -m benchmarks.gpu` has passed."""
@@ -31,7 +31,7 @@ OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 class DeviceError(ValueError):
-    """This machine does not have the requested device, memory or threads."""
+    """Raised if this machine does not have the requested device, memory or threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,12 @@ def choose_placement(
     device: str = "auto", dtype: FloatName = "float32", threads: int = 0
 ) -> Placement:
     """Resolve the device "auto", which prefers CUDA, and 0 threads, which means one per processor
-    of this process. Raises DeviceError for more threads than processors: at every operation they
-    would wait for each other to be scheduled."""
+    of this process. Raises DeviceError for more threads than processors: they would wait for each
+    other at every operation."""
     processors = available_processors()
     if not 0 <= threads <= processors:
         raise DeviceError(
-            f"threads is {threads}, and this process has {pluralize(processors, 'processor')}: "
+            f"threads is {threads}, but this process has {pluralize(processors, 'processor')}: "
             f"set it to 1 to {processors}, or to 0 for all of them"
         )
     return Placement(choose_device(device), getattr(torch, dtype), threads or processors)
@@ -71,7 +71,7 @@ def choose_device(name: str) -> torch.device:
     except RuntimeError as error:
         raise DeviceError(f"{name!r} is not a device; try auto, cpu, cuda or cuda:0") from error
     if device.type not in ("cpu", "cuda"):
-        raise DeviceError(f"device {name!r} is not supported; cpu and cuda are")
+        raise DeviceError(f"device {name!r} is not supported; use cpu or cuda")
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if count == 0:
@@ -79,7 +79,9 @@ def choose_device(name: str) -> torch.device:
                 f"device is {name!r}, but torch finds no CUDA device here; leave it out, or use cpu"
             )
         if (device.index or 0) >= count:
-            raise DeviceError(f"device is {name!r}, but this machine has {count} CUDA devices")
+            raise DeviceError(
+                f"device is {name!r}, but this machine has only {pluralize(count, 'CUDA device')}"
+            )
     return device
 
 
@@ -89,9 +91,9 @@ def use_threads(threads: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let this process reuse freed memory instead of returning it to the system: half the time of a
-    prefill (30 million parameters) was spent on getting the pages again. Has an effect only with
-    GNU's C library."""
+    """Let this process reuse freed memory instead of returning it to the system: getting the pages
+    again took half the time of a prefill (30 million parameters). Has an effect only with GNU's C
+    library."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
         set_option(M_MMAP_THRESHOLD, KEPT_BYTES)
@@ -114,8 +116,8 @@ def disable_cudnn_attention() -> None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run a block with one torch thread. Used while a decoder's own threads compute: they and
-    torch's pool would compete for the processors, and the block has little work for torch."""
+    """Run a block with one torch thread, while a decoder's own threads compute: they and torch's
+    pool would compete for the processors, and the block has little work for torch."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,10 +1,11 @@
-"""Files: reads of regular files up to a size limit, strict JSON, and writes that leave either the
-complete file or none.
+"""Files: reads regular files up to a size limit, parses strict JSON, and writes either the complete
+file or nothing.
 
 A path may name a pipe without a writer, an endless device, a folder, a link to itself, or a file
 larger than memory. Every function here checks the path first, so that reading never hangs and never
 fills the memory. `FileError` names the path and the reason; for a missing file, the system's own
-error is raised. Written files get the permissions that the umask allows, also from libraries.
+error is raised. Written files get the permissions that the umask allows, even if a library writes
+them.
 """
 
 import json
@@ -19,12 +20,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 CONFIG_BYTES = 4 * 2**20
-"""Limit of a JSON file of settings: a hundred times the usual size, but small enough that even a
-file of nothing but tiny objects takes little memory."""
+"""Size limit of a JSON file of settings: a hundred times the usual size, but so small that even a
+file full of tiny objects takes little memory."""
 VOCABULARY_BYTES = 64 * 2**20
-"""Limit of a vocabulary: ten times the largest published one."""
+"""Size limit of a vocabulary: ten times the largest published one."""
 TEXT_BYTES = 2**30
-"""Limit of a text that is read at once."""
+"""Size limit of a text that is read at once."""
 PART = ".part"
 """Suffix of files and folders that are being written; their names begin with a dot."""
 
@@ -38,7 +39,7 @@ KINDS = (
 
 
 class FileError(OSError):
-    """A path that cannot be read or written; the message names it and the reason."""
+    """Raised for a path that cannot be read or written; the message names it and the reason."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -120,8 +121,8 @@ def folder_aside(path: Path) -> Path:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder for new files. At the end of the block it is synced and renamed to `path`,
-    which must not exist; if the block raises, it is removed."""
+    """Yield a temporary folder for new files. At the end of the block it is synced and renamed to
+    `path`, which must not exist; if the block raises, it is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = folder_aside(path)
     try:
@@ -138,9 +139,9 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def whole_file(path: Path, aside: Path | None = None) -> Iterator[BinaryIO]:
-    """A new file next to `path`, at `aside` or under a random name. At the end of the block it is
-    synced and renamed to `path`; if the block raises, it is removed. Unlike a file of `tempfile`,
-    it has the permissions of the umask. Raises OSError."""
+    """Yield a new file next to `path`, at `aside` or under a random name. At the end of the block
+    it is synced and renamed to `path`; if the block raises, it is removed. Unlike a file of
+    `tempfile`, it has the permissions of the umask. Raises OSError."""
     aside = aside or _name_aside(path)
     try:
         with aside.open("wb") as file:
@@ -170,8 +171,8 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextmanager
 def written_to(destination: Path) -> Iterator[None]:
-    """Turn an OSError of the block into a FileError. The block writes `destination`, and after an
-    error nothing of it is left."""
+    """Turn an OSError of the block into a FileError. The block writes `destination`, and leaves
+    nothing of it after an error."""
     try:
         yield
     except OSError as error:
@@ -184,7 +185,7 @@ def written_to(destination: Path) -> Iterator[None]:
 
 
 def share_files(folder: Path) -> None:
-    """Give the files of a folder the folder's permissions: safetensors makes its files readable
+    """Give the files in a folder the folder's permissions: safetensors makes its files readable
     only by their owner."""
     mode = folder.stat().st_mode & 0o666
     for file in folder.iterdir():
@@ -197,8 +198,8 @@ def _name_aside(path: Path) -> Path:
 
 
 def parse_json(raw: bytes) -> Any:
-    """Parse JSON. Raises ValueError also for what could not be written as JSON again: infinite
-    numbers, integers beyond 64 bits, half surrogate pairs, and very deep nesting."""
+    """Parse JSON. Raises ValueError, also for values that could not be written as JSON again:
+    infinite numbers, integers beyond 64 bits, half surrogate pairs, and very deep nesting."""
     try:
         document = json.loads(
             raw.decode("utf-8"),

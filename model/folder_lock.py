@@ -14,13 +14,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 NOTE_BYTES = 4096
-"""Limit of the size of the note in a lock file."""
+"""Size limit of the note in a lock file."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of a file system without locks. A folder there can be written but is not protected."""
 
 
 class FolderLocked(Exception):
-    """Another process has the lock; `owner` describes that process for a message."""
+    """Raised if another process has the lock; `owner` describes that process for a message."""
 
     def __init__(self, owner: str) -> None:
         super().__init__(f"locked by {owner}")

@@ -108,18 +108,19 @@ SERVER_FIELDS = ("dtype", "model", "prompt_logprobs", "stream", "timeout")
 """Fields of requests that have a meaning only in the server."""
 
 RUN_CODE = "LOGITD_RUN_CODE"
-"""Variable that allows code, as the flag of the commands does."""
+"""Environment variable that allows an owner's code to run, like the flag of the commands."""
 BY_NAME = {operation.name: operation for operation in OPERATIONS}
 
 logger = logging.getLogger("logitd")
 
 
 class LoadError(Exception):
-    """A checkpoint cannot be loaded with the given options; the message names reason and fix."""
+    """Raised if a checkpoint cannot be loaded with the given options; the message gives the reason
+    and the fix."""
 
 
 class GenerationError(Exception):
-    """The engine could not finish a sequence; the message names the reason."""
+    """Raised if the engine could not finish a sequence; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,8 +150,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Score:
-    """The logprobs of a text's tokens (scored tokens,), in nats, and `logprob`, their sum. The
-    first token of a prompt has no logprob, because it follows no other token."""
+    """The logprobs of a text's tokens (scored tokens,), in nats, and their sum `logprob`. The first
+    token of a prompt has no logprob, because no token comes before it."""
 
     token_ids: tuple[int, ...]
     logprobs: npt.NDArray[np.float64]
@@ -284,8 +285,8 @@ class LLM:
         self, prompt: Prompt, stages: str | Sequence[str], **fields: Any
     ) -> dict[str, Floats]:
         """The values (T, ...) of the stages with these names or patterns (`blocks.*.attention.q`);
-        `model/transformer/stages.py` lists the stages. The field `heads` limits stages that have
-        heads to some of them."""
+        `model/transformer/stages.py` lists the stages. The field `heads` selects some heads of
+        stages that have heads."""
         names = [stages] if isinstance(stages, str) else stages
         return self._arrays("activations", prompt=prompt, stages=names, **fields)
 
@@ -303,7 +304,7 @@ class LLM:
         self, prompt: Prompt, token: int | None = None, minus: int | None = None, **fields: Any
     ) -> Attribution:
         """How much each part contributes to the logit of `token` (None: the likeliest next token),
-        minus the logit of `minus` if that is given. The parts are the tokens of the prompt (methods
+        minus the logit of `minus` if given. The parts are the tokens of the prompt (methods
         "gradient_times_input" and "integrated_gradients") or the heads and MLPs ("direct")."""
         given = {"prompt": prompt, "token_id": token, "minus_id": minus, **fields}
         request = _only(cast(Record, self._plan("attributions", **given)).requests)
@@ -318,9 +319,9 @@ class LLM:
         minus: int | None = None,
         **fields: Any,
     ) -> npt.NDArray[np.float64]:
-        """The logit of `token` after the prompt, minus the logit of `minus` if that is given, while
-        the intervention `vary` is carried out in one place after another. The result has an axis
-        for each of `over` ("layers", "heads", "positions")."""
+        """The logit of `token` after the prompt, minus the logit of `minus` if given, while the
+        intervention `vary` is carried out in one place after another. The result has an axis for
+        each of `over` ("layers", "heads", "positions")."""
         given = {"vary": vary, "over": over, "token_id": token, "minus_id": minus, **fields}
         plan = cast(Series, self._plan("sweep", prompt=prompt, **given))
         return np.array(plan.members(self._parts(plan))["grid"])
@@ -371,7 +372,7 @@ class LLM:
         return TypeAdapter(chosen.reply).validate_python({**head, **members})
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """A method for each operation that has none above: `llm.tokenize(prompt="def")`."""
+        """A method for each operation without a method above: `llm.tokenize(prompt="def")`."""
         if name not in BY_NAME:
             raise AttributeError(f"LLM has no attribute {name!r}")
         return partial(self.run, name)
@@ -422,7 +423,7 @@ class LLM:
         if params is not None:
             if not isinstance(params, SamplingParams):
                 raise InvalidRequest(f"params is {params!r}; it must be SamplingParams", "params")
-            # Not `dataclasses.asdict`, which would copy a compiled constraint.
+            # `dataclasses.asdict` would copy a compiled constraint.
             given = {each.name: getattr(params, each.name) for each in dataclasses.fields(params)}
             # JSON cannot have NumPy integers as keys.
             given["logit_bias"] = {int(i): bias for i, bias in params.logit_bias.items()}
@@ -443,7 +444,7 @@ class LLM:
         return replace(plan, requests=requests)
 
     def _grow(self, growing: GrowingReply, plan: Completions) -> Generator[Event]:
-        """The events of a generation. Each is added to `growing` before it is returned."""
+        """The events of a generation. Each is added to `growing` before it is yielded."""
         with closing(self._run(plan.requests)) as events:
             for event in events:
                 if growing.push(event):  # the text has reached a stop string

@@ -18,7 +18,7 @@ from logitd.model.device import Placement, describe
 
 READ_BYTES = {"cpu": 2**29, "cuda": 2**31}
 """Number of bytes to read: several times the size of the caches, but small enough for any machine
-that has room for a model. On a GPU more, so that reading takes much longer than the launch."""
+that has room for a model. GPUs read more, so that reading takes much longer than the launch."""
 MATRIX_WIDTH = {"cpu": 2048, "cuda": 8192}
 """Width of the square matrices. Reading them takes much less time than multiplying them."""
 REPEATS = 8

@@ -1,4 +1,4 @@
-"""OpenMP: how long torch's compute threads spin before they sleep.
+"""OpenMP: limits how long torch's compute threads spin before they sleep.
 
 By default a thread spins for milliseconds at the end of each parallel loop while it waits for the
 others. If another program uses the machine too, the spinning threads can occupy the processor that

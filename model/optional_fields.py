@@ -1,5 +1,5 @@
-"""Make fields of a pydantic model from the fields of a dataclass, so that they are declared only
-once.
+"""Optional fields: makes fields of a pydantic model from the fields of a dataclass, so that they
+are declared only once.
 
 A field of the dataclass has its description and limits in its annotation: `Annotated[int,
 Field(ge=1, description="blocks")]`.

@@ -2,5 +2,5 @@
 
 
 def pluralize(count: int, noun: str, form: str = "") -> str:
-    """The number, in a format such as ",", and the noun, whose plural ends in s."""
+    """A number, in the format `form` such as ",", and its noun, with an s unless it is 1."""
     return f"{count:{form}} {noun}" + ("" if count == 1 else "s")

@@ -1,4 +1,4 @@
-"""The instruction sets of the processor, under Linux's names. Does not import torch.
+"""Processor: the instruction sets of the processor, under Linux's names. Does not import torch.
 
 `model/device.py` counts the processors that a process may use;
 `model/inference/kernels/cpu/targets.py` has the instruction sets for which kernels can be built.

@@ -1,5 +1,5 @@
-"""Everything that talks: the HTTP service, the command line and the Python client.
+"""Service: the HTTP service, the command line and the Python client.
 
-fastapi, uvicorn and asyncio live below this package and nowhere else; torch does not. Importing
+Only this package imports fastapi, uvicorn and asyncio; it does not import torch. Importing
 `service` itself imports nothing.
 """

@@ -55,7 +55,7 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
     retry_after: int | None = None  # seconds
-    limit: Limit | None = None  # that rejected the request
+    limit: Limit | None = None  # the limit that rejected the request
 
     def body(self) -> dict[str, Any]:
         return {
@@ -147,8 +147,8 @@ def raise_failure(event: FinishEvent) -> None:
             )
         case FinishReason.UNREAD:
             raise unavailable(
-                "the reply was read too slowly while others waited for its place; ask again for "
-                "fewer positions at once, or read faster"
+                "the reply was read too slowly while others waited for its slot; ask for fewer "
+                "positions at once, or read faster"
             )
         case FinishReason.REPLACED:
             raise unavailable(REPLACED)
@@ -185,7 +185,7 @@ def _from_status(status: int, request: Request) -> ApiError:
         case 404:
             return ApiError(404, "not_found_error", f"there is no {path} here; see /docs")
         case 405:
-            message = f"{path} does not answer {request.method}; see /docs"
+            message = f"{path} does not support {request.method}; see /docs"
             return ApiError(405, "invalid_request_error", message)
         case _:
             return ApiError(status, "invalid_request_error", HTTPStatus(status).phrase)
@@ -196,11 +196,11 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     for status, description in {
         400: "A field is wrong, or the context is too short",
         401: "The API key is missing or wrong",
-        403: "This server does not allow that to anyone",
+        403: "The server does not allow this request",
         404: "The model is not served here",
-        406: "`Accept` names no form of the reply",
+        406: "No format in `Accept` can be sent",
         408: "The request came too slowly",
-        409: "The state of the server does not allow that",
+        409: "The state of the server does not allow this",
         413: "The body is too large",
         415: "The body is not JSON",
         429: "The queue is full; see Retry-After",

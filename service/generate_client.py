@@ -123,7 +123,7 @@ def _methods(decorator: str) -> str:
 
 
 def readme_source() -> str:
-    """README.md of the folder. The first rows of its table are generated, one per operation."""
+    """The folder's README.md. The first rows of its table are generated, one per operation."""
     page = (FOLDER / "../README.md").read_text(encoding="utf-8")
     before, after = re.split(r"(?<=\|---\|---\|\n)(?:\| `POST /\w+` .*\n)*", page, maxsplit=1)
     rows = "".join(
@@ -185,7 +185,7 @@ def typed_dict(name: str, members: Mapping[str, str], base: str = "TypedDict") -
 
 
 def _field_type(key: str, field: FieldInfo) -> str:
-    """The type of a field in the client. It is wider than the server's, which takes only lists."""
+    """The type of a field in the client, wider than the server's, which takes only lists."""
     special = {"values": "Values | None", "logit_bias": "LogitBias"}
     return special.get(key) or _argument(field.annotation)
 

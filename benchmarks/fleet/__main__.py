@@ -39,10 +39,10 @@ COLUMNS = (
 
 def main() -> int:
     parser = new_parser(__doc__, "benchmarks.fleet")
-    parser.set_defaults(threads=1)  # of each server
-    parser.add_argument("bench", type=read_times, help="file of the last line of `logitd bench`")
+    parser.set_defaults(threads=1)  # for each server
+    parser.add_argument("bench", type=read_times, help="file with the last line of `logitd bench`")
     parser.add_argument("--checkpoint", type=Path, default=BUNDLED_CHECKPOINT)
-    parser.add_argument("--rates", default="2,4,8", help="requests a second, of all together")
+    parser.add_argument("--rates", default="2,4,8", help="total requests per second")
     parser.add_argument("--replicas", default="1,2,4")
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -68,7 +68,7 @@ def main() -> int:
         if urls:
             load = Load(1.0, arguments.prompt_tokens, arguments.tokens)
             server = replace(server, overhead=overhead_of(urls[0], times, load))
-            print(f"a request alone: {1e3 * server.overhead:.1f} ms besides its steps")
+            print(f"a request alone: {1000.0 * server.overhead:.1f} ms in addition to its steps")
         for replicas in fleets:
             for rate in rates:
                 load = Load(rate, arguments.prompt_tokens, arguments.tokens)
@@ -87,7 +87,7 @@ def main() -> int:
 
 
 def read_times(path: str) -> StepTimes:
-    """The times in a file of `logitd bench`. Raises ArgumentTypeError for another file."""
+    """The times in a file of `logitd bench`. Raises ArgumentTypeError for any other file."""
     try:
         return StepTimes.of_bench(json.loads(Path(path).read_text(encoding="utf-8")))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Real servers under the load that was simulated, at the same moments."""
+"""Real servers under the simulated load, with requests at the same moments."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ import httpx
 from benchmarks.fleet.simulate import Load, Outcome, StepTimes
 
 ALONE = 8
-"""Number of requests, one after the other, from whose median the cost of HTTP is taken."""
+"""Number of requests, one after another, whose median gives the cost of HTTP."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ async def _at_their_moments(
 
 
 async def _ask(client: httpx.AsyncClient, url: str, load: Load, number: int) -> Reply:
-    """Send a request whose prompt is new, so that nothing of it is cached."""
+    """Send a request with a new prompt, so that nothing of it is cached."""
     prompt = [(7 * number + 3 * place) % 250 + 1 for place in range(load.prompt_tokens)]
     body = {"prompt": prompt, "max_tokens": load.tokens, "ignore_eos": True, "stream": True}
     begun, first = time.perf_counter(), 0.0

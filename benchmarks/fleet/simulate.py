@@ -32,8 +32,8 @@ class StepTimes:
     decode: tuple[tuple[int, float], ...]
 
     def decode_step(self, batch: int) -> float:
-        """Seconds of a decode step. Interpolates linearly between the two sizes around `sequences`,
-        and extrapolates beyond the largest."""
+        """Seconds of a decode step. Interpolates linearly between the two nearest sizes, and
+        extrapolates beyond the largest."""
         if batch == 0:
             return 0.0
         sizes = [size for size, _ in self.decode]
@@ -48,7 +48,7 @@ class StepTimes:
 
     @classmethod
     def of_bench(cls, found: dict[str, Any]) -> "StepTimes":
-        """From the object on the last line of `logitd bench`."""
+        """The step times in the object on the last line of `logitd bench`."""
         prefill = found["engine"]["prefill"][-1]["tokens_per_second"]
         decode = tuple(
             (case["batch"], case["batch"] / case["tokens_per_second"])
@@ -59,7 +59,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Load:
-    """Requests a second, and the tokens of each."""
+    """Requests per second, and the tokens of each."""
 
     rate: float
     prompt_tokens: int
@@ -68,7 +68,8 @@ class Load:
 
 @dataclass(frozen=True)
 class Server:
-    """Settings of a server; `overhead` is the time of a request besides its steps, in seconds."""
+    """Settings of a server; `overhead` is the time of a request in addition to its steps, in
+    seconds."""
 
     slots: int = 16
     prefill_chunk: int = 256
@@ -114,7 +115,7 @@ class _Sequence:
 
 @dataclass(eq=False)
 class _Replica:
-    """One server: who waits, who has a slot, and the step that is being computed."""
+    """One server: waiting requests, requests with a slot, and the step in progress."""
 
     waiting: deque[_Sequence] = field(default_factory=deque)
     running: list[_Sequence] = field(default_factory=list)
@@ -129,7 +130,7 @@ class _Replica:
 
 
 def arrivals(load: Load, count: int, seed: int) -> list[float]:
-    """The moments of arrivals in a Poisson process."""
+    """The arrival times of a Poisson process."""
     draw, now, moments = random.Random(seed), 0.0, []
     for _ in range(count):
         now += draw.expovariate(load.rate)
@@ -142,7 +143,7 @@ def simulate(
 ) -> Outcome:
     """Simulate requests that arrive at these moments, until the last token of all."""
     fleet = [_Replica() for _ in range(replicas)]
-    ends: list[tuple[float, int]] = []  # of steps: when, and whose
+    ends: list[tuple[float, int]] = []  # ends of steps: time, server
     first_tokens: list[float] = []
     pauses, rejected, ended = 0.0, 0, moments[0]
 
@@ -186,7 +187,7 @@ def simulate(
 
 
 def _plan(replica: _Replica, times: StepTimes, server: Server) -> float:
-    """Admit, choose the work of a step, and say how long it takes; 0 for none."""
+    """Admit requests, choose the work of a step, and return its duration; 0 if there is no work."""
     while replica.waiting and len(replica.running) < server.slots:
         replica.running.append(replica.waiting.popleft())
     room = server.prefill_chunk
@@ -203,7 +204,7 @@ def _plan(replica: _Replica, times: StepTimes, server: Server) -> float:
 
 
 def _account(replica: _Replica, now: float) -> list[_Sequence]:
-    """The end of a step: first tokens, further tokens, and the sequences that have ended."""
+    """Finish a step: record first and further tokens, and return the sequences that have ended."""
     for sequence in replica.decoding:
         sequence.tokens_left -= 1
     for sequence, some in replica.prefilling:

@@ -33,7 +33,7 @@ PARTS = {
 }  # fmt: skip
 """Parts in order, each with its module and limit in seconds; `trained` adds --train-seconds."""
 LEAST_SECONDS, GRACE_SECONDS = 5.0, 10.0
-"""Least time for a part, and time for a part to stop its processes."""
+"""Minimum time for a part, and time for a part to stop its processes."""
 FAILED = 3
 """Exit code of a part that has recorded its failure."""
 
@@ -44,15 +44,15 @@ def main() -> int:
         formatter_class=argparse.RawTextHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, help="file to append the findings to")
+    parser.add_argument("--out", type=Path, help="file to which the findings are appended")
     parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=470.0, help="limit of all parts together")
     parser.add_argument("--train-seconds", type=float, default=120.0)
-    parser.add_argument("--tiny", action="store_true", help="sizes that any machine runs")
+    parser.add_argument("--tiny", action="store_true", help="sizes that suit any machine")
     parser.add_argument("--one", choices=PARTS, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if unknown := set(given.parts.split(",")) - set(PARTS):
-        parser.error(f"--parts has {', '.join(unknown)}; there are {', '.join(PARTS)}")
+        parser.error(f"--parts has {', '.join(unknown)}; available are {', '.join(PARTS)}")
     setting = Setting(given.device, given.tiny, given.train_seconds)
     if given.one is not None:
         return run_here(given.one, setting, given.out)

@@ -83,7 +83,7 @@ def steps(setting: Setting) -> Iterator[Finding]:
 
 @torch.inference_mode()
 def step_seconds(make: DecoderMaker, gpt: GPT, rows: int, position: int) -> float:
-    """Time of a step on the device, if the host does not hold it up."""
+    """Time of a step on the device, if the host does not delay it."""
     weight = gpt.token_embedding.weight
     decoder = make(gpt, KVCache(gpt.config, rows, device=weight.device, dtype=weight.dtype))
     given = [5] * rows, list(range(rows)), [position] * rows
@@ -116,7 +116,7 @@ def engine_rate(make: DecoderMaker, gpt: GPT, rows: int) -> float:
         engine.add(
             GenerationRequest(request_id=str(number), token_ids=tuple(range(20)), params=params)
         )
-    while engine.step().decoded_sequences < rows:  # prompts
+    while engine.step().decoded_sequences < rows:  # compute the prompts
         pass
     began, count = time.perf_counter(), 0
     while engine.has_work():

@@ -1,4 +1,4 @@
-"""Truth: checks that a GPU computes what is promised. Each part yields its checks."""
+"""Truth: checks that a GPU computes the promised results. Each part yields its checks."""
 
 import random
 import time
@@ -75,15 +75,15 @@ def logits(setting: Setting) -> Iterator[Finding]:
 
 
 def greedy(setting: Setting) -> Iterator[Finding]:
-    """Greedy texts in float32 have the CPU's tokens."""
+    """Check that greedy texts in float32 have the CPU's tokens."""
     asked = requests(setting, [{"temperature": 0.0}])
     exact, gpt = (models(one, torch.float32)["bundled"] for one in (CPU_ONLY, setting))
     yield same("the CPU's texts", play(exact, PlainDecoder, asked), play(gpt, tested, asked))
 
 
 def recorded(setting: Setting) -> Iterator[Finding]:
-    """Recorded steps have the results of the same steps without recording. Requests arrive and are
-    aborted at any time, so rows, slots and lengths change and slots are reused."""
+    """Check that recorded steps have the results of the same steps without recording. Requests
+    arrive and are aborted at any time, so rows, slots and lengths change and slots are reused."""
     asked = requests(setting, (*SAMPLED, *PROCESSED))
     directly = partial(tested, stream=DirectStream())
     drafts: Speculation
@@ -95,8 +95,8 @@ def recorded(setting: Setting) -> Iterator[Finding]:
 
 
 def overlap(setting: Setting) -> Iterator[Finding]:
-    """Steps launched ahead have the results of steps that wait. Sequences end early only with batch
-    invariance, because a step launched ahead still has the row of an ended sequence."""
+    """Check that steps launched ahead have the results of steps that wait. Sequences end early only
+    with batch invariance, because a step launched ahead still has the row of an ended sequence."""
     asked = requests(setting, SAMPLED)
     for dtype in DTYPES:
         gpt = models(setting, dtype)["bundled"]
@@ -108,8 +108,8 @@ def overlap(setting: Setting) -> Iterator[Finding]:
 
 
 def invariance(setting: Setting) -> Iterator[Finding]:
-    """With batch invariance a request has the same bits alone and in a batch; without it, count how
-    often that holds."""
+    """Check that with batch invariance a request has the same bits alone and in a batch; without
+    it, count how often that holds."""
     asked = requests(setting, [{**kind, "logprobs": 2} for kind in SAMPLED])
     some = slice(None, None, max(1, len(asked) // 8))
     for dtype, invariant in ((DTYPES[0], True), (DTYPES[1], True), (DTYPES[1], False)):
@@ -121,7 +121,8 @@ def invariance(setting: Setting) -> Iterator[Finding]:
 
 
 def memory(setting: Setting) -> Iterator[Finding]:
-    """The same load takes no more memory of the device at the end than at its second run."""
+    """Check that the same load takes no more memory of the device at the end than at its second
+    run."""
     gpt, asked = models(setting, torch.bfloat16)["bundled"], requests(setting, SAMPLED)
     engine, held = Engine(gpt, EngineConfig(slots=8), make_decoder=tested), list[int]()
     end = time.monotonic() + (0 if setting.tiny else MEMORY_SECONDS)
@@ -140,7 +141,7 @@ CPU_ONLY = Setting("cpu", tiny=False, train_seconds=0)
 
 
 def tested(gpt: GPT, cache: KVCache, **options: Any) -> Decoder:
-    """The decoder under test. On a CPU, which only tries the parts, it is the plain one."""
+    """The decoder under test. On a CPU, where the parts are only tried out, it is the plain one."""
     on_gpu = gpt.token_embedding.weight.is_cuda
     return GraphDecoder(gpt, cache, **options) if on_gpu else PlainDecoder(gpt, cache)
 
@@ -187,7 +188,8 @@ def play(
     staggered: bool = False,
     aborts: bool = False,
 ) -> list[list[Any]]:
-    """Tokens and logprobs of each request. Requests start at once or steps apart; some abort."""
+    """Tokens and logprobs of each request. Requests start at once or some steps apart; some
+    abort."""
     engine = Engine(gpt, EngineConfig(slots=8, speculate=drafts), make_decoder=make)
     answers: dict[str, list[Any]] = {one.request_id: [] for one in asked}
     rng = random.Random(1)

@@ -42,11 +42,11 @@ def parse(argv: list[str]) -> Plan:
     needed = arguments.prompt + WARM_UP + arguments.steps + max(arguments.batches) + 1
     if needed > shape.context_length:
         parser.error(
-            f"prompts of {arguments.prompt} and what follows take up to {needed} positions, and the"
-            f" shape has {shape.context_length}: ask for fewer --steps or a shorter --prompt"
+            f"prompts of {arguments.prompt} tokens and their continuations take up to {needed} "
+            f"positions, but the shape has {shape.context_length}: lower --steps or --prompt"
         )
     if LOGITD not in arguments.peers:
-        parser.error(f"--peers names whom {LOGITD} is compared with, and {LOGITD} itself")
+        parser.error(f"--peers lists the peers to compare with, but includes {LOGITD} itself")
     return Plan(
         shape=shape,
         dtypes=tuple(arguments.dtypes),

@@ -39,7 +39,7 @@ MODULES = {
 BY_NAME = {"transformers-continuous"}
 """Peers that are measured only if they are named, because prompts of 32 sequences take long."""
 FOREIGN = {"llama.cpp", "openvino", "ctranslate2"}
-"""Peers that the interpreter of --peer-python runs."""
+"""Peers that run in the interpreter of --peer-python."""
 FROM_HUGGINGFACE = {"openvino", "ctranslate2"}
 """Peers that read the folder in Hugging Face's format."""
 NOT_QUANTIZED = {"torch", "transformers", "transformers-continuous"}
@@ -54,18 +54,18 @@ least exact: its flash attention rounds to float16, and its GELU is a float16 ta
 changes random weights so much that only gross errors show; its code is that of int8."""
 DTYPES = tuple(LIMITS["gpt2"])
 SHARPER = {"learned": 3.0, "rotary": 1.5}
-"""Factor of queries, keys and values over a new model's."""
+"""Factor by which queries, keys and values exceed those of a new model."""
 CALMER = 0.2
-"""Factor of the outputs of a Llama's blocks. Without both of these, 24 layers of random numbers
+"""Factor of the outputs of a Llama's blocks. Without this and SHARPER, 24 layers of random numbers
 turn any rounding into another text (0.5 in bfloat16). With them "llama-416m" is off by 0.009 in
-bfloat16 and 0.036 in 8 bits, and rotary channels in the wrong order still by 0.28."""
+bfloat16 and 0.036 in 8 bits, but rotary channels in the wrong order still by 0.28."""
 CHECKED = 1024
-"""Upper bound of the prompt ids on which peers are checked: the plain forward has no cache and
+"""Maximum number of prompt ids on which peers are checked: the plain forward pass has no cache and
 needs memory."""
 WARM_UP = 4
 """Number of steps at the start of each round that are not counted."""
 MOST_TIMES = 4
-"""Upper bound of rounds, as a multiple of the rounds of the largest batch."""
+"""Maximum number of rounds, as a multiple of the rounds of the largest batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class Plan:
     batches: tuple[int, ...]
     prompt: int
     steps: int
-    rounds: int  # of the largest batch
+    rounds: int  # for the largest batch
     threads: int
     peer_pythons: Interpreters
 
@@ -101,9 +101,9 @@ def make_weights(shape: Shape, folder: Path) -> GPT:
 
 
 def make_everything_matter(gpt: GPT) -> None:
-    """Change a new model so that all of its parts matter. Its norms and biases have no effect and
-    it attends to everything alike, so a peer that omits one of them would look correct. Speed does
-    not depend on the numbers."""
+    """Change a new model so that all of its parts matter. Otherwise its norms and biases have no
+    effect and it attends to everything alike, so a peer that omits one of them would look correct.
+    Speed does not depend on the numbers."""
     generator = torch.Generator().manual_seed(0)
     rotary = gpt.config.positions == "rotary"
     for name, parameter in gpt.named_parameters():
@@ -118,7 +118,7 @@ def make_everything_matter(gpt: GPT) -> None:
 
 
 def expected_logprobs(gpt: GPT, ids: list[int]) -> NDArray[np.float64]:
-    """Expected log-probabilities of the token after `ids`, by one forward without a cache."""
+    """Expected log-probabilities of the token after `ids`, by one forward pass without a cache."""
     logits = gpt(torch.tensor([ids])).logits[0, -1]
     return logits.double().log_softmax(-1).numpy()
 
@@ -140,7 +140,7 @@ class Comparison:
         self._disagreements: dict[str, float] = {}
 
     def start(self, closing: ExitStack, ids: list[int], expected: NDArray[np.float64]) -> None:
-        """Load the peers, and check if they compute the same."""
+        """Load the peers, and check whether they compute the same."""
         for name in self._plan.peers:
             if self._dtype in QUANTIZED and name in NOT_QUANTIZED:
                 continue
@@ -159,8 +159,8 @@ class Comparison:
             print(f"{self._dtype}: {name} is {process.about}; off by {distance:.1e}", flush=True)
 
     def measure(self, prompts: list[list[int]]) -> list[Result]:
-        """Measure one batch size in turns. The first turn is not counted, because memory is used
-        for the first time."""
+        """Measure one batch size in turns. The first turn is not counted, because it allocates
+        memory."""
         runs: dict[str, list[Run]] = {name: [] for name in self._processes}
         for _ in range(1 + rounds_of(self._plan, len(prompts))):
             for name, process in list(self._processes.items()):
@@ -181,8 +181,8 @@ class Comparison:
 
 
 def rounds_of(plan: Plan, batch: int) -> int:
-    """Number of rounds of a batch size. Smaller batches have more rounds: they take less time, of
-    which a busy moment of the machine is a larger part."""
+    """Number of rounds of a batch size. Smaller batches have more rounds: they take less time, so a
+    busy moment of the machine affects a larger part of it."""
     return plan.rounds * min(math.isqrt(max(plan.batches) // batch), MOST_TIMES)
 
 

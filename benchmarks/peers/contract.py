@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LEAST = 100
-"""Least number of tokens whose log-probabilities a peer must return to be compared."""
+"""Minimum number of tokens whose log-probabilities a peer must return to be compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,25 +28,24 @@ class Run:
 
 
 class Unsupported(Exception):
-    """The peer does not support the request; the message says why."""
+    """Raised if the peer does not support the request; the message gives the reason."""
 
 
 class Peer(Protocol):
-    """A model that some library holds, loaded in one dtype."""
+    """A model loaded by some library in one dtype."""
 
     @property
     def about(self) -> str:
-        """Version and settings, for people."""
+        """Version and settings, for display."""
 
     def logprobs(self, ids: list[int]) -> NDArray[np.float64]:
-        """Log-probabilities (V,) of the token after `ids`, the last of which is computed by a
-        decode step: so they depend on the cache too. NaN where the peer does not tell; of
-        LEAST tokens it has to."""
+        """Log-probabilities (V,) of the token after `ids`. A decode step computes the last id, so
+        they depend on the cache too. NaN for tokens that the peer does not report; it must report
+        at least LEAST tokens."""
 
     def run(self, prompts: list[list[int]], steps: int) -> Run:
-        """Compute prompts of one length together, draw a token for each, then `steps` more for
-        all of them, at temperature 1 from the whole vocabulary. Nothing is kept from run to
-        run."""
+        """Compute prompts of one length together, draw a token for each, then `steps` more for all
+        of them, at temperature 1 from the whole vocabulary. Nothing is kept between runs."""
 
 
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:

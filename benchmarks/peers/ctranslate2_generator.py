@@ -1,13 +1,13 @@
-"""CTranslate2's `Generator`, asked for the whole batch: its decoding loop, its sampler.
+"""CTranslate2's `Generator`, called for the whole batch, with its own decoding loop and sampler.
 
-The Hugging Face folder is converted by CTranslate2's own converter, in a process of its own so that
-no torch is left in this one. All but the last id of each prompt are computed at once; the last is
-the first of its decoding steps. It calls back for every token, in Python, and these calls are the
-clock: a step ends with the call for the last sequence.
+CTranslate2's own converter reads the Hugging Face folder, in a separate process, so that no torch
+is left in this one. All but the last id of each prompt are computed at once; the last one is the
+first of the decoding steps. Its callback for every token, in Python, is the clock: a step ends with
+the call for the last sequence.
 
-Arithmetic and cache are float32 with float32; "int8" are its `int8_float32`: products of 8 bits,
-activations rounded row by row, everything else, the cache too, float32. It has no bfloat16 on most
-processors, and nothing of 4 bits on any.
+With float32, arithmetic and cache are float32. "int8" is its `int8_float32`: products of 8 bits,
+activations rounded row by row, and float32 for everything else, including the cache. It has no
+bfloat16 on most processors, and no 4-bit weights on any.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ from benchmarks.peers.contract import Run, Unsupported, log_softmax
 from benchmarks.peers.weights import HUGGINGFACE
 
 COMPUTED = {"float32": "float32", "bfloat16": "bfloat16", "int8": "int8_float32"}
-"""Their names of our dtypes."""
+"""CTranslate2's names of our dtypes."""
 
 
 def load(folder: Path, dtype: str, threads: int) -> "CTranslate2":
@@ -50,13 +50,13 @@ def load(folder: Path, dtype: str, threads: int) -> "CTranslate2":
 
 
 def convert(source: Path, target: Path, computed: str) -> None:
-    """A folder that CTranslate2 reads. Raises CalledProcessError."""
+    """Convert to a folder that CTranslate2 reads. Raises CalledProcessError."""
     command = [
         sys.executable, "-m", "ctranslate2.converters.transformers",
         "--model", str(source), "--output_dir", str(target), "--quantization", computed,
     ]  # fmt: skip
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
-    # It writes that there is no unknown token, and cannot read that.
+    # It writes that there is no unknown token, but cannot read that.
     path = target / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config["unk_token"] = config["eos_token"]
@@ -75,7 +75,7 @@ class CTranslate2:
         return f"CTranslate2 {ctranslate2.__version__}, {self._generator.compute_type}"
 
     def logprobs(self, ids: list[int]) -> NDArray[np.float64]:
-        # A token may end the text here: with a least length the logit of the end is lost.
+        # A token may end the text here: with a minimum length, the logit of the end would be lost.
         results = self._generate([ids], least=0, most=1, return_logits_vocab=True)
         return log_softmax(np.array(results[0].logits[0][0]))
 
@@ -94,7 +94,8 @@ class CTranslate2:
         return Run(times[0] - began, np.diff(times).tolist())
 
     def _generate(self, prompts: list[list[int]], *, least: int, most: int, **options: Any) -> Any:
-        """Temperature 1, the whole vocabulary, no end before the least length."""
+        """Generate at temperature 1 from the whole vocabulary, without an end before the minimum
+        length."""
         return self._generator.generate_batch(
             [[self._vocabulary[token] for token in ids] for ids in prompts],
             include_prompt_in_result=False,

@@ -1,4 +1,5 @@
-"""A server of another project: starts its process, waits for it, and ends it with its children."""
+"""Foreign server: starts the server process of another project, waits for it, and ends it with its
+children."""
 
 import os
 import signal
@@ -12,15 +13,16 @@ from pathlib import Path
 import httpx
 
 READY_SECONDS, LOOK_SECONDS, END_SECONDS = 900.0, 0.2, 20.0
-"""vLLM compiles its model before it is ready."""
+"""Time limits in seconds of a start, between two checks, and of an end. vLLM compiles its model
+before it is ready."""
 
 
 class ServerMissing(Exception):
-    """The server did not start. The message has the end of its output."""
+    """Raised if the server did not start. The message has the end of its output."""
 
 
 def free_port() -> int:
-    """A port that is free now, because not every server reports which port it took."""
+    """A port that is free now, because not every server reports the port it uses."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port: int = listening.getsockname()[1]
@@ -31,7 +33,7 @@ def free_port() -> int:
 def foreign_server(
     command: Sequence[str], *, port: int, log: Path, environment: Mapping[str, str]
 ) -> Iterator[str]:
-    """The URL of what `command` serves at `port`, ready when the block begins. Raises
+    """Yield the URL of the server that `command` starts at `port`, once it is ready. Raises
     ServerMissing."""
     with log.open("w") as output:
         try:
@@ -41,7 +43,7 @@ def foreign_server(
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**environment, "HF_HUB_OFFLINE": "1"},
-                start_new_session=True,  # to end what it has started too
+                start_new_session=True,  # to end its child processes too
             )
         except OSError as error:
             raise ServerMissing(f"{command[0]} does not run: {error}") from error
@@ -58,8 +60,8 @@ def end(process: "subprocess.Popen[bytes]") -> None:
     try:
         with suppress(subprocess.TimeoutExpired):
             process.wait(END_SECONDS)
-    finally:  # also when we are interrupted once more
-        with suppress(ProcessLookupError):  # nobody is left
+    finally:  # even after another interrupt
+        with suppress(ProcessLookupError):  # no process is left
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 

@@ -1,8 +1,8 @@
-"""A GPT-2 or a Llama in llama.cpp's file format, by the `gguf` package.
+"""A GPT-2 or a Llama in llama.cpp's file format, written by the `gguf` package.
 
-The matrices in float32, bfloat16 or q8_0 (blocks of 32 bytes with a scale each), norms, biases and
-positions in float32: what llama.cpp's own converter writes. q4_0 is made of float32 by llama.cpp
-itself (`llama_cpp_batch.py`). The vocabulary is a stand-in of the right size, a word for each id:
+Matrices are in float32, bfloat16 or q8_0 (blocks of 32 bytes with a scale each); norms, biases and
+positions are in float32, as in llama.cpp's own converter. llama.cpp itself makes q4_0 from float32
+(`llama_cpp_batch.py`). The vocabulary is a placeholder of the right size with one word per id:
 nothing is ever tokenized.
 """
 
@@ -68,14 +68,14 @@ def add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([f"t{index}" for index in range(size)])
     writer.add_token_types([gguf.TokenType.NORMAL] * size)
-    writer.add_token_merges(["t 0"])  # the list may not be empty
+    writer.add_token_merges(["t 0"])  # the list must not be empty
     writer.add_bos_token_id(size - 1)
     writer.add_eos_token_id(size - 1)
 
 
 def named(shape: Shape, tensors: Tensors) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Each tensor by llama.cpp's name. Of a Llama it wants query, key and value apart, gate and
-    what it gates too, and channels that are turned together as neighbours."""
+    """Each tensor by llama.cpp's name. For a Llama, query, key and value are separate, gate and up
+    matrices too, and channels that turn together are neighbours."""
     for name, value in tensors.items():
         if shape.family == "llama" and name.endswith(".qkv.weight"):
             block = f"blk.{name.split('.')[1]}"
@@ -96,13 +96,14 @@ def named(shape: Shape, tensors: Tensors) -> Iterator[tuple[str, NDArray[np.floa
 
 
 def neighbours(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Rows (heads * D, d_model) of halves that are turned together, side by side."""
+    """Reorder rows (heads * D, d_model) so that channels that turn together are adjacent instead of
+    in separate halves."""
     halves = rows.reshape(heads, 2, -1, rows.shape[1])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
 
 
 def gguf_name(name: str) -> str:
-    """`blocks.3.qkv.bias` is `blk.3.attn_qkv.bias` there."""
+    """Convert `blocks.3.qkv.bias` to llama.cpp's `blk.3.attn_qkv.bias`."""
     module, _, kind = name.rpartition(".")
     if module in NAMES:
         return f"{NAMES[module]}.{kind}"

@@ -1,6 +1,7 @@
 """A Hugging Face folder of a GPT, for peers that read nothing else. Written by this project.
 
-Weights in float32, and a vocabulary of bytes of the right size: ids are asked for, never texts.
+Weights are float32. The vocabulary is a placeholder of the right size: requests use ids, never
+texts.
 """
 
 from pathlib import Path

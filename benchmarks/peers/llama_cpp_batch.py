@@ -1,9 +1,9 @@
-"""llama.cpp through the C interface of `llama-cpp-python`: its batches, its sampler.
+"""llama.cpp through the C interface of `llama-cpp-python`, with its batches and its sampler.
 
-A context with a sequence for each prompt, a cache of its own for each, and otherwise llama.cpp's
-defaults: keys and values in float16, 512 positions of a prompt at once, flash attention where it
-thinks so. Drawing is its sampler `dist`, one for each sequence. "int4" is q4_0 as llama.cpp's own
-quantizer makes it: the head, which is tied, is q6_K there.
+A context has one sequence per prompt, each with its own cache, and otherwise llama.cpp's defaults:
+keys and values in float16, 512 positions of a prompt at once, and flash attention if it chooses so.
+Tokens are drawn by its sampler `dist`, one per sequence. "int4" is q4_0 from llama.cpp's own
+quantizer, in which the tied head is q6_K.
 """
 
 import ctypes
@@ -23,9 +23,9 @@ from benchmarks.peers.gguf_file import write_gguf
 from benchmarks.peers.weights import load_weights
 
 BATCH_TOKENS = 2048
-"""Tokens handed over at once at most: llama.cpp's default."""
+"""Maximum number of tokens passed in one call: llama.cpp's default."""
 CACHE_ROUNDING = 256
-"""It rounds each sequence's cache up to a multiple of this."""
+"""llama.cpp rounds each sequence's cache up to a multiple of this."""
 
 
 def load(folder: Path, dtype: str, threads: int) -> "LlamaCpp":
@@ -40,20 +40,20 @@ def load(folder: Path, dtype: str, threads: int) -> "LlamaCpp":
         write_gguf(path, shape, tensors, dtype)
     model = api.llama_model_load_from_file(str(path).encode(), api.llama_model_default_params())
     if not model:
-        raise RuntimeError(f"llama.cpp does not load {path}")
+        raise RuntimeError(f"llama.cpp cannot load {path}")
     return LlamaCpp(model, shape.vocab_size, threads)
 
 
 def make_q4_0(whole: Path, path: Path, threads: int) -> None:
-    """A file of q4_0 from one of float32, as `llama-quantize` makes it."""
+    """Make a q4_0 file from a float32 file, as `llama-quantize` does."""
     how = api.llama_model_quantize_default_params()
     how.ftype, how.nthread = api.LLAMA_FTYPE_MOSTLY_Q4_0, threads
     if api.llama_model_quantize(str(whole).encode(), str(path).encode(), ctypes.byref(how)):
-        raise RuntimeError(f"llama.cpp does not quantize {whole}")
+        raise RuntimeError(f"llama.cpp cannot quantize {whole}")
 
 
 class LlamaCpp:
-    """One model; a context for each question."""
+    """One model, with a new context for each question."""
 
     def __init__(self, model: Any, vocab_size: int, threads: int) -> None:
         self._model = model
@@ -78,7 +78,7 @@ class LlamaCpp:
 
     def run(self, prompts: list[list[int]], steps: int) -> Run:
         length = len(prompts[0])
-        at_once = max(BATCH_TOKENS // length, 1)  # prompts handed over together
+        at_once = max(BATCH_TOKENS // length, 1)  # prompts passed together
         samplers = [new_sampler(seed) for seed in range(len(prompts))]
         with (
             self._context(len(prompts), length + steps) as context,
@@ -113,7 +113,7 @@ class LlamaCpp:
         params.no_perf = True
         context = api.llama_init_from_model(self._model, params)
         if not context:
-            raise RuntimeError(f"llama.cpp makes no context of {params.n_ctx} positions")
+            raise RuntimeError(f"llama.cpp cannot create a context of {params.n_ctx} positions")
         try:
             yield context
         finally:
@@ -121,7 +121,8 @@ class LlamaCpp:
 
 
 def new_sampler(seed: int) -> Any:
-    """Draws from the whole distribution. In a chain, because only chains keep their buffer."""
+    """A sampler that draws from the whole distribution. It is in a chain, because only chains keep
+    their buffer."""
     chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
     api.llama_sampler_chain_add(chain, api.llama_sampler_init_dist(seed))
     return chain
@@ -138,7 +139,7 @@ def prefill(
     """Compute prompts `first` to `first + at_once` and draw a token for each."""
     length = len(prompts[0])
     indices = range(first, min(first + at_once, len(prompts)))
-    # Longer prompts than it takes at once are handed over in parts: the last one is answered.
+    # Prompts longer than the limit are passed in parts: only the last one has outputs.
     *parts, rest = range(0, length, BATCH_TOKENS)
     for part in parts:
         batch.fill([(t, part + p, first) for p, t in
@@ -155,11 +156,12 @@ def prefill(
 
 
 class Batch:
-    """A `llama_batch`: tokens with their position and sequence, and which of them are answered."""
+    """A `llama_batch`: tokens with their position and sequence, and a mark on those whose logits
+    are needed."""
 
     def __init__(self, capacity: int) -> None:
         self._batch = api.llama_batch_init(capacity, 0, 1)
-        # Views of its arrays, so that filling a batch is not what is measured.
+        # Views of its arrays, so that the time for filling a batch is negligible.
         self._tokens = np.ctypeslib.as_array(self._batch.token, (capacity,))
         self._positions = np.ctypeslib.as_array(self._batch.pos, (capacity,))
         self._sequence_counts = np.ctypeslib.as_array(self._batch.n_seq_id, (capacity,))
@@ -172,7 +174,8 @@ class Batch:
         api.llama_batch_free(self._batch)
 
     def fill(self, entries: list[tuple[int, int, int]], wanted: list[int] | None = None) -> None:
-        """`entries` are (token, position, sequence); `wanted` those whose logits are needed."""
+        """Fill the batch. `entries` are (token, position, sequence); `wanted` are those whose
+        logits are needed."""
         count = len(entries)
         self._batch.n_tokens = count
         self._tokens[:count] = [token for token, _, _ in entries]

@@ -1,7 +1,7 @@
 """logitd, in process: whole steps of its engine.
 
-Prefill is what a queue of prompts takes, each asking for one token. For decode the same prompts
-come again; most of each is copied, which is not measured.
+Prefill is the time for a queue of prompts, each with one generated token. For decode the same
+prompts come again; most of each is copied, which is not measured.
 """
 
 import time
@@ -31,7 +31,7 @@ QUANTIZED: tuple[Quantization, ...] = ("int8", "int4")
 def load(folder: Path, dtype: str, threads: int) -> "LogitdEngine":
     use_threads(threads)
     keep_freed_memory()
-    # Quantized are its matrices; everything else is bfloat16 then.
+    # If quantized, only matrices are; everything else is bfloat16.
     quantize: Quantization = next((kind for kind in QUANTIZED if kind == dtype), "none")
     computed = torch.bfloat16 if quantize != "none" else getattr(torch, dtype)
     return LogitdEngine(load_gpt(folder).to(computed), quantize, threads)
@@ -87,7 +87,7 @@ class LogitdEngine:
         while engine.has_work():
             engine.step()
         prefill_seconds = time.perf_counter() - began
-        # The first sequences decode while the last of the prompts come in.
+        # The first sequences decode while the last prompts are computed.
         add(engine, "decode", prompts, max_tokens=steps + len(prompts) + 1)
         while engine.step().decoded_sequences < len(prompts):
             assert engine.has_work(), "sequences ended before all of them decoded"
@@ -96,7 +96,7 @@ class LogitdEngine:
             began = time.perf_counter()
             decoded = engine.step().decoded_sequences
             step_seconds.append(time.perf_counter() - began)
-            assert decoded == len(prompts), "every sequence decodes in every step that is measured"
+            assert decoded == len(prompts), "every measured step must decode every sequence"
         for index in range(len(prompts)):
             engine.abort(request_id("decode", index))
         engine.step()

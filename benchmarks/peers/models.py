@@ -25,7 +25,7 @@ from benchmarks.synthetic import save_with_tokenizer
 
 
 def write_models(folder: Path, shape: Shape, gguf: Sequence[str]) -> None:
-    """Write them into a folder that has none yet."""
+    """Write the models into a folder that has none yet."""
     gpt = make_weights(shape, folder)
     save_with_tokenizer(folder / LOGITD, gpt)
     write_huggingface(folder / HUGGINGFACE, gpt)
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--gguf", nargs="*", choices=TYPES, default=[])
     given = parser.parse_args(argv)
     if given.out.exists():
-        parser.error(f"{given.out} exists; nothing is overwritten")
+        parser.error(f"{given.out} already exists; nothing is overwritten")
     given.out.mkdir(parents=True)
     write_models(given.out, SHAPES[given.shape], given.gguf)
 

@@ -1,18 +1,17 @@
-"""OpenVINO GenAI's continuous batching, step by step: its scheduler, its sampler.
+"""OpenVINO GenAI's continuous batching, step by step, with its scheduler and its sampler.
 
-The Hugging Face folder is exported by optimum-intel, in a process of its own so that no torch is
-left in this one. Each step is one call of `step()`, the reading of its tokens included. A prompt's
-time is that of requests for one token each; for decode the same prompts are asked for again, and
+optimum-intel exports the Hugging Face folder, in a separate process, so that no torch is left in
+this one. Each step is one call of `step()`, including the reading of its tokens. The time of a
+prompt is that of requests for one token each; for decode the same prompts are requested again, and
 nothing is measured until all of them decode. Nothing is reused between prompts.
 
-What it leaves to itself is set here: OpenVINO would keep keys and values in 8 bits whatever the
-weights are. They are float32 with float32; 16 bits with "bfloat16", whose weights are the float16
-that its exporter has; and 8 bits, its default, where the weights are quantized. Arithmetic is in
-bfloat16 where the processor has instructions for it and the dtype is not float32, else in float32.
-"int8" are 8 bits for each channel with a zero point, "int4" symmetric 4 bits in groups of 32, the
-head 8 bits.
+Some defaults are replaced: OpenVINO would keep keys and values in 8 bits for any weights. Here they
+are float32 with float32; 16 bits with "bfloat16", whose weights are the exporter's float16; and 8
+bits, its default, if the weights are quantized. Arithmetic is in bfloat16 if the processor has
+instructions for it and the dtype is not float32, otherwise in float32. "int8" is 8 bits for each
+channel with a zero point, "int4" symmetric 4 bits in groups of 32 with an 8-bit head.
 
-It tells log-probabilities of drawn tokens alone: so the check draws many tokens.
+It returns log-probabilities only of drawn tokens, so the check draws many tokens.
 """
 
 import importlib.util
@@ -39,11 +38,11 @@ WEIGHTS = {
 }
 """Arguments of optimum-intel for the weights of a dtype."""
 STEP_TOKENS = 2048
-"""Tokens of prompts in one step, at most: as many as llama.cpp takes."""
+"""Maximum number of prompt tokens in one step: as many as for llama.cpp."""
 PAGE = 32
 """Positions of a block of its cache, on a CPU."""
 SAMPLES = 256
-"""Tokens that the check draws."""
+"""Number of tokens drawn by the check."""
 
 
 def load(folder: Path, dtype: str, threads: int) -> "OpenVino":
@@ -55,7 +54,7 @@ def load(folder: Path, dtype: str, threads: int) -> "OpenVino":
 
 
 def export(source: Path, target: Path, weights: tuple[str, ...]) -> None:
-    """A folder that OpenVINO GenAI reads. Raises CalledProcessError."""
+    """Export to a folder that OpenVINO GenAI reads. Raises CalledProcessError."""
     command = [
         sys.executable, "-c", "from optimum.commands.optimum_cli import main; main()",
         "export", "openvino", "--model", str(source), "--task", "text-generation-with-past",
@@ -76,7 +75,7 @@ def properties(dtype: str, threads: int) -> dict[str, Any]:
 
 
 class OpenVino:
-    """One model; a pipeline for each size of question, one at a time."""
+    """One model, with one pipeline at a time for each size of question."""
 
     def __init__(self, exported: Path, vocab_size: int, properties: dict[str, Any]) -> None:
         self._exported = exported
@@ -102,7 +101,7 @@ class OpenVino:
         config.logprobs = 1
         handle = pipeline.add_request(0, tensor(ids), config)
         steps = finish(pipeline)
-        assert steps == 2, f"the last id was not decoded by itself: {steps} steps"
+        assert steps == 2, f"the last id was not decoded in a separate step: {steps} steps"
         row = np.full(self._vocab_size, np.nan)
         for output in handle.read_all():
             row[output.generated_ids[0]] = output.generated_log_probs[0]
@@ -110,7 +109,7 @@ class OpenVino:
 
     def run(self, prompts: list[list[int]], steps: int) -> Run:
         length, batch = len(prompts[0]), len(prompts)
-        # The first sequences decode while the last of the prompts come in.
+        # The first sequences decode while the last prompts are computed.
         most = steps + batch + -(-batch * length // STEP_TOKENS) + 2
         pipeline = self._sized(step_tokens=STEP_TOKENS, sequences=batch, length=length + most)
         began = time.perf_counter()
@@ -126,18 +125,18 @@ class OpenVino:
             pipeline.step()
             came = [taken(handle) for handle in handles]
             step_seconds.append(time.perf_counter() - began)
-            assert came == [1] * batch, f"a step that is measured gave {came} tokens"
+            assert came == [1] * batch, f"a measured step returned {came} tokens"
         for handle in handles:
             handle.cancel()
         finish(pipeline)
         return Run(prefill_seconds, step_seconds)
 
     def _sized(self, *, step_tokens: int, sequences: int, length: int) -> Any:
-        """Make a pipeline with room for sequences of `length` positions. The cache is allocated
-        at once: growing it while it is measured is nothing that a server would do."""
+        """Make a pipeline with room for sequences of `length` positions. The cache is allocated at
+        once, because growing it would distort the measurement."""
         size = (step_tokens, sequences, length)
         if size != self._size:
-            self._pipeline = None  # frees the one before
+            self._pipeline = None  # frees the previous one
             scheduler = openvino_genai.SchedulerConfig()
             scheduler.max_num_batched_tokens = step_tokens
             scheduler.max_num_seqs = max(sequences, 1)
@@ -151,7 +150,7 @@ class OpenVino:
 
 
 def sampling(*, tokens: int, seed: int) -> Any:
-    """Temperature 1, the whole vocabulary, no end but the length."""
+    """Settings: temperature 1, the whole vocabulary, no end except the length."""
     config = openvino_genai.GenerationConfig()
     config.do_sample = True
     config.temperature = 1.0
@@ -175,14 +174,14 @@ def add(pipeline: Any, prompts: list[list[int]], *, tokens: int) -> list[Any]:
 
 
 def taken(handle: Any) -> int:
-    """Number of tokens of a request that have been read, with this one."""
+    """Number of tokens of a request read so far, including this one."""
     if not handle.can_read():
         return 0
     return sum(len(output.generated_ids) for output in handle.read().values())
 
 
 def until(pipeline: Any, handles: list[Any], enough: Callable[[list[int]], bool]) -> None:
-    """Steps until the tokens that came so far, of each request, are enough."""
+    """Make steps until each request has received `enough` tokens."""
     came = [0] * len(handles)
     while not enough(came):
         assert pipeline.has_non_finished_requests(), f"requests ended after {came} tokens"
@@ -191,7 +190,7 @@ def until(pipeline: Any, handles: list[Any], enough: Callable[[list[int]], bool]
 
 
 def finish(pipeline: Any) -> int:
-    """Steps until nothing is left; how many."""
+    """Make steps until nothing is left. Returns their number."""
     steps = 0
     while pipeline.has_non_finished_requests():
         pipeline.step()

@@ -1,4 +1,4 @@
-"""Options that both comparisons share."""
+"""Options of both comparisons."""
 
 import argparse
 import sys
@@ -19,7 +19,7 @@ class Interpreters:
 
     @classmethod
     def of_options(cls, given: Sequence[str] | None) -> Self:
-        """From `PYTHON` and `NAME=PYTHON`; without a `PYTHON`, this interpreter."""
+        """Parse `PYTHON` and `NAME=PYTHON`; without a `PYTHON`, use this interpreter."""
         usual, named = sys.executable, {}
         for option in given or ():
             name, equals, python = option.partition("=")
@@ -36,11 +36,13 @@ class Interpreters:
 def comparison_parser(
     description: str | None, command: str, *, shape: str
 ) -> argparse.ArgumentParser:
-    """A parser of everything but who is compared, in which dtypes and for how long."""
+    """A parser of all options except the peers, the dtypes and the duration."""
     parser = new_parser(description, command)
     parser.add_argument("--shape", choices=SHAPES, default=shape)
     parser.add_argument("--peer-python", action="append", metavar="[NAME=]PYTHON")
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
-    parser.add_argument("--prompt", type=int, default=256, help="ids of each prompt")
-    parser.add_argument("--rounds", type=int, default=3, help="of each batch, at least")
+    parser.add_argument("--prompt", type=int, default=256, help="ids per prompt")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="minimum number of rounds of each batch"
+    )
     return parser

@@ -1,7 +1,7 @@
-"""A loop in plain torch, as one would write it for this shape and no other.
+"""A loop in plain torch, written for exactly this shape.
 
-One batch, a cache of the size that is needed, torch's fused attention, the head at the last
-position alone, eager. All sequences are equally long, so there are no masks and no padding.
+One batch, a cache of exactly the needed size, torch's fused attention, the head only at the last
+position, eager. All sequences are equally long, so there are no masks and no padding.
 """
 
 import time
@@ -74,7 +74,7 @@ class PlainTorch:
         )
 
     def _forward(self, ids: Tensor, start: int, cache: Tensor) -> Tensor:
-        """Logits (B, V) after the last of `ids` (B, T), which stand at `start` and behind."""
+        """Logits (B, V) after the last of `ids` (B, T), whose first position is `start`."""
         end = start + ids.shape[1]
         embedding = self._weights["token_embedding.weight"]
         x = embedding[ids] + self._weights["position_embedding.weight"][start:end]
@@ -89,7 +89,7 @@ class PlainTorch:
     def _attention(self, name: str, h: Tensor, cache: Tensor, start: int) -> Tensor:
         batch, time_, width = h.shape
         heads = self._linear(f"{name}.qkv", h).view(batch, time_, 3, self._shape.n_head, -1)
-        q, k, v = heads.permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
+        q, k, v = heads.permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
         cache[0, :, :, start:], cache[1, :, :, start:] = k, v
         out = F.scaled_dot_product_attention(q, cache[0], cache[1], is_causal=time_ > 1)
         return self._linear(

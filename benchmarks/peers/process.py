@@ -15,15 +15,15 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 class PeerMissing(Exception):
-    """The interpreter lacks the peer's package, or the peer lacks the dtype or shape."""
+    """Raised if the interpreter lacks the peer's package, or the peer lacks the dtype or shape."""
 
 
 class PeerFailed(Exception):
-    """The peer's process ended; the message holds the last lines of its log."""
+    """Raised if the peer's process has ended; the message has the last lines of its log."""
 
 
 class PeerProcess:
-    """Loads the peer on entry (`about` says what it is) and ends it with `close`."""
+    """Loads the peer on entry (`about` describes it), and ends it with `close`."""
 
     def __init__(self, python: str, module: str, *, folder: Path, dtype: str, threads: int) -> None:
         self._log = folder / f"{module}-{dtype}.log"
@@ -55,11 +55,11 @@ class PeerProcess:
         return np.array(self._ask({"do": "logprobs", "ids": ids})["logprobs"])
 
     def run(self, prompts: list[list[int]], steps: int) -> Run:
-        """`Peer.run`, there. Raises PeerFailed."""
+        """Call `Peer.run` in the process. Raises PeerFailed."""
         return Run(**self._ask({"do": "run", "prompts": prompts, "steps": steps}))
 
     def close(self) -> None:
-        """End the process and what it holds."""
+        """End the process, and free its memory."""
         self._process.communicate()
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:

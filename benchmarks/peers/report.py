@@ -1,6 +1,5 @@
 """Tables of a comparison, in Markdown: a row for each peer, a column for each batch size, and at
-the end of each dtype how logitd stands to the best of the others.
-"""
+the end of each dtype the ratio of logitd to the best of the others."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -8,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One peer in one dtype at one batch size. The lists hold one number for each round, `step` the
-    median of its steps."""
+    """One peer in one dtype at one batch size. The lists hold one number for each round; `step` has
+    the medians of the rounds' steps."""
 
     dtype: str
     peer: str
@@ -32,7 +31,7 @@ def report(results: list[Result], batches: tuple[int, ...], ours: str) -> str:
 
 
 def table(results: list[Result], batches: tuple[int, ...], ours: str, rate: Rate) -> str:
-    """Rates; a batch size at which a peer has none is empty."""
+    """Rates; empty if a peer has none at a batch size."""
     lines = [
         f"| | {' | '.join(f'batch {batch}' for batch in batches)} |",
         f"|---|{'---:|' * len(batches)}",

@@ -1,11 +1,11 @@
-"""vLLM and llama-server: how each is started on the models of `models.py`.
+"""vLLM and llama-server: starts each on the models of `models.py`.
 
-A server is named as `vllm:bfloat16=PYTHON` or `llama-server:int8=BINARY`. Both are given as many
-slots as there are clients, as many threads as logitd, and their own defaults otherwise;
-llama-server a cache of just the positions that a stream takes, and flash attention.
+A server is named as `vllm:bfloat16=PYTHON` or `llama-server:int8=BINARY`. Both get as many slots as
+there are clients, as many threads as logitd, and otherwise their own defaults; llama-server gets
+flash attention, and a cache of just the positions of a stream.
 
-vLLM computes on a CPU in float32 and bfloat16; 8 and 4 bits would need weights that other programs
-quantize, and are not measured. It is given 4 GiB for keys and values.
+vLLM computes on a CPU in float32 and bfloat16; 8 and 4 bits would need weights quantized by other
+programs, and are not measured. It gets 4 GiB for keys and values.
 """
 
 import os
@@ -32,7 +32,7 @@ CACHE_ROUNDING = 256
 
 @dataclass(frozen=True, slots=True)
 class PeerServer:
-    """A server to be started. `program` is vLLM's Python, or the binary."""
+    """A server to start. `program` is vLLM's Python, or the binary."""
 
     kind: str
     dtype: str
@@ -40,7 +40,7 @@ class PeerServer:
 
     @classmethod
     def of_option(cls, option: str) -> Self:
-        """From `KIND[:DTYPE]=PROGRAM`. Raises ValueError."""
+        """Parse `KIND[:DTYPE]=PROGRAM`. Raises ValueError."""
         name, _, program = option.partition("=")
         kind, colon, dtype = name.partition(":")
         if kind not in DTYPES or not program:
@@ -58,12 +58,13 @@ class PeerServer:
 
     @property
     def option(self) -> str:
-        """Option from which `of_option` makes this server."""
+        """The option from which `of_option` makes this server."""
         return f"{self.kind}:{self.dtype}={self.program}"
 
     @property
     def gguf(self) -> str | None:
-        """The dtype of the GGUF file that it reads, or is made from; None: it reads another."""
+        """The dtype of the GGUF file that the server reads, or from which its file is made; None:
+        it reads another format."""
         if self.kind != LLAMA_SERVER:
             return None
         return "float32" if self.dtype == "int4" else self.dtype
@@ -80,8 +81,8 @@ class Room:
 
 @contextmanager
 def peer_server(peer: PeerServer, models: Path, room: Room) -> Iterator[str]:
-    """Its URL, ready when the block begins; `models` is what `models.py` wrote. Raises
-    ServerMissing."""
+    """Yield the server's URL once it is ready; `models` is the folder written by `models.py`.
+    Raises ServerMissing."""
     port = free_port()
     environment = {key: value for key, value in os.environ.items() if key not in OURS}
     if peer.kind == VLLM:
@@ -95,7 +96,7 @@ def peer_server(peer: PeerServer, models: Path, room: Room) -> Iterator[str]:
 
 
 OURS = {"OMP_NUM_THREADS", "PYTHONPATH"}
-"""Variables that this process may need and they should not have."""
+"""Variables that this process may need, but foreign servers should not have."""
 
 
 def vllm_command(peer: PeerServer, models: Path, room: Room, port: int) -> list[str]:

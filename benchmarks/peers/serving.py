@@ -77,7 +77,7 @@ class Plan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
     """One server at one batch size. Rates are medians of the rounds, per second; times in seconds.
-    `tokens` is how many came, of all rounds."""
+    `tokens` is the number of tokens received in all rounds."""
 
     server: str
     dtype: str
@@ -90,7 +90,7 @@ class Served:
 
 
 class Unmeasured(Exception):
-    """A stream failed; the message says of which batch and why."""
+    """Raised if a stream failed; the message names the batch and the reason."""
 
 
 async def measure(url: str, server: str, dtype: str, plan: Plan) -> list[Served]:
@@ -102,10 +102,10 @@ async def measure(url: str, server: str, dtype: str, plan: Plan) -> list[Served]
             run = partial(run_streams, asking(client))
         else:
             run = partial(run_streams, asking_transformers(http, url))
-        # Never one twice: a server may keep what it computed of it.
+        # Never use a prompt twice: a server may keep its results.
         count = 1 + plan.rounds * sum(plan.batches)
         prompts = iter(random_prompts(count, plan.prompt, plan.shape.vocab_size))
-        await run([next(prompts)], plan.tokens)  # warm
+        await run([next(prompts)], plan.tokens)  # to warm up
         measured = []
         for batch in plan.batches:
             rounds = [
@@ -133,7 +133,7 @@ def summarise(
         if (rate := full_batch_rate(records_of_round)) is not None
     ]
     waits = Spread.of(record.arrivals[0].at - record.sent for record in records)
-    assert waits is not None, "there is a round, and a stream in it"
+    assert waits is not None, "there must be a round with a stream"
     return Served(
         server=server,
         dtype=dtype,
@@ -149,7 +149,7 @@ def summarise(
 
 
 def overall_rate(records: Sequence[StreamRecord]) -> float:
-    """All tokens over the time from the first request to the last token."""
+    """All tokens, divided by the time from the first request to the last token."""
     tokens = sum(arrival.tokens for record in records for arrival in record.arrivals)
     last = max(record.arrivals[-1].at for record in records)
     return tokens / (last - min(record.sent for record in records))
@@ -231,8 +231,8 @@ def parse(argv: Sequence[str]) -> Plan:
     shape = SHAPES[arguments.shape]
     if arguments.prompt + arguments.tokens > shape.context_length:
         parser.error(
-            f"{arguments.prompt} tokens of prompt and {arguments.tokens} more are asked for, and "
-            f"the shape has {shape.context_length} positions: ask for fewer"
+            f"{arguments.prompt} tokens of prompt and {arguments.tokens} more exceed the shape's "
+            f"{shape.context_length} positions: ask for fewer"
         )
     return Plan(
         shape=shape,

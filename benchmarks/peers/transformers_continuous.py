@@ -1,6 +1,5 @@
-"""`transformers`' continuous batching: what runs behind its `serve --continuous-batching`, without
-HTTP.
-"""
+"""`transformers`' continuous batching: the code behind its `serve --continuous-batching`, without
+HTTP."""
 
 import time
 from pathlib import Path
@@ -16,9 +15,10 @@ from benchmarks.peers.contract import Run
 from benchmarks.peers.transformers_generate import load_gpt2, logprobs, sampling
 
 PAGE = 256
-"""Positions of a page of the cache: their default."""
+"""Positions of a page of the cache: the default of transformers."""
 PREFILL_TOKENS = 256
-"""Tokens that a step takes at most, like logitd's chunk: what it would infer fills the memory."""
+"""Maximum number of tokens of a step, like logitd's chunk: the inferred default would fill the
+memory."""
 
 
 def load(folder: Path, dtype: str, threads: int) -> "TransformersContinuous":
@@ -27,7 +27,7 @@ def load(folder: Path, dtype: str, threads: int) -> "TransformersContinuous":
 
 
 class TransformersContinuous:
-    """Their model, asked through a manager of requests."""
+    """The model of transformers, called through a manager of requests."""
 
     def __init__(self, gpt2: Any) -> None:
         self._gpt2 = gpt2
@@ -54,7 +54,7 @@ class TransformersContinuous:
         )
         with manager as requests:
             began = time.perf_counter()
-            # The first sequences decode while the last of the prompts come in.
+            # The first sequences decode while the last prompts are computed.
             wanted = steps + len(prompts) + 1
             requests.add_requests(prompts, max_new_tokens=wanted, record_timestamps=True)
             done: list[Any] = []

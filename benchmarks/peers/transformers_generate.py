@@ -1,4 +1,4 @@
-"""`transformers`: its GPT-2 and its `generate`, with the cache that it takes by itself."""
+"""`transformers`: its GPT-2 and its `generate`, with the default cache."""
 
 import time
 from pathlib import Path
@@ -32,10 +32,10 @@ def load(folder: Path, dtype: str, threads: int) -> "TransformersGenerate":
 
 
 def load_gpt2(folder: Path, dtype: torch.dtype) -> Any:
-    """Their GPT-2 with these weights."""
+    """The GPT-2 of transformers with these weights."""
     shape, tensors = load_weights(folder)
     if shape.family != "gpt2":
-        raise Unsupported("these weights are given to transformers as a GPT-2 alone")
+        raise Unsupported("transformers gets these weights only as a GPT-2")
     gpt2: Any = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=shape.vocab_size,
@@ -53,7 +53,7 @@ def load_gpt2(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def gpt2_state(shape: Shape, tensors: Tensors) -> dict[str, Tensor]:
-    """The same tensors under their names."""
+    """The same tensors under the names of transformers."""
     names = {
         "token_embedding": "transformer.wte",
         "position_embedding": "transformer.wpe",
@@ -67,13 +67,13 @@ def gpt2_state(shape: Shape, tensors: Tensors) -> dict[str, Tensor]:
         module, _, kind = name.rpartition(".")
         value = torch.from_numpy(array)
         if names[module].endswith(("c_attn", "c_proj", "c_fc")) and kind == "weight":
-            value = value.T  # their Conv1D holds (in, out)
+            value = value.T  # Conv1D of transformers holds (in, out)
         state[f"{names[module]}.{kind}"] = value
     return {**state, "lm_head.weight": state["transformer.wte.weight"]}
 
 
 def sampling(new_tokens: int) -> Any:
-    """Temperature 1, the whole vocabulary, no end but the length."""
+    """Settings: temperature 1, the whole vocabulary, no end except the length."""
     return GenerationConfig(
         do_sample=True,
         temperature=1.0,
@@ -85,7 +85,7 @@ def sampling(new_tokens: int) -> Any:
 
 
 class TransformersGenerate:
-    """Their model, asked by `generate` for the whole batch."""
+    """The model of transformers, with one call of `generate` for the whole batch."""
 
     def __init__(self, gpt2: Any) -> None:
         self._gpt2 = gpt2
@@ -115,7 +115,7 @@ class TransformersGenerate:
 
 @torch.inference_mode()
 def logprobs(gpt2: Any, ids: list[int]) -> NDArray[np.float64]:
-    """`Peer.logprobs` of their model."""
+    """`Peer.logprobs` of a model of transformers."""
     row = torch.tensor([ids])
     prompt = gpt2(row[:, :-1], use_cache=True)
     logits = gpt2(row[:, -1:], past_key_values=prompt.past_key_values).logits[0, -1]
@@ -123,7 +123,7 @@ def logprobs(gpt2: Any, ids: list[int]) -> NDArray[np.float64]:
 
 
 class Clock(StoppingCriteria):
-    """Asked after each token whether to stop: never, but it notes the time."""
+    """A stopping criterion that never stops, but records the time after each token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

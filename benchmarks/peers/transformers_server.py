@@ -1,11 +1,12 @@
-"""`transformers serve`: a folder that it can serve, the process, and how it is asked for a stream.
+"""`transformers serve`: a folder that it can serve, its process, and its streams.
 
-It takes texts, not ids, and says how many tokens it gave only at the end of a stream. So the folder
-has a vocabulary in which every id is a word of its own: a prompt has as many tokens as words, and
-each piece of text that comes is one token. Both are held against the counts at the end.
+It takes texts instead of ids, and returns the number of generated tokens only at the end of a
+stream. So the folder has a vocabulary in which every id is one word: a prompt has as many tokens as
+words, and each piece of text in a stream is one token. Both are compared with the counts at the
+end.
 
-The server's interpreter is named: it needs `transformers[serving]` and accelerate, which nothing
-else here does.
+The interpreter of the server is an option: it needs `transformers[serving]` and accelerate, which
+nothing else here does.
 """
 
 import json
@@ -27,9 +28,9 @@ from benchmarks.streams import Arrived, Ask, StreamFailed
 
 
 def save_for_transformers(weights: Path, folder: Path, dtype: str) -> None:
-    """A folder with the weights of `weights.py`, words as a vocabulary, and drawing at temperature
-    1 from all of it, without an end."""
-    import torch  # here alone, so that asking a server needs none
+    """Save a folder with the weights of `weights.py` and words as a vocabulary. It draws at
+    temperature 1 from the whole vocabulary, without an end."""
+    import torch  # imported only here, so that clients need no torch
 
     shape, _ = load_weights(weights)
     gpt2 = load_gpt2(weights, getattr(torch, dtype))
@@ -63,8 +64,8 @@ def transformers_server(
     largest: int,
     positions: int,
 ) -> Iterator[str]:
-    """The URL of a server of `folder`, ready when the block begins. With continuous batching it has
-    pages for `largest` sequences of `positions`. Raises ServerMissing."""
+    """Yield the URL of a server of `folder` once it is ready. With continuous batching it has pages
+    for `largest` sequences of `positions`. Raises ServerMissing."""
     port = free_port()
     command = [
         python, "-c", "from transformers.cli.transformers import main; main()",
@@ -90,7 +91,7 @@ def asking_transformers(http: httpx.AsyncClient, url: str) -> Ask:
     """Streams of `/v1/completions`."""
 
     async def ask(prompt: Sequence[int], tokens: int, seed: int, arrived: Arrived) -> None:
-        # No seed: it would be that of the whole process, for everybody's draws.
+        # No seed: it would apply to the whole process, and to the draws of all streams.
         body = {"prompt": text_of(prompt), "max_tokens": tokens, "stream": True}
         came, usage = 0, None
         try:
@@ -110,7 +111,8 @@ def asking_transformers(http: httpx.AsyncClient, url: str) -> Ask:
 
 
 def tokens_in(line: str, usage: dict[str, int] | None) -> tuple[int, dict[str, int] | None]:
-    """Tokens that a line of the stream brings, and the counts at its end once they have come."""
+    """Number of tokens in a line of the stream, and the counts at its end once they have
+    arrived."""
     data = re.fullmatch(r"data: (\{.*\})", line)
     if data is None:
         return 0, usage
@@ -122,7 +124,7 @@ def tokens_in(line: str, usage: dict[str, int] | None) -> tuple[int, dict[str, i
 
 
 def check_usage(usage: dict[str, int] | None, *, prompt: int, came: int) -> None:
-    """Raise StreamFailed unless the server counts as was counted here."""
+    """Raise StreamFailed unless the server's counts equal those of the client."""
     if usage is None:
         raise StreamFailed("NoEnd", f"the stream ended without its counts, after {came} tokens")
     counted = (usage["prompt_tokens"], usage["completion_tokens"])
@@ -130,5 +132,5 @@ def check_usage(usage: dict[str, int] | None, *, prompt: int, came: int) -> None
         raise StreamFailed(
             "Miscounted",
             f"the server counts {counted[0]} and {counted[1]} tokens of prompt and completion, "
-            f"{prompt} were sent and {came} came",
+            f"but {prompt} were sent and {came} arrived",
         )

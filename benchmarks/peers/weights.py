@@ -1,8 +1,8 @@
 """The weights that every peer gets: a folder with a GPT's tensors in float32 and its shape.
 
 Tensors have this project's names (`model/transformer/gpt.py`), matrices are (out, in), and the
-vocabulary is not padded. Each peer rounds them to its own dtype. The same weights are in a folder
-in it that Hugging Face's libraries read (`huggingface.py`).
+vocabulary is not padded. Each peer rounds the weights to its own dtype. A subfolder has the same
+weights in the format of Hugging Face's libraries (`huggingface.py`).
 """
 
 import json
@@ -25,7 +25,7 @@ LOGITD, HUGGINGFACE = "logitd", "huggingface"
 
 
 def save_weights(folder: Path, shape: Shape, tensors: Tensors) -> None:
-    """Write both into `folder`."""
+    """Write tensors and shape into `folder`."""
     np.savez(folder / WEIGHTS, **tensors)  # type: ignore[arg-type]  # names, not options
     (folder / "shape.json").write_text(json.dumps(asdict(shape)), encoding="utf-8")
 
@@ -36,7 +36,7 @@ def load_shape(folder: Path) -> Shape:
 
 
 def load_weights(folder: Path) -> tuple[Shape, Tensors]:
-    """Read them back."""
+    """Read tensors and shape back."""
     shape = load_shape(folder)
     with np.load(folder / WEIGHTS) as archive:
         return shape, {name: archive[name] for name in archive.files}

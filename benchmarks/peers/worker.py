@@ -1,9 +1,9 @@
 """The process in which one peer is measured. It receives commands as lines of JSON.
 
-    python -m benchmarks.peers.worker MODULE WEIGHTS_FOLDER DTYPE THREADS
+python -m benchmarks.peers.worker MODULE WEIGHTS_FOLDER DTYPE THREADS
 
-The first line that it writes describes the peer, or says which package is missing or what the peer
-cannot do. Then it answers each line with a line. It ends at the end of its input.
+The first line that it writes describes the peer, or names a missing package or an unsupported
+request. Then it answers each line with a line. It ends at the end of its input.
 """
 
 import importlib
@@ -18,8 +18,8 @@ from benchmarks.peers.contract import Peer, Unsupported
 
 
 def load_peer(module: str, folder: Path, dtype: str, threads: int) -> Peer:
-    """The peer that the adapter `module` makes. Raises ImportError where its package is missing."""
-    # By name: of all adapters only one can be imported by the interpreter that runs this.
+    """The peer of the adapter `module`. Raises ImportError if its package is missing."""
+    # By name, because this interpreter can import only one of the adapters.
     adapter = importlib.import_module(f"benchmarks.peers.{module}")
     return adapter.load(folder, dtype, threads)
 
@@ -37,7 +37,7 @@ def serve(peer: Peer, questions: TextIO, answers: TextIO) -> None:
 
 def main() -> None:
     module, folder, dtype, threads = sys.argv[1:]
-    # Libraries print what they like: the pipe is kept for answers, everything else goes to the log.
+    # Libraries print freely: the pipe is reserved for answers, and everything else goes to the log.
     with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         try:

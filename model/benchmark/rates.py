@@ -24,13 +24,13 @@ from logitd.model.machine import Machine
 from logitd.model.transformer.gpt import GPT
 
 FEWEST_STEPS = 8
-"""Fewest steps of a whole batch from which a rate is computed."""
+"""Minimum number of steps of a whole batch from which a rate is computed."""
 SEVERAL_PROMPTS = 8
 """Number of prompts in the larger prefill."""
 
 
 class BenchmarkError(ValueError):
-    """The workload cannot be measured, or the engine failed on it."""
+    """Raised if the workload cannot be measured, or if the engine failed on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Workload:
     prefill_chunk: int = EngineConfig().prefill_chunk
 
     def prompts(self, count: int, case: str) -> list[tuple[int, ...]]:
-        """The random prompts of a case, which seeds them."""
+        """The random prompts of a case. The case is their seed."""
         drawn, ids = random.Random(case), range(self.vocab_size)
         return [tuple(drawn.choices(ids, k=self.prompt_tokens)) for _ in range(count)]
 
@@ -65,7 +65,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Tokens per second of a batch (median of the rounds), as a share of the machine's limit too,
+    """Tokens per second of a batch (median of the rounds), and their share of the machine's limit,
     unless the work of an owner's code is unknown."""
 
     batch: int
@@ -136,8 +136,8 @@ def measure_engine(
 
 
 def full_steps(engine: Engine, batch: Sequence[GenerationRequest]) -> list[tuple[float, int]]:
-    """Run requests to their end. Returns the seconds of each step in which all of them decoded, and
-    the sum of the positions that they attended to. Raises BenchmarkError."""
+    """Run requests to their end. Returns, for each step in which all of them decoded, its seconds
+    and the number of positions that they attended to. Raises BenchmarkError."""
     for request in batch:
         engine.add(request)
     live = sum(len(request.token_ids) for request in batch)

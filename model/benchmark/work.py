@@ -44,9 +44,9 @@ def decode_work(
     quantize: Quantization = "none",
     kept: KVCacheDType = "auto",
 ) -> Work:
-    """The work of a decode step of `batch` equally long sequences, which have `live_positions` in
-    total, including the new ones. `kept` is the dtype of the KV cache. Compressed weights count
-    with their uncompressed size."""
+    """The work of a decode step of `batch` equally long sequences with `live_positions` in total,
+    including the new ones. `kept` is the dtype of the KV cache. Compressed weights count with their
+    uncompressed size."""
     config, elements = gpt.config, count_elements(gpt.config)
     item = gpt.token_embedding.weight.element_size()
     cell = 1 + SCALE_BYTES / config.head_dim if kept == "int8" else item

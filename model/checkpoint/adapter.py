@@ -79,7 +79,7 @@ def save_adapter(
     """Write an adapter atomically. `weights` are the `trained_weights` of an adapted GPT;
     `training.base` names its checkpoint. Raises CheckpointError if `path` exists, and OSError."""
     if path.exists():
-        raise CheckpointError(f"{path} exists already: choose another path, or remove it")
+        raise CheckpointError(f"{path} already exists: choose another path, or remove it")
     if training.base is None:
         raise ValueError("the training record of an adapter needs its base")
     with atomic_folder(path) as aside:
@@ -192,5 +192,5 @@ def _card(adapter: Adapter, name: str) -> str:
     return (
         f"# {name}\n\nAn adapter of rank {shape.rank} (alpha {shape.alpha:g}, on "
         f"{', '.join(shape.targets)}), merged into {adapter.base['name']}, weights sha256 "
-        f"`{adapter.base['weights_sha256']}`. What follows is the adapter's own card.\n{rest}"
+        f"`{adapter.base['weights_sha256']}`. The adapter's own card follows.\n{rest}"
     )

@@ -1,7 +1,7 @@
 """Card and curve: reads a checkpoint's card and the loss curve of its run, for display.
 
-The curve comes from the log of the checkpoint's run, else from the table in the card. Both may be
-missing, edited or damaged. Unreadable parts are skipped, because they are only displayed.
+The curve comes from the log of the checkpoint's run, or else from the table in the card. Both may
+be missing, edited or damaged. Unreadable parts are skipped, because they are only displayed.
 """
 
 import re
@@ -16,7 +16,7 @@ from logitd.model.files import open_regular, parse_json, read_text
 METRICS = "metrics.jsonl"
 """Log of a run: one JSON object per line."""
 METRICS_BYTES = 2**23
-"""Number of bytes that are read from the end of a log, enough for 25,000 reports."""
+"""Maximum number of bytes read from the end of a log, enough for 25,000 reports."""
 CARD_BYTES = 2**20
 MOST_POINTS = 1000
 

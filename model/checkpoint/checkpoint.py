@@ -66,20 +66,21 @@ from logitd.model.transformer.size import parameter_count
 
 FORMAT_VERSION = 1
 MOST_REHASHED = 2**34
-"""Largest file, in bytes, that is hashed after loading failed, to distinguish damage from weights
-of another model. A larger one would take too long."""
+"""Largest file, in bytes, that is hashed again after loading failed, to distinguish damage from
+weights of another model. Larger ones would take too long."""
 MOST_TIMES = 2**10
-"""Largest ratio of the elements of the configured shape to those in the file at which names and
-shapes are compared."""
+"""Names and shapes are compared only if the configured shape has at most this many times as many
+elements as the file."""
 SOURCE_BYTES = 2**22
-"""Most bytes of one of the owner's source files."""
+"""Maximum size in bytes of one of the owner's source files."""
 _SOURCE_PART = re.compile(r"[\w-]+(\.[\w-]+)*")
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 RANKS, CARD = "tokenizer.tiktoken", "README.md"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be loaded or saved. The message names the file and the fault."""
+    """Raised if a checkpoint cannot be loaded or saved. The message names the file and the
+    fault."""
 
 
 @pydantic.dataclasses.dataclass(
@@ -153,7 +154,7 @@ class CheckpointInfo:
     @property
     def special_ids(self) -> bool:
         """True if the name of a special token in a text is encoded as its id, as in training. If
-        the record does not say so, this is True for checkpoints with a chat template."""
+        the record has no entry, this is True for checkpoints with a chat template."""
         default = "text" if self.chat_template is None else "ids"
         return bool(self.training.data.get("special_tokens", default) == "ids")
 
@@ -177,7 +178,7 @@ def save_checkpoint(
     CheckpointError if `path` exists or the template does not compile, and OSError.
     """
     if path.exists():
-        raise CheckpointError(f"{path} exists already: choose another path, or remove it")
+        raise CheckpointError(f"{path} already exists: choose another path, or remove it")
     if config.vocab_size != tokenizer.vocab_size:
         raise CheckpointError(
             f"the model has {config.vocab_size} token ids and the tokenizer {tokenizer.vocab_size}"
@@ -213,8 +214,8 @@ def write_config(
     aside: Path, path: Path, sections: Mapping[str, Any], hashed: Sequence[str]
 ) -> None:
     """Write the configuration of a checkpoint or adapter into the temporary folder `aside`, which
-    becomes `path`. It includes the sha256 of the `hashed` files. Raises CheckpointError if it could
-    not be read again."""
+    becomes `path`. It includes the sha256 of the `hashed` files. Raises CheckpointError if the
+    configuration could not be read again."""
     document = {
         "format_version": FORMAT_VERSION,
         **sections,
@@ -310,7 +311,7 @@ def load_weights(info: CheckpointInfo, *, device: torch.device, dtype: torch.dty
         gpt = gpt.to(dtype)
         _allocate(gpt, device)
         weights = gpt.state_dict()
-        # A second thread hashes. With all of torch's threads, two cores take 1.45 times as long.
+        # The other thread hashes. With all of torch's threads, two cores take 1.45 times as long.
         with one_thread():
             for tensor in stored:
                 check = partial(_check_finite, file.path, tensor)
@@ -336,7 +337,9 @@ def read_sources(info: CheckpointInfo) -> dict[str, bytes]:
         if folder == FOLDER:
             parts = inner.split("/")
             if not inner.endswith(".py") or not all(map(_SOURCE_PART.fullmatch, parts)):
-                raise CheckpointError(f"{info.path / CONFIG} names {name!r}, which is no source")
+                raise CheckpointError(
+                    f"{info.path / CONFIG} names {name!r}, which is not a source file"
+                )
             with _reading(info.path / name):
                 sources[inner] = read_regular(info.path / name, SOURCE_BYTES)
             verify(info.path, name, sha256_of(sources[inner]), len(sources[inner]), info.files)
@@ -401,7 +404,7 @@ def _check_sizes(where: Path, config: GPTConfig, stored: Sequence[StoredTensor])
 
 
 def _allocate(gpt: GPT, device: torch.device) -> None:
-    """Move a GPT from the meta device to `device`. Its weights are uninitialised."""
+    """Move a GPT from the meta device to `device`. Its weights are uninitialized."""
     dtype = gpt.token_embedding.weight.dtype
     if device.type == "cpu":
         allocate_in_arena(gpt)
@@ -412,13 +415,13 @@ def _allocate(gpt: GPT, device: torch.device) -> None:
 
 
 def empty_gpt(config: GPTConfig, device: torch.device) -> GPT:
-    """A GPT with uninitialised weights, which the caller sets."""
+    """A GPT with uninitialized weights, which the caller sets."""
     with torch.device(device), _SkipInit():
         return GPT(config)
 
 
 class _SkipInit(TorchFunctionMode):
-    """Skips functions that write into a tensor. Initialising weights on the meta device would
+    """Skips functions that write into a tensor. Initializing weights on the meta device would
     import torch's compiler, which takes a second."""
 
     def __torch_function__(
@@ -457,7 +460,7 @@ def _check_weights(
 
 
 def _check_finite(where: Path, tensor: StoredTensor, elements: Tensor) -> None:
-    # The extremes suffice; torch.isfinite takes twenty times as long.
+    # The extremes are enough; torch.isfinite takes twenty times as long.
     if not all(math.isfinite(extreme) for extreme in torch.aminmax(elements)):
         raise CheckpointError(
             f"{where}: {tensor.name} has NaN or infinite elements: its training diverged, or the "

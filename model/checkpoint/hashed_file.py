@@ -16,12 +16,12 @@ from typing import Self
 from logitd.model.files import open_regular
 
 PIECE = 4 * 2**20
-"""Bytes of a piece, which fits into the processor's cache."""
+"""Size of a piece in bytes; it fits into the processor's cache."""
 
 
 class HashedFile:
-    """An open file; use it in a `with` block. A piece is overwritten when the second next one is
-    taken."""
+    """An open file; use it in a `with` block. Taking a piece overwrites the last but one before
+    it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -43,7 +43,7 @@ class HashedFile:
     def take(self, count: int) -> memoryview:
         """The next `count` bytes, PIECE at most; fewer at the end of the file."""
         if len(self._unhashed) == 2:
-            self._unhashed.popleft().result()  # the memory of the second last piece is free now
+            self._unhashed.popleft().result()  # the memory of the piece before the last is now free
         memory, count, filled = next(self._memory), min(count, PIECE), 0
         while filled < count and (more := self._file.readinto(memory[filled:count])):
             filled += more
@@ -60,7 +60,7 @@ class HashedFile:
         return bytes(whole)
 
     def finish(self) -> str:
-        """Read to the end of the file; its sha256."""
+        """Read to the end of the file, and return its sha256."""
         while self.take(PIECE):
             pass
         while self._unhashed:

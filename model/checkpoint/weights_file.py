@@ -3,7 +3,7 @@
 The safetensors library would hold the whole file in memory and copy it, or map it, so that a
 running model would see changes of the file. Here at most two pieces are in memory
 (`model/checkpoint/hashed_file.py`). The header is checked as in the library: its length, its JSON,
-and that there are no gaps between tensors. Files are written by the library.
+and that there are no gaps between tensors. The library writes the files.
 """
 
 import math
@@ -47,7 +47,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 
 class WeightsFileError(ValueError):
-    """An incomplete or invalid safetensors file; the message describes the fault."""
+    """Raised for an incomplete or invalid safetensors file; the message describes the fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def read_header(file: HashedFile) -> tuple[StoredTensor, ...]:
 def read_elements(
     file: HashedFile,
     tensor: StoredTensor,
-    into: Tensor,  # of its shape, contiguous; of any dtype, on any device
+    into: Tensor,  # of the tensor's shape, contiguous; any dtype and device
     see: Callable[[Tensor], None],
 ) -> None:
     """Read the elements of the next tensor. `see` gets each part before it is copied. Raises

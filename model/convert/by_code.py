@@ -2,7 +2,7 @@
 
 The checkpoint gets the weights, the vocabulary, the owner's source files, and the facts that the
 owner's process measures (`model/owner_code/process/measure.py`). Unlike the other imports, this one
-needs no knowledge of the computation, but the checkpoint is only served where its code may run.
+needs no knowledge of the computation, but the checkpoint is served only if its code may run.
 """
 
 import hashlib
@@ -79,7 +79,7 @@ def import_by_code(
     gets each line of the report. Raises ConvertError, CheckpointError if `destination` exists, and
     FileError if it cannot be written."""
     if destination.exists():
-        raise CheckpointError(f"{destination} exists already: choose another path, or remove it")
+        raise CheckpointError(f"{destination} already exists: choose another path, or remove it")
     code = options.code
     with reporting_damage(source):
         path = find_state_file(source) if source.is_dir() else source
@@ -127,14 +127,14 @@ def code_sha256(code: OwnerCode) -> str:
 
 
 def _request(file: StateFile, options: CodeOptions) -> Request:
-    """The request with all that is known: from the roles of the tensors if they are recognised,
-    from the settings and from the user."""
+    """The request with everything known: from the roles of the tensors if they are recognized, from
+    the settings and from the user."""
     code, answers = options.code, _under_all_names(options.answers)
     try:
         roles = RoleOptions(answers=options.answers)
         recognised = recognise_file(file, roles, options.context_length)
         request = request_of(code, recognised.tensors, recognised.findings, file.settings)
-    except ConvertError:  # no GPT that is known here
+    except ConvertError:  # not a known kind of GPT
         request = Request(
             file=str(code.file.resolve()),
             expression=code.expression,
@@ -176,8 +176,7 @@ def _check_facts(code: OwnerCode, facts: Mapping[str, Any], options: CodeOptions
 
 
 def _sources(code: OwnerCode, files: Sequence[str]) -> dict[str, bytes]:
-    """The contents of the owner's files, by their paths below the folder that holds all of
-    them."""
+    """The contents of the owner's files, by their paths below the folder that holds all of them."""
     root = Path(os.path.commonpath([Path(name).parent for name in files]))
     return {
         Path(name).relative_to(root).as_posix(): read_regular(Path(name), SOURCE_BYTES)

@@ -25,7 +25,9 @@ def write_import_card(
     if model.step:
         source.append(f"steps: {model.step:,}")
     if model.val_loss is not None:
-        source.append(f"validation loss, as the source says: {model.val_loss:.4f} nats per token")
+        source.append(
+            f"validation loss, as stated by the source: {model.val_loss:.4f} nats per token"
+        )
     settled = model.facts.get("settled", {})
     sections = {
         "What the source says": source,

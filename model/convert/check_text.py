@@ -1,7 +1,8 @@
-"""The text of --check: as token ids of the source, and compared with a model of a known format.
+"""The text of --check: encoded as token ids of the source, and compared with a model of a known
+format.
 
-`by_role/objective.py` computes losses. Words that a vocabulary of words lacks become its token for
-unknown words here, and texts become lower case if no word has another, because training did so.
+`by_role/objective.py` computes losses. As in training, words that a vocabulary of words lacks
+become its token for unknown words, and texts become lower case if no word has upper case.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from logitd.model.data.sources.files import documents_of_all, named_files
 from logitd.model.text.tokenizer import Tokenizer, TokenizerError
 
 CHECKED_CHARACTERS = 2_000_000
-"""Most characters of the text. Windows are taken from all parts of it."""
+"""Maximum number of characters of the text. Windows are taken from all parts of it."""
 _UNKNOWN = ("<unk>", "<UNK>", "[UNK]", "[unk]", "UNK", "<|unk|>")
 
 
@@ -91,7 +92,7 @@ def _encoded_lines(tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:
 
 
 def _starts(tokenizer: Tokenizer) -> Iterator[int]:
-    """Ids that may stand before a line: the line break, 0, and the end of a text."""
+    """Ids that may come before a line: the line break, 0, and the end of a text."""
     with contextlib.suppress(TokenizerError):
         yield from tokenizer.encode("\n")[:1]
     yield 0

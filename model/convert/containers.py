@@ -1,4 +1,4 @@
-"""Containers: recognises the format of a file of weights by its first bytes, not by its name.
+"""Containers: recognizes the format of a file of weights by its first bytes, not by its name.
 
 Reads NumPy's `.npz` and JSON of nested lists as tensors. `pt_file.py` reads torch's files,
 `llama2c.py` those of llama2.c, `state_file.py` finds the state dict. No format needs code.
@@ -25,15 +25,15 @@ UNPACKED_TIMES = 64
 UNPACKED_BYTES = 64 * 2**20
 """Unpacked size that is always allowed."""
 HEADER_BYTES = 100 * 2**20
-"""Largest header of a safetensors file, as its library has it."""
+"""Largest header of a safetensors file, as in its library."""
 _OTHERS: Mapping[bytes, str] = {
     b"GGUF": "a GGUF file of llama.cpp, which can be exported but not imported: import the Hugging "
     "Face folder or the .pt file that it was made from",
-    b"\x89HDF": "an HDF5 file (Keras): where it can be loaded, save the arrays with "
+    b"\x89HDF": "an HDF5 file (Keras): load it, and save the arrays with "
     "numpy.savez('weights.npz', **arrays)",
     b"\x1f\x8b": "compressed with gzip: unpack it first",
-    b"\x93NUMPY": "one array of NumPy: save all of the model's with numpy.savez('weights.npz', "
-    "**arrays)",
+    b"\x93NUMPY": "a single array of NumPy: save all arrays of the model with "
+    "numpy.savez('weights.npz', **arrays)",
     b"7z\xbc\xaf": "a 7z archive: unpack it first",
     b"\xfd7zXZ": "compressed with xz: unpack it first",
     b"version https://git-lfs": "a pointer of Git LFS, not the file: fetch it with git lfs pull",
@@ -85,7 +85,7 @@ def read_npz(path: Path) -> dict[str, Any]:
             values = {name.replace("/", "."): _value(arrays[name]) for name in arrays.files}
     except ConvertError:
         raise
-    except Exception as error:  # zipfile, zlib and NumPy fail on damaged bytes in many ways
+    except Exception as error:  # damaged bytes make zipfile, zlib and NumPy fail in many ways
         pickled = "allow_pickle" in str(error)
         reason = (
             "it holds pickled objects; save plain arrays, one name each"
@@ -159,7 +159,7 @@ def _tensor(value: list[Any]) -> Tensor | None:
 
 
 def _as_state(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Put tensors under "weights", without a first part of the name that all share, next to the
+    """Put tensors under "weights", without the first part of the name if all share it, next to the
     other values."""
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     firsts = {name.partition(".")[0] for name in tensors}

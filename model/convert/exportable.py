@@ -41,7 +41,7 @@ NAMES: Mapping[str, str] = {
 """Architectures by the spelling of their authors."""
 
 GGUF_ENDS = 3
-"""Most end tokens in a GGUF file: of a text, a turn and a message."""
+"""Maximum number of end tokens in a GGUF file: of a text, a turn and a message."""
 
 HF_INSTEAD = "export it with --to hf"
 
@@ -54,8 +54,8 @@ def hf_objections(config: GPTConfig, tokenizer: Tokenizer) -> list[str]:
     named = tokenizer.special_tokens | tokenizer.added_tokens
     if tokenizer.vocab_size != len({*tokenizer.tokens.values(), *named.values()}):
         found.append(
-            "the vocabulary has ids without a token between its special tokens, and Hugging Face's "
-            "tokenizers have none"
+            "the vocabulary has ids without a token between its special tokens, but Hugging "
+            "Face's tokenizers have none"
         )
     try:
         to_oniguruma(tokenizer.pattern)
@@ -71,7 +71,7 @@ def gguf_objections(config: GPTConfig, tokenizer: Tokenizer, pre: str | None) ->
     family = "" if found else family_of(config)
     if family == GPT2 and config.activation != "gelu_tanh":
         found.append(
-            f"activation is {config.activation!r}: llama.cpp computes GPT-2 with gelu_tanh alone; "
+            f"activation is {config.activation!r}: llama.cpp computes GPT-2 only with gelu_tanh; "
             f"{HF_INSTEAD}"
         )
     if family == GPT_NEOX:
@@ -107,8 +107,8 @@ def _gguf_objections_to_vocabulary(tokenizer: Tokenizer, pre: str | None) -> lis
     if pre is None and tokenizer.pattern not in PRE_TOKENIZERS:
         found.append(
             "llama.cpp has no name for this checkpoint's split pattern "
-            f"({tokenizer.pattern[:50]}...). --pre qwen2 (or another of its names) writes the file "
-            "all the same: some texts then have other ids there than here"
+            f"({tokenizer.pattern[:50]}...). --pre qwen2 (or another of its names) writes the "
+            "file anyway: some texts then have different ids there than here"
         )
     if missing := len(tokenizer.ranks) - len(tokenizer.tokens):
         found.append(
@@ -145,6 +145,8 @@ def describe(config: GPTConfig, tokenizer: Tokenizer) -> str:
     if not gguf_objections(config, tokenizer, None):
         return f"{line}too"
     if not (found := gguf_objections(config, tokenizer, "any")):
-        return f"{line}with --pre, because llama.cpp has no name for how its vocabulary cuts texts"
+        return (
+            f"{line}with --pre, because llama.cpp has no name for how its vocabulary splits texts"
+        )
     reasons = "; ".join(each.removesuffix(f"; {HF_INSTEAD}") for each in found)
     return f"{line}does not: {reasons}"

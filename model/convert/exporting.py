@@ -48,7 +48,7 @@ def export_model(
     fit into memory, and FileError if it cannot be written.
     """
     if destination.exists():
-        raise CheckpointError(f"{destination} exists already: choose another path, or remove it")
+        raise CheckpointError(f"{destination} already exists: choose another path, or remove it")
     info = read_checkpoint(checkpoint)
     again = "; train it again with --exportable" if shape_objections(info.config) else ""
     if to == "hf":

@@ -2,9 +2,8 @@
 checkpoint's model.
 
 Supported are GPT-2, GPT-NeoX, Llama, Qwen2 (Llama with biases on query, key and value) and Qwen3
-(with QK-norm). Any other shape is refused; the error names every key of the configuration
-that has no counterpart. If an architecture needs biases that the model lacks, they are exported as
-zeros.
+(with QK-norm). Any other shape is refused; the error names every key of the configuration that has
+no counterpart. If an architecture needs biases that the model lacks, they are exported as zeros.
 
 transformers always uses Qwen2's split pattern for a Qwen2 model. If the vocabulary has another
 pattern, a model of Qwen2's shape is exported as Llama, with zero biases on the output projection.
@@ -82,8 +81,8 @@ def folder_objections(config: GPTConfig, pattern: str) -> list[Objection]:
 
 
 def nearest(config: GPTConfig) -> GPTConfig:
-    """Change every key that prevents the export. A feed-forward that gets a gate also gets a
-    smaller width, to keep about as many parameters. Raises ConvertError if no change helps."""
+    """Change every key that prevents the export. A feed-forward that gets a gate also becomes
+    narrower, to keep about as many parameters. Raises ConvertError if no change helps."""
     while found := objections(config):
         if stuck := [objection for objection in found if objection.instead is None]:
             raise ConvertError(f"{_listed(stuck)}; no other value can be exported in its place")
@@ -112,7 +111,7 @@ def _broken(config: GPTConfig, rules: Iterable[_Rule]) -> list[Objection]:
 
 def _of_any(config: GPTConfig) -> Iterable[_Rule]:
     added = "no other architecture adds embeddings to values"
-    before = "GPT-2 and Llama normalise before each sublayer"
+    before = "GPT-2 and Llama normalize before each sublayer"
     return (
         (config.value_embeddings, "value_embeddings", added, False),
         (config.norm_position == "post", "norm_position", before, "pre"),
@@ -125,7 +124,7 @@ def _of_any(config: GPTConfig) -> Iterable[_Rule]:
 def _of_gpt(config: GPTConfig) -> Iterable[_Rule]:
     """Parts of a shape that GPT-2 and GPT-NeoX lack. They differ in positions and residuals."""
     gate = "the feed-forwards of GPT-2 and GPT-NeoX have no gate"
-    norms = "GPT-2 and GPT-NeoX do not normalise queries and keys"
+    norms = "GPT-2 and GPT-NeoX do not normalize queries and keys"
     equal = f"it must equal n_head, {config.n_head}"
     wide = "the heads of GPT-2 and GPT-NeoX share d_model equally"
     shared, rest = divmod(config.d_model, config.n_head)

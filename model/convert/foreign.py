@@ -1,8 +1,8 @@
 """Foreign models: the results of all readers, and checked access to tensors and settings.
 
 A reader (`nanogpt.py`, `hf/config.py`, `litgpt.py`, `by_role/`) translates names and shapes.
-Nothing in a file is trusted. `StateDictReader` raises errors for tensors that are missing, have
-another shape or dtype, or are not used; `Settings` for keys that are missing or have a wrong value.
+Nothing in a file is trusted. `StateDictReader` raises errors for tensors that are missing, unused,
+or have a wrong shape or dtype; `Settings` for keys that are missing or have a wrong value.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ FLOATS = {
 
 
 class ConvertError(ValueError):
-    """A model that cannot be imported or exported; the message names the reason."""
+    """Raised if a model cannot be imported or exported; the message gives the reason."""
 
 
 @contextmanager
@@ -136,11 +136,11 @@ class StateDictReader:
         return tensor
 
     def require_layers(self, count: int) -> None:
-        """Raise ConvertError if there are more layers than tensors: for a false number in a
+        """Raise ConvertError if there are more layers than tensors: with a false number in a
         configuration, the list of names alone could fill the memory."""
         if count > len(self._tensors):
             raise ConvertError(
-                f"{self._where} has {len(self._tensors):,} tensors, and its configuration says "
+                f"{self._where} has {len(self._tensors):,} tensors, but its configuration states "
                 f"{count:,} layers, each of which has several"
             )
 
@@ -153,7 +153,7 @@ class StateDictReader:
         because the source computes with it."""
         if left := sorted(self._tensors.keys() - self._taken):
             raise ConvertError(
-                f"{self._where} has {pluralize(len(left), 'tensor')} that a model of its "
+                f"{self._where} has {pluralize(len(left), 'tensor')} that a model with its "
                 f"configuration does not have, the first is {left[0]}"
             )
         return common_dtype(self._dtypes)

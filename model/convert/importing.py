@@ -62,7 +62,7 @@ from logitd.model.transformer.config import GPTConfig, padded
 
 NANOGPT = "ckpt.pt"
 PUBLISHED_FILES = (litgpt.WEIGHTS, CONFIG, WEIGHTS, PICKLE)
-"""Files that mean their folder if they are given as the source."""
+"""Files that stand for their folder if they are given as the source."""
 OPENAI_GPT: Mapping[str, Any] = {
     "norm_position": "post",
     "final_norm": False,
@@ -113,7 +113,7 @@ def import_model(
     written.
     """
     if destination.exists():
-        raise CheckpointError(f"{destination} exists already: choose another path, or remove it")
+        raise CheckpointError(f"{destination} already exists: choose another path, or remove it")
     files = [] if check is None else check_files(check)
     with reporting_damage(source):
         opened, folder = _open(
@@ -240,8 +240,8 @@ def reporting_damage(where: Path) -> Iterator[None]:
 def _open(
     source: Path, context_length: int | None, roles: RoleOptions, *, checked: bool
 ) -> tuple[ForeignModel | Recognised, Path]:
-    """Open the model at a path. It is already read if its format determines the computation. Also
-    returns the folder of its tokenizer."""
+    """Open the model at a path, and find the folder of its tokenizer. If the format determines the
+    computation, the model is already read."""
     if not source.exists():
         raise ConvertError(f"{source} does not exist")
     named = source
@@ -262,7 +262,7 @@ def _open(
 
 
 def _family_answers(folder: Path) -> Mapping[str, Any]:
-    """The computation of a Hugging Face family that has no reader, but usual tensors: GPT-1. Its
+    """The computation of a Hugging Face family that has no reader but usual tensors: GPT-1. Its
     configuration names the tanh approximation of GELU "gelu"."""
     document = object_beside(folder, CONFIG)
     known = document.get("model_type") == "openai-gpt" and document.get("afn") in ("gelu", None)
@@ -273,7 +273,7 @@ def _read_published(
     source: Path, context_length: int | None, weights: str, *, by_role_else: bool
 ) -> ForeignModel | None:
     """Read a model whose format determines the computation. `weights` is the file to prefer. None
-    if it has another format; with `by_role_else` also if it is of a Hugging Face family without a
+    if it has another format; with `by_role_else`, also None if its Hugging Face family has no
     reader."""
     if source.is_file():
         own = read_llama2c(source) or read_nanogpt(source)
@@ -303,8 +303,8 @@ def _ask_together(
     *,
     checked: bool,
 ) -> None:
-    """Raise everything that is open at once: settings that are not understood, open fields, and
-    the vocabulary. Fields that a text will answer are not asked before it can be encoded."""
+    """Raise everything that is open at once: settings that are not understood, open fields, and the
+    vocabulary. Fields that a text will answer are left out until the text can be encoded."""
     where = str(opened.file.path) if isinstance(opened, Recognised) else opened.kind
     asked = [OpenQuestions(f"{where}: {question(unknown)}", list(unknown))] if unknown else []
     if not asked and vocabulary is None:
@@ -315,7 +315,7 @@ def _ask_together(
         except OpenQuestions as error:
             asked.insert(0, error)
         except ConvertError:
-            pass  # of a variant that a setting may explain; the settings are asked first
+            pass  # a setting may explain the variant; ask about the settings first
     if not asked and vocabulary is not None:
         raise vocabulary
     lines = [*map(str, asked), *([] if vocabulary is None else [str(vocabulary)])]

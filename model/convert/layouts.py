@@ -120,8 +120,7 @@ def read_weights(
 def _read_head(
     reader: StateDictReader, config: GPTConfig, layout: Layout, embedding: Tensor
 ) -> dict[str, Tensor]:
-    """The head's weights. If the head is tied but stored nevertheless, it must equal the
-    embedding."""
+    """The head's weights. If the head is tied but stored anyway, it must equal the embedding."""
     head = next((name for name in layout.heads if f"{name}.weight" in reader), layout.heads[0])
     weights: dict[str, Tensor] = {}
     if not config.tied_head or f"{head}.weight" in reader:
@@ -130,7 +129,7 @@ def _read_head(
         weights["head.bias"] = reader.take(f"{head}.bias", len(embedding))
     if config.tied_head and not torch.equal(weights.pop("head.weight", embedding), embedding):
         raise ConvertError(
-            f"{head}.weight differs from the embedding, but by tie_word_embeddings they are the "
+            f"{head}.weight differs from the embedding, but with tie_word_embeddings they are the "
             "same: the file contradicts its configuration"
         )
     return weights
@@ -201,7 +200,7 @@ def _split(name: str) -> tuple[str, str, str]:
 
 
 def _sizes(config: GPTConfig, part: str, rows: int, count: int) -> list[int]:
-    """The numbers of rows of the `count` modules that one of ours consists of."""
+    """The numbers of rows of the `count` modules that correspond to one of ours."""
     if part == "qkv" and count == 3:
         return [rows - 2 * config.kv_width, config.kv_width, config.kv_width]
     return [rows // count] * count
@@ -243,15 +242,17 @@ def neighbours_turn(config: GPTConfig) -> Rows:
 
 
 def backwards(config: GPTConfig) -> Rows:
-    """nanochat's order: it turns pairs backwards, which is forwards for exchanged halves."""
+    """nanochat's order: it turns pairs backwards, which equals turning forwards with the halves
+    exchanged."""
     rows = torch.arange(config.qkv_width).view(-1, 2, config.head_dim // 2)
     turned = config.n_head + config.n_kv_head
     return {"qkv": torch.cat((rows[:turned].flip(1), rows[turned:])).flatten()}
 
 
 def half_split(config: GPTConfig) -> list[int]:
-    """Their index for each of our channels of a head. There the `rotary_dim` rotated channels come
-    first, then the others; here the first halves of both come first, then the second halves."""
+    """The other program's index for each of our channels of a head. Its `rotary_dim` rotated
+    channels come first, then the others; here the first halves of both come first, then the second
+    halves."""
     turning = config.rotary_dim // 2
     resting = (config.head_dim - config.rotary_dim) // 2
     ends = config.rotary_dim + resting

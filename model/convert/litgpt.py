@@ -129,7 +129,7 @@ def _config(settings: Settings) -> GPTConfig:
     vocab_size = sizes["vocab_size"]
     norm_qk = settings.flag("norm_qk", False)
     if norm_qk and layer_norm:
-        raise ConvertError("norm_qk with LayerNorm; queries and keys are RMS-normalised here")
+        raise ConvertError("norm_qk with LayerNorm; queries and keys are RMS-normalized here")
     biased = settings.flag("bias", True)
     multiple = settings.integer("padding_multiple", default=512)
     padded = -(-vocab_size // multiple) * multiple
@@ -152,7 +152,7 @@ def _config(settings: Settings) -> GPTConfig:
 
 
 def _windows(settings: Settings, n_layer: int) -> tuple[int | None, ...] | None:
-    """The sliding window of each layer: of all of them, unless the configuration lists layers."""
+    """The sliding window of each layer, or of all layers unless the configuration lists some."""
     if settings.get("sliding_window_size") is None:
         return None
     window, marks = settings.integer("sliding_window_size"), settings.get("sliding_window_indices")

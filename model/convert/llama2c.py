@@ -152,8 +152,8 @@ def read_llama2c(path: Path) -> ForeignModel | None:
 
 
 def _read_header(path: Path) -> _Header | None:
-    """Read the header; None if the file is not llama2.c's. Raises ConvertError if it is, but its
-    size is wrong or it is quantized."""
+    """Read the header; None if the file is not llama2.c's. Raises ConvertError if it is, but has
+    the wrong size or is quantized."""
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(HEADER_BYTES)
@@ -161,8 +161,8 @@ def _read_header(path: Path) -> _Header | None:
         version = int.from_bytes(head[4:8], "little")
         if version != 1:
             raise ConvertError(
-                f"{path} is a llama2.c file of version {version}; 0 and 1 can be read, version 2 "
-                "is quantized: export it with --version 1"
+                f"{path} is a llama2.c file of version {version}; only 0 and 1 can be read, and "
+                "version 2 is quantized: export it with --version 1"
             )
         numbers: tuple[int, ...] = HEADER.unpack_from(head, 8)
         header = _header(1, numbers, shared=bool(head[8 + HEADER.size]))
@@ -176,7 +176,7 @@ def _read_header(path: Path) -> _Header | None:
     if len(head) < FIRST_VERSION_BYTES or head[:2] in (b"PK", b"\x80\x02"):
         return None
     numbers = HEADER.unpack_from(head)
-    # A negative vocabulary means that the head is not the embedding.
+    # A negative vocabulary size means that the head is not the embedding.
     header = _header(0, (*numbers[:5], abs(numbers[5]), numbers[6]), shared=numbers[5] > 0)
     return header if header.plausible and header.file_bytes() == size else None
 

@@ -1,6 +1,6 @@
 """nanochat's checkpoints: `model_*.pt` with `meta_*.json`.
 
-The file has no settings besides sizes. What the program computed follows from its version, and the
+The file has no settings except sizes. The program's computation follows from its version, and the
 version from the tensors (`_version`), with one exception that the import reports. Recognition by
 role (`by_role/`) cannot replace this reader: it knows no scales, windows or caps.
 
@@ -43,7 +43,7 @@ _NAMES = re.compile(f"{_LAYER}|{_OUTSIDE}|{_SCALES}")
 SEQUENCE, PATTERN = 2048, "SSSL"
 """The program's defaults."""
 EPS = torch.finfo(torch.float32).eps
-"""`rms_norm` of torch adds this in float32 if no other value is given."""
+"""Added by torch's `rms_norm` in float32 if no other value is given."""
 
 TEMPLATE = """\
 {{- '<|bos|>' }}
@@ -84,8 +84,8 @@ class _Version:
     tiles: int | None
 
     def short_window(self, length: int) -> int:
-        """Positions that a short window covers, the current one included. nanochat counts those
-        before it."""
+        """Number of positions that a short window covers, including the current one. nanochat
+        counts those before it."""
         if self.tiles is None:
             return length // self.short + 1
         return -(-length // self.short // self.tiles) * self.tiles + 1
@@ -155,8 +155,8 @@ def with_conversation(vocabulary: ForeignTokenizer) -> ForeignTokenizer:
 
 
 def _is_nanochat(names: Collection[str]) -> bool:
-    """True for names of nanochat and of programs derived from it, whose further tensors are
-    refused by name."""
+    """True for names of nanochat and of programs derived from it, whose further tensors are refused
+    by name."""
     derived = any(re.fullmatch(_SCALES, name) for name in names)
     return "transformer.wte.weight" in names and (derived or all(map(_NAMES.fullmatch, names)))
 
@@ -183,8 +183,9 @@ def _sizes(
     keys = tensors.get("transformer.h.0.attn.c_k.weight")
     if not gates or keys is None or context_length is None:
         raise ConvertError(
-            f"{path} is of nanochat, which stores heads and windows in {meta.name}: copy that file "
-            "next to it" + ("" if not gates else ", or give the trained length as --context-length")
+            f"{path} is a file of nanochat, which stores heads and windows in {meta.name}: copy "
+            "that file next to it"
+            + ("" if not gates else ", or give the trained length as --context-length")
         )
     rows, width = tensors["transformer.wte.weight"].shape
     kv_heads = len(gates[0])

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 BYTES = 256 * 2**20
-"""Most bytes of a pickle outside a zip archive that are read. (Archives store tensors
+"""Maximum number of bytes read from a pickle outside a zip archive. (Archives store tensors
 separately.)"""
 
 OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -103,7 +103,7 @@ def _instructions(file: BinaryIO) -> Iterator[tuple[pickletools.OpcodeInfo, Any]
     while True:
         with (
             warnings.catch_warnings()
-        ):  # only during each step, because a generator must not change filters between steps
+        ):  # only during each step: a generator must not change filters between steps
             warnings.simplefilter("ignore", DeprecationWarning)
             instruction = next(instructions, None)
         if instruction is None:

@@ -1,9 +1,9 @@
 """Archives of torch.save: checks the sizes of tensors against the archive's list of files.
 
-A zip archive stores the values of each tensor in a file of its own, but the shapes in another one.
-torch maps the values without checking that the file is uncompressed and long enough for the shape,
-and would return the bytes that follow. A shape may also repeat a few values billions of times.
-`pt_file.py` reads the pickles.
+A zip archive stores the values of each tensor in one file, but the shapes in another. torch maps
+the values without checking that the file is uncompressed and long enough for the shape, and would
+return the bytes that follow. A shape may also repeat a few values billions of times. `pt_file.py`
+reads the pickles.
 """
 
 import zipfile
@@ -19,7 +19,7 @@ from torch import Tensor
 from logitd.model.convert.foreign import ConvertError
 
 REPEATED_BYTES = 64 * 2**20
-"""Most bytes of a tensor that repeats stored values, as masks may."""
+"""Maximum size in bytes of a tensor that repeats stored values, as masks may."""
 DEPTH = 8
 """Number of levels of dictionaries and lists that are searched for tensors."""
 
@@ -74,7 +74,7 @@ def check_tensors(path: Path, loaded: Any, archive: Archive | None) -> None:
     ):
         if needed > held:
             raise ConvertError(
-                f"{path} is damaged: a tensor takes {needed:,} bytes, and its file in the archive "
+                f"{path} is damaged: a tensor takes {needed:,} bytes, but its file in the archive "
                 f"has {held:,}: copy it again"
             )
 

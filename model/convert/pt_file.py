@@ -71,13 +71,13 @@ def read_pt(path: Path, *, keep: str) -> dict[str, Any]:
 
     `keep` is the Python expression that messages recommend to save instead. Raises ConvertError.
     """
-    container_of(path)  # names formats of other programs
+    container_of(path)  # refuses formats of other programs by name
     archive = _archive(path, keep) if zipfile.is_zipfile(path) else None
     try:
         loaded = _load(path, archive)
     except pickle.UnpicklingError as error:
         loaded = _load_with_attributes(path, keep, archive, error)
-    except Exception as error:  # torch fails on damaged bytes in many ways
+    except Exception as error:  # damaged bytes make torch fail in many ways
         raise _unreadable(path, keep, error) from error
     plain = _plain(loaded)
     if not isinstance(plain, dict):
@@ -149,9 +149,9 @@ def _holds_code(path: Path, keep: str, names: PickledNames) -> ConvertError:
         of = "JAX arrays" if modules & {"jax", "jaxlib"} else "objects"
         of = "NumPy arrays" if modules <= {"numpy", "_codecs"} else of
         return ConvertError(
-            f"{path} is a pickle of {of} ({shown}), not a file of torch.save; reading it would run "
-            "code. Where it can be loaded, save the numbers as arrays by name in a new file: "
-            f"numpy.savez({path.stem + '.npz'!r}, **arrays)"
+            f"{path} is a pickle of {of} ({shown}), not a file of torch.save; reading it would "
+            "run code. Load it where it was made, and save the numbers as arrays by name in a "
+            f"new file: numpy.savez({path.stem + '.npz'!r}, **arrays)"
         )
     if not names.holds_module:
         return ConvertError(
@@ -163,9 +163,9 @@ def _holds_code(path: Path, keep: str, names: PickledNames) -> ConvertError:
     if not names.by_torch:
         load = f"pickle.load(open({path.name!r}, 'rb'))"
     return ConvertError(
-        f"{path} is a whole pickled module ({shown}); reading it would run its code. Where that "
-        f"code is, save only the weights: "
-        f"torch.save({load}.state_dict(), {path.stem + '-weights.pt'!r})"
+        f"{path} is a whole pickled module ({shown}); reading it would run its code. Load it "
+        f"where that code is, and save only the weights: torch.save({load}.state_dict(), "
+        f"{path.stem + '-weights.pt'!r})"
     )
 
 
@@ -182,8 +182,8 @@ def _unreadable(path: Path, keep: str, error: Exception) -> ConvertError:
     if names.complete:
         return ConvertError(
             f"{size} is a pickle that torch.save did not write or complete. If it holds lists of "
-            f"numbers, save them as arrays by name: numpy.savez({path.stem + '.npz'!r}, **arrays); "
-            f"else save its tensors in a new file: torch.save({keep}, "
+            f"numbers, save them as arrays by name: numpy.savez({path.stem + '.npz'!r}, "
+            f"**arrays); otherwise save its tensors in a new file: torch.save({keep}, "
             f"{path.stem + '-weights.pt'!r})"
         )
     what = f"is truncated or damaged ({type(error).__name__})"

@@ -110,7 +110,7 @@ def find_state_file(folder: Path) -> Path:
 
 
 def holds_weights(path: Path) -> bool:
-    """True if a file may hold weights, by its name."""
+    """True if a file's name suggests that it holds weights."""
     named = path.suffix in LOOKED_FOR and _BESIDE_WEIGHTS.fullmatch(path.name.lower()) is None
     return named and path.is_file()
 

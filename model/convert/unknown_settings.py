@@ -2,7 +2,7 @@
 
 A setting is known if a reader uses it, if the shapes of tensors show it, or if it belongs to
 training. Every other number or flag is a question for the user, because a cap on logits or a factor
-leaves no trace in the names and shapes of tensors. Words are no questions: those that describe a
+leaves no trace in the names and shapes of tensors. Words cause no questions: those that describe a
 computation are read (`by_role/questions.py`).
 """
 

@@ -63,7 +63,7 @@ class RankBatch:
     parts: int  # batches of a step in all processes
 
     def batches(self, step: int) -> range:
-        """The number of the first sequence in each of this process's batches."""
+        """The numbers of the first sequences of this process's batches."""
         start = step * self.total + self.first
         return range(start, start + self.batch_size * self.passes, self.batch_size)
 

@@ -21,7 +21,7 @@ from logitd.model.data.windows import byte_lengths
 from logitd.model.text.tokenizer import Tokenizer
 
 CHUNK = 2**20
-"""Ids that are in memory at a time."""
+"""Number of ids in memory at a time."""
 VALIDATION = "val.tokens"
 Ids = npt.NDArray[Any]  # (count,), uint16 or uint32
 

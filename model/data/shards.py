@@ -46,7 +46,7 @@ class Shard:
 
 
 class ShardWriter:
-    """Appends ids to a shard that `write_shard` has opened."""
+    """Appends ids to a shard opened by `write_shard`."""
 
     def __init__(self, file: BinaryIO, vocab_size: int) -> None:
         self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
@@ -59,7 +59,7 @@ class ShardWriter:
         ids = np.asarray(token_ids, dtype=np.int64)  # (count,)
         if ids.size and not 0 <= ids.min() <= ids.max() < self._vocab_size:
             raise outside(ids, self.count, self._vocab_size, "the text")
-        # NumPy wraps ids that do not fit the dtype silently, hence the check above.
+        # NumPy silently wraps ids that do not fit the dtype, hence the check above.
         self._file.write(ids.astype(self.dtype).tobytes())
         self.count += ids.size
         self.text_bytes += text_bytes
@@ -79,7 +79,7 @@ def write_shard(path: Path, *, vocab_size: int, tokenizer_sha256: bytes) -> Iter
 
 
 def outside(token_ids: npt.NDArray[Any], first: int, vocab_size: int, name: str) -> DataError:
-    """The error for the first of these ids that is outside the vocabulary. They begin at index
+    """The error for the first of these ids that is outside the vocabulary. The ids begin at index
     `first` of the shard `name`."""
     wrong = (token_ids < 0) | (token_ids >= vocab_size)
     at = int(wrong.argmax())
@@ -90,7 +90,7 @@ def outside(token_ids: npt.NDArray[Any], first: int, vocab_size: int, name: str)
 
 
 def text_bytes_of(path: Path) -> int:
-    """Bytes of the text of a shard of any tokenizer. Raises DataError."""
+    """Number of bytes of the text of a shard, written by any tokenizer. Raises DataError."""
     return _header(path)[2]
 
 
@@ -116,7 +116,7 @@ def open_shard(path: Path, tokenizer_sha256: bytes) -> Shard:
     size = path.stat().st_size
     if size != HEADER.size + width * count:
         raise DataError(
-            f"{path} has {size} bytes, but by its header {count} ids take "
+            f"{path} has {size} bytes, but its header says that {count} ids take "
             f"{HEADER.size + width * count}: it is truncated"
         )
     if sha256 != tokenizer_sha256:

@@ -1,12 +1,11 @@
 """Split: the part of each document that is trained on, and the part that is held out.
 
-The held-out share is measured in bytes. A document that is larger than the whole share is divided,
-and its end is held out. Every other document is either trained on or held out as a whole. Which
-ones are held out is decided by their lots: the lot of a document is a number from the sha256 of its
-content, and the documents with the lowest lots are held out. So two equal documents are treated in
-the same way, and adding documents moves few others to the other side. (For Python's own text the
-lot is computed from the file's name, because contents change between Python versions; three pairs
-of its files are equal, 700 bytes.)
+The held-out share is measured in bytes. A document larger than the whole share is divided, and its
+end is held out. Every other document is either trained on or held out as a whole, depending on its
+lot: a number from the sha256 of its content. The documents with the lowest lots are held out. So
+two equal documents are treated in the same way, and adding documents moves few others to the other
+side. (For Python's own text the lot is computed from the file's name, because contents change
+between Python versions; three pairs of its files are equal, 700 bytes.)
 """
 
 import hashlib
@@ -21,7 +20,7 @@ from logitd.model.data.sources.document import Document
 
 Side = Literal["train", "val"]
 SHORTEST_END = 1000
-"""A document is divided only if the end that is held out has at least this many bytes (or ids)."""
+"""A document is divided only if its held-out end has at least this many bytes (or ids)."""
 
 
 @dataclass(frozen=True)

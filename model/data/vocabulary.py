@@ -1,4 +1,4 @@
-"""Vocabulary: learn the tokenizer of a training run from its text, and encode texts with it.
+"""Vocabulary: learns the tokenizer of a training run from its text, and encodes texts with it.
 
 rustbpe, an optional dependency of training, learns byte-level BPE. The result is an ordinary
 `Tokenizer` (`model/text/tokenizer.py`).
@@ -13,10 +13,10 @@ from logitd.model.extras import installation
 from logitd.model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer, TokenizerError
 
 SMALLEST = 257
-"""Ids of the smallest vocabulary: the 256 bytes and END_OF_TEXT."""
+"""Size of the smallest vocabulary: the 256 bytes and END_OF_TEXT."""
 
 LEARN_FROM = 256_000_000
-"""A vocabulary is learned from this many characters at most; more text hardly changes it."""
+"""Maximum number of characters from which a vocabulary is learned; more text hardly changes it."""
 
 
 def learn(pieces: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -58,7 +58,7 @@ def encode(tokenizer: Tokenizer, piece: str, *, special_ids: bool = False) -> li
 
 def check(tokenizer: Tokenizer, piece: str) -> None:
     """Raise DataError unless decoding returns the encoded text. A vocabulary of words loses white
-    space, so there the decoded text has to have the same ids."""
+    space, so there the decoded text must have the same ids."""
     ids = encode(tokenizer, piece)
     text = tokenizer.decode(ids)
     if encode(tokenizer, text) != ids if tokenizer.kind == "words" else text != piece:

@@ -21,8 +21,8 @@ UNCOUNTED = -100
 
 
 class Windows:
-    """Windows of `width` tokens that begin at `starts`, in ascending order. A token that several
-    windows contain is counted in the first of them."""
+    """Windows of `width` tokens that begin at `starts`, in ascending order. A token in several
+    windows is counted in the first of them."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ def validation_windows(
     shard: Shard, tokenizer: Tokenizer, *, window: int, batch_size: int, batches: int | None
 ) -> Windows:
     """The windows of an evaluation during training, the same each time: all windows of the text, or
-    as many as fill `batches`, spread evenly over it. An incomplete last window is left out."""
+    as many as fill `batches`, spread evenly over it. An incomplete last window is omitted."""
     every = (shard.count - 1) // window
     count = every if batches is None else min(every, batches * batch_size)
     starts = [index * every // count * window for index in range(count)]

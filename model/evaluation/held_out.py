@@ -2,8 +2,8 @@
 
 The tokens come from the text that the caller names. If none is named, they come from the validation
 shard of the checkpoint's run; and if the checkpoint is not in a run directory but was trained on
-Python's own text, from the part of that text that was held out. Only as much of a text is read as
-is needed. `quantization_loss.py` computes the loss.
+Python's own text, from the held-out part of that text. Only as much of a text is read as is needed.
+`quantization_loss.py` computes the loss.
 """
 
 import sys
@@ -26,12 +26,12 @@ from logitd.model.data.vocabulary import encode, tokenizer_sha256
 from logitd.model.data.windows import Windows, validation_windows
 
 WINDOW_TOKENS = 2048
-"""Tokens in all windows together."""
+"""Number of tokens in all windows together."""
 MIN_TOKENS = 1024
-"""With fewer tokens the difference between two losses is mostly noise."""
+"""Minimum number of tokens: with fewer, the difference between two losses is mostly noise."""
 WINDOW = 128
 READ_BYTES = 2**18
-"""Number of bytes of a text that are read. The windows are spread evenly over them."""
+"""Number of bytes read from a text. The windows are spread evenly over them."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ def held_out_windows(checkpoint: CheckpointInfo, path: Path | None = None) -> He
 
 
 def held_out_text(checkpoint: CheckpointInfo, at_most: int = sys.maxsize) -> tuple[str, Shard]:
-    """The name and the tokens of the text that the checkpoint's training held out. At most
-    `at_most` bytes of Python's own text are read."""
+    """The name and the tokens of the text held out by the checkpoint's training. At most `at_most`
+    bytes of Python's own text are read."""
     require_vocabulary(checkpoint)
     folder = checkpoint.path.resolve().parent  # `best` is a link into the run
     if is_run(folder):
@@ -104,7 +104,7 @@ def _tokenised(documents: Iterable[Document], checkpoint: CheckpointInfo, limit:
 def _first_ids(
     documents: Iterable[Document], checkpoint: CheckpointInfo, limit: int
 ) -> tuple[list[int], int]:
-    """The ids of the first `limit` bytes, and the number of bytes that they stand for."""
+    """The ids of the first `limit` bytes, and the number of bytes that they represent."""
     tokenizer, ids, size = checkpoint.tokenizer, list[int](), 0
     for document in documents:
         for piece in document.pieces():

@@ -18,7 +18,7 @@ from logitd.model.inference.load import LoadedModel
 from logitd.model.inference.options import KVCacheDType, Quantization, parse_loss_limit
 
 WARN_ABOVE = 0.005
-"""A warning is shown if quantization raises the loss by more than this fraction."""
+"""Relative increase of the loss by quantization above which a warning is shown."""
 
 GENTLER: Mapping[Quantization, Quantization] = {"int4": "int8", "int8": "none"}
 """For each setting of `quantize`, the next one with a smaller loss."""
@@ -27,7 +27,7 @@ GENTLER: Mapping[Quantization, Quantization] = {"int4": "int8", "int8": "none"}
 @dataclass(frozen=True)
 class QuantizationCost:
     """The measured loss and the name of the text on which it was measured. If no loss was measured,
-    `text` says why, and `measurable` is False if naming another text would not help."""
+    `text` gives the reason, and `measurable` is False if naming another text would not help."""
 
     kind: Quantization
     loss: QuantizationLoss | None
@@ -112,7 +112,7 @@ def measure_quantization(
         kept=kv_cache_dtype,
     )
     cost = QuantizationCost(kind, loss, text_windows.name, kv_cache_dtype=kv_cache_dtype)
-    if not loss.relative <= parse_loss_limit(at_most):  # not a number is refused too
+    if not loss.relative <= parse_loss_limit(at_most):  # also refuses NaN
         kept = kv_cache_dtype != "auto"
         gentler = "kv_cache_dtype to auto" if kept else f"quantize to {GENTLER[kind]}"
         raise KernelError(

@@ -1,4 +1,5 @@
-"""Quantization loss: how many bits per byte int8 or int4 weights, or int8 keys and values, cost.
+"""Quantization loss: the cost, in bits per byte, of int8 or int4 weights, or of int8 keys and
+values.
 
 The serving decoders compute the loss: every token of every window goes through a decode step of the
 exact decoder and one of the quantized decoder. So the result includes the rounding of activations,

@@ -46,7 +46,7 @@ class TextLoss:
     """The loss of a checkpoint on a text, and how it was computed."""
 
     checkpoint: CheckpointInfo
-    text: str  # its name
+    text: str  # the text's name
     evaluation: ValidationLoss
     window: int
     stride: int
@@ -85,7 +85,8 @@ def text_loss(
     decodes = quantize != "none" or kv_cache_dtype != "auto"
     options = ComputeOptions(
         device=device,
-        # The trainer's forward keeps the weights in float32; decoders convert them to the dtype.
+        # The trainer's forward pass keeps the weights in float32; decoders convert them to the
+        # dtype.
         dtype="bfloat16" if decodes and placement.dtype == torch.bfloat16 else "float32",
         threads=threads,
         kernels="auto" if decodes else "torch",
@@ -135,7 +136,9 @@ def _windows(
 ) -> Windows:
     context = checkpoint.shape.context_length
     if shard.count < 2:
-        raise DataError(f"{name} has {shard.count} tokens; measuring a loss takes at least 2")
+        raise DataError(
+            f"{name} has too few tokens ({shard.count}): measuring a loss takes at least 2"
+        )
     if stride is not None and stride > context:
         raise DataError(
             f"stride is {stride}, but the model's context is {context}: tokens between two windows "
@@ -180,7 +183,7 @@ def _text(
 
 def _as_in_training(loaded: LoadedModel, windows: Windows, placement: Placement) -> ValidationLoss:
     with warnings.catch_warnings():
-        # As in `train`: torch warns that autocast's norms take its unfused path.
+        # As in `train`, torch warns that autocast's norms take its unfused path.
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
         return validate(loaded.gpt, windows, Forward(loaded.gpt, placement, dropout=0.0))
 

@@ -1,1 +1,1 @@
-"""Extraction: logprobs or stages of every token of a text, into files."""
+"""Extraction: writes logprobs or stages of every token of a text to files."""

@@ -1,5 +1,4 @@
-"""Compute the shards of an extraction: the serving engine runs the units of a shard, and the
-results become the bytes of its file.
+"""Compute: turns the units of each shard into the bytes of its file, with the serving engine.
 
 Before each step the engine's queue has more prompts than the engine has slots, so that all slots
 are in use. Results arrive in any order and are written in the order of the units. The engine's
@@ -39,12 +38,12 @@ token. On a GPU the results may depend on this number, so the server's default i
 Group = Sequence[Unit]
 """The units of a shard."""
 Counted = Callable[[int], None]
-"""Callback for the number of newly computed tokens."""
+"""Called with the number of newly computed tokens."""
 
 
 class ShardComputer:
-    """An engine for one checkpoint and one quantity, for use by one thread. `computation` are the
-    entries of the index that affect the results besides weights, text and settings."""
+    """An engine for one checkpoint and one quantity, for use by one thread. `computation` has the
+    entries of the index, other than weights, text and settings, that affect the results."""
 
     def __init__(
         self, loaded: LoadedModel, quantity: Quantity, computation: Mapping[str, Any]
@@ -102,8 +101,8 @@ class ShardComputer:
 def open_computer(
     path: Path, quantity: Quantity, options: ComputeOptions, log: Callable[[str], None]
 ) -> ShardComputer:
-    """A computer of the checkpoint at `path`; sets torch's threads of this process. Raises
-    CheckpointError, DeviceError and KernelError."""
+    """Open a computer for the checkpoint at `path`; also sets this process's number of torch
+    threads. Raises CheckpointError, DeviceError and KernelError."""
     loaded = load_model(path, options, slots=SLOTS, log=log)
     placement = loaded.placement
     use_threads(placement.threads)

@@ -1,5 +1,6 @@
-"""ExtractionError, which every module of extraction raises."""
+"""ExtractionError, the error of every module of extraction."""
 
 
 class ExtractionError(RuntimeError):
-    """An extraction cannot begin or continue; the message names the reason and the fix."""
+    """Raised if an extraction cannot begin or continue; the message gives the reason and the
+    fix."""

@@ -27,7 +27,7 @@ from logitd.model.folder_lock import FolderLock, FolderLocked
 INDEX, LOCK = "index.json", "extract.lock"
 FORMAT_VERSION = 1
 INDEX_BYTES = 2**28
-"""Limit of the index's size: more than the index of a million shards needs."""
+"""Size limit of the index: more than the index of a million shards needs."""
 _ASIDE = re.compile(r"\.(index\.json|shard-\d{6,}\.(parquet|safetensors))" + re.escape(PART))
 """Names of files that were being written when the command was killed."""
 
@@ -75,7 +75,7 @@ class ExtractionFolder:
 
     @property
     def rows(self) -> int:
-        """Tokens in all shards."""
+        """Number of tokens in all shards."""
         return sum(shard.rows for shard in self.shards)
 
     @property
@@ -159,8 +159,8 @@ class ExtractionFolder:
                 ) from error
             if found != shard.sha256:
                 raise ExtractionError(
-                    f"{path} was damaged or changed: it has {path.stat().st_size:,} bytes; by "
-                    f"{INDEX} it has {shard.bytes:,} and another sha256. Choose another --out"
+                    f"{path} was damaged or changed: it has {path.stat().st_size:,} bytes, but "
+                    f"{INDEX} lists {shard.bytes:,} and another sha256. Choose another --out"
                 )
 
     def _refuse_others(self) -> None:
@@ -176,7 +176,7 @@ class ExtractionFolder:
         return f"shard-{len(self.shards):06d}{suffix}"
 
     def _is_left_over(self, name: str) -> bool:
-        """True for a file that a killed command left: incomplete, or not listed in the index."""
+        """True for a file left by a killed command: incomplete, or not listed in the index."""
         unlisted = {self._next_name(suffix) for suffix in (".parquet", ".safetensors")}
         return bool(_ASIDE.fullmatch(name)) or (self._begun and name in unlisted)
 

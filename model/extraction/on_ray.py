@@ -29,23 +29,23 @@ from logitd.model.openmp import spin_variables
 from logitd.model.version import VERSION
 
 AHEAD = 3
-"""Shards per worker that are planned and not yet written: one that is computed, one that follows,
-and one that is finished and waits for an earlier shard."""
+"""Number of shards per worker that are planned and not yet written: one being computed, one that
+follows, and one that is finished and waits for an earlier shard."""
 ATTEMPTS = 3
-"""If this many workers have died while computing the same shard, the command ends."""
+"""The command ends after this many workers have died while computing the same shard."""
 
 
 def choose_workers(
     nodes: Sequence[Mapping[str, float]], options: ComputeOptions, count: int | None
 ) -> tuple[int, int, ComputeOptions]:
     """The number of workers, how many of them fit into the cluster now, and their options. `nodes`
-    are the resources of each machine, under Ray's names. Raises ExtractionError if no worker
-    fits."""
+    are the resources of each machine, under Ray's names. Raises ExtractionError if no worker fits.
+    """
     if options.device not in ("auto", "cpu", "cuda"):
         raise ExtractionError(f"--device is {options.device}; with --ray give cpu, cuda or auto")
     any_gpu = any(node.get("GPU") for node in nodes)
     on_gpu = options.device == "cuda" or (options.device == "auto" and any_gpu)
-    # Processors of each machine, and the most workers on it: one per GPU, or per processor.
+    # Each machine's processors, and its maximum number of workers: one per GPU, or per processor.
     machines = [
         (int(node["CPU"]), int(node["GPU" if on_gpu else "CPU"]))
         for node in nodes
@@ -157,7 +157,7 @@ def _get(call: Any, where: str) -> Any:
         raise ExtractionError(str(error.cause)) from error
     except ray.exceptions.RayError as error:
         raise ExtractionError(
-            f"{ATTEMPTS} workers died one after the other at {where} ({type(error).__name__}). If "
+            f"{ATTEMPTS} workers died one after another at {where} ({type(error).__name__}). If "
             "they ran out of memory, choose a smaller --shard-tokens and another --out, or use "
             "machines with more memory"
         ) from error

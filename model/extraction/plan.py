@@ -1,11 +1,11 @@
-"""Plan: divide documents into units of work. Their order depends only on the data.
+"""Plan: divides documents into units of work. Their order depends only on the data.
 
 A document is encoded as in training, but without END_OF_TEXT, and cut into windows of at most the
 model's context. Window k begins at token k * stride. It counts the tokens that the previous window
 did not contain; the tokens before them are context. So each token is counted once, with at least
 window - stride tokens before it, or with all earlier tokens of the document.
 
-The units are in the order of the documents, and fill one shard after the other; no unit is divided.
+The units are in the order of the documents, and fill one shard after another; no unit is divided.
 They are not sorted by length, because the engine does not pad prompts to equal lengths. Documents
 are read as a stream, so memory does not grow with the data.
 """
@@ -20,7 +20,7 @@ from logitd.model.extraction.errors import ExtractionError
 from logitd.model.text.tokenizer import Tokenizer
 
 MOST_POSITIONS = 2**31 - 1
-"""Most tokens of a document."""
+"""Maximum number of tokens of a document."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,8 @@ def choose_windows(context_length: int, stride: int | None, *, predicts: bool) -
 
 
 class DataReader:
-    """Reads all documents once, in order, and computes their survey on the way. Two surveys show
-    whether the data changed between two readings."""
+    """Reads all documents once, in order, and computes their survey on the way. Comparing the
+    surveys of two readings shows whether the data changed in between."""
 
     def __init__(self, documents: Iterable[Document]) -> None:
         self._documents = documents
@@ -96,7 +96,7 @@ class DataReader:
         self.bytes = 0  # so far
 
     def __iter__(self) -> Iterator[tuple[int, str, Iterator[str]]]:
-        """Index, name and pieces of each document; read all pieces before the next document."""
+        """Index, name and pieces of each document. Read all pieces before the next document."""
         for document in self._documents:
             name = document.name.encode(errors="surrogateescape")
             content = hashlib.sha256()
@@ -135,9 +135,9 @@ def units_of(
     *,
     special_ids: bool = False,
 ) -> Iterator[Unit]:
-    """The units from `begin` on, the (document, position) at which a finished unit ended. The
-    documents before it are read but not encoded. Raises DataError for text that the vocabulary
-    cannot encode."""
+    """The units from `begin` on, the (document, position) at which a finished unit ended. Earlier
+    documents are read but not encoded. Raises DataError for text that the vocabulary cannot encode.
+    """
     for number, name, pieces in reader:
         if number < begin[0]:
             for _ in pieces:

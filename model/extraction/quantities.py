@@ -44,7 +44,7 @@ WINDOW_BYTES = 2**30
 """Limit in bytes of one window's lens figures, because a window cannot be divided between
 shards."""
 LENS_TOP_K = 5
-"""By default the lens lists this many of the likeliest tokens per layer, as in POST /lens."""
+"""Default number of likeliest tokens that the lens lists per layer, as in POST /lens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,7 @@ def _require_prediction(config: ModelConfig) -> None:
 
 
 def choose_stages(patterns: Sequence[str], config: ModelConfig) -> Stages:
-    """The stages that the names and patterns match. Raises InvalidRequest if there are none, and
+    """The stages that match the names and patterns. Raises InvalidRequest if there are none, and
     ExtractionError for stages that are too large to extract for a whole text."""
     stages = resolve_stages(patterns, config)
     for stage in stages:

@@ -17,7 +17,7 @@ from logitd.model.extraction.errors import ExtractionError
 
 LOCAL = "local"
 CONNECT_SECONDS = 5.0
-"""Time to wait for an answer from the cluster's address before Ray is started."""
+"""Seconds to wait for an answer from the cluster's address before Ray is started."""
 
 
 @contextlib.contextmanager
@@ -39,14 +39,15 @@ def connected(address: str, log: Callable[[str], None]) -> Iterator[None]:
         if address == LOCAL:
             log("starting Ray on this machine")
             # Ray listens on every network interface, so it needs a token. Without this variable it
-            # would write a token into the user's home. It stays set, because Ray reads it once.
+            # would write a token into the user's home. The variable stays set, because Ray reads it
+            # once.
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
             # A short path: Ray puts sockets there, and the path of a socket has at most 107 bytes.
             folder = tempfile.TemporaryDirectory("", "logitd-ray-", "/tmp", True)
             options |= {"_temp_dir": stack.enter_context(folder), "include_dashboard": False}
             options |= {"_node_ip_address": "127.0.0.1", "num_cpus": available_processors()}
-        # Otherwise Ray prints the death of a worker on stdout, where the result is printed. It has
-        # no public setting for this.
+        # Otherwise Ray prints the death of a worker on stdout, with the result. It has no public
+        # setting for this.
         ray._private.worker._worker_logs_enabled = False
         stack.callback(ray.shutdown)
         try:

@@ -1,9 +1,8 @@
-"""Run an extraction: compute a whole text with a checkpoint and write the results to a folder. An
-interrupted extraction can be continued.
+"""Run an extraction: computes a whole text with a checkpoint and writes the results to a folder.
 
 `extract` checks the checkpoint and the request, locks the folder, reads the data once to compute
 its hash, compares all this with the folder's index, and then computes and writes shard after shard.
-The caller gets events; nothing is printed.
+An interrupted extraction can be continued. The caller gets events; nothing is printed.
 """
 
 import time
@@ -220,7 +219,8 @@ def _check_unchanged(before: Survey, after: Survey, text: Text, folder: Extracti
 
 
 class _Meter:
-    """Counts the tokens and seconds of this run of the command, and estimates what remains."""
+    """Counts the tokens and seconds of this run of the command, and estimates the remaining
+    ones."""
 
     def __init__(
         self, folder: ExtractionFolder, surveyed: Survey, reader: DataReader, tell: Tell
@@ -229,7 +229,7 @@ class _Meter:
         self._bytes = surveyed.bytes
         self._before = self._planned = folder.rows  # tokens
         self._planned_bytes = 0
-        self._began: float | None = None  # when the reader passed the finished shards
+        self._began: float | None = None  # time at which the reader passed the finished shards
         self._reported = time.monotonic()
         self.tokens = 0
 

@@ -27,4 +27,4 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class ConstraintError(Exception):
-    """A constraint that cannot be compiled, or a text that cannot continue under it."""
+    """Raised if a constraint cannot be compiled, or if a text cannot continue under it."""

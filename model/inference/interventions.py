@@ -1,7 +1,7 @@
 """Interventions: changes of a stage at some positions, inside the forward pass.
 
 `check_interventions` checks them against the model's shape; `model/inference/kernels/eager/taps.py`
-applies them. The caller computes their values (those of another prompt, or a difference of two
+applies them. The caller computes their values (from another prompt, or as the difference of two
 prompts) before it submits the request.
 """
 
@@ -55,8 +55,8 @@ class Target:
 
 
 def resolve_target(pattern: str, heads: Sequence[int] | None, config: ModelConfig) -> Target:
-    """The stages that a name or pattern matches, with the given heads; negative heads count from
-    the end. Raises InvalidRequest for stages and heads that do not exist or may not be changed."""
+    """The stages that match a name or pattern, with the given heads; negative heads count from the
+    end. Raises InvalidRequest for stages and heads that do not exist or may not be changed."""
     try:
         stages = match_stages([pattern], config)
     except UnknownStage as error:
@@ -83,8 +83,8 @@ def check_interventions(
 
 @contextmanager
 def about(field: str) -> Iterator[None]:
-    """Prefix the message of an InvalidRequest with the intervention's name, as `interventions[3]:
-    ...`."""
+    """Prefix the message of an InvalidRequest with the intervention's name, as in
+    `interventions[3]: ...`."""
     try:
         yield
     except InvalidRequest as error:
@@ -112,7 +112,7 @@ def _check_intervention(intervention: Intervention, config: ModelConfig, length:
 
 
 def _check_values(intervention: Intervention, shape: tuple[int, ...]) -> None:
-    """Check the values of an intervention. `shape` is that of the chosen heads of its stage at one
+    """Check the values of an intervention. `shape` is that of its stage's chosen heads at one
     position."""
     values, positions = intervention.values, intervention.positions
     rows = {1} if isinstance(positions, str) else {1, len(positions)}

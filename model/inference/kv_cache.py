@@ -140,7 +140,7 @@ class KVCache:
         self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
     ) -> Tensor | None:
         """Write token ids into slots, and return the ids before them (N,): 0 before position 0.
-        None if the model does not need them. Must be called before each forward."""
+        None if the model does not need them. Must be called before each forward pass."""
         if self.token_ids is None:
             return None
         device = self.token_ids.device
@@ -151,7 +151,7 @@ class KVCache:
         return self.token_ids[rows, (places - 1).clamp(min=0)].long()
 
     def prefill(self, slot: int, start: int, observe: Observer | None = None) -> Attend:
-        """Attention for whole blocks of new positions in one slot, from `start` on."""
+        """Attention for whole blocks of new positions in one slot, starting at `start`."""
 
         def attend(
             layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None
@@ -173,7 +173,7 @@ class KVCache:
 
     def prefill_at_once(self, slot: int, start: int) -> Attend:
         """Like `prefill`, but with one operation per layer for all positions of the piece."""
-        biases: dict[int | None, Tensor] = {}  # the same for all layers with this window
+        biases: dict[int | None, Tensor] = {}  # shared by all layers with this window
 
         def attend(
             layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None

@@ -61,7 +61,7 @@ class LoadedModel:
     @property
     def gpt(self) -> GPT:
         """The GPT. Raises CheckpointError if its owner's code computes it."""
-        shape = self.checkpoint.config  # a model by its owner's code has none
+        shape = self.checkpoint.config  # a model computed by its owner's code has none
         assert isinstance(self.network, GPT), shape
         return self.network
 
@@ -86,7 +86,7 @@ def load_model(
     checkpoint = read_checkpoint(path)
     if is_run(path):
         log(f"reading checkpoint {checkpoint.path.name} of the run {path}")
-    check_header(checkpoint)  # from here on the sizes in the config are known to be true
+    check_header(checkpoint)  # checks the sizes in the config
     choice, placement = choose_computation(checkpoint, options, log=log)
     memory, item_bytes = available(placement.device), placement.dtype.itemsize
     check_weights_fit(checkpoint.shape, item_bytes, memory)
@@ -178,7 +178,7 @@ def load_code(checkpoint: CheckpointInfo, placement: Placement, *, together: boo
 
 
 def describe_code(model: CodeModel) -> str:
-    """A description of the decoding by owner's code, with its measured speed."""
+    """Describe the decoding by an owner's code, with its measured speed."""
     config, speed = model.config, model.speed
     assert speed is not None
     how = (

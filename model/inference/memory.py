@@ -1,9 +1,9 @@
 """Memory of slots: the size of a slot and of a step, and the number of slots that fit next to the
 weights.
 
-These are computed from shapes. The memory of a device and of a model is in `model/memory.py`.
-Buffers of libraries and of single kernels are not counted; on a GPU the unused share of memory must
-hold them.
+These are computed from shapes. `model/memory.py` has the memory of a device and of a model. Buffers
+of libraries and of single kernels are not counted; on a GPU the unused share of memory must hold
+them.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from logitd.model.owner_code.config import CodeConfig
 from logitd.model.transformer.config import BLOCK, ModelConfig
 
 MAX_SLOTS = 4096
-"""Most slots that an amount of memory is divided into."""
+"""Maximum number of slots that an amount of memory is divided into."""
 SAMPLING_BYTES = 48
 """Bytes per logit while a GPU samples a row: the row in float32, its filtered copy, its sorted
 order, probabilities and their sums in float64, and masks."""

@@ -1,4 +1,4 @@
-"""Options of computing a model, and the parsers of their texts on the command line. Imports no
+"""Options for computing a model, and the parsers of their texts on the command line. Imports no
 torch."""
 
 import math
@@ -26,7 +26,8 @@ KVCacheDType = Literal["auto", "int8"]
 """Dtype of keys and values: the model's, or int8 with a scale for each head and position."""
 Speculation = Literal["none", "ngram"]
 DRAFTED_ROWS = 16
-"""Most rows of a decode step with drafts. Beyond that, a draft costs as much as it saves."""
+"""Maximum number of rows of a decode step with drafts. Beyond that, a draft costs as much as it
+saves."""
 SECONDS = {"ms": 1e-3, "s": 1.0}
 """Units of time, in seconds."""
 UNITS = {
@@ -68,8 +69,8 @@ DEFAULTS = ComputeOptions()
 
 @dataclass(frozen=True, slots=True)
 class MemoryShare:
-    """A share of a device's memory. On a GPU it is a share of all memory, of which weights and
-    other processes use a part; on a CPU, of the memory that the weights leave free."""
+    """A share of a device's memory. On a GPU it is a share of all memory, including weights and
+    other processes; on a CPU, of the memory that the weights leave free."""
 
     fraction: float
 
@@ -165,8 +166,8 @@ def format_target(target: TargetGap | None) -> str:
 
 def head_quantization(quantize: Quantization) -> Quantization:
     """Quantization of the head if the other matrices have `quantize`. The head keeps eight bits,
-    because no later layer compensates for its error, and because a tied head is also the
-    embedding."""
+    because no later layer compensates for its error, and because a tied head is also the embedding.
+    """
     return "none" if quantize == "none" else "int8"
 
 

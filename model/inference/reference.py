@@ -1,7 +1,7 @@
 """Reference: generation by its plain definition, the oracle of the engine's tests.
 
 It computes one sequence at a time without a cache, running the whole text through the plain forward
-for every token, and samples on Python lists. It shares only the random numbers with the engine
+pass for every token, and samples on Python lists. It shares only the random numbers with the engine
 (`model/inference/sampling/philox.py`).
 """
 

@@ -1,7 +1,7 @@
 """Selection: resolves a request's indices and patterns to positions, layers, heads and stages.
 
 Negative indices count from the end, and `*` means all layers. The messages of `InvalidRequest` list
-the valid choices. `model/inference/engine/validation.py` checks if the model can compute the
+the valid choices. `model/inference/engine/validation.py` checks whether the model can compute the
 result.
 """
 
@@ -41,19 +41,19 @@ def resolve_indices(
 
 
 def gpt_only(config: ModelConfig, what: str) -> GPTConfig:
-    """The configuration of a GPT. Raises InvalidRequest for a model by its owner's code, which does
-    not give `what`."""
+    """The configuration of a GPT. Raises InvalidRequest for a model computed by its owner's code,
+    which cannot return `what`."""
     if isinstance(config, CodeConfig):
         raise InvalidRequest(
-            f"this model is computed by its owner's code ({config.code}), which gives no {what}: "
-            "use /activations, whose stages are the outputs of its submodules"
+            f"this model is computed by its owner's code ({config.code}), which cannot return "
+            f"{what}: use /activations, whose stages are the outputs of its submodules"
         )
     return config
 
 
 def lens_layers(config: ModelConfig) -> int:
-    """Number of streams that a lens can read. Raises InvalidRequest if the owner of the code did
-    not name the final norm and the head."""
+    """Number of streams that a lens can read. Raises InvalidRequest if an owner's code was imported
+    without naming its final norm and head."""
     if isinstance(config, CodeConfig) and config.lens is None:
         raise InvalidRequest(
             f"this model is computed by its owner's code ({config.code}), and its final norm and "

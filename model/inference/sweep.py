@@ -1,7 +1,7 @@
 """Sweep: divides an intervention into the cells of a grid over layers, heads and positions.
 
-To ablate each head in turn, or to patch each layer at each position, means to apply the same
-intervention in one place after another. The caller makes a request of each cell.
+Ablating each head in turn, or patching each layer at each position, means applying the same
+intervention in one place after another. The caller turns each cell into a request.
 """
 
 import itertools
@@ -44,7 +44,7 @@ class Grid:
 
     def cells(self) -> Iterator[tuple[Cell, tuple[Intervention, ...]]]:
         """The cells with their interventions; the last axis changes fastest. They are made lazily,
-        because all of them may take seconds."""
+        because making all of them may take seconds."""
         for place in itertools.product(*self.axes.values()):
             at = dict(zip(self.axes, place, strict=True))
             cell = Cell(at.get("layers"), at.get("heads"), at.get("positions"))
@@ -55,8 +55,8 @@ def make_grid(
     varied: Sequence[Intervention], over: Sequence[Axis], prompt_length: int, config: ModelConfig
 ) -> Grid:
     """The grid over some axes of an intervention; `varied` holds it once for each layer. Every cell
-    changes all of an axis that is not swept. Raises InvalidRequest if an intervention cannot be
-    applied, or if its stage lacks a swept axis."""
+    changes the whole of each axis that is not swept. Raises InvalidRequest if an intervention
+    cannot be applied, or if its stage lacks a swept axis."""
     check_interventions(varied, config, prompt_length)
     if not over or len(set(over)) < len(over):
         raise InvalidRequest(f"over is {list(over)}; name at least one axis, each once", "over")

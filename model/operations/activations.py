@@ -90,10 +90,11 @@ ACTIVATIONS = Operation(
     reply=ActivationsReply,
     plan=plan,
     form="outputs",
-    summary="Values of any stage of the forward pass, by its name",
-    description="The values of stages, which GET /stages lists. Each is an array whose first axis "
-    "is the positions: queries (positions, n_head, head_dim), attention weights (positions, "
-    "n_head, tokens), units of the MLP (positions, d_ff), streams (positions, d_model).\n\n"
-    "`Accept: application/vnd.safetensors` returns the arrays of all prompts, "
-    "`application/x-npy` the array of one stage of one prompt; otherwise JSON.",
+    summary="Values of any stage of the forward pass, by name",
+    description="The values of stages, which GET /stages lists. Each is an array whose first "
+    "axis is the positions: queries (positions, n_head, head_dim), attention "
+    "weights (positions, n_head, tokens), units of the MLP (positions, d_ff), "
+    "streams (positions, d_model).\n\n`Accept: application/vnd.safetensors` "
+    "returns the arrays of all prompts, `application/x-npy` the array of one stage "
+    "of one prompt; otherwise JSON.",
 )

@@ -1,4 +1,4 @@
-"""Attributions: which tokens and which parts of the model a logit depends on."""
+"""Attributions: how much each token and each part of the model contributes to a logit."""
 
 from dataclasses import asdict
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -34,8 +34,8 @@ class AttributionsRequest(ComparedTokens, PromptBody):
     to the difference of two logits. Computed in float32 from the served weights."""
 
     examples: ClassVar[Examples] = {
-        "What the likeliest next token depends on in the prompt": {"prompt": "for i in range(10"},
-        "Why one token rather than another, along a path from zero": {
+        "The prompt tokens behind the likeliest next token": {"prompt": "for i in range(10"},
+        "Why one token is likelier than another, along a path from zero": {
             "prompt": "for i in range(10",
             "token": ")",
             "minus": ",",
@@ -64,8 +64,8 @@ class AttributionsRequest(ComparedTokens, PromptBody):
         None,
         ge=1,
         lt=2**31,
-        description="Steps of integrated gradients (absent: 32), a forward and a backward pass "
-        "each.",
+        description="Steps of integrated gradients (absent: 32), each a forward and a backward "
+        "pass.",
     )
     baseline: Literal["zero"] | TokenId | None = Field(
         None,
@@ -99,7 +99,7 @@ class AttributedToken(NamedToken):
 
 
 class PathSummary(ReplyBody):
-    """How exact the integrated gradients are with this number of steps."""
+    """Accuracy of the integrated gradients with this number of steps."""
 
     steps: int
     baseline: Literal["zero"] | int
@@ -224,7 +224,7 @@ ATTRIBUTIONS = Operation(
     reply=AttributionsReply,
     plan=plan,
     form="record",
-    summary="Tokens, heads and MLPs that a logit depends on",
+    summary="Contributions of tokens, heads and MLPs to a logit",
     description="""\
 By gradients: the gradient of a token's logit, or of the difference of two logits, with respect to
 the vector of each token of the prompt, times that vector; at the prompt itself, or along a path

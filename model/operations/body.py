@@ -11,7 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAX_IDS = 2**17
-"""Most ids in one list. Parsing a body of this size blocks the event loop for about 20 ms."""
+"""Maximum number of ids in one list. Parsing a body of this size blocks the event loop for about 20
+ms."""
 MAX_PROMPTS = 4096
 
 # Validation stops at the first wrong item of a list (fail_fast): describing every wrong item would
@@ -26,7 +27,7 @@ Prompt = Annotated[
     Field(description="A text, a list of token ids, or a list of texts and lists of ids."),
 ]
 Examples = Mapping[str, Mapping[str, Any]]
-"""Valid bodies, each under a title that says what it shows. /docs offers them as examples."""
+"""Valid bodies, each under a title that describes it. /docs offers them as examples."""
 
 Timeout = Annotated[
     float | None,
@@ -80,8 +81,8 @@ class RequestBody(BaseModel):
 
     @property
     def queued(self) -> tuple[int, str]:
-        """The number of sequences that the request adds to the queue, and the field that this
-        number depends on."""
+        """The number of sequences that the request adds to the queue, and the field on which it
+        depends."""
         return 1, "prompt"
 
 
@@ -118,7 +119,7 @@ class CheckpointName(ReplyBody):
 
 
 class Reply(ReplyBody):
-    """The first members of every reply. They name the model and its weights."""
+    """The first members of every reply, which identify the model and its weights."""
 
     id: str
     created: int

@@ -112,7 +112,7 @@ class Completion:
             self._end("length" if cut else "stop", event.stop_token_id)
 
     def take(self) -> Piece | None:
-        """What was added since the last call; None if nothing was."""
+        """Text and tokens added since the last call; None if there are none."""
         new = self._new
         if not (new.text or new.token_ids or new.finish_reason):
             return None
@@ -166,8 +166,8 @@ class GrowingReply:
 
     def push(self, event: Event) -> bool:
         """Add an event. Returns True if its sequence has reached a stop string; the caller then
-        aborts the sequence. The caller checks a FinishEvent for errors first, unless the choice
-        `is_finished`."""
+        aborts the sequence. Before adding a FinishEvent, the caller checks it for errors unless the
+        choice `is_finished`."""
         if isinstance(event, TokenEvent):
             return self._completions[event.request_id, event.index].push(event)
         if isinstance(event, PromptEvent):
@@ -178,7 +178,7 @@ class GrowingReply:
         return False
 
     def is_finished(self, event: FinishEvent) -> bool:
-        """True if the choice that an event belongs to has ended already."""
+        """True if the choice that an event belongs to has already ended."""
         return self._completions[event.request_id, event.index].finished
 
     def take(self) -> list[Piece]:
@@ -186,8 +186,8 @@ class GrowingReply:
         return [piece for piece in pieces if piece is not None]
 
     def take_json(self) -> dict[str, Any]:
-        """What was added since the last call, as the members `choices` and, with prompt logprobs,
-        `prompts`."""
+        """Text and tokens added since the last call, as the members `choices` and, with prompt
+        logprobs, `prompts`."""
         choices = [piece.to_json(self._tokenizer) for piece in self.take()]
         scores, self._scores = self._scores, {}
         if not scores:

@@ -16,7 +16,7 @@ from logitd.model.inference.engine.events import (
 from logitd.model.inference.sampling.results import ScoredToken
 
 MOST_NATS = 700.0
-"""The exp of larger numbers may be too large for a float64."""
+"""Largest exponent, in nats: the exp of larger numbers may be too large for a float64."""
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Computed:
     finishes: list[FinishEvent] = field(default_factory=list)
 
     def add(self, event: Event) -> None:
-        """Add an event. The caller has to check a FinishEvent for errors."""
+        """Add an event. The caller must check a FinishEvent for errors."""
         match event:
             case OutputsChunk(request_id=request_id, rows=rows):
                 self.rows.setdefault(request_id, []).extend(rows)
@@ -43,7 +43,7 @@ class Computed:
 
 
 def logprobs_of(tokens: Sequence[ScoredToken]) -> list[float]:
-    """The logprobs of tokens. The first token of a prompt has none and is left out."""
+    """The logprobs of tokens, without the first token of a prompt, which has none."""
     return [token.chosen.logprob for token in tokens if token.chosen is not None]
 
 

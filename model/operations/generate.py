@@ -39,7 +39,8 @@ MAX_STOP_LENGTH = 1024
 MAX_STOP_STRINGS = 64
 MAX_CHOICES = 1024
 MAX_CONSTRAINT = 2**15
-"""Most characters of a regex, a grammar, a schema (as JSON), or all choices together."""
+"""Maximum length of a regex, a grammar, a schema (as JSON), or all choices together, in
+characters."""
 
 Pattern = Annotated[str, Field(max_length=MAX_CONSTRAINT)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
@@ -78,7 +79,7 @@ class GenerateRequest(SamplingFields, PromptBody):
             "regex": '"[0-9]\\.[0-9]{1,2}\\.[0-9]{1,2}"',
             "max_tokens": 24,
         },
-        "JSON by a schema": {
+        "JSON that fits a schema": {
             "prompt": "# The settings as JSON:\n",
             "json_schema": {
                 "type": "object",
@@ -112,11 +113,13 @@ class GenerateRequest(SamplingFields, PromptBody):
         None,
         ge=0,
         lt=2**31,
-        description="Largest number of generated tokens. Absent: as many as fit. 0: only the "
+        description="Maximum number of generated tokens. Absent: as many as fit. 0: only the "
         "prompt is computed.",
     )
     logit_bias: LogitBias = Field(default_factory=dict)
-    allowed_token_ids: ChosenIds | None = Field(None, description="No other token can be sampled.")
+    allowed_token_ids: ChosenIds | None = Field(
+        None, description="The only token ids that can be sampled."
+    )
     regex: Pattern | None = Field(
         None, description="The whole text matches this expression (syntax of Rust's regex crate)."
     )
@@ -173,7 +176,8 @@ class GenerateRequest(SamplingFields, PromptBody):
         0,
         ge=-100,
         le=100,
-        description="Requests with a lower number start earlier, equal ones in order of arrival.",
+        description="Requests with a lower number start earlier; equal ones start in order of "
+        "arrival.",
     )
     prefix_reuse: bool = Field(
         True,
@@ -205,7 +209,8 @@ class GenerateRequest(SamplingFields, PromptBody):
             raise ValueError("choice lists a text twice; list each once")
         if (length := sum(map(len, texts))) > MAX_CONSTRAINT:
             raise ValueError(
-                f"choice has {length} characters together; {MAX_CONSTRAINT} are allowed"
+                f"choice has {length} characters in total, but the limit is {MAX_CONSTRAINT}. "
+                "Shorten it"
             )
         return choice
 
@@ -260,8 +265,8 @@ class GenerateReply(Reply):
 
 
 def plan(body: GenerateRequest, subject: Subject, *, clamp_max_tokens: bool = False) -> Planning:
-    """One engine request per prompt. If `clamp_max_tokens`, a `max_tokens` beyond the context is
-    reduced, not refused."""
+    """One engine request per prompt. With `clamp_max_tokens`, a `max_tokens` beyond the context is
+    reduced instead of refused."""
     source, tokenizer = constraint_source(body), subject.tokenizer
     if not tokenizer.has_text:
         _refuse_texts(body, source)
@@ -311,7 +316,7 @@ def new_seed() -> int:
 
 
 def constraint_source(body: GenerateRequest) -> Source | None:
-    """The constraint of a body. Validation has made sure that there is at most one."""
+    """The constraint of a body. Validation ensures that there is at most one."""
     if body.regex is not None:
         return Source("regex", body.regex)
     if body.grammar is not None:
@@ -327,7 +332,8 @@ def constraint_source(body: GenerateRequest) -> Source | None:
         raise InvalidRequest(message, "json_schema") from error
     if len(schema) > MAX_CONSTRAINT:
         raise InvalidRequest(
-            f"json_schema has {len(schema)} characters; {MAX_CONSTRAINT} are allowed. Shorten it",
+            f"json_schema has {len(schema)} characters, but the limit is {MAX_CONSTRAINT}. "
+            "Shorten it",
             "json_schema",
         )
     return Source("json_schema", schema)

@@ -42,8 +42,8 @@ from logitd.model.transformer.config import ModelConfig
 from logitd.model.transformer.stages import Stage
 
 MAX_RESOLVED = 2**13
-"""Most interventions of a request, counted per prompt and layer: every step of the engine carries
-all of them out."""
+"""Maximum number of interventions of a request, counted per prompt and layer: every step of the
+engine carries all of them out."""
 MAX_INTERVENTIONS = 256
 
 StageName = Annotated[
@@ -67,8 +67,8 @@ RowsOfHeads = Annotated[list[Rows], Field(min_length=1, fail_fast=True)]
 
 
 class Source(RequestBody):
-    """Another prompt, from which the values of the same stage are taken. It is computed as part of
-    the request."""
+    """Another prompt that supplies the values of the same stage. It is computed as part of the
+    request."""
 
     prompt: Text | TokenIds
     positions: PositionChoice | None = Field(
@@ -93,7 +93,7 @@ class Intervention(RequestBody):
         None,
         ge=-1e30,
         le=1e30,
-        description="With scale, the factor; with add, a factor for the added values (absent: 1).",
+        description="With scale: the factor. With add: a factor for the added values (absent: 1).",
     )
     values: Row | Rows | RowsOfHeads | None = Field(
         None,
@@ -124,7 +124,7 @@ class Intervention(RequestBody):
         if self.operation == "scale" and not given["factor"]:
             raise ValueError("'scale' needs a factor")
         if self.operation in ("add", "set") and given["values"] == given["from"]:
-            raise ValueError(f"{self.operation!r} needs values or from, one of the two")
+            raise ValueError(f"{self.operation!r} needs either values or from")
         if given["minus"] and not given["from"]:
             raise ValueError("minus is subtracted from the mean of 'from': give from as well")
         return self
@@ -191,7 +191,7 @@ def resolve_interventions(
     field: str = f"{PARAM}[{{}}]",
 ) -> Resolving:
     """The interventions of each prompt. `generates` is True if tokens are generated after the
-    prompts. `field` is a format string that makes the field's name from an index of `bodies`.
+    prompts. `field` is a format string that turns an index of `bodies` into the field's name.
     Raises InvalidRequest for stages, heads and positions that do not exist."""
     lengths = [len(prompt) for prompt in prompts]
     named = {field.format(index): body for index, body in enumerate(bodies)}
@@ -202,8 +202,8 @@ def resolve_interventions(
     count = len(prompts) * sum(len(target.stages) for target in targets.values())
     if count > MAX_RESOLVED:
         raise InvalidRequest(
-            f"there would be {count} interventions, one for each prompt and each chosen layer; "
-            f"{MAX_RESOLVED} are allowed. Send fewer prompts at once",
+            f"there would be {count} interventions, one for each prompt and each chosen layer, "
+            f"but the limit is {MAX_RESOLVED}. Send fewer prompts at once",
             PARAM,
         )
     changes = [
@@ -283,8 +283,8 @@ def _read(changes: Sequence[_Change], subject: Subject) -> Generator[Compute, Co
     elements = sum(output_elements(each, subject.config) for each in requests.values())
     if subject.max_elements is not None and elements > subject.max_elements:
         raise InvalidRequest(
-            f"the values read from other prompts have {elements} elements; {subject.max_elements} "
-            "are allowed. Read fewer prompts, stages, heads or positions, or raise "
+            f"the values read from other prompts have {elements} elements, but the limit is "
+            f"{subject.max_elements}. Read fewer prompts, stages, heads or positions, or raise "
             "--max-reply-elements",
             PARAM,
         )
@@ -292,7 +292,7 @@ def _read(changes: Sequence[_Change], subject: Subject) -> Generator[Compute, Co
         computed = yield Compute(list(requests.values()))
     except InvalidRequest as error:
         asking = {requests[reading].request_id: field for reading, field in fields.items()}
-        if error.request_id is None:  # not about one reading: together they exceed the queue
+        if error.request_id is None:  # all readings together exceed the queue
             raise
         with about(asking[error.request_id]):
             raise InvalidRequest(f"the prompt of from or minus: {error}") from error

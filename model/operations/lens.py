@@ -55,12 +55,14 @@ class LensRequest(OutputsBody):
     alternatives: ClassVar[Sequence[Sequence[str]]] = (("token_ids", "tokens"),)
 
     layers: HiddenLayers = None
-    top_k: int = Field(5, ge=1, le=1024, description="Number of likeliest tokens for each layer.")
+    top_k: int = Field(
+        5, ge=1, le=1024, description="Number of likeliest tokens listed for each layer."
+    )
     token_ids: Annotated[ChosenIds, Field(max_length=MAX_NAMED)] | None = Field(
-        None, description="Further tokens to list at any rank, by id."
+        None, description="Additional tokens to list, by id, whatever their rank."
     )
     tokens: Annotated[list[Text], Field(min_length=1, max_length=MAX_NAMED)] | None = Field(
-        None, description="Further tokens to list at any rank, by text."
+        None, description="Additional tokens to list, by text, whatever their rank."
     )
 
 
@@ -69,7 +71,7 @@ class LensLayer(ReplyBody):
 
     layer: int
     top: list[TokenProb]
-    tokens: list[TokenProb] = Field(description="The tokens that the request names.")
+    tokens: list[TokenProb] = Field(description="The tokens named in the request.")
     entropy: float = Field(description="In nats.")
     divergence: float = Field(
         description="Kullback-Leibler divergence of the model's own prediction from this one in "
@@ -107,7 +109,9 @@ def _layers(rows: Any, *, lens: Lens, tokenizer: Tokenizer) -> Iterator[dict[str
     """The LensLayer of each layer at a position."""
     for layer, numbers in zip(lens.layers, rows, strict=True):
         row = read_lens(numbers, lens.top_k, len(lens.token_ids))
-        ranks = 1 + np.searchsorted(-row.top_logprobs, -row.top_logprobs)  # equals share one
+        ranks = 1 + np.searchsorted(
+            -row.top_logprobs, -row.top_logprobs
+        )  # equal logprobs share a rank
         yield {
             "layer": layer,
             "top": _tokens(row.top_ids, row.top_logprobs, ranks, tokenizer),

@@ -49,7 +49,7 @@ class LogitsRequest(StageBody, ArraysBody):
 
     token_ids: ChosenIds | None = Field(None, description="Columns. Absent: the whole vocabulary.")
     top_k: int | None = Field(
-        None, ge=1, lt=2**31, description="Only the k largest of each row; not with npy."
+        None, ge=1, lt=2**31, description="Return only the k largest of each row; not with npy."
     )
 
 

@@ -1,4 +1,4 @@
-"""Operation: something that a client can ask of a model, and the four kinds of plan that answer it.
+"""Operation: something that a client can ask of a model, and the kinds of plan that answer it.
 
 An operation's `plan` is a generator. If other work has to be done before the engine requests are
 known, it yields that work (`Compute`, `Compile`) and receives the results. It returns one of the
@@ -26,8 +26,8 @@ from logitd.model.text.tokenizer import Tokenizer
 from logitd.model.transformer.config import ModelConfig
 
 LISTED_ELEMENTS = 64
-"""Against the limit of elements, a listed token counts as this many: in memory it is an object with
-an id, a text and bytes."""
+"""Number of elements that a listed token counts as, because in memory it is an object with an id, a
+text and bytes."""
 
 
 def new_id(kind: str) -> str:
@@ -85,9 +85,9 @@ class Subject:
         """Raise InvalidRequest if arrays of this many elements are too large for a reply."""
         if self.max_elements is not None and elements > self.max_elements:
             raise InvalidRequest(
-                f"the reply would have {elements} elements; {self.max_elements} are allowed. Ask "
-                "for fewer layers, heads or positions, for float16 (which counts half), or raise "
-                "--max-reply-elements"
+                f"the reply would have {elements} elements, but the limit is {self.max_elements}. "
+                "Ask for fewer layers, heads or positions, for float16 (which counts half), or "
+                "raise --max-reply-elements"
             )
 
     def check_listed(self, count: int, what: str, param: str) -> None:
@@ -96,9 +96,9 @@ class Subject:
         limit = self.max_elements
         if limit is not None and count * LISTED_ELEMENTS > limit:
             raise InvalidRequest(
-                f"the reply could list {count} {what}; {limit // LISTED_ELEMENTS} are allowed "
-                f"({LISTED_ELEMENTS} elements each, all prompts and completions together). Ask for "
-                "fewer, or raise --max-reply-elements",
+                f"the reply could list {count} {what}, but the limit is "
+                f"{limit // LISTED_ELEMENTS} ({LISTED_ELEMENTS} elements each, all prompts and "
+                "completions together). Ask for fewer, or raise --max-reply-elements",
                 param,
             )
 

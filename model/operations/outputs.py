@@ -51,6 +51,5 @@ def outputs_requests(
 
 
 def resolve_layers(layers: Sequence[int] | None, count: int) -> tuple[int, ...]:
-    """The chosen ones of `count` layers, counted from 0, the embeddings; all if `layers` is
-    None."""
+    """Indices of the chosen layers among `count`; 0 is the embeddings. All if `layers` is None."""
     return resolve_indices("layers", layers, count, f"there are {count} hidden states")

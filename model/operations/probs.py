@@ -59,7 +59,9 @@ class ProbsRequest(StageBody, PromptBody):
         lt=2**31,
         description="List the k likeliest tokens. Default: 10, unless token_ids or tokens is set.",
     )
-    token_ids: ChosenIds | None = Field(None, description="List these tokens instead, at any rank.")
+    token_ids: ChosenIds | None = Field(
+        None, description="List these tokens instead, whatever their rank."
+    )
     tokens: list[Text] | None = Field(
         None,
         min_length=1,
@@ -87,7 +89,7 @@ class ProbsReply(Reply):
 
 
 def plan(body: ProbsRequest, subject: Subject) -> Planning:
-    """Compute the logits at the last position of each prompt. If the perplexity is wanted too, the
+    """Compute the logits at the last position of each prompt. If the perplexity is requested, the
     prompts are scored first."""
     vocab_size, tokenizer = subject.config.vocab_size, subject.tokenizer
     check_count("top_k", body.top_k, vocab_size)

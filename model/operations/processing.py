@@ -1,7 +1,7 @@
 """Processing: logits as the sampler changes them before it draws a token.
 
-The fields of `Processing` are an object of their own in a body, because `top_k` has another meaning
-there: the number of tokens that a reply lists.
+In a body, `Processing` is a nested object, because the body's own `top_k` is something else: the
+number of tokens that a reply lists.
 """
 
 import re
@@ -32,7 +32,9 @@ class Processing(SamplingFields, RequestBody):
         1.0, description="0 leaves the logits as they are."
     )
     logit_bias: LogitBias = Field(default_factory=dict)
-    allowed_token_ids: ChosenIds | None = Field(None, description="No other token is kept.")
+    allowed_token_ids: ChosenIds | None = Field(
+        None, description="The only token ids that are kept."
+    )
     completion_start: int | None = Field(
         None,
         ge=0,

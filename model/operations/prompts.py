@@ -1,4 +1,4 @@
-"""Prompts: make token ids and positions from the fields of a body.
+"""Prompts: turn the fields of a body into token ids and positions.
 
 A text that is certainly too long for the context is refused before it is encoded. All other checks
 of token ids are in `model/inference/engine/validation.py`.
@@ -48,7 +48,7 @@ def encode_text(
         return tokenizer.encode(text, special_ids=special_ids)
     except NoVocabularyError as error:
         raise no_vocabulary(param) from error
-    except ValueError as error:  # the pattern gave up on a pathological text
+    except ValueError as error:  # the split pattern gave up on a pathological text
         raise InvalidRequest(f"{_named(param)} cannot be tokenized: {error}", param) from error
 
 
@@ -96,8 +96,8 @@ def resolve_positions(positions: PositionChoice, length: int) -> TokenIds:
 
 
 def resolve_position(position: int, length: int) -> TokenIds:
-    """A position, counted from the start. Returns no position for an empty prompt, which validation
-    rejects."""
+    """A position, counted from the start. An empty prompt, which validation rejects, gives no
+    position."""
     return resolve_in_prompt("position", [position], length) if length else ()
 
 
@@ -107,10 +107,10 @@ def resolve_in_prompt(param: str, positions: Sequence[int], length: int) -> tupl
 
 
 def clip(text: str, limit: int = 80) -> str:
-    """A client's text, cut to a length that fits into a message."""
+    """Shorten a client's text to fit into a message."""
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def _named(param: str) -> str:
-    """The words for a text of a field in a message."""
+    """A field's text, in words for a message."""
     return "the prompt" if param == "prompt" else f"one of {param}"

@@ -149,7 +149,7 @@ def _text_score(
         "token_ids": [token.token_id for token in tokens],
         "scored_tokens": len(scored),
         "logprob": total,
-        # Temperature 0 generates the lowest id among equally likely tokens.
+        # Among equally likely tokens, temperature 0 generates the lowest id.
         "is_greedy": all(
             token.token_id in [likeliest.token_id for likeliest in token.top[:1]]
             for token in scored

@@ -1,4 +1,4 @@
-"""Sweep: an intervention that is carried out in one place after another.
+"""Sweep: an intervention carried out in one place after another.
 
 The places form a grid of cells, which `model/inference/sweep.py` lists. The values of a `from`
 prompt are computed only once, for all layers and positions, and each cell takes its part of them.
@@ -69,18 +69,18 @@ class SweepRequest(ComparedTokens):
         },
     }
 
-    prompt: Text | TokenIds = Field(description="One text, or the ids of one.")
+    prompt: Text | TokenIds = Field(description="One text, or the token ids of one text.")
     position: Place = Field(-1, description="Position of the prompt whose logits are compared.")
     vary: Intervention = Field(
-        description="The intervention that is carried out in each place. Its heads and positions "
-        "limit the places."
+        description="The intervention carried out in each place. Its heads and positions limit "
+        "the places."
     )
     over: Annotated[list[Axis], Field(min_length=1, max_length=3)] = Field(
         description="The axes of the grid: layers (of the stage's *), heads, positions."
     )
     interventions: Interventions = Field(
         default_factory=list,
-        description="Interventions that every cell has in addition, carried out before `vary`.",
+        description="Additional interventions in every cell, carried out before `vary`.",
     )
     stream: bool = Field(False, description="Send each cell as it is computed.")
     timeout: Timeout = None
@@ -201,7 +201,7 @@ def _row(computed: Computed) -> Any:
 
 
 def _cell_json(cell: Cell, logits: Any) -> dict[str, Any]:
-    """The SweepCell of a row of one or two logits."""
+    """The SweepCell for a row of one or two logits."""
     logit, minus = float(logits[0]), float(logits[1]) if len(logits) > 1 else None
     return {
         **asdict(cell),

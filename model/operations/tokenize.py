@@ -26,10 +26,12 @@ from logitd.model.operations.tokens import NamedToken, token_json
 from logitd.model.text.tokenizer import NO_VOCABULARY, Tokenizer, TokenizerError
 
 MAX_PIECES = 2**14
-"""Most tokens that one reply describes one by one: about a megabyte and a half of JSON."""
+"""Maximum number of tokens that one reply describes one by one: about a megabyte and a half of
+JSON."""
 
 MAX_UNKNOWN = 2**17
-"""Characters of a text that a pattern may cut that is not known to take linear time."""
+"""Maximum length of a text, in characters, if its split pattern is not known to take linear
+time."""
 
 
 class TokenizeRequest(RequestBody):
@@ -173,8 +175,8 @@ def _tokenized(body: TokenizeRequest, tokenizer: Tokenizer) -> list[dict[str, An
     longest = max(map(len, body.texts))
     if longest > MAX_UNKNOWN and not tokenizer.cuts_in_time:
         raise InvalidRequest(
-            f"the text has {longest} characters; {MAX_UNKNOWN} are allowed with a split pattern "
-            "that may take quadratic time. Send it in parts",
+            f"the text has {longest} characters, but the limit is {MAX_UNKNOWN} with a split "
+            "pattern that may take quadratic time. Send it in parts",
             "prompt",
         )
     special_ids = body.special_tokens == "ids"
@@ -182,8 +184,8 @@ def _tokenized(body: TokenizeRequest, tokenizer: Tokenizer) -> list[dict[str, An
     count = sum(map(len, encoded))
     if body.pieces and count > MAX_PIECES:
         raise InvalidRequest(
-            f"the text has {count} tokens; at most {MAX_PIECES} are described one by one in a "
-            "reply. Leave pieces out, or send less text",
+            f"the text has {count} tokens, but at most {MAX_PIECES} are described one by one in "
+            "a reply. Leave pieces out, or send less text",
             "pieces",
         )
     described = count <= MAX_PIECES if body.pieces is None else body.pieces
@@ -219,8 +221,8 @@ def _detokenized(lists: Sequence[Sequence[int]], subject: Subject) -> list[dict[
         raise InvalidRequest(str(error), "tokens") from error
     if limit is not None and size > limit:
         raise InvalidRequest(
-            f"the text of these ids has {size} bytes; {limit} are allowed. Send fewer ids, or "
-            "raise --max-body-bytes",
+            f"the text of these ids has {size} bytes, but the limit is {limit}. Send fewer ids, "
+            "or raise --max-body-bytes",
             "tokens",
         )
     raw = [tokenizer.decode_bytes(ids) for ids in lists]

@@ -1,4 +1,4 @@
-"""Validation: the messages for wrong fields of a body, the same in process and over HTTP.
+"""Validation: messages for wrong fields of a body, the same in process and over HTTP.
 
 There is one sentence for each wrong field. It names the field, its value and what the value must
 be. It repeats at most the beginning of a value, and of an unknown field only the name.
@@ -18,14 +18,16 @@ from logitd.model.operations.generate import MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from logitd.model.operations.prompts import clip
 
 MAX_REPORTED = 5
-"""Most wrong fields that a message names."""
+"""Maximum number of wrong fields that a message names."""
 MAX_PROBLEMS = 1000
-"""If a body has more errors, they are only counted: describing each would block the event loop."""
+"""Maximum number of errors described; others are only counted, because describing each would block
+the event loop."""
 
 MAX_REPEATED = 40
-"""A message repeats at most this many characters of a wrong value, or digits of a wrong number."""
+"""Maximum number of characters of a wrong value, or digits of a wrong number, that a message
+repeats."""
 MAX_GUESSED = 40
-"""For an unknown field with a longer name, no similar known field is suggested."""
+"""Maximum length of an unknown field's name for which a similar field is suggested."""
 COMMON_NAMES = {
     "inputs": "prompt",
     "text": "prompt",
@@ -33,7 +35,7 @@ COMMON_NAMES = {
     "num_return_sequences": "n",
     "stop_sequences": "stop",
 }
-"""Names of fields in other servers, with the names that they have here."""
+"""Other servers' names of fields, with the names used here."""
 
 IDS = f"token ids (integers from 0, {MAX_IDS} at most)"
 PLACES = "a list of integers or {'from': first, 'to': first left out}"
@@ -110,9 +112,9 @@ def describe_errors(error: ValidationError, fields: Collection[str] = ()) -> Inv
     if (count := error.error_count()) > MAX_PROBLEMS:
         return InvalidRequest(f"the body is wrong in {count} places; /docs describes its fields")
     problems = error.errors(include_url=False)
-    # A field of several forms fails once for each form; one sentence covers them.
+    # A field with several forms fails once for each form; one sentence covers them.
     distinct: dict[str, None] = {}
-    for problem in problems:  # looking for a suggestion is slow: only for sentences that are shown
+    for problem in problems:  # suggestions are slow: make them only for sentences that are shown
         known = fields if len(distinct) < MAX_REPORTED else ()
         distinct[_sentence(problem, known)] = None
     sentences = list(distinct)
@@ -138,7 +140,7 @@ def _sentence(problem: Mapping[str, Any], fields: Collection[str]) -> str:
             return f"the body is not valid JSON: {message.removeprefix('Invalid JSON: ')}"
         case "model_type" if not location:
             return "the body must be a JSON object"
-        case "value_error":  # a sentence of our own, about the field that it begins with
+        case "value_error":  # a sentence of our own, which begins with its field
             sentence = message.removeprefix("Value error, ")
             if len(location) < 2:
                 return sentence

@@ -23,7 +23,7 @@ SourceName = Annotated[str, Field(pattern=r"^[\w-]+(\.[\w-]+)*(/[\w-]+(\.[\w-]+)
 
 
 class CodeConfigError(ValueError):
-    """An impossible configuration; the message names the key."""
+    """Raised for an impossible configuration; the message names the key."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -40,7 +40,7 @@ class ModuleStage:
 class Values:
     """Values of the checkpoint by names in lower case: for global variables (`top`), for parameters
     with a default (`over`), and for other parameters. `names` are the values that assignments of
-    the file had at the import, for those that fail without the files next to it."""
+    the file had during the import, for those that fail without the files next to it."""
 
     top: Mapping[str, Any]
     over: Mapping[str, Any]
@@ -88,7 +88,7 @@ class CodeConfig:
 
     @property
     def code(self) -> str:
-        """The file and the expression, as the user gave them."""
+        """The file and the expression, as given by the user."""
         return f"{self.file}:{self.expression}"
 
     @property
@@ -105,12 +105,13 @@ class CodeConfig:
         unknown or wrong."""
         try:
             fields = {name: value for name, value in values.items() if name != "kind"}
-            return _ADAPTER.validate_json(json.dumps(fields))  # in Python, lists are no tuples
+            # Lists in Python are not tuples, so validate JSON.
+            return _ADAPTER.validate_json(json.dumps(fields))
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))
             raise CodeConfigError(
-                f"{key} of a model by code is {first['input']!r:.100}: {first['msg']}"
+                f"{key} of a model computed by code is {first['input']!r:.100}: {first['msg']}"
             ) from error
 
 

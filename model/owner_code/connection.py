@@ -1,8 +1,8 @@
 """Connection: starts the process of an owner's code and asks it for logits.
 
 The process has the verified sources in a temporary folder, reads the weights from the checkpoint's
-file, and has no network (`process/network.py`) and none of this service's variables. If it ends,
-hangs or breaks the protocol, the request fails and the next one starts it again.
+file, and has no network (`process/network.py`) and none of this service's environment variables. If
+it ends, hangs or breaks the protocol, the request fails and the next one starts it again.
 """
 
 import json
@@ -27,21 +27,22 @@ from logitd.model.owner_code.process.wire import Wire, floats
 MODULE = "logitd.model.owner_code.process"
 ROOT = Path(__file__).parents[3]
 START_SECONDS, PASS_SECONDS = 300.0, 60.0
-"""Longest start and longest pass; then the process is ended."""
+"""Time limits of a start and of a pass, after which the process is ended."""
 STDERR, STDERR_LINES, STDERR_BYTES = "stderr", 3, 2**20
-"""File with what the code prints, lines of it in a message, and its size at which it is emptied."""
+"""File for the output of the code, number of its lines in a message, and size at which it is
+emptied."""
 
 Visit = Callable[[str, Tensor], Tensor]
 """Gets the name and the value (1, T, ...) of a stage, and returns the value to continue with."""
 
 
 class CodeError(Exception):
-    """The owner's code, or its process, has failed; the message says how."""
+    """Raised if the owner's code, or its process, has failed; the message says how."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Ids of a sequence, the positions [first, end) of which logits are wanted, and its slot."""
+    """Ids of a sequence, the positions [first, end) whose logits are requested, and its slot."""
 
     token_ids: Sequence[int]
     first: int
@@ -63,7 +64,7 @@ def command(folder: Path, *more: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The variables of the process: none of this project's, which may have keys."""
+    """The environment variables of the process, without this project's, which may contain keys."""
     return {name: value for name, value in os.environ.items() if not name.startswith("LOGITD_")}
 
 
@@ -80,7 +81,7 @@ def last_lines(text: str) -> str:
 
 @dataclass
 class CodeModel:
-    """A model in a process of its own, and how to start the process again. Not thread-safe.
+    """A model in a separate process, and how to start the process again. Not thread-safe.
 
     sources   contents of the source files by their names
     weights   the file of weights, whose hash the caller has verified
@@ -119,7 +120,7 @@ class CodeModel:
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # not ended by Ctrl-C
+                start_new_session=True,  # so that Ctrl-C does not end it
                 env=environment(),
             )
         self._wire = Wire(ours)
@@ -133,7 +134,7 @@ class CodeModel:
         stages: Sequence[str] = (),
         visit: Visit = lambda name, value: value,
     ) -> Tensor:
-        """Logits (rows, V) of the wanted positions, one sequence after the other. `visit` is
+        """Logits (rows, V) of the requested positions, one sequence after the other. `visit` is
         called for the `stages` of the only sequence. Raises CodeError."""
         self.start()
         header = {
@@ -232,7 +233,7 @@ class CodeModel:
             os.truncate(stderr, 0)
 
     def _ended(self) -> CodeError:
-        """The error of a process that has ended, or that breaks the protocol and is ended now."""
+        """The error for a process that has ended, or that breaks the protocol and is ended now."""
         assert self._process is not None
         assert self._scratch is not None
         folder = Path(self._scratch.name)

@@ -62,7 +62,7 @@ def measure(
 def _run(
     job: Job, weights: Mapping[str, Tensor], folder: Path, result: str, timeout: float
 ) -> None:
-    """Run a job in a folder. Raises CodeError unless the file `result` is there."""
+    """Run a job in a folder. Raises CodeError unless it writes the file `result`."""
     real = {
         name: tensor.clone().contiguous()
         for name, tensor in weights.items()

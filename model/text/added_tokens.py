@@ -25,8 +25,7 @@ Flag = Literal["lstrip", "rstrip", "single_word", "normalized", "unnormalized"]
 FLAGS: tuple[Flag, ...] = get_args(Flag)
 
 MOST_CHARACTERS = 1024
-"""Most characters of an added token: wherever a token may begin, all lengths of tokens are
-tried."""
+"""Maximum length of an added token in characters: at each place all lengths of tokens are tried."""
 
 _WORD = regex.compile(r"\w")  # unlike in Python's `re`, \w includes marks
 
@@ -61,8 +60,8 @@ class AddedTokens:
             text.encode()  # raises for half a surrogate pair
             if not 0 < len(text) <= MOST_CHARACTERS:
                 raise ValueError(
-                    f"the added token {text[:40]!r} has {len(text):,} characters; 1 to "
-                    f"{MOST_CHARACTERS:,} are allowed"
+                    f"the added token {text[:40]!r} has {len(text):,} characters, but must have 1 "
+                    f"to {MOST_CHARACTERS:,}"
                 )
         for text, given in flags.items():
             if text not in tokens or not set(given) <= set(FLAGS):
@@ -87,7 +86,7 @@ class AddedTokens:
         strips belongs to the token's cut.
 
         A special token counts only if `written` has the same characters at the same place. So with
-        `text` itself all of them count, with "" none.
+        `text` itself all special tokens count, with "" none.
         """
         cuts = [Cut(0, len(text), None)] if text else []
         for each in self._passes:

@@ -6,9 +6,9 @@ A template is written in Jinja, in the dialect of Hugging Face's tokenizers (`tr
 end of text, `bos_token` and `eos_token` are both the name of that token. Tools, the time and random
 numbers are not supported.
 
-Where the template itself writes the name of a special token, the prompt has that token. A message
-can never produce a special token or a part of one (`model/text/message_text.py`). Added tokens that
-are not special are found in both.
+If the template itself writes the name of a special token, the prompt has that token. A message can
+never produce a special token or a part of one (`model/text/message_text.py`). Added tokens that are
+not special are found in both.
 
 A template comes with the checkpoint, never with a request. It runs in Jinja's sandbox, without
 access to files, modules or private attributes. Its time and its output are limited, but the memory
@@ -29,24 +29,24 @@ from logitd.model.text.message_text import Hidden, MessageText
 from logitd.model.text.tokenizer import Tokenizer
 
 MAX_SOURCE = 2**16
-"""Most characters of a template."""
+"""Maximum length of a template in characters."""
 MAX_CHARACTERS = 2**22
-"""Most characters that a template may write."""
+"""Maximum number of characters that a template may write."""
 MAX_SECONDS = 5.0
 """Time limit of one rendering; a common template takes less than a millisecond."""
 
 _NO_FILTERS = (
     *("random", "e", "escape", "forceescape", "striptags", "urlencode", "urlize", "xmlattr"),
 )
-"""Jinja's filters that are removed: one draws random numbers, the others write or read HTML, and
-would not recognise the hidden characters of a message."""
+"""Jinja's filters that are removed: one draws random numbers, the others write or read HTML and
+would not recognize the hidden characters of a message."""
 
 # These names contain a space, so a template can neither read nor replace them.
 _DEADLINE = "the deadline"
 _TIMED = "timed items"
 
 _CUT = "\ud800"
-"""A mark at the end of the final message, if that is to be continued. No message can contain it."""
+"""A mark at the end of the final message, if it is to be continued. No message can contain it."""
 
 Message = Mapping[str, str]
 Part = str | int
@@ -54,7 +54,8 @@ Part = str | int
 
 
 class ChatTemplateError(ValueError):
-    """A template is unusable or failed on the given messages; the error's message says why."""
+    """Raised if a template is unusable or failed on the given messages; the message gives the
+    reason."""
 
 
 class ChatTemplate:
@@ -244,7 +245,7 @@ def _too_large(left: Any, right: Any) -> bool:
 def _check_source(source: str) -> None:
     if len(source) > MAX_SOURCE:
         raise ChatTemplateError(
-            f"the chat template has {len(source)} characters; {MAX_SOURCE} are allowed"
+            f"the chat template has {len(source)} characters, but the limit is {MAX_SOURCE}"
         )
     if not source.strip():
         raise ChatTemplateError("the chat template is empty")

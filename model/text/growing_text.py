@@ -65,9 +65,9 @@ class StopFinder:
     def push(self, text: str, *, counts: bool = True) -> tuple[str, str | None]:
         """Add text. Returns the text that may be shown, and the stop string that ended it, if any.
 
-        If `counts` is False, stop strings that this text completes are ignored. Of several stop
-        strings, the one that begins first is taken; of those, the one that ends first, and of
-        those, the first listed.
+        If `counts` is False, stop strings completed by this text are ignored. Among several stop
+        strings, the one that begins first wins; then the one that ends first, then the first
+        listed.
         """
         if not self._stop:
             return text, None

@@ -7,9 +7,9 @@ found. So the special tokens of the prompt consist only of characters that the t
 wrote, whatever it does with messages: it may cut, join, reverse and repeat them, change their case,
 and write parts of special tokens next to them.
 
-The methods of a `MessageText` return what they would return for the plain text, so ordinary
-templates work as usual. Only a plain string that a template makes from it contains the surrogates:
-a search in such a string (`'a' in ('x' ~ content)`) does not find hidden characters.
+The methods of a `MessageText` return the same results as for the plain text, so ordinary templates
+work as usual. Only a plain string that a template makes from it contains the surrogates: a search
+in such a string (`'a' in ('x' ~ content)`) does not find hidden characters.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -55,7 +55,7 @@ def _answering(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 class MessageText(str):
     """A text with hidden characters. The texts that its methods return have hidden characters too,
-    even where they come from an argument (`replace`)."""
+    even if they come from an argument (`replace`)."""
 
     _plain: str
     _table: Hidden

@@ -31,8 +31,8 @@ JOINED_CUTS = (
     r" ?\S+|\s",
     r"\S+\s?|\s",
 )
-"""Patterns for vocabularies in which white space is a token or part of one. The first ones split a
-text most finely. Each covers every text."""
+"""Patterns for vocabularies in which white space is a token or part of one, in order of decreasing
+fineness. Each covers every text."""
 
 SPACED_CUTS = (
     r"\w+|[^\w\s]",
@@ -57,7 +57,7 @@ def whole_first(several: Collection[str]) -> str:
 
 
 class UnknownPiece(ValueError):
-    """A piece of a text is not a token; the message names the piece and its place."""
+    """Raised if a piece of a text is not a token; the message names the piece and its place."""
 
 
 class PieceEncoder:

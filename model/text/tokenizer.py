@@ -48,7 +48,7 @@ with the published patterns about a million spaces overflow tiktoken's stack.
 KNOWN_PATTERNS = frozenset(
     (
         *(SPLIT_PATTERN, GPT2_PATTERN, CL100K_PATTERN),
-        SPLIT_PATTERN.replace(r"\p{L}[\p{L}\p{M}]*+", r"\p{L}++"),  # of older checkpoints
+        SPLIT_PATTERN.replace(r"\p{L}[\p{L}\p{M}]*+", r"\p{L}++"),  # used by older checkpoints
     )
 )
 """Patterns that run in linear time and cover every text."""
@@ -79,11 +79,11 @@ _CONTINUATION = bytes(range(0x80, 0xC0))
 
 
 class TokenizerError(ValueError):
-    """A vocabulary, text or token id is unusable; the message says which and why."""
+    """Raised if a vocabulary, text or token id is unusable; the message names it and the reason."""
 
 
 class NoVocabularyError(TokenizerError):
-    """A text was given to a model without a vocabulary."""
+    """Raised if a text is given to a model without a vocabulary."""
 
     def __init__(self) -> None:
         super().__init__(NO_VOCABULARY)
@@ -252,7 +252,7 @@ class Tokenizer:
 
     @property
     def end_of_text(self) -> int | None:
-        """The id that ends a document, if the vocabulary has one."""
+        """The id that ends a document; None if the vocabulary has none."""
         return self.special_tokens.get(self.end_of_text_name)
 
     def encode(self, text: str, *, special_ids: bool = False) -> list[int]:
@@ -378,8 +378,8 @@ class Tokenizer:
         return spans
 
     def description(self) -> dict[str, Any]:
-        """Everything except the ranks, as JSON that `described` reads. Default values are left
-        out."""
+        """Everything except the ranks, as JSON that `described` reads. Default values are
+        omitted."""
         members = {
             "kind": self.kind,
             "added_tokens": self.added_tokens,

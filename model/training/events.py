@@ -42,7 +42,7 @@ class Progress:
     """Progress of the run, every `log_every` steps."""
 
     step: int
-    share: float  # share of the run that is done, 0 to 1
+    share: float  # completed share of the run, 0 to 1
     figures: Figures
     seconds_left: float
 

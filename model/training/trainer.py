@@ -56,7 +56,7 @@ written before the first and after the last step."""
 MOST_FOR_A_MILESTONE = 0.02
 """Largest share of the minutes that a checkpoint at a milestone may take."""
 ENDING = 1.5
-"""Time reserved for saving the last step, relative to the time of the latest checkpoint."""
+"""Time reserved for saving the last step, as a multiple of the time of the latest checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class Trainer:
         due = self._due()
         if not self._reports(due):
             return False
-        self._log()  # first, because the loss decides if the state may be saved
+        self._log()  # first, because the loss decides whether the state may be saved
         if due.state and self.divergence.suspect:
             self._record(replace(due, state=False, evaluation=True))
             self._notice_not_saved()
@@ -373,7 +373,7 @@ class Trainer:
 
     def _report_start(self) -> None:
         run = self.run
-        # The formats of `logitd export` are known before the training, which may take hours.
+        # Report the formats of `logitd export` before training, which may take hours.
         export = ""
         if run.training.config.exportable:
             export = describe_export(run.training.model, run.text.tokenizer)

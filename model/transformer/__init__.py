@@ -1,2 +1,1 @@
-"""The GPT itself: its shape, one forward pass for training and serving, and the memory of its
-weights."""
+"""The GPT: its shape, one forward pass for training and serving, and the memory of its weights."""

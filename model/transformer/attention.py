@@ -23,8 +23,7 @@ from logitd.model.transformer.config import BLOCK
 
 class Attend(Protocol):
     """Attention of one layer: takes the new queries, keys and values, and returns the outputs of
-    the heads. `window` is the number of positions that a query sees, its own the last; None:
-    all."""
+    the heads. `window` is the number of positions that a query sees, up to its own; None: all."""
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None
@@ -32,8 +31,8 @@ class Attend(Protocol):
 
 
 class Observer(Protocol):
-    """Is called with each block of queries (1, H, BLOCK, D), all keys (1, K, S, D) up to the
-    block's end, and the window."""
+    """Called with each block of queries (1, H, BLOCK, D), all keys (1, K, S, D) up to the block's
+    end, and the window."""
 
     def __call__(self, layer: int, q: Tensor, keys: Tensor, window: int | None) -> None: ...
 
@@ -73,7 +72,7 @@ def visible_keys(
 def attend_blocks(
     layer: int,
     q: Tensor,  # (1, H, T, D), T a multiple of BLOCK
-    keys: Tensor,  # (K, S, D), those of the queries' own positions included
+    keys: Tensor,  # (K, S, D), including those of the queries' positions
     values: Tensor,
     *,
     start: int,
@@ -133,18 +132,18 @@ def causal_bias(length: int, keys: int, like: Tensor, window: int | None = None)
 
 def attend_piece(
     q: Tensor,  # (1, H, T, D)
-    keys: Tensor,  # (K, S, D), those of the queries' own positions the last
+    keys: Tensor,  # (K, S, D), the last being those of the queries' positions
     values: Tensor,
     bias: Tensor | None,  # (T, S); None if the queries are all positions
 ) -> Tensor:
     """Causal attention (1, H, T, D) of a piece of a prompt in one operation.
 
-    For a device that computes blocks faster than the host can launch them. The last bits of a row
-    depend on the piece that contains it.
+    It suits devices that compute blocks faster than the host can launch them. The last bits of a
+    row depend on the piece that contains it.
     """
     key_heads, length, width = keys.shape
     # Most kernels accept no bias for grouped heads. So the G queries that share a key head are put
-    # side by side, and the key head is repeated for them: (K, G, ., D).
+    # next to each other, and the key head is repeated for them: (K, G, ., D).
     queries = q.reshape(key_heads, -1, q.shape[2], width)
     keys, values = (
         cells[:, None].expand(key_heads, queries.shape[1], length, width)
@@ -205,9 +204,8 @@ class AttentionRecorder:
 
 
 class RecordingAttend:
-    """Causal attention that keeps the scores of each layer, without the mask, and the attention
-    weights. For inspection: its memory grows with n_layer * T * T.
-    """
+    """Causal attention that records the scores of each layer, without the mask, and the attention
+    weights. For inspection: its memory grows with n_layer * T * T."""
 
     def __init__(self) -> None:
         self.scores: list[Tensor] = []

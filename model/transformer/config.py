@@ -25,7 +25,7 @@ RopeKind = Literal["linear", "llama3", "yarn"]
 Target = Literal["qkv", "attention_out", "mlp_up", "mlp_down"]
 
 TARGETS: tuple[Target, ...] = get_args(Target)
-"""The matrices of a block, by the names of their modules."""
+"""Names of a block's matrices, which are the names of their modules."""
 STRICT = ConfigDict(strict=True)
 BLOCK = 32
 """Number of positions in a block. Prefill computes whole blocks, and prefix reuse copies whole
@@ -37,11 +37,11 @@ Count = Annotated[int, Field(ge=1, le=10**12)]
 """Types of the numbers in `RopeScaling`. The limits are far beyond any real model, but all angles
 within them are finite."""
 Window = Annotated[int, Field(ge=1)] | None
-"""Number of positions that a position attends to in one layer, itself included; None: all."""
+"""Number of positions that a position attends to in one layer, including itself; None: all."""
 
 
 class ConfigError(ValueError):
-    """An impossible configuration; the message names the numbers and the rule."""
+    """Raised for an impossible configuration; the message names the numbers and the rule."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,7 +155,7 @@ def read_rope_scaling(value: Any) -> RopeScaling | None:
 
 def read_windows(value: Any) -> Any:
     """Read `windows` from JSON or from the words of a flag, in which "all" is None. Other values
-    are returned as they are, for the validator to refuse."""
+    are returned unchanged, for the validator to refuse."""
     if not isinstance(value, list | tuple):
         return value
     return tuple(_read_window(item) for item in value)
@@ -171,15 +171,15 @@ def _read_window(item: Any) -> Any:
 class GPTConfig:
     """The shape of a GPT. Every field is explicit, so that a checkpoint describes itself.
 
-    The flags of the trainer and of the importer have their descriptions and limits from these
+    The flags of the trainer and of the importer take their descriptions and limits from these
     fields.
 
     With rotary positions, channel i is paired with channel i + head_dim / 2 for any rotary_dim. The
     first rotary_dim / 2 pairs turn; the angle of the other pairs is 0. Other programs pair the
     first rotary_dim channels with each other. So an import reorders the rows of queries and keys,
     and the weights of their norms, within each head. `residual` "parallel" is x +
-    attention(attention_norm(x)) + mlp(mlp_norm(x)), as in GPT-NeoX. The fields of
-    `WITHOUT_PARTS` are parts of nanochat's shape.
+    attention(attention_norm(x)) + mlp(mlp_norm(x)), as in GPT-NeoX. The fields of `WITHOUT_PARTS`
+    are parts of nanochat's shape.
     """
 
     vocab_size: Annotated[int, Field(ge=1, description="token ids run from 0 to vocab_size - 1")]
@@ -187,7 +187,7 @@ class GPTConfig:
         int, Field(description="rows of embedding and head; those from vocab_size on are unused")
     ]
     context_length: Annotated[
-        int, Field(ge=1, description="positions, prompt and completion together")
+        int, Field(ge=1, description="number of positions, prompt and completion together")
     ]
     n_layer: Annotated[int, Field(ge=1, description="blocks")]
     n_head: Annotated[int, Field(ge=1, description="query heads")]
@@ -199,7 +199,7 @@ class GPTConfig:
     d_ff: Annotated[
         int, Field(ge=1, description="width of the feed-forward (default: 4 * d_model)")
     ]
-    norm: Annotated[Norm, Field(description="kind of normalisation")]
+    norm: Annotated[Norm, Field(description="kind of normalization")]
     norm_position: Annotated[
         NormPosition, Field(description="before each sublayer (pre) or after the residual sum")
     ]
@@ -231,13 +231,13 @@ class GPTConfig:
     activation: Annotated[Activation, Field(description="activation of the feed-forward")]
     bias: Annotated[bool, Field(description="biases in norms, projections and feed-forward")]
     qkv_bias: Annotated[bool, Field(description="biases in query, key and value")]
-    qk_norm: Annotated[bool, Field(description="normalise queries and keys per head")]
+    qk_norm: Annotated[bool, Field(description="normalize queries and keys per head")]
     tied_head: Annotated[bool, Field(description="use the embedding matrix as the head")]
-    head_bias: Annotated[bool, Field(description="a bias in the head, a tied one too")]
+    head_bias: Annotated[bool, Field(description="a bias in the head, even if the head is tied")]
     value_embeddings: Annotated[
         bool, Field(description="add gated embeddings per token to every second block's values")
     ]
-    embedding_norm: Annotated[bool, Field(description="normalise the embedding of each token")]
+    embedding_norm: Annotated[bool, Field(description="normalize the embedding of each token")]
     smear: Annotated[
         bool, Field(description="add a gated part of the previous token's embedding to each")
     ]
@@ -245,8 +245,8 @@ class GPTConfig:
         tuple[Window, ...] | None,
         BeforeValidator(read_windows),
         Field(
-            description="for each block, the positions that a position attends to, itself "
-            "included, or all: 64,64,all (default: all)"
+            description="for each block, the number of positions that a position attends to, "
+            "including itself, or all: 64,64,all (default: all)"
         ),
     ]
     residual_mix: Annotated[
@@ -281,7 +281,7 @@ class GPTConfig:
         if self.residual == "parallel" and self.norm_position == "post":
             raise ConfigError(
                 "residual is 'parallel' and norm_position 'post', but parallel sublayers have no "
-                "sum between them that could be normalised: set norm_position to 'pre'"
+                "sum between them that could be normalized: set norm_position to 'pre'"
             )
         if self.windows is not None and len(self.windows) != self.n_layer:
             raise ConfigError(
@@ -331,14 +331,14 @@ class GPTConfig:
         return self.value_embeddings and (self.n_layer - 1 - layer) % 2 == 0
 
     def window(self, layer: int) -> int | None:
-        """Number of positions that a position of the layer attends to, itself included. None: all
+        """Number of positions that a position of the layer attends to, including itself. None: all
         positions of the context."""
         window = None if self.windows is None else self.windows[layer]
         return None if window is None or window >= self.context_length else window
 
     @property
     def backout_layer(self) -> int | None:
-        """The layer with whose output `backout` computes."""
+        """The layer whose output is used by `backout`."""
         return self.n_layer // 2 if self.backout else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -347,7 +347,7 @@ class GPTConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "GPTConfig":
-        """Read a result of `to_dict`, also of an older version that lacks some keys. Raises
+        """Read a result of `to_dict`, even from an older version that lacks some keys. Raises
         ConfigError, which names the key that is missing, unknown or wrong."""
         names = {field.name for field in fields(cls)}
         if unknown := sorted(set(values) - names):
@@ -370,7 +370,7 @@ WITHOUT_PARTS: Mapping[str, Any] = {
     "backout": False,
     "logit_softcap": None,
 }
-"""Parts of nanochat's shape that other architectures lack, with the value that leaves each out."""
+"""Parts of nanochat's shape that other architectures lack, with the value that disables each."""
 
 
 def parts_of(config: GPTConfig) -> dict[str, Any]:
@@ -396,7 +396,7 @@ def read_config(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def _implied(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values for absent keys: they describe how the model behaved before the key was added."""
+    """Values for absent keys: they describe how models behaved before each key existed."""
     return {
         "final_norm": values.get("norm_position") == "pre",
         "residual": "sequential",
@@ -477,7 +477,7 @@ ORIGINAL: Mapping[str, Any] = {
     "activation": "relu",
     "tied_head": False,
 }
-"""With these overrides `gpt2_shape` is the decoder of "Attention Is All You Need" (Vaswani et al.,
+"""Overrides that turn `gpt2_shape` into the decoder of "Attention Is All You Need" (Vaswani et al.,
 2017), without cross-attention. Many models use the variant with `norm_position="pre"`."""
 
 MODERN: Mapping[str, Any] = {
@@ -490,7 +490,7 @@ MODERN: Mapping[str, Any] = {
     "tied_head": False,
     "value_embeddings": True,
 }
-"""With these overrides `gpt2_shape` is the shape that learns fastest at small sizes: RMSNorm,
+"""Overrides that turn `gpt2_shape` into the shape that learns fastest at small sizes: RMSNorm,
 rotary positions, QK-norm, no biases, an untied head, gated value embeddings."""
 
 

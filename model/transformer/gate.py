@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 VALUE_GATE_WIDTH = 32
-"""The gate of a value embedding is computed from this many leading channels of the residual
-stream."""
+"""Number of leading channels of the residual stream that determine the gate of a value
+embedding."""
 SMEAR_WIDTH = 24
-"""The gate of `smear` is computed from this many leading channels of a token's embedding."""
+"""Number of leading channels of a token's embedding that determine the gate of `smear`."""
 
 
 def leading_gate(x: Tensor, weight: Tensor) -> Tensor:

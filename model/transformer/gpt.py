@@ -1,7 +1,7 @@
 """GPT: one forward pass for training, prefill and decode.
 
-`GPT.transform` takes token ids at explicit positions and returns the final hidden states. The
-`Attend` that it is given adds the keys and values of earlier positions, from the batch
+`GPT.transform` takes token ids at explicit positions and returns the final hidden states. Its
+argument `attend` adds the keys and values of earlier positions, from the batch
 (`model/transformer/attention.py`) or from the cache (`model/inference/kv_cache.py`). `GPT.forward`
 runs `transform` over whole sequences and can return intermediate results.
 
@@ -26,8 +26,8 @@ from logitd.model.transformer.rotary import TABLE_ROWS, rotary_tables, rotate
 from logitd.model.transformer.tap import UNTAPPED, Tap
 
 HEAD_ROWS = 1024
-"""Number of rows of a bfloat16 or float16 head that are converted to float32 at a time. They stay
-in the processor's cache."""
+"""Rows of a bfloat16 or float16 head converted to float32 at a time. They stay in the processor's
+cache."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class GPT(nn.Module):
     def reset_tables(self) -> None:
         """Compute the constant position tables again. They are not part of a checkpoint."""
         config, device = self.config, self.token_embedding.weight.device
-        if device.type == "meta":  # the tables are computed once the model is on a real device
+        if device.type == "meta":  # tables are computed once the model is on a real device
             return
         if config.positions == "sinusoidal":
             table = sinusoidal_table(config.context_length, config.d_model, device)
@@ -190,7 +190,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw GPT-2's initial weights: N(0, 0.02), projections into the residual stream divided by
-        sqrt(2 * n_layer), biases 0. The trainer draws others
+        sqrt(2 * n_layer), biases 0. The trainer draws different ones
         (`model/training/optim/optimizers.py`). Learned scales begin at nanochat's values."""
         if self.config.smear:
             self.smear_scale.zero_()
@@ -218,7 +218,7 @@ class GPT(nn.Module):
 
 
 class HeadBias(nn.Module):
-    """The bias of a head whose matrix is the embedding. As a module it has the usual name
+    """The bias of a head that shares the embedding's matrix. As a module it has the usual name
     `head.bias`."""
 
     def __init__(self, rows: int) -> None:
@@ -306,8 +306,8 @@ class Block(nn.Module):
         return tap(layer, "attention.out", out)
 
     def head_parts(self, heads: Tensor) -> Tensor:
-        """What each head adds (B, H, T, C) to the output of attention, from the heads' outputs (B,
-        H, T, D). These parts and the projection's bias add up to the output."""
+        """The part (B, H, T, C) that each head adds to the output of attention, computed from the
+        heads' outputs (B, H, T, D). These parts and the projection's bias add up to the output."""
         weight = self.attention_out.weight  # (C, H * D)
         per_head = weight.view(len(weight), -1, self.config.head_dim)  # (C, H, D)
         return torch.einsum("bhtd,chd->bhtc", heads, per_head)
@@ -330,8 +330,8 @@ class Block(nn.Module):
         h = self.mlp_up(x)  # (B, T, d_ff), or twice that for swiglu
         if tap.wants(layer, "mlp.pre") or tap.wants(layer, "mlp.up"):
             h = self._tap_units(h, tap)
-        # In training and on GPUs results need not be exactly reproducible, so torch's fused kernels
-        # are used there.
+        # Training and GPUs use torch's fused kernels, because their results need not be exactly
+        # reproducible.
         h = activate(h, self.config.activation, fused=h.requires_grad or not h.is_cpu)
         return tap(layer, "mlp.out", self.mlp_down(tap(layer, "mlp.hidden", h)))
 
@@ -374,9 +374,9 @@ def _norm(config: GPTConfig) -> nn.Module:
 def _full_precision(x: Tensor, weight: Tensor) -> Tensor:
     """Logits (..., V) in float32 of x (..., C) and a weight (V, C) in bfloat16 or float16.
 
-    When logits were rounded to bfloat16, the two likeliest tokens had equal logits at one position
-    in a hundred. On a GPU, torch can multiply such dtypes and return float32; on a CPU it cannot,
-    so the weight is converted.
+    If logits were rounded to bfloat16, the two likeliest tokens would have equal logits at one
+    position in a hundred. On a GPU, torch can multiply such dtypes and return float32; on a CPU it
+    cannot, so the weight is converted.
     """
     if x.is_cuda:
         product = torch.mm(x.flatten(0, -2), weight.T, out_dtype=torch.float32)

@@ -29,12 +29,12 @@ NARROW = ("lora_a", "lora_b")
 
 
 class LoraError(ValueError):
-    """Adapters do not fit a model; the message says which and why."""
+    """Raised if adapters do not fit a model; the message names them and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraShape:
-    """Which matrices are adapted, and the rank and scale of the adapters."""
+    """The adapted matrices, and the rank and scale of the adapters."""
 
     rank: int
     alpha: float

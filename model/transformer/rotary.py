@@ -20,7 +20,7 @@ from torch import Tensor
 from logitd.model.transformer.config import GPTConfig, RopeScaling
 
 TABLE_ROWS = 4096
-"""The angles of this many positions are computed at a time."""
+"""Number of positions whose angles are computed at a time."""
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def rotary_tables(config: GPTConfig, device: torch.device) -> tuple[Tensor, Tens
     turning = config.rotary_dim // 2
     cos = torch.ones(config.context_length, config.head_dim // 2, device=device)
     sin = torch.zeros(config.context_length, config.head_dim // 2, device=device)
-    # Some rows at a time: all rows in float64 would take six times the memory of the tables.
+    # All rows at once in float64 would take six times the memory of the tables.
     for start in range(0, config.context_length, TABLE_ROWS):
         rows = slice(start, min(start + TABLE_ROWS, config.context_length))
         positions = torch.arange(rows.start, rows.stop, device=device)
@@ -53,8 +53,8 @@ def rotary_tables(config: GPTConfig, device: torch.device) -> tuple[Tensor, Tens
 
 
 def angles_per_position(config: GPTConfig, device: torch.device) -> Tensor:
-    """By how much the angle of each rotated pair grows per position (R / 2,), float64. Without
-    scaling it is theta^(-2i / R)."""
+    """Growth of each rotated pair's angle per position (R / 2,), float64. Without scaling it is
+    theta^(-2i / R)."""
     turning = config.rotary_dim
     channels = torch.arange(0, turning, 2, device=device, dtype=torch.float64) / turning
     angles = config.rope_theta**-channels

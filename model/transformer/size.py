@@ -44,7 +44,7 @@ def count_elements(config: GPTConfig) -> Elements:
     # Value embeddings: every second block has a table, and a gate with a row per key/value head.
     valued = -(-config.n_layer // 2) if config.value_embeddings else 0
     gate = min(VALUE_GATE_WIDTH, width) * config.n_kv_head
-    # Smear: a gate, which belongs to no block.
+    # Smear: one gate for the whole model.
     smear = min(SMEAR_WIDTH, width) * config.smear
     # Vectors: two norms per block, perhaps a final norm, biases, norms of queries and keys.
     norm = width * (2 if config.norm == "layernorm" and config.bias else 1)
@@ -79,9 +79,9 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def table_elements(config: ModelConfig) -> int:
-    """Number of elements of the tables that are computed, not stored: sinusoids, or cosines and
-    sines; and the mask of a block of queries for each window, whose one-byte elements count as a
-    quarter each. 0 if the owner's code computes the model, because they are not known."""
+    """Number of elements of the tables that are computed instead of stored: sinusoids, or cosines
+    and sines; and the mask of a block of queries for each window, whose one-byte elements count as
+    a quarter each. 0 if the owner's code computes the model, because they are not known."""
     if isinstance(config, CodeConfig):
         return 0
     width = {"sinusoidal": config.d_model, "rotary": config.head_dim, "learned": 0}

@@ -1,11 +1,10 @@
 """Stages: names, meanings and shapes of everything that a forward pass computes.
 
 `STAGES` lists them. `GPT.transform` calls a `Tap` (`model/transformer/tap.py`) with the name and
-value of each. Which stages a model has depends on its `GPTConfig`: without rotary positions and
-QK-norm there is no `q_raw`, and with norms after the residual addition there is no
-`attention.norm`.
+value of each. The stages of a model depend on its `GPTConfig`: without rotary positions and QK-norm
+there is no `q_raw`, and with norms after the residual addition there is no `attention.norm`.
 
-The stages of a model by its owner's code are its submodules, by their own names.
+The stages of a model computed by its owner's code are its submodules, under their own names.
 
 Axes: T tokens of the prompt; the others as in `GPTConfig`. The axis of positions comes first and is
 not listed. TransformerLens' names are those of its TransformerBridge, version 4.
@@ -22,7 +21,7 @@ from logitd.model.owner_code.config import CodeConfig, ModuleStage
 from logitd.model.transformer.config import GPTConfig, ModelConfig
 
 Axis = Literal["n_head", "n_kv_head", "head_dim", "T", "d_model", "d_ff", "vocab_size"] | int
-"""The name of an axis, or the size of one without a name."""
+"""The name of an axis, or the size of an axis without a name."""
 Key = tuple[int | None, str]
 """A stage of a forward pass: its block and its name in the block."""
 
@@ -30,7 +29,7 @@ _IN_BLOCK = re.compile(r"blocks\.(0|[1-9][0-9]{0,5})\.(.+)")
 
 
 class UnknownStage(ValueError):
-    """No stage of the model has this name; the message lists the stages."""
+    """Raised if no stage of the model has this name; the message lists the stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ class Stage:
 
     @property
     def heads_axis(self) -> Literal["n_head", "n_kv_head"] | None:
-        """The axis of heads, which is the first if there is one; otherwise None."""
+        """The axis of heads, which comes first; None if the stage has no heads."""
         first = self.kind.axes[0]
         return first if first == "n_head" or first == "n_kv_head" else None
 
@@ -198,14 +197,14 @@ STAGES: tuple[StageKind, ...] = (
     StageKind(
         "attention.head_out",
         ("n_head", "d_model"),
-        "what each head adds to the output of attention; the projection's bias is not included",
+        "contribution of each head to the output of attention, without the projection's bias",
         "attn.hook_result",
         changes=False,
     ),
     StageKind(
         "attention.out",
         ("d_model",),
-        "what attention adds to the residual stream",
+        "output of attention, which is added to the residual stream",
         "hook_attn_out",
     ),
     StageKind(
@@ -240,12 +239,17 @@ STAGES: tuple[StageKind, ...] = (
         "the MLP's units after the activation (and the gate)",
         "mlp.hook_post",
     ),
-    StageKind("mlp.out", ("d_model",), "what the MLP adds to the residual stream", "hook_mlp_out"),
+    StageKind(
+        "mlp.out",
+        ("d_model",),
+        "output of the MLP, which is added to the residual stream",
+        "hook_mlp_out",
+    ),
     StageKind("output", ("d_model",), "the residual stream after the block", "hook_resid_post"),
     StageKind(
         "backout",
         ("d_model",),
-        "the last residual stream without its part of the middle block's output",
+        "the last residual stream minus the subtracted part of the middle block's output",
         None,
         in_block=False,
         has=lambda config: config.backout,
@@ -324,8 +328,8 @@ def match_stages(patterns: Sequence[str], config: ModelConfig) -> tuple[Stage, .
 
 
 def _matching(pattern: str, names: Iterable[str], config: ModelConfig) -> list[str]:
-    """The names that a pattern matches. In the names of submodules, `*` matches one part between
-    dots, because a block's name begins those of all its parts."""
+    """The names that match a pattern. In the names of submodules, `*` matches one part between
+    dots, because a block's name is the beginning of all its parts' names."""
     if not isinstance(config, CodeConfig):
         return fnmatch.filter(names, pattern)
     parts = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
@@ -333,7 +337,7 @@ def _matching(pattern: str, names: Iterable[str], config: ModelConfig) -> list[s
 
 
 def _named(name: str, config: ModelConfig) -> Stage | None:
-    """The stage with this name, found without making the list of all stages: a request may name
+    """The stage with this name. It is found without listing all stages: a request may name
     thousands, one by one."""
     if isinstance(config, CodeConfig):
         return next((stage for stage in stages_of(config) if stage.name == name), None)
@@ -359,7 +363,7 @@ def _unknown(pattern: str, config: ModelConfig) -> str:
     kinds = [kind for kind in STAGES if kind.has(config)]
     for kind in STAGES:
         if kind not in kinds and pattern.endswith(kind.name):
-            return f"this model has no stage {kind.name!r}: GET /stages lists those that it has"
+            return f"this model has no stage {kind.name!r}: GET /stages lists its stages"
     names = ", ".join(kind.pattern for kind in kinds)
     return (
         f"no stage matches {pattern[:100]!r}; the stages are {names}, with N from 0 to "

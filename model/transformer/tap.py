@@ -16,7 +16,7 @@ class Tap(Protocol):
     stages in `stages.HEADS_FIRST`."""
 
     def wants(self, layer: int | None, stage: str) -> bool:
-        """True if the tap uses a stage. Expensive stages are computed only if it does."""
+        """True if the tap uses a stage. Expensive stages are computed only in that case."""
 
     def __call__(self, layer: int | None, stage: str, value: Tensor, offset: int = 0) -> Tensor:
         """Return the value with which the forward pass continues. Some stages are computed block by

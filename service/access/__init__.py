@@ -1,1 +1,1 @@
-"""Access: API keys, their limits, accepted hosts, and the names of callers."""
+"""Access: API keys and their limits, accepted hosts, and callers' names."""

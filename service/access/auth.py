@@ -1,8 +1,8 @@
-"""API keys: which requests are accepted.
+"""API keys: decides which requests are accepted.
 
-Each key has a name, which the log and the metrics show. Keys come from a setting, a file, or both.
-Only the SHA-256 of a key is kept. No message, log line or metric contains a key, or what a client
-sent as a key. `key_limits.py` counts the requests of each key.
+Each key has a name, shown in the log and the metrics. Keys come from a setting, a file, or both.
+Only the SHA-256 of a key is kept. No message, log line or metric contains a key, or anything that a
+client sent as a key. `key_limits.py` counts the requests of each key.
 """
 
 import hmac
@@ -29,16 +29,16 @@ logger = logging.getLogger("logitd")
 NO_KEY = "none"
 """Name of callers without a valid key; no key may have it."""
 CALLER = "logitd.caller"
-"""Scope key of the name of the request's API key; absent if the server has no keys."""
+"""Scope key that holds the name of the request's API key; absent if the server has no keys."""
 
 ADMIN = "/admin"
 """Paths below this one need the administrator's key instead of an API key."""
 MIN_KEY_LENGTH = 8
 SAFE_KEY_LENGTH = 16
-"""Keys with fewer characters are accepted with a warning."""
+"""Shorter keys are accepted with a warning."""
 KEY_FILE_BYTES = 2**20
-"""Limit of the size of a key file: ten thousand keys. Small, because it may be read while requests
-are answered."""
+"""Size limit of a key file: ten thousand keys. It is small because the file may be read while
+requests are answered."""
 MAX_LIMIT = 1_000_000
 _ENTRY = re.compile(r"(.*?=.*?|[^=]*)((?:\s+[\w-]+=\S*)*)", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -46,13 +46,14 @@ _KEY = re.compile(r"[!-~]+")  # characters that a header can hold without quotes
 
 
 class ApiKeyError(ValueError):
-    """API keys cannot be used. The message says which and why, without repeating a key."""
+    """Raised if API keys cannot be used. The message names the key and the reason, never the key
+    itself."""
 
 
 @dataclass(frozen=True)
 class ApiKeys:
-    """The accepted keys: their SHA-256 by name, and the limits of keys that have their own. If
-    there are no keys, requests need none."""
+    """The accepted keys: SHA-256 by name, and individual limits. If there are no keys, requests
+    need none."""
 
     digests: Mapping[str, bytes] = field(default_factory=lambda: MappingProxyType({}), repr=False)
     limits: Mapping[str, KeyLimit] = field(default_factory=lambda: MappingProxyType({}), repr=False)
@@ -62,8 +63,8 @@ class ApiKeys:
         return tuple(self.digests)
 
     def name_of(self, presented: bytes) -> str | None:
-        """The name of a key; None if it is unknown. It takes the same time for every key, because
-        it compares all digests completely."""
+        """The name of a key; None if it is unknown. All digests are compared completely, so every
+        key takes the same time."""
         digest, match = sha256(presented).digest(), None
         for name, known in self.digests.items():
             if hmac.compare_digest(digest, known):
@@ -72,10 +73,10 @@ class ApiKeys:
 
 
 class KeyRing:
-    """The currently accepted keys, which can be read again while the server runs."""
+    """The accepted keys. They can be read again while the server runs."""
 
     def __init__(self, keys: ApiKeys, limit: KeyLimit) -> None:
-        """`limit` applies to keys that have no limit of their own."""
+        """`limit` applies to keys without a limit of their own."""
         self.keys = keys
         self.limits = KeyLimits(limit, keys.limits)
 
@@ -84,8 +85,8 @@ class KeyRing:
         return self.keys.names
 
     def replace(self, keys: ApiKeys) -> None:
-        """Accept these keys from now on. Raises ApiKeyError if there would be keys for the first
-        time, which locks everyone out, or none any more, which lets everyone in."""
+        """Accept these keys from now on. Raises ApiKeyError if the server had no keys before, which
+        would lock everyone out, or if there are none left, which would let everyone in."""
         if bool(keys.names) != bool(self.names):
             raise ApiKeyError("a running server cannot start or stop asking for API keys")
         self.keys = keys
@@ -131,8 +132,8 @@ class ApiKeyCheck:
 
 
 def is_public(path: str, public: Collection[str]) -> bool:
-    """True if a path needs no API key. These are /health, /admin, which has its own key, each path
-    in `public`, and all paths below these (except below /)."""
+    """True if a path needs no API key: /health, /admin (which has its own key), each path in
+    `public`, and all paths below these (except below /)."""
     return any(
         path == prefix or (prefix != "/" and path.startswith(f"{prefix}/"))
         for prefix in ("/health", ADMIN, *public)
@@ -142,7 +143,7 @@ def is_public(path: str, public: Collection[str]) -> bool:
 def read_api_keys(listed: SecretStr | None, file: Path | None) -> ApiKeys:
     """The keys in the settings `api_keys` and `api_key_file`. Logs a warning for each short key.
     Raises ApiKeyError if a key cannot be used."""
-    places: dict[str, str] = {}  # of each name and digest
+    places: dict[str, str] = {}  # place by name or digest
     digests: dict[str, bytes] = {}
     limits: dict[str, KeyLimit] = {}
     for place, entry in [*_listed(listed), *_in_file(file)]:
@@ -160,14 +161,14 @@ def read_api_keys(listed: SecretStr | None, file: Path | None) -> ApiKeys:
 
 
 def _listed(listed: SecretStr | None) -> Iterator[tuple[str, str]]:
-    """The entries of the setting, each with words for its place."""
+    """The entries of the setting, each with a description of its place."""
     if listed is not None:
         for number, entry in enumerate(listed.get_secret_value().split(","), start=1):
             yield f"entry {number} of the API keys", entry.strip()
 
 
 def _in_file(file: Path | None) -> list[tuple[str, str]]:
-    """The entries of the file, each with words for its place."""
+    """The entries of the file, each with a description of its place."""
     if file is None:
         return []
     try:
@@ -187,27 +188,26 @@ def _in_file(file: Path | None) -> list[tuple[str, str]]:
 
 
 def _limit(place: str, words: str) -> KeyLimit:
-    """The limit that words such as `per-minute=60 at-once=4` give. For a missing half, the default
-    applies."""
+    """The limits in words such as `per-minute=60 at-once=4`. A missing one has the default."""
     given: dict[str, int] = {}
     for word in words.split():
         name, _, number = word.partition("=")
-        if name not in ("per-minute", "at-once"):  # not repeated: it may be a part of a key
+        if name not in ("per-minute", "at-once"):  # do not repeat it: it may be part of a key
             raise ApiKeyError(
                 f"{place} has an unknown limit; the limits are per-minute=N and at-once=N"
             )
         if name in given or not (number.isascii() and number.isdigit()) or int(number) > MAX_LIMIT:
             raise ApiKeyError(
-                f"{place} has {word!r}; write per-minute=N and at-once=N once each, with N from 0 "
-                f"(unlimited) to {MAX_LIMIT}"
+                f"{place} has {word!r}; write per-minute=N and at-once=N at most once each, with "
+                f"N from 0 (unlimited) to {MAX_LIMIT}"
             )
         given[name] = int(number)
     return KeyLimit(given.get("per-minute"), given.get("at-once"))
 
 
 def _name_and_key(place: str, entry: str) -> tuple[str, str]:
-    """Name and key of an entry NAME=KEY. Messages repeat neither of them, because either may be a
-    key if the entry is wrong."""
+    """Split an entry NAME=KEY. Messages repeat neither part, because in a wrong entry either may be
+    a key."""
     name, separator, key = (part.strip() for part in entry.partition("="))
     if not separator:
         raise ApiKeyError(f"{place} is not of the form NAME=KEY")
@@ -218,24 +218,24 @@ def _name_and_key(place: str, entry: str) -> tuple[str, str]:
         )
     if len(key) < MIN_KEY_LENGTH:
         raise ApiKeyError(
-            f"{place} has a key of {len(key)} characters, at least {MIN_KEY_LENGTH} are needed; "
+            f"{place} has a key of {len(key)} characters; at least {MIN_KEY_LENGTH} are needed. "
             "`openssl rand -hex 24` makes a good one"
         )
     if not _KEY.fullmatch(key):
         raise ApiKeyError(
-            f"{place} has a key that a header cannot hold; a key consists of ASCII letters, digits "
-            "and signs, without blanks"
+            f"{place} has a key that a header cannot hold; a key consists of ASCII letters, "
+            "digits and symbols, without blanks"
         )
     if len(key) < SAFE_KEY_LENGTH:
         logger.warning(
-            "%s has a key of %d characters, which may be guessed; use at least %d: `openssl rand "
-            "-hex 24` makes a good one", place, len(key), SAFE_KEY_LENGTH,
+            "%s has a key of %d characters, which may be guessed; use at least %d: "
+            "`openssl rand -hex 24` makes a good one", place, len(key), SAFE_KEY_LENGTH,
         )  # fmt: skip
     return name, key
 
 
 def bearer_token(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """The key in the headers of a request; None if there is none or several."""
+    """The key in a request's headers; None if there is none, or more than one."""
     values = [value for name, value in headers if name == b"authorization"]
     if len(values) != 1:
         return None
@@ -246,9 +246,9 @@ def bearer_token(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 
 def _unauthorized(presented: bool) -> Response:
     message = (
-        "the API key is not one of this server's"
+        "the API key is not one of this server's keys"
         if presented
-        else "an API key is needed here: send the header 'Authorization: Bearer KEY'"
+        else "an API key is required: send the header 'Authorization: Bearer KEY'"
     )
     error = ApiError(401, "authentication_error", message, None, "invalid_api_key")
     response = error.response()
@@ -257,6 +257,6 @@ def _unauthorized(presented: bool) -> Response:
 
 
 def note_user(request: Request, user: str | None) -> None:
-    """Add the end user, as named by the client, to the request's line in the log."""
+    """Add the end user, as named by the client, to the request's log line."""
     if user:
         request.state.user = user

@@ -1,9 +1,9 @@
 """Callers: names of clients, among which the engine is shared fairly.
 
-A caller is named by its API key. If the server has no keys, its name is the client's address: IPv4,
-or the first 64 bits of IPv6, the usual size of a network. Behind a proxy on this machine, the
-address is the one in X-Forwarded-For. The names are used only for counting and fairness; `auth.py`
-controls access.
+A caller is named by its API key. If the server has no keys, it is named by its address: IPv4, or
+the first 64 bits of IPv6, the usual size of a network. Behind a proxy on this machine, the address
+comes from X-Forwarded-For. The names are used only for counting and fairness; `auth.py` controls
+access.
 """
 
 import ipaddress
@@ -13,8 +13,8 @@ from starlette.requests import HTTPConnection
 from logitd.service.access.auth import CALLER, NO_KEY
 
 NETWORK_BITS = 64
-"""Number of leading bits of an IPv6 address that identify a client. It can choose the other
-bits."""
+"""Number of leading bits of an IPv6 address that identify a client, which is free to choose the
+other bits."""
 
 
 def caller_of(connection: HTTPConnection) -> str:
@@ -25,7 +25,7 @@ def caller_of(connection: HTTPConnection) -> str:
 
 
 def network_of(host: str) -> str:
-    """An address, shortened to the part that identifies a client. Other texts are returned
+    """Shorten an address to the part that identifies a client. Other texts are returned
     unchanged."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])

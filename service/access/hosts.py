@@ -1,9 +1,9 @@
 """HostCheck: refuses requests whose Host header names another server.
 
-The owner of a web page may let the page's domain point to 127.0.0.1 (DNS rebinding). The browser
-then considers a server on this machine part of the page's origin and lets the page read its
-replies; only the Host header still has the domain of the page. If the server has API keys, such a
-page has no key, so it can do no harm. Pages of other origins cannot send requests with a body: it
+An attacker can let the domain of a web page point to 127.0.0.1 (DNS rebinding). The browser then
+treats a server on this machine as part of the page's origin and lets the page read its replies;
+only the Host header still has the page's domain. If the server has API keys, the attack is
+harmless, because the page has no key. Pages of other origins cannot send requests with a body: it
 must be application/json, for which browsers first ask the server (CORS).
 """
 
@@ -25,12 +25,12 @@ _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]]+))(?::\d*)?")
 
 
 class HostCheck:
-    """ASGI middleware that answers 403 if the Host header is not accepted. Requests without this
-    header are accepted, because they do not come from a browser."""
+    """ASGI middleware that answers 403 if the Host header is not accepted. Requests without the
+    header are accepted: they do not come from a browser."""
 
     def __init__(self, app: ASGIApp, names: Iterable[str], addresses: bool) -> None:
-        """Names of the loopback interface are always accepted. If `addresses`, every IP address is
-        accepted too, because a page cannot redirect an address."""
+        """Loopback names are always accepted. With `addresses`, so is every IP address, because a
+        page cannot redirect an address."""
         self._app = app
         self._names = {"localhost", *(name.lower() for name in names)}
         self._addresses = addresses
@@ -40,8 +40,8 @@ class HostCheck:
             for name, value in scope["headers"]:
                 if name == b"host" and not self._accepts(host := value.decode("latin-1")):
                     message = (
-                        f"the Host {clip(host)!r} is not a name of this server; reach it as "
-                        "localhost, or start it with this name in --allowed-hosts"
+                        f"the Host {clip(host)!r} is not a name of this server; use localhost, or "
+                        "add this name to --allowed-hosts"
                     )
                     error = ApiError(403, "permission_error", message, None, "host_not_allowed")
                     await error.response()(scope, receive, send)
@@ -59,7 +59,7 @@ class HostCheck:
 
 
 def host_check(settings: ServeSettings) -> dict[str, Any] | None:
-    """The arguments for the HostCheck of a server; None if the header is not checked."""
+    """The arguments of a server's HostCheck; None if the header is not checked."""
     hosts = settings.allowed_hosts
     keyless = settings.api_keys is None and settings.api_key_file is None
     loopback = binds_loopback(settings.host)
@@ -69,11 +69,11 @@ def host_check(settings: ServeSettings) -> dict[str, Any] | None:
 
 
 def binds_loopback(host: str) -> bool:
-    """True if a server that listens on this host is reachable only from its own machine."""
+    """True if a server that listens on this host can be reached only from its own machine."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
-        return False  # it cannot be bound either
+        return False  # such a host cannot be bound either
     return all(_is_loopback(str(address[0])) for *_, address in found)
 
 

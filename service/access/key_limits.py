@@ -1,10 +1,10 @@
-"""KeyLimits: limits of each API key, in requests per minute and in concurrent requests.
+"""KeyLimits: limits the requests per minute and the concurrent requests of each API key.
 
-Requests above the limits of their key are answered 429; the message has the key's own numbers, and
-other keys are not affected. Only POST requests count, because others compute nothing. The requests
-of a minute become available again one by one (a leaky bucket), and a key that has sent none for a
-minute may send all of them at once. Only the event loop may use this module.
-`service/engine/admission.py` has the limits of the queue.
+Requests above the limits are answered 429; the message has the key's own numbers, and other keys
+are not affected. Only POST requests count, because others compute nothing. The requests of a minute
+become available again one by one (a leaky bucket); a key that was idle for a minute may send all of
+them at once. Call it only on the event loop. `service/engine/admission.py` has the limits of the
+queue.
 """
 
 import math
@@ -34,8 +34,8 @@ class KeyLimit:
 
 @dataclass(slots=True)
 class _Spent:
-    """The requests of a key: `used` is the content of its bucket at `moment`; `open` requests are
-    being answered."""
+    """The requests of a key: `used` is the content of its bucket at time `moment`; `open` counts
+    requests being answered."""
 
     used: float
     moment: float
@@ -51,14 +51,14 @@ class KeyLimits:
         own: Mapping[str, KeyLimit],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`own` are the limits of keys that differ from the default."""
+        """`own` maps names of keys to limits other than the default."""
         self._default = default
         self._own = own
         self._clock = clock
         self._spent: dict[str, _Spent] = {}
 
     def of(self, name: str) -> tuple[int, int]:
-        """Requests per minute and concurrent requests of a key; 0 is unlimited."""
+        """Requests per minute and concurrent requests of a key; 0 means unlimited."""
         own, other = self._own.get(name, self._default), self._default
         per_minute = other.per_minute if own.per_minute is None else own.per_minute
         at_once = other.at_once if own.at_once is None else own.at_once
@@ -70,13 +70,13 @@ class KeyLimits:
 
     @contextmanager
     def request(self, name: str) -> Iterator[None]:
-        """Count a request of a key while it is answered. Raises ApiError (429) above a limit; then
-        the request does not count."""
+        """Count a request of a key while it is answered. Raises ApiError (429) above a limit,
+        without counting the request."""
         (per_minute, at_once), spent = self.of(name), self._as_of_now(name)
         if at_once and spent.open >= at_once:
             raise queue_full(
-                f"the key {name!r} may have {at_once} requests answered at once and has "
-                f"{spent.open}; wait for one of them to end",
+                f"the key {name!r} may have {at_once} concurrent requests and has {spent.open}; "
+                "wait until one of them ends",
                 1,
                 Limit.KEY_AT_ONCE,
                 KEY_LIMIT,
@@ -102,6 +102,6 @@ class KeyLimits:
         now, (per_minute, _) = self._clock(), self.of(name)
         spent = self._spent.setdefault(name, _Spent(0.0, now))
         left = spent.used - (now - spent.moment) * per_minute / 60
-        spent.used = min(max(left, 0.0), per_minute)  # its limit may have been higher
+        spent.used = min(max(left, 0.0), per_minute)  # the limit may have been higher before
         spent.moment = now
         return spent

@@ -1,1 +1,1 @@
-"""Application: the ASGI application, its middleware, its startup and shutdown, and its server."""
+"""Application: the ASGI application, its middleware, startup and shutdown, and its server."""

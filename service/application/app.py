@@ -1,4 +1,4 @@
-"""The application: routes and middleware, and when the models are loaded and stopped.
+"""The application: its routes and middleware.
 
 `create_app` itself starts nothing. The models are loaded when the server starts the application
 (/health answers 503 meanwhile), and their engines are stopped when the server stops it.
@@ -34,7 +34,7 @@ from logitd.service.settings.serve import ServeSettings
 from logitd.service.tracing.attributes import Ended
 from logitd.service.tracing.traces import traces_of
 
-DESCRIPTION = """Serves a GPT that was trained with logitd, and every number it computes.
+DESCRIPTION = """Serves a GPT and every number that it computes.
 
 Prompts are texts, lists of token ids, or lists of either. Errors are
 `{"error": {"message", "type", "param", "code"}}`, and the message says what to do."""
@@ -137,7 +137,7 @@ def _serve_docs(app: FastAPI) -> None:
 
     @app.get("/openapi.json", include_in_schema=False)
     def document() -> Response:
-        return JSONResponse(app.openapi())  # takes a quarter of a second at first, in a thread
+        return JSONResponse(app.openapi())  # in a thread: takes a quarter of a second at first
 
     @app.get("/docs", include_in_schema=False)
     def docs_page() -> Response:
@@ -145,7 +145,7 @@ def _serve_docs(app: FastAPI) -> None:
 
 
 def _page_headers(*scripts: str) -> dict[str, str]:
-    """Headers for a page. It may run only scripts of this server and inline scripts with these
+    """Headers of a page. It may run only this server's scripts and inline scripts with these
     hashes, may send requests only to this server, and may not be shown in a frame."""
     sources = " ".join(("'self'", *scripts))
     policy = (

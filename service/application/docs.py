@@ -50,7 +50,7 @@ def install(app: FastAPI, needs_key: Callable[[str], bool]) -> None:
 
 
 def _add_keys(schema: dict[str, Any], needs_key: Callable[[str], bool]) -> None:
-    """Mark operations that need an API key; /docs then has a field for one."""
+    """Mark operations that need an API key, so that /docs has a field for it."""
     operations = [
         operation
         for path, methods in schema["paths"].items()

@@ -1,9 +1,9 @@
 """Lifespan: loads the served models outside the event loop, and then follows their training runs if
-that is wanted.
+requested.
 
 For each model it builds the engine and everything that the event loop needs. Meanwhile /health
-answers 503 and says which checkpoint of a run is awaited, or why loading failed. If some of several
-models cannot be loaded, the others are served; loading fails only if no model can be loaded.
+answers 503 and says which checkpoint of a run is awaited, or why loading failed. If only some of
+the models can be loaded, those are served; loading fails if none can.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ logger = logging.getLogger("logitd")
 
 
 async def live(state: ServiceState) -> None:
-    """Load the models of the settings, and follow their runs if that is wanted."""
+    """Load the models of the settings, and follow their runs if requested."""
     await _wait_for_first_checkpoints(state)
     await load(state)
     if state.settings.follow is not None:
@@ -36,8 +36,8 @@ async def live(state: ServiceState) -> None:
 
 
 async def _wait_for_first_checkpoints(state: ServiceState) -> None:
-    """Wait until each followed run has saved a checkpoint. This may be cancelled, unlike
-    loading."""
+    """Wait until each followed run has saved a checkpoint. Unlike loading, this can be
+    cancelled."""
     follow = state.settings.follow
     for source in state.settings.models if follow else ():
         while not (is_run(source.path) and checkpoint_of(source.path, follow).exists()):
@@ -49,11 +49,11 @@ async def _wait_for_first_checkpoints(state: ServiceState) -> None:
 
 
 async def load(state: ServiceState) -> None:
-    """Load the models one after the other, and pass them to `state`, or the reason why none could
-    be loaded.
+    """Load the models one after another. Pass them to `state`, or the reason why none could be
+    loaded.
 
-    No engine may compute before all models are loaded. A thread gets its number of torch threads
-    when it computes for the first time, and that number is one while models are being loaded.
+    No engine may compute before all models are loaded: a thread gets its number of torch threads
+    when it computes for the first time, and that number is one during loading.
     """
     settings, steps = state.settings, None
     if len(settings.models) == 1:

@@ -1,10 +1,10 @@
 """ASGI middleware for every request.
 
 From the outermost to the innermost: `RequestLog` (request id, metrics, trace, log line, limit of
-the headers), CORS if wanted, `BugAnswer` (the reply to an unexpected exception; inside CORS, so
+the headers), CORS if enabled, `BugAnswer` (the reply to an unexpected exception; inside CORS, so
 that a browser can read it), `HostCheck` (`service/access/hosts.py`), `ApiKeyCheck`
 (`service/access/auth.py`) and `HeadAsGet`. None uses Starlette's BaseHTTPMiddleware, which would
-hide that a client has disconnected and make streams several times slower.
+hide disconnects and make streams several times slower.
 """
 
 import logging
@@ -33,7 +33,7 @@ REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 REQUEST_ID_SCOPE = "logitd.request_id"
 """Scope key of the request's id."""
 MAX_USER = 64
-"""Most characters of `user` in the log."""
+"""Maximum number of characters of `user` in the log."""
 QUIET = ("/health", "/info", "/metrics")
 """Endpoints that clients poll. Their requests are logged at debug level, unless the key is
 wrong."""
@@ -43,7 +43,7 @@ EXPOSED_HEADERS = ("X-Request-ID", "Retry-After", "Server-Timing", *CHECKPOINT_H
 
 class RequestLog:
     """Gives each request an id (the one in `X-Request-ID`, or a new one), and counts, traces and
-    logs it. Of the content of a request, only OpenAI's field `user` is logged."""
+    logs it. OpenAI's field `user` is the only logged content of a request."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class RequestLog:
             self._record(Ended(scope, status, seconds, exception, whole))
 
     def _record(self, ended: Ended) -> None:
-        """Count and trace a request that has ended, and log its line."""
+        """Count, trace and log a request that has ended."""
         scope, status, state = ended.scope, ended.status, ended.scope["state"]
         trace = None if self._trace is None else self._trace(ended)
         endpoint, caller = endpoint_label(scope["path"]), scope.get(CALLER)
@@ -159,7 +159,7 @@ class BugAnswer:
 
 
 def _work(ended: Ended) -> dict[str, Any]:
-    """Tokens and times of the engine's work for a request, if there was any."""
+    """Tokens and times of the engine's work for a request; empty if there was none."""
     usage = ended.usage
     if usage is None or not usage.sequences:
         return {}
@@ -178,7 +178,7 @@ def _printable(user: str | None) -> str | None:
 
 def _line(fields: Mapping[str, Any]) -> str:
     """The log line of a request: `POST /generate 200 12.3 ms ID prompt_tokens=3 ...`. The client's
-    `user` comes last, so that its text cannot be taken for another field."""
+    `user` comes last, so that its text cannot be mistaken for another field."""
     method, endpoint, status, duration, request_id, *rest = fields.items()
     return " ".join(
         [

@@ -1,11 +1,11 @@
 """Server: runs the application in uvicorn, and handles signals.
 
 After SIGTERM or SIGINT, the readiness check answers 503, and `drain_grace` seconds later new
-requests are rejected. Running requests then have `drain_timeout` seconds to finish; those that do
-not are aborted with an error. Then the process exits with 0. While models are being loaded, it
-exits with 0 at once. A second signal ends the process at once, with 128 plus the signal's number.
-SIGHUP only reads the API keys again. If an engine fails, the process exits with 1, so that a
-supervisor can start it again.
+requests are rejected. Running requests then have `drain_timeout` seconds to finish; after that they
+are aborted with an error. Then the process exits with 0. While models are being loaded, it exits
+with 0 at once. A second signal ends the process at once, with 128 plus the signal's number. SIGHUP
+only reads the API keys again. If an engine fails, the process exits with 1, so that a supervisor
+can restart it.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ logger = logging.getLogger("logitd")
 
 
 Announce = Callable[[Models, int], None]
-"""Is called with the models and the port as soon as requests are answered."""
+"""Called with the models and the port as soon as requests are answered."""
 
 
 class Server(uvicorn.Server):
@@ -87,14 +87,12 @@ class Server(uvicorn.Server):
             logger.warning("%s again: quitting at once", signal.Signals(number).name)
             os._exit(128 + number)
         if not self._state.settled.is_set():
-            # No request was accepted, and loading runs native code that cannot be interrupted.
+            # No request was accepted yet, and native code during loading cannot be interrupted.
             logger.info("%s while loading: quitting at once", signal.Signals(number).name)
             os._exit(0)
         grace = self._state.settings.drain_grace
         if grace:
-            logger.info(
-                "%s: not ready any more, draining in %g s", signal.Signals(number).name, grace
-            )
+            logger.info("%s: no longer ready, draining in %g s", signal.Signals(number).name, grace)
         else:
             logger.info("%s: draining", signal.Signals(number).name)
         self._start(self._drain_then_exit(grace))
@@ -135,7 +133,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
-        """Run a task, and keep a reference to it, because the loop itself keeps only a weak one."""
+        """Run a task, and keep a reference to it, because the event loop keeps only a weak one."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -160,7 +158,7 @@ def uvicorn_config(
 
 
 def serve(settings: ServeSettings, announce: Announce) -> int:
-    """Run until a signal ends the server. Returns the exit code for the process."""
+    """Run until a signal ends the server. Returns the exit code of the process."""
     configure_logging(settings.log_level, json=settings.log_format == "json")
     try:
         app = create_app(settings)
@@ -184,7 +182,7 @@ def serve(settings: ServeSettings, announce: Announce) -> int:
 
 
 def _is_no_bind_error(record: logging.LogRecord) -> bool:
-    """Filter for uvicorn's log without bind errors, which `serve` reports itself."""
+    """Filter out bind errors from uvicorn's log, because `serve` reports them itself."""
     return not isinstance(record.msg, OSError)
 
 
@@ -197,8 +195,8 @@ def _bind_failure(error: BaseException | None, settings: ServeSettings) -> str:
             )
         case errno.EADDRNOTAVAIL | socket.EAI_NONAME:
             return (
-                f"--host {settings.host} is not an address of this machine: 127.0.0.1 is reachable "
-                "from this machine only, 0.0.0.0 from everywhere"
+                f"--host {settings.host} is not an address of this machine: use 127.0.0.1 to be "
+                "reachable from this machine only, or 0.0.0.0 from everywhere"
             )
         case _:
             return f"cannot listen on --host {settings.host}, --port {settings.port}: {error}"

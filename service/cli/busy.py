@@ -7,23 +7,23 @@ from pathlib import Path
 
 LOAD = Path("/proc/loadavg")
 SAMPLES, INTERVAL = 5, 0.01
-"""How often the number of runnable threads is read, and the seconds between two readings."""
+"""Number of readings of the runnable threads, and seconds between two readings."""
 
 
 def busy_notice(file: Path = LOAD) -> str | None:
     """A sentence if other programs use at least one processor and at least a quarter of all, both
-    on average over the last minute and now. Otherwise None, and also if there is no `file`, which
-    only Linux has.
+    now and on average over the last minute. None otherwise, or without `file`, which only Linux
+    has.
 
-    Both are checked, because the average includes commands that have just ended, and the current
-    number of threads may be a short peak.
+    Both are checked because the average includes commands that have just ended, and the current
+    number may be a short peak.
     """
     processors = os.cpu_count() or 1
     others = []
     try:
         for _ in range(SAMPLES):
             average, _, _, threads, _ = file.read_text(encoding="ascii").split()
-            others.append(int(threads.partition("/")[0]) - 1)  # without this one
+            others.append(int(threads.partition("/")[0]) - 1)  # except this one
             time.sleep(INTERVAL)
     except (OSError, ValueError):
         return None

@@ -1,7 +1,7 @@
 """Flags: makes click parameters from the fields of a settings model, and settings from their
 values.
 
-click parses the command line; the settings model reads variables and checks all values.
+click parses the command line; the settings model reads environment variables and checks all values.
 """
 
 import json
@@ -26,8 +26,8 @@ _METAVARS = {int: "INT", float: "FLOAT", Path: "PATH"}
 
 
 class Word(click.Choice[str]):
-    """One of several words, or a comma-separated list of them. The settings model checks them, not
-    click."""
+    """One of several words, or a comma-separated list of them. The settings model, not click,
+    checks them."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return value
@@ -68,7 +68,7 @@ def read_settings(ctx: click.Context, settings: type[CommandSettings]) -> Comman
         problems = error.errors(include_url=False)
         text = "\n".join(_sentence(ctx, settings, problem) for problem in problems)
         raise click.UsageError(text, ctx) from error
-    except SettingsError as error:  # a list in a variable that is not JSON
+    except SettingsError as error:  # a variable's list is not JSON
         raise click.UsageError(str(error), ctx) from error
     except (OSError, UnicodeDecodeError) as error:
         raise click.UsageError(f".env cannot be read: {error}", ctx) from error
@@ -82,7 +82,7 @@ def _parameter(settings: type[CommandSettings], name: str, field: FieldInfo) -> 
     choices = [
         str(word) for kind in items if get_origin(kind) is Literal for word in get_args(kind)
     ]
-    kind: click.ParamType[Any] = click.Path(readable=False)  # so shells complete files
+    kind: click.ParamType[Any] = click.Path(readable=False)  # lets shells complete file names
     metavar = _METAVARS.get(items[0], "TEXT")
     if choices:
         kind, metavar = Word(choices), "|".join(choices)
@@ -105,7 +105,7 @@ def _parameter(settings: type[CommandSettings], name: str, field: FieldInfo) -> 
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """The types of a field's value, without Annotated, unions and None."""
+    """The types that a field's value may have, without Annotated, unions and None."""
     if get_origin(annotation) is Annotated:
         yield from _kinds(get_args(annotation)[0])
     elif get_origin(annotation) in (Union, UnionType):
@@ -116,7 +116,7 @@ def _kinds(annotation: Any) -> Iterator[Any]:
 
 
 def _help(settings: type[CommandSettings], name: str, field: FieldInfo, positional: bool) -> str:
-    """The description of a field, its default and its variable."""
+    """A field's description, default and variable."""
     notes = [str(field.description)]
     if field.is_required():
         notes.append("(required)")
@@ -128,7 +128,7 @@ def _help(settings: type[CommandSettings], name: str, field: FieldInfo, position
 
 
 def _written(default: Any) -> str | None:
-    """A default as it is written on a command line; None if it is empty."""
+    """A default as written on a command line; None if it is empty."""
     if default is None or default is False or default is PydanticUndefined:
         return None
     if isinstance(default, tuple):
@@ -139,7 +139,7 @@ def _written(default: Any) -> str | None:
 
 
 def _sentence(ctx: click.Context, settings: type[CommandSettings], problem: ErrorDetails) -> str:
-    """A message about a wrong value. It begins with the flag or variable that set the value."""
+    """The message about a wrong value. It begins with the flag or variable that set the value."""
     field = str(problem["loc"][0]) if problem["loc"] else ""
     message = problem["msg"].removeprefix("Value error, ")
     param = next((param for param in ctx.command.params if param.name == field), None)

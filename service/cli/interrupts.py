@@ -1,4 +1,4 @@
-"""Interrupts: Ctrl-C while modules are being imported ends the process without a traceback.
+"""Interrupts: makes Ctrl-C during imports end the process without a traceback.
 
 Importing takes seconds. This module is imported first, so it imports only the standard library.
 """
@@ -15,8 +15,8 @@ INTERRUPTED = 128 + signal.SIGINT
 
 @contextmanager
 def quits_when_interrupted() -> Iterator[None]:
-    """Within this context, an interrupt ends the process at once, without cleaning up. If another
-    handler of interrupts is installed (by nohup or a test), it stays."""
+    """End the process at once, without cleaning up, if it is interrupted in this context. Another
+    handler of interrupts (of nohup or a test) stays in place."""
     usual = signal.default_int_handler
     replaced = signal.getsignal(signal.SIGINT) is usual
     if replaced:

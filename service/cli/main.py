@@ -1,9 +1,8 @@
 """The command line: `logitd` and its commands.
 
-The settings model of a command parses the flags. Only then is the module with the command's name in
-`commands/` imported, so --help and wrong flags are answered at once, without torch. The module's
-`run` returns the exit code. The exceptions in its `ERRORS` are printed as messages, and the exit
-code is 1.
+A command's flags are parsed by its settings model. Only then is its module in `commands/` imported,
+so --help and wrong flags are answered at once, without torch. The module's `run` returns the exit
+code. Exceptions listed in its `ERRORS` are printed as messages, with exit code 1.
 """
 
 import gc
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 COMPLETE = "_LOGITD_COMPLETE"
 """Environment variable with which completion scripts ask for words."""
 MODULES = {"import": "import_model"}
-"""Modules of commands whose names are keywords of Python."""
+"""Modules of commands whose names are Python keywords."""
 COMMANDS = (
     SettingsCommand(
         "serve",
@@ -49,9 +48,9 @@ COMMANDS = (
     SettingsCommand(
         "train",
         "train:TrainSettings",
-        "Train a GPT on text; without --data on the text that Python carries.",
+        "Train a GPT on text; without --data, on text that comes with Python.",
         """
-        logitd train --minutes 2 --out runs/mine      on the text that Python carries
+        logitd train --minutes 2 --out runs/mine      on text that comes with Python
         logitd train --data my-texts/ --preset tiny --out runs/mine
         logitd train --resume --out runs/mine         after Ctrl-C
         logitd train --from checkpoints/python-small --data my-texts/ --out runs/tuned
@@ -111,7 +110,7 @@ COMMANDS = (
     SettingsCommand(
         "health",
         "tools:HealthSettings",
-        "Ask a server if it answers requests: exit code 0 if it does, 1 if not.",
+        "Ask whether a server answers requests: exit code 0 if it does, 1 if not.",
         """
         logitd health --port 9000
         logitd health https://gpt.example
@@ -121,7 +120,7 @@ COMMANDS = (
 
 
 class Commands(click.Group):
-    """The commands, in their own order."""
+    """The commands, in the order of the help."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -131,9 +130,9 @@ logitd = Commands(
     "logitd",
     commands=COMMANDS,
     help="logitd: train a GPT, serve every number it computes.",
-    epilog="logitd help COMMAND lists a command's flags. Each flag FLAG can also be set as "
-    "LOGITD_FLAG in the environment or in a file .env, for one command alone as "
-    "LOGITD_COMMAND_FLAG.",
+    epilog="logitd help COMMAND lists a command's flags. Each flag --NAME can also be set as "
+    "LOGITD_NAME in the environment or in a file .env, or for one command alone as "
+    "LOGITD_COMMAND_NAME.",
     context_settings=CONTEXT,
     options_metavar="",
     subcommand_metavar="COMMAND [FLAGS]",
@@ -216,7 +215,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _with_suggestions(error: click.ClickException) -> click.ClickException:
-    """An error whose suggestions are sorted by likeness; click sorts them by alphabet."""
+    """Sort an error's suggestions by similarity; click sorts them alphabetically."""
     if not isinstance(error, click.NoSuchOption | click.NoSuchCommand) or not error.possibilities:
         return error
     meant = " or ".join(error.possibilities)

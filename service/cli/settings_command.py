@@ -1,8 +1,8 @@
 """SettingsCommand: a click command whose flags are the fields of a settings model.
 
 click parses the command line, writes the help, completes words and suggests flags. The settings
-model reads the variables and validates all values. The model and `flags.py` are imported when they
-are first used, because the list of commands does not need them.
+model reads environment variables and validates all values. The model and `flags.py` are imported at
+first use, because the list of commands does not need them.
 """
 
 import importlib
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from logitd.service.settings.common import CommandSettings
 
 WIDTH = 100
-"""Most columns of a help text."""
+"""Maximum width of a help text, in columns."""
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": WIDTH}
 
 
@@ -56,7 +56,7 @@ class SettingsCommand(click.Command):
         return super().get_params(ctx)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Accept `--checkpoint PATH` as an older spelling of a positional checkpoint."""
+        """Accept `--checkpoint PATH`, the older form of the positional checkpoint."""
         names = {param.name for param in self.get_params(ctx) if isinstance(param, click.Argument)}
         end = args.index("--") if "--" in args else len(args)
         flags, rest = args[:end], args[end:]
@@ -90,9 +90,9 @@ class SettingsCommand(click.Command):
         title = last = [*groups][-1]
         for param in self.get_params(ctx):
             own = param.name in self.settings.model_fields
-            title = titles.get(str(param.name), title) if own else last  # of --help
+            title = titles.get(str(param.name), title) if own else last  # `last` is for --help
             if (record := param.get_help_record(ctx)) is not None:
                 groups[title].append(record)
         for title, records in groups.items():
             with formatter.section(title.capitalize()):
-                formatter.write_dl(records, col_max=6)  # descriptions below their flags
+                formatter.write_dl(records, col_max=6)  # puts descriptions below their flags

@@ -1,4 +1,4 @@
-"""Terminal: prints text of models and files without control characters."""
+"""Terminal: prints text from models and files without control characters."""
 
 import math
 import sys
@@ -30,20 +30,20 @@ def say(text: str = "", *, end: str = "\n", file: TextIO | None = None) -> None:
 
 
 class ProgressLine:
-    """Prints lines to `file`. If it is a terminal, the line of the progress is redrawn in place."""
+    """Prints lines to `file`. On a terminal, the progress line is redrawn in place."""
 
     def __init__(self, file: TextIO) -> None:
         self.in_place = file.isatty()
         self._file = file
-        self._open = False  # the last line is one of progress
+        self._open = False  # the last line is a progress line
 
     def redraw(self, text: str) -> None:
-        """Replace the line of the progress on a terminal."""
+        """Replace the progress line, on a terminal only."""
         print(CLEAR_LINE + visible(text), end="", file=self._file, flush=True)
         self._open = True
 
     def say(self, text: str) -> None:
-        """Print a line below the progress."""
+        """Print a line below the progress line."""
         self.end()
         say(text, file=self._file)
 
@@ -54,7 +54,7 @@ class ProgressLine:
 
 
 def finite(members: Mapping[str, Any]) -> dict[str, Any]:
-    """Members for JSON. A number that is not finite is null."""
+    """Members for JSON. Non-finite numbers become null."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in members.items()

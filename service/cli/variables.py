@@ -12,11 +12,11 @@ from logitd.service.settings.common import PREFIX, CommandSettings
 
 DOTENV = ".env"
 NOT_SETTINGS = {"LOGITD_API_KEY", "LOGITD_BASE_URL"}
-"""Variables that the Python client and `logitd bench` read."""
+"""Variables read by the Python client and `logitd bench`."""
 KUBERNETES = ("LOGITD_SERVICE_", "LOGITD_PORT_")
 """Prefixes of variables that Kubernetes sets in containers if a service is named logitd."""
 RUN_CODE = "_RUN_CODE"
-"""End of the variables that allow a checkpoint's code to run. A .env may belong to the folder of a
+"""End of the variables that allow a checkpoint's code to run. A .env file may come with a
 stranger's model, so it cannot set them."""
 NEAR = 0.7
 """Minimum similarity of a suggested variable, from 0 to 1."""
@@ -25,10 +25,10 @@ NEAR = 0.7
 def check_variables(
     settings: type[CommandSettings], every: Iterator[type[CommandSettings]]
 ) -> None:
-    """Raise UsageError for variables that belong to no command: a mistyped LOGITD_API_KEYS would
-    leave a server open. The message suggests a similar variable, preferably of this command.
+    """Raise UsageError for LOGITD_* variables that belong to no command: a mistyped LOGITD_API_KEYS
+    would leave a server open. The message suggests a similar variable, preferably of this command.
     Variables of other commands are accepted, because several commands may share a .env; `every`
-    yields the settings of all commands, and is read only if there are other variables."""
+    yields the settings of all commands, and is read only if needed."""
     own = _variables(settings)
     known: set[str] | None = None
     problems = []
@@ -52,7 +52,7 @@ def check_variables(
 
 
 def places() -> Iterator[tuple[str, Mapping[str, str | None]]]:
-    """The places where variables are set, each with its name and variables. The first place has
+    """The places where variables are set, each with its name and variables. The first place takes
     precedence."""
     yield "the environment", os.environ
     yield DOTENV, dotenv_values(DOTENV) if Path(DOTENV).is_file() else {}

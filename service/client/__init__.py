@@ -13,10 +13,10 @@ from logitd.service.client.streaming import AsyncStream as AsyncStream
 from logitd.service.client.streaming import Stream as Stream
 
 _ALIASES = ("TokenIds", "OnePrompt", "ManyPrompts", "Prompt", "OneOrManyIds")
-# This list is not `__all__`: mypy reads only literals there, and would hide all other names.
+# Not `__all__`: mypy reads only literals there, and would hide all other names.
 NAMES = [
     name
     for name, value in vars().copy().items()
     if name in _ALIASES or (isinstance(value, type) and value.__module__.startswith(__name__))
 ]
-"""Public names: all classes of the client, and aliases of types."""
+"""Public names: all classes of the client, and type aliases."""

@@ -1,7 +1,7 @@
-"""Calls: a request to an endpoint, and the function that reads its reply. `wire.py` sends them.
+"""Calls: a call is a request to an endpoint, with the function that reads its reply.
 
-`endpoints.py` builds the calls. Prompts and fields may contain NumPy arrays and
-numbers, such as those of earlier results.
+`endpoints.py` builds the calls, `wire.py` sends them. Prompts and fields may contain NumPy arrays
+and numbers, such as those of earlier results.
 """
 
 import inspect
@@ -55,7 +55,8 @@ class Request:
 
     @property
     def body(self) -> bytes | None:
-        """The JSON body of a POST. Raises ValueError or TypeError if a field is not JSON."""
+        """The JSON body of a POST. Raises ValueError or TypeError if a field cannot be sent as
+        JSON."""
         if self.method == "GET":
             return None
         members = (f"{json.dumps(n)}: {_json(n, v)}" for n, v in (self.fields or {}).items())
@@ -64,7 +65,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole reply whose status is among the request's `answers`."""
+    """A complete reply with one of the request's `answers` as status."""
 
     status: int
     headers: Mapping[str, str]
@@ -87,7 +88,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[Results]):
-    """A request, and the function that reads its answer. The function raises WrongShape for an
+    """A request, and the function that reads its answer. That function raises WrongShape for an
     unreadable answer."""
 
     request: Request
@@ -149,19 +150,19 @@ def tensors(path: str, fields: Mapping[str, Any], read_prompt: Callable[..., Any
 
 
 def post(path: str, fields: Mapping[str, object], accept: str = JSON, **decided: object) -> Request:
-    """A POST with the caller's fields and the `decided` ones, which the client sets. Raises
+    """A POST request with the caller's fields, and with those `decided` by the client. Raises
     TypeError if the caller sets `stream`."""
     if "stream" in fields:
         raise TypeError(
-            f"stream is {fields['stream']!r}; a call of {path} does not stream. Remove `stream`, "
-            "and use the method `stream` for a generation piece by piece"
+            f"stream is {fields['stream']!r}, but calls of {path} do not stream. Remove `stream`; "
+            "to receive a generation piece by piece, use the method `stream`"
         )
     return Request("POST", path, {**fields, **decided}, accept)
 
 
 def is_many(prompt: Prompt, name: str = "prompt") -> bool:
     """True for a list of prompts, False for a text or a list of token ids. Raises TypeError for
-    anything else; the message has the field's `name`."""
+    anything else, with the field's `name`."""
     if not isinstance(prompt, (Sequence, np.ndarray)):
         raise TypeError(
             f"{name} is {repr(prompt)[:80]}; it must be a text, a list of token ids, or a list of "
@@ -179,8 +180,7 @@ def with_request_id(value: Any, request_id: str) -> Any:
 
 
 def documented_by(build: Callable[..., object], method: Callable[..., object]) -> None:
-    """Set a method's name, docstring and signature to those of the function that builds its
-    call."""
+    """Give a method the name, docstring and signature of the function that builds its call."""
     update_wrapper(method, build, ("__name__", "__qualname__", "__doc__"), ())
     del method.__wrapped__  # type: ignore[attr-defined]  # it has no `self`
     itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
@@ -191,7 +191,7 @@ def documented_by(build: Callable[..., object], method: Callable[..., object]) -
 
 
 def _json(name: str, value: object) -> str:
-    """A field's value as JSON. Raises TypeError and ValueError; their messages have its name."""
+    """A field's value as JSON. Raises TypeError and ValueError, with the field's name."""
     try:
         return json.dumps(_with_text_keys(value), default=_plain, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -200,14 +200,14 @@ def _json(name: str, value: object) -> str:
 
 
 def _with_text_keys(value: Any) -> Any:
-    """The value with texts as keys, as JSON requires. `logit_bias` may have token ids as keys."""
+    """Convert keys to strings, as JSON requires: `logit_bias` may have token ids as keys."""
     if isinstance(value, Mapping):
         return {str(name): _with_text_keys(item) for name, item in value.items()}
     return value
 
 
 def _plain(value: Any) -> Any:
-    """A NumPy array or number, or another sequence, as a type that JSON has."""
+    """Convert a NumPy array or number, or another sequence, to a type that JSON has."""
     if isinstance(value, (np.ndarray, np.generic)):
         return value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview)):

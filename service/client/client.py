@@ -1,5 +1,5 @@
-"""Clients: the service from Python. `Client` makes one call at a time, `AsyncClient` is its twin
-for asyncio.
+"""Clients: the service in Python. `Client` makes one call at a time; `AsyncClient` is its twin for
+asyncio.
 
     with Client() as client:
         generation = client.generate("def main():", max_tokens=40)
@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 def _blocking(
     build: Callable[P, Call[Result]],
 ) -> Callable[Concatenate["Client", P], Result]:
-    """A method that sends a call. It has the parameters of the function that builds the call."""
+    """A method that sends a call, with the parameters of the function that builds the call."""
 
     def method(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> Result:
         return finish(run(self._wire, self._settings, build(*args, **kwargs)))
@@ -43,7 +43,7 @@ def _blocking(
 def _awaited(
     build: Callable[P, Call[Result]],
 ) -> Callable[Concatenate["AsyncClient", P], Coroutine[Any, Any, Result]]:
-    """A method that sends a call. It has the parameters of the function that builds the call."""
+    """A method that sends a call, with the parameters of the function that builds the call."""
 
     async def method(self: "AsyncClient", /, *args: P.args, **kwargs: P.kwargs) -> Result:
         return await run(self._wire, self._settings, build(*args, **kwargs))

@@ -1,8 +1,8 @@
 # ruff: noqa: F403, F405
 """Endpoints: functions that build calls. Both clients have a method for each.
 
-Those whose arguments and result follow from an operation are generated. The others are written by
-hand.
+Functions whose arguments and result follow from an operation are generated, the others are written
+by hand.
 """
 
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ def logits(
     prompt: Prompt, *, top_k: int | None = None, **fields: Unpack[LogitsFields]
 ) -> Call[Any]:
     """Logits of a prompt as an array, or a list of results for a list of prompts. With `top_k`,
-    only the largest logits of each row, and their ids."""
+    only the k largest logits of each row, and their ids."""
     if top_k is None:
         return tensors("/logits", {"prompt": prompt, **fields}, _logits)
     return tensors("/logits", {"prompt": prompt, **fields, "top_k": top_k}, _top_logits)
@@ -85,8 +85,8 @@ def activations(
 def activations(
     prompt: Prompt, stages: str | Sequence[str], **fields: Unpack[ActivationsFields]
 ) -> Call[Any]:
-    """Values of stages of the forward pass, by name or pattern (`blocks.*.attention.q`). The result
-    is a list for a list of prompts."""
+    """Values of stages of the forward pass, by name or pattern (`blocks.*.attention.q`). For a list
+    of prompts, a list of results."""
     names = [stages] if isinstance(stages, str) else stages
     return tensors("/activations", {"prompt": prompt, "stages": names, **fields}, _activations)
 
@@ -98,8 +98,8 @@ def patch(
     over: Sequence[str] = ("layers", "positions"),
     **fields: Unpack[SweepFields],
 ) -> Call[Sweep]:
-    """Sweep over layers and positions. At each place in turn, the value of `stage` is replaced by
-    its value for `source`, a prompt with the same number of tokens."""
+    """Sweep over layers and positions. At each place in turn, `stage` takes its value from
+    `source`, a prompt with the same number of tokens."""
     vary: Intervention = {"stage": stage, "operation": "set", "from": {"prompt": source}}
     return record("/sweep", Sweep, {"prompt": prompt, "vary": vary, "over": over, **fields})
 
@@ -116,7 +116,7 @@ def tokenize(  # type: ignore[overload-overlap]
 @overload
 def tokenize(text: Sequence[str], **fields: Unpack[TokenizeFields]) -> Call[list[Tokenized]]: ...
 def tokenize(text: str | Sequence[str], **fields: Unpack[TokenizeFields]) -> Call[Any]:
-    """Token ids of a text. The result is a list for a list of texts."""
+    """Token ids of a text, or a list of results for a list of texts."""
     request = post("/tokenize", {"prompt": text, **fields})
     return _one_or_many(request, Tokenized, many=not isinstance(text, str))
 
@@ -126,7 +126,7 @@ def detokenize(tokens: OneIds, **fields: Unpack[DetokenizeFields]) -> Call[Detok
 @overload
 def detokenize(tokens: ManyIds, **fields: Unpack[DetokenizeFields]) -> Call[list[Detokenized]]: ...
 def detokenize(tokens: OneOrManyIds, **fields: Unpack[DetokenizeFields]) -> Call[Any]:
-    """Text of token ids. The result is a list for a list of lists. `[]` is one list without ids."""
+    """Text of token ids, or a list of results for a list of lists. `[]` is one list without ids."""
     request = post("/detokenize", {"tokens": tokens, **fields})
     return _one_or_many(request, Detokenized, many=is_many(tokens, "tokens") and len(tokens) > 0)
 
@@ -142,8 +142,7 @@ def info(*, model: str | None = None) -> Call[Info]:
 
 
 def health() -> Call[Health]:
-    """The state of the server. It is a result, not an error, while the server loads or shuts
-    down."""
+    """The state of the server. A server that loads or shuts down gives a result, not an error."""
     return Call(Request("GET", "/health", answers=frozenset({200, 503})), _health)
 
 
@@ -165,7 +164,7 @@ def _generation(answer: Answer) -> Generation:
 
 
 def _one_or_many(request: Request, form: type[Result], *, many: bool) -> Call[Any]:
-    """A call whose reply is one result, or has a list of results as its member `prompts`."""
+    """A call that returns one result, or a list if the reply has the member `prompts`."""
 
     def results(answer: Answer) -> list[Result]:
         head = with_request_id(answer.json(), answer.request_id)
@@ -176,7 +175,7 @@ def _one_or_many(request: Request, form: type[Result], *, many: bool) -> Call[An
 
 
 def _health(answer: Answer) -> Health:
-    """The server's state, from a reply with status 200 or 503. A 503 with another body is a
+    """The server's state, from a reply with status 200 or 503. A 503 with any other body is a
     refusal."""
     try:
         return answer.read(Health)

@@ -1,9 +1,8 @@
 """Errors of the client: `LogitdError` and its subclasses, one per kind of failure.
 
-`APIStatusError`: the server refused the request; the message is the server's.
-`APIConnectionError`: no answer, or no complete one.
-`StreamError`: a stream ended early.
-`MalformedReplyError`: the client cannot read the answer.
+`APIStatusError`: the server refused the request; the message is the server's. `APIConnectionError`:
+the answer is missing or incomplete. `StreamError`: a stream ended early. `MalformedReplyError`: the
+client cannot read the answer.
 
 Unusable arguments raise ValueError or TypeError before the request is sent. Errors can be pickled;
 none contains an API key.
@@ -17,11 +16,11 @@ from http import HTTPStatus
 from typing import Any
 
 MAX_QUOTED = 200
-"""Most characters that an error quotes of a reply that is not logitd's."""
+"""Maximum number of characters quoted from a reply that is not logitd's."""
 
 
 class LogitdError(Exception):
-    """A failed call. `request_id` names the request in the server's log, if one was sent."""
+    """A failed call. `request_id` identifies the request in the server's log, if one was sent."""
 
     def __init__(self, message: str, request_id: str | None = None) -> None:
         super().__init__(message, request_id)
@@ -33,8 +32,7 @@ class LogitdError(Exception):
         return self.message + named
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Unpickle without the constructor: those of subclasses take other arguments than
-        `args`."""
+        """Unpickle without the constructor, because subclasses take other arguments than `args`."""
         return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
@@ -72,7 +70,7 @@ class BadRequestError(APIStatusError):
 
 
 class AuthenticationError(APIStatusError):
-    """401: no API key, or not one of the server's."""
+    """401: the API key is missing or unknown to the server."""
 
 
 class PermissionDeniedError(APIStatusError):
@@ -84,7 +82,7 @@ class NotFoundError(APIStatusError):
 
 
 class ConflictError(APIStatusError):
-    """409: the state of the server prevents the request; the message says why."""
+    """409: the state of the server prevents the request; the message gives the reason."""
 
 
 class RequestTooLargeError(APIStatusError):
@@ -128,8 +126,8 @@ class StreamError(LogitdError):
 
 
 class MalformedReplyError(LogitdError):
-    """A reply that this client cannot read, because the server is not logitd, or is a newer version
-    whose replies lack a member that this client needs."""
+    """The client cannot read a reply: the server is not logitd, or is a newer version whose replies
+    lack a member that this client needs."""
 
 
 BY_STATUS: Mapping[int, type[APIStatusError]] = {
@@ -208,7 +206,7 @@ def _foreign_message(status: int, body: bytes | bytearray) -> str:
 
 
 def _seconds(retry_after: str) -> float | None:
-    """The seconds in a Retry-After header; None if the header has a date."""
+    """Seconds in a Retry-After header; None if the header has a date."""
     return float(retry_after) if re.fullmatch(r"[0-9]{1,9}", retry_after) else None
 
 

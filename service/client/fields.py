@@ -1,6 +1,6 @@
 """Fields of requests: the keyword arguments of the client's calls.
 
-These are only types, with which a type checker finds a wrong name or value. The server has the
+These are only types, which let a type checker find a wrong name or value. The server has the
 defaults and refuses unknown fields. /docs describes each field.
 """
 
@@ -13,8 +13,8 @@ import numpy.typing as npt
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 OneIds = Sequence[int] | np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
 ManyIds = Sequence[TokenIds] | np.ndarray[tuple[int, int], np.dtype[np.integer[Any]]]
-"""Lists of ids, or an array with two axes. For an array whose number of axes is not in its type,
-the result has the type Any: it is one result or a list of results."""
+"""Lists of ids, or an array with two axes. If an array's type does not tell its number of axes, the
+call returns Any: one result or a list of results."""
 OneOrManyIds = OneIds | ManyIds
 OnePrompt = str | OneIds
 ManyPrompts = Sequence[str | TokenIds] | ManyIds

@@ -1,7 +1,7 @@
-"""Reading: makes frozen dataclasses from parsed JSON, by their annotations.
+"""Reading: makes frozen dataclasses from parsed JSON, guided by their annotations.
 
-Errors name the place of a missing or wrong member (`choices.0.text`). Unknown members are ignored,
-because a newer server may send more members. Annotations may be scalars, `bytes` (in JSON a list of
+Errors give the place of a missing or wrong member (`choices.0.text`). Unknown members are ignored,
+because a newer server may send more. Annotations may be scalars, `bytes` (in JSON a list of
 integers), unions, `tuple[X, ...]`, `dict[str, X]`, `Any`, and dataclasses of these.
 """
 
@@ -21,15 +21,15 @@ KINDS: Mapping[Any, str] = {
     tuple: "a list",
     dict: "an object",
 }
-"""Names in messages, for the types of values and annotations."""
+"""Names of types in messages."""
 
 
 class WrongShape(ValueError):
-    """The JSON does not have the expected form. The message names the place."""
+    """The JSON does not have the expected form. The message gives the place."""
 
 
 def read(form: Any, value: Any, where: str = "") -> Any:
-    """The parsed JSON `value` as a `form`; `where` is its place in the reply."""
+    """Convert the parsed JSON `value` to a `form`; `where` is its place in the reply."""
     if is_dataclass(form):
         return _object(form, value, where)
     match get_origin(form):
@@ -85,7 +85,7 @@ def _scalar(form: Any, value: Any, where: str) -> Any:
 
 
 def _wrong(form: Any, value: Any, where: str) -> WrongShape:
-    """The error of a value of another type. It names the type but does not quote the value."""
+    """The error for a value of a wrong type. It names the type but does not quote the value."""
     wanted = KINDS.get(get_origin(form) or form, "an object")
     found = "null" if value is None else KINDS[type(value)]
     return WrongShape(f"{where or 'the reply'} is {found}; it should be {wanted}")

@@ -1,6 +1,6 @@
 """Streaming: makes chunks from the bytes of a stream, and a generation from all chunks.
 
-`AsyncStream` and `Stream` receive the bytes, `StreamState` parses them. Lines end in LF, or behind
+`AsyncStream` and `Stream` receive the bytes; `StreamState` parses them. Lines end in LF, or behind
 some proxies in CRLF. Comments are skipped.
 """
 
@@ -31,14 +31,14 @@ END = b"[DONE]"
 
 
 class EventDecoder:
-    """Reads the data of server-sent events from pieces of a stream, which may be cut anywhere."""
+    """Reads the data of server-sent events from pieces of a stream that may be cut anywhere."""
 
     def __init__(self) -> None:
         self._rest = b""  # the incomplete line
         self._data: list[bytes] = []  # the data lines of the incomplete event
 
     def push(self, piece: bytes) -> list[bytes]:
-        """Add a piece. Returns the data of the events that it completes."""
+        """Add a piece. Returns the data of the events completed by it."""
         *lines, self._rest = (self._rest + piece).split(b"\n")
         events = []
         for line in lines:
@@ -68,7 +68,7 @@ class StreamState:
         self.ended = False
         self._decoder = EventDecoder()
         self._events: deque[bytes] = deque()
-        self._choices: dict[int, list[Choice]] = {}  # pieces, by the index of the choice
+        self._choices: dict[int, list[Choice]] = {}  # pieces by index of the choice
         self._prompts: dict[int, list[Token]] = {}
         self._last: Chunk | None = None
         self._tail: _Tail | None = None
@@ -78,8 +78,8 @@ class StreamState:
         self._events += self._decoder.push(piece)
 
     def next(self) -> Chunk | None:
-        """The next chunk that has choices or prompts; None if more bytes are needed, or at the end.
-        If the next event is an error, raises it."""
+        """The next chunk with choices or prompts; None if more bytes are needed, or at the end.
+        Raises an error that the server sent."""
         while self._events and not self.ended:
             data = self._events.popleft()
             if data == END:
@@ -91,7 +91,7 @@ class StreamState:
         return None
 
     def cut(self) -> StreamError:
-        """The error of a stream whose last event is missing."""
+        """The error for a stream whose last event is missing."""
         message = f"the stream ended without its last event, after {self.tokens} tokens"
         return StreamError(message, self.tokens, self.request_id)
 
@@ -117,7 +117,7 @@ class StreamState:
         return self._tail
 
     def result(self) -> Generation:
-        """The reply that the same request has without streaming. Raises StreamError before the end
+        """The reply that the same request gets without streaming. Raises StreamError before the end
         of the stream."""
         last, tail = self._last, self._tail
         if not self.ended or last is None or tail is None:
@@ -175,7 +175,7 @@ class StreamState:
 
 
 def _joined(pieces: list[Choice]) -> Choice:
-    """The choice that the pieces make up."""
+    """Join the pieces of a choice."""
     first = pieces[0]
     ended = next((piece for piece in reversed(pieces) if piece.finish_reason is not None), first)
     with_tokens = [piece.tokens for piece in pieces if piece.tokens is not None]
@@ -190,10 +190,10 @@ def _joined(pieces: list[Choice]) -> Choice:
 
 
 class AsyncStream:
-    """A generation that is being received. Iterate over its chunks within an `async with` block,
-    whose end closes the stream. Closing it early ends the request on the server.
+    """A generation that is being received. Iterate over its chunks in an `async with` block, which
+    closes the stream at its end. Closing early ends the request on the server.
 
-    The iteration raises an error of the server in its place among the chunks, and StreamError if
+    The iteration raises an error of the server at its place among the chunks, and StreamError if
     the stream ends early. `text` keeps the text so far.
     """
 
@@ -271,8 +271,8 @@ class AsyncStream:
         return self._reply
 
     async def _receive(self) -> None:
-        """Read the next piece. After the last event read once more, because httpx reuses a
-        connection only if the reply was read to its end."""
+        """Read the next piece. After the last event, read once more: httpx reuses a connection only
+        if the reply was read to its end."""
         reply = await self._open()
         try:
             piece = await reply.read()

@@ -1,4 +1,5 @@
-"""Tensors: reads the server's safetensors replies as NumPy arrays, and their checkpoint.
+"""Tensors: reads the server's safetensors replies as NumPy arrays, and the checkpoint in their
+metadata.
 
 The arrays are views of the reply's bytes, so a large reply is in memory only once. NumPy has no
 bfloat16, so such values become float32, which is exact. The safetensors package is not used: it
@@ -92,7 +93,7 @@ class TensorFile:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The checkpoint that the metadata name. All values there are texts."""
+        """The checkpoint that the metadata name. All values there are strings."""
         name, step, val_loss, weights_sha256 = (
             self._metadata(f"checkpoint_{field}")
             for field in ("name", "step", "val_loss", "weights_sha256")
@@ -114,5 +115,5 @@ class TensorFile:
 
 
 def _widened(bits: Array) -> npt.NDArray[np.float32]:
-    """bfloat16 numbers as float32. `bits` has the bits of each number as a uint16."""
+    """Convert bfloat16 numbers to float32. `bits` has the bits of each number as a uint16."""
     return (bits.astype("<u4") << 16).view("<f4")

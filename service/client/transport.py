@@ -1,10 +1,10 @@
-"""Transport: the settings of a client, the rules by which a call is tried again, and the client's
-errors for those of httpx.
+"""Transport: the settings of a client, its rules for retries, and the translation of httpx's
+errors.
 
-A call is tried again only if no part of its reply has arrived, so never in the middle of a stream,
-and only if another try can help: after 429, 502 or 503, or if the connection failed or was lost. It
-is never tried again after 504 or a timeout, because the request ran for all that time and would do
-so again. Requests only compute, so it does no harm if the server computes one twice.
+A call is retried only if no part of its reply has arrived, so never in the middle of a stream, and
+only if that can help: after 429, 502 or 503, or if the connection failed or was lost. It is not
+retried after 504 or a timeout, because the request ran for all that time and would do so again.
+Requests only compute, so it does no harm if the server computes one twice.
 
 `wire.py` sends the requests and waits between them.
 """
@@ -31,17 +31,16 @@ from logitd.service.client.errors import (
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
 
 CONNECT_SECONDS = 10.0
-"""Most seconds for making a connection, even if `timeout` is longer."""
+"""Time limit for making a connection, even if `timeout` is longer."""
 MAX_WAIT_SECONDS = 60.0
 """Longest wait that a server may ask for. If it asks for a longer one, the call fails."""
 MAX_TIMEOUT_SECONDS = 2**21
-"""Longest timeout, 24 days. Sockets take milliseconds in 31 bits."""
+"""Longest timeout, 24 days: sockets take milliseconds in 31 bits."""
 FIRST_WAIT_SECONDS = 0.5
-"""Wait before the second try if the server does not name one. It doubles before each further
-try."""
+"""Wait before the second try if the server asks for none. It doubles before each further try."""
 MAX_OWN_WAIT_SECONDS = 8.0
 MAX_REFUSAL_BYTES = 2**16
-"""Number of bytes that are read of a refusal."""
+"""Maximum number of bytes read from a refusal."""
 
 RETRIED_STATUSES = (429, 502, 503)
 CONNECTION_LOST = (
@@ -53,12 +52,12 @@ CONNECTION_LOST = (
     httpx.RemoteProtocolError,
 )
 
-_KEY = re.compile(r"[!-~]+")  # the characters that a header can contain without encoding
+_KEY = re.compile(r"[!-~]+")  # characters that a header can contain without encoding
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of a client. The repr does not show `key`, nor does that of httpx's headers."""
+    """Settings of a client. Neither their repr nor that of httpx's headers shows `key`."""
 
     base_url: str
     timeout: float | None
@@ -68,7 +67,7 @@ class Settings:
 
     @property
     def limits(self) -> httpx.Timeout:
-        """The limits of the time without a byte of the reply, and of making the connection."""
+        """Limits on the time without a byte of the reply, and on making the connection."""
         connect = CONNECT_SECONDS if self.timeout is None else min(self.timeout, CONNECT_SECONDS)
         return httpx.Timeout(self.timeout, connect=connect)
 
@@ -91,9 +90,9 @@ def settings_of(
     *,
     kind: type[httpx.Client] | type[httpx.AsyncClient] = httpx.Client,
 ) -> Settings:
-    """The settings of a client. Each comes from the first of these that has it: the arguments, the
-    caller's httpx client of this `kind`, LOGITD_BASE_URL and LOGITD_API_KEY, the defaults. Raises
-    ValueError and TypeError for unusable values."""
+    """The settings of a client. Each is taken from the first of these that has it: the arguments,
+    the caller's httpx client of this `kind`, LOGITD_BASE_URL and LOGITD_API_KEY, the defaults.
+    Raises ValueError and TypeError for unusable values."""
     for name, value, types, words in (
         ("base_url", base_url, str, "a text"),
         ("api_key", api_key, str, "a text"),
@@ -128,7 +127,7 @@ def _checked(base_url: str) -> str:
         url = httpx.URL(base_url)
     except httpx.InvalidURL as error:
         raise ValueError(f"base_url is not a URL: {error}") from None
-    if url.userinfo:  # not repeated: it may contain a password
+    if url.userinfo:  # do not repeat it: it may contain a password
         raise ValueError(
             "base_url contains a user name or a password; remove them. If a proxy needs them, pass "
             "an httpx.Client with auth= as http="
@@ -142,7 +141,7 @@ def _checked(base_url: str) -> str:
 
 
 class Exchange:
-    """A call that is being made: its request id, its tries, and their errors."""
+    """A call in progress: its request id, its tries, and their errors."""
 
     def __init__(self, settings: Settings, request: Request) -> None:
         self.request_id = uuid.uuid4().hex  # the same for each try; the server may replace it
@@ -165,7 +164,8 @@ class Exchange:
         )
 
     def begun(self, response: httpx.Response) -> bool:
-        """Take the request id from the beginning of a reply. Returns False if it is a refusal."""
+        """Take the request id from the beginning of a reply. Returns False if the reply is a
+        refusal."""
         self.request_id = response.headers.get("x-request-id", self._headers["x-request-id"])
         return response.status_code in self._request.answers
 
@@ -187,11 +187,11 @@ class Exchange:
         return self._wait(failure, failure.retry_after)
 
     def answer(self, response: httpx.Response, body: bytearray) -> Answer:
-        """The answer whose body was read to its end."""
+        """The answer, once its body was read to the end."""
         return Answer(response.status_code, response.headers, body, self.request_id)
 
     def broken_off(self, error: httpx.RequestError, received: int, *, stream: bool) -> LogitdError:
-        """The error of a reply that ended early, after `received` bytes, or in a stream tokens."""
+        """The error for a reply that ended early, after `received` bytes, or tokens of a stream."""
         kind, unit = ("stream", "tokens") if stream else ("reply", "bytes")
         if isinstance(error, httpx.TimeoutException):
             message = f"the {kind} stalled for {self._settings.timeout:g} s after {received} {unit}"
@@ -202,7 +202,7 @@ class Exchange:
         return APIConnectionError(message, self.request_id)
 
     def _no_answer(self, error: httpx.RequestError) -> APIConnectionError:
-        """The error of a request whose reply never began."""
+        """The error for a request whose reply never began."""
         url, seconds = self._settings.base_url, self._settings.timeout
         match error:
             case httpx.ConnectTimeout():
@@ -222,9 +222,9 @@ class Exchange:
         return kind(message, self.request_id)
 
     def _wait(self, failure: LogitdError, asked: float | None) -> float:
-        """Seconds until the next try: the wait that the server `asked` for, or the client's own. A
-        random part keeps clients that were refused together from returning together. Raises the
-        failure if no try is left, or none within the client's timeout."""
+        """Seconds until the next try: the wait that the server `asked` for, or the client's own,
+        plus a random part so that clients that were refused together do not return together. Raises
+        the failure if no try is left, or none within the client's timeout."""
         spread = random.uniform(0.5, 1.0)
         if asked is None:
             own = FIRST_WAIT_SECONDS * 2 ** (self._tries - 1)

@@ -1,4 +1,4 @@
-"""Wire: sends calls, for both clients, over httpx's blocking or asynchronous client.
+"""Wire: sends calls for both clients, over httpx's blocking or asynchronous client.
 
 The code is written once, as coroutines over a `Wire`. Coroutines over a `BlockingWire` never
 suspend, so `finish` runs them without an event loop.
@@ -74,7 +74,7 @@ Wire = BlockingWire | AsyncWire
 
 
 def finish(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """The result of a coroutine over a `BlockingWire`."""
+    """Run a coroutine over a `BlockingWire`, and return its result."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -97,8 +97,8 @@ async def run(wire: Wire, settings: Settings, call: Call[Result]) -> Result:
 
 
 async def begin(wire: Wire, exchange: Exchange) -> Reply:
-    """Send the request until a reply begins that is not a refusal. `Exchange` decides if there is a
-    further try, and raises the error if there is none."""
+    """Send the request until a reply begins that is not a refusal. `Exchange` decides on retries,
+    and raises the error if there are none left."""
     while True:
         try:
             reply = await wire.send(exchange.next_try(wire.http))
@@ -112,7 +112,7 @@ async def begin(wire: Wire, exchange: Exchange) -> Reply:
 
 
 async def _refusal_body(reply: Reply) -> bytes:
-    """The body of a refusal: the part that arrives, up to about MAX_REFUSAL_BYTES."""
+    """The body of a refusal, as far as it arrives, up to about MAX_REFUSAL_BYTES."""
     body = bytearray()
     try:
         with suppress(httpx.RequestError):  # the status alone is enough for an error

@@ -1,1 +1,1 @@
-"""Connections: limits on what a TCP connection may use: bytes, seconds and file descriptors."""
+"""Connections: limits on the bytes, seconds and file descriptors that TCP connections may use."""

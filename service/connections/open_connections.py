@@ -1,9 +1,9 @@
-"""OpenConnections: all connections of a server, the limit of their number, which follows from the
-settings and the process's file descriptors, and a timer that checks them.
+"""OpenConnections: all connections of a server, the limit of their number, and a timer that checks
+them.
 
-When the limit is reached, the connection that has waited longest for its client is closed: first
-one whose headers are incomplete, then one whose body is incomplete, never one whose request is
-being answered.
+The limit follows from the settings and the process's file descriptors. When it is reached, the
+connection that has waited longest for its client is closed: first those with incomplete headers,
+then those with an incomplete body, never one whose request is being answered.
 """
 
 import asyncio
@@ -24,26 +24,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger("logitd.http")
 
 OWN_DESCRIPTORS = 64
-"""File descriptors that the process needs itself: for listening, static files, checkpoints and the
+"""File descriptors reserved for the process itself: listening, static files, checkpoints and the
 engine."""
 MOST_CONNECTIONS = 4096
-"""Upper bound for the default of --max-connections. An idle connection takes about 10 kB."""
+"""Upper bound of the default of --max-connections. An idle connection takes about 10 kB."""
 SURPLUS = 16
 """Number of connections above the limit on which /health is still answered."""
 
 
 QUIET_SECONDS = 10.0
-"""Minimum time between two reports of ended connections in the log."""
+"""Minimum time between two log reports of ended connections."""
 
 
 class ConnectionLimitError(ValueError):
-    """The process has too few file descriptors for --max-connections."""
+    """Raised if the process has too few file descriptors for --max-connections."""
 
 
 def connection_bounds(settings: ServeSettings) -> tuple[int, int]:
-    """The largest number of connections, and the largest number of connections that the kernel
-    keeps until the server accepts them (it may accept all of them at once). Raises
-    ConnectionLimitError.
+    """The maximum number of connections, and the maximum length of the kernel's queue of
+    connections to accept (the server may accept all of them at once). Raises ConnectionLimitError.
     """
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors == resource.RLIM_INFINITY:
@@ -53,16 +52,17 @@ def connection_bounds(settings: ServeSettings) -> tuple[int, int]:
     wanted = settings.max_connections or min(room, MOST_CONNECTIONS)
     if not 0 < wanted <= room:
         raise ConnectionLimitError(
-            f"{settings.max_connections or 'any'} connections do not fit: of the {descriptors} "
-            f"file descriptors of this process {descriptors - max(room, 0)} are reserved, so "
-            f"{max(room, 0)} connections fit; raise the limit (ulimit -n), or lower "
+            f"{settings.max_connections or 'any'} connections do not fit: this process has "
+            f"{descriptors} file descriptors, of which {descriptors - max(room, 0)} are reserved, "
+            f"so {max(room, 0)} connections fit; raise the limit (ulimit -n), or lower "
             "--max-connections"
         )
     return wanted, backlog
 
 
 class EvictionClass(Enum):
-    """What a client loses if its connection is closed to make room for another one."""
+    """What a client loses if its connection is evicted, that is, closed to make room for
+    another."""
 
     WAITS = auto()  # nothing, or incomplete headers
     SENDS = auto()  # an incomplete body
@@ -76,7 +76,7 @@ class OpenConnections:
         """Raises ConnectionLimitError."""
         self.settings = settings
         self.most, self.backlog = connection_bounds(settings)
-        self.reply_deadline = 0.0  # for replies that are being read at shutdown; loop time
+        self.reply_deadline = 0.0  # time limit for clients still reading at shutdown; loop time
         self.reports = Reports(settings, self.most, metrics)
         self._metrics = metrics
         self._open: dict[Connection, None] = {}
@@ -87,13 +87,14 @@ class OpenConnections:
         self._timer: asyncio.TimerHandle | None = None
 
     def has_room(self) -> bool:
-        """True if the number of connections is within the limit. If necessary, one is evicted."""
+        """True if the number of connections is within the limit, after evicting one if
+        necessary."""
         if len(self._open) > self.most:
             self._make_room()
         return len(self._open) <= self.most
 
     def opened(self, connection: "Connection") -> None:
-        """Add an accepted connection. If the limit is reached, another one is evicted."""
+        """Add an accepted connection, evicting another one if the limit is reached."""
         if len(self._open) >= self.most:
             self._make_room()
         self._open[connection] = None
@@ -112,8 +113,8 @@ class OpenConnections:
         self._metrics.connections.set(len(self._open))
 
     def place(self, connection: "Connection", wanted: EvictionClass) -> None:
-        """Set the class of an open connection. Within a class, the connection that joined it first
-        is evicted first."""
+        """Put an open connection into a class. Within a class, the oldest member is evicted
+        first."""
         if connection not in self._open:
             return
         for eviction, members in self._evictable.items():
@@ -125,7 +126,7 @@ class OpenConnections:
     def _make_room(self) -> None:
         for members in self._evictable.values():
             for connection in members:
-                if not connection.unsent():  # otherwise the client is reading its last reply
+                if not connection.unsent():  # otherwise the client is still reading its last reply
                     self._end(connection, ConnectionEnd.MADE_ROOM)
                     return
 
@@ -144,7 +145,8 @@ class OpenConnections:
         self._timer = asyncio.get_running_loop().call_later(interval, self._sweep)
 
     def _sweep(self) -> None:
-        """Check all connections. A timer for each would be set and cancelled at every request."""
+        """Check all connections. A timer per connection would be set and cancelled at every
+        request."""
         self._timer = None
         if self._open or self.reports.pending:
             self._sweep_later()
@@ -155,7 +157,7 @@ class OpenConnections:
 
 
 class Reports:
-    """Counts ended connections, and logs a line for each reason at most every QUIET_SECONDS."""
+    """Counts ended connections, and logs each reason at most every QUIET_SECONDS."""
 
     def __init__(
         self,
@@ -188,7 +190,7 @@ class Reports:
             self.flush()
 
     def flush(self) -> None:
-        """Log what is pending, unless the last report was less than QUIET_SECONDS ago."""
+        """Log pending counts, unless the last report is more recent than QUIET_SECONDS."""
         now = self._clock()
         if self.pending and now >= self._quiet_until:
             for end, number in self.pending.items():

@@ -34,10 +34,10 @@ from logitd.service.errors import ApiError, unavailable
 from logitd.service.metrics.metrics import ConnectionEnd
 
 PIECE = 16 * 1024
-"""Bytes that are parsed at once. The limits are checked between two pieces."""
+"""Bytes parsed at a time. The limits are checked in between."""
 LINGER_SECONDS = 2.0
-"""How long a client that is still sending may read its last answer. If the connection were closed
-at once, it would be reset, and the client would lose the answer."""
+"""Time to read the last answer for a client that is still sending. Closing at once would reset the
+connection, and the client would lose the answer."""
 SHUTDOWN_SECONDS = 0.5
 """At shutdown, a client that reads nothing of its reply for this long is disconnected."""
 
@@ -66,9 +66,9 @@ class Connection(HttpToolsProtocol):
         self._settings = connections.settings
         self._reading = Reading(self.loop.time())
         self._progress = ReplyProgress()
-        self._running: RequestResponseCycle | None = None  # the one with an incomplete reply
+        self._running: RequestResponseCycle | None = None  # its reply is incomplete
         self._held = bytearray()  # received ahead of its turn
-        self._served = False  # a reply was written
+        self._served = False  # at least one reply was written
         self._refusal: ApiError | None = None  # the last answer, waiting for its turn
         self._linger_until: float | None = None  # set when the last answer is written
 
@@ -113,7 +113,7 @@ class Connection(HttpToolsProtocol):
             self._all.reports.count(ConnectionEnd.UNREAD)
             self.transport.abort()
         elif self._linger_until is not None:
-            if unsent:  # the time starts when everything is sent
+            if unsent:  # the time starts once everything is sent
                 self._linger_until = now + LINGER_SECONDS
             elif now >= self._linger_until:
                 self.transport.abort()
@@ -123,7 +123,7 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()  # asyncio does not notice while reading is paused
         elif self._reading.state is ReadState.BODY:
             self._check_body(now)
-        elif answered and unsent:  # the reply is still being read
+        elif answered and unsent:  # the client is still reading the reply
             self._reading.since = now
         elif answered:
             self._check_head(now - self._reading.since)
@@ -151,7 +151,7 @@ class Connection(HttpToolsProtocol):
         if self._asks_upgrade():
             return
         super().on_headers_complete()
-        # uvicorn closes this transport after the last reply of a connection.
+        # uvicorn closes this transport after a connection's last reply.
         self.cycle.transport = SimpleNamespace(  # type: ignore[assignment]
             write=self.transport.write,
             is_closing=self.transport.is_closing,
@@ -180,8 +180,8 @@ class Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
-        """Start the next request. Replaces uvicorn's version, which sets a timer for idle
-        connections; here `check` ends them."""
+        """Start the next request. Replaces uvicorn's version, which sets a timer per idle
+        connection; here `check` ends them."""
         self.server_state.total_requests += 1
         self._running, self._served = None, True
         self._reading.end_reply(self.loop.time())
@@ -200,7 +200,8 @@ class Connection(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def _close_after(self, cycle: RequestResponseCycle) -> None:
-        """Close the connection after its last reply. The client may still be sending the body."""
+        """Close the connection after this cycle's reply, its last one. The client may still be
+        sending the body."""
         sending = self._reading.state in (ReadState.BODY, ReadState.NOTHING)
         if sending and cycle is self.cycle and cycle.response_complete:
             self._linger()
@@ -213,7 +214,7 @@ class Connection(HttpToolsProtocol):
         for start in range(0, len(data), PIECE):
             if self._reading.state is ReadState.NOTHING:
                 return
-            if self.pipeline:  # ahead of its turn; further bytes stay with the client
+            if self.pipeline:  # ahead of its turn; stop reading from the client
                 self._held += data[start:]
                 self.flow.pause_reading()
                 return
@@ -242,8 +243,8 @@ class Connection(HttpToolsProtocol):
         return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
     def _without_upgrade(self) -> bytes:
-        """The request line and headers of a request to upgrade, without the upgrade, for a new
-        parser. The old parser would treat the body as data of another protocol."""
+        """The head of an upgrade request, without the upgrade, for a new parser. The old parser
+        would treat the body as data of another protocol."""
         if not self._asks_upgrade():
             return b""
         version = self.parser.get_http_version().encode()
@@ -267,18 +268,18 @@ class Connection(HttpToolsProtocol):
             if waited > timeout:
                 self._refuse(too_slow("the headers", timeout), ConnectionEnd.SLOW_HEAD)
             return
-        # No answer is sent: browsers open connections in advance, and would take the answer for the
-        # answer to a later request.
+        # Send no answer: browsers open connections in advance, and would take it for the answer to
+        # a later request.
         end = ConnectionEnd.IDLE if self._served else ConnectionEnd.SILENT
         if waited > (self._settings.keep_alive_timeout if self._served else timeout):
             self._all.reports.count(end)
             self.transport.close()
 
     def _abort_unless_reading(self, acknowledged: int) -> None:
-        """Abort unless the client has read more than `acknowledged` bytes; then check again
+        """Abort unless the client has read more than `acknowledged` bytes; otherwise check again
         later."""
         if self not in self.connections:
-            return  # it has been lost meanwhile
+            return  # the connection was lost in the meantime
         info = tcp_info(self.transport)
         in_time = self.loop.time() < self._all.reply_deadline
         if info is not None and info.acknowledged > acknowledged and self.unsent() and in_time:
@@ -289,8 +290,8 @@ class Connection(HttpToolsProtocol):
     # Refusals
 
     def _refuse(self, error: ApiError, end: ConnectionEnd | None = None) -> None:
-        """Answer the request that is being received with an error when it is its turn. Later
-        requests are not answered."""
+        """Answer the request that is being received with an error, in its turn. Later requests are
+        not answered."""
         if end is not None:
             self._all.reports.count(end)
         self._held.clear()
@@ -305,7 +306,7 @@ class Connection(HttpToolsProtocol):
             self._answer(error)
 
     def _drop(self, cycle: RequestResponseCycle) -> None:
-        """Drop a request whose body will not be complete."""
+        """Drop a request whose body will stay incomplete."""
         if cycle is not self._running:  # it waits for its turn
             self.pipeline.popleft()
         elif cycle.response_started:
@@ -321,7 +322,7 @@ class Connection(HttpToolsProtocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Write nothing more, and discard what the client still sends."""
+        """Write nothing more, and discard further bytes from the client."""
         if self.transport.is_closing():
             return
         self._reading.stop()

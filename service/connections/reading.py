@@ -1,4 +1,4 @@
-"""Reading: how far a client has sent its requests and read its replies.
+"""Reading: tracks how far a client has sent its requests and read its replies.
 
 This module only counts bytes and time; `protocol.py` decides what to do. `tcp_info` asks the kernel
 about a connection.
@@ -12,25 +12,27 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 MAX_HEADER_BYTES = 64 * 1024
-"""Most bytes of a request line and its headers, as `head_size` counts them. Larger ones are
+"""Maximum size of a request line and its headers, as counted by `head_size`. Larger ones are
 answered 431."""
 MAX_RAW_HEADER_BYTES = 2 * MAX_HEADER_BYTES
-"""Most bytes that are received of incomplete headers. They include white space and blank lines."""
+"""Maximum number of bytes received for incomplete headers, including white space and blank
+lines."""
 FRAMING_PER_BODY_BYTE = 8
-"""Most bytes of chunk sizes per byte of a chunked body. Chunks of one byte need five."""
+"""Maximum bytes of chunk sizes per byte of a chunked body. Chunks of one byte need five."""
 DISCARDED_BYTES = 2**20
-"""After a refusal, at most this many bytes are read and discarded. Further bytes are not read."""
+"""Maximum number of bytes read and discarded after a refusal. Further bytes are not read."""
 MIN_BYTES_PER_SECOND = 2048
-"""A client has to send and to read at least this fast: half of 32 kbit/s, to which mobile networks
+"""Minimum rate at which a client must send and read: half of 32 kbit/s, to which mobile networks
 throttle a line. So 4 MiB may take 34 minutes."""
 
 _GONE = (7, 8)
-"""TCP_CLOSE: the client has reset the connection. TCP_CLOSE_WAIT: it has ended its side."""
+"""TCP states of a client that has gone. TCP_CLOSE: it reset the connection. TCP_CLOSE_WAIT: it
+closed its side."""
 _FIELDS = struct.Struct("B119xQ")  # tcpi_state, tcpi_bytes_acked
 
 
 class ReadState(Enum):
-    """The part of a request that the server expects next from the client."""
+    """The next part of a request that the server expects from the client."""
 
     REQUEST = auto()  # the first byte
     HEAD = auto()  # the rest of the request line and the headers
@@ -55,8 +57,8 @@ class Reading:
         self._unfinished = 0  # bytes of an incomplete head, chunk size or trailer
         self._completed = False  # a head or a message, in the current piece
         self._body_size = 0
-        self._body_mark = (now, 0)  # time and bytes received; start of the current body's rate
-        self.discard_until = 0  # bytes received; after `stop`, further ones are not read
+        self._body_mark = (now, 0)  # (time, bytes received) at the start of the current body
+        self.discard_until = 0  # number of bytes received; after `stop`, reading ends there
 
     def begin_head(self, now: float) -> None:
         self.state, self.since = ReadState.HEAD, now
@@ -73,7 +75,7 @@ class Reading:
         self.state, self._completed = ReadState.REQUEST, True
 
     def end_reply(self, now: float) -> None:
-        """Note that a reply is complete, so that the client has to send next."""
+        """Note that a reply is complete, so the client has to send next."""
         self.since, self._body_mark = now, (now, self.received)
 
     def stop(self) -> None:
@@ -82,9 +84,9 @@ class Reading:
         self.discard_until = self.received + DISCARDED_BYTES
 
     def is_too_large(self, piece: int) -> bool:
-        """Count the bytes of a parsed piece. Returns True if too many bytes came without completing
-        the headers, a chunk or the trailers. A piece that completes one of them is not counted, so
-        the limit is exact only up to one piece."""
+        """Count the bytes of a parsed piece. Returns True if too many came without completing the
+        headers, a chunk or the trailers. A piece that completes one of them is not counted, so the
+        limit is exact only to one piece."""
         self._unfinished = 0 if self._completed else self._unfinished + piece
         self._completed = False
         allowed = MAX_RAW_HEADER_BYTES
@@ -93,9 +95,9 @@ class Reading:
         return self._unfinished > allowed
 
     def is_body_slow(self, now: float, timeout: float, *, answered: bool, paused: bool) -> bool:
-        """True if too little of a body came within `timeout` seconds. Unless the request is
-        answered already, the time starts again after enough progress, and does not run while the
-        server is not reading."""
+        """True if too little of a body came within `timeout` seconds. Unless the request is already
+        answered, the time starts again after enough progress and stops while the server is not
+        reading."""
         since, received = self._body_mark
         enough = self.received - received >= timeout * MIN_BYTES_PER_SECOND
         if not answered and (enough or paused):
@@ -105,16 +107,16 @@ class Reading:
 
 
 class ReplyProgress:
-    """How far a client has read its replies."""
+    """Tracks how far a client has read its replies."""
 
     def __init__(self) -> None:
-        self._mark: tuple[float, int] | None = None  # time, and bytes read at that time
+        self._mark: tuple[float, int] | None = None  # (time, bytes read at that time)
 
     def is_too_slow(
         self, now: float, timeout: float, unsent: int, acknowledged: int | None, *, complete: bool
     ) -> bool:
         """True if too little was read for longer than `timeout`. While the reply is incomplete,
-        twice that time is allowed, because streams have their own, earlier timeout
+        twice that time is allowed, because streams have an earlier timeout of their own
         (`service/http/sse.py`). Without `acknowledged`, a client is too slow only if it reads
         nothing."""
         if not unsent:
@@ -141,8 +143,8 @@ class TcpInfo(NamedTuple):
 
 
 def tcp_info(transport: asyncio.BaseTransport) -> TcpInfo | None:
-    """Ask the kernel about a connection. Returns None if the system is not Linux, or the socket is
-    closed or not TCP."""
+    """Ask the kernel about a connection. Returns None if the system is not Linux, or if the socket
+    is closed or not TCP."""
     raw = transport.get_extra_info("socket")
     if sys.platform != "linux" or raw is None or raw.family == socket.AF_UNIX:
         return None

@@ -9,8 +9,8 @@ from logitd.service.errors import ApiError, unavailable
 
 
 def head_size(target: int, headers: list[tuple[bytes, bytes]]) -> int:
-    """The size of a request line whose target has `target` bytes, and of the headers, in bytes and
-    without optional white space."""
+    """Bytes of a request line and its headers, without optional white space. `target` is the number
+    of bytes of the request's target."""
     return target + sum(len(name) + len(value) + 4 for name, value in headers)
 
 
@@ -31,7 +31,7 @@ def too_slow(part: str, slow_sender_timeout: float) -> ApiError:
 
 
 def whole_reply(error: ApiError, headers: list[tuple[bytes, bytes]]) -> bytes:
-    """The bytes of an error reply, for a client that has not sent a complete request."""
+    """The bytes of an error reply to an incomplete request."""
     response = error.response()
     lines = [*headers, *response.raw_headers, (b"connection", b"close")]
     head = STATUS_LINE[error.status] + b"".join(b"%s: %s\r\n" % line for line in lines)
@@ -39,7 +39,7 @@ def whole_reply(error: ApiError, headers: list[tuple[bytes, bytes]]) -> bytes:
 
 
 async def too_many_connections(scope: Any, receive: Any, send: Any) -> None:
-    """The ASGI application that answers requests while there are too many connections."""
+    """ASGI application that answers requests while there are too many connections."""
     error = unavailable("there are too many connections; close those that are not needed")
     response = error.response()
     response.headers["Connection"] = "close"

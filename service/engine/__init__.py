@@ -1,2 +1,2 @@
-"""The engine for use from asyncio: its thread, its weights, the admission of requests, and how it
-is built."""
+"""The engine for asyncio: its thread, its weights, the admission of requests, and its
+construction."""

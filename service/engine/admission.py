@@ -5,8 +5,8 @@ time when its texts are encoded (`hold`) until its last sequence ends. Requests 
 another all count from the start (`reserve`), so that none of them is rejected half-way.
 
 When the queue is full, a caller below its fair share is still admitted. The share is the limit
-divided by the number of callers that have requests in the queue. All callers together never exceed
-FULLEST times the limits. A caller that is alone may fill the whole queue.
+divided by the number of callers with requests in the queue. All callers together never exceed
+FULLEST times the limits. A single caller may fill the whole queue.
 
 Belongs to the event loop. The scheduler, not this module, decides which request runs next.
 """
@@ -23,17 +23,18 @@ from logitd.model.inference.engine.cost import output_elements, prices
 from logitd.model.inference.engine.events import FinishEvent
 from logitd.model.inference.engine.requests import Request
 from logitd.model.inference.errors import InvalidRequest
+from logitd.model.plural import pluralize
 from logitd.model.transformer.config import ModelConfig
 
 MOST_TOKENS = 2**20
-"""By default a request may cost at most this many tokens: minutes of one processor with the bundled
+"""Default of the largest cost of a request in tokens: minutes of one processor with the bundled
 checkpoint."""
 FULLEST = 2
 """Largest total queue, as a multiple of each limit."""
 
 
 class Limit(StrEnum):
-    """The limit that a rejected request has reached."""
+    """The limit reached by a rejected request."""
 
     SEQUENCES = "queue_sequences"
     TOKENS = "queue_tokens"
@@ -44,10 +45,10 @@ class Limit(StrEnum):
 
 
 class QueueFull(Exception):
-    """The queue has no room for a request now; try again in `retry_after` seconds."""
+    """Raised if the queue has no room for a request now; try again in `retry_after` seconds."""
 
     def __init__(self, waiting: str, holds: int, retry_after: int, limit: Limit) -> None:
-        super().__init__(f"{waiting}, the queue holds {holds}")
+        super().__init__(f"the queue has no room: {waiting}, limit {holds}")
         self.retry_after = retry_after
         self.limit = limit
 
@@ -72,7 +73,7 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a request adds to the queue: sequences, their cost in tokens, and output elements."""
+    """A request's share of the queue: sequences, their cost in tokens, and output elements."""
 
     sequences: int = 0
     tokens: int = 0
@@ -159,7 +160,7 @@ class AdmissionController:
         waiting = max(0, self.sequences - self.slots)
 
         def check(limit: Limit, holds: int, queued: int, own: int, present: str) -> None:
-            """Check one limit. The caller has `own` of the amount `queued`."""
+            """Check one limit. `own` is the caller's part of the amount `queued`."""
             in_its_share = own <= holds // callers and queued <= FULLEST * holds
             if queued > holds and not in_its_share:
                 raise QueueFull(present, holds, self._pace.seconds_for(waiting + 1), limit)
@@ -169,7 +170,7 @@ class AdmissionController:
             limits.sequences,
             self.sequences + load.sequences - self.slots,
             own.sequences,
-            f"{waiting} sequences are waiting",
+            f"{pluralize(waiting, 'sequence')} waiting",
         )
         if waiting:
             tokens = max(0, present.tokens - self.begun_tokens)
@@ -178,15 +179,14 @@ class AdmissionController:
                 limits.tokens,
                 tokens + load.tokens,
                 own.tokens,
-                f"{tokens} prompt tokens are waiting",
+                f"{pluralize(tokens, 'prompt token')} waiting",
             )
         check(
             Limit.ELEMENTS,
             limits.elements,
             self.elements + load.elements,
             own.elements,
-            f"{self.elements} output elements are waiting or being computed and the request asks "
-            f"for {load.elements}",
+            f"{self.elements} output elements waiting or in progress, {load.elements} requested",
         )
 
     @contextmanager
@@ -199,9 +199,8 @@ class AdmissionController:
         """
         if sequences > self.limits.per_request:
             raise InvalidRequest(
-                f"the request has {_sequences(sequences, param)}; "
-                f"{self.limits.per_request} are allowed in one. Send fewer, or raise "
-                "--max-sequences",
+                f"the request has {_sequences(sequences, param)}, but the limit of one request "
+                f"is {self.limits.per_request}. Send fewer, or raise --max-sequences",
                 param,
             )
         load = Load(sequences=sequences)
@@ -241,7 +240,7 @@ class AdmissionController:
 
     def end_sequence(self, event: FinishEvent, caller: str = "", elements: int = 0) -> None:
         """Count the end of a sequence. `elements` is the number of output elements of its request
-        if this was the last sequence of the request, else 0."""
+        if this was the request's last sequence, else 0."""
         self._pace.finished(queued=self._open.total.sequences > self.slots)
         price = event.prompt_tokens if event.price is None else event.price
         self._open.add(caller, -Load(1, price, elements))
@@ -258,8 +257,8 @@ class AdmissionController:
         limits = self.limits
         if load.tokens > limits.most_tokens:
             raise InvalidRequest(
-                f"the request costs as much as a prompt of {load.tokens} tokens; "
-                f"{limits.most_tokens} are allowed in one. Ask for fewer prompts, completions, "
+                f"the request costs as much as a prompt of {load.tokens} tokens, but the limit of "
+                f"one request is {limits.most_tokens}. Ask for fewer prompts, completions, "
                 "tokens, interventions, steps or cells, or raise --max-request-tokens"
             )
         if load.sequences > self.slots + limits.sequences:
@@ -289,7 +288,8 @@ class AdmissionController:
 
 
 def _sequences(count: int, param: str | None) -> str:
-    """A number of sequences; `param` is the field that decides it next to the prompts."""
+    """A number of sequences in words; `param` is the field that multiplies the number of
+    prompts."""
     factor = "" if param in (None, "prompt") else f" times {param}"
     return f"{count} sequences (prompts{factor})"
 

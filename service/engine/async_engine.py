@@ -31,7 +31,7 @@ SHUTTING_DOWN = "the server is shutting down"
 
 
 class ReloadError(Exception):
-    """New weights could not be used, and the old ones stay. The message says why."""
+    """Raised if new weights cannot be used. The old ones stay. The message gives the reason."""
 
 
 @dataclass(eq=False, slots=True)
@@ -69,7 +69,7 @@ class AsyncEngine:
         self._weights = WeightsVersion(0)  # for new requests
         self._computing = 0  # number of the version that the engine computes with
         self._reload: asyncio.Task[None] | None = None  # the last one
-        self._changed = asyncio.Event()  # something that a reload may be waiting for
+        self._changed = asyncio.Event()  # wakes a reload that waits for any of these
         self._loop = asyncio.get_running_loop()
         self._reports = WakeupThrottle(self._deliver)
         self._stopped = asyncio.Event()
@@ -103,7 +103,7 @@ class AsyncEngine:
         return self._weights
 
     def end_hold(self, version: WeightsVersion) -> None:
-        """End a hold: nothing else will be submitted under it."""
+        """End a hold: nothing else will be submitted to this version."""
         version.holds -= 1
         self._changed.set()
 
@@ -134,8 +134,8 @@ class AsyncEngine:
         return self._enqueue([request], [self.admission.admit_reserved(request)], version, usage)
 
     async def reload(self, path: Path, weights_sha256: str, timeout: float) -> None:
-        """Replace the weights by those of a checkpoint without interrupting service. Returns when
-        the old weights are out of use.
+        """Replace the weights by those of a checkpoint without interrupting service. Returns once
+        the old weights are no longer used.
 
         Requests to the old weights have `timeout` seconds to finish; then the unfinished ones end
         with an error. If this call is cancelled, the reload continues. Raises ReloadError if the
@@ -149,7 +149,7 @@ class AsyncEngine:
         await asyncio.shield(self._reload)
 
     async def stop(self, drain_timeout: float) -> None:
-        """Reject new requests, let running ones finish for `drain_timeout` seconds, abort the
+        """Reject new requests, let running ones finish for `drain_timeout` seconds, then abort the
         rest."""
         self._draining = True
         if self._stopped.is_set():
@@ -204,7 +204,7 @@ class AsyncEngine:
         await self._wait_until(loading.done)
         if (error := loading.exception()) is not None:
             raise ReloadError(str(error) or type(error).__name__) from error
-        # New requests are for the new weights from now on; they wait in the engine until it has
+        # New requests go to the new weights from now on; they wait in the engine until it has
         # finished those for the old ones.
         old, self._weights = self._weights, WeightsVersion(self._weights.number + 1)
         try:

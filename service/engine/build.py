@@ -108,8 +108,8 @@ class BuiltEngine:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The number of slots of each model by its name, and for each model that cannot be read, the
-    reason."""
+    """The number of slots of each model by name, and the reason for each model that cannot be
+    read."""
 
     slots: Mapping[str, int]
     refused: Mapping[str, str]
@@ -237,8 +237,8 @@ def _target_ttft(settings: ServeSettings, gap: TargetGap | None) -> float | None
 def _load_weights(
     served: CheckpointInfo, placement: Placement, batch_code: bool, path: Path, weights_sha256: str
 ) -> Network:
-    """Read the weights of another checkpoint. Only one thread is used, because the engine continues
-    to compute with the served weights. Raises CheckpointError and DeviceError."""
+    """Read the weights of another checkpoint, in one thread, because the engine continues to
+    compute with the served weights. Raises CheckpointError and DeviceError."""
     with one_thread():
         return load_replacement(
             served, path, weights_sha256, placement, together=batch_code, log=logger.info
@@ -246,7 +246,7 @@ def _load_weights(
 
 
 def _shape(source: ModelSource, settings: ServeSettings) -> Shape:
-    """The shape of the checkpoint that would be loaded now, found without reading its weights."""
+    """The shape of the checkpoint that would be loaded now, without reading its weights."""
     checkpoint = read_checkpoint(checkpoint_of(source.path, settings.follow))
     check_header(checkpoint)
     options = ComputeOptions.of(settings)

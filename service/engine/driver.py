@@ -1,9 +1,9 @@
 """EngineDriver: takes commands for an engine from any thread, and makes one step at a time.
 
 Commands wait in an inbox. A thread of `AsyncEngine` calls `run_once`, which handles all commands,
-makes a step and returns a report. If a process has several engines, they compute their steps in
-turn in a `StepThread`. New weights are read in a separate thread while steps continue. This module
-knows nothing of the event loop and of HTTP.
+makes a step and returns a report. If a process has several engines, a `StepThread` computes their
+steps in turn. New weights are read in a separate thread while steps continue. This module knows
+nothing of the event loop and of HTTP.
 """
 
 import logging
@@ -27,14 +27,14 @@ logger = logging.getLogger("logitd.engine")
 Result = TypeVar("Result")
 
 Command = Callable[[], Sequence[Event] | None]
-"""A call of the engine between two steps; returns the events it caused."""
+"""A call of the engine between two steps. Returns the resulting events."""
 
 WeightsLoader = Callable[[Path, str], Network]
-"""Reads the weights of the checkpoint at a path, which must have this SHA-256. An exception says
-why the weights cannot be served."""
+"""Reads the weights of the checkpoint at a path, which must have this SHA-256. Raises an exception
+if they cannot be served."""
 
 OnCompute = Callable[[], None]
-"""Is called when a step begins to compute or waits for its turn, so that other threads can use the
+"""Called when a step begins to compute or waits for its turn, so that other threads can use the
 interpreter meanwhile."""
 
 
@@ -63,8 +63,8 @@ class StepThread:
     """One thread in which all engines of a process compute their steps, in order of arrival.
 
     Computing two steps at the same time would gain nothing, because a step uses every core. It
-    would even be slower, because each computing thread has its own pool of torch threads, and there
-    would be more threads than processors (see `build` in `build.py`).
+    would even be slower: each computing thread has its own pool of torch threads, so there would be
+    more threads than processors (see `build` in `build.py`).
     """
 
     def __init__(self) -> None:
@@ -86,8 +86,7 @@ class EngineDriver:
     def __init__(
         self, engine: Engine, load: WeightsLoader, steps: StepThread | None = None
     ) -> None:
-        """Steps are computed in `steps`, or, if that is None, in the thread that calls
-        `run_once`."""
+        """`steps` is the thread that computes the steps; None: the thread that calls `run_once`."""
         self._engine = engine
         self._load = load
         self._steps = steps
@@ -109,7 +108,7 @@ class EngineDriver:
     def abort(
         self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT
     ) -> None:
-        """End a request, or one of its sequences. Has no effect if that has ended already."""
+        """End a request, or one of its sequences. Has no effect if it has already ended."""
         self._inbox.put(partial(self._engine.abort, request_id, index, reason))
 
     def grant(self, request_id: str) -> None:

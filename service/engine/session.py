@@ -1,8 +1,8 @@
 """EngineSession: the submissions of one HTTP request, all answered by one version of the weights.
 
-The first submission fixes the version. The engine then keeps this version until the session is
-closed or announces that no submission follows. So all parts of a reply, such as the cells of a
-sweep, come from the same weights. Only the event loop may use this module.
+The first submission fixes the version. The engine then keeps it until the session is closed or
+announces that no submission follows. So all parts of a reply, such as the cells of a sweep, come
+from the same weights. Use it only on the event loop.
 """
 
 from collections import deque
@@ -36,8 +36,8 @@ class EngineSession:
         return self._engine.version if self._weights is None else self._weights.number
 
     def submit(self, requests: Sequence[Request], *, more: bool = False) -> Submission:
-        """Queue all requests or none. Raises like `AsyncEngine.submit`. `more` announces that other
-        submissions follow."""
+        """Queue all requests or none. Raises like `AsyncEngine.submit`. `more` announces further
+        submissions."""
         signed = [replace(request, **self._signature) for request in requests]
         submission = self._engine.submit(signed, self._held(), self.usage)
         if not more:

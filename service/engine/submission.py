@@ -1,7 +1,7 @@
 """Submission: requests that the engine computes, and the mailbox for their events.
 
 `async_engine.py` puts events into the mailbox. A reader takes all of them at once, so a slow reader
-gets fewer, larger parts. Only the event loop may use this module.
+gets fewer, larger parts. Use it only on the event loop.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ class Submission:
         self.request_ids = tuple(request_ids)
         self._driver = driver
         self._usage = usage
-        self._open = sequences  # that have not ended
+        self._open = sequences  # number that have not ended
         self._events: list[Event] = []
         self._failure: str | None = None
         self._loop = asyncio.get_running_loop()
@@ -40,8 +40,8 @@ class Submission:
         return self._open == 0 and not self._events
 
     async def take(self, timeout: float | None = None) -> list[Event]:
-        """Wait for events, and return all that came since the last call. Returns none after
-        `timeout` seconds.
+        """Wait for events, and return all that came since the last call; none after `timeout`
+        seconds.
 
         Raises EngineStopped if the engine failed before the last event.
         """
@@ -62,8 +62,8 @@ class Submission:
                 self._driver.abort(request_id)
 
     def stop(self, request_id: str, index: int) -> None:
-        """End a sequence whose text has reached a stop string. Has no effect if the sequence has
-        ended already."""
+        """End a sequence whose text has reached a stop string. Has no effect if it has already
+        ended."""
         self._driver.abort(request_id, index, FinishReason.STOP)
 
     def deliver(self, event: Event) -> None:

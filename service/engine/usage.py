@@ -1,7 +1,7 @@
 """Usage: the tokens and times of one HTTP request, summed over its sequences.
 
-The log, traces, the header `Server-Timing` and the timings of a reply show them. Only the event
-loop may use this module.
+They appear in the log, in traces, in the header `Server-Timing` and in a reply's timings. Use it
+only on the event loop.
 """
 
 import math
@@ -71,7 +71,7 @@ class Usage:
         self._close(sequences)
 
     def when_settled(self, call: Callable[[], None]) -> None:
-        """Call `call` as soon as no sequence is open, which may be now. If a client leaves, its
+        """Call `call` as soon as no sequence is open, perhaps at once. If a client leaves, its
         sequences end only after the next step."""
         if self.open:
             self._when_settled = call

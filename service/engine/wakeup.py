@@ -1,11 +1,11 @@
 """WakeupThrottle: limits how often the engine's thread wakes the event loop.
 
-For a small model, sending a token takes Python as long as computing it, and both need the same
-interpreter. So the event loop may spend at most an eighth of its time on delivery: after each
-delivery it pauses for PAUSE_FACTOR times the processor time that the delivery took, but at most for
-MAX_PAUSE, and then delivers everything that came meanwhile. If the steps of a model are longer than
-the pause, nothing is delayed. Urgent items (first tokens, the last report before the engine is
-idle) do not wait for the end of a pause.
+For a small model, Python takes as long to send a token as the model to compute it, and both need
+the same interpreter. So the event loop may spend at most an eighth of its time on delivery: after
+each delivery it pauses for PAUSE_FACTOR times the processor time that the delivery took, but at
+most for MAX_PAUSE, and then delivers everything that came meanwhile. If steps are longer than the
+pause, nothing is delayed. Urgent items (first tokens, the last report before the engine is idle) do
+not wait for the end of a pause.
 
 The engine's thread calls `wake` when it starts to compute and no longer needs the interpreter. If
 it woke the loop earlier, the loop would use the interpreter while the thread prepares its step, and
@@ -24,7 +24,7 @@ PAUSE_FACTOR = 7
 MAX_PAUSE = 0.02
 """Longest pause in seconds: too short for a reader to notice."""
 MIN_TIMER = 0.002
-"""Shortest timer in seconds; event loops count in milliseconds."""
+"""Shortest timer in seconds: event loops count in milliseconds."""
 
 
 class WakeupThrottle:
@@ -70,7 +70,7 @@ class WakeupThrottle:
             self._loop.call_soon_threadsafe(self.deliver)
 
     def deliver(self) -> None:
-        """Deliver every item. The tasks that this wakes run before the pause is measured."""
+        """Deliver every item. The tasks woken by it run before the pause is measured."""
         began = time.thread_time()
         try:
             while self._items:

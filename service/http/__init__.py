@@ -1,1 +1,1 @@
-"""HTTP: a generic route for all operations, and the forms of their replies."""
+"""HTTP: a generic route for all operations, and the formats of their replies."""

@@ -1,8 +1,8 @@
-"""Arrays: writes .npy, safetensors and nested JSON lists, part by part.
+"""Arrays: writes .npy, safetensors and nested JSON lists in parts.
 
 .npy files have format version 1.0. A safetensors file is a header with names, types and offsets,
-followed by the bytes of the tensors. The shapes are known before the elements, so headers can be
-written first, and elements as soon as they are computed.
+followed by the bytes of the tensors. Shapes are known before the elements, so the header is written
+first and each element as soon as it is computed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,10 +22,9 @@ SAFETENSORS_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "in
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
 
 PART_BYTES = 2**18
-"""Number of bytes that are written to the socket at once. The event loop and the engine run in
-between."""
+"""Bytes written to the socket at a time. The event loop and the engine run in between."""
 JSON_ELEMENTS = 2**14
-"""Number of elements that are converted to JSON at once."""
+"""Elements converted to JSON at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +71,20 @@ def encoded(values: Array, dtype: DType) -> Array:
     if dtype != "bfloat16":
         return np.ascontiguousarray(values, dtype=np.dtype(dtype).newbyteorder("<"))
     bits = np.ascontiguousarray(values, dtype="<f4").view("<u4")
-    # Round to the nearest, ties to even; a NaN must not be rounded into an infinity.
+    # Round to nearest, ties to even; a NaN must not be rounded to infinity.
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype("<u2")
 
 
 def byte_parts(values: Array) -> Iterator[bytes]:
-    """The bytes of a contiguous array, a part at a time."""
-    view = values.reshape(-1).view(np.uint8).data  # of a contiguous array: no copy
+    """Yield the bytes of a contiguous array in parts."""
+    view = values.reshape(-1).view(np.uint8).data  # the array is contiguous: no copy
     for start in range(0, len(view), PART_BYTES):
         yield bytes(view[start : start + PART_BYTES])
 
 
 def json_parts(values: Array) -> Iterator[bytes]:
-    """An array as nested JSON lists, a part at a time. Values that are not finite become null."""
+    """Yield an array as nested JSON lists in parts. Non-finite values become null."""
     if values.ndim == 1 or values.size <= JSON_ELEMENTS:
         yield orjson.dumps(np.ascontiguousarray(values), option=orjson.OPT_SERIALIZE_NUMPY)
         return

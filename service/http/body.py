@@ -1,4 +1,4 @@
-"""Body: reads the JSON body of a request up to its size limit, and parses it strictly.
+"""Body: reads the JSON body of a request up to its size limit and parses it strictly.
 
 The operations (`model/operations/`) define the fields.
 """
@@ -18,11 +18,12 @@ from logitd.service.errors import ApiError, bad_request, body_too_large, client_
 from logitd.service.http.structure import count_structure
 
 MAX_VALUES = MAX_IDS + 2**14
-"""Most JSON values in a body: the ids of the longest list, and others."""
+"""Maximum number of JSON values in a body: the longest list of ids, and some more."""
 MAX_PARTS = 2**14
-"""Most lists, objects and keys in a body. Parsing one takes as long as parsing ten numbers."""
+"""Maximum number of lists, objects and keys in a body. Parsing one takes as long as parsing ten
+numbers."""
 UNCOUNTED_BYTES = 2**14
-"""The values of a body of up to this many bytes are not counted: parsing takes a few ms at most."""
+"""Bodies up to this size are parsed without counting their values: that takes a few ms at most."""
 
 BODY = "body"
 """`request.state` key of the parsed body; read by tracing."""
@@ -33,10 +34,10 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def body_of(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
-    """A FastAPI dependency that reads the JSON body of a request into `model`.
+    """Return a FastAPI dependency that reads the JSON body of a request into `model`.
 
-    pydantic parses the raw bytes. Unlike parsing with `json`, this rejects NaN, Infinity, 1e999,
-    lone surrogates and bodies that are not UTF-8.
+    pydantic parses the raw bytes. Unlike `json`, it rejects NaN, Infinity, 1e999, lone surrogates
+    and bodies that are not UTF-8.
     """
 
     async def read(request: Request) -> Body:
@@ -75,10 +76,10 @@ def described_by(model: type[RequestBody]) -> dict[str, Any]:
 
 
 async def _bounded_body(request: Request) -> bytes:
-    """The body of a request. Raises ApiError above the limit; a body whose declared length exceeds
-    it is not read at all."""
+    """Read the body of a request. Raises ApiError above the limit; if the declared length exceeds
+    the limit, nothing is read."""
     limit: int = request.app.state.service.settings.max_body_bytes
-    # The HTTP parser has accepted the header as a number.
+    # The HTTP parser has checked that the header is a number.
     if int(request.headers.get("content-length", "0")) > limit:
         raise body_too_large(limit)
     chunks, size = [], 0
@@ -94,7 +95,7 @@ async def _bounded_body(request: Request) -> bytes:
 
 
 def _require_plain(request: Request) -> None:
-    """Raise ApiError for a compressed or otherwise encoded body, which the server cannot decode."""
+    """Raise ApiError if the body is compressed or otherwise encoded."""
     for header, plain in (("content-encoding", "identity"), ("transfer-encoding", "chunked")):
         # The HTTP parser guarantees that the end of the body is unambiguous.
         encoding = ", ".join(request.headers.getlist(header)).strip().lower()

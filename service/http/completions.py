@@ -1,8 +1,7 @@
 """Completions: sends sampled text, as one reply or as a stream of chunks.
 
-Sequences whose text has reached a stop string are aborted. An endpoint whose replies differ from
-those of /generate has a `ResponseFormat`. `model/operations/completion.py` makes the text from the
-tokens.
+A sequence is aborted once its text has reached a stop string. An endpoint with another reply format
+than /generate has a `ResponseFormat`. `model/operations/completion.py` turns tokens into text.
 """
 
 import asyncio
@@ -22,16 +21,16 @@ from logitd.service.models.context import RequestContext
 
 
 class ResponseFormat(Protocol):
-    """Converts replies of /generate to the format of another endpoint. Its methods are called in
-    the order of the events, so it may keep state."""
+    """Converts replies of /generate to another endpoint's format. Methods are called in the order
+    of the events, so an implementation may keep state."""
 
     def reply(self, reply: dict[str, Any]) -> Any:
-        """The reply, made from a reply of /generate."""
+        """Convert a whole reply of /generate."""
         ...
 
     def chunks(self, chunk: dict[str, Any], counts: dict[str, int]) -> Iterable[dict[str, Any]]:
-        """The chunks of a stream, made from one chunk of /generate. `counts` are the numbers of
-        prompt tokens, completion tokens and all tokens so far."""
+        """Convert one chunk of a /generate stream. `counts` are the numbers of prompt tokens,
+        completion tokens and all tokens so far."""
         ...
 
 
@@ -50,7 +49,7 @@ async def respond(generation: "Generation", context: RequestContext, *, stream: 
 
 
 class Generation:
-    """A submitted request, and its reply, which grows token by token."""
+    """A submitted request and its reply, which grows token by token."""
 
     def __init__(
         self,
@@ -71,8 +70,8 @@ class Generation:
         self._submission.abort()
 
     async def reply(self) -> bytes:
-        """The whole reply as JSON. If this call is cancelled, the generation ends. A reply that
-        lists tokens may be long, so it is written in a thread, and streams continue meanwhile."""
+        """Return the whole reply as JSON. Cancelling this call ends the generation. A reply that
+        lists tokens may be long, so it is written in a thread while streams continue."""
         try:
             while not self._submission.finished:
                 await self._advance(timeout=None)
@@ -112,7 +111,7 @@ class Generation:
         return b"".join(map(sse.event, self._format.chunks(whole, counts)))
 
     async def _advance(self, timeout: float | None) -> bool:
-        """Add the events since the last call. Returns False if there are none within `timeout`
+        """Add the events since the last call. Returns False if none comes within `timeout`
         seconds."""
         events = await self._submission.take(timeout)
         for event in events:

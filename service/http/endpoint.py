@@ -1,5 +1,5 @@
-"""Endpoint: the route that every operation has. It parses a body, makes the plan, submits the
-requests and answers.
+"""Endpoint: the generic route of all operations. It parses a body, makes the plan, submits the
+requests and replies.
 
 Room in the queue is reserved before any text is encoded, so a full queue answers 429 quickly.
 `model/operations/` defines the operations; the other modules of this folder write the replies.
@@ -38,13 +38,13 @@ from logitd.service.models.context import RequestContext
 from logitd.service.models.state import Ready
 
 THREAD_BYTES = 8_192
-"""The texts of a body of up to this size are encoded on the event loop, which takes up to 20 ms
-(with GPT-NeoX's runs of spaces as added tokens). Those of larger bodies are encoded in a thread."""
+"""Bodies up to this size are encoded on the event loop, which takes up to 20 ms (with GPT-NeoX's
+runs of spaces as added tokens). Larger ones are encoded in a thread."""
 THREAD_INTERVENTIONS = 256
-"""Up to this many interventions, counted per prompt, are resolved on the event loop; more are
-resolved in a thread."""
+"""Up to this many interventions per prompt are resolved on the event loop; more are resolved in a
+thread."""
 
-# A request to the vocabulary waits for no queue and has no deadline.
+# A request to the vocabulary neither waits in the queue nor has a deadline.
 UNQUEUED = {status: error for status, error in ERRORS.items() if status not in (429, 504)}
 RESPONSES = {
     "record": ERRORS,
@@ -101,8 +101,8 @@ def endpoint_of(operation: Operation) -> Any:
 
 
 async def make_plan(planning: Planning, body: RequestBody, context: RequestContext) -> Plan:
-    """Run the generator of a plan to its end, and compute and compile what it yields. Raises
-    InvalidRequest, and QueueFull before any text is encoded."""
+    """Run a plan's generator to its end; compute and compile what it yields. Raises InvalidRequest,
+    and QueueFull before any text is encoded."""
     sequences, param = body.queued
     changes = len(getattr(body, "interventions", ())) * sequences
     in_thread = (
@@ -122,7 +122,7 @@ async def make_plan(planning: Planning, body: RequestBody, context: RequestConte
             try:
                 computed = await context.compute(step.requests, more=True)
             except InvalidRequest as error:
-                step = planning.throw(error)  # adds the name of the field
+                step = planning.throw(error)  # `throw` adds the name of the field
             else:  # in a thread: results may be large
                 step = await _advance(planning, computed, in_thread=True)
     finally:
@@ -131,7 +131,8 @@ async def make_plan(planning: Planning, body: RequestBody, context: RequestConte
 
 
 async def _advance(planning: Planning, answer: Any, *, in_thread: bool) -> Any:
-    """What the generator of a plan yields next, or the finished plan."""
+    """Resume a plan's generator with `answer`. Returns what it yields next, or the finished
+    plan."""
 
     def advance() -> Any:
         try:
@@ -154,8 +155,8 @@ async def _record(operation: Operation, plan: Record, context: RequestContext) -
 
 
 async def _look_up(operation: Operation, body: Any, context: RequestContext) -> Response:
-    """A reply that needs only the vocabulary. Long texts are processed one at a time, because each
-    briefly takes many times its size in memory, and other endpoints need threads too."""
+    """Reply to a request that needs only the vocabulary. Long texts are processed one at a time:
+    each briefly takes many times its size in memory, and other endpoints need threads too."""
     one_at_a_time = context.request.app.state.service.long_texts
     async with one_at_a_time if _is_long(context) else nullcontext():
         plan = await _advance(operation.plan(body, context.subject), None, in_thread=False)
@@ -166,8 +167,8 @@ async def _look_up(operation: Operation, body: Any, context: RequestContext) -> 
 async def _written(
     operation: Operation, plan: Record, computed: Computed, context: RequestContext
 ) -> bytes:
-    """The reply as JSON. It may list thousands of tokens, so it is written in a thread, and streams
-    continue meanwhile."""
+    """Write the reply as JSON, in a thread: it may list thousands of tokens, and streams must
+    continue."""
 
     def write() -> bytes:
         head = envelope(operation.reply_id, context.model.name, context.checkpoint)

@@ -11,13 +11,13 @@ from logitd.service.engine.usage import Usage
 CHECKPOINT_HEADERS = tuple(
     f"X-Logitd-{name}" for name in ("Name", "Step", "Val-Loss", "Weights-Sha256")
 )
-"""Headers that name the checkpoint in a reply whose body is not JSON."""
+"""Headers that identify the checkpoint if the reply's body is not JSON."""
 HEADER_SAFE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 
 
 def checkpoint_headers(checkpoint: CheckpointInfo) -> dict[str, str]:
-    """The members of `CheckpointName` as headers, without nulls. Characters that a header cannot
-    contain are percent-encoded, because a directory may have any name."""
+    """The members of `CheckpointName` as headers, without nulls. Directories may have any name, so
+    characters that a header cannot contain are percent-encoded."""
     return {
         f"X-Logitd-{name.replace('_', '-').title()}": quote(str(value), safe=HEADER_SAFE)
         for name, value in checkpoint_name(checkpoint).items()
@@ -26,9 +26,8 @@ def checkpoint_headers(checkpoint: CheckpointInfo) -> dict[str, str]:
 
 
 def timings(finishes: Sequence[FinishEvent], completion_tokens: int) -> dict[str, float]:
-    """The members of `Timings` for a request. They measure the time from the arrival of its first
-    sequence to the first admission, from there to the first computed prompt, and from there to the
-    end of the last sequence."""
+    """The members of `Timings` for a request: arrival of its first sequence to first admission,
+    first admission to first computed prompt, and from there to the end of the last sequence."""
     phases = _phases(finishes)
     decoding = phases["decode"] / 1e3
     return {
@@ -39,7 +38,7 @@ def timings(finishes: Sequence[FinishEvent], completion_tokens: int) -> dict[str
 
 
 def server_timing(finishes: Sequence[FinishEvent]) -> dict[str, str]:
-    """The phases in milliseconds as the header Server-Timing, which the developer tools of browsers
+    """The phases in milliseconds as a Server-Timing header, which browsers' developer tools
     show."""
     phases = (f"{phase};dur={took:.3f}" for phase, took in _phases(finishes).items())
     return {"Server-Timing": ", ".join(phases)}

@@ -1,6 +1,7 @@
-"""Negotiation: the media type of a reply, by the request's `Accept` (RFC 9110, 12.5.1).
+"""Negotiation: chooses the media type of a reply from the request's `Accept` (RFC 9110, 12.5.1).
 
-Events are asked for by `stream`, not by `Accept`: OpenAI's clients accept JSON and read events.
+Event streams are requested with `stream`, not with `Accept`: OpenAI's clients accept JSON and read
+events.
 """
 
 from collections.abc import Sequence
@@ -16,19 +17,19 @@ JSON = "application/json"
 NPY = "application/x-npy"
 SAFETENSORS = "application/vnd.safetensors"
 ARRAYS = (JSON, NPY, SAFETENSORS)
-"""Forms of a reply of arrays."""
+"""Formats of a reply with arrays."""
 
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 RESPONSES: dict[int | str, dict[str, Any]] = {
     **ERRORS,
     200: {"content": {NPY: _BINARY, SAFETENSORS: _BINARY}},
 }
-"""Responses of an endpoint of arrays, for its OpenAPI description."""
+"""OpenAPI responses of an endpoint that returns arrays."""
 
 
 def negotiate(request: Request, body: Any, forms: Sequence[str] = (JSON,)) -> str:
-    """The media type of the reply, which is one of `forms` unless it is streamed. Raises ApiError
-    if `Accept` names none of them, or if it cannot hold several prompts or the dtype."""
+    """The media type of the reply: one of `forms`, unless the reply is streamed. Raises ApiError if
+    `Accept` allows none of them, or if the type cannot hold several prompts or the dtype."""
     if getattr(body, "stream", False):
         return sse.MEDIA_TYPE
     accept = ",".join(request.headers.getlist("accept")) or "*/*"
@@ -54,7 +55,8 @@ def negotiate(request: Request, body: Any, forms: Sequence[str] = (JSON,)) -> st
 
 
 def _accepted(accept: str, forms: Sequence[str]) -> str | None:
-    """The form of the largest weight; of equal ones the first in `accept`, then in `forms`."""
+    """The accepted form with the highest weight. Ties go to the first in `accept`, then in
+    `forms`."""
     ranges: dict[str, tuple[float, int]] = {}
     for place, part in enumerate(accept.split(",")):
         media_range, *parameters = (piece.strip().lower() for piece in part.split(";"))
@@ -62,7 +64,7 @@ def _accepted(accept: str, forms: Sequence[str]) -> str | None:
         ranges.setdefault(media_range, (_weight(weight), -place))
 
     def preference(form: str) -> tuple[float, int]:
-        """The weight and place of the most specific range."""
+        """The weight of the most specific range that matches, and its place."""
         of_type = f"{form.partition('/')[0]}/*"
         return next((ranges[name] for name in (form, of_type, "*/*") if name in ranges), (0.0, 0))
 
@@ -77,4 +79,4 @@ def _weight(text: str) -> float:
         weight = -1.0
     if 0 <= weight <= 1:
         return weight
-    raise bad_request(f"Accept has the weight q={clip(text)}; weights are from 0 to 1")
+    raise bad_request(f"Accept has the weight q={clip(text)}; weights range from 0 to 1")

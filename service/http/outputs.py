@@ -1,8 +1,9 @@
-"""OutputsWriter: writes the rows of prompts as JSON, .npy or safetensors while they are computed.
+"""OutputsWriter: writes the outputs of prompts as JSON, .npy or safetensors while they are
+computed.
 
-An array whose first axis is the positions is written row by row. Arrays with another order of axes,
-and several arrays of one prompt, are kept in memory for one prompt at a time. A budget limits what
-all such replies keep (`service/models/served.py`).
+An array whose first axis is the positions is written row by row. Other arrays, or several arrays of
+one prompt, are kept in memory for one prompt at a time. A budget limits the memory of all such
+replies together (`service/models/served.py`).
 """
 
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -41,13 +42,14 @@ from logitd.service.http.reader import OutputsReader, paced
 from logitd.service.models.context import RequestContext
 
 PART_BYTES = 2**14
-"""About this many bytes of JSON objects are written at once. The event loop runs in between."""
+"""Approximate bytes of JSON objects written at a time. The event loop runs in between."""
 
 
 async def respond(
     operation: Operation, plan: Outputs, media_type: str, context: RequestContext
 ) -> Response:
-    """Wait for the first rows and return the response. If the client leaves, the requests end."""
+    """Wait for the first rows and return the response. If the client leaves, its requests are
+    aborted."""
     if media_type == NPY and plan.not_npy is not None:
         raise bad_request(*plan.not_npy)
     writer = OutputsWriter(operation.reply_id, plan, media_type, context)
@@ -66,8 +68,8 @@ async def respond(
 
 
 class OutputsWriter:
-    """Writes one reply. It has a reader for the rows, and a share of the budget if arrays are kept
-    in memory: the size of the largest prompt."""
+    """Writes one reply. Reserves a share of the budget, the size of the largest prompt, if arrays
+    are kept in memory."""
 
     def __init__(
         self, reply_id: str, plan: Outputs, media_type: str, context: RequestContext
@@ -123,7 +125,7 @@ class OutputsWriter:
             np.empty(array.shapes[index], self._dtype(array).replace("bfloat16", "<u2"))
             for array in plan.arrays
         ]
-        by_position = [  # views: the engine's order of axes
+        by_position = [  # views, in the engine's order of axes
             np.moveaxis(array, of.position_axis, 0)
             for array, of in zip(arrays, plan.arrays, strict=True)
         ]
@@ -150,9 +152,9 @@ class OutputsWriter:
                         yield part
 
     def _file_head(self) -> bytes:
-        """The beginning of a file, up to the bytes of its arrays. If there are several prompts,
-        every name ends in the index of its prompt: `logits.0`. The arrays `token_ids` and
-        `positions` of all prompts come first."""
+        """The beginning of a file, up to the bytes of its arrays. With several prompts, every name
+        ends in the index of its prompt: `logits.0`. The arrays `token_ids` and `positions` of all
+        prompts come first."""
         plan = self._plan
         if self._media_type == NPY:
             return npy_header(plan.arrays[0].shapes[0], plan.dtype)
@@ -212,7 +214,7 @@ class OutputsWriter:
         return orjson.dumps({**head, **plan.facts})[:-1] + b"," + opening.encode()
 
     def _rows(self, chunk: OutputsChunk, comma: bytes) -> Iterator[bytes]:
-        """The rows of a chunk, one by one. `comma` is written before the first."""
+        """Yield the rows of a chunk one by one. `comma` is written before the first."""
         rows = encoded(chunk.rows, self._plan.dtype)
         for position, row in zip(chunk.positions, rows, strict=True):
             if self._listing is None:
@@ -232,7 +234,7 @@ class OutputsWriter:
 
 
 def _row_parts(listing: Listing, position: int, row: Any, comma: bytes) -> Iterator[bytes]:
-    """A row as a JSON list or object, in parts of some items each."""
+    """Yield a row as a JSON list or object, a few items at a time."""
     part, closing = bytearray(comma), b"]"
     if listing.wrapped_in is None:
         part += b"["

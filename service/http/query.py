@@ -1,7 +1,7 @@
-"""Query: refuses unknown query parameters of endpoints that take some, as in bodies.
+"""Query: refuses unknown query parameters, on endpoints that have any.
 
-Other endpoints ignore the query: health checks, scrapers and OpenAI's clients add parameters of
-their own, such as a time or `api-version`.
+Other endpoints ignore the query: health checks, scrapers and OpenAI's clients add parameters such
+as a time or `api-version`.
 """
 
 from collections.abc import Iterator
@@ -28,11 +28,11 @@ async def _refuse_unknown(request: Request) -> None:
 
 
 def _parameters(dependant: Dependant) -> Iterator[str]:
-    """The query parameters of a route, and of what it depends on."""
+    """The query parameters of a route and of its dependencies."""
     yield from (field.alias for field in dependant.query_params)
     for each in dependant.dependencies:
         yield from _parameters(each)
 
 
 KNOWN_QUERY = Depends(_refuse_unknown)
-"""A dependency of the routers whose endpoints take a query."""
+"""Dependency of routers whose endpoints take query parameters."""

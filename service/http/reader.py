@@ -1,8 +1,8 @@
 """OutputsReader: gets rows at positions of prompts from the engine.
 
-Prompts are computed one after another, a chunk of positions at a time. The engine computes at most
-one chunk ahead of the reader. So a reply is written while it is computed, and is never in memory as
-a whole. `outputs.py` writes the rows.
+Prompts are computed one after another, one chunk of positions at a time, and the engine stays at
+most one chunk ahead of the reader. So a reply is written while it is computed, and is never
+entirely in memory. `outputs.py` writes the rows.
 """
 
 import asyncio
@@ -15,16 +15,15 @@ from logitd.service.engine.submission import Submission
 from logitd.service.models.context import RequestContext, events_of
 
 PAUSE_FACTOR = 4
-"""Length of the pause after a part of a reply, as a multiple of the time that it took to make the
-part."""
+"""Length of the pause after each part of a reply, as a multiple of the time spent making it."""
 
 
 class OutputsReader:
     """The rows of several prompts, in order.
 
-    After the status line has been sent, an error can only be shown by closing the connection. So
-    the constructor reserves room for all prompts, and `start` waits for the first rows before
-    anything is written.
+    Once the status line is sent, an error can only be shown by closing the connection. So the
+    constructor reserves room for all prompts, and `start` waits for the first rows before anything
+    is written.
     """
 
     def __init__(self, requests: Sequence[OutputsRequest], context: RequestContext) -> None:
@@ -36,7 +35,7 @@ class OutputsReader:
         self._first: OutputsChunk | None = None
 
     async def start(self) -> None:
-        """Wait for the first rows. If this raises, the caller has to call `end`."""
+        """Wait for the first rows. If this raises, the caller must call `end`."""
         self._first = await anext(self._rows)
 
     def end(self) -> None:
@@ -47,8 +46,8 @@ class OutputsReader:
     async def prompts(
         self,
     ) -> AsyncIterator[tuple[int, OutputsRequest, AsyncIterator[OutputsChunk]]]:
-        """The index and request of each prompt, and its chunks. The caller has to read all chunks
-        of a prompt before it asks for the next prompt."""
+        """The index and request of each prompt, with its chunks. Read all chunks of a prompt before
+        asking for the next prompt."""
         for index, request in enumerate(self._requests):
             if index:
                 self._submission = self._session.submit_next()
@@ -64,9 +63,9 @@ class OutputsReader:
 
 
 async def paced(parts: Iterator[bytes], context: RequestContext) -> AsyncIterator[bytes]:
-    """Make parts of a reply with pauses in between, because making them, such as JSON, keeps the
-    interpreter busy and the engine's thread needs it too. There are pauses only while the engine
-    decodes tokens; each is PAUSE_FACTOR times as long as it took to make the part."""
+    """Pass on the parts of a reply, with pauses while the engine decodes tokens. Making a part,
+    such as JSON, keeps the interpreter busy, and the engine's thread needs it too. A pause lasts
+    PAUSE_FACTOR times as long as making the part."""
     while True:
         began = time.perf_counter()
         part = next(parts, None)
@@ -79,7 +78,7 @@ async def paced(parts: Iterator[bytes], context: RequestContext) -> AsyncIterato
 
 
 async def _rows(submission: Submission) -> AsyncIterator[OutputsChunk]:
-    """The chunks of a submission, in the order of its positions. Raises like `events_of`."""
+    """The chunks of a submission, by position. Raises like `events_of`."""
     async for event in events_of(submission):
         if isinstance(event, OutputsChunk):
             yield event

@@ -1,4 +1,4 @@
-"""Schemas: replies about the server and its models, and of errors."""
+"""Schemas: replies about the server and its models, and error replies."""
 
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ class ModelStatus(ReplyBody):
 
     model: str
     status: Literal["ok", "stalled", "failed"]
-    reason: str | None = Field(description="Reason why the model does not answer, if known.")
+    reason: str | None = Field(description="Why the model does not answer, if known.")
 
 
 class Health(ReplyBody):
@@ -31,8 +31,8 @@ class Health(ReplyBody):
     reason: str | None = None
     models: list[ModelStatus] | None = Field(
         None,
-        description="State of each model, if there are several. If one could not be loaded, the "
-        "others answer.",
+        description="Status of each model, if there are several. If one could not be loaded, "
+        "the others still answer.",
     )
 
 
@@ -57,35 +57,36 @@ class Info(ReplyBody):
     version: str
     model: str
     models: list[ModelStatus] = Field(
-        description="All models of the server, including those that could not be loaded. The first "
-        "answers requests that do not name a model."
+        description="All models of the server, including those that could not be loaded. The "
+        "first one answers requests that name no model."
     )
     checkpoint: CheckpointName
     config: dict[str, Any] = Field(
-        description="The model's shape: config.json's `model`. If its `kind` is `code`, its "
+        description="The model's shape: `model` in config.json. If its `kind` is `code`, the "
         "owner's code computes it, which the server was allowed to run."
     )
     vocabulary: str = Field(
         description="Kind of the tokenizer, as in /tokenizer_info. With `none`, prompts are ids."
     )
-    training: dict[str, Any] = Field(description="Origin of the weights.")
+    training: dict[str, Any] = Field(description="Where the weights come from.")
     parameters: int
     device: str
     decoding: str = Field(description="Implementation that computes decode steps.")
     decoding_note: str | None = Field(
-        description="Reason why plain torch computes decode steps by default: a part of the model "
-        "that the native kernels do not cover, or a failed self-check of CUDA graphs."
+        description="Why decode steps use plain torch by default: a part of the model that the "
+        "native kernels do not cover, or a failed self-check of CUDA graphs."
     )
     kernels: str | None = Field(
-        description="The loaded native kernels: their target, and if they were compiled now, "
-        "compiled before or prebuilt. null if none are loaded."
+        description="The loaded native kernels: their target, and whether they were compiled "
+        "now, compiled earlier or prebuilt. null if none are loaded."
     )
     speculate: str = Field(
-        description="Source of drafts, which are tokens that a decode step verifies: `ngram` takes "
-        "them from the text itself, `none` makes none. Replies do not depend on it."
+        description="Source of drafts, which are tokens that a decode step verifies: `ngram` "
+        "takes them from the text itself, `none` makes none. It does not change the "
+        "replies."
     )
     dtype: str = Field(
-        description="Dtype of the computation; stored weights of another dtype are rounded to it."
+        description="Dtype of the computation; weights stored in another dtype are rounded to it."
     )
     dtype_why: str = Field(
         description="`as requested` if --dtype is set, otherwise the reason for this dtype."
@@ -94,9 +95,9 @@ class Info(ReplyBody):
     threads: int
     slots: int
     kv_cache_bytes: int
-    prefill_chunk: int = Field(description="Largest number of prompt positions in a step.")
+    prefill_chunk: int = Field(description="Largest number of prompt positions per step.")
     target_gap: str = Field(
-        description="Longest time of a step that computes prompts while other sequences decode: "
+        description="Time limit of a step that computes prompts while other sequences decode: "
         "`3x` is three times a step that only decodes, `0.15s` a time. With `none`, only "
         "`prefill_chunk` limits the step."
     )
@@ -134,7 +135,7 @@ class StageInfo(ReplyBody):
     """A stage of the model, in each of its layers."""
 
     name: str = Field(description="Name, with N for the number of the layer.")
-    names: list[str] = Field(description="Names in all layers, in the order of the layers.")
+    names: list[str] = Field(description="Its name in each layer, in the order of the layers.")
     axes: list[
         Literal[
             "positions",
@@ -147,11 +148,10 @@ class StageInfo(ReplyBody):
             "vocab_size",
             "unnamed",
         ]
-    ] = Field(
-        description="The names of the axes; `unnamed` in the outputs of an owner's submodules."
-    )
+    ] = Field(description="Names of the axes; `unnamed` in the outputs of an owner's submodules.")
     shape: list[int | None] = Field(
-        description="null for the axes `positions` and `T`, the number of the prompt's tokens."
+        description="Sizes of the axes; null for `positions` and for `T`, the number of prompt "
+        "tokens."
     )
     meaning: str
     changeable: bool = Field(description="True if an intervention may change it.")
@@ -168,20 +168,20 @@ class TokenizerInfo(ReplyBody):
     checkpoint: CheckpointName
     vocab_size: int
     kind: Literal["bpe", "pieces", "words", "none"] = Field(
-        description="How a text becomes ids. `bpe`: it is split, and bytes are merged; `pieces`: "
-        "it is split into tokens; `words`: it is split into words at white space; `none`: texts "
-        "are refused, and only ids are accepted."
+        description="How a text becomes ids. `bpe`: it is split, then bytes are merged; "
+        "`pieces`: it is split into tokens; `words`: it is split into words at white "
+        "space; `none`: texts are refused; send ids."
     )
     eos_token: str | None = Field(description="Name of the token that ends a text.")
     eos_token_id: int | None
     eos_token_ids: list[int] = Field(description="All ids that end a generated text.")
     bos_token: str | None = Field(
-        description="Special token with which a text begins; null if there is none."
+        description="Special token at the beginning of a text; null if there is none."
     )
     pad_token: str | None
     chat_template: str | None
     pattern: str = Field(description="Regular expression that splits a text; empty for `none`.")
     special_tokens: dict[str, int]
     added_tokens: dict[str, int] = Field(
-        description="Other texts that are always a single token, and their ids."
+        description="Other texts that are always a single token, with their ids."
     )

@@ -1,8 +1,7 @@
-"""Series: computes the many requests of one reply, a few of them at a time.
+"""Series: computes the many requests (jobs) of one reply, a few at a time.
 
-The requests (jobs) are submitted one after another, so requests of other clients come in between. A
-sweep of a thousand cells takes only a few places in the queue; its other cells wait here, also
-while the queue is full.
+Jobs are submitted gradually, so requests of other clients come in between. A sweep of a thousand
+cells takes only a few places in the queue; its other cells wait here, also while the queue is full.
 """
 
 import asyncio
@@ -22,9 +21,9 @@ from logitd.service.http.envelope import checkpoint_headers
 from logitd.service.models.context import RequestContext, gather
 
 AT_ONCE = 8
-"""At most this many jobs of one series are in the queue or in the batch."""
+"""Maximum number of jobs of one series that are queued or running."""
 FULL_SECONDS = 0.2
-"""If the queue is full, a job is submitted again after this many seconds."""
+"""Seconds until a job is submitted again after the queue was full."""
 
 
 async def respond(
@@ -46,7 +45,7 @@ async def respond(
 
 
 class RunningSeries:
-    """The jobs of one reply. The values that they share count in the reply budget until the end."""
+    """The jobs of one reply. Their shared values count in the reply budget until the end."""
 
     def __init__(self, reply_id: str, plan: Series, context: RequestContext) -> None:
         self._plan = plan
@@ -61,7 +60,7 @@ class RunningSeries:
         self._held = plan.held
 
     async def reply(self) -> bytes:
-        """The whole reply as JSON. It is written in a thread, because a grid may have thousands of
+        """Return the whole reply as JSON, written in a thread because a grid may have thousands of
         cells."""
         parts = [part async for part in self.parts()]
         return await asyncio.to_thread(
@@ -78,7 +77,7 @@ class RunningSeries:
         yield sse.DONE
 
     async def parts(self) -> AsyncIterator[dict[str, Any]]:
-        """The parts of the reply, in the order of the jobs. AT_ONCE jobs run at the same time."""
+        """Yield the parts of the reply in job order, while up to AT_ONCE jobs run."""
         jobs = self._plan.jobs
         upcoming = next(jobs, None)
         try:

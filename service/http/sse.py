@@ -1,11 +1,11 @@
 """Server-sent events: streamed replies that end their request when the client leaves.
 
-An event is `data: {json}` and a blank line, with LF as line ends. A comment after every 15 s of
-silence keeps proxies from closing the connection. An error after the first byte is sent as `data:
+An event is `data: {json}` and a blank line, with LF line ends. After every 15 s of silence a
+comment keeps proxies from closing the connection. An error after the first byte is sent as `data:
 {"error": ...}`. The last event is `data: [DONE]`.
 
-`StreamedResponse` differs from Starlette's StreamingResponse in two ways. When the client leaves,
-it also ends a generator that never waits. And it ends a reply that the client does not read.
+Unlike Starlette's StreamingResponse, `StreamedResponse` also ends a generator that never waits when
+the client leaves, and ends a reply that the client does not read.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
             MEDIA_TYPE: {
                 "schema": {
                     "type": "object",
-                    "description": "An event, with `stream`; comments (`: keep-alive`) come "
-                    "between them.",
+                    "description": "An event, with `stream`. Comments (`: keep-alive`) may "
+                    "come between events.",
                     "properties": {
                         "data": {
                             "type": "string",
@@ -45,7 +45,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
         }
     },
 }
-"""Responses of an endpoint that can stream, next to its reply, for its OpenAPI description."""
+"""OpenAPI responses of an endpoint that can stream its reply."""
 KEEP_ALIVE_SECONDS = 15.0
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -55,8 +55,8 @@ UNICODE_BREAKS = tuple(
 
 
 def event(data: Any) -> bytes:
-    """An event, on one line. orjson escapes ASCII line breaks. Unicode's line breaks are escaped
-    here, because some clients split lines at them too."""
+    """An event on one line. orjson escapes ASCII line breaks; Unicode's are escaped here, because
+    some clients split lines at them too."""
     line = orjson.dumps(data)
     for raw, escaped in UNICODE_BREAKS:
         line = line.replace(raw, escaped)
@@ -64,7 +64,7 @@ def event(data: Any) -> bytes:
 
 
 async def with_keep_alive(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The pieces, and a comment whenever there was no piece for KEEP_ALIVE_SECONDS."""
+    """Pass on the pieces; send a comment after each KEEP_ALIVE_SECONDS without one."""
     upcoming = asyncio.ensure_future(anext(pieces, None))
     try:
         while True:
@@ -112,7 +112,7 @@ class StreamedResponse(Response):
         self.init_headers(
             {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})}
         )
-        del self.headers["content-length"]  # unknown: the body is chunked
+        del self.headers["content-length"]  # unknown, because the body is chunked
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writing = asyncio.ensure_future(self._write(send))
@@ -125,7 +125,7 @@ class StreamedResponse(Response):
             elif writing.done():
                 writing.result()
         except EXPECTED as error:
-            # Too late for an error status. The client notices that the end of the body is missing.
+            # Too late for an error status. The client sees that the body is incomplete.
             logger.warning("a reply was broken off: %s", as_api_error(error).message)
         finally:
             self._on_end()
@@ -146,7 +146,7 @@ class StreamedResponse(Response):
         async for piece in self._pieces:
             await self._send_body(send, piece, more=True)
             if not self._waits:
-                # A send that never suspends would hide a disconnect.
+                # If `send` never suspended, a disconnect would go unnoticed.
                 await asyncio.sleep(0)
         await self._send_body(send, b"", more=False)
 
@@ -156,9 +156,8 @@ class StreamedResponse(Response):
         self._sending_since = None
 
     def _look(self, writing: asyncio.Future[None]) -> None:
-        """End the reply if the client has not read a piece in time; otherwise check again when that
-        can be the case at the earliest. A timeout for each piece would take as much time as writing
-        the piece."""
+        """End the reply if the client has not read a piece in time; otherwise check again at the
+        earliest possible timeout. A timer per piece would take as long as writing the piece."""
         loop = asyncio.get_running_loop()
         now, since = loop.time(), self._sending_since
         begun = now if since is None else since

@@ -1,12 +1,12 @@
 """Structure: counts the values of a JSON text without parsing it.
 
-A parser makes an object for each value, which takes 50 to 1,000 ns, and holds Python's interpreter
+A parser creates an object per value, which takes 50 to 1,000 ns, and holds Python's interpreter
 lock meanwhile: a few MB of `[],[],[],` stop every stream of a server for seconds. The brackets,
 commas and colons outside strings give an upper bound for the number of objects. Counting them takes
 a few ns per byte and lets other threads run.
 
 The text need not be valid JSON. A parser stops at the first wrong byte, and the counts are exact up
-to there, so they limit the parser's work in any case.
+to there, so they always limit the parser's work.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 
 QUOTE, BACKSLASH, COMMA, COLON, OPENING_BRACKET, OPENING_BRACE = b'"\\,:[{'
 BLOCK = 1 << 16
-"""Number of bytes that are counted together. They fit into the processor's cache."""
+"""Bytes counted at a time. They fit into the processor's cache."""
 
 Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Structure:
-    """The numbers of commas, of opening brackets and braces, and of colons, all outside strings."""
+    """Numbers of commas, of opening brackets and braces, and of colons, all outside strings."""
 
     commas: int
     containers: int
@@ -31,8 +31,7 @@ class Structure:
 
     @property
     def values(self) -> int:
-        """An upper bound for the number of values. It is exact if no list and no object is
-        empty."""
+        """An upper bound for the number of values; exact if no list and no object is empty."""
         return self.commas + self.containers + 1
 
 
@@ -56,10 +55,10 @@ def count_structure(text: bytes) -> Structure:
 
 
 def _escaped(backslashes: Flags, *, first: bool) -> tuple[Flags, bool]:
-    """Flags that are true for escaped bytes, which follow an odd number of backslashes, and the
-    flag of the first byte after the block. `first` is the flag of the block's first byte."""
+    """Flags of the escaped bytes, which follow an odd number of backslashes, and the flag of the
+    first byte after the block. `first` is the flag of the block's first byte."""
     places = np.arange(1, len(backslashes) + 1)
-    # For each place the number of backslashes that end there; an escaped first one does not count.
+    # For each place, the number of backslashes that end there, not counting an escaped first one.
     starts = np.where(backslashes, 0, places)
     starts[0] = 1 if first or not backslashes[0] else 0
     runs = places - np.maximum.accumulate(starts)

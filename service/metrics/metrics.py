@@ -1,7 +1,7 @@
 """Metrics: the Prometheus series of requests, connections and the process.
 
 Names have the prefix `logitd_`, base units and no colons. Each label has a fixed set of values.
-Each application has its own registry. The series of one model are in `model_metrics.py`.
+Each application has a registry of its own. The series of one model are in `model_metrics.py`.
 """
 
 import platform
@@ -51,11 +51,11 @@ class ConnectionEnd(StrEnum):
     UNREAD = "unread"
     TOO_LARGE = "too_large"  # the headers, chunk sizes or trailers of a request were too large
     NOT_HTTP = "not_http"
-    MADE_ROOM = "made_room"  # a new connection came when there were --max-connections
-    REFUSED = "refused"  # this one came when there were --max-connections
+    MADE_ROOM = "made_room"  # a new connection came at the limit --max-connections
+    REFUSED = "refused"  # this connection came at the limit --max-connections
 
 
-# 1 ms to about 262 s. There are few buckets, because each endpoint has its own histogram.
+# 1 ms to about 262 s. Buckets are few because each endpoint has a histogram.
 _DURATION = tuple(0.001 * 4**i for i in range(10))
 
 
@@ -63,7 +63,7 @@ class Metrics:
     """All of logitd's series."""
 
     def __init__(self, callers: Iterable[str] = ()) -> None:
-        """`callers` are the possible names of callers."""
+        """`callers` are all possible names of callers."""
         self.registry = CollectorRegistry()
         self._families = Families(self.registry)
         self._models: dict[str, ModelMetrics] = {}
@@ -127,8 +127,8 @@ class Metrics:
         caller: str | None = None,
         limit: Limit | None = None,
     ) -> None:
-        """Count one HTTP request that has ended. `caller` is None if the server has no API keys.
-        `limit` is the limit that rejected the request, if one did."""
+        """Count one completed HTTP request. `caller` is None if the server has no API keys. `limit`
+        is the limit that rejected the request, if any."""
         self.requests.labels(endpoint, str(status)).inc()
         self.request_time.labels(endpoint).observe(seconds)
         if limit is not None:

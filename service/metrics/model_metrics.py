@@ -1,6 +1,6 @@
 """ModelMetrics: the Prometheus series of one served model.
 
-Each series has the label `model`, the model's name when the server started. `observe_step` is
+Each series has the label `model`, the model's name at the start of the server. `observe_step` is
 called after each engine step, on the event loop. The series of the whole server are in
 `metrics.py`.
 """
@@ -27,17 +27,17 @@ class ReloadResult(StrEnum):
     """Result of a request to serve another checkpoint."""
 
     SWAPPED = "swapped"
-    UNCHANGED = "unchanged"  # this checkpoint is served already
-    REFUSED = "refused"  # it is damaged, too large, or of another shape; the old one stays
+    UNCHANGED = "unchanged"  # this checkpoint is already served
+    REFUSED = "refused"  # damaged, too large, or of another shape; the old one stays
 
 
 class StepKind(StrEnum):
-    """The work of an engine step."""
+    """The kind of work in an engine step."""
 
     PREFILL = "prefill"
     DECODE = "decode"
     MIXED = "mixed"  # prefill and decode
-    ATTRIBUTION = "attribution"  # only one piece of an attribution
+    ATTRIBUTION = "attribution"  # one piece of an attribution and nothing else
 
 
 # 0.1 ms to about 105 s, each bucket twice the one before.
@@ -47,7 +47,7 @@ _BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class Families:
-    """The metric families of one registry. A family is registered when it is first used."""
+    """The metric families of one registry, each registered at its first use."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -211,7 +211,7 @@ class ModelMetrics:
         self._checkpoints.labels(*self._checkpoint).set(1)
 
     def observe_step(self, report: StepReport) -> None:
-        """Count one step. The time of a token is the end of its step, not its delivery."""
+        """Count one step. A token's time is the end of its step, not its delivery."""
         self.running.set(report.stats.running)
         self.waiting.set(report.stats.waiting)
         self.paused.set(report.stats.paused)

@@ -1,1 +1,1 @@
-"""Models: the checkpoints that a server serves, and the requests to them."""
+"""Models: the served checkpoints, and the requests to them."""

@@ -1,7 +1,7 @@
 """Constraints: compiles constraints outside the event loop and caches them.
 
-The source of a constraint is first compiled in a separate process with a limit of processor time,
-as a trial (`model/inference/constraints/sandbox.py`). If that succeeds, it is compiled in this
+The source of a constraint is first compiled as a trial, in a separate process with a limit on
+processor time (`model/inference/constraints/sandbox.py`). If that succeeds, it is compiled in this
 process. Trials run in parallel, so slow ones hardly delay others. A trial ends when its time is
 over or when no client waits for it any more. Equal sources are compiled only once.
 """
@@ -33,19 +33,19 @@ from logitd.service.errors import ApiError, bad_request, queue_full
 from logitd.service.metrics.model_metrics import ModelMetrics
 
 MAX_COMPILING = 8
-"""Most constraints that are compiled at the same time. A caller with less than its equal share may
-exceed this number, up to twice as many in total."""
+"""Maximum number of constraints compiled at the same time. A caller below its equal share may
+exceed it, up to twice as many in total."""
 MAX_CACHED = 32
 MAX_PREPARED = 64
 """A slow constraint is prepared in advance for at most this many sequences of a request."""
 PATIENCE = 20
-"""Longest duration of a trial, as a multiple of its limit of processor time. The two differ if the
-machine is busy."""
+"""Maximum duration of a trial, as a multiple of its limit of processor time. On a busy machine the
+two differ."""
 
 
 @dataclass(eq=False, slots=True)
 class _Compiling:
-    """A running compilation. `caller` is the caller that asked for it first."""
+    """A running compilation. `caller` is the first one that asked for it."""
 
     task: asyncio.Task[Constraint]
     caller: str
@@ -53,7 +53,7 @@ class _Compiling:
 
 
 class Constraints:
-    """The constraints for one vocabulary. Only the event loop may use this object."""
+    """The constraints for one vocabulary. Use it only on the event loop."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class Constraints:
         self._trials: set[socket.socket] = set()
 
     async def compiled(self, source: Source, sequences: int = 1, caller: str = "") -> Constraint:
-        """The constraint for a request with this many sequences. Raises ApiError if it cannot be
-        compiled."""
+        """The compiled constraint for a request with this many sequences. Raises ApiError if it
+        cannot be compiled."""
         constraint = self.cached(source) or await self._compiled_now(source, caller)
         if constraint.is_quick:
             return constraint
@@ -135,7 +135,7 @@ class Constraints:
         if known is not None and known.task is task:
             del self._compiling[source]
         if task.done() and not task.cancelled():
-            task.exception()  # retrieved, so that asyncio does not warn if every client has left
+            task.exception()  # retrieve it, or asyncio warns if every client has left
 
     async def _compile(self, source: Source, compiler: Compiler) -> Constraint:
         """Try a source, compile it in this process, and cache the result. Slow sources are compiled

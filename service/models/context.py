@@ -1,7 +1,7 @@
 """RequestContext: one request to a model, with its submissions and its caller.
 
-`ModelChoice` chooses the model and makes the context. The context ends the work of a request whose
-client has left.
+`ModelChoice` chooses the model and creates the context. The context ends the work of a request when
+its client leaves.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ Result = TypeVar("Result")
 CONTEXT = "context"
 """`request.state` key of the request's context; read by the log and by tracing."""
 MODEL = "model"
-"""`request.state` key of the answering model's name, set if the server has several; read by the
-log."""
+"""`request.state` key of the answering model's name, set if the server has several models; read by
+the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +52,17 @@ class RequestContext:
 
     @property
     def subject(self) -> Subject:
-        """The model as operations see it."""
+        """The model in the form that operations take."""
         settings = self.model.settings
         return Subject(self.checkpoint, settings.max_reply_elements, settings.max_body_bytes)
 
     async def compute(self, requests: Sequence[engine.Request], *, more: bool = False) -> Computed:
-        """The results of requests. Raises ApiError if the client leaves."""
+        """Compute the results of requests. Raises ApiError if the client leaves."""
         return await self.unless_gone(gather(self.session.submit(requests, more=more)))
 
     async def unless_gone(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Await `work`; cancel it and raise ApiError if the client leaves, which a plain handler
-        would not notice."""
+        """Await `work`. If the client leaves, which a plain handler would not notice, cancel it and
+        raise ApiError."""
         working = asyncio.ensure_future(work)
         leaving = asyncio.ensure_future(disconnected(self.request.receive))
         try:
@@ -77,7 +77,7 @@ class RequestContext:
 
 
 class ModelChoice:
-    """The models of a server as one request sees them."""
+    """The models that a request can choose from."""
 
     def __init__(self, models: Models, request: Request) -> None:
         self.all = models
@@ -104,8 +104,8 @@ class ModelChoice:
 
 
 async def events_of(submission: Submission) -> AsyncIterator[Event]:
-    """The events of a submission. Raises ApiError if a sequence fails, and EngineStopped if the
-    engine does."""
+    """Yield the events of a submission. Raises ApiError if a sequence fails, and EngineStopped if
+    the engine does."""
     while not submission.finished:
         for event in await submission.take():
             if isinstance(event, FinishEvent):
@@ -114,8 +114,8 @@ async def events_of(submission: Submission) -> AsyncIterator[Event]:
 
 
 async def gather(submission: Submission) -> Computed:
-    """Wait for all events of a submission. Raises like `events_of`. If this call is cancelled, the
-    submission is aborted."""
+    """Wait for all events of a submission. Raises like `events_of`. Cancelling this call aborts the
+    submission."""
     computed = Computed()
     try:
         async for event in events_of(submission):

@@ -1,7 +1,7 @@
-"""Reloader: replaces the served checkpoint by another one without interrupting service.
+"""Reloader: replaces the served checkpoint without interrupting service.
 
-The new checkpoint is read and compared with the served one. Then the engine loads the new weights
-while it still uses the old ones, and switches between two steps (`AsyncEngine.reload`). Only one
+The new checkpoint is read and compared with the served one. The engine then loads the new weights
+while still using the old ones, and switches between two steps (`AsyncEngine.reload`). Only one
 reload runs at a time. If anything fails, the old checkpoint stays, and the log and a metric report
 the failure. A reload is requested by POST /admin/reload, or by `follow`, which watches a training
 run for new checkpoints.
@@ -52,7 +52,7 @@ class Reloader:
     async def follow(self) -> None:
         """Serve each checkpoint that the run saves, until cancelled.
 
-        A checkpoint chosen by the administrator has precedence. A refused checkpoint is not tried
+        A checkpoint chosen by the administrator takes precedence. A refused checkpoint is not tried
         again until the run saves another one.
         """
         settings = self._settings
@@ -69,13 +69,13 @@ class Reloader:
                 continue
             seen = wanted
             if wanted != self._checkpoint.path:  # equal if `choose` has just loaded it
-                with contextlib.suppress(ReloadError):  # logged and counted already
+                with contextlib.suppress(ReloadError):  # already logged and counted
                     await self._reload(wanted)
 
     async def choose(self, name: str | None) -> bool:
-        """Serve the checkpoint with this name until another one is chosen. None chooses the
-        checkpoint for which the server was started. Returns False if the checkpoint is served
-        already. Raises OSError, and ReloadError if the old checkpoint stays."""
+        """Serve the checkpoint with this name until another one is chosen; None means the one given
+        at the start. Returns False if it is already served. Raises OSError, and ReloadError if the
+        old checkpoint stays."""
         swapped = await self._reload(self._default() if name is None else self._named(name))
         self._chosen = None if name is None else self._checkpoint.path
         return swapped
@@ -84,19 +84,19 @@ class Reloader:
         return checkpoint_of(self._settings.source.path, self._settings.follow)
 
     def _named(self, name: str) -> Path:
-        """A checkpoint of the served run, or next to the served checkpoint."""
+        """The path of a checkpoint of the served run, or next to the served checkpoint."""
         path = self._settings.source.path
         folder = path if is_run(path) else path.resolve().parent
         names = {child.name for child in folder.iterdir() if (child / "config.json").is_file()}
         if name not in names:
             raise ReloadError(
-                f"{name[:80]!r} is not a checkpoint next to the served one; there are "
+                f"{name[:80]!r} is not a checkpoint next to the served one; available are "
                 f"{', '.join(sorted(names)[:20]) or 'none'}"
             )
         return folder / name
 
     async def _reload(self, path: Path) -> bool:
-        """Serve the checkpoint at a path. Returns once the old one is out of use."""
+        """Serve the checkpoint at a path. Returns once the old one is no longer used."""
         async with self._reload_lock:
             try:
                 swapped = await self._swap(path)
@@ -114,7 +114,7 @@ class Reloader:
         if checkpoint.weights_sha256 == before.weights_sha256:
             return False
         check_replacement(before, checkpoint)
-        # The tokenizers are equal; the old one has cached facts about its tokens.
+        # The tokenizers are equal, and the old one has cached facts about its tokens.
         checkpoint = replace(checkpoint, tokenizer=before.tokenizer)
         version = self._engine.version + 1
         self._checkpoints[version] = checkpoint  # before the first request to that version

@@ -1,8 +1,8 @@
-"""Models: the models of a server by name, and which of them answers a request.
+"""Models: a server's models by name, and the choice of the one that answers a request.
 
 A `ServedModel` is a checkpoint with its engine. A `NotLoaded` is a model that could not be loaded,
-with the reason; the other models are served all the same. The first model answers requests that
-name no model. `service/application/lifespan.py` loads the models.
+with the reason; the other models are still served. The first model answers requests that name no
+model. `service/application/lifespan.py` loads the models.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from logitd.service.settings.serve import ServeSettings
 
 LATER_WEIGHTS = "these weights were loaded after the start, when the cost was measured"
 NAMED = 12
-"""Most models that a message names; the others are counted."""
+"""Maximum number of models listed in a message; others are only counted."""
 
 ModelStatus = Literal["ok", "stalled", "failed"]
 
@@ -31,9 +31,9 @@ ModelStatus = Literal["ok", "stalled", "failed"]
 class ReplyBudget:
     """Limits the number of array elements that all replies together keep in memory.
 
-    Most replies are written while they are computed. Only arrays in which positions are not the
-    first axis (hidden states, attention weights) and the values of a sweep have to be kept.
-    Elements count as float32. The limit of a single reply is checked in its plan
+    Most replies are written while they are computed. Only arrays whose first axis is not the
+    positions (hidden states, attention weights) and the values of a sweep are kept. Elements count
+    as float32. The limit of a single reply is checked in its plan
     (`model/operations/operation.py`).
     """
 
@@ -82,7 +82,7 @@ class ServedModel:
 
     @property
     def quantization(self) -> QuantizationCost | None:
-        """The cost of quantization, which is measured at the start only."""
+        """The cost of quantization, measured only at the start."""
         cost = self.computation.quantization
         if cost is None or self.checkpoint.weights_sha256 == self.computation.weights_sha256:
             return cost
@@ -114,7 +114,7 @@ class Models:
     def __init__(
         self, every: Sequence[ServedModel | NotLoaded] = (), *, any_name: bool = False
     ) -> None:
-        """If `any_name`, requests with an unknown name are answered by the first model."""
+        """With `any_name`, the first model answers requests with an unknown name."""
         self.every = tuple(every)
         self._any_name = any_name
 

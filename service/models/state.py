@@ -1,6 +1,5 @@
-"""ServiceState: what all routes of an application share: its status (loading, ready, draining or
-failed) and its models (`served.py`). Routes get it as a FastAPI dependency.
-"""
+"""ServiceState: the state that all routes of an application share: its status (loading, ready,
+draining or failed) and its models (`served.py`). Routes get it as a FastAPI dependency."""
 
 import asyncio
 import logging
@@ -34,23 +33,23 @@ class ServiceState:
         self.keys = KeyRing(keys, limit)
         self.metrics = Metrics(callers=(*keys.names, NO_KEY) if keys.names else ())
         for source in settings.models:
-            self.metrics.of(source.served_name)  # so that its series exist from the start
+            self.metrics.of(source.served_name)  # create its series at the start
         self.models = Models()
         self.reply_budget = ReplyBudget(settings.max_reply_elements)
         self.reload_lock = asyncio.Lock()  # held while a second set of weights is in memory
         self.settled = asyncio.Event()  # loading has ended, successfully or not
         self.long_texts = asyncio.Lock()  # held while a long text is encoded or decoded
-        self.waits_for: str | None = None  # a checkpoint that a training has not saved yet
+        self.waits_for: str | None = None  # a checkpoint that a training run has not saved yet
         self._steps: StepThread | None = None
         self._failure: str | None = None
-        self._leaving = False  # not ready any more, but requests are still answered
+        self._leaving = False  # no longer ready, but requests are still answered
         self._draining = False
 
     def serve(
         self, models: Sequence[ServedModel | NotLoaded], steps: StepThread | None = None
     ) -> None:
-        """Serve these models, of which at least one is loaded. If there are several, `steps` is the
-        thread in which they compute."""
+        """Serve these models, at least one of which is loaded. If there are several, `steps` is the
+        thread that computes them."""
         self.models = Models(models, any_name=self.settings.any_model_name)
         self._steps = steps
         for source, model in zip(self.settings.models, models, strict=True):
@@ -65,8 +64,8 @@ class ServiceState:
         self.settled.set()
 
     def read_keys_again(self) -> tuple[str, ...]:
-        """Read the API keys again from where the settings say. Returns their names. If this raises
-        ApiKeyError, the old keys stay."""
+        """Read the API keys again from the settings' sources. Returns their names. Raises
+        ApiKeyError, in which case the old keys stay."""
         self.keys.replace(read_api_keys(self.settings.api_keys, self.settings.api_key_file))
         self.metrics.know_callers(self.keys.names)
         return self.keys.names
@@ -76,7 +75,7 @@ class ServiceState:
         self._leaving = True
 
     async def drain(self) -> None:
-        """Reject new requests, let running ones finish, stop the engines."""
+        """Reject new requests, let running ones finish, and stop the engines."""
         self._draining = True
         served = self.models.served
         timeout = self.settings.drain_timeout
@@ -90,8 +89,8 @@ class ServiceState:
     def status(self) -> tuple[Status, str | None]:
         """The status of the service, and the reason if it has failed or is waiting.
 
-        A model that could not be loaded does not make the service fail if another one was loaded.
-        An engine that fails or hangs does, because a restart of the process helps.
+        The service has not failed while at least one model is loaded. An engine that fails or hangs
+        makes it fail, because a restart of the process helps.
         """
         if self._failure is not None:
             return "failed", self._failure
@@ -138,7 +137,7 @@ State = Annotated[ServiceState, Depends(service_state)]
 
 
 async def model_choice(request: Request, state: State) -> AsyncIterator[ModelChoice]:
-    """The models, for a request whose model is not chosen yet."""
+    """The models, for a request that has not chosen one yet."""
     choice = ModelChoice(state.ready(), request)
     try:
         yield choice

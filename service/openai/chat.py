@@ -1,6 +1,5 @@
-"""Chat: makes prompts from messages with the checkpoint's template, and the replies of
-/v1/chat/completions from those of /generate.
-"""
+"""Chat: makes prompts from messages with the checkpoint's template, and /v1/chat/completions
+replies from those of /generate."""
 
 import asyncio
 from collections.abc import Iterator
@@ -19,9 +18,9 @@ from logitd.service.openai.tools import GrowingCall, text_of_calls
 
 
 async def chat_prompt(body: ChatRequest, subject: Subject) -> tuple[int, ...]:
-    """The token ids of a conversation, which the checkpoint's template writes up to the
-    assistant's next message. Raises ApiError."""
-    # In a thread, because a template may take long.
+    """The token ids of a conversation, written by the checkpoint's template up to the assistant's
+    next message. Raises ApiError."""
+    # In a thread, because a template may be slow.
     return await asyncio.to_thread(_render, body, subject)
 
 
@@ -31,8 +30,8 @@ def _render(body: ChatRequest, subject: Subject) -> tuple[int, ...]:
         raise no_vocabulary("messages")
     if checkpoint.chat_template is None:
         raise bad_request(
-            f"{checkpoint.name} has no chat template, which would write the messages as text. Send "
-            "the text to /v1/completions, or add a template to the checkpoint: with `logitd train "
+            f"{checkpoint.name} has no chat template to write the messages as text. Send the "
+            "text to /v1/completions, or add a template to the checkpoint: with `logitd train "
             "--chat-template FILE`, or as chat_template in the tokenizer section of its "
             "config.json",
             "messages",
@@ -59,7 +58,7 @@ def _render(body: ChatRequest, subject: Subject) -> tuple[int, ...]:
 
 
 def _message(message: chat_schemas.Message) -> Message:
-    """A message in the form that templates take. Calls of functions become text."""
+    """A message in the form that templates take. Function calls become text."""
     texts = [message.content or "", text_of_calls(message.tool_calls or ())]
     known = {
         "role": "system" if message.role == "developer" else message.role,
@@ -69,7 +68,7 @@ def _message(message: chat_schemas.Message) -> Message:
 
 
 class ChatFormat:
-    """Replies to one request."""
+    """Formats the replies to one request."""
 
     def __init__(self, body: ChatRequest, model: str, checkpoint: CheckpointInfo) -> None:
         self._head = head("chatcmpl", "chat.completion", model, checkpoint)
@@ -93,7 +92,7 @@ class ChatFormat:
         return {**self._head, "choices": choices, "usage": usage(reply["usage"])}
 
     def chunks(self, chunk: dict[str, Any], counts: dict[str, int]) -> Iterator[dict[str, Any]]:
-        """The chunks of a native chunk: one for the role, one for each new piece of text, and one
+        """The chunks for a native chunk: one for the role, one for each new piece of text, and one
         for the finish reason."""
         options = self._body.stream_options
         chunk_head = {**self._head, "object": "chat.completion.chunk"}
@@ -117,7 +116,7 @@ class ChatFormat:
         return "tool_calls" if self._functions and reason == "stop" else reason
 
     def _call(self, native: dict[str, Any]) -> dict[str, Any] | None:
-        """The new part of the call that the choice contains; None if there is none."""
+        """The new part of the choice's call; None if there is none."""
         growing = self._calls.setdefault(native["index"], GrowingCall(self._functions))
         return growing.push(native["text"], reason=native["finish_reason"])
 

@@ -31,7 +31,7 @@ class TextPart(ReplyBody):
 
 
 def _one_text(content: Any) -> Any:
-    """The text of a content, whose parts are joined by line breaks."""
+    """A content's text. Its parts are joined by line breaks."""
     if not isinstance(content, list):
         return content
     for part in content:
@@ -42,7 +42,7 @@ def _one_text(content: Any) -> Any:
             )
         if set(part) != {"type", "text"} or not isinstance(part["text"], str):
             raise ValueError(
-                "a text part must have the members type and text, which is a string, and no others"
+                "a text part must have exactly the members type and text, and text must be a string"
             )
     return "\n".join(part["text"] for part in content)
 
@@ -55,7 +55,7 @@ class FunctionCall(RequestBody):
 
 
 class ToolCall(RequestBody):
-    """A call that an assistant made."""
+    """A call made by an assistant."""
 
     id: Text
     type: Literal["function"] = "function"
@@ -72,14 +72,14 @@ class Message(RequestBody):
         Text | None, BeforeValidator(_one_text, json_schema_input_type=str | list[TextPart] | None)
     ] = Field(
         None,
-        description="A text, or text parts, which are joined by line breaks. Required, except in "
-        "an assistant's message with `tool_calls`.",
+        description="A text, or text parts to be joined by line breaks. Required, except in an "
+        "assistant's message with `tool_calls`.",
     )
     name: Text | None = Field(None, description="Name of the speaker, for templates that use it.")
     tool_calls: list[ToolCall] | None = Field(
         None,
         max_length=MAX_TOOLS,
-        description="Calls that an assistant made; they are shown to the model as JSON.",
+        description="Calls made by an assistant; they are shown to the model as JSON.",
     )
     tool_call_id: Text | None = Field(
         None, description="In a tool's message: id of the call that it answers."
@@ -135,13 +135,13 @@ class Tool(RequestBody):
 
 
 class FunctionName(RequestBody):
-    """A function by its name."""
+    """A function, given by its name."""
 
     name: str
 
 
 class NamedTool(RequestBody):
-    """The one function to call."""
+    """The only function that may be called."""
 
     type: Literal["function"]
     function: FunctionName
@@ -189,7 +189,7 @@ class ChatRequest(SamplingBody, Conversation, Unsupported):
             "max_tokens": 30,
             "stream": True,
         },
-        "A call of a function": {
+        "A function call": {
             "messages": [{"role": "user", "content": "List the files in src."}],
             "tools": [
                 {
@@ -213,15 +213,20 @@ class ChatRequest(SamplingBody, Conversation, Unsupported):
         None,
         ge=1,
         lt=2**31,
-        description="Largest number of generated tokens. Absent: all that fit.",
+        description="Maximum number of generated tokens. Absent: as many as fit.",
     )
     max_tokens: int | None = Field(
-        None, ge=1, lt=2**31, description="The older name of max_completion_tokens."
+        None, ge=1, lt=2**31, description="Older name of max_completion_tokens."
     )
     n: int | None = Field(None, ge=1, le=4096, description="Number of answers.")
-    logprobs: bool | None = Field(None, description="Logprob of each token of the answer.")
+    logprobs: bool | None = Field(
+        None, description="Return the logprob of each token of the answer."
+    )
     top_logprobs: int | None = Field(
-        None, ge=0, le=20, description="With `logprobs`: also those of the k likeliest tokens."
+        None,
+        ge=0,
+        le=20,
+        description="With `logprobs`: also return those of the k likeliest tokens.",
     )
     add_generation_prompt: bool | None = Field(
         None,
@@ -229,7 +234,7 @@ class ChatRequest(SamplingBody, Conversation, Unsupported):
         "`continue_final_message` is true.",
     )
     continue_final_message: bool | None = Field(
-        None, description="Continue the text of the final message, instead of writing a new one."
+        None, description="Continue the text of the final message instead of writing a new one."
     )
     metadata: dict[str, Text] | None = Field(
         None, description="No effect: it describes stored completions, and none are stored."
@@ -247,9 +252,9 @@ class ChatRequest(SamplingBody, Conversation, Unsupported):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
         None,
         validate_default=True,
-        description="`none`: the answer is in words. `required`, or a function by its name: the "
-        "answer is a call whose arguments fit the function's schema. `auto` is refused if there "
-        "are tools, because the model was not trained to choose.",
+        description="`none`: the answer is text. `required`, or a function by its name: the "
+        "answer is a call whose arguments fit the function's schema. `auto` is "
+        "refused if there are tools, because the model was not trained to choose.",
     )
 
     @field_validator("tools")
@@ -259,7 +264,7 @@ class ChatRequest(SamplingBody, Conversation, Unsupported):
         if len(set(names)) < len(names):
             name = next(name for name in names if names.count(name) > 1)
             raise ValueError(
-                f"tools has two functions with the name {name!r}; give each its own name"
+                f"two functions in tools have the name {name!r}; give each a different name"
             )
         return tools
 
@@ -271,8 +276,8 @@ class ChatRequest(SamplingBody, Conversation, Unsupported):
         names = [tool.function.name for tool in info.data.get("tools") or ()]
         if isinstance(choice, NamedTool) and choice.function.name not in names:
             raise ValueError(
-                f"tool_choice names the function {choice.function.name[:64]!r}, which `tools` does "
-                "not have; add it, or name one of `tools`"
+                f"tool_choice names the function {choice.function.name[:64]!r}, which `tools` "
+                "does not have; add it, or name one of `tools`"
             )
         if choice == "required" and not names:
             raise ValueError(
@@ -299,13 +304,13 @@ class ChatRequest(SamplingBody, Conversation, Unsupported):
 
     @property
     def begins_answer(self) -> bool:
-        """True if the prompt ends with the template's beginning of an answer."""
+        """True if the template begins an answer at the end of the prompt."""
         given = self.add_generation_prompt
         return not self.continue_final_message if given is None else given
 
     @property
     def callable_tools(self) -> list[FunctionDefinition]:
-        """The functions of which the answer calls one. If there are none, it is in words."""
+        """The functions that the answer may call; empty if it must be text."""
         functions = [tool.function for tool in self.tools or ()]
         if isinstance(self.tool_choice, NamedTool):
             name = self.tool_choice.function.name

@@ -1,4 +1,4 @@
-"""Completions: makes the replies of /v1/completions from those of /generate."""
+"""Completions: makes /v1/completions replies from those of /generate."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from logitd.service.openai.schemas import CompletionRequest
 
 
 class CompletionFormat:
-    """Replies to one request. `prompts` are the token ids of each prompt."""
+    """Formats the replies to one request. `prompts` are the token ids of each prompt."""
 
     def __init__(
         self,
@@ -33,8 +33,8 @@ class CompletionFormat:
         }
 
     def chunks(self, chunk: dict[str, Any], counts: dict[str, int]) -> Iterator[dict[str, Any]]:
-        """A chunk for each choice with new text or tokens. A chunk has only one choice, because
-        clients read only the first one."""
+        """One chunk per choice with new text or tokens: clients read only the first choice of a
+        chunk."""
         options = self._body.stream_options
         for native in chunk["choices"]:
             choice = self._choice(native)

@@ -1,4 +1,4 @@
-"""Envelope: members of OpenAI's replies next to the choices, such as the model and the usage."""
+"""Envelope: members of OpenAI's replies other than the choices, such as the model and the usage."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,14 +16,14 @@ def head(kind: str, form: str, model: str, checkpoint: CheckpointInfo) -> dict[s
         "object": form,
         "created": own["created"],
         "model": own["model"],
-        # It identifies the weights: other weights have another fingerprint.
+        # Different weights have a different fingerprint.
         "system_fingerprint": f"step-{checkpoint.training.step}-{checkpoint.weights_sha256[:12]}",
     }
 
 
 def usage(counts: dict[str, int]) -> dict[str, Any]:
-    """OpenAI's `usage`, from the native one or from the counts so far, in which the cached tokens
-    are missing."""
+    """OpenAI's `usage`, from the native one, or from the counts so far, which lack the cached
+    tokens."""
     names = ("prompt_tokens", "completion_tokens", "total_tokens")
     members: dict[str, Any] = {name: counts[name] for name in names}
     if (cached := counts.get("cached_tokens")) is not None:
@@ -32,13 +32,13 @@ def usage(counts: dict[str, int]) -> dict[str, Any]:
 
 
 def named_seed(given: int | None, used: int) -> int:
-    """The seed of a choice, as the client wrote it if it did. The same request with this seed
-    repeats the choice."""
+    """A choice's seed, as the client wrote it if given. The same request with this seed repeats the
+    choice."""
     return used if given in (None, -1) else given
 
 
 def usage_member(options: StreamOptions | None, counts: dict[str, int]) -> dict[str, Any]:
-    """The member `usage` of a chunk with choices, as the request's options want it."""
+    """The member `usage` of a chunk with choices, if the request's options include it."""
     if options is not None and options.continuous_usage_stats:
         return {"usage": usage(counts)}
     if options is not None and options.include_usage:
@@ -49,6 +49,6 @@ def usage_member(options: StreamOptions | None, counts: dict[str, int]) -> dict[
 def last_chunk(
     chunk_head: dict[str, Any], options: StreamOptions | None, native: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """The chunk with the usage, if `native` is the last chunk and the options ask for the usage."""
+    """The chunk with the usage, if `native` is the last chunk and the options ask for it."""
     if "usage" in native and options is not None and options.include_usage:
         yield {**chunk_head, "choices": [], "usage": usage(native["usage"])}

@@ -46,7 +46,7 @@ class PlacedToken:
 
 
 class ShownTokens:
-    """Collects the tokens of one choice, and returns each when the choice's text reaches it.
+    """Collects the tokens of one choice and returns each when the choice's text reaches it.
 
     prompt_tokens  number of leading tokens that echo the prompt; the decoder restarts after them
     """
@@ -95,8 +95,8 @@ class ShownTokens:
 
 
 def completion_logprobs(tokenizer: Tokenizer, placed: list[PlacedToken]) -> dict[str, Any]:
-    """The four lists of /v1/completions. The top logprobs always include the token itself, with
-    the same number as in `token_logprobs`."""
+    """The four lists of /v1/completions. The top logprobs always include the token itself, with the
+    same value as in `token_logprobs`."""
     tokens, values, tops, offsets = [], [], [], []
     for shown in placed:
         name, value = token_name(tokenizer, shown.token["id"]), shown.token["logprob"]

@@ -85,7 +85,7 @@ async def chat_completions(
     context = models.of(body.model, body.timeout)
     constraint = constraint_of(body)
     with param_names(constraint, prompt="messages", logprobs="top_logprobs"):
-        # Check the queue first, so that a full one is reported before the template runs.
+        # Check the queue first, so that a full queue is reported before the template runs.
         with context.model.engine.admission.hold(body.n or 1, "n", context.caller):
             prompt = await chat_prompt(body, context.subject)
         native = native_chat(body, prompt, context.checkpoint.tokenizer, constraint)
@@ -100,7 +100,7 @@ async def _begin(
     context: RequestContext,
     formatted: Callable[[Completions], replies.ResponseFormat],
 ) -> replies.Generation:
-    """Plan and submit a native request. `formatted` makes the object that formats its replies."""
+    """Plan and submit a native request. `formatted` creates the formatter of its replies."""
     planning = generate.plan(native, context.subject, clamp_max_tokens=True)
     plan = cast(Completions, await make_plan(planning, native, context))
     return replies.Generation(plan, context, formatted(plan))
@@ -109,20 +109,20 @@ async def _begin(
 # GET /v1/models
 
 
-@router.get("/v1/models", responses=errors(400, 401, 431, 503), summary="The models served")
+@router.get("/v1/models", responses=errors(400, 401, 431, 503), summary="List the served models")
 async def models(choice: Ready) -> ModelList:
-    """The loaded models. The first one answers requests that do not name a model. /info also lists
-    models that could not be loaded."""
+    """The loaded models. The first one answers requests that name no model. /info also lists models
+    that could not be loaded."""
     return ModelList(object="list", data=[_model(served) for served in choice.all.served])
 
 
 @router.get(
-    "/v1/models/{model:path}",  # a model may have any name that a directory may have
+    "/v1/models/{model:path}",  # a model may be named like any directory
     responses=errors(400, 401, 431, 503, 404),
     summary="One model",
 )
 async def one_model(model: str, choice: Ready) -> Model:
-    """The model with this name."""
+    """One served model by its name."""
     return _model(choice.all.find(model))
 
 
@@ -140,7 +140,7 @@ def _model(served: ServedModel) -> Model:
 
 
 def _timestamp(created: str) -> int:
-    """An ISO 8601 time in seconds since 1970; 0 for any other text."""
+    """Convert an ISO 8601 time to seconds since 1970; 0 for any other text."""
     try:
         time = datetime.fromisoformat(created)
     except ValueError:

@@ -1,9 +1,9 @@
 """Bodies and replies of the OpenAI endpoints; those of chats are in `chat_schemas.py`.
 
-Fields that /generate has as well take their bounds and descriptions from it. null is the default of
-every optional field, because OpenAI's clients send it. Fields that are not supported are accepted
-with a neutral value; other values are refused, with the field's name. Replies have the shape that
-OpenAI's own clients read.
+Fields shared with /generate take their bounds and descriptions from it. null is the default of
+every optional field, because OpenAI's clients send it. Unsupported fields are accepted with a
+neutral value; other values are refused, with the field's name. Replies have the shape that OpenAI's
+clients read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ COMPLETION_TOKENS = 16
 
 
 def native(name: str) -> Any:
-    """A field with the bounds and the description of /generate's, and the default null."""
+    """A field with the bounds and the description of /generate's field, and the default null."""
     field = GenerateRequest.model_fields[name]
     bounds = {key: value for bound in field.metadata for key, value in asdict(bound).items()}
     return Field(None, description=field.description, **bounds)
@@ -63,12 +63,13 @@ def only(*neutral: Any) -> BeforeValidator:
 
 
 def unsupported() -> Any:
-    """A field that is not supported, but that clients send with a neutral value."""
+    """An unsupported field that clients send with a neutral value."""
     return Field(None, description="Not supported: only null and neutral values are accepted.")
 
 
 def unsupported_fields(neutral: Mapping[str, Sequence[Any]]) -> Any:
-    """Definitions of unsupported fields, from the neutral values of each besides null."""
+    """Definitions of unsupported fields, from the neutral values of each. null is always
+    neutral."""
     return {
         name: (Annotated[Any, only(*values)], unsupported()) for name, values in neutral.items()
     }
@@ -79,9 +80,9 @@ Seed = Annotated[
     Field(
         ge=-(2**63),
         lt=2**63,
-        description="The same seed gives the same tokens: from 0 up those of /generate with this "
-        "seed, below -1 those with 2^64 + seed. Absent or -1: a seed is drawn for each prompt, and "
-        "returned.",
+        description="The same seed gives the same tokens: a seed of 0 or more those of "
+        "/generate with this seed, a seed below -1 those with 2^64 + seed. Absent "
+        "or -1: a seed is drawn for each prompt, and returned.",
     ),
 ]
 User = Annotated[
@@ -91,10 +92,10 @@ User = Annotated[
 
 
 class StreamOptions(RequestBody):
-    """Members that a stream has in addition to its choices."""
+    """Additional members of a stream's chunks."""
 
     include_usage: bool | None = Field(
-        None, description="Add a last chunk with the usage. In the other chunks `usage` is null."
+        None, description="Add a last chunk with the usage. In all other chunks, `usage` is null."
     )
     continuous_usage_stats: bool | None = Field(
         None, description="Add the usage so far to every chunk."
@@ -127,8 +128,8 @@ class ResponseFormat(RequestBody):
     ) -> JsonSchemaFormat | None:
         if (schema is not None) != (info.data.get("type") == "json_schema"):
             raise ValueError(
-                "json_schema goes with the type 'json_schema', and with no other: set both or "
-                "neither"
+                "json_schema requires the type 'json_schema', and the type requires json_schema: "
+                "set both or neither"
             )
         return schema
 
@@ -138,12 +139,13 @@ class ResponseFormat(RequestBody):
         cls, schema: dict[str, Any] | None, info: ValidationInfo
     ) -> dict[str, Any] | None:
         if schema is not None and info.data.get("type") != "json_object":
-            raise ValueError("schema goes with the type 'json_object', and with no other")
+            raise ValueError("schema requires the type 'json_object': set it, or leave schema out")
         return schema
 
 
 JsonSchema = Annotated[
-    dict[str, Any] | Pattern, Field(description="A JSON schema, or one as a string of JSON.")
+    dict[str, Any] | Pattern,
+    Field(description="A JSON schema, as an object or as a string of JSON."),
 ]
 
 
@@ -198,7 +200,7 @@ OTHER_SERVERS: Mapping[str, Sequence[Any]] = {
     "truncate_prompt_tokens": [],
     "use_beam_search": [False],
 }
-"""Unsupported fields that clients of vLLM, SGLang and llama.cpp send, with their neutral values."""
+"""Unsupported fields sent by clients of vLLM, SGLang and llama.cpp, with their neutral values."""
 OtherServers = create_model("OtherServers", **unsupported_fields(OTHER_SERVERS))
 
 
@@ -206,7 +208,7 @@ class SamplingBody(Sampling, OtherServers, RequestBody):
     model: ModelName = None
     stream: bool | None = native("stream")
     stream_options: StreamOptions | None = Field(
-        None, description="Additional members of a stream; no effect without `stream`."
+        None, description="Additional members of a stream's chunks; no effect without `stream`."
     )
     logit_bias: dict[str, float] | None = native("logit_bias")
     stop: StopString | StopStrings | None = native("stop")
@@ -220,16 +222,16 @@ class SamplingBody(Sampling, OtherServers, RequestBody):
         None, description="A constraint on the text, in the form of vLLM's clients."
     )
     guided_json: JsonSchema | None = Field(
-        None, description="An older name of `structured_outputs.json`."
+        None, description="Older name of `structured_outputs.json`."
     )
     guided_regex: Pattern | None = Field(
-        None, description="An older name of `structured_outputs.regex`."
+        None, description="Older name of `structured_outputs.regex`."
     )
     guided_choice: Choices | None = Field(
-        None, description="An older name of `structured_outputs.choice`."
+        None, description="Older name of `structured_outputs.choice`."
     )
     guided_grammar: Pattern | None = Field(
-        None, description="An older name of `structured_outputs.grammar`."
+        None, description="Older name of `structured_outputs.grammar`."
     )
 
     allowed_token_ids: ChosenIds | None = native("allowed_token_ids")
@@ -254,7 +256,7 @@ class CompletionRequest(SamplingBody, PromptBody):
             "temperature": 0.8,
             "seed": 1,
         },
-        "The logprobs of a given text, nothing generated": {
+        "The logprobs of a given text; nothing is generated": {
             "prompt": "import os",
             "max_tokens": 0,
             "echo": True,
@@ -271,7 +273,7 @@ class CompletionRequest(SamplingBody, PromptBody):
         None,
         ge=0,
         lt=2**31,
-        description=f"Largest number of generated tokens. Absent: {COMPLETION_TOKENS}. 0 with "
+        description=f"Maximum number of generated tokens. Absent: {COMPLETION_TOKENS}. 0 with "
         "`echo` returns only the prompt and its logprobs.",
     )
     n: int | None = native("n")

@@ -18,7 +18,7 @@ from logitd.service.openai.chat_schemas import FunctionDefinition, ToolCall
 
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "additionalProperties": False}
 LITERAL = ("const", "enum", "default", "examples")
-"""Keywords of JSON Schema that contain values, not schemas."""
+"""JSON Schema keywords that contain values, not schemas."""
 
 
 def call_schema(functions: Sequence[FunctionDefinition]) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def call_schema(functions: Sequence[FunctionDefinition]) -> dict[str, Any]:
 
 
 def text_of_calls(calls: Sequence[ToolCall]) -> str:
-    """Calls in the form in which a model writes them if it chooses among several functions."""
+    """Calls in the form in which a model writes them when it chooses among several functions."""
     return "\n".join(f"{_prefix(call.function.name)}{call.function.arguments}}}" for call in calls)
 
 
@@ -60,7 +60,7 @@ class GrowingCall:
 
     def push(self, text: str, *, reason: str | None) -> dict[str, Any] | None:
         """Add new text, and the finish reason if the text has ended. Returns the new part of the
-        call: first the id, type and name, then pieces of the arguments. None if there is none."""
+        call, if any: first the id, type and name, then pieces of the arguments."""
         self._text += text
         opening: dict[str, Any] = {}
         named: dict[str, Any] = {}
@@ -72,7 +72,7 @@ class GrowingCall:
             named = {"name": self._name}
         arguments, self._text = self._text, ""
         if self._wrapped and reason != "length":
-            # A last bracket that closes the call does not belong to the arguments. Hold it.
+            # The last bracket may close the call instead of the arguments, so hold it back.
             arguments, held = arguments[:-1], arguments[-1:]
             self._text = "" if reason == "stop" else held
         if not opening and not arguments:
@@ -80,8 +80,7 @@ class GrowingCall:
         return {**opening, "function": {**named, "arguments": arguments}}
 
     def _known(self) -> str | None:
-        """The name of the function; None if the text does not have it yet. Removes the name from
-        the text."""
+        """The function's name, removed from the text; None if the text does not have it yet."""
         if not self._wrapped:
             return self._names[0]
         for name in self._names:
@@ -100,7 +99,7 @@ def _parameters(function: FunctionDefinition) -> dict[str, Any]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema that is moved to `place`. Its references to its own root are adjusted."""
+    """Move a schema to `place`, adjusting its references to its root."""
     if isinstance(schema, list):
         return [_moved(item, place) for item in schema]
     if not isinstance(schema, dict):

@@ -1,7 +1,7 @@
 """Translation of OpenAI's bodies to bodies of /generate.
 
-Fields with the same name have the same meaning and are copied, except null, which means the
-native default. All other fields are translated here.
+Fields with the same name have the same meaning and are copied, except null, which means the native
+default. All other fields are translated here.
 """
 
 import json
@@ -24,7 +24,7 @@ from logitd.service.openai.tools import call_schema
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A constraint: its field in OpenAI's body, and the name and value of the native field."""
+    """A constraint: its field in OpenAI's body, and the native field's name and value."""
 
     field: str
     native: str
@@ -58,7 +58,7 @@ def native_chat(
         )
     stop_token_ids = set(body.stop_token_ids or ())
     if not body.ignore_eos:
-        # Any special token may end a message in a template; none is part of an answer.
+        # In a template, any special token may end a message; none is part of an answer.
         stop_token_ids |= set(tokenizer.special_tokens.values())
     limits = {body.max_completion_tokens, body.max_tokens} - {None}
     if len(limits) > 1:
@@ -80,7 +80,7 @@ def native_chat(
 
 
 def constraint_of(body: CompletionRequest | ChatRequest) -> Constraint | None:
-    """The constraint of a body, if it has one. Raises ApiError if it has several."""
+    """The constraint of a body; None if it has none. Raises ApiError if it has several."""
     found = [*_response_format(body.response_format), *_structured(body), *_tools(body)]
     if len(found) > 1:
         fields = " and ".join(constraint.field for constraint in found)
@@ -145,8 +145,8 @@ def _tools(body: CompletionRequest | ChatRequest) -> Iterator[Constraint]:
 
 @contextmanager
 def param_names(constraint: Constraint | None, **names: str) -> Iterator[None]:
-    """Within this context, errors name the client's field instead of the native one: those in
-    `names` (native to client's), and the constraint's."""
+    """Make errors in this context name the client's field instead of the native one. `names` maps
+    native names to the client's; the constraint's field is added."""
     if constraint is not None:
         names[constraint.native] = constraint.field
     try:

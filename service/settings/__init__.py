@@ -1,6 +1,7 @@
-"""Settings of the commands: flags, environment variables, .env keys and --help from one model each.
+"""Settings of the commands: one model per command defines flags, environment variables, .env keys
+and --help.
 
-Command line > `LOGITD_*` environment > `.env` > default. Defaults are here or in the trainer's
-`TrainingConfig`, and nowhere else. Imports neither torch nor fastapi, so --help is immediate;
-`serve.py` imports nothing of the trainer.
+Command line > `LOGITD_*` environment > `.env` > default. Defaults are only here and in the
+trainer's `TrainingConfig`. Imports neither torch nor fastapi, so --help is immediate; `serve.py`
+imports nothing of the trainer.
 """

@@ -1,4 +1,4 @@
-"""The base class of all settings, and the types of flags that several commands have."""
+"""The base class of all settings, and types of flags that several commands share."""
 
 import csv
 from collections.abc import Callable, Mapping
@@ -40,7 +40,7 @@ class CommandSettings(BaseSettings):
     model_config = SettingsConfigDict(
         env_prefix=PREFIX,
         env_file=".env",
-        extra="ignore",  # .env serves several commands
+        extra="ignore",  # several commands share one .env
         allow_inf_nan=False,
         frozen=True,
     )
@@ -61,8 +61,8 @@ class CommandSettings(BaseSettings):
 
     @classmethod
     def variables(cls, field: str) -> tuple[str, str]:
-        """The two variables of a field. The first, for this command only, takes precedence over
-        the second, which all commands read."""
+        """The two variables of a field: for this command only, and for all commands. The first
+        takes precedence."""
         return f"{PREFIX}{cls.command}_{field}".upper(), f"{PREFIX}{field}".upper()
 
     @classmethod
@@ -87,8 +87,8 @@ class CommandSettings(BaseSettings):
 
 
 def split_list(value: Any) -> Any:
-    """Split the comma-separated items of a flag or a variable. An item in double quotes may contain
-    commas. A value that is not a text is returned unchanged."""
+    """Split a comma-separated flag or variable. An item in double quotes may contain commas. A
+    value that is not a string is returned unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -100,7 +100,7 @@ def split_list(value: Any) -> Any:
 
 Item = TypeVar("Item")
 CommaList = Annotated[tuple[Item, ...], NoDecode, BeforeValidator(split_list)]
-"""Items that are separated by commas in a flag or a variable."""
+"""Comma-separated items of a flag or a variable."""
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -109,9 +109,7 @@ CheckpointPath = Annotated[
     Path,
     Field(description="directory of a checkpoint, or of a run, whose best checkpoint is used"),
 ]
-Device = Annotated[
-    str, Field(description="auto, cpu, cuda or cuda:N; auto is CUDA if there is one")
-]
+Device = Annotated[str, Field(description="auto, cpu, cuda or cuda:N; auto uses CUDA if available")]
 StoredDType = Annotated[
     DTypeName, Field(description="dtype of the stored weights; auto is the dtype of the source")
 ]
@@ -126,15 +124,15 @@ Threads = Annotated[
 KVCacheCells = Annotated[
     KVCacheDType,
     Field(
-        description="dtype of keys and values: int8 takes a quarter of the memory and reading time "
-        "of float32, and half of bfloat16's; auto is --dtype"
+        description="dtype of keys and values: int8 takes a quarter of float32's memory and "
+        "reading time, and half of bfloat16's; auto is --dtype"
     ),
 ]
 RunCode = Annotated[
     bool,
     Field(
-        description="run the code of a checkpoint that is computed by its owner's code: with your "
-        "rights, in a process without network. Without this flag such a checkpoint is refused"
+        description="run a checkpoint's owner's code: with your rights, in a process without "
+        "network. Without this flag a checkpoint that needs such code is refused"
     ),
 ]
 BatchCode = Annotated[
@@ -153,24 +151,25 @@ class ComputeSettings(CommandSettings):
     device: Device = "auto"
     dtype: DTypeName = Field(
         "auto",
-        description="dtype of the computation; auto is bfloat16 on CUDA, and for native decoding "
-        "on a CPU that multiplies bfloat16, otherwise float32",
+        description="dtype of the computation; auto is bfloat16 on CUDA, and for native "
+        "decoding on a CPU with bfloat16 products; otherwise float32",
     )
     threads: Threads = 0
     kernels: KernelChoice = Field(
         "auto",
-        description="implementation of decode steps on a CPU: native is built for this processor, "
-        "torch needs no compiler; auto is native if it is available",
+        description="implementation of decode steps on a CPU: native is built for this "
+        "processor, torch needs no compiler; auto is native if available",
     )
     kernel_target: KernelTarget = Field(
         "auto",
-        description="kind of processor for which native kernels are built, those for prompts "
-        "included: a kind below this processor's computes the same bits on all processors; auto is "
-        "the best kind that this processor has",
+        description="kind of processor to build the native kernels for, including those for "
+        "prompts: an older kind than this processor's computes the same bits on "
+        "all processors of that kind or newer; auto is the best kind that this "
+        "processor has",
     )
     quantize: Quantization = Field(
         "none",
-        description="quantize the matrices when loading: int8 to 8 bits, int4 to 4 bits except the "
-        "head",
+        description="quantize the matrices while loading: int8 to 8 bits, int4 to 4 bits "
+        "except the head",
     )
     run_code: RunCode = False

@@ -1,6 +1,6 @@
 """Settings of `logitd import`: the model, and facts about it that its tensors do not show.
 
-Each of these facts is a field of a `Computation`, and a flag of the same name.
+Each of these facts is a field of a `Computation`, and has a flag of the same name.
 """
 
 from dataclasses import fields
@@ -58,7 +58,7 @@ class _Source(CommandSettings):
         ),
         "map": (
             lambda given: not given.get("by_code"),
-            "it names roles of tensors, which --run-code does not need: remove one of the two",
+            "it assigns roles to tensors, which --run-code does not need: remove one of the two",
         ),
         "ignore_setting": (
             lambda given: not given.get("by_code"),
@@ -73,11 +73,11 @@ class _Source(CommandSettings):
     destination: CliPositionalArg[Path] = Field(description="checkpoint directory to write")
     tokenizer: str | None = Field(
         None,
-        description="vocabulary that replaces the source's: gpt2, cl100k_base, o200k_base; a file "
-        "of ranks, a tokenizer.json, or a vocabulary as JSON or pickle (meta.pkl); bytes, "
-        "printable or ascii; characters:TEXT, the sorted characters of a text, with ,first=N or "
-        ",last=N for N more ids before or after; words:FILE, a token per line or a JSON list; "
-        "none, only token ids",
+        description="vocabulary instead of the source's: gpt2, cl100k_base, o200k_base; a file "
+        "of ranks, a tokenizer.json, or a vocabulary as JSON or pickle (meta.pkl); "
+        "bytes, printable or ascii; characters:TEXT, the sorted characters of a "
+        "text, with ,first=N or ,last=N for N more ids before or after; "
+        "words:FILE, a token per line or a JSON list; none, only token ids",
     )
     dtype: StoredDType = "auto"
     context_length: int | None = Field(
@@ -86,7 +86,7 @@ class _Source(CommandSettings):
     skip_normalizer: bool = Field(
         False,
         description="drop the normalizer of the source's tokenizer: texts that the normalizer "
-        "would change get other ids than in the source",
+        "would change then get other ids than in the source",
     )
     unused_rows: bool = Field(
         False,
@@ -95,9 +95,9 @@ class _Source(CommandSettings):
     )
     code: str | None = Field(
         None,
-        description="the model's own code: FILE.py:NAME, a class, or FILE.py:EXPRESSION. The code "
-        "runs in a process without network, and open questions are decided so that the imported "
-        "model has the logits of the code",
+        description="the model's own code: FILE.py:NAME, a class, or FILE.py:EXPRESSION. The "
+        "code runs in a process without network, and open questions are decided so "
+        "that the imported model has the code's logits",
     )
     code_call: str | None = Field(
         None,
@@ -106,8 +106,9 @@ class _Source(CommandSettings):
     )
     by_code: bool = Field(
         False,
-        description="keep the code: the checkpoint holds the files of --code, and is computed by "
-        "them where --run-code allows it. For models that are no GPT of the usual kinds",
+        description="keep the code, for models that are not one of the usual kinds of GPT: the "
+        "checkpoint holds the files of --code and is computed by them, if "
+        "--run-code is given there too",
     )
     lens_norm: str | None = Field(
         None,
@@ -123,8 +124,8 @@ class _Source(CommandSettings):
     )
     ignore_setting: tuple[str, ...] = Field(
         (),
-        description="name of a number or flag in the source's settings that changes no logit; an "
-        "unknown setting stops the import unless it is named here",
+        description="name of a number or flag in the source's settings that changes no logit; "
+        "the import stops at an unknown setting unless it is named here",
     )
     map: Path | None = Field(
         None,

@@ -16,8 +16,8 @@ MAX_NAME = 200
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model to serve: the path of a checkpoint, or of a run, whose best checkpoint is served, and
-    the model's name. If `name` is None, the name is that of the checkpoint's folder or run."""
+    """A model to serve: its name, and the path of a checkpoint or run, which is served with its
+    best checkpoint. If `name` is None, the name is that of the checkpoint's folder or run."""
 
     path: Path
     name: str | None = None
@@ -28,14 +28,14 @@ class ModelSource:
         return self.name or name_of(self.path)
 
     def __str__(self) -> str:
-        """The model as it is written on a command line."""
+        """The model as written on a command line."""
         here = Path.cwd()
         path = self.path.relative_to(here) if self.path.is_relative_to(here) else self.path
         return str(path) if self.name is None else f"{self.name}={path}"
 
 
 def model_source(given: Any) -> ModelSource:
-    """The model that one argument describes. Raises ValueError."""
+    """Parse one argument into a model. Raises ValueError."""
     if isinstance(given, ModelSource):
         return given
     if isinstance(given, Path):
@@ -51,15 +51,15 @@ def model_source(given: Any) -> ModelSource:
 
 
 def checked_name(text: str) -> str:
-    """A model's name that replies and metrics can contain. Raises ValueError."""
+    """Check that replies and metrics can contain this name of a model. Raises ValueError."""
     if not text.strip() or not text.isprintable() or len(text) > MAX_NAME:
         raise ValueError(f"a name has 1 to {MAX_NAME} printable characters, not only spaces")
     return text
 
 
 def listed(given: Any) -> Any:
-    """The models of a setting, as a list. The text of a variable is split at its commas if every
-    part is written as NAME=PATH; any other text is one path."""
+    """The models of a setting, as a list. A variable's text is split at its commas if every part
+    has the form NAME=PATH; any other text is one path."""
     if isinstance(given, (ModelSource, Path)):
         return [given]
     if not isinstance(given, str):
@@ -70,8 +70,8 @@ def listed(given: Any) -> Any:
 
 
 def named(sources: Iterable[ModelSource]) -> tuple[ModelSource, ...]:
-    """The models of a server; if there are several, each has its own name. Raises ValueError if two
-    of them have the same name."""
+    """The models of a server, named if there are several. Raises ValueError if two of them have the
+    same name."""
     sources = tuple(sources)
     if len(sources) < 2:
         return sources
@@ -80,6 +80,6 @@ def named(sources: Iterable[ModelSource]) -> tuple[ModelSource, ...]:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(
-                f"two models have the name {name!r}: give each its own name, as NAME=PATH"
+                f"two models have the name {name!r}: give each a different name, as NAME=PATH"
             )
     return result

@@ -50,7 +50,7 @@ from logitd.service.settings.model_source import (
 
 
 def _matches(pattern: str, rule: str) -> AfterValidator:
-    """Check that all of a text matches a pattern."""
+    """Check that the whole text matches a pattern."""
 
     def checked(text: str) -> str:
         if not re.fullmatch(pattern, text):
@@ -61,7 +61,7 @@ def _matches(pattern: str, rule: str) -> AfterValidator:
 
 
 def _parsed_by(parse: Callable[[str], object]) -> AfterValidator:
-    """Check a text by parsing it. The value stays the text."""
+    """Check a text by parsing it. The value remains the text."""
 
     def checked(text: str) -> str:
         parse(text)
@@ -109,9 +109,9 @@ AllowedHosts = Annotated[
     CommaList[AllowedHost],
     Field(
         description="names of this server that the Host header may contain, separated by commas; "
-        "requests with other names get 403. * is any name. Loopback names and --host are always "
-        "accepted. Without this flag, other names are refused only on a loopback address without "
-        "API keys"
+        "requests with other names get 403. * allows any name. Loopback names and "
+        "--host are always accepted. Without this flag, other names are refused only "
+        "on a loopback address without API keys"
     ),
 ]
 MemoryText = Annotated[str, _parsed_by(parse_memory)]
@@ -124,7 +124,7 @@ Origins = Annotated[
     CommaList[Origin],
     Field(
         description="origins whose pages may read this server's replies in a browser, such as "
-        "https://example.org, separated by commas; * is any origin"
+        "https://example.org, separated by commas; * allows any origin"
     ),
 ]
 PublicPaths = Annotated[
@@ -201,13 +201,14 @@ class ServeSettings(ComputeSettings):
     )
     import_model: bool = Field(
         False,
-        description="if CHECKPOINT is a model trained elsewhere (a file of weights or a folder), "
-        "import the model into checkpoints/ first, unless it is there already",
+        description="if CHECKPOINT is a model trained elsewhere (a file of weights or a "
+        "folder), first import the model into checkpoints/, unless it is already "
+        "there",
     )
     code: str | None = Field(
         None,
-        description="with a model trained elsewhere: its own code, FILE.py:NAME, as for `logitd "
-        "import`, which is done first. With --run-code the code computes the model",
+        description="for a model trained elsewhere: its own code, FILE.py:NAME, as for `logitd "
+        "import`, which runs first. With --run-code the code computes the model",
     )
     served_model_name: Annotated[str, AfterValidator(checked_name)] | None = Field(
         None,
@@ -217,7 +218,7 @@ class ServeSettings(ComputeSettings):
     follow: Literal["best", "latest"] | None = Field(
         None,
         description="follow a run while it trains: serve each new checkpoint with the best "
-        "validation loss, or each latest checkpoint, without a break",
+        "validation loss, or each latest checkpoint, without interruption",
     )
     follow_interval: float = Field(
         2, gt=0, le=86400, description="seconds between two checks of a followed run"
@@ -225,8 +226,9 @@ class ServeSettings(ComputeSettings):
     reload_timeout: float = Field(
         60,
         gt=0,
-        description="seconds that requests of the old checkpoint have to finish while a new "
-        "checkpoint waits to replace it; requests that take longer end with an error",
+        description="seconds that requests to the old checkpoint have to finish once a new "
+        "checkpoint is ready to replace it; requests that take longer end with an "
+        "error",
     )
     admin_key: SecretStr | None = Field(
         None,
@@ -240,13 +242,13 @@ class ServeSettings(ComputeSettings):
     batch_code: BatchCode = False
     validation_text: Path | None = Field(
         None,
-        description="UTF-8 text on which the loss of --quantize and --kv-cache-dtype is measured "
-        "(default: the checkpoint's own validation text, if it is found)",
+        description="UTF-8 text on which the loss of --quantize and --kv-cache-dtype is "
+        "measured (default: the checkpoint's validation text, if found)",
     )
     max_quantization_loss: LossText = Field(
         ACCEPTED_LOSS,
-        description="largest accepted rise of the bits per byte of --validation-text, as a share "
-        "(2%), or any; if the rise is larger, the server does not start",
+        description="largest accepted rise of the bits per byte of --validation-text, as a "
+        "share (2%), or any; above it, the server does not start",
     )
     batch_invariant: bool = Field(
         False,
@@ -264,16 +266,17 @@ class ServeSettings(ComputeSettings):
     )
     kv_cache_memory: MemoryText | None = Field(
         None,
-        description="memory of the KV cache, instead of --slots: bytes (8GiB), or a share (80%). "
-        "On a GPU the share is of all its memory, weights and other processes included; on a CPU "
-        "it is of the memory that the weights leave free. The cache has as many slots as fit, at "
-        "most 4096. Several models share the memory equally",
+        description="memory of the KV cache, instead of --slots: bytes (8GiB), or a share "
+        "(80%). On a GPU the share is of all its memory, including weights and "
+        "other processes; on a CPU it is of the memory that the weights leave "
+        "free. The cache has as many slots as fit, at most 4096. Several models "
+        "share the memory equally",
     )
     prefill_chunk: int = Field(
         EngineConfig().prefill_chunk,
         ge=32,
         multiple_of=32,
-        description="most prompt positions computed per step",
+        description="maximum number of prompt positions computed per step",
     )
     target_gap: TargetGapText | None = Field(
         None,
@@ -301,71 +304,78 @@ class ServeSettings(ComputeSettings):
     max_queue: int = Field(
         256,
         ge=0,
-        description="sequences that may wait for a slot; if more would wait, their requests get "
+        description="maximum number of sequences waiting for a slot; above it, requests get "
         "429, except those of a caller below its share",
     )
     max_queue_tokens: int = Field(
         2**18,
         ge=1,
-        description="prompt tokens that may wait for a slot; requests with more get 429",
+        description="maximum number of prompt tokens waiting for a slot; above it, requests "
+        "get 429",
     )
     max_queue_elements: int = Field(
         2**32,
         ge=1,
-        description="output elements (positions times width) that all waiting and running requests "
-        "may have together; requests for more get 429",
+        description="maximum number of output elements (positions times width) of all waiting "
+        "and running requests together; above it, requests get 429",
     )
     max_request_tokens: int | None = Field(
         None,
         ge=1,
-        description="most tokens that one request may cost: those of its prompts, and more for "
-        "interventions, attributions, cells of a sweep and processed logits; a request that costs "
-        "more gets 400 (default: 2^20, or --max-sequences prompts of the context's length if that "
-        "is more)",
+        description="maximum cost of one request in tokens: those of its prompts, and more for "
+        "interventions, attributions, cells of a sweep and processed logits; above "
+        "it, the request gets 400 (default: 2^20, or --max-sequences prompts of "
+        "the context's length if that is more)",
     )
     max_sequences: int = Field(
-        64, ge=1, description="most sequences (prompts times n) in one request"
+        64, ge=1, description="maximum number of sequences (prompts times n) in one request"
     )
     max_reply_elements: int = Field(
         2**24,
         ge=2**12,
-        description="most output elements of one reply in memory: those of hidden states and "
-        "attention weights (an element in float16 counts half), and 64 per listed logprob; the "
-        "arrays of all replies together have the same limit",
+        description="maximum number of output elements of one reply in memory: those of hidden "
+        "states and attention weights (an element in float16 counts half), and 64 "
+        "per listed logprob; all replies together have the same limit for their "
+        "arrays",
     )
-    max_body_bytes: int = Field(4 * 2**20, ge=1024, description="most bytes of a request body")
+    max_body_bytes: int = Field(
+        4 * 2**20, ge=1024, description="maximum size of a request body in bytes"
+    )
     any_model_name: bool = Field(
         False,
-        description="answer requests for models that are not served, such as a client's default, "
-        "with the first model, which the reply names; without this flag they get 404",
+        description="answer requests for unknown models, such as a client's default, with the "
+        "first model, which the reply names; without this flag they get 404",
     )
     constraint_timeout: float = Field(
         5,
         gt=0,
         le=3600,
-        description="most seconds of processor time for compiling one regex, schema or grammar",
+        description="maximum processor time in seconds for compiling one regex, schema or grammar",
     )
     max_connections: int | None = Field(
         None,
         ge=1,
-        description="most connections at once; if there are more, the server closes those that "
-        "have waited longest for their clients (default: as many as the file descriptors of the "
-        "process allow, at most 4096)",
+        description="maximum number of connections; above it, the server closes those that "
+        "have waited longest for their clients (default: as many as the file "
+        "descriptors of the process allow, at most 4096)",
     )
     slow_sender_timeout: float = Field(
         20,
         gt=0,
-        description="most seconds until the headers of a request have arrived; the body must "
-        "arrive at 2 KiB/s on average over this time",
+        description="maximum time in seconds until the headers of a request have arrived; the "
+        "body must arrive at 2 KiB/s on average over this time",
     )
     slow_reader_timeout: float = Field(
         30,
         gt=0,
-        description="most seconds for which a client may leave a reply unread; the client must "
-        "read 2 KiB/s on average over this time, and of a stream over twice this time",
+        description="maximum time in seconds for which a client may leave a reply unread; the "
+        "client must read 2 KiB/s on average over this time, and of a stream over "
+        "twice this time",
     )
     keep_alive_timeout: float = Field(
-        30, gt=0, description="most seconds that a connection may wait for its next request"
+        30,
+        gt=0,
+        description="maximum time in seconds that a connection may wait for its next request",
     )
     stall_timeout: float = Field(
         60, gt=0, description="seconds after which an unfinished step makes /health fail"
@@ -391,10 +401,16 @@ class ServeSettings(ComputeSettings):
         "that key: per-minute=60 at-once=4; # begins a comment line",
     )
     key_per_minute: int = Field(
-        0, ge=0, le=1_000_000, description="most POSTs per minute of each API key; 0 is no limit"
+        0,
+        ge=0,
+        le=1_000_000,
+        description="maximum number of POST requests per minute of each API key; 0 is no limit",
     )
     key_at_once: int = Field(
-        0, ge=0, le=1_000_000, description="most requests of each API key at once; 0 is no limit"
+        0,
+        ge=0,
+        le=1_000_000,
+        description="maximum number of concurrent requests of each API key; 0 is no limit",
     )
     public_endpoints: PublicPaths = ("/", "/static", "/docs", "/openapi.json", "/version")
     cors_origins: Origins = ()
@@ -406,8 +422,8 @@ class ServeSettings(ComputeSettings):
 
     otlp_endpoint: Collector | None = Field(
         None,
-        description="OpenTelemetry collector that gets a trace of each request by OTLP over HTTP, "
-        "such as http://127.0.0.1:4318; without one there are no traces",
+        description="OpenTelemetry collector to which a trace of each request is sent by OTLP "
+        "over HTTP, such as http://127.0.0.1:4318; without one there are no traces",
     )
     trace_ratio: float = Field(
         1,
@@ -446,7 +462,7 @@ class ServeSettings(ComputeSettings):
 
     @property
     def models(self) -> tuple[ModelSource, ...]:
-        """The models to serve. If there are several, each has a name."""
+        """The models to serve, named if there are several."""
         if self.served_model_name is None:
             return self.checkpoint
         (source,) = self.checkpoint

@@ -43,8 +43,7 @@ _NOT_GREEDY = (
 )
 _WITHOUT_URL = (
     lambda given: given.get("url") is None,
-    "the address of the server already has a host and a port: give either the address or --host "
-    "and --port",
+    "the server's address is given twice: use either the address or --host and --port",
 )
 
 
@@ -59,11 +58,11 @@ class GenerateSettings(ComputeSettings):
         description='text to continue; for a model without a vocabulary, token ids such as "0 1 2"'
     )
     checkpoint: CheckpointPath = BUNDLED_CHECKPOINT
-    max_tokens: int = Field(200, ge=1, description="most tokens to generate")
+    max_tokens: int = Field(200, ge=1, description="maximum number of generated tokens")
     temperature: float = Field(
         0.8, ge=0, description="sampling temperature; 0 always takes the likeliest token"
     )
-    top_k: int = Field(0, ge=0, description="sample from the k likeliest tokens; 0 is all")
+    top_k: int = Field(0, ge=0, description="sample from the k likeliest tokens; 0 means all")
     top_p: float = Field(
         1.0,
         gt=0,
@@ -122,22 +121,24 @@ class ExtractSettings(ComputeSettings):
     )
     lens: bool = Field(
         False,
-        description="write instead the prediction of each layer, as if the model stopped there: "
-        "logprob and rank of the token, the likeliest tokens, entropy, divergence from the last "
-        "layer",
+        description="write instead the prediction of each layer, as if the model stopped "
+        "there: logprob and rank of the token, the likeliest tokens, entropy, and "
+        "divergence from the last layer",
     )
     stages: StageNames = ()
     stride: int | None = Field(
         None,
         ge=1,
-        description="number of tokens of each window of a long document that are written; the "
-        "window's other tokens are context (default: as many as fit, which is fastest)",
+        description="number of tokens written from each window of a long document; the "
+        "window's other tokens are context (default: as many as fit, which is "
+        "fastest)",
     )
     shard_tokens: int | None = Field(
         None,
         ge=1,
-        description="tokens of a shard, and so the most tokens that are lost if the process is "
-        "killed (default: 262,144; for stages and the lens as many as fill 256 MiB)",
+        description="tokens per shard, which is also the most that can be lost if the process "
+        "is killed (default: 262,144; for stages and the lens as many as fill 256 "
+        "MiB)",
     )
     text_field: TextField = "text"
     split_at: SplitAt = None
@@ -219,9 +220,10 @@ class HealthSettings(CommandSettings):
     port: int = Field(8000, ge=1, le=65535, description="port that the server binds")
     live: bool = Field(
         False,
-        description="ask if the process needs a restart, instead of if the server answers requests",
+        description="ask whether the process needs a restart, instead of whether the server "
+        "answers requests",
     )
-    timeout: float = Field(2, gt=0, description="most seconds to wait for the answer")
+    timeout: float = Field(2, gt=0, description="maximum time in seconds to wait for the answer")
 
 
 class BenchSettings(ComputeSettings):
@@ -247,15 +249,13 @@ class BenchSettings(ComputeSettings):
     tokens: int = Field(
         64,
         ge=2,
-        description="tokens that each sequence generates; streams of a server generate more if all "
-        "of them would not run at once otherwise",
+        description="tokens generated per sequence; streams of a server generate more if that "
+        "is needed for all to run at once",
     )
-    rounds: int = Field(
-        3, ge=1, le=1000, description="runs of each case; the result is the median of the runs"
-    )
+    rounds: int = Field(3, ge=1, le=1000, description="runs of each case, whose median is reported")
     url: str | None = Field(
         None,
         pattern=r"^https?://[^\s/]+",
-        description="address of a running server of the same checkpoint whose streams are measured "
-        "too; its API key comes from LOGITD_API_KEY",
+        description="address of a running server of the same checkpoint; its streams are "
+        "measured too. Its API key comes from LOGITD_API_KEY",
     )

@@ -24,7 +24,7 @@ from logitd.service.settings.common import (
 class TrainSettings(CommandSettings, TrainingConfig):
     """Settings of `logitd train`: the training configuration."""
 
-    model_config = CommandSettings.model_config  # .env serves other commands too
+    model_config = CommandSettings.model_config  # other commands share .env
     command = "train"
     groups: ClassVar = {
         "preset": "task",
@@ -49,8 +49,8 @@ class EvalSettings(CommandSettings):
     checkpoint: CliPositionalArg[CheckpointPath] = BUNDLED_CHECKPOINT
     data: tuple[str, ...] = Field(
         (),
-        description="text to measure on, all of it: files, folders and globs, addresses (default: "
-        "the text held out from the checkpoint's training, if it can be found)",
+        description="text to measure on, all of it: files, folders and globs, addresses "
+        "(default: the text held out from the checkpoint's training, if found)",
     )
     text_field: TextField = "text"
     split_at: SplitAt = None
@@ -58,10 +58,10 @@ class EvalSettings(CommandSettings):
     stride: int | None = Field(
         None,
         ge=1,
-        description="number of tokens of each window that are measured; the window's other tokens "
-        "are context (default: the whole window, as in training)",
+        description="number of tokens measured in each window; the window's other tokens are "
+        "context (default: the whole window, as in training)",
     )
-    batch_size: int = Field(8, ge=1, le=4096, description="windows in a forward pass")
+    batch_size: int = Field(8, ge=1, le=4096, description="windows per forward pass")
     device: Device = "auto"
     dtype: TrainingDType = Field(
         "auto",
@@ -71,13 +71,13 @@ class EvalSettings(CommandSettings):
     threads: Threads = 0
     quantize: Quantization = Field(
         "none",
-        description="measure the model with weights in 8 bits (int8) or 4 bits (int4), by decode "
-        "steps, which is slower",
+        description="measure the model with weights in 8 bits (int8) or 4 bits (int4), using "
+        "decode steps, which is slower",
     )
     kv_cache_dtype: KVCacheDType = Field(
         "auto",
-        description="int8 measures the model with keys and values in 8 bits, by decode steps, "
-        "which is slower",
+        description="int8 measures the model with keys and values in 8 bits, using decode "
+        "steps, which is slower",
     )
     run_code: RunCode = False
     as_json: AsJson = False

@@ -46,7 +46,7 @@ class Ended:
 
     @property
     def usage(self) -> Usage | None:
-        """The work that the engine did for the request, if there was any."""
+        """The engine's work for the request; None if there was none."""
         context: RequestContext | None = self.scope["state"].get(CONTEXT)
         return (
             None
@@ -83,7 +83,7 @@ def attributes(ended: Ended) -> dict[str, Value]:
 
 
 def _computed(ended: Ended, usage: Usage) -> dict[str, Value | None]:
-    """Attributes of the model, of the sampling parameters, defaults included, and of the tokens."""
+    """Attributes of the model, the sampling parameters including defaults, and the tokens."""
     state, request = ended.scope["state"], usage.first
     body, context = state.get(BODY), state[CONTEXT]
     found: dict[str, Value | None] = {
@@ -113,7 +113,8 @@ def _computed(ended: Ended, usage: Usage) -> dict[str, Value | None]:
 
 
 def _has_several_seeds(body: object) -> bool:
-    """True if several prompts have a seed of their own each, because the request has none."""
+    """True if there are several prompts, each with a seed of its own, because the request has
+    none."""
     return (
         isinstance(body, PromptBody)
         and len(body.prompts) > 1
@@ -126,9 +127,8 @@ def _carried(seed: int) -> int | None:
 
 
 def _error_type(ended: Ended) -> str | None:
-    """The server's failure, if there is one: an exception, a 5xx status, or a sequence that failed.
-    By the conventions, a refused request is not an error of the server, and neither is a client
-    that leaves."""
+    """The server's failure, if any: an exception, a 5xx status, or a failed sequence. By the
+    conventions, neither a refused request nor a client that leaves is an error of the server."""
     if ended.exception is not None:
         return ended.exception
     if ended.status >= 500 or not ended.status:

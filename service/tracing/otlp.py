@@ -33,21 +33,21 @@ SDK = logging.getLogger("opentelemetry")
 POLLED = ("/health", "/metrics")
 """Endpoints that are not traced, because programs poll them."""
 FLUSH_SECONDS = 3.0
-"""Most seconds for sending the last spans at shutdown."""
+"""Maximum time in seconds for sending the last spans at shutdown."""
 COMPLAIN_SECONDS = 60.0
-"""Least seconds between two log lines about a collector that cannot be reached."""
+"""Minimum time between two log lines about a collector that cannot be reached."""
 QUEUE = 2048
-"""Most spans that wait to be sent. If there are more, the oldest are dropped."""
+"""Maximum number of spans waiting to be sent. Above it, the oldest are dropped."""
 SEND_SECONDS = 1.0
-"""Most seconds between two batches."""
+"""Maximum time between two batches."""
 
 
 class OtlpTraces:
-    """Makes and sends spans between `open` and `close`. Used only on the event loop."""
+    """Makes and sends spans between `open` and `close`. Use it only on the event loop."""
 
     def __init__(self, endpoint: str, ratio: float) -> None:
-        """`endpoint` is the collector's base address. `ratio` is the share of requests that are
-        traced, among those whose client does not decide it."""
+        """`endpoint` is the collector's base address. `ratio` is the share of requests to trace if
+        the client has not decided."""
         self._url = f"{endpoint.rstrip('/')}/v1/traces"
         self._sampler = ParentBased(TraceIdRatioBased(ratio))
         self._tracer: Tracer | None = None
@@ -69,7 +69,7 @@ class OtlpTraces:
 
     def close(self) -> None:
         """Send the waiting spans. Blocks for at most FLUSH_SECONDS."""
-        # A daemon thread, because a request to a silent collector cannot be interrupted.
+        # A daemon thread: a request to a silent collector cannot be interrupted.
         flushing = threading.Thread(target=self._provider.shutdown, name="flush", daemon=True)
         flushing.start()
         flushing.join(FLUSH_SECONDS)
@@ -83,7 +83,7 @@ class OtlpTraces:
 
     def record(self, ended: Ended) -> str | None:
         """Make the spans of a request once the engine has reported the end of all its sequences,
-        which may be after this call. Returns the id of the trace; None if there is no trace."""
+        perhaps after this call. Returns the id of the trace; None if there is no trace."""
         if self._tracer is None or endpoint_label(ended.scope["path"]) in POLLED:
             return None
         tracer, usage, now, on_wall = self._tracer, ended.usage, time.monotonic(), _wall_clock()
@@ -114,7 +114,7 @@ class OtlpTraces:
 
 
 def _parent(ended: Ended) -> Context:
-    """The trace context in the request's headers. It is empty if they have none, or a wrong one."""
+    """The trace context in the request's headers; empty if absent or invalid."""
     carried = {
         name.decode(): value.decode("latin-1")
         for name, value in ended.scope["headers"]

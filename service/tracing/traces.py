@@ -1,5 +1,5 @@
-"""Traces: chooses if traces are made, which they are if the settings name a collector. Only then is
-`otlp.py` imported, because the packages that it needs are an optional dependency."""
+"""Traces: enables tracing if the settings name a collector. Only then is `otlp.py` imported,
+because it needs an optional dependency."""
 
 from typing import TYPE_CHECKING
 
@@ -11,12 +11,11 @@ if TYPE_CHECKING:
 
 
 class TracesError(Exception):
-    """Traces cannot be made. The message says why, and what to install."""
+    """Raised if traces cannot be made. The message says why, and what to install."""
 
 
 def traces_of(settings: ServeSettings) -> "OtlpTraces | None":
-    """The object that makes traces; None if the settings do not name a collector. Raises
-    TracesError."""
+    """The object that makes traces; None if the settings name no collector. Raises TracesError."""
     if settings.otlp_endpoint is None:
         return None
     try:

@@ -234,7 +234,7 @@ def test_lens_reads_the_named_norm_and_head(server: Serving) -> None:
 )
 def test_what_the_code_does_not_give_is_refused(path: str, what: str, server: Serving) -> None:
     error = server.refused(path, {"model": "Mixture", "prompt": PROMPT})
-    assert f"owner's code (owner.py:Mixture), which gives no {what}" in error.message
+    assert f"owner's code (owner.py:Mixture), which cannot return {what}" in error.message
     lens = server.refused("/lens", {"model": "Remembering", "prompt": PROMPT})
     assert "--lens-norm and --lens-head" in lens.message
     stage = {"model": "Mixture", "prompt": PROMPT, "stages": ["blocks.0.attention.q"]}

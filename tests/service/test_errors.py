@@ -108,6 +108,7 @@ def test_errors_of_lower_layers_have_a_status(
 
 
 def test_full_queue_has_limit_and_time() -> None:
-    error = as_api_error(QueueFull("5 sequences are waiting", 4, 7, Limit.SEQUENCES))
+    error = as_api_error(QueueFull("5 sequences waiting", 4, 7, Limit.SEQUENCES))
     assert error.limit is Limit.SEQUENCES
-    assert error.message == ("5 sequences are waiting, the queue holds 4; try again in about 7 s")
+    message = "the queue has no room: 5 sequences waiting, limit 4; try again in about 7 s"
+    assert error.message == message

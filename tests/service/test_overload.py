@@ -64,7 +64,7 @@ def server(spelling_path: Path) -> Iterator[Serving]:
         yield running
 
 
-def queue_full(response: httpx.Response, reason: str = "the queue holds 2") -> None:
+def queue_full(response: httpx.Response, reason: str = ", limit 2") -> None:
     assert response.status_code == 429, response.text
     assert 1 <= int(response.headers["retry-after"]) <= 60
     error = ErrorReply.model_validate(response.json()).error
@@ -190,7 +190,7 @@ def test_queue_full_of_elements_rejects_outputs_only(elements_server: Serving) -
         for path, (body, elements) in LARGE.items():
             queue_full(
                 server.post(path, body),
-                f"{8000 * 257} output elements .* the request asks for {elements}, the queue holds "
+                f"{8000 * 257} output elements .* {elements} requested, limit "
                 f"{8000 * 257 + ELEMENTS_LEFT}; try again",
             )
         assert server.sample("logitd_queue_elements") == 8000 * 257

@@ -1,1 +1,1 @@
-"""Import of models from arbitrary code, recognised by the roles of their tensors (`README.md`)."""
+"""Import of models from arbitrary code, recognized by the roles of their tensors (`README.md`)."""

@@ -91,18 +91,22 @@ def _check_consistent(tensors: MappedTensors, how: Computation) -> None:
         (
             how.final_norm and mapped.has_norms,
             "final_norm",
-            "final_norm is true, and no norm follows the layers",
+            "final_norm is true, but no norm follows the layers",
         ),
         (
             how.positions == "learned",
             "positions",
-            "positions are learned, and no tensor is their table",
+            "positions are learned, but no tensor is their table",
         ),
-        (how.qk_norm == "learned", "query_norm", "qk_norm is learned, and no tensor is one"),
+        (
+            how.qk_norm == "learned",
+            "query_norm",
+            "qk_norm is learned, but no tensor is such a norm",
+        ),
     )
     found = [sentence for needed, role, sentence in missing if needed and not mapped.has(role)]
     if how.norm == "rmsnorm" and has_bias:
-        found.append("norm is rmsnorm, and norms have biases")
+        found.append("norm is rmsnorm, but norms have biases")
     if mapped.has_gate != (how.activation == "swiglu"):
         found.append(f"activation is {how.activation}, and the feed-forward has {gate} gate")
     if found:
@@ -194,7 +198,7 @@ def _position_table(tensors: MappedTensors, how: Computation, width: int) -> Ten
         table = tensors.take("positions")
         if len(table) < length:
             raise ConvertError(
-                f"{tensors.where}: context_length is {length}, and its table of positions has "
+                f"{tensors.where}: context_length is {length}, but its table of positions has "
                 f"{len(table)} rows"
             )
         return table[:length]
@@ -223,7 +227,7 @@ def _layer(
     if "mlp_down.weight" not in weights:
         if (size := len(weights["mlp_up.weight"])) != width:
             raise ConvertError(
-                f"{tensors.where}: the feed-forward has one matrix of {size} rows, and the "
+                f"{tensors.where}: the feed-forward has one matrix of {size} rows, but the "
                 f"residual stream is {width} wide: name the second matrix with --map"
             )
         weights["mlp_down.weight"] = torch.eye(size)
@@ -256,7 +260,7 @@ def _attention(
     else:
         norms = _qk_norms(tensors, how, heads, layer)
         weights |= {"query_norm.weight": norms[0] * scale, "key_norm.weight": norms[1]}
-        # Scaling the rows makes the norms' eps as large, relative to them, as in the source.
+        # Scaling the rows gives the norms' eps the same relative size as in the source.
         stretch = math.sqrt(how.norm_eps / how.qk_norm_eps)
         if stretch != 1.0:
             query, key = (part.change(lambda rows: rows * stretch) for part in (query, key))
@@ -293,9 +297,9 @@ def _cut(tensor: Tensor, how: Computation, heads: HeadShape) -> list[Tensor]:
     if how.qkv_layout == "per_head":
         if queries != keys:
             raise ConvertError(
-                f"rows of query, key and value are ordered head by head, and there are "
-                f"{heads.n_head} heads for queries and {heads.n_kv_head} for keys; equal numbers "
-                "can be imported"
+                "rows of query, key and value are ordered head by head, but there are "
+                f"{heads.n_head} heads for queries and {heads.n_kv_head} for keys; only equal "
+                "numbers can be imported"
             )
         # (H * 3 * D, ...) to three of (H * D, ...)
         by_head = tensor.unflatten(0, (heads.n_head, 3, heads.head_dim))
@@ -365,7 +369,7 @@ def _describe_folds(
     if how.embedding_scale == "sqrt_d_model":
         yield f"the embedding times sqrt({width}), as the source multiplies it"
     if filled:
-        yield f"biases of zeros, which the source does not have: {', '.join(filled)}"
+        yield f"zeros for biases that the source does not have: {', '.join(filled)}"
     if mapped.n_head:
         yield f"query, key and value of {mapped.n_head} heads stacked into one matrix"
     if how.score_scale != "head_dim" and heads.head_dim != width:
@@ -374,23 +378,23 @@ def _describe_folds(
     if how.positions == "rotary" and how.rotary_layout == "interleaved":
         yield "rows of query and key reordered: the source turns neighbouring channels"
     if how.qk_norm == "unit":
-        yield "norms of query and key of ones: the source's have no weights"
+        yield "ones as norms of query and key: the source's have no weights"
     if how.qk_norm != "none" and how.qk_norm_eps != how.norm_eps:
         yield (
             f"query and key rows scaled: their norms have eps {how.qk_norm_eps:g} in the source, "
             f"the other norms {how.norm_eps:g}"
         )
     if not mapped.has("attention_out"):
-        yield "the identity behind attention: the source has no output projection"
+        yield "the identity as output projection of attention: the source has none"
     if not mapped.has("mlp_down"):
         yield "the identity as second matrix of the feed-forward: the source has none"
     if not mapped.has_norms:
-        yield "norms of ones: the source's have no weights"
+        yield "ones as norms: the source's have no weights"
     elif mapped.name("attention_norm") == mapped.name("mlp_norm"):
         yield "one norm for attention and feed-forward: stored twice"
     if how.positions == "sinusoidal_halves":
         yield "the sinusoidal table (sines, then cosines) stored as learned positions"
     if how.positions == "none":
-        yield "positions of zeros: the source has none"
+        yield "zeros as positions: the source has none"
     if how.qkv_layout != "qkv":
         yield f"rows of the fused query, key and value reordered from {how.qkv_layout}"

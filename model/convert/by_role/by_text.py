@@ -1,7 +1,7 @@
 """By text: chooses the computation with the lowest loss on a text, if the text is evidence.
 
-The loss must lie below that of counted tokens and agree with a loss that the file states
-(`ngrams.py`, `stated_loss.py`). Fields whose values the text cannot tell apart stay open.
+The loss must be lower than that of counted tokens and agree with a loss that the file states
+(`ngrams.py`, `stated_loss.py`). Fields whose values the text cannot distinguish stay open.
 """
 
 import math
@@ -95,8 +95,8 @@ class ByText:
         if unclear:
             lines = "\n".join(f"  {line}" for line in unclear.values())
             raise OpenQuestions(
-                f"{self._tensors.where}: {name_of_text} does not tell these apart:\n{lines}\n"
-                "Answer with these flags, or give more text, or --code",
+                f"{self._tensors.where}: {name_of_text} does not distinguish "
+                f"these:\n{lines}\nAnswer with these flags, or give more text, or --code",
                 list(unclear),
             )
         return Resolution(
@@ -120,9 +120,10 @@ class ByText:
         }
 
     def _objection(self, best: Computation, loss: float) -> str:
-        """The reason why the loss is no evidence for the variant; "" if it is. Pairs are the bar,
-        as a model that learned little may predict no better than triples; triples are, if the text
-        chose unusual values and the file states no loss."""
+        """The reason why the loss is no evidence for the variant; "" if it is. The bar is the loss
+        of counted pairs, because a model that learned little may predict no better than counted
+        triples. If the text chose unusual values and the file states no loss, the bar is that of
+        triples."""
         text, penalties = self._text, self._search.score(best, "full")
         error = 0.0
         if penalties is not None and len(penalties) > 1:
@@ -176,8 +177,8 @@ class ByText:
         return best
 
     def _polish(self, best: Computation) -> Computation:
-        """Move to better neighbours until there is none. A change of an ambiguous field may be
-        better by any amount, other changes must be clearly better."""
+        """Move to better neighbours until there are none. A change of an ambiguous field may be
+        better by any amount; other changes must be clearly better."""
         moved = True
         while moved:
             moved = False
@@ -223,7 +224,7 @@ class ByText:
         self, best: Computation, name: str, near: Sequence[Alternative]
     ) -> tuple[str, bool]:
         """The reason for the chosen value of an ambiguous field, and True if the choice is open:
-        the values in `near` are as good on the text, but have other logits."""
+        the values in `near` are as good on the text, but have different logits."""
         if not near:
             return f"clearly the lowest loss on {self._text.name}", False
         apart = max(self._distance(best, replace(best, **{name: each.value})) for each in near)
@@ -252,7 +253,7 @@ def _at_its_speed(tensors: MappedTensors, findings: Findings, text: TextObjectiv
         built = build(tensors, first(findings))
     except (ConfigError, ConvertError):  # another variant may be valid
         return text
-    for _ in range(2):  # the first call includes torch's own start
+    for _ in range(2):  # the first call includes torch's start
         began = time.monotonic()
         penalties = text(built, causal=True, effort="quick")
         seconds = time.monotonic() - began
@@ -260,7 +261,8 @@ def _at_its_speed(tensors: MappedTensors, findings: Findings, text: TextObjectiv
 
 
 def compared_with_chance(loss: float, text: TextObjective) -> str:
-    """A sentence with a loss and those of the text's own frequencies, which a model must beat."""
+    """A sentence that compares a loss with those of the text's own frequencies, which a model must
+    beat."""
     stated = text.stated
     agrees = "" if stated is None else f"; the file states {stated.name} {stated.nats:.4f}"
     return (

@@ -3,8 +3,8 @@
 A module is a weight and its bias, whose names follow one of several conventions
 (`attn.proj.weight`, `W_q`, `b_q`). Layers may be one list of blocks, one list per part, numbered
 attributes written by hand, or a single block without a number. Their heads may have separate
-tensors. In names, `{N}` is the number of the layer and `{M}` that of the head.
-`recognise.py` finds roles.
+tensors. In names, `{N}` is the number of the layer and `{M}` that of the head. `recognise.py` finds
+roles.
 """
 
 import re
@@ -74,7 +74,7 @@ def modules_of(shapes: Mapping[str, Shape]) -> list[Module]:
 def _twin(
     kind: str, word: str, path: tuple[str, ...], paths: Collection[tuple[str, ...]]
 ) -> tuple[str, ...] | None:
-    """The path of the weight of a bias that is a bare parameter: `W_q` of `b_q`, `gamma1` of
+    """For a bias that is a bare parameter, the path of its weight: `W_q` for `b_q`, `gamma1` for
     `beta1`."""
     starts = ("gamma", "g") if kind == "beta" else ("W", "w", "weight")
     for last in (f"{start}{join}{word}" for start in starts for join in ("_", "")):
@@ -99,8 +99,8 @@ def module_name(name: str) -> tuple[str, ...]:
 
 
 def projection_of(name: str) -> Role | None:
-    """The attention projection that a tensor belongs to, judged only by its name; None if it is
-    none."""
+    """The attention projection that a tensor belongs to, judged only by its name; None if it is not
+    one."""
     path = module_name(name)
     last = next((part for part in reversed(path) if not _is_number(part)), "")
     in_attention = any(
@@ -285,7 +285,7 @@ def _with_heads(where: str, shapes: Mapping[str, Shape]) -> tuple[dict[str, Shap
     for name, shape in shapes.items():
         parts, at = name.split("."), None
         if projection_of(name) is not None:
-            # A number directly after the layer's is a part of the block, not a head.
+            # A number directly after the layer's number is a part of the block, not a head.
             heads = (i for i, part in enumerate(parts) if part.isdigit() and i)
             at = next((i for i in heads if parts[i - 1] != "{N}"), None)
         if at is None:

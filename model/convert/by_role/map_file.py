@@ -55,7 +55,8 @@ from logitd.model.convert.source_file import source_text
 from logitd.model.files import CONFIG_BYTES
 
 MOST_DOTS = 100
-"""Most dots in a line's keys. The parser's memory grows with the square of a key's parts."""
+"""Maximum number of dots in a line's keys. The parser's memory grows with the square of the number
+of a key's parts."""
 _QUOTED = re.compile(r"""\"[^\"]*\"|'[^']*'""")
 
 
@@ -99,12 +100,12 @@ class _Document(_Strict):
 
 
 def read_map_file(path: Path) -> MapFile:
-    """Read a map file. Raises ConvertError that names the invalid key."""
+    """Read a map file. Raises ConvertError, which names the invalid key."""
     text = source_text(path, CONFIG_BYTES)
     for number, line in enumerate(text.splitlines(), start=1):
         if (dots := _QUOTED.sub("", line).count(".")) > MOST_DOTS:
             raise ConvertError(
-                f"line {number} of {path} has {dots:,} dots; at most {MOST_DOTS} are allowed"
+                f"line {number} of {path} has {dots:,} dots; the limit is {MOST_DOTS}"
             )
     try:
         parsed = tomllib.loads(text)
@@ -154,8 +155,8 @@ def _validated(where: str, model: type[_Model], values: Mapping[str, Any]) -> _M
 
 def tensor_map(file: MapFile, tensors: Mapping[str, Tensor], ignored: Iterable[str]) -> TensorMap:
     """The TensorMap that a file describes. Layers and heads are counted in the tensors' names.
-    `ignored` are tensors known not to be weights. Raises ConvertError if a name matches no
-    tensor."""
+    `ignored` are tensors known not to be weights. Raises ConvertError if a name matches no tensor.
+    """
     weights = {role for role, part in file.names if part == "weight"}
     attention = () if "qkv" in weights else SEPARATE
     up = "mlp_gate_up" if "mlp_gate_up" in weights else "mlp_up"
@@ -204,8 +205,8 @@ _USUAL: Mapping[Role, str] = {
 
 
 def _completed(file: MapFile, tensors: Mapping[str, Tensor]) -> TensorMap:
-    """The TensorMap of a file that names only some roles: recognised with usual names in place of
-    those in the file. Raises ConvertError."""
+    """The TensorMap of a file that names only some roles. The tensors are recognized with usual
+    names in place of those in the file. Raises ConvertError."""
     where = str(file.path)
     named = [_pattern(pattern) for pattern in file.names.values()]
     ignored = [
@@ -238,7 +239,7 @@ def _completed(file: MapFile, tensors: Mapping[str, Tensor]) -> TensorMap:
 
 
 def _usual_name(key: tuple[Role, Part], pattern: str) -> str:
-    """The usual name of a role in the place of a pattern's own: in the same list of layers."""
+    """The usual name of a role, in the same list of layers as the pattern."""
     role, part = key
     before = pattern.partition("{N}")[0] + "{N}." if "{N}" in pattern else ""
     name = _USUAL[role]
@@ -272,7 +273,7 @@ def _numbers(file: MapFile, tensors: Mapping[str, Tensor], mark: str) -> set[int
         matches = {int(m[1]) for name in tensors if (m := compiled.fullmatch(name))}
         if not matches:
             raise ConvertError(
-                f"{file.path}: {role}.{part} is {pattern!r}, and no tensor has such a name; the "
+                f"{file.path}: {role}.{part} is {pattern!r}, but no tensor has such a name; the "
                 f"tensors are {', '.join(list(tensors)[:4])}, ..."
             )
         numbers |= matches
@@ -282,7 +283,7 @@ def _numbers(file: MapFile, tensors: Mapping[str, Tensor], mark: str) -> set[int
 def partial_draft(
     state: str | None, known: Mapping[tuple[Role, Part], str], tensors: Mapping[str, Tensor]
 ) -> str:
-    """A draft of a map file with the roles that are known. Other tensors are lines to complete."""
+    """A draft of a map file with the known roles. Other tensors are lines to complete."""
     lines = [
         "# Roles of tensors, as far as they were recognised. Put a role in place of each ROLE that",
         "# follows and remove its #; the others are recognised when they can be. Roles are:",
@@ -304,7 +305,7 @@ def partial_draft(
 
 
 def draft(state: str | None, mapped: TensorMap, findings: Findings) -> str:
-    """A draft of a map file with everything that was recognised. Open fields are lines to
+    """A draft of a map file with everything that was recognized. Open fields are lines to
     complete."""
     lines = ["# Recognised and open fields. Complete the file and pass it with --map."]
     if state:

@@ -16,7 +16,7 @@ WRAPPERS = ("_orig_mod", "module")
 LAYER_PARTS = re.compile(r"(blocks?|layers?|decoders?|blk|h|attn|transformer_?blocks?)_?(\d+)")
 """Names of layers that were written as separate attributes, such as `block_0` and `layer3`."""
 JOINED_LAYER = re.compile(r"((?:blocks?|layers?|blk|h|transformer_?blocks?)_?)(\d+)(_.+)")
-"""The same as the beginning of a bare parameter's name, such as `block_0_Wq`."""
+"""Names of layers at the beginning of a bare parameter's name, such as `block_0_Wq`."""
 
 TOKEN_EMBEDDING = re.compile(
     r"(?<!pos_)(?<!position_)(wte|w_?e|e|tok|token|word|vocab|embed|embedding|embeddings|emb|tokens)"

@@ -1,8 +1,8 @@
 """N-grams: the loss of counted pairs and triples of tokens on a text, as a bar for a model.
 
-Wrong variants of a trained model still use the frequencies of single tokens, and often a part of
-the pairs. The right one beats counts of pairs and triples, unless it learned little. So a variant
-that does not is no evidence for itself. `resolve.py` decides with these numbers.
+Wrong variants of a trained model still use the frequencies of single tokens, and often some of the
+pairs. The right one beats counts of pairs and triples, unless it learned little. So a variant that
+does not beat them is no evidence for itself. `resolve.py` decides with these numbers.
 """
 
 from collections.abc import Sequence
@@ -42,9 +42,9 @@ class NgramNats:
 
 
 def ngram_nats(token_ids: Sequence[int], vocab_size: int) -> NgramNats:
-    """Estimate the n-grams of a text. Counts are interpolated with those of shorter contexts by
-    the rule of Witten and Bell (1991, method C): the shorter context has the weight of the number
-    of different tokens that followed the longer one."""
+    """Estimate the n-grams of a text. Counts are interpolated with those of shorter contexts by the
+    rule of Witten and Bell (1991, method C): the weight of the shorter context is the number of
+    different tokens that followed the longer one."""
     ids = np.asarray(token_ids[:MOST_TOKENS], dtype=np.int64)
     predicted = np.arange(len(ids)) // BLOCK_TOKENS % HELD_OUT == HELD_OUT - 1
     if not predicted.any():

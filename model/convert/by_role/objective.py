@@ -2,8 +2,8 @@
 
 `TextObjective` returns the nats of each token of a text like those that the model was trained on.
 `LogitsObjective` returns the largest difference from logits of the owner's code. Both run this
-project's forward in float32 on the weights of `build.py`. Calls with the same effort return the
-same number of values. `resolve.py` chooses the best variant.
+project's forward pass in float32 on the weights of `build.py`. Calls with the same effort return
+the same number of values. `resolve.py` chooses the best variant.
 """
 
 import math
@@ -24,15 +24,16 @@ from logitd.model.transformer.gpt import GPT
 
 Effort = Literal["quick", "full", "thorough"]
 TOKENS: Mapping[Effort, int] = {"quick": 768, "full": 8192, "thorough": 65536}
-"""Most predicted tokens of a text, by effort."""
+"""Maximum number of predicted tokens of a text, by effort."""
 SECONDS: Mapping[Effort, float] = {"quick": 0.5, "full": 3.0, "thorough": 15.0}
 """Approximate time limits by effort. Slow models predict fewer tokens."""
 WINDOW_TOKENS = 128
 MARGIN_ERRORS = 2.0
-"""Standard errors by which a model's loss must lie below that of counted pairs and triples."""
+"""Number of standard errors by which a model's loss must be lower than that of counted pairs and
+triples."""
 FEWEST_LINES = 30
 SAMPLE_TOKENS = 64
-"""Most tokens of lines that may each be a sample of its own."""
+"""Maximum number of tokens in lines that may each be a training sample."""
 _UNCOUNTED = -1
 
 
@@ -134,8 +135,8 @@ class TextObjective:
 def text_objectives(
     text: CheckText, context_length: int, stated: StatedLoss | None = None
 ) -> list[TextObjective]:
-    """The objectives of a text: windows from all parts of it, and its lines after each id that may
-    stand before them, if they may be the samples that the model was trained on. Raises
+    """The objectives of a text: windows from all parts of it; and its lines, each after an id that
+    may come before it, if they may be the samples that the model was trained on. Raises
     ConvertError if the text is too short for a window of two tokens."""
     objectives = list(_line_objectives(text, context_length))
     if text.token_ids or not objectives:
@@ -204,8 +205,8 @@ class LogitsObjective:
 
     @property
     def tolerance(self) -> float:
-        """Largest difference that counts as equal: 1e-4, or more for large logits, whose
-        rounding error in float32 is larger."""
+        """Largest difference that counts as equal: 1e-4, or more for large logits, whose rounding
+        error in float32 is larger."""
         return 1e-4 * max(1.0, float(self.logits.abs().max()) / 20)
 
 

@@ -103,7 +103,7 @@ def owner_logits(
 def request_of(
     code: OwnerCode, tensors: MappedTensors, findings: Findings, settings: Mapping[str, Any]
 ) -> Request:
-    """The request to the owner's process: everything that is known, dropout off, on the CPU."""
+    """The request to the owner's process: everything known, with dropout off, on the CPU."""
     rows, width = tensors.shape("token_embedding")
     mapped, context_length = tensors.map, findings["context_length"].values[0]
     fields: dict[str, Any] = {
@@ -132,8 +132,8 @@ def request_of(
 def said_in(
     settings: Mapping[str, Any], known: Mapping[str, Any], *, leave_out: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Values of settings by all usual names in lower case, dropout off, on the CPU. `known` values
-    come first; `leave_out` are fields that are known from the shapes."""
+    """Values of settings by all usual names in lower case, with dropout off, on the CPU. `known`
+    values come first; `leave_out` are fields that are known from the shapes."""
     said = {"device": "cpu", **known}
     for field, keys in SETTINGS.items():
         if field not in leave_out and (given := setting(settings, field)) is not None:

@@ -39,8 +39,8 @@ change the computation, but positions beyond those seen in training have little 
 FIELDS: tuple[str, ...] = tuple(field.name for field in fields(Computation))
 
 WHOLE_WIDTH = "rotary positions over the whole width, before heads are split"
-"""A computation that no GPTConfig expresses: each head has other frequencies."""
-NOT_SAID = "names and shapes do not say it"
+"""A computation that no GPTConfig expresses: each head has different frequencies."""
+NOT_SAID = "names and shapes do not show it"
 CONVENTION = "convention"
 UNUSED = "not used"
 
@@ -85,7 +85,7 @@ def check_rotary_width(
     for table in rotary_tables(ignored):
         if table.width == queries:
             raise ConvertError(
-                f"{where}: {table.name} turns {queries} channels, and there are {heads.values[0]} "
+                f"{where}: {table.name} turns {queries} channels, but there are {heads.values[0]} "
                 f"heads of {queries // heads.values[0]} ({heads.origin}): {WHOLE_WIDTH}. No "
                 "GPTConfig expresses that; --code FILE:NAME --run-code serves the owner's class"
             )
@@ -165,8 +165,8 @@ def _n_head(file: _File) -> Finding:
     if (said := file.said("n_head", is_count)) is not None:
         if not fits(said.values[0]):
             raise ConvertError(
-                f"{tensors.where}: n_head is {said.values[0]} by {said.origin}, but {queries} rows "
-                f"of queries and {keys} of keys are no multiple of it; set --n-head"
+                f"{tensors.where}: n_head is {said.values[0]} by {said.origin}, but {queries} "
+                f"rows of queries and {keys} of keys are not multiples of it; set --n-head"
             )
         return said
     if (dim := file.said("head_dim", is_count)) and queries % dim.values[0] == 0:
@@ -181,9 +181,9 @@ def _n_head(file: _File) -> Finding:
             return Finding((queries // width,), origin)
         return Finding((1,), f"{origin}: one head, or {WHOLE_WIDTH}", True)
     options = [heads for heads in range(1, min(queries, MAX_HEADS) + 1) if fits(heads)]
-    # Likely ones first: heads of 16 to 128 channels, then the others.
+    # Likely numbers first: heads of 16 to 128 channels, then the others.
     options.sort(key=lambda heads: (not 16 <= queries // heads <= 128, abs(queries // heads - 64)))
-    return Finding(tuple(options), "no setting and no shape says it", True)
+    return Finding(tuple(options), "neither a setting nor a shape shows it", True)
 
 
 def _context_length(file: _File) -> Finding:
@@ -197,7 +197,7 @@ def _context_length(file: _File) -> Finding:
     for table in file.tables:
         if table.values.dim() == 2:
             return Finding((len(table.values),), f"rows of {table.name}")
-    return Finding((CONTEXT_IF_UNKNOWN,), "chosen: the file does not say it (--context-length)")
+    return Finding((CONTEXT_IF_UNKNOWN,), "chosen: the file does not state it (--context-length)")
 
 
 def _norm(file: _File) -> Finding:
@@ -211,8 +211,8 @@ def _norm(file: _File) -> Finding:
     said = [value for value in file.settings.values() if isinstance(value, str)]
     texts = (mapped.name("attention_norm"), *file.settings, *said)
     if any("rms" in str(text).lower() for text in texts):
-        return Finding(("rmsnorm",), "its names say rms")
-    return Finding(("layernorm", "rmsnorm"), "norms have no biases: either may be", True)
+        return Finding(("rmsnorm",), "its names contain rms")
+    return Finding(("layernorm", "rmsnorm"), "norms have no biases, so either is possible", True)
 
 
 def _norm_eps(file: _File) -> Finding:

@@ -1,6 +1,6 @@
 """Read: reads a model from arbitrary code as a `ForeignModel`, by the roles of its tensors.
 
-The steps are: recognise the tensors, or take their roles from a map file; find evidence in the
+The steps are: recognize the tensors, or take their roles from a map file; find evidence in the
 file; resolve what is open; build the model; report. The report lists the roles with their names and
 shapes in the file, each value with its origin, the changes of weights, and a table if variants were
 compared. `model/convert/state_file.py` reads the files.
@@ -76,7 +76,7 @@ class RoleOptions:
 
 @dataclass(frozen=True)
 class Recognised:
-    """The tensors of a file by role, and the evidence of what the model computes."""
+    """The tensors of a file by role, and the evidence of its computation."""
 
     file: StateFile
     tensors: MappedTensors
@@ -295,7 +295,8 @@ def table(resolution: Resolution) -> Iterator[str]:
         by_field.setdefault(alternative.field, []).append(alternative)
     for name, others in by_field.items():
         tried = ", ".join(
-            f"{_shown(other.value)} {other.penalty:.4g}{'' if other.clear else ' (not told apart)'}"
+            f"{_shown(other.value)} "
+            f"{other.penalty:.4g}{'' if other.clear else ' (not distinguished)'}"
             for other in sorted(others, key=lambda other: other.penalty)[:6]
         )
         yield _line(name, getattr(resolution.computation, name), f"against {tried}")

@@ -41,14 +41,14 @@ Names = dict[tuple[Role, Part], str]
 """Names of tensors by role."""
 
 READS_STREAM: tuple[Role, ...] = (*QKV, "mlp_gate", "mlp_up", "mlp_gate_up", "head")
-"""Matrices that read the residual stream: their columns are as many as the stream is wide. For all
-others this holds for the rows."""
+"""Matrices that read the residual stream: they have as many columns as the stream is wide. All
+others have as many rows."""
 SQUARE: tuple[Role, ...] = (*READS_STREAM[:-1], "attention_out", "mlp_down")
 """Matrices of a layer, which may be square."""
 
 
 class NotRecognised(ConvertError):
-    """A role that a GPT needs has no tensor. `known` are the roles that were found."""
+    """Raised if no tensor has a role that a GPT needs. `known` are the roles that were found."""
 
     def __init__(self, message: str, known: Mapping[tuple[Role, Part], str]) -> None:
         super().__init__(message)
@@ -149,8 +149,8 @@ def _outer_roles(
 
 
 def _choose_embedding(tables: Sequence[Module]) -> Module | None:
-    """The token embedding: a table named like one, else one shaped like a head, else any that is
-    not named like a head."""
+    """The token embedding: a table named like one, otherwise one shaped like a head, otherwise any
+    that is not named like a head."""
     heads = [m for m in tables if m.mentions(words.HEAD)]
 
     def rank(table: Module) -> int:
@@ -173,7 +173,7 @@ def _choose_head(tables: Sequence[Module], embedding: Module) -> Module | None:
 
 
 def _choose_final_norm(modules: Sequence[Module], width: int) -> Module | None:
-    """The final norm: the only vector as wide as the stream that is named like a norm, else the
+    """The final norm: the only vector as wide as the stream that is named like a norm, or else the
     only such vector."""
     vectors = [m for m in modules if m.shape == (width,)]
     norms = [m for m in vectors if m.named(words.FINAL_NORM)] or vectors
@@ -322,8 +322,8 @@ def _is_second(norm: Module) -> bool:
 
 
 def _oriented(mapped: TensorMap, tensors: Mapping[str, Tensor], width: int) -> TensorMap:
-    """Mark the matrices that are stored (in, out). For a matrix that is not square, the width of
-    the stream shows it; square matrices are stored like the others."""
+    """Mark the matrices that are stored (in, out). The width of the stream shows it for matrices
+    that are not square; square matrices are stored like the others."""
     transposed = _transposed_by_shape(mapped, tensors, width)
     attention = {transposed[r] for r in QKV if r in transposed}
     if transposed.get("mlp_up") and transposed.get("mlp_down") and attention == {False}:

@@ -39,7 +39,8 @@ class Resolution:
 
 
 class OpenQuestions(ConvertError):
-    """Some fields cannot be resolved. The message lists them with the flags that set them."""
+    """Raised if some fields cannot be resolved. The message lists them with the flags that set
+    them."""
 
     def __init__(self, message: str, fields: Sequence[str]) -> None:
         super().__init__(message)
@@ -60,7 +61,7 @@ def question(name: str, finding: Finding) -> str:
 
 
 def first(findings: Findings) -> Computation:
-    """The computation of the first value of each field."""
+    """The computation with the first value of each field."""
     return canonical(Computation(**{name: findings[name].values[0] for name in FIELDS}))
 
 

@@ -69,7 +69,7 @@ def resolve(
     return Resolution(
         computation=first(findings),
         origins=origins_of(findings),
-        verified="not compared with the source: no text and no code was given",
+        verified="not compared with the source: neither text nor code was given",
     )
 
 
@@ -84,8 +84,8 @@ def _by_logits(
         raise ConvertError(
             f"{tensors.where}: no variant that this project computes has the logits of "
             f"{objective.name}: the nearest one, with {fields or 'no field open'}, differs by "
-            f"{difference:.3g}; {objective.tolerance:.1g} is the limit. The owner's code computes "
-            "something that a GPTConfig does not express, or the file is not its weights"
+            f"{difference:.3g}, but the limit is {objective.tolerance:.1g}. The owner's code "
+            "computes something that a GPTConfig does not express, or the file is not its weights"
         )
     alternatives = [
         Alternative(name, getattr(other, name), penalty, penalty > objective.tolerance)

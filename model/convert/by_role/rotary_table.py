@@ -92,7 +92,7 @@ class RotaryTable:
         if difference > TOLERANCE:
             raise ConvertError(
                 f"{self.name} differs from the rotary table of theta {theta:g} by up to "
-                f"{difference:.2g}: its frequencies are scaled in a way that is not recognised"
+                f"{difference:.2g}: its frequencies are scaled in a way that is not recognized"
             )
 
 

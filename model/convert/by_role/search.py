@@ -1,8 +1,8 @@
 """Search: tries variants of a computation and compares their penalties.
 
-It tries all combinations of the ambiguous fields, if there are not too many; else it changes one
-field at a time until nothing improves. Then it tries every open field again at the best variant.
-`by_text.py` and `resolve.py` decide what the penalties prove.
+It tries all combinations of the ambiguous fields, if there are not too many; otherwise it changes
+one field at a time until nothing improves. Then it tries every open field again at the best
+variant. `by_text.py` and `resolve.py` decide what the penalties prove.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from logitd.model.transformer.config import ConfigError
 
 ORDERS = ("qkv_layout", "gate_order")
 """Fields about the order of rows. If one of them is wrong, all values of the other fields look
-equally bad, so these are tried together with the ambiguous fields."""
+equally bad, so these fields are tried together with the ambiguous ones."""
 SEARCH_SECONDS = 30.0
 """Approximate time limit for trying all combinations. Above it, the search changes one field at a
 time."""
@@ -90,7 +90,7 @@ class Search:
         """The variant with the lowest penalty by quick measurements. Raises ConvertError if none
         can be built."""
         start = first(self._findings)
-        self._compute(start, "quick")  # the first call includes torch's own start
+        self._compute(start, "quick")  # the first call includes torch's start
         began = time.monotonic()
         self.mean(start)
         seconds = max(1e-3, time.monotonic() - began)

@@ -1,7 +1,7 @@
 """Stated losses: the losses that a file stores about its own training.
 
 They are evidence for a computation: the right variant predicts a text like the training data about
-as well as the file says. `resolve.py` compares.
+as well as the file says. `resolve.py` compares them.
 """
 
 import math
@@ -15,10 +15,11 @@ from torch import Tensor
 _KIND = r"(best|last|final|min|lowest|avg|mean|train|training|val|valid|validation|dev|test|eval)"
 _NAMES = re.compile(rf"({_KIND}_?){{0,3}}loss(es)?")
 MOST_NATS = 20.0
-"""Larger numbers stand for "not evaluated yet"."""
+"""Larger numbers mean "not evaluated yet"."""
 ALLOWED_NATS, ALLOWED_SHARE = 0.1, 0.1
-"""By how much the loss on a text may exceed the largest stated one: the text has other parts of
-the data, and windows of 128 tokens have less context than those of training."""
+"""Allowed excess, absolute and relative, of the loss on a text over the largest stated one: the
+text has other parts of the data, and windows of 128 tokens have less context than those of
+training."""
 DEPTH = 3
 
 

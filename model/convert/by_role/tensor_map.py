@@ -40,7 +40,7 @@ LAYER_ROLES: tuple[LayerRole, ...] = get_args(LayerRole)
 SEPARATE: tuple[Role, ...] = ("query", "key", "value")
 QKV: tuple[Role, ...] = ("qkv", *SEPARATE)
 IDENTITY = "identity"
-"""Name of a matrix that the source does not have, so that it computes with the identity."""
+"""Name of a matrix that the source does not have, so that the source computes with the identity."""
 
 
 @dataclass(frozen=True, kw_only=True)

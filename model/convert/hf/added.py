@@ -122,7 +122,7 @@ def read_added(
             continue
         entry = entries.get(text, {**members, "id": vocabulary.get(text)})
         entries[text] = {**entry, "special": True}
-    for text in entries.keys() & merged_texts(document):  # also met in ordinary text
+    for text in entries.keys() & merged_texts(document):  # also found in ordinary text
         if vocabulary.get(text) == entries[text]["id"]:
             entries[text] = {**entries[text], "special": False}
     owners: dict[int, str] = {}
@@ -262,8 +262,8 @@ def _stated_ends(folder: Path | None) -> tuple[str, list[int]]:
 
 
 def _ending(tokenizer: Tokenizer, ends: list[int], *, known: bool) -> Tokenizer:
-    """The tokenizer with these ids as ends of a text. Unless the end of a document is `known`, it
-    becomes the first special token among them."""
+    """The tokenizer with these ids as ends of a text. Unless the end of a document is `known`, the
+    first special token among them becomes that end."""
     changes: dict[str, Any] = {"end_ids": ends}
     names = {token_id: name for name, token_id in tokenizer.special_tokens.items()}
     if not known and (named := next((names[end] for end in ends if end in names), None)):

@@ -1,7 +1,7 @@
 """Chat templates of Hugging Face folders, if they have the same meaning here.
 
 Templates here get messages and the end of text, but neither tools nor a beginning of text
-(`model/text/chat_template.py`). A template that needs more is not imported, with a note, because a
+(`model/text/chat_template.py`). A template that needs more is not imported, with a note: a
 conversation in another format than the model learned would only seem to work.
 """
 

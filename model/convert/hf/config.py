@@ -96,8 +96,8 @@ def read_model(settings: Settings, reader: StateDictReader) -> tuple[GPTConfig, 
         settings.reject_unless(
             "model_type",
             (),
-            f"known are {', '.join(FAMILIES)}. With --code or --check its tensors are recognised "
-            "by their roles",
+            f"known are {', '.join(FAMILIES)}. With --code or --check its tensors are "
+            "recognized by their roles",
         )
         raise ConvertError("config.json lacks model_type")
     layout, read_shape = FAMILIES[model_type]
@@ -176,7 +176,7 @@ def _opt(settings: Settings) -> Shape:
     settings.reject_unless(
         "word_embed_proj_dim",
         (width,),
-        f"hidden_size is {width}, and projections between both are not supported",
+        f"hidden_size is {width}, but projections between both are not supported",
     )
     settings.reject_unless("activation_function", ("relu",), "OPT's own is relu")
     for name in ("enable_bias", "layer_norm_elementwise_affine"):
@@ -201,7 +201,7 @@ def _llama(settings: Settings) -> Shape:
     head_dim = 128 if model_type == "qwen3" else max(1, width // n_head)
     sizes = read_sizes(settings, LLAMA, n_kv_head=n_head, head_dim=head_dim)
     context = sizes["context_length"]
-    # attention_bias is on all four projections; Qwen2 ignores it and has biases on three.
+    # attention_bias applies to all four projections; Qwen2 ignores it and has biases on three.
     on_all = settings.flag("attention_bias", False) and model_type in ("llama", "qwen3")
     mlp_bias = settings.flag("mlp_bias", False) and model_type == "llama"
     reject_part_of_a_head(settings)

@@ -1,6 +1,5 @@
-"""Weights of a Hugging Face folder: `model.safetensors`, else `pytorch_model.bin`, each as one file
-or as shards with an index. `config.py` interprets them.
-"""
+"""Weights of a Hugging Face folder: `model.safetensors`, or else `pytorch_model.bin`, each as one
+file or as shards with an index. `config.py` interprets them."""
 
 from pathlib import Path
 

@@ -57,9 +57,9 @@ def read_rope(
     base = part.number("rope_theta", settings.number(theta, 10_000.0))
     # A file may have both forms, with different values.
     for key in (share, "partial_rotary_factor"):
-        settings.reject_unless(key, (turning,), f"and elsewhere it is {turning}")
+        settings.reject_unless(key, (turning,), f"but elsewhere it is {turning}")
     for key in (theta, "rope_theta"):
-        settings.reject_unless(key, (base,), f"and elsewhere it is {base}")
+        settings.reject_unless(key, (base,), f"but elsewhere it is {base}")
     return {
         "rope_theta": base,
         "rotary_dim": int(head_dim * turning),
@@ -98,7 +98,7 @@ def _scaling(
 
 
 def _attention_factor(part: Settings, factor: float) -> float | None:
-    """The given factor, or the one that `mscale` and `mscale_all_dim` imply; None means yarn's
+    """The given factor, or the one implied by `mscale` and `mscale_all_dim`; None means yarn's
     default."""
     given, scales = part.get("attention_factor"), ("mscale", "mscale_all_dim")
     if given is not None:

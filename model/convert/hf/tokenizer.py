@@ -49,8 +49,8 @@ CUT_MEMBERS = {
 AROUND = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
 """Processors that add special tokens to a text."""
 MOST_TOKEN_BYTES = 2048
-"""Most bytes of a token, because finding its merges takes quadratic time. Published vocabularies
-have at most 128."""
+"""Maximum number of bytes of a token, because finding its merges takes quadratic time. Published
+vocabularies have at most 128."""
 
 WORD_CUTS = {"Whitespace": WORDS_AND_MARKS, "WhitespaceSplit": r"\S+"}
 
@@ -190,8 +190,8 @@ def _ordinary(
             )
         if len(name) > MOST_TOKEN_BYTES:
             raise ConvertError(
-                f"{path}: the token {name[:40]!r}... has {len(name):,} bytes; at most "
-                f"{MOST_TOKEN_BYTES:,} are allowed"
+                f"{path}: the token {name[:40]!r}... has {len(name):,} bytes; the limit is "
+                f"{MOST_TOKEN_BYTES:,}"
             )
         ordinary[bytes(map(bytes_of.__getitem__, name))] = token_id
     return ordinary
@@ -215,8 +215,8 @@ def _pattern(document: Mapping[str, Any], path: Path) -> str:
     kinds = [step.get("type") for step in steps]
     if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
         raise ConvertError(
-            f"{path} cuts texts by {' and then '.join(map(str, kinds))}; one Split by a regular "
-            "expression and ByteLevel, or ByteLevel alone, is what can be imported"
+            f"{path} splits texts by {' and then '.join(map(str, kinds))}; only one Split by a "
+            "regular expression and ByteLevel, or ByteLevel alone, can be imported"
         )
     for step in steps:
         require_members(step, CUT_MEMBERS[step["type"]], f"{step['type']} of {path}")
@@ -230,13 +230,13 @@ def _pattern(document: Mapping[str, Any], path: Path) -> str:
     if split is None:
         return GPT2_PATTERN if level.get("use_regex", True) else WHOLE_TEXT
     if level.get("use_regex", True):
-        raise ConvertError(f"{path} cuts texts twice: by a Split and by ByteLevel's own pattern")
+        raise ConvertError(f"{path} splits texts twice: by a Split and by ByteLevel's own pattern")
     behavior = (split.get("behavior"), split.get("invert", False))
     if behavior not in (("Isolated", False), ("Removed", True)):
-        raise ConvertError(f"{path} cuts texts by a Split that is {split.get('behavior')}")
+        raise ConvertError(f"{path} splits texts by a Split that is {split.get('behavior')}")
     source = split.get("pattern")
     if not isinstance(source, dict) or not isinstance(source.get("Regex"), str):
-        raise ConvertError(f"{path} cuts texts at {source!r}, which is not a regular expression")
+        raise ConvertError(f"{path} splits texts at {source!r}, which is not a regular expression")
     return from_oniguruma(source["Regex"])
 
 
@@ -392,6 +392,6 @@ def _word_cut(document: Mapping[str, Any], path: Path) -> str:
         if isinstance(source, str):
             return source
     raise ConvertError(
-        f"{path} cuts texts by {step.get('type')}; for words, {', '.join(WORD_CUTS)} and a Split "
-        "that keeps the matches of a regular expression can be imported"
+        f"{path} splits texts by {step.get('type')}; for words, only {', '.join(WORD_CUTS)} and a "
+        "Split that keeps the matches of a regular expression can be imported"
     )

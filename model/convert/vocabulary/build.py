@@ -1,9 +1,8 @@
 """Build: makes a tokenizer from a table of ids and texts.
 
-Merges of ids, and bytes with ranks, become byte pair encoding. Texts that are single characters,
-besides names of special tokens, become characters. Everything else becomes words. A table in which
-more than a few ids have no text is refused as damaged. `choose.py` compares the result with a
-model.
+Merges of ids, and bytes with ranks, become byte pair encoding. Texts that are single characters or
+names of special tokens become characters. Everything else becomes words. A table in which more than
+a few ids have no text is refused as damaged. `choose.py` compares the result with a model.
 """
 
 import itertools
@@ -113,5 +112,5 @@ def _as_document(table: Table, skip_normalizer: bool) -> ForeignTokenizer:
         skip_normalizer=skip_normalizer,
         folder=place.parent if place.is_file() else None,
     )
-    note = "no file has the split pattern: GPT-2's is assumed, as its library does"
+    note = "no file has the split pattern: GPT-2's is assumed, as in its library"
     return replace(foreign, notes=(*foreign.notes, note))

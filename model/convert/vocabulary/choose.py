@@ -1,12 +1,12 @@
 """Choose: chooses the vocabulary of a model trained elsewhere.
 
-It is the one that --tokenizer names, else the one in the checkpoint, else one next to it. If one
-place has several that fit the model but disagree, the user must choose. The first note names the
-source of the chosen vocabulary.
+It is the one that --tokenizer names, or else the one in the checkpoint, or else one next to it. If
+one place has several that fit the model but disagree, the user must choose. The first note names
+the source of the chosen vocabulary.
 
 A vocabulary fits if it has no more ids than the embedding has rows. It may have fewer if the other
 rows are padding (up to a multiple of a power of two of at most 128, or 2 % of the rows), or if the
-model's settings have this number of ids. Any other vocabulary is damaged or belongs to another
+model's settings state its number of ids. Any other vocabulary is damaged or belongs to another
 model.
 """
 
@@ -26,7 +26,7 @@ from logitd.model.text.published import PUBLISHED
 
 PADDED_TO = (8, 16, 32, 64, 128)
 WIDELY_PADDED_TO = (*PADDED_TO, 256, 512)
-"""Multiples that programs use whose settings also state the number of ids."""
+"""Multiples to which programs pad that also state the number of ids in their settings."""
 SLACK = 0.02
 """Largest share of rows without an id."""
 
@@ -47,7 +47,7 @@ class _Rows:
     @property
     def ids(self) -> int:
         """Number of ids if there is no vocabulary: a stated size if the other rows can be padding,
-        else all rows."""
+        otherwise all rows."""
         sizes = (size for size in self.stated if _is_padding(size, self.rows, WIDELY_PADDED_TO))
         return max(sizes, default=self.rows)
 

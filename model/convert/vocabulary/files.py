@@ -1,7 +1,7 @@
 """Vocabulary files: reads JSON, plain pickles, lists of lines, ranks and tokenizer.json.
 
 `vocabulary_in` reads one file. `vocabularies_beside` searches the usual places: the model's folder
-and its usual subfolders, else those of the parent folder. Files in other formats are ignored. No
+and its usual subfolders, or else those of the parent folder. Files in other formats are ignored. No
 code in a file is run.
 """
 
@@ -86,7 +86,7 @@ def table_of_lines(raw: bytes, path: Path) -> Table:
         if len(texts) == len(lines):
             return Table(texts=texts, where=str(path))
     empty = [place for place, line in enumerate(lines) if not line]
-    if len(empty) == 2 and empty[1] == empty[0] + 1:  # a line break among the characters
+    if len(empty) == 2 and empty[1] == empty[0] + 1:  # one of the characters is a line break
         lines[empty[0] : empty[1] + 1] = ["\n"]
     elif empty:
         raise ConvertError(
@@ -99,8 +99,8 @@ def table_of_lines(raw: bytes, path: Path) -> Table:
 def vocabularies_beside(
     folder: Path, dataset: str | None, *, skip_normalizer: bool
 ) -> tuple[list[Candidate], list[str]]:
-    """Find the vocabularies in the nearest place that has any. Also returns sentences about files
-    that are none.
+    """Find the vocabularies in the nearest place that has any. Also returns sentences about the
+    files that are not vocabularies.
 
     `dataset` is the name of nanoGPT's data folder, if known. Raises ConvertError if a
     `tokenizer.json`, or a vocabulary with merges, is damaged or not supported. Other files may be
@@ -172,7 +172,7 @@ def _subfolders(folder: Path) -> Iterator[Path]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    whole = False  # a tokenizer.json is there; older files of the same vocabulary are skipped
+    whole = False  # skip older files of the same vocabulary
     with contextlib.suppress(ConvertError):
         whole = _is_library_document(source_json(folder / TOKENIZER))
     for path in _listed(folder):

@@ -1,10 +1,10 @@
 """llama2.c's `tokenizer.bin`: SentencePiece's byte pairs with scores.
 
-Its program merges the two neighbours whose text has the highest score, begins with whole
-characters, and uses the tokens of single bytes for characters that have no token. tiktoken's
-algorithm is the same for characters of one byte if ids follow the order of scores. Characters of
-several bytes are pieces of their own, which is exact as no longer token contains one; a vocabulary
-in which one does is refused.
+Its program begins with whole characters, merges the neighbours whose text has the highest score,
+and uses the tokens of single bytes for characters that have no token. tiktoken's algorithm is the
+same for characters of one byte if ids follow the order of scores. Characters of several bytes
+become separate pieces, which is exact unless a longer token contains one; such a vocabulary is
+refused.
 """
 
 import re
@@ -16,7 +16,8 @@ from logitd.model.text.tokenizer import Tokenizer
 
 PATTERN = r"[^\x00-\x7F]|[\x00-\x7F]+"
 FIRST_PIECE = 3
-"""Ids below it are the unknown token, the beginning and the end of a text."""
+"""First id of ordinary tokens; lower ids are the unknown token, the beginning and the end of a
+text."""
 _BYTE = re.compile(rb"<0x([0-9A-F]{2})>")
 _Entry = tuple[float, bytes]
 

@@ -88,8 +88,8 @@ def _characters(path: Path, first: int, last: int, ids: int) -> Candidate:
         )
     beside = f" and {extra} extra ids" if extra else ""
     raise ConvertError(
-        f"{path} has {len(characters):,} different characters{beside}, the model has {ids:,} ids: "
-        f"sorted characters have the right ids only if none is missing. {advice}"
+        f"{path} has {len(characters):,} different characters{beside}, but the model has {ids:,} "
+        f"ids: sorted characters have the right ids only if none is missing. {advice}"
     )
 
 

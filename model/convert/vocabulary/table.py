@@ -3,8 +3,8 @@
 Supported are the forms that programs store in checkpoints, JSON and pickles: {stoi, itos},
 {token2id, id2token}, {char_to_int, int_to_char} and the like, a tuple of both directions, lists and
 strings of characters, {token: id}, {id: token}, {"105,110": id} for merges, and tiktoken's
-encodings. In JSON the numbers in keys are texts. The direction of a dictionary is recognised by its
-values, not by its name. `files.py` opens files, and `build.py` makes tokenizers.
+encodings. In JSON the numbers in keys are strings. The direction of a dictionary is recognized by
+its values, not by its name. `files.py` opens files, and `build.py` makes tokenizers.
 """
 
 import re
@@ -23,7 +23,7 @@ _DIRECTED = re.compile(rf"{_UNIT}(?:to|2){_NUMBER}|{_NUMBER}(?:to|2){_UNIT}")
 _DATA = frozenset(("tokens", "words"))
 """Names of lists that may be training data. They are used only if there is nothing else."""
 _OWNER = re.compile(r"^(tokenizer|tok|model|text|data)(?=.)")
-"""Beginning of a name that says whose vocabulary it is: `tokenizer_chars`."""
+"""First word of a name, which says whose vocabulary it is: `tokenizer_chars`."""
 _RANKS = frozenset(("mergeableranks", "ranks"))
 _ALPHABETS = frozenset(("chars", "characters", "alphabet", "charset"))
 _NAMED = frozenset(("vocab", "vocabulary", "vocabdict", "invvocab", "tokenizer"))
@@ -245,7 +245,7 @@ def _by_direction(value: Mapping[Any, Any]) -> Texts | None:
 
 
 def _number(key: Any) -> int | None:
-    """The number in a key, which may be a text; None if it is none."""
+    """The number in a key, which may be a string; None if there is none."""
     if type(key) is int:
         return key
     whole = isinstance(key, str) and re.fullmatch(r"0|[1-9][0-9]*", key)

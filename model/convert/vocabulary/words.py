@@ -56,12 +56,14 @@ _END_NAMES = (
     *(END_OF_TEXT, "<eos>", "<EOS>", "</s>", "[EOS]", "<|eos|>", "<|eot|>", "<eot>", "<EOT>"),
     *("[EOD]", "<eod>", "<END>", "<end>", "[END]", "EOS", "EOT", "EOD", "<|bos|>"),
 )
-"""Names of tokens that end a document, by precedence. "<|bos|>" ends one by beginning the next."""
+"""Names of tokens that end a document, in order of preference. "<|bos|>" ends one by beginning the
+next."""
 
 MOST_NAMELESS = 8
-"""Most ids without a text that get a name. If there are more, the file is considered damaged."""
+"""Maximum number of ids without a text that get a name. If there are more, the file is considered
+damaged."""
 MOST_LISTED = 10**6
-"""Most ids without a text that are listed."""
+"""Maximum number of ids without a text that are listed."""
 
 
 def looks_special(text: str) -> bool:

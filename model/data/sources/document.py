@@ -10,10 +10,11 @@ from logitd.model.data.errors import DataError
 from logitd.model.data.shards import text_bytes_of
 
 PIECE = 100_000
-"""Most characters of a piece. Tokenizers overflow their stack on runs of a million spaces."""
+"""Maximum number of characters of a piece. Tokenizers overflow their stack on runs of a million
+spaces."""
 
 LONGEST_PART = 2**26
-"""Most characters between two separators, because they are held in memory."""
+"""Maximum number of characters between two separators, because they are held in memory."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class Document:
 
     name: str
     pieces: Callable[[], Iterator[str]]
-    size: int | None = None  # bytes; None: unknown until it is read
-    drawn_by_name: bool = False  # its name, not its content, decides if it is held out
+    size: int | None = None  # in bytes; None: unknown until it is read
+    drawn_by_name: bool = False  # its name, not its content, decides whether it is held out
 
     def count_bytes(self) -> int:
         """Number of bytes. Reads the document if its size is unknown."""
@@ -76,8 +77,8 @@ class Text:
     shards: Sequence[Path] = ()
 
     def count_bytes(self, limit: float) -> int:
-        """Bytes of all documents or shards. Reading stops above `limit`, so a larger result is a
-        lower bound."""
+        """Number of bytes of all documents or shards. Reading stops above `limit`, so a larger
+        result is a lower bound."""
         if self.shards:
             return sum(map(text_bytes_of, self.shards))
         total = 0

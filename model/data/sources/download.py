@@ -37,7 +37,7 @@ class Downloading:
 
 @dataclass(frozen=True)
 class Downloaded:
-    """A text is in the cache, fetched now or before."""
+    """The text is in the cache, fetched now or earlier."""
 
     url: str
     size: int  # bytes
@@ -61,7 +61,9 @@ def download(url: str, *, max_mb: int, report: Report) -> Downloaded:
     """Get the text at an address from the cache or from its server. Raises DataError if it cannot
     be fetched or is larger than `max_mb` million bytes."""
     address = _checked(url)
-    name = re.sub(r"[^A-Za-z0-9._-]", "_", address.path.rpartition("/")[2])[-60:]  # has the suffix
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", address.path.rpartition("/")[2])[
+        -60:
+    ]  # keeps the suffix
     path = cache_folder() / f"{hashlib.sha256(str(address).encode()).hexdigest()[:32]}-{name}"
     if not (cached := path.is_file()):
         _fetch(address, path, max_mb * MB, report)
@@ -110,7 +112,7 @@ def _fetch(address: httpx.URL, path: Path, limit: int, report: Report) -> None:
 
 
 def _stream(address: httpx.URL, file: IO[bytes], limit: int, report: Report) -> None:
-    headers = {"accept-encoding": "identity"}  # so that lengths are those of the file
+    headers = {"accept-encoding": "identity"}  # makes lengths those of the file
     client = httpx.Client(follow_redirects=True, timeout=TIMEOUT, headers=headers)
     with client, client.stream("GET", address) as reply:
         if reply.status_code != 200:

@@ -45,7 +45,7 @@ ONLY_TEXT = "convert it, or name only text, for example 'FOLDER/**/*.txt'"
 
 
 def named_files(name: str) -> list[Path]:
-    """The files that one value of `--data` names, sorted."""
+    """The files named by one value of `--data`, sorted."""
     path = Path(name)
     if path.is_file():
         return [path]

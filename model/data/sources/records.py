@@ -16,8 +16,8 @@ from logitd.model.data.sources.document import Document, text_document
 from logitd.model.extras import installation
 
 LONGEST_LINE = 2**28
-"""Limit in characters of everything that is read at once: a line, a field of a table, or a file
-that is a single JSON value."""
+"""Maximum number of characters read at once: a line, a field of a table, or a file that is a single
+JSON value."""
 TEXT = "text"
 """Default field."""
 KINDS = {
@@ -132,7 +132,7 @@ def _value(where: str, text: str) -> Any:
     except json.JSONDecodeError as error:
         problem, line = error.msg.removesuffix(" at"), f"line {error.lineno}, " * (error.lineno > 1)
         raise DataError(f"{where} is not JSON: {problem} at {line}column {error.colno}") from error
-    except (ValueError, RecursionError) as error:  # a number of too many digits, or deep nesting
+    except (ValueError, RecursionError) as error:  # a number with too many digits, or deep nesting
         raise DataError(f"{where} is JSON that cannot be read: {error}") from error
 
 

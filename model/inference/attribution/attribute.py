@@ -2,8 +2,7 @@
 
 A piece is one block forward, one block backward, or one pass over the head. Between two pieces the
 engine can do other work, or drop the attribution. An attribution keeps the stream before each block
-and a few more tensors of that size (`kept_elements` of `task.py`); the number of steps does not
-matter.
+and a few more tensors of that size (`kept_elements` in `task.py`), whatever the number of steps.
 """
 
 from collections.abc import Generator, Sequence
@@ -30,8 +29,8 @@ from logitd.model.transformer.tap import UNTAPPED
 
 
 class Attributing:
-    """A computation of the attributions of one prompt, in progress. Each block runs in the context
-    that `watched` makes."""
+    """The attributions of one prompt, computed piece by piece. Each block runs in the context that
+    `watched` makes."""
 
     def __init__(
         self,
@@ -44,7 +43,7 @@ class Attributing:
 
     def advance(self) -> Attribution | None:
         """Compute one piece. The last call returns the result, all others None."""
-        # The engine computes in inference mode, whose tensors autograd does not take.
+        # The engine computes in inference mode, but autograd rejects its tensors.
         with torch.inference_mode(False), torch.no_grad():
             try:
                 next(self._pieces)
@@ -55,8 +54,8 @@ class Attributing:
 
 
 class _Prompt:
-    """A prompt and its task. If `Attributing` kept a generator of itself, the two would refer to
-    each other, and the tensors of a dropped attribution would wait for the garbage collector."""
+    """A prompt and its task. If `Attributing` kept its own generator, the two would refer to each
+    other, and the tensors of a dropped attribution would wait for the garbage collector."""
 
     def __init__(
         self, gpt: GPT, token_ids: Sequence[int], task: AttributionTask, watched: Watch | None
@@ -65,7 +64,7 @@ class _Prompt:
         self._task = task
         self._behind = len(token_ids) - task.position - 1
         self._layers = range(gpt.config.n_layer)
-        # The text ends at the position, padded to whole blocks, so that few lengths occur.
+        # End the text at the position, padded to whole blocks so that few different lengths occur.
         text = token_ids[: task.position + 1]
         self._text = [*text, *[0] * (padded_length(task, gpt.config) - len(text))]
         self._watched = watched
@@ -108,8 +107,8 @@ class _Prompt:
         self, x: Tensor, streams: list[Tensor] | None, rows: list[BlockRow] | None = None
     ) -> Generator[None, None, Tensor]:
         """Run the first stream `x` through all blocks, one per piece, and return the last stream
-        (1, T, C), after `backout`. Append the input of each block to `streams`, and the row of each
-        block to `rows`, unless they are None."""
+        (1, T, C), after `backout`. Unless they are None, append the input of each block to
+        `streams` and its row to `rows`."""
         embedding = middle = x
         for layer in self._layers:
             x = self._passes.block_input(layer, x, embedding)

@@ -43,7 +43,7 @@ RECORDED = ("attention.heads", "attention.out", "mlp.out")
 
 @dataclass(slots=True)
 class BlockRow:
-    """Values of a block's forward at one position. The sums are the inputs of post norms."""
+    """Values of one position in a block's forward pass. The sums are the inputs of post norms."""
 
     heads: Tensor  # (H, D)
     mlp: Tensor  # (C,)
@@ -67,7 +67,7 @@ class OneRow:
         return value
 
     def row(self, before: Tensor) -> BlockRow:
-        """The kept values of the block whose input was the stream `before` (1, T, C)."""
+        """The kept values of the block with the input stream `before` (1, T, C)."""
         heads, attention, mlp, middle = (self._kept[name] for name in (*RECORDED, "middle"))
         return BlockRow(heads, mlp, before[0, self._row] + attention, middle + mlp)
 
@@ -121,9 +121,9 @@ def direct_parts(
 
 
 def through_norm(norm: nn.Module, x: Tensor, g: Tensor) -> tuple[Tensor, float | None]:
-    """Propagate g (C,) back through a norm with the input x (C,), whose scale is held. Returns the
-    vector, in float64, whose product with x is that of g with the norm's output without its bias;
-    and the product of g with that bias, if there is one."""
+    """Propagate g (C,) back through a norm with the input x (C,), holding the norm's scale. The
+    product of the returned float64 vector with x equals the product of g with the norm's output
+    without bias. Also returns the product of g with the bias, if there is one."""
     assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
     centred = isinstance(norm, nn.LayerNorm)
     bias = norm.bias if isinstance(norm, nn.LayerNorm) else None

@@ -40,7 +40,7 @@ Watch = Callable[[int], AbstractContextManager[None]]
 `threads_keep_bits` is true."""
 
 HEAD_ROWS = 4096
-"""Rows of the head per multiplication, to avoid a float32 copy of the whole head."""
+"""Rows of the head multiplied at a time, to avoid a float32 copy of the whole head."""
 
 
 class TextPasses:
@@ -63,7 +63,7 @@ class TextPasses:
             self._rotation = cos[None, None], sin[None, None]  # (1, 1, T, D / 2)
 
     def embedding(self, baseline: int | None = None) -> Tensor:
-        """The stream that enters the first block (1, T, C), of the text or of the token `baseline`
+        """The stream (1, T, C) that enters the first block: of the text, or of the token `baseline`
         at every position."""
         gpt, length = self._gpt, self._ids.shape[1]
         ids = self._ids if baseline is None else torch.full_like(self._ids, baseline)
@@ -125,7 +125,7 @@ class TextPasses:
 
     def direction(self, token_id: int, minus_id: int | None) -> Tensor:
         """The vector (C,) whose product with the final hidden state is the target: a row of the
-        head, or the difference of two."""
+        head, or the difference of two rows."""
         weight, _ = self._gpt.head_parameters()
         row = _wide(weight[token_id], self.dtype)
         return row if minus_id is None else row - _wide(weight[minus_id], self.dtype)
@@ -185,7 +185,7 @@ def wide_parameters(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def per_token(vectors: Tensor, gradient: Tensor) -> Tensor:
-    """<gradient, vector> of each token (T,), both (1, T, C), summed in float64."""
+    """<gradient, vector> for each token (T,), from two tensors (1, T, C), summed in float64."""
     return (vectors.double() * gradient.double()).sum(dim=-1)[0]
 
 

@@ -14,7 +14,8 @@ Method = Literal["gradient_times_input", "integrated_gradients", "direct"]
 METHODS: tuple[Method, ...] = get_args(Method)
 
 DEFAULT_STEPS = 32
-"""Steps of integrated gradients; each is a forward and a backward pass over the prompt."""
+"""Default number of steps of integrated gradients; each is a forward and a backward pass over the
+prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +49,7 @@ class AttributionTask:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The amount that one part of the model adds to the target. `head` is None unless the part is a
-    head."""
+    """A part's contribution to the target. `head` is None unless the part is a head."""
 
     stage: str
     head: int | None
@@ -117,11 +117,11 @@ def padded_length(task: AttributionTask, config: GPTConfig) -> int:
 
 def kept_elements(task: AttributionTask, config: GPTConfig) -> int:
     """Largest number of elements that an attribution keeps: the stream before each block, six more
-    tensors of that size (prompt, baseline, sum, gradients) and two for `residual_mix` and `backout`
-    each, and the values that autograd keeps of one block."""
+    tensors of that size (prompt, baseline, sum, gradients), two for `residual_mix` and two for
+    `backout`, and the values that autograd keeps of one block."""
     units = config.d_ff * (4 if config.activation == "swiglu" else 2)
     values = config.kv_width if config.value_embeddings else 0
     block = 6 * config.d_model + 6 * config.n_head * config.head_dim + units + 2 * values
-    # Doubled, for their gradients.
+    # Doubled to include their gradients.
     streams = config.n_layer + 6 + 2 * config.residual_mix + 2 * config.backout
     return padded_length(task, config) * (streams * config.d_model + 2 * block)

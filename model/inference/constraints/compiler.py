@@ -69,10 +69,10 @@ JSON_LAYOUT: Mapping[str, str | bool] = {
     "lenient": False,
 }
 """A fixed layout, because a small model may generate white space without end. A fixed spelling of
-each character, because a property `a` spelled `\\u0061` would count as a different one."""
+each character, because a property `a` spelled `\u0061` would count as a different one."""
 
 WITHOUT_EFFECT = ("capture", "stop", "stop_capture", "temperature")
-"""Attributes of a grammar's rule that have no effect here, or a misleading one."""
+"""Attributes of a grammar rule that have no effect here, or a misleading one."""
 
 LOCATION = re.compile(r"at \d+\(\d+\): ")
 """Line and column at the start of a compiler's message."""
@@ -93,8 +93,8 @@ class ConstraintsUnavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A client's constraint. `text` holds the expression or the grammar; a schema or a list of
-    choices is in JSON."""
+    """A client's constraint. `text` holds the expression, the grammar, or the schema or list of
+    choices as JSON."""
 
     kind: Kind
     text: str
@@ -123,12 +123,12 @@ class Compiler:
         self.heap = Heap()
         self._llguidance = llguidance
         self._limits = llguidance.LLParserLimits(**LIMITS)
-        # To look ahead, llguidance encodes text, which needs all 256 bytes in the vocabulary.
+        # For lookahead llguidance encodes text, which needs all 256 bytes in the vocabulary.
         self._looks_ahead = all(bytes([byte]) in tokenizer.tokens for byte in range(256))
         self.vocab_size = tokenizer.vocab_size
         self.ends = tokenizer.ends
         added = {text.encode(): i for text, i in tokenizer.added_tokens.items()}
-        tokens = tokenizer.tokens | added  # if texts are equal, the id that encoding returns
+        tokens = tokenizer.tokens | added  # for equal texts, the id that encoding returns
         try:
             self._vocabulary = llguidance.LLTokenizer.from_tiktoken(  # type: ignore[attr-defined]
                 encoder=tokens,
@@ -159,8 +159,8 @@ class Compiler:
         return Constraint(source, self, grammar, allowed, seconds)
 
     def matcher(self, source: Source, grammar: str) -> Any:
-        """A new llguidance matcher, before the first token. It is not a copy of another, because
-        copies share a lexer, whose states and costs depend on all of them."""
+        """A new llguidance matcher, before the first token. It is not copied from another: copies
+        share a lexer, so states and costs would depend on all of them."""
         matcher = self._llguidance.LLMatcher(
             self._vocabulary, grammar, log_level=0, limits=self._limits
         )
@@ -172,7 +172,7 @@ class Compiler:
 
     def look(self, matcher: Any) -> tuple[np.ndarray, bool]:
         """The mask of an llguidance matcher, as read-only booleans over the vocabulary, and True if
-        only the end may follow. Raises ConstraintError if not even the end may."""
+        only the end may follow. Raises ConstraintError if nothing may follow, not even the end."""
         bits = matcher.compute_bitmask()
         if matcher.is_error():
             raise ConstraintError(_readable(matcher.get_error()))
@@ -205,7 +205,7 @@ class Constraint:
         self.source = source
         self.compiler = compiler
         self.allowed = allowed  # the first mask
-        self.is_quick = seconds <= QUICK_SECONDS  # to compile
+        self.is_quick = seconds <= QUICK_SECONDS  # compile time, for use between two steps
         self._grammar = grammar
         self._starts: list[Any] = []  # compiled ahead
 
@@ -256,7 +256,7 @@ class Matcher:
         return self._allowed
 
     def advance(self, token_id: int) -> None:
-        """Append an allowed token. Raises ConstraintError for one that is not allowed."""
+        """Append an allowed token. Raises ConstraintError for any other."""
         if token_id in self._ends:
             self.complete = True
             return
@@ -276,7 +276,7 @@ class Matcher:
 
 
 def _grammar(source: Source, *, looks_ahead: bool) -> str:
-    """The grammar that llguidance reads. `looks_ahead` lets it encode forced text. Raises
+    """The grammar for llguidance. With `looks_ahead`, it may encode forced text. Raises
     ConstraintError for parts that llguidance would accept but not enforce."""
     match source.kind:
         case "regex":
@@ -300,8 +300,8 @@ def _grammar(source: Source, *, looks_ahead: bool) -> str:
 
 
 def _quoted(expression: str) -> str:
-    """A regular expression, escaped for use between slashes. Raises ConstraintError if it ends with
-    a lone backslash, which would escape the closing slash."""
+    """Escape a regular expression for use between slashes. Raises ConstraintError if it ends with a
+    lone backslash, which would escape the closing slash."""
     if (len(expression) - len(expression.rstrip("\\"))) % 2:
         raise ConstraintError("the expression ends with a backslash that escapes nothing")
     plain = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
@@ -310,7 +310,7 @@ def _quoted(expression: str) -> str:
 
 
 def _check_lark(text: str) -> None:
-    bare = re.sub(r'//.*|#.*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/', "", text)  # no strings
+    bare = re.sub(r'//.*|#.*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/', "", text)  # without strings
     if "%json" in bare:
         raise ConstraintError("%json is not supported in a grammar: use the field json_schema")
     if named := re.search(r"<[^>\n]*>", bare):
@@ -322,7 +322,7 @@ def _check_lark(text: str) -> None:
 
 
 def _readable(message: str) -> str:
-    """The compiler's message in one line, without excerpts of the source, advice and file names."""
+    """The compiler's message on one line, without excerpts of the source, advice and file names."""
     if message.startswith("NoExtensionBias"):
         return NOTHING_FOLLOWS
     if message.startswith("lexer error: too many "):

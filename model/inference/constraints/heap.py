@@ -1,7 +1,7 @@
-"""Return memory that was freed in small pieces to the system.
+"""Heap: returns memory that was freed in small pieces to the system.
 
-glibc keeps freed pieces that lie between used ones, such as those of ended lexers. Systems without
-`malloc_trim` or `/proc` are left as they are.
+glibc keeps freed pieces that lie between used ones, such as those of ended lexers. Does nothing on
+systems without `malloc_trim` or `/proc`.
 """
 
 import ctypes
@@ -9,13 +9,13 @@ import resource
 from pathlib import Path
 
 TRIM_BYTES = 2**25
-"""Growth of the process, in bytes, before a trim, which takes about 0.1 s per GiB."""
+"""Growth of the process, in bytes, that triggers a trim. A trim takes about 0.1 s per GiB."""
 ENDS = 64
 """Number of ended lexers between two checks of the process's size while other lexers are in use."""
 
 
 class Heap:
-    """Lexers in use, counted by the thread that generates."""
+    """Counts the lexers in use. Use it only in the thread that generates."""
 
     def __init__(self) -> None:
         self._in_use = self._ended = 0

@@ -28,7 +28,7 @@ MAX_STRING = 256
 MAX_NAME = 64
 MAX_ITEMS = 64
 LARGEST = 10**15
-"""A 64-bit float has every integer up to it."""
+"""A 64-bit float represents every integer up to this number."""
 DECIMALS = 9
 DEPTH = 3
 
@@ -43,7 +43,8 @@ Schema = Mapping[str, Any]
 
 
 def bounded(schema: Any) -> Any:
-    """A schema with the default bounds added; unchanged if its parts depend on each other."""
+    """Add the default bounds to a schema. A schema whose parts depend on each other is returned
+    unchanged."""
     if not isinstance(schema, Mapping | bool) or not _by_parts(schema, root=True):
         return schema
     whole = {} if isinstance(schema, bool) else schema
@@ -85,8 +86,8 @@ def _parts(schema: Schema) -> list[Any]:
 
 
 def _bounded(schema: Any, prefix: str) -> Any:
-    """A schema, or a list of schemas, with bounds. Unrestricted values become references to the
-    definitions named `prefix` and a level."""
+    """A schema, or a list of schemas, with bounds. An unrestricted value becomes a reference to a
+    definition, named by `prefix` and a level."""
     if schema is True or schema == {}:
         return {"$ref": f"#/$defs/{prefix}{DEPTH}"}
     if isinstance(schema, Sequence) and not isinstance(schema, str):

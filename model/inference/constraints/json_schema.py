@@ -1,10 +1,10 @@
-"""Supported JSON Schema: a keyword is enforced, is an annotation, or is refused.
+"""Supported JSON Schema: a keyword is enforced, treated as an annotation, or refused.
 
 llguidance enforces the keywords below (draft 2020-12), refuses others that it knows, and ignores
-unknown ones. This module refuses unknown keywords too, because they may be misspelt or belong to
-another dialect. It also refuses a minProperties that repeated names could satisfy.
+unknown ones. This module also refuses unknown keywords, because they may be misspelt or belong to
+another dialect, and a minProperties that repeated names could satisfy.
 
-Strings have no escapes except NAMED_CONTROLS, `\\"` and `\\\\` (`JSON_LAYOUT` in
+Strings have no escapes except NAMED_CONTROLS, `\"` and `\\` (`JSON_LAYOUT` in
 `model/inference/constraints/compiler.py`), so other control characters cannot be written.
 llguidance 1.9.1 drops them silently; this module refuses texts that need them. In llguidance a
 character class with all control characters also matches a bare quote and backslash. So NUL is
@@ -49,7 +49,7 @@ CATEGORY = re.compile(r"\\p(?:[LMNPSZ]|\{[LMNPSZ][a-z]?\})")
 
 def enforceable(schema: Any) -> Any:
     """A schema that the compiler enforces completely. Raises ConstraintError for parts that it
-    would not enforce. Values of keywords are checked by the compiler."""
+    would not enforce. The compiler checks the values of keywords."""
     if isinstance(schema, list):
         return [enforceable(item) for item in schema]
     if not isinstance(schema, Mapping):
@@ -92,7 +92,7 @@ def _check_count(schema: Mapping[str, Any]) -> None:
 
 
 def _check_text(value: Any) -> None:
-    """Refuse a value if a string anywhere in it has a character that cannot be written."""
+    """Refuse a value if any string in it has a character that cannot be written."""
     if isinstance(value, list):
         for item in value:
             _check_text(item)
@@ -109,13 +109,13 @@ def _check_character(code: int) -> None:
 
 
 def _pattern(pattern: str) -> str:
-    """A pattern with NUL removed from its negated classes. Refuses a pattern that names control
+    """Remove NUL from the negated classes of a pattern. Refuse a pattern that names control
     characters without a short escape, or that could match all control characters."""
     parts, in_class = [], False
     for token in TOKEN.findall(pattern):
         _check_token(token, in_class=in_class)
         in_class = token[0] == "[" or (in_class and token != "]")
-        if token.startswith("[^"):  # a bracket or a hyphen may come first
+        if token.startswith("[^"):  # the first character may be a bracket or a hyphen
             token = r"[^\x00" + "".join("\\" + character for character in token[2:])
         parts.append(token)
     return "".join(parts)

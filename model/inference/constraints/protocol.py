@@ -28,11 +28,11 @@ class TokenConstraint(Protocol):
 
     @property
     def kind(self) -> str:
-        """Name of the request field that holds it."""
+        """Name of the request field that holds the constraint."""
 
     @property
     def vocab_size(self) -> int:
-        """Size of the vocabulary it was compiled for."""
+        """Size of the vocabulary that the constraint was compiled for."""
 
     def matcher(self) -> TokenMatcher:
         """A matcher for one more sequence."""

@@ -1,5 +1,4 @@
-"""Sandbox: compiles each new constraint in a process of its own first, which may crash, hang or
-grow.
+"""Sandbox: compiles each new constraint first in a separate process, which may crash, hang or grow.
 
 llguidance 1.9.1 does not bound the cost of every grammar: a chain of a thousand rules in brackets
 overflows the stack, a few kilobytes of `multipleOf` compile for minutes, and a few kilobytes of
@@ -8,9 +7,9 @@ is compiled twice: first on trial in a process, then in the server, because a ma
 between processes.
 
 The process of a `Sandbox` reads the vocabulary once and forks for each trial. A trial has limits of
-memory, stack and processor time. It answers on a socket of its own, and ends when its client
+memory, stack and processor time. It answers on its own socket, and ends when its client
 disconnects. Trials run in parallel. When a trial begins, those that have run for LONG_SECONDS get
-the lowest priority. The limit counts a trial's own processor time, so other trials do not decide
+the lowest priority. The limit counts a trial's own processor time, so other trials do not affect
 whether a source is accepted.
 """
 
@@ -53,7 +52,7 @@ code cannot run until the compiler returns."""
 
 
 class TooSlow(ConstraintError):
-    """A trial exceeded its limit of processor time."""
+    """Raised if a trial exceeded its limit of processor time."""
 
 
 class Sandbox:
@@ -83,12 +82,13 @@ class Sandbox:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # native code prints when it crashes
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # not ended by Ctrl-C
-                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # a fork has no threads
+                start_new_session=True,  # so that Ctrl-C does not end it
+                env=os.environ
+                | {"OPENBLAS_NUM_THREADS": "1"},  # forking needs a process without threads
             )
         assert self._process.stdin is not None
         ready = b""
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # it has already ended
             with self._process.stdin as pipe:
                 pipe.write(self._vocabulary)
             ready = self._control.recv(1)
@@ -143,12 +143,13 @@ def check(answer: bytes) -> None:
 
 
 def main(control: socket.socket, memory: int) -> None:
-    """Run the sandbox process: fork for each socket received on `control` until that is closed."""
+    """Run the sandbox process: fork for each socket received on `control`, until `control` is
+    closed."""
     vocabulary = json.load(sys.stdin.buffer)
     ranks = {base64.b64decode(token): rank for token, rank in vocabulary["ranks"].items()}
     compiler = Compiler(Tokenizer.described(vocabulary["description"], ranks))
     with contextlib.suppress(ConstraintError):  # the vocabulary may lack letters
-        _try(compiler, Source("regex", "[a-z]+"))  # warm up what all trials share
+        _try(compiler, Source("regex", "[a-z]+"))  # warm up the parts shared by all trials
     _limit(memory)
     gc.freeze()  # a collection would copy pages into each fork
     control.sendall(b"\0")
@@ -185,7 +186,7 @@ def _answer(compiler: Compiler, connection: socket.socket, held: int) -> None:
     fcntl.fcntl(held, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
     with contextlib.suppress(BlockingIOError):
         os.read(held, 1)
-        return  # it is closed already
+        return  # already closed
     with connection, connection.makefile("rb") as requests:
         kind, text, seconds = json.loads(requests.readline())
         connection.setblocking(False)

@@ -1,8 +1,8 @@
 """Attributions: choose the attribution that computes the next piece.
 
-Attributions need no slot of the cache. They wait in a queue of their own, under the rules of the
-main queue. Up to AT_ONCE attributions run at a time and take turns, one piece each, so that a long
-one does not delay a short one. A step computes at most one piece, after everything else. Then the
+Attributions need no slot of the cache. They wait in a separate queue, under the rules of the main
+queue. Up to AT_ONCE attributions run at a time and take turns, one piece each, so that a long one
+does not delay a short one. A step computes at most one piece, after everything else. Then the
 engine only decodes for a while (`scheduler.py`).
 """
 
@@ -12,8 +12,8 @@ from logitd.model.inference.engine.queue import WaitingQueue
 from logitd.model.inference.engine.sequence import Sequence, State
 
 AT_ONCE = 2
-"""Number of attributions that run at a time. Memory limits it: each keeps the residual stream
-before each block."""
+"""Number of attributions that run at a time. It is small because each keeps the residual stream
+before each block in memory."""
 
 
 class AttributionTurns:
@@ -21,7 +21,7 @@ class AttributionTurns:
 
     def __init__(self) -> None:
         self.waiting = WaitingQueue()
-        self.running: deque[Sequence] = deque()  # the next one first
+        self.running: deque[Sequence] = deque()  # in the order of their turns
 
     def has_work(self) -> bool:
         """True if `next` would return a sequence."""

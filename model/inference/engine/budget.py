@@ -1,4 +1,4 @@
-"""Budget: limits the prompt positions of a step while sequences decode, by measured costs.
+"""Budget: limits the prompt positions of a step while sequences decode, using measured costs.
 
 The next token of every stream waits for the whole step. `target_gap` limits the time of a step, in
 decode steps or in seconds. The time that decoding leaves is for prompts, in whole blocks, at least
@@ -18,8 +18,8 @@ PASS_WORK. If chunks and decode shared a pass, the chunks are charged the time b
 only decodes; after PROBE such steps, a step without prompts measures it again. A wrong cost changes
 the length of steps but no bits (`model/inference/kernels/README.md`).
 
-The budget has no clock and no sequences: it is given seconds and lengths. Outputs are limited by
-their elements (`scheduler.py`) and are not part of these costs.
+The budget has no clock and knows no sequences: it is given seconds and lengths. Outputs are limited
+by their elements (`scheduler.py`) and are not part of these costs.
 """
 
 import math
@@ -70,7 +70,7 @@ class PrefillBudget:
         self._chunk = chunk
         self._decoded: deque[tuple[int, float]] = deque(maxlen=RECENT)  # newest first
         self._work_seconds: deque[float] = deque(maxlen=WINDOW)  # prompt parts, divided by work
-        self._whole = True  # all of `_work_seconds` are of whole blocks
+        self._whole = True  # all of `_work_seconds` are from whole blocks
         self._shared_passes = 0  # since a step that only decoded
 
     def decoded(self, rows: int, seconds: float) -> None:

@@ -2,10 +2,10 @@
 
 Memory is counted in elements of outputs, the numbers computed at each requested position: logits of
 the whole vocabulary, hidden states, attention weights or values of named stages. A digest of logits
-counts as the logits it is made from. Admission limits the elements of all requests.
+counts as the logits that it is made from. Admission limits the elements of all requests.
 
-The work of a step is counted in elements too (`StepCost`): those of outputs and those that
-interventions change. The scheduler limits them.
+The work of a step is counted in elements too (`StepCost`): those of outputs and those changed by
+interventions. The scheduler limits them.
 
 The price of a whole request is counted in tokens (`prices`): the length of a plain prompt that
 takes as long to compute. An attribution costs its tokens times its passes over them. Interventions
@@ -44,19 +44,19 @@ from logitd.model.transformer.stages import match_stages, stages_of
 
 # Rates measured on a CPU with the bundled checkpoint. An element takes about 1 ns.
 CHANGE_ELEMENTS = 2**14
-"""Elements of the fixed cost of one change of one stage."""
+"""Fixed cost of one change of one stage, in elements."""
 PROCESSED_ELEMENTS = 2**6
-"""Elements per logit that the sampler filters."""
+"""Cost of each logit that the sampler filters, in elements."""
 LISTED_ELEMENTS = 2**7
-"""Elements per listed logprob of a prompt."""
+"""Cost of each listed logprob of a prompt, in elements."""
 PRODUCTS_PER_ELEMENT = 2**5
-"""Multiplications in a matrix product that take as long as one element."""
+"""Number of multiplications in a matrix product that take as long as one element."""
 TAPPED_PASSES = 2
-"""Time of a tapped pass in plain passes, without its changes."""
+"""Time of a tapped pass without its changes, in plain passes."""
 TAPPED_TOKEN = 12
-"""Price, in prompt tokens, of one token generated with interventions."""
+"""Price of one token generated with interventions, in prompt tokens."""
 SHORTEST_PASS = 128
-"""Lowest price, in prompt tokens, of one pass of an attribution."""
+"""Lowest price of one pass of an attribution, in prompt tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,8 @@ def prices(request: Request, config: ModelConfig) -> list[int]:
 
 
 def _products(config: ModelConfig) -> int:
-    """Multiplications of one token, without the head; for an owner's code at most as many as it has
-    parameters."""
+    """Multiplications for one token, without the head. For an owner's code, the number of its
+    parameters, an upper bound."""
     if isinstance(config, CodeConfig):
         return max(1, config.parameters)
     return count_elements(config).block_matrices
@@ -183,7 +183,7 @@ def activation_shapes(
 def split_activations(
     rows: Any, asked: Activations, config: ModelConfig, length: int
 ) -> dict[str, Any]:
-    """Views (P, ...) of the rows (P, elements) of a request, by name of stage."""
+    """Split the rows (P, elements) of a request into views (P, ...) by stage name."""
     values, start = {}, 0
     for name, shape in zip(asked.stages, activation_shapes(asked, config, length), strict=True):
         end = start + math.prod(shape)
@@ -194,7 +194,7 @@ def split_activations(
 
 def output_elements(request: Request, config: ModelConfig) -> int:
     """Elements of memory that a request needs: returned values, logits for scores, tensors kept for
-    gradients, and its own values of interventions. 0 for plain generation."""
+    gradients, and the values of its interventions. 0 for plain generation."""
     brought = [change.values.size for change in request.interventions if change.values is not None]
     return sum(brought) + _computed_elements(request, config)
 

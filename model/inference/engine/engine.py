@@ -70,7 +70,7 @@ class Engine:
     ) -> None:
         self.model_config = network.config
         self.clock = clock
-        if isinstance(network.config, CodeConfig):  # its cache holds nothing to reuse
+        if isinstance(network.config, CodeConfig):  # its cache has nothing to reuse
             config = replace(config, prefix_reuse=False)
         self._runner = Runner(
             network,
@@ -91,7 +91,7 @@ class Engine:
         self._first_deadline = math.inf  # lower bound of all deadlines
         self.weights = 0
         """Version of the weights: the number of swaps."""
-        self._next: ForwardModel | None = None  # with the weights of the next version
+        self._next: ForwardModel | None = None  # the model with the weights of the next version
         self._closed = False
 
     @property
@@ -143,8 +143,8 @@ class Engine:
         index: int | None = None,
         reason: FinishReason = FinishReason.ABORT,
     ) -> list[Event]:
-        """End a request, or one of its sequences; its slot is free at the next step. Ignores an
-        unknown or finished id, because the request may have ended in the meantime. `reason` is STOP
+        """End a request, or one of its sequences; its slot is free at the next step. An unknown or
+        finished id is ignored, because the request may have ended in the meantime. `reason` is STOP
         if the caller found a stop string."""
         ended = [s for s in self._sequences.get(request_id, []) if index in (None, s.index)]
         return [self._finish(sequence, reason) for sequence in ended]
@@ -155,12 +155,13 @@ class Engine:
             self._scheduler.grant(sequence)
 
     def prepare_weights(self, network: Network) -> ForwardModel:
-        """Prepare new weights for `swap_weights`. Old and new weights are in memory until the swap.
-        Raises ValueError if the shape, device or dtype differs, because the cache would not fit."""
+        """Prepare new weights for `swap_weights`. Old and new weights are both in memory until the
+        swap. Raises ValueError if the shape, device or dtype differs, because the cache would not
+        fit."""
         return self._runner.prepare(network)
 
     def swap_weights(self, model: ForwardModel) -> None:
-        """Compute all later requests with prepared weights.
+        """Use prepared weights for all later requests.
 
         All earlier requests, including waiting ones, end on the old weights; later ones wait until
         then. The swap takes place between two steps and invalidates the contents of all slots.
@@ -186,8 +187,8 @@ class Engine:
 
     def step(self, on_compute: Callable[[], None] | None = None) -> StepResult:
         """Admit, prefill, decode, sample; then compute a piece of an attribution. `on_compute` is
-        called after planning: most of the rest is native code, which leaves the interpreter to
-        other threads."""
+        called after planning: most of the rest is native code, during which other threads can use
+        the interpreter."""
         if self._closed:
             raise RuntimeError("the engine is closed and computes no more requests")
         # 1) End sequences past their deadline, so that their slots are free for this step.
@@ -297,8 +298,8 @@ class Engine:
             self._verify(sequence, draft, output.verified[sequence], events)
 
     def _score_events(self, chunk: PrefillChunk, scores: Scores) -> list[Event]:
-        """Events of the scores of a chunk. A row scores the token after its position, so a prompt's
-        first token has no score."""
+        """Events for the scores of a chunk. A row scores the token after its position, so a
+        prompt's first token has no score."""
         sequence, start, tokens = chunk.sequence, scores.start, scores.tokens
         assert sequence.scoring is not None
         if sequence.scoring.arrays:
@@ -316,7 +317,7 @@ class Engine:
         piece."""
         try:
             attribution = self._runner.attribute(sequence)
-        except Exception as error:  # out of memory, for example; it ends only this attribution
+        except Exception as error:  # such as too little memory; it ends only this attribution
             message = f"the attribution failed: {type(error).__name__}: {error}"
             return [self._finish_with_error(sequence, message)]
         if attribution is None:
@@ -389,7 +390,8 @@ class Engine:
         return self._finish(sequence, FinishReason.STOP) if matcher.complete else None
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[Event]:
-        # The failed step may have written anything into the cache: no slot may be copied any more.
+        # The failed step may have written anything into the cache, so no slot may be copied any
+        # more.
         self._scheduler.slots.forget()
         message = f"the model failed: {type(error).__name__}: {error}"
         computed = [*(chunk.sequence for chunk in plan.prefill), *plan.decode]

@@ -1,7 +1,7 @@
 """Events of the engine: those of sequences, the result of a step, and the state between steps.
 
 Events are immutable and hold only standard types, so that they can be passed between threads and
-processes. They hold token ids; the caller makes text of them.
+processes. They hold token ids; the caller turns them into text.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from logitd.model.inference.sampling.results import ScoredRows, ScoredToken
 
 
 class FinishReason(StrEnum):
-    """The reason why a sequence ended. Only after STOP and LENGTH is its result complete."""
+    """Why a sequence ended. Its result is complete only after STOP and LENGTH."""
 
     STOP = "stop"  # a stop token, a complete constraint, or all requested numbers computed
     LENGTH = "length"  # max_tokens
@@ -27,7 +27,7 @@ class FinishReason(StrEnum):
 
 class TokenEvent(NamedTuple):
     """A generated token. A step may yield several of one sequence, in order. `chosen` and `top` are
-    set if logprobs were requested. It is a tuple for speed, because every token makes one."""
+    set if logprobs were requested. It is a tuple for speed: one is made for every token."""
 
     request_id: str
     index: int  # type: ignore[assignment]  # 0 to n - 1; hides a method of tuple
@@ -77,7 +77,7 @@ class AttributionEvent:
 
 @dataclass(frozen=True, slots=True)
 class SequenceTimes:
-    """Times of a sequence, in seconds of the engine's clock; None for a stage that it did not
+    """Times of a sequence in seconds of the engine's clock; None for stages that it did not
     reach."""
 
     arrived: float
@@ -121,7 +121,7 @@ class StepResult:
     decoded_sequences: int
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    evicted_sequences: int = 0  # lost their slots because their readers were behind
+    evicted_sequences: int = 0  # sequences that lost their slots to faster readers
     attribution_pieces: int = 0  # at most one
 
 

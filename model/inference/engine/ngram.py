@@ -15,19 +15,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SHORTEST, LONGEST = 2, 4
-"""Shortest and longest repetition that is searched for, in tokens."""
+"""Shortest and longest repetition to search for, in tokens."""
 CANDIDATES = 16
 """Number of earlier occurrences compared with the end of a text, the latest first."""
 TOKEN_BITS = 32
 """Bits of a token id. A pair of ids is packed into one integer, whose look-up is faster than a
 tuple's."""
 MOST_TOKENS = 7
-"""Longest draft. With the row of the last token it makes 8 rows, for which native matrix products
+"""Longest draft. Together with the last token it makes 8 rows, for which native matrix products
 read the weights once (`STREAM_ROWS` in kernels/cpu/native/linear.h)."""
 FIXED_ROWS = 2
-"""Fixed cost of a step, in rows. With one sequence a guess pays if it is right once in 1 +
-FIXED_ROWS times; with more sequences it must be right more often. The value is lower than that of
-any measured model, to avoid doubtful guesses."""
+"""Fixed cost of a step, in rows. With one sequence a guess pays off if it is right once in 1 +
+FIXED_ROWS times; with more sequences it must be right more often. The value is below that of every
+measured model, to avoid doubtful guesses."""
 FIRST_RATES = {2: 0.3, 3: 0.4, 4: 0.5}
 """Initial rates of right guesses, by the length of the repetition."""
 RATE_STEP = 0.3
@@ -35,7 +35,7 @@ RATE_STEP = 0.3
 RETRY_TOKENS = 64
 """Tokens between two attempts while guesses are wrong. Attempts then add at most 1.6 % of rows."""
 SEARCH_INTERVAL = 4
-"""Tokens between two searches, if the last one found no repetition and a guess would be doubtful.
+"""Tokens between two searches after one that found no repetition, if a guess would be doubtful.
 Most of a search is cache misses, because a forward pass evicts everything else from the CPU's
 caches."""
 
@@ -167,8 +167,8 @@ def worthwhile(rate: float, sequences: int) -> int:
 
 
 def split_evenly(counts: Sequence[int], total: int) -> list[int]:
-    """Lower the counts as evenly as possible until their sum is at most `total`. The first ones get
-    the remainder."""
+    """Reduce the counts as evenly as possible until their sum is at most `total`. The first ones
+    get the remainder."""
     if sum(counts) <= total:
         return list(counts)
     granted = [0] * len(counts)

@@ -1,7 +1,7 @@
 """Outputs: compute logits, hidden states, attention weights and named stages at requested
 positions.
 
-Only this file and `runner.py` of the engine handle tensors. Sequences whose stages are recorded or
+In the engine, only this file and `runner.py` handle tensors. Sequences whose stages are recorded or
 changed (tapped) are computed one by one (`TappedPasses`).
 
 Shapes: P requested positions, T positions of a chunk, V = vocab_size.
@@ -185,8 +185,8 @@ class OutputsComputer:
         hidden, values = compute_pass(chunk, output, offsets)
         if isinstance(output, Logits):
             values = self._logits(chunk.sequence, output, positions, hidden)
-            # Processing sets dropped ids to -inf, so isfinite does not do. A NaN makes the maximum
-            # NaN.
+            # isfinite is no use here, because processing sets dropped ids to -inf. A NaN makes the
+            # maximum NaN.
             error = NOT_FINITE if values.numel() and not values.amax() < math.inf else None
         elif isinstance(output, HiddenStates):
             values = values.transpose(0, 1)  # (P, layers, d_model)
@@ -247,9 +247,9 @@ class OutputsComputer:
     def _lens(
         self, asked: Lens, states: Tensor, hidden: Tensor, following: Sequence[int]
     ) -> Tensor:
-        """Figures (P, layers, numbers) of streams, those of `_streams` (layers, P, d_model), which
-        compare them with the final hidden states (P, d_model). They are computed one block of
-        positions and one layer at a time, so that only the logits of two layers are in memory."""
+        """Figures (P, layers, numbers) that compare streams, those of `_streams` (layers, P,
+        d_model), with the final hidden states (P, d_model). One block of positions and one layer
+        are computed at a time, so only the logits of two layers are in memory."""
         blocks = [
             self._lens_block(
                 asked,
@@ -283,8 +283,8 @@ class OutputsComputer:
 
     def _lens_logits(self, hidden: Tensor) -> Tensor:
         """Logits of at most a block of final hidden states, in float32. On a GPU the rows are
-        padded to a whole block, because there the bits of a sum may depend on the number of
-        rows."""
+        padded to a whole block, because there the bits of a sum may depend on the number of rows.
+        """
         if hidden.is_cuda:
             hidden = F.pad(hidden, (0, 0, 0, BLOCK - len(hidden)))
         return self._decoder.head(hidden).float()
@@ -312,7 +312,7 @@ class OutputsComputer:
 
 
 def middle_layer(config: ModelConfig) -> int | None:
-    """The layer with whose output a GPT's `backout` computes."""
+    """The layer whose output is used by a GPT's `backout`."""
     return config.backout_layer if isinstance(config, GPTConfig) else None
 
 

@@ -50,14 +50,14 @@ class OverlapScheduler:
     def __init__(self, launcher: Launcher | None, sampling: SamplingState) -> None:
         self._launcher = launcher
         self._sampling = sampling
-        # An error of the early launch is raised with the next plan: the step in flight is
+        # An error of the early launch is raised with the next plan; the step in flight is
         # unaffected.
         self._next: InFlightStep | Exception | None = None
 
     def begin(self, plan: StepPlan) -> InFlightStep | None:
         """Return the decode step of a plan, in flight, and launch the next step if possible.
-        Returns None if the caller has to compute the decode. If the early launch of this step
-        failed, raises its error."""
+        Returns None if the caller has to compute the decode. Raises the error of this step's early
+        launch, if there was one."""
         launcher = self._launcher
         if launcher is None:
             return None
@@ -67,7 +67,7 @@ class OverlapScheduler:
             return None  # every sequence in it has ended
         if isinstance(step, Exception):
             raise step
-        # 2) If there is none and the next step can overlap, launch this step now.
+        # 2) Otherwise, if the next step can overlap, launch this step now.
         continuing = plan.continuing
         if step is None and continuing:
             step = self._launch(launcher, plan.decode)

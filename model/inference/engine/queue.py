@@ -4,11 +4,12 @@ Lower priorities are admitted first. Within a priority the callers take turns, o
 that nobody waits behind a thousand requests of another caller: a new caller waits for at most one
 turn of each other caller. The sequences of one caller are admitted in the order of arrival.
 
-Each caller has a line of three lanes: new sequences, evicted ones that resume (`scheduler.py`), and
-those held until new weights are in place. New and evicted sequences alternate, so that neither lane
-blocks the other.
+Each caller has a line with three lanes: new sequences, evicted ones that resume (`scheduler.py`),
+and those held until new weights are in place. New and evicted sequences alternate, so that neither
+lane blocks the other.
 
-Every operation except iteration takes constant time. The queue does not know if a slot is free.
+Every operation except iteration takes constant time. The queue does not know whether a slot is
+free.
 """
 
 import bisect
@@ -110,7 +111,7 @@ class WaitingQueue:
         self._forget_empty(sequence)
 
     def _forget_empty(self, sequence: Sequence) -> None:
-        """Count a removed sequence, and drop its line if that is empty."""
+        """Count a removed sequence, and drop its line if that is now empty."""
         self._length -= 1
         priority, caller = sequence.request.priority, sequence.request.caller
         lines = self._lines[priority]

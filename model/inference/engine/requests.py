@@ -100,7 +100,8 @@ class Lens:
 
 
 LARGEST_LENS_VOCABULARY = 2**24
-"""Lens ids are returned as float32, which represents every integer up to this number."""
+"""Largest vocabulary for a lens: ids are returned as float32, which represents every integer up to
+this number."""
 
 
 Output = Logits | HiddenStates | AttentionWeights | Activations | Lens
@@ -181,6 +182,6 @@ def sequence_lengths(request: Request) -> list[int]:
 
 
 def is_tapped(request: Request) -> bool:
-    """True if a request records or changes stages of the forward."""
+    """True if a request records or changes stages of the forward pass."""
     records = isinstance(request, OutputsRequest) and isinstance(request.output, Activations)
     return records or bool(request.interventions)

@@ -1,4 +1,4 @@
-"""Runner: computes the plan of a step. Only this file and `outputs.py` of the engine handle
+"""Runner: computes the plan of a step. In the engine, only this file and `outputs.py` handle
 tensors.
 
 A decoder computes the passes (`model/inference/kernels/`). The arithmetic of a row depends on its
@@ -64,8 +64,8 @@ DecoderMaker = Callable[[GPT, KVCache], Decoder]
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scored tokens of a prompt from position `start` on: in `tokens`, or as arrays of each block
-    in `rows`, depending on the request."""
+    """Scored tokens of a prompt from position `start` on: as objects in `tokens`, or as arrays of
+    each block in `rows`, depending on the request."""
 
     start: int
     tokens: list[ScoredToken]
@@ -99,8 +99,8 @@ class StepOutput:
 @dataclass(frozen=True, slots=True)
 class _RowsToSample:
     """Rows of logits (R, V), in one or more tensors. Each sequence has one row, followed by a row
-    for each token of its draft. `slots` and `positions` have one entry per row, those of the token
-    to be sampled."""
+    for each token of its draft. `slots` and `positions` have one entry per row, for the token to be
+    sampled."""
 
     sequences: tuple[Sequence, ...]
     slots: list[int]
@@ -159,7 +159,7 @@ class Runner:
         return self.device.type == "cpu"
 
     def prepare(self, network: Network) -> ForwardModel:
-        """Prepare new weights for `replace`, while the current ones compute. Does not write to the
+        """Prepare new weights for `replace` while the current ones compute. Does not write to the
         cache. Raises ValueError unless `network` fits the cache, and the errors of the decoder's
         constructor."""
         served = self.model.network
@@ -384,7 +384,7 @@ class Runner:
                 output.verified[sequence] = list(islice(results, len(draft.token_ids)))
 
     def _apart_from_decoder(self) -> AbstractContextManager[None]:
-        """A context that limits torch to one thread if the decoder has threads of its own."""
+        """A context that limits torch to one thread if the decoder has its own threads."""
         return one_thread() if self.model.decoder.has_threads else nullcontext()
 
 
@@ -403,7 +403,8 @@ def _rows_to_decode(
     positions: list[int] = []
     for sequence in sequences:
         slot, position = sequence.held_slot, sequence.computed
-        # Keys of wrong drafts after `computed` are never shared, and overwritten before any read.
+        # Keys of wrong drafts after `computed` are never shared, and are overwritten before any
+        # read.
         token_ids.append(sequence.tokens[position])
         slots.append(slot)
         positions.append(position)
@@ -418,8 +419,8 @@ def _rows_to_decode(
 def _masks(
     sequences: Iterable[Sequence],
 ) -> tuple[dict[Sequence, Any], dict[Sequence, SampleError | ConstraintComplete]]:
-    """Masks of constraints, NumPy booleans (V,), by sequence; and the results of sequences that get
-    no token, because their constraint is complete or has failed."""
+    """The masks of constraints by sequence, NumPy booleans (V,), and the results of sequences that
+    get no token because their constraint is complete or has failed."""
     masks: dict[Sequence, Any] = {}
     without_token: dict[Sequence, SampleError | ConstraintComplete] = {}
     for sequence in sequences:

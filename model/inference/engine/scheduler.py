@@ -10,9 +10,9 @@ When another sequence needs the slot, the one that has been behind the longest i
 It returns to the queue when its reader has taken everything; then its prefix is copied, or computed
 again in the same blocks with the same bits. A sequence delivers at least CHUNKS_IN_FLIGHT pieces
 between two evictions, and an eviction costs at most the prefill of one prompt, so all sequences
-make progress. (To end slow readers instead would need a minimum rate that suits every network.) The
-unread rows of paused sequences take memory. So at most as many sequences are PAUSED as there are
-slots; of more, those that have been behind the longest are ended.
+make progress. (Ending slow readers instead would require a minimum rate that suits every network.)
+The unread rows of paused sequences take memory. So at most as many sequences are PAUSED as there
+are slots; beyond that, those that have been behind the longest are ended.
 
 Outputs and interventions cost elements (`cost.py`). In one step the prompts may cost STEP_ELEMENTS,
 and so may the rows of tapped sequences, whose stages are recorded or changed; other tapped
@@ -46,8 +46,8 @@ or a single row may exceed it."""
 LARGE = 2**20
 """Number of elements that makes a step heavy."""
 COOLDOWN = 2
-"""Duration of a cooldown relative to the heavy step. It limits the mean time between two tokens to
-1 + 1 / COOLDOWN times the usual; writing the reply takes additional processor time."""
+"""Duration of a cooldown, as a multiple of the heavy step. It limits the mean time between two
+tokens to 1 + 1 / COOLDOWN times the usual; writing the reply takes additional processor time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class StepPlan:
 
     @property
     def continuing(self) -> tuple[Sequence, ...]:
-        """Sequences that also decode in the next step unless the next token ends them. Empty if
+        """Sequences that also decode in the next step, unless the next token ends them. Empty if
         this step has prompts, drafts or tapped sequences, because then the next step cannot be
         launched early."""
         if self.prefill or any(s.drafter is not None or s.tapped for s in self.decode):
@@ -117,7 +117,7 @@ class Scheduler:
         self._step = 0
         self._began: dict[str, int] = {}  # by caller: last step that began one of its prompts
         self._planned_at = 0.0
-        self._reserved_elements = 0  # of prompts, in the current step
+        self._reserved_elements = 0  # by prompts, in the current step
         self._cooldown_until = 0.0
 
     def enqueue(self, sequence: Sequence, *, held: bool = False) -> None:
@@ -127,8 +127,8 @@ class Scheduler:
             self.waiting.push(sequence, held=held)
 
     def release(self) -> None:
-        """Allow held sequences to be admitted, after their weights were loaded. The contents of all
-        slots are of the old weights, so they are forgotten."""
+        """Allow held sequences to be admitted, once their weights are loaded. All slots are
+        forgotten, because their contents come from the old weights."""
         self.slots.forget()
         self.waiting.release()
         self.attributions.waiting.release()
@@ -284,8 +284,8 @@ class Scheduler:
         return evicted
 
     def _next(self) -> tuple[Sequence, int, int] | None:
-        """The next sequence to admit, a slot to copy its prefix from, and the length of the prefix.
-        A sequence that should wait for a sibling is skipped, and with it its caller."""
+        """The next sequence to admit, the slot to copy its prefix from, and the length of the
+        prefix. A sequence that should wait for a sibling is skipped, together with its caller."""
         for sequence in self.waiting.firsts():
             source, length = self._shared_prefix(sequence)
             if not self._sibling_computes_more(sequence, length):
@@ -314,8 +314,8 @@ class Scheduler:
 
     def _sibling_computes_more(self, sequence: Sequence, length: int) -> bool:
         """True if a sibling is computing blocks of the same prompt, so that this sequence can soon
-        copy more than the `length` positions it can copy now. Waiting costs nothing, because
-        prompts are computed one by one anyway."""
+        copy more than the `length` positions available now. Waiting costs nothing, because prompts
+        are computed one by one anyway."""
         shareable = sequence.first_needed // BLOCK * BLOCK
         return (
             self._reuses_prefix(sequence)
@@ -386,8 +386,8 @@ class Scheduler:
             copy_from = source if start else None
         # 2) End at the budget or at the end of the prompt.
         end = min(start + budget, sequence.prompt_length)
-        # 3) If that has too many elements, end earlier, after a whole block. The first block of
-        # a step may exceed the limit, because it could never be computed otherwise.
+        # 3) If that has too many elements, end earlier, after a whole block. The first block of a
+        # step may exceed the limit, or it could never be computed.
         left = max(0, self.step_elements - self._reserved_elements)
         first = min(start + BLOCK, end)
         while (elements := _elements(sequence, start, end)) > left and end > first:
@@ -399,8 +399,8 @@ class Scheduler:
     def _decode_in_turn(
         self, decode: tuple[Sequence, ...], *, cooldown: bool
     ) -> tuple[Sequence, ...]:
-        """All plain sequences and some tapped ones: none during a cooldown, else those that have
-        waited the longest, as many as fit into `step_elements` but at least one."""
+        """All plain sequences and some tapped ones: none during a cooldown, otherwise those that
+        have waited the longest, as many as fit into `step_elements` but at least one."""
         elements = 0
         tapped = [] if cooldown else [sequence for sequence in decode if sequence.tapped]
         for index, sequence in enumerate(sorted(tapped, key=lambda each: each.decoded_step)):
@@ -411,8 +411,9 @@ class Scheduler:
         return tuple(s for s in decode if not s.tapped or s.decoded_step == self._step)
 
     def _reserve(self, chunk: PrefillChunk) -> None:
-        """Charge a chunk's elements to the step. If it is the first chunk of a prompt, its slot now
-        holds the copied prefix only. That is valid because chunks run in the order of the plan."""
+        """Charge a chunk's elements to the step. After the first chunk of a prompt, its slot counts
+        as holding only the copied prefix, which is valid because chunks run in the order of the
+        plan."""
         sequence = chunk.sequence
         self._reserved_elements += _elements(sequence, chunk.start, chunk.end)
         if sequence.computed == 0:

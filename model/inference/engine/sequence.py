@@ -2,7 +2,7 @@
 computed.
 
 It holds the tokens, the number of those in the cache, and the times of its stages. The engine owns
-and changes it; the decisions are in `scheduler.py`.
+and changes it; `scheduler.py` makes the decisions.
 """
 
 import bisect
@@ -23,7 +23,7 @@ from logitd.model.inference.engine.requests import (
 )
 
 CHUNKS_IN_FLIGHT = 2
-"""Most chunks of outputs that a reader may leave unread."""
+"""Maximum number of output chunks that a reader may leave unread."""
 
 
 class State(Enum):
@@ -75,11 +75,11 @@ class Sequence:
     prompt_length: int = field(init=False)
     longest: int = field(init=False)  # limit of len(tokens)
     stop_token_ids: frozenset[int] = field(init=False)
-    matcher: TokenMatcher | None = field(init=False)  # of its constraint
+    matcher: TokenMatcher | None = field(init=False)  # matcher of its constraint
     tapped: bool = field(init=False)
     """True if its stages are recorded or changed. Then it is computed separately, and its slot
     cannot be copied."""
-    decoded_step: int = 0  # last step that decoded it
+    decoded_step: int = 0  # last step in which it decoded
     state: State = State.WAITING
     slot: int | None = None
     computed: int = 0  # leading tokens whose keys and values are in the cache

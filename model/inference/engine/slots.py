@@ -1,4 +1,4 @@
-"""SlotPool: the owner of each slot of the KV cache, and the tokens that each slot holds.
+"""SlotPool: records which sequence owns each slot of the KV cache, and which tokens the slot holds.
 
 A slot holds the keys and values of one sequence. A released slot keeps its contents, so
 `longest_prefix` searches all slots for the one that shares the most whole blocks with a prompt. The
@@ -51,7 +51,7 @@ class SlotPool:
         return best, best_length * BLOCK
 
     def acquire(self, step: int, preferred: int | None = None) -> int:
-        """Take a free slot: `preferred` if that is free, else the least recently used one. At least
+        """Take a free slot: `preferred` if free, otherwise the least recently used one. At least
         one slot must be free. Its contents stay until `set_contents`."""
         free = [index for index, slot in enumerate(self._slots) if not slot.owned]
         if preferred is None or preferred not in free:

@@ -26,9 +26,9 @@ class AttentionSelection:
 @dataclass(frozen=True, slots=True)
 class PrefillInput:
     """A piece of a prompt, and the outputs to return in addition to the final hidden states. The
-    slot holds the positions before `start`, which is a multiple of BLOCK. `prompt` is the whole
-    prompt, and `first` the first row whose final hidden state is read: decoders that compute a
-    whole sequence in one pass need them."""
+    slot holds the positions before `start`, which is a multiple of BLOCK. Decoders that compute a
+    whole sequence in one pass also need `prompt`, the whole prompt, and `first`, the first row
+    whose final hidden state is read."""
 
     token_ids: Sequence[int]  # (T,)
     slot: int
@@ -55,7 +55,7 @@ class Prefilled:
 
 Collect = Callable[[], list[int | None]]
 """Waits for a launched step, but not for later ones, and returns its tokens; None for a row that is
-not finite. After the second launch that follows it, it may no longer be called."""
+not finite. Call it before the second launch after the step."""
 
 
 class Launcher(Protocol):
@@ -78,8 +78,8 @@ class Launcher(Protocol):
         positions: Sequence[int],
         sampling: SamplingRows,
     ) -> Collect:
-        """Launch a step whose tokens are not known yet: those that the previous launch samples in
-        these of its `rows`. The result is undefined for a row whose previous row gets no token."""
+        """Launch a step before its tokens are known: the previous launch samples them in these of
+        its `rows`. The result is undefined for a row whose previous row gets no token."""
 
 
 DecodeRows = tuple[Sequence[int], Sequence[int], Sequence[int]]
@@ -88,10 +88,10 @@ DecodeRows = tuple[Sequence[int], Sequence[int], Sequence[int]]
 
 class MixedPass(Protocol):
     """Computes prompts and a decode step in one pass, which reads the weights only once. Every row
-    has the same bits as by `Decoder.prefill`, `head` and `decode`."""
+    has the same bits as with `Decoder.prefill`, `head` and `decode`."""
 
     most_rows: int
-    """Most rows of a pass: prompt positions plus rows of the decode step."""
+    """Maximum number of rows of a pass: prompt positions plus rows of the decode step."""
 
     def mixed(
         self, pieces: Sequence[PrefillInput], ends: Sequence[int], rows: DecodeRows
@@ -130,16 +130,16 @@ class Decoder(Protocol):
         """Write keys and values of the tokens into the cache and return the logits (B, V) after
         each token. The next call may overwrite the logits.
 
-        Rows of one slot must be adjacent, at consecutive positions; their bits are the same as if
-        each were a call of its own. B is at most the larger of the number of slots and
+        Rows of one slot must be adjacent, at consecutive positions; they have the same bits as if
+        each were decoded in a separate call. B is at most the larger of the number of slots and
         DRAFTED_ROWS."""
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits (R, V) of a prompt's final hidden states (R, d_model)."""
 
     def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
-        """Sample a token from each row of `logits` (R, V), float32, as `sample_tokens` does. NaN
-        and infinity are looked for in `computed`, the logits before processing."""
+        """Sample a token from each row of `logits` (R, V), float32, as `sample_tokens` does.
+        `computed` holds the logits before processing, which are checked for NaN and infinity."""
 
     def restore_weights(self) -> None:
         """Load all weights of the GPT back into memory, so that torch can compute with it."""

@@ -1,4 +1,4 @@
-"""Choose the dtype and the decoder of a model on this machine.
+"""Select: chooses the dtype and the decoder of a model on this machine.
 
 Both depend on the settings and the hardware, never on a measurement at start-up, so the same
 configuration always computes the same bits. Each choice comes with a reason to show to the user.
@@ -31,7 +31,8 @@ from logitd.model.transformer.gpt import GPT
 
 
 class KernelError(ValueError):
-    """This machine cannot compute with these settings; the message says why and what to change."""
+    """Raised if this machine cannot compute with these settings; the message gives the reason and
+    the fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +77,8 @@ def choose_dtype(
     log: Callable[[str], None] = lambda line: None,
 ) -> DTypeChoice:
     """Choose the dtype. "auto" means bfloat16 on CUDA, and in the native decoder if the processor
-    or the kernel target has dot products of bfloat16; else float32, because plain torch would round
-    the residual stream to bfloat16 too. `log` gets a line if kernels are built."""
+    or the kernel target has dot products of bfloat16; otherwise float32, because plain torch would
+    round the residual stream to bfloat16 too. `log` gets a line if kernels are built."""
     if options.dtype != "auto":
         return DTypeChoice(options.dtype, "as requested")
     if device.type == "cuda":
@@ -113,7 +114,8 @@ def choose_decode_path(
     batch_invariant: bool = False,
     log: Callable[[str], None] = lambda line: None,
 ) -> DecodePath:
-    """Choose the decoder of a GPT: CUDA graphs on a GPU, native kernels on a CPU, else plain torch.
+    """Choose the decoder of a GPT: CUDA graphs on a GPU, native kernels on a CPU, otherwise plain
+    torch.
 
     `threads` is the number of native threads. `batch_invariant` matters only on CUDA; on a CPU
     every decoder is batch-invariant. If a `kernel_target` is set, torch is no substitute for the
@@ -143,7 +145,7 @@ def choose_decode_path(
 
 
 def code_path(name: str) -> DecodePath:
-    """The path of a model by its owner's code, which makes its own decoder
+    """The path of a model computed by its owner's code, which makes its own decoder
     (`model/inference/engine/runner.py`); no GPT has this path."""
     return DecodePath.plain(PlainDecoder, name)
 
@@ -165,9 +167,9 @@ def cuda_path(
     batch_invariant: bool,
     make: Callable[..., Decoder] = GraphDecoder,
 ) -> DecodePath:
-    """Choose the decoder on a GPU: that of `make` if it passes the self-check, else plain torch
-    with the fault as a note. Raises KernelError if `batch_invariant` is set and leaves only plain
-    torch, or if the self-check broke the device."""
+    """Choose the decoder on a GPU: that of `make` if it passes the self-check, otherwise plain
+    torch with the fault as a note. Raises KernelError if `batch_invariant` is set and leaves only
+    plain torch, or if the self-check broke the device."""
     if kernels == "torch":
         if batch_invariant:
             raise KernelError(

@@ -69,7 +69,7 @@ def largest_ids(rows: Tensor, count: int) -> Tensor:
 def summarise(
     logits: npt.NDArray[Any], *, top_k: int | None = None, token_ids: Sequence[int] | None = None
 ) -> Summary:
-    """Summarise a row (V,) of logits: its `top_k` most likely ids, without dropped ones (-inf), or
+    """Summarize a row (V,) of logits: its `top_k` most likely ids, without dropped ones (-inf), or
     the given ids in the given order."""
     logprobs = log_softmax(logits)
     if token_ids is None:
@@ -86,7 +86,7 @@ def summarise(
         for i, prob, logprob, rank in zip(ids, probs, chosen, ranks, strict=True)
     )
     everything = np.exp(logprobs)
-    mass = everything[np.unique(ids)].sum()  # an id that is named several times counts once
+    mass = everything[np.unique(ids)].sum()  # a repeated id counts once
     possible = everything > 0  # p log p counts as 0 for p = 0
     entropy = -(everything[possible] * logprobs[possible]).sum()
     return Summary(tokens, float(mass), float(entropy))

@@ -4,7 +4,7 @@ The logit lens (nostalgebraist, 2020, "interpreting GPT: the logit lens") applie
 the head to the stream after each layer. The figures of such a row of logits are its most likely
 ids, the logprob and rank of named ids and of the following token, its entropy, and its divergence
 from the model's output. They are defined as in `distribution.py`, and computed in torch for many
-rows at once. Not here: the streams and the logits (`model/inference/engine/outputs.py`).
+rows at once. `model/inference/engine/outputs.py` computes the streams and the logits.
 
 Figures are logprobs, because float32 rounds probabilities near 1 to 1 and small ones to 0. Sums are
 in float64, because float32 sums over a large vocabulary lose the small divergences of late layers.
@@ -28,8 +28,8 @@ from logitd.model.inference.sampling.distribution import largest_ids
 GROUP_ELEMENTS = 2**20
 """Logits per group of rows. Four work arrays of this size take 32 MiB in float64."""
 COUNTED_IDS = 16
-"""Most named ids that are ranked by counting larger logits. If there are more, the row is
-sorted."""
+"""Maximum number of named ids that are ranked by counting larger logits. If there are more, the row
+is sorted."""
 
 
 def lens_width(top_k: int, named: int) -> int:

@@ -18,8 +18,8 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 FEW = 16
-"""Up to this many numbers are computed one by one. On arrays of any size they take about 150 small
-operations, as long as this many numbers take."""
+"""Up to this many numbers are computed one by one. Arrays of any size take about 150 small
+operations, which cost as much as this many single numbers."""
 
 Integers = npt.NDArray[np.uint64]
 _LOW, _HALF = np.uint64(_MASK), np.uint64(32)

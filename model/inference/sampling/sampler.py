@@ -77,7 +77,7 @@ class ListedIds:
 
 @dataclass(frozen=True, slots=True)
 class RowContext:
-    """The parameters and tokens of the sequence whose row needs logits processing."""
+    """The parameters and tokens of a sequence whose row needs logits processing."""
 
     params: SamplingParams
     listed: ListedIds

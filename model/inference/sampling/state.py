@@ -1,6 +1,6 @@
 """SamplingState: holds the sampling record of the sequence in each slot.
 
-All of a record except the position is known when a sequence begins to decode. So records are
+Everything in a record except the position is known when a sequence begins to decode. So records are
 written once, and a step sets only the positions. If the same sequences decode as in the last step,
 which is usual, its array is reused: rebuilding it would be slow, because a forward pass leaves the
 CPU's caches cold.
@@ -27,8 +27,8 @@ class SamplingState:
         self._last_rows: tuple[SamplingRows, tuple[int, ...]] = self._records[:0], ()
 
     def begin(self, slot: int, params: SamplingParams, index: int) -> None:
-        """Store the sampling parameters of the sequence in a slot, which is number `index` of its
-        prompt."""
+        """Store the sampling parameters of the sequence in a slot; `index` is its number among
+        those of its prompt."""
         self._records[slot] = sampling_rows([row_of(params, index, position=0)])[0]
         self._processed[slot] = needs_logits_processing(params)
         self._last_slots = None

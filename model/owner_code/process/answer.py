@@ -56,7 +56,7 @@ class Answerer:
         self._last: tuple[list[int], Tensor] | None = None
 
     def run(self, context: int) -> None:
-        """Say that the model is ready, then answer requests. Ends with EOFError or OSError."""
+        """Announce that the model is ready, then answer requests. Ends with EOFError or OSError."""
         self._wire.send({"ready": timed(self._caller, self._rows, context)})
         while True:
             header, payload = self._wire.receive()
@@ -83,8 +83,8 @@ class Answerer:
         return self._columns(torch.cat([rows[: end - first] for rows, first, end in ends]))
 
     def _alone(self, ids: Tensor, first: int, slot: int) -> Tensor:
-        """Logits (T - first, rows) of one sequence. Those of the last one are kept, because a long
-        prompt is read in several parts."""
+        """Logits (T - first, rows) of one sequence. The last sequence's logits are kept, because a
+        long prompt is read in several parts."""
         listed: list[int] = ids.tolist()
         if self._has_state:
             return self._continued(ids, listed, first, slot)

@@ -240,7 +240,7 @@ def is_used_as_object(name: str, made: Callable[..., Any], module: types.ModuleT
 
 def config_object(named: type | None, module: types.ModuleType, attempt: Attempt) -> Any:
     """A configuration object with the known values. Its class is `named`, or the file's only class
-    that is named like a configuration, else `Values`."""
+    that is named like a configuration, or else `Values`."""
     classes = [named] if named else [
         value for name, value in vars(module).items()
         if isinstance(value, type) and is_config_name(name) and not issubclass(value, nn.Module)
@@ -286,11 +286,11 @@ def load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
             f"the owner's model and the checkpoint have different tensors: the checkpoint lacks "
             f"{learned[:3] or 'none'}, and the model lacks {left[:3] or 'none'}"
         )
-    raise Problem(problems[0])  # that of the unchanged names
+    raise Problem(problems[0])  # report the attempt with unchanged names
 
 
 def renamed(weights: Mapping[str, Tensor], model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """The weights by their own names; without a common first part; and prefixed by each child's
+    """The weights under their own names; without a common first part; and prefixed by each child's
     name."""
     yield dict(weights)
     heads = {name.partition(".")[0] for name in weights}

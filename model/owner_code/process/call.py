@@ -1,4 +1,4 @@
-"""Call: computes logits with the owner's model, and finds them in what its forward returns."""
+"""Call: computes logits with the owner's model, and finds them in the output of its forward."""
 
 import inspect
 import types

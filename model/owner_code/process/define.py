@@ -1,9 +1,9 @@
 """Define: runs the definitions of an owner's file, but not its script.
 
 Only the imports, classes, functions and assignments that the model's expression needs are executed,
-not a training loop. If an assignment fails (`len(chars)` of a missing text), its value is the one
-that it had at the import (`record`), or is taken from the checkpoint, or it is skipped. An import
-that fails is reported when its name is first used.
+not a training loop. If an assignment fails (`len(chars)` of a missing text), it gets the value that
+it had during the import (`record`), or a value from the checkpoint, or is skipped. An import that
+fails is reported when its name is first used.
 """
 
 import __future__
@@ -20,12 +20,12 @@ from typing import Any
 from logitd.model.owner_code.process.problem import Problem
 
 PARENTS = 4
-"""Number of folders above the file in which imported packages are looked for."""
+"""Number of folders above the file that are searched for imported packages."""
 
 
 RECORDED_BYTES, RECORDED_TEXT = 2**16, 256
-"""Largest value of a global name that is recorded, as JSON, and longest text: a longer one is data
-of the training, from which other values were computed."""
+"""Maximum size, as JSON, of a recorded value of a global name, and maximum length of a recorded
+text. Longer texts are training data, from which other values were computed."""
 
 
 def run_definitions(
@@ -70,8 +70,8 @@ def run_definitions(
 
 
 def record(file: Path, expressions: Sequence[str], module: types.ModuleType) -> dict[str, Any]:
-    """The values of the assignments that some expressions need, if they are small and JSON holds
-    them: they may come from files that are not there when the model is served."""
+    """The values of the assignments that some expressions need, if they are small and fit into
+    JSON: they may come from files that are missing when the model is served."""
     tree, kept = parse(file), dict[str, Any]()
     needed = needed_names(tree, expressions)
     for statement in tree.body:
@@ -127,9 +127,9 @@ def parse(file: Path) -> ast.Module:
 
 
 def new_module(file: Path, tree: ast.Module) -> types.ModuleType:
-    """An empty module for the file, which can import what is next to the file. If the file has
-    relative imports, the module belongs to a package that is its folder; the package's own
-    `__init__.py` is not run, because it may import the file."""
+    """An empty module for the file, which can import the files next to it. If the file has relative
+    imports, the module belongs to a package that is its folder; the package's own `__init__.py` is
+    not run, because it may import the file."""
     if str(file.parent) not in sys.path:
         sys.path.insert(0, str(file.parent))
     if not any(isinstance(finder, ParentFolders) for finder in sys.meta_path):
@@ -202,7 +202,7 @@ def bound(targets: Sequence[ast.expr]) -> set[str]:
 
 def needed_names(tree: ast.Module, expressions: Sequence[str]) -> set[str]:
     """Global names that the expressions use, directly or through other definitions. Classes that
-    are named like a configuration are needed too."""
+    are named like a configuration are included."""
     uses: dict[str, set[str]] = {}
     pending: list[str] = []
     for expression in expressions:
@@ -225,7 +225,7 @@ def is_config_name(name: str) -> bool:
 
 
 def loaded(tree: ast.AST) -> set[str]:
-    """Names that a tree reads, those in annotations that are strings included."""
+    """Names that a tree reads, including those in annotations that are strings."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):

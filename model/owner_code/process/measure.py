@@ -22,7 +22,7 @@ from logitd.model.owner_code.process.problem import Problem
 from logitd.model.owner_code.process.state import STATE_METHOD, with_state
 
 LONGEST_TRIED = 4096
-"""Longest sequence that is tried if nothing says the context length."""
+"""Longest sequence to try if the context length is unknown."""
 LONGEST_PASS = 5.0
 """Seconds of a pass after which no longer sequence is tried."""
 TOKENS = 24
@@ -39,7 +39,7 @@ class Asked:
     """Options of a measurement.
 
     context      context length to check; None: the longest that works
-    rows         number of ids, if it is known
+    rows         number of ids, if known
     lens         names of the final norm and of the head; None: no lens
     """
 
@@ -49,7 +49,7 @@ class Asked:
 
 
 def measure(caller: Caller, asked: Asked, file: Path) -> dict[str, Any]:
-    """The facts, as JSON. Differences are the largest absolute ones between logits. Raises
+    """The facts, as JSON. Differences are the largest absolute differences between logits. Raises
     Problem."""
     rows = asked.rows or vocabulary_rows(caller)
     context = context_length(caller, rows, asked.context)
@@ -110,7 +110,7 @@ def vocabulary_rows(caller: Caller) -> int:
 
 
 def context_length(caller: Caller, rows: int, given: int | None) -> int:
-    """The given length if the model computes it, else the longest that it computes. Raises
+    """The given length if the model computes it, or the longest that it computes. Raises
     Problem."""
     if given is not None and works(caller, rows, given):
         return given

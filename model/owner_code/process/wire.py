@@ -16,7 +16,7 @@ from torch import Tensor
 
 HEAD = struct.Struct("<QQ")
 JSON_BYTES, PAYLOAD_BYTES = 2**24, 2**36
-"""Most bytes of the two parts of a frame."""
+"""Maximum sizes of the two parts of a frame, in bytes."""
 
 
 class Wire:
@@ -36,14 +36,14 @@ class Wire:
 
     def receive(self, seconds: float | None = None) -> tuple[dict[str, Any], bytearray]:
         """Receive a frame. Raises EOFError if the other process has ended, TimeoutError after
-        `seconds`, and ValueError for a frame that is none."""
+        `seconds`, and ValueError for an invalid frame."""
         deadline = None if seconds is None else time.monotonic() + seconds
         text_bytes, payload_bytes = HEAD.unpack(self._take(HEAD.size, deadline))
         if text_bytes > JSON_BYTES or payload_bytes > PAYLOAD_BYTES:
             raise ValueError(f"a frame of {text_bytes} and {payload_bytes} bytes")
         header = json.loads(self._take(text_bytes, deadline))
         if not isinstance(header, dict):
-            raise ValueError("a frame that is no object")
+            raise ValueError("a frame without a JSON object")
         return header, self._take(payload_bytes, deadline)
 
     def close(self) -> None:

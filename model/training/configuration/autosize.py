@@ -27,16 +27,16 @@ from logitd.model.training.step.flops import flops_per_token
 from logitd.model.transformer.size import count_elements
 
 TOKENS_PER_PARAMETER = 0.9
-"""Fewest training tokens per parameter of the block matrices."""
+"""Minimum number of training tokens per parameter of the block matrices."""
 USABLE = 0.9
-"""Share of the time that steps get; the rest is for evaluations, samples and checkpoints."""
+"""Share of the time for steps; the rest is for evaluations, samples and checkpoints."""
 MEASURING = 0.05
-"""Share of the time that measuring gets, at most MEASURING_SECONDS."""
+"""Share of the time for measuring, at most MEASURING_SECONDS."""
 MEASURING_SECONDS = 10.0
 MEASURED_STEPS = 3
-"""Fewest steps of a measurement, not counting a first one."""
+"""Minimum number of steps of a measurement, not counting a first one."""
 SHORT = 45.0
-"""Seconds of a run below which the smallest size is measured first."""
+"""Length of a run in seconds below which the smallest size is measured first."""
 CHOSEN_BY_HAND = frozenset(
     (
         *("preset", "from_checkpoint", "n_layer", "n_head", "n_kv_head", "head_dim", "d_model"),
@@ -201,9 +201,9 @@ def autosize(
 def suit_text(
     given: Collection[str], vocab_size: int, tokens: float, train_bytes: float, *, learned: bool
 ) -> tuple[dict[str, int | float], str]:
-    """The changes to vocabulary and dropout if `tokens` pass a training text of `train_bytes` more
-    than FEW times, and a notice that begins with a line break; otherwise no changes and "". Fields
-    in `given` stay. Only a `learned` vocabulary is made smaller."""
+    """Changes to vocabulary and dropout if `tokens` pass a training text of `train_bytes` more than
+    FEW times, and a notice that begins with a line break; otherwise no changes and "". Fields in
+    `given` stay. Only a `learned` vocabulary is made smaller."""
     if passes(tokens, train_bytes, vocab_size) <= FEW:
         return {}, ""
     changes: dict[str, int | float] = {}

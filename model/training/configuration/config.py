@@ -19,7 +19,7 @@ from logitd.model.training.configuration.presets import Compile, Recipe, Shard
 from logitd.model.transformer.config import TARGETS, GPTConfig, Target
 
 _NOT_SET_BY_HAND = ("vocab_size", "padded_vocab_size", "norm_eps")
-"""Fields of a shape that have no flag: the recipe sets the vocabulary's size, and the type of norm
+"""Fields of a shape without a flag: the recipe sets the vocabulary's size, and the type of norm
 sets eps."""
 SHAPE_FIELDS = tuple(f.name for f in fields(GPTConfig) if f.name not in _NOT_SET_BY_HAND)
 SpecialTokens = Literal["auto", "ids", "text"]
@@ -27,7 +27,8 @@ RECIPE_FIELDS = tuple(field.name for field in fields(Recipe))
 
 
 class TrainingError(RuntimeError):
-    """Training cannot start or continue; the message says why and what is safe on disk."""
+    """Raised if training cannot start or continue; the message gives the reason and what is safe on
+    disk."""
 
 
 class _RunFields(BaseModel):
@@ -60,8 +61,9 @@ class _RunFields(BaseModel):
     )
     from_checkpoint: Path | None = Field(
         None,
-        description="fine-tune this checkpoint, or the best of this run: its shape, vocabulary and "
-        "weights, with a tenth of the preset's learning rates and a warmup unless they are given",
+        description="fine-tune this checkpoint, or the best one of this run: its shape, "
+        "vocabulary and weights, with a tenth of the preset's learning rates and a "
+        "warmup unless they are given",
     )
     lora: int | None = Field(
         None,
@@ -81,9 +83,9 @@ class _RunFields(BaseModel):
     minutes: float | None = Field(
         None,
         gt=0,
-        description="wall-clock budget of the whole command, from its start to the last "
-        "checkpoint; sets the length of the run unless steps are given too, "
-        "and, without a preset or a size, chooses the model by this machine's speed",
+        description="wall-clock limit of the whole command, from its start to the last "
+        "checkpoint; sets the length of the run unless steps are given too, and, "
+        "without a preset or a size, chooses the model by this machine's speed",
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     threads: int = Field(
@@ -114,7 +116,8 @@ class _RunFields(BaseModel):
     exportable: bool = Field(
         False,
         description="change the preset's shape so that `logitd export` can write it for other "
-        "programs, and refuse a given value that prevents it; costs some bits per byte",
+        "programs, and refuse any given value that prevents it; costs some bits "
+        "per byte",
     )
 
 
@@ -151,12 +154,12 @@ class TrainingConfig(_AllFields):
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def filled(self, values: Mapping[str, Any]) -> "TrainingConfig":
-        """A copy with `values`, except of the fields that the user set."""
+        """A copy with `values`, except for fields that the user set."""
         given = self.given()
         return self.model_copy(update={k: v for k, v in values.items() if k not in given})
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that the user set, as JSON values. `resume` is left out, because it belongs to
+        """The fields that the user set, as JSON values. `resume` is omitted, because it belongs to
         one command and not to the run."""
         names = set(TrainingConfig.model_fields) - {"resume"}
         return self.model_dump(mode="json", include=names, exclude_unset=True)

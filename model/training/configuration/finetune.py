@@ -32,7 +32,7 @@ LORA_RATE = 1e-3
 
 RATES = ("matrix_lr", "embedding_lr", "head_lr", "scalar_lr")
 CHANGEABLE = frozenset({"dropout", "context_length", "rope_scaling"})
-"""Fields of the shape that no weight depends on. The context length is one unless positions are
+"""Fields of the shape that no weight depends on. `context_length` may change unless positions are
 learned."""
 
 

@@ -13,7 +13,7 @@ from pydantic import Field
 from logitd.model.transformer.config import MODERN, ORIGINAL, GPTConfig, gpt2_shape
 
 NANOGPT: Mapping[str, Any] = {"bias": False, "qkv_bias": False, "activation": "gelu"}
-"""Arguments with which `gpt2_shape` makes nanoGPT's model: learned positions, LayerNorm without
+"""Arguments that make `gpt2_shape` return nanoGPT's model: learned positions, LayerNorm without
 bias, exact GELU, tied head."""
 
 Optimizer = Literal["muon", "adamw"]
@@ -34,7 +34,7 @@ Steps = Annotated[int, Field(ge=1)]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """The settings of optimization, data and evaluation. `TrainingConfig` has the same fields, but
-    None is allowed there.
+    allows None.
 
     With linear decay the learning rate is constant, then falls linearly over the last `cooldown`
     share of the run; with cosine decay it falls from the start. Both end at `final_lr` times the
@@ -48,11 +48,11 @@ class Recipe:
         Optimizer, Field(description="optimizer of the block matrices; AdamW updates the rest")
     ] = "muon"
     init: Annotated[
-        Init, Field(description="initial weights: GPT-2's, or with zero-initialised projections")
+        Init, Field(description="initial weights: GPT-2's, or modern ones with projections of zero")
     ] = "modern"
     matrix_lr: Annotated[Rate, Field(description="peak learning rate of block matrices")]
     embedding_lr: Annotated[Rate, Field(description="peak learning rate of embeddings")]
-    head_lr: Annotated[Rate, Field(description="peak learning rate of the head, tied or not")]
+    head_lr: Annotated[Rate, Field(description="peak learning rate of the head, even if tied")]
     scalar_lr: Annotated[
         Rate, Field(description="peak learning rate of norms, biases, gates and scales")
     ]
@@ -60,7 +60,7 @@ class Recipe:
     beta1: Annotated[Beta, Field(description="AdamW's first beta")] = 0.9
     beta2: Annotated[Beta, Field(description="AdamW's second beta")] = 0.95
     warmup: Annotated[int, Field(ge=0, description="steps of linear rise to the peak")] = 0
-    decay: Annotated[Decay, Field(description="how the learning rate falls")] = "linear"
+    decay: Annotated[Decay, Field(description="shape of the decay of the learning rate")] = "linear"
     cooldown: Annotated[Share, Field(description="share of the run that a linear decay takes")] = (
         0.6
     )
@@ -76,7 +76,7 @@ class Recipe:
     tokenizer: Annotated[
         str,
         Field(
-            description="'own' learns a vocabulary from the text; else gpt2, cl100k_base, "
+            description="'own' learns a vocabulary from the text; otherwise gpt2, cl100k_base, "
             "o200k_base, or the path of a ranks file or a tokenizer.json"
         ),
     ] = "own"

@@ -45,25 +45,25 @@ NEEDS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "vocab_size": ("tokenizer", ("own", "the checkpoint's")),
     "save_dtype": ("lora", (None,)),  # adapters are saved in float32
 }
-"""Fields that have no effect unless another field has one of these values. The usual value is
+"""Fields that have no effect unless another field has one of these values. The usual value comes
 first."""
 RESUMABLE = frozenset(
     (
         *("resume", "out", "minutes", "device", "threads", "shard", "steps", "log_every"),
         *("eval_every", "eval_batches", "patience", "sample_every", "sample_tokens", "prompts"),
         *("checkpoint_every", "keep", "save_dtype", "data_licence", "chat_template", "tensorboard"),
-        "from_checkpoint",  # it may have moved; the hash of its weights identifies it
+        "from_checkpoint",  # may have moved; the hash of its weights identifies it
     )
 )
 """Fields that may change when a run is resumed."""
 REWARMING = 0.05
-"""Share of the remaining run over which the learning rate rises, if the run was lengthened."""
+"""Share of the remaining run over which the learning rate rises, if the run was made longer."""
 LONG_MINUTES, LONG_BY_CLOCK, LONG_OPERATIONS = 15.0, 1e14, 1.5e14
-"""Lengths from which `compile` auto compiles a run on a CPU: in minutes, and in operations if the
-clock or the number of steps ends the run. The first number of operations is 1.5 times, the second
-about twice the length at which compiling saves as much time as it takes, measured on two AVX-512
-cores in bfloat16. The lengths are in operations, because a slower machine also compiles more
-slowly."""
+"""Lengths from which `compile` auto compiles a run on a CPU: in minutes, in operations if the clock
+ends the run, and in operations if the number of steps does. The first number of operations is 1.5
+times, the second about twice the length at which compiling saves as much time as it takes, measured
+on two AVX-512 cores in bfloat16. Lengths are in operations, because a slower machine also compiles
+more slowly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +242,8 @@ def resolve_resumed(
 
 
 def _refuse_ended(given: Mapping[str, Any], length: Length, saved: Counters) -> None:
-    """Raise TrainingError if the run is over by the one of its two limits that is not set again."""
+    """Raise TrainingError if the run has already reached the one of its two limits that is not set
+    again."""
     over = {"minutes": length.clock_left(saved) <= 0, "steps": length.out_of_steps(saved)}
     for name, other in (("steps", "minutes"), ("minutes", "steps")):
         if name in given and other not in given and over[other]:

@@ -66,8 +66,8 @@ class ParamShard:
         return slice(self.first, self.last)
 
     def within(self, first: int, last: int) -> tuple[slice, "ParamShard"]:
-        """Treat the rows [first, last) as a tensor of their own. Returns the location of its rows
-        in this shard, and its shard."""
+        """Treat the rows [first, last) as a separate tensor. Returns the location of its rows in
+        this shard, and its shard."""
         begin = min(max(self.first, first), last)
         end = max(begin, min(self.last, last))
         shape = (last - first, *self.shape[1:])
@@ -100,7 +100,7 @@ def shard_model(gpt: GPT, placement: Placement, ranks: Ranks) -> None:
     for module in gpt.modules():
         if isinstance(
             module, FSDPModule
-        ):  # sum gradients: each loss is divided by the number of parts already
+        ):  # sum gradients: each loss is already divided by the number of parts
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
 

@@ -27,7 +27,7 @@ from logitd.model.device import DeviceError, available_processors, choose_device
 from logitd.model.training.configuration.config import TrainingError
 
 NO_LIMIT = timedelta(days=365)
-"""Time limit of the control group, which has none in effect: gloo requires a number."""
+"""Time limit of the control group: none in effect, but gloo requires a number."""
 BUCKET = 2**24
 """Gradient elements per message: 64 MB, large enough to make the fixed cost of a message
 negligible."""
@@ -72,7 +72,7 @@ class Ranks:
 
     @torch.no_grad()
     def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over all ranks. All must have the same device and
+        """Replace each tensor by its sum over all ranks. All tensors must have the same device and
         dtype."""
         if self.size == 1:
             return
@@ -108,8 +108,8 @@ class Ranks:
     @contextmanager
     def connected(self) -> Iterator[None]:
         """Raise TrainingError if another process has ended during communication that torch starts
-        by itself. gloo has no error class, so its errors are recognised by their text; others pass
-        through."""
+        by itself. gloo has no error class, so its errors are recognised by their text; other errors
+        pass through."""
         try:
             yield
         except RuntimeError as error:
@@ -119,7 +119,9 @@ class Ranks:
 
     def secondary_error(self) -> TrainingError:
         """The error with which this process ends after the main process has reported the cause."""
-        return TrainingError(f"process {self.rank} of {self.size} stops with the main one")
+        return TrainingError(
+            f"process {self.rank} of {self.size} stops because the main process has stopped"
+        )
 
     @contextmanager
     def _peer_errors(self) -> Iterator[None]:

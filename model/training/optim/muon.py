@@ -25,7 +25,8 @@ from logitd.model.training.distributed.fsdp import ParamShard, all_gather
 from logitd.model.training.distributed.ranks import Ranks
 
 WIDEST_STACKED = 128
-"""Largest number of rows of matrices that are stacked on a CPU. On a GPU all matrices are."""
+"""Largest number of rows of matrices that are stacked on a CPU. On a GPU all matrices are
+stacked."""
 STACKED_ELEMENTS = 2**24
 """Limit of a stack's elements, so that large models need no second copy of all gradients."""
 

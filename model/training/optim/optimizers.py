@@ -197,8 +197,8 @@ class Optimizers:
         state: Mapping[str, Any],
         change: Callable[[Tensor, ParamShard], Tensor],
     ) -> dict[str, Any]:
-        """An optimizer's state with `change` applied to the tensors of divided parameters. These
-        are moments, which have the parameter's rows, and counts of steps, which are scalars."""
+        """An optimizer's state with `change` applied to the tensors of divided parameters: moments,
+        which have the parameter's rows, but not counts of steps, which are scalars."""
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         shards = [self._shards.get(tensor) for tensor in tensors]
         changed = {

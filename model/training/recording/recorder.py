@@ -98,7 +98,7 @@ class RunRecorder:
             directory.prune(self._run.training.recipe.keep, self._state_step)
 
     def evaluate(self, counters: Counters) -> bool:
-        """Compute and record the validation loss, unless this step was evaluated before. Returns
+        """Compute and record the validation loss, unless this step was already evaluated. Returns
         True if it is the best so far, except at step 0."""
         run, step = self._run, counters.step
         if self.evaluations and self.evaluations[-1]["step"] == step:
@@ -159,8 +159,8 @@ class RunRecorder:
         self._state_step = counters.step
 
     def _require_finite(self, step: int) -> None:
-        """Raise TrainingError if the last update made weights that are not finite. No loss has been
-        computed with them yet."""
+        """Raise TrainingError if the last update made weights non-finite. No loss has been computed
+        with them yet."""
         ranks = self._run.ranks
         named = self._gpt.named_parameters()
         spoiled = next((name for name, p in named if not bool(local(p).isfinite().all())), None)
@@ -174,7 +174,7 @@ class RunRecorder:
         )
 
     def _sample(self, step: int) -> None:
-        """Sample a text after each prompt, unless this step was sampled before."""
+        """Sample a text after each prompt, unless this step was already sampled."""
         run = self._run
         if self._sample_step == step or not (run.ranks.is_main or run.sharded):
             return

@@ -2,7 +2,7 @@
 
 The whole window is computed again for every token, which is simple, and fast enough for a hundred
 tokens of a small model. (The serving engine has a KV cache, `model/inference/engine`.) Samples use
-their own random generator, so they never disturb training. If several processes share the model,
+a separate random generator, so they never disturb training. If several processes share the model,
 all of them compute, and the main process samples. `recorder.py` writes the files.
 """
 
@@ -58,8 +58,8 @@ def _text_after(
 
 
 def default_prompts(text: PreparedText) -> tuple[str, ...]:
-    """Prompts that suit the text: fixed ones for the built-in text, else excerpts from three places
-    of the held-out text."""
+    """Prompts that suit the text: fixed ones for the built-in text, otherwise excerpts from three
+    places of the held-out text."""
     if text.record["built_in"]:
         return PYTHON_PROMPTS
     tokenizer, tokens = text.tokenizer, text.val.tokens

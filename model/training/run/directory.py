@@ -74,7 +74,7 @@ class RunDirectory:
         with self.preparing():
             if path.exists() and not path.is_dir():
                 raise TrainingError(
-                    f"{path} exists already and is not a folder: choose another --out"
+                    f"{path} already exists and is not a folder: choose another --out"
                 )
             if (path / LOCK).exists():
                 self.lock()
@@ -201,8 +201,8 @@ class RunDirectory:
             file.write(f"=== step {step}\n{prompt}{text}\n\n")
 
     def rewind(self, step: int) -> None:
-        """Remove everything that was written after the state of `step`, because it will be written
-        again. Also remove incomplete files of a killed process."""
+        """Remove everything written after the state of `step`, because it will be written again.
+        Also remove incomplete files of a killed process."""
         state = self.state.parent.glob(f".{self.state.name}.*")
         for left in {*self.path.glob(".step-*"), *self.path.glob(".*.part"), *state}:
             if left.is_dir() and not left.is_symlink():
@@ -257,10 +257,10 @@ def _require_empty(path: Path) -> None:
         return
     if not (path / RUN).exists():
         raise TrainingError(
-            f"{path} exists already and has no {RUN}: remove it if it is left from a run that was "
-            "killed while preparing its text, else choose another --out"
+            f"{path} already exists and has no {RUN}: remove it if it is left from a run that was "
+            "killed while preparing its text, otherwise choose another --out"
         )
-    raise TrainingError(f"{path} exists already: resume it with --resume, or choose another --out")
+    raise TrainingError(f"{path} already exists: resume it with --resume, or choose another --out")
 
 
 def _remove(path: Path) -> None:

@@ -79,7 +79,7 @@ def save_state(
             try:
                 torch.save(document, file)
             except RuntimeError as error:
-                # torch's writer raises its own error, with that of the file as its context.
+                # torch's writer raises its own error; the file's error is its context.
                 cause = error.__context__
                 raise (cause if isinstance(cause, OSError) else OSError(str(error))) from error
 

@@ -88,7 +88,7 @@ def initial_model(training: ResolvedTraining, report: EventHandler) -> GPT:
 def _read(path: Path) -> CheckpointInfo:
     try:
         info = read_checkpoint(path)
-        _shape = info.config  # a model by its owner's code has none
+        _shape = info.config  # a model computed by its owner's code has none
     except CheckpointError as error:
         raise TrainingError(f"--from: {error}") from error
     return info

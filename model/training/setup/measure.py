@@ -28,8 +28,8 @@ from logitd.model.transformer.gpt import GPT
 MOST_MEASURED_STEPS = 40
 LONG_ENOUGH, LONGEST = 0.25, 0.4
 """Shares of the allowed time after which a measurement ends: LONG_ENOUGH if its two fastest steps
-agree, LONGEST in any case. A shorter measurement could fall into a moment in which other programs
-use the processors, and would choose too small a model."""
+agree, LONGEST in any case. A shorter measurement might coincide with a moment in which other
+programs use the processors, and would choose too small a model."""
 AGREEMENT = 1.05
 """Largest ratio of the times of two steps that agree."""
 

@@ -23,7 +23,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 """Maps ids and targets, (B, T) each, to the mean loss."""
 Notice = Callable[[str], None]
 SHORTEST_MINUTES = 2.0
-"""Fewest minutes of a run for which auto compiles on CUDA. On an H200, compiling takes 33 s for
+"""Minimum minutes of a run for which auto compiles on CUDA. On an H200, compiling takes 33 s for
 GPT-2 124M, and makes a step 2.1 times as fast."""
 
 

@@ -2,7 +2,7 @@
 
 The count includes the matrix products of the model's definition: for every token the block
 matrices, the head, and attention over the positions before it. The backward pass counts twice the
-forward. Norms, activations, softmax, the optimizer and discarded results (such as attention to
+forward pass. Norms, activations, softmax, the optimizer and discarded results (such as attention to
 masked positions) do not count. So the share of the machine's rate is its useful work, not its load.
 
 A common convention (Chowdhery et al., 2022, appendix B; nanoGPT) counts attention over the whole

@@ -68,7 +68,7 @@ class Forward:
 
 def training_placement(device: str, dtype: TrainingDType, threads: int) -> Placement:
     """The device, dtype and threads of training. The dtype "auto" means bfloat16 if the device
-    multiplies it natively, which is several times faster, else float32."""
+    multiplies it natively, which is several times faster, otherwise float32."""
     placement = choose_placement(device, "float32", threads)
     if dtype == "auto":
         dtype = "bfloat16" if native_bfloat16(placement.device) else "float32"

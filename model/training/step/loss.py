@@ -23,7 +23,7 @@ CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**28}
 cache. On a GPU they take 1 GB, because each chunk updates the gradient of the whole head; that
 value is chosen, not measured."""
 MIN_ROWS = 512
-"""Fewest rows of a chunk, because each chunk updates the gradient of the whole head."""
+"""Minimum number of rows of a chunk, because each chunk updates the gradient of the whole head."""
 
 
 def cross_entropy(

@@ -40,7 +40,7 @@ class ValidationLoss:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss): choosing among this many equally likely tokens would be as hard to predict.
+        """exp(loss): the prediction is as hard as choosing among this many equally likely tokens.
         Infinite from MOST_NATS on."""
         return math.inf if self.loss >= MOST_NATS else math.exp(self.loss)
 
@@ -78,7 +78,7 @@ def validate(
                     ignore_index=UNCOUNTED,
                 )
                 if index >= len(windows):
-                    continue  # computed because the others need its part of the model
+                    continue  # computed only because the others need its part of the model
                 counted = targets[targets != UNCOUNTED].numpy()
                 text_bytes = int(windows.byte_lengths[counted].sum())
                 sums[index] = torch.tensor(

@@ -66,7 +66,7 @@ class DivergenceMonitor:
         return self._since is not None
 
     def diagnosis(self, *, last: bool = False) -> str | None:
-        """The reason if the run has diverged, else None. `last`: no steps are left in which it
+        """The reason if the run has diverged, otherwise None. `last`: no steps are left in which it
         could recover."""
         if self._last is None:
             return None

@@ -18,7 +18,7 @@ Record = Mapping[str, Any]
 
 
 def worsening(metrics: Sequence[Record], patience: int | None) -> str | None:
-    """The notice that is due after the last evaluation, or None."""
+    """The notice that is due after the last evaluation; None if there is none."""
     since_best = _since_best(metrics)
     if len(since_best) != 1 + EVALUATIONS or since_best[0]["step"] == 0:
         return None
@@ -38,7 +38,8 @@ def worsening(metrics: Sequence[Record], patience: int | None) -> str | None:
 
 
 def ended_worse(metrics: Sequence[Record]) -> str | None:
-    """The notice at the end of a run whose last evaluation is not its best, or None."""
+    """The notice at the end of a run whose last evaluation is not its best; None for any other
+    run."""
     since_best = _since_best(metrics)
     if len(since_best) < 2:
         return None

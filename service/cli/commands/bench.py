@@ -1,8 +1,9 @@
-"""`logitd bench`: the speed of a checkpoint on this machine, as a share of the machine's limit.
+"""`logitd bench`: measures the speed of a checkpoint on this machine, as a share of the machine's
+limit.
 
-With --url, the command first sends the prompts as streams to a running server, with the Python
-client, and measures them. Then it measures the peak rates of the machine, and the same prompts with
-the engine in this process.
+With --url, the command first streams the prompts from a running server with the Python client and
+times the streams. Then it measures the machine's peak rates, and the same prompts on the engine in
+this process.
 """
 
 import asyncio
@@ -34,12 +35,12 @@ from logitd.service.settings.tools import BenchSettings
 ERRORS = BenchmarkError, CheckpointError, DeviceError, InvalidRequest, KernelError, LogitdError
 USUAL_PROMPT_TOKENS = 256
 Arrivals = list[tuple[float, int]]
-"""Times at which tokens of a stream arrived, and how many arrived. The first entry is the time of
-the request, with 0 tokens."""
+"""Times at which tokens of a stream arrived, each with the number of tokens. The first entry is the
+time of the request, with 0 tokens."""
 
 
 def run(settings: BenchSettings) -> int:
-    """Print a line for each rate, and then the report as JSON on one line."""
+    """Print a line for each rate, then the report as one line of JSON."""
     report = measure(settings)
     say("\n".join([*lines(report), json.dumps(report, allow_nan=False)]))
     return 0
@@ -92,9 +93,9 @@ def measure(settings: BenchSettings) -> dict[str, Any]:
 
 
 async def measure_server(url: str, workload: Workload, context: int) -> list[dict[str, float]]:
-    """The rates of concurrent streams, as many as each batch has sequences. With a small model the
-    first stream may end before the last one begins; then all streams are repeated with more tokens,
-    up to the context. Raises LogitdError and BenchmarkError."""
+    """Measure as many concurrent streams as each batch has sequences. With a small model the first
+    stream may end before the last one begins; then all streams are repeated with more tokens, up to
+    the context. Raises LogitdError and BenchmarkError."""
     rows = []
     async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None)) as http:
         client = AsyncClient(url, max_retries=0, http=http)
@@ -124,7 +125,7 @@ async def measure_server(url: str, workload: Workload, context: int) -> list[dic
 
 
 async def stream(client: AsyncClient, prompt: Sequence[int], tokens: int) -> Arrivals:
-    """Request `tokens` tokens after a prompt. Returns when they arrived."""
+    """Request `tokens` tokens after a prompt. Returns their arrival times."""
     arrivals = [(time.perf_counter(), 0)]
     chunks = client.stream(prompt, max_tokens=tokens, ignore_eos=True, prefix_reuse=False)
     async with chunks:
@@ -135,8 +136,8 @@ async def stream(client: AsyncClient, prompt: Sequence[int], tokens: int) -> Arr
 
 
 def whole_batch_rate(streams: Sequence[Arrivals]) -> float | None:
-    """Tokens per second while all streams ran: from the time when the last of them had its first
-    token to the time when the first of them ended. None if they never all ran at once."""
+    """Tokens per second while all streams ran, from the last first token to the first end of a
+    stream. None if they never all ran at once."""
     begin = max(arrivals[1][0] for arrivals in streams)
     end = min(arrivals[-1][0] for arrivals in streams)
     if end <= begin:

@@ -1,4 +1,4 @@
-"""`logitd eval`: the loss of a checkpoint on a text."""
+"""`logitd eval`: measures the loss of a checkpoint on a text."""
 
 import json
 import sys
@@ -48,7 +48,7 @@ def _log(line: str) -> None:
 
 
 def facts(result: TextLoss) -> dict[str, Any]:
-    """The members that --json prints."""
+    """The members printed by --json."""
     checkpoint, loss, options = result.checkpoint, result.evaluation, result.options
     return {
         "checkpoint": str(checkpoint.path),

@@ -1,4 +1,4 @@
-"""`logitd export`: writes a checkpoint in the format of another program."""
+"""`logitd export`: writes a checkpoint in another program's format."""
 
 from logitd.model.checkpoint.checkpoint import CheckpointError
 from logitd.model.convert.exporting import export_model
@@ -19,5 +19,5 @@ def run(settings: ExportSettings) -> int:
         pre=settings.pre,
         log=say,
     )
-    say(f"{settings.destination} is written")
+    say(f"{settings.destination} was written")
     return 0

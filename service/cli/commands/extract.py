@@ -1,5 +1,5 @@
-"""`logitd extract`: writes values that a checkpoint computes for each token of a text into files.
-The same command continues a run that was killed."""
+"""`logitd extract`: computes values for each token of a text with a checkpoint, and writes them to
+files. The same command continues a run that was killed."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class ProgressLines:
-    """Prints progress on stderr: a line that is redrawn on a terminal, otherwise a line every few
+    """Prints progress on stderr: a line redrawn in place on a terminal, otherwise a line every few
     seconds."""
 
     def __init__(self) -> None:
@@ -42,8 +42,8 @@ class ProgressLines:
 
     @contextlib.contextmanager
     def interrupts(self) -> Iterator[None]:
-        """Within this context, SIGINT raises KeyboardInterrupt, and so does the next event after
-        it. Python drops exceptions in finalizers, of which Ray has many."""
+        """Raise KeyboardInterrupt at SIGINT, and again at the next event after it: Python drops
+        exceptions in finalizers, of which Ray has many."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self.interrupted = True
@@ -86,7 +86,7 @@ def run(settings: ExtractSettings) -> int:
         try:
             result = _extract(settings, progress)
         except (*ERRORS, KeyboardInterrupt) as error:
-            # Ray may raise an error of its own because of an interrupt.
+            # An interrupt may make Ray raise an error of its own.
             if progress.interrupted or isinstance(error, KeyboardInterrupt):
                 progress.say(
                     f"stopped; if {settings.out} exists, the same command continues from there"
@@ -126,7 +126,7 @@ def _extract(settings: ExtractSettings, progress: ProgressLines) -> Extracted:
 
 
 def _unclear(settings: ExtractSettings) -> str:
-    """A message if the command line does not ask for exactly one quantity, otherwise ""."""
+    """The message if the command line does not ask for exactly one quantity, otherwise ""."""
     chosen = {
         "--logprobs": settings.logprobs,
         "--top-k": settings.top_k is not None and not (settings.logprobs or settings.lens),
@@ -150,7 +150,7 @@ def _summary(result: Extracted) -> str:
         f"{_counted(result.shards, 'shard')}"
     )
     if not result.tokens:
-        return f"{result.path}: {rows}; all of them had been computed before"
+        return f"{result.path}: {rows}; all of them were already computed"
     rate = f"{result.tokens_per_second:,.0f} tok/s"
     now = "" if result.tokens == result.rows else f", {result.tokens:,} of them now"
     return f"{result.path}: {rows}{now}, in {result.seconds:,.1f} s, {rate}"

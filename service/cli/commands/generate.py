@@ -29,7 +29,7 @@ def run(settings: GenerateSettings) -> int:
         try:
             _stream(llm, settings, seed)
         except GenerationError as error:
-            print(file=sys.stderr)  # ends the line of the text so far
+            print(file=sys.stderr)  # ends the line with the text so far
             _log(str(error))
             code = 1
         except KeyboardInterrupt:
@@ -50,7 +50,7 @@ def _stream(llm: LLM, settings: GenerateSettings, seed: int) -> None:
     texts = [""] * settings.n
     for part in llm.stream([_prompt(llm, settings)], params, n=settings.n):
         text = part.text if llm.tokenizer.has_text else "".join(f" {i}" for i in part.token_ids)
-        # The prompt is printed with the first part, so only if it can be continued.
+        # The prompt is printed with the first part, and only if it can be continued.
         text = text if texts[part.index] else settings.prompt + text
         texts[part.index] += text
         if part.index == 0:
@@ -60,7 +60,7 @@ def _stream(llm: LLM, settings: GenerateSettings, seed: int) -> None:
 
 
 def _prompt(llm: LLM, settings: GenerateSettings) -> str | list[int]:
-    """The prompt as a text, or as token ids. Raises InvalidRequest."""
+    """The prompt, as text or token ids. Raises InvalidRequest."""
     if llm.tokenizer.has_text:
         return settings.prompt
     if (ids := token_ids_of(settings.prompt)) is None:
@@ -73,13 +73,13 @@ def _prompt(llm: LLM, settings: GenerateSettings) -> str | list[int]:
 
 
 def token_ids_of(words: str) -> list[int] | None:
-    """The token ids in a text, which spaces or commas separate; None if it has other words."""
+    """The token ids in a text, separated by spaces or commas; None if it contains anything else."""
     parts = words.replace(",", " ").split()
     return list(map(int, parts)) if parts and all(part.isdecimal() for part in parts) else None
 
 
 def _tokens_that_fit(llm: LLM, settings: GenerateSettings) -> int:
-    """--max-tokens, or the number of tokens that the prompt leaves in the context if it is less."""
+    """--max-tokens, or fewer if the prompt leaves less room in the context."""
     room = llm.checkpoint.shape.context_length - len(llm.encode(_prompt(llm, settings)))
     return max(1, min(settings.max_tokens, room))
 

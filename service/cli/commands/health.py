@@ -1,6 +1,6 @@
-"""`logitd health`: asks a server if it answers requests, for container checks and scripts.
+"""`logitd health`: asks whether a server answers requests, for container checks and scripts.
 
-It runs every few seconds next to the server, so apart from logitd's own modules it imports only the
+It runs every few seconds next to the server, so apart from logitd's modules it imports only the
 standard library.
 """
 
@@ -14,18 +14,17 @@ from logitd.service.cli.terminal import say
 from logitd.service.settings.tools import HealthSettings
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""For each address that binds all interfaces, an address that reaches the server from its own
-machine."""
+"""For each address that binds all interfaces, one that reaches the server from its own machine."""
 ERRORS = ()
 LONGEST = 65_536
-"""Number of bytes that are read of a reply."""
+"""Maximum number of bytes read from a reply."""
 FOREIGN = "an answer that is not logitd's"
 
 
 def run(settings: HealthSettings) -> int:
     """Print the server's status, or the reason why it is unknown."""
     url = f"{base_url(settings)}/health{'/live' if settings.live else ''}"
-    # Use no proxy: if the proxy is down, the server may still be up.
+    # Ignore proxies: the server may be up even if the proxy is down.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=settings.timeout) as reply:

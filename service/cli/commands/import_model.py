@@ -1,5 +1,5 @@
-"""`logitd import`: writes a model trained elsewhere as a checkpoint. `logitd serve --import` uses
-this module as well."""
+"""`logitd import`: writes a model trained elsewhere as a checkpoint. Also used by `logitd serve
+--import`."""
 
 from pathlib import Path
 
@@ -23,9 +23,9 @@ from logitd.service.cli.terminal import say
 from logitd.service.settings.imports import ImportSettings
 
 ERRORS = ConvertError, CheckpointError, OSError
-BY_CODE = "If you trust this code, keep it in the checkpoint, to be computed by it:"
+BY_CODE = "If you trust this code, keep it in the checkpoint and let it compute the model:"
 IMPORTED = Path("checkpoints")
-"""Folder in which `logitd serve --import` writes checkpoints, below the working directory."""
+"""Folder below the working directory in which `logitd serve --import` writes checkpoints."""
 
 
 def run(settings: ImportSettings) -> int:
@@ -46,7 +46,7 @@ def run(settings: ImportSettings) -> int:
 
 
 def _by_role(settings: ImportSettings) -> CheckpointInfo:
-    """Import a model as a GPT. If its code is known, an error says how to keep the code instead."""
+    """Import a model as a GPT. If its code is given, an error says how to keep the code instead."""
     try:
         return import_model(
             settings.source,
@@ -97,8 +97,8 @@ def _by_code(settings: ImportSettings) -> CheckpointInfo:
 def for_serving(
     source: Path, *, may_import: bool, code: str | None = None, run_code: bool = False
 ) -> Path:
-    """The checkpoint of a model trained elsewhere. It is imported now, unless it was imported from
-    the same source and code before. Raises NotServable."""
+    """The checkpoint of a model trained elsewhere. It is imported now, unless it was already
+    imported from the same source and code. Raises NotServable."""
     destination = IMPORTED / _name(source)
     importing, serving = command("import", source, destination), command("serve", destination)
     try:
@@ -132,14 +132,14 @@ def for_serving(
             again = command("serve", source, "--code", code, "--run-code")
             raise NotServable(f"{error}\n\n{BY_CODE}\n\n  {again}") from error
         raise NotServable(
-            f"{error}\n\n`serve --import` has no flags for the import; if it needs some, run\n\n"
-            f"  {importing} ...\n  {serving}"
+            f"{error}\n\n`serve --import` has no flags for the import; if it needs some, run\n\n  "
+            f"{importing} ...\n  {serving}"
         ) from error
     return destination
 
 
 def _require_same(source: Path, destination: Path, code: OwnerCode | None) -> None:
-    """Raise CheckpointError unless a checkpoint was imported from this source, with this code."""
+    """Raise CheckpointError unless `destination` was imported from this source with this code."""
     data = read_checkpoint(destination).training.data
     if data.get("fingerprint") != fingerprint(source):
         what = str(source)
@@ -154,6 +154,6 @@ def _require_same(source: Path, destination: Path, code: OwnerCode | None) -> No
 
 
 def _name(source: Path) -> str:
-    """The name of the checkpoint that is imported from a file or a folder."""
+    """The name for a checkpoint imported from a file or a folder."""
     resolved = source.resolve()
     return resolved.name if source.is_dir() else f"{resolved.parent.name}-{resolved.stem}"

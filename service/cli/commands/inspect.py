@@ -1,5 +1,5 @@
-"""`logitd inspect`: shows a checkpoint and the shapes of its forward pass, or the course of
-training runs (`inspect_runs.py`)."""
+"""`logitd inspect`: shows a checkpoint and the shapes of its forward pass, or training runs
+(`inspect_runs.py`)."""
 
 import json
 from dataclasses import asdict
@@ -25,7 +25,7 @@ from logitd.service.settings.tools import InspectSettings
 
 
 class InspectError(ValueError):
-    """Flags that contradict each other."""
+    """Raised for flags that contradict each other."""
 
 
 ERRORS = CheckpointError, DeviceError, InspectError, TokenizerError, TrainingError
@@ -36,7 +36,7 @@ def run(settings: InspectSettings) -> int:
     asks_for_text = "text" in settings.model_fields_set
     if asks_for_text and len(paths) > 1:
         raise InspectError(
-            f"--text runs through a single model, but there are {len(paths)} paths: give only one"
+            f"--text needs a single model, but there are {len(paths)} paths: give only one"
         )
     if len(paths) > 1 or (is_run(paths[0]) and not asks_for_text):
         show_runs([summarise(path) for path in paths], as_json=settings.as_json)
@@ -82,7 +82,7 @@ def _token_ids(checkpoint: CheckpointInfo, settings: InspectSettings) -> list[in
 def _document(
     checkpoint: CheckpointInfo, parameters: int, token_ids: list[int], stages: list[TracedStage]
 ) -> dict[str, Any]:
-    """The JSON that --json prints."""
+    """The JSON document for --json."""
     return {
         "checkpoint": str(checkpoint.path),
         "weights_sha256": checkpoint.weights_sha256,

@@ -1,4 +1,4 @@
-"""`logitd inspect RUN ...`: shows the course of a training run, or compares several runs."""
+"""`logitd inspect RUN ...`: shows one training run, or compares several."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from logitd.service.cli.terminal import finite, visible
 
 
 def show_runs(runs: Sequence[RunSummary], *, as_json: bool) -> None:
-    """Print one run in full, or a table of several runs and the differences of their settings."""
+    """Print one run in full, or a table of several runs and the settings in which they differ."""
     if as_json:
         summaries = [_document(run) for run in runs]
         print(json.dumps(summaries[0] if len(summaries) == 1 else summaries, allow_nan=False))
@@ -40,7 +40,7 @@ def _show_one(console: Console, run: RunSummary) -> None:
 
 
 def facts_table(*rows: tuple[str, str]) -> Table:
-    """A table of names and values. On a narrow terminal, long values are folded."""
+    """A table of names and values. On a narrow terminal, long values wrap."""
     table = Table.grid(padding=(0, 2))
     table.add_column()
     table.add_column(overflow="fold")
@@ -50,7 +50,7 @@ def facts_table(*rows: tuple[str, str]) -> Table:
 
 
 def folding_table(title: str, *names: str) -> Table:
-    """A table with these columns. On a narrow terminal, long cells are folded instead of cut."""
+    """A table with these columns. On a narrow terminal, long cells wrap instead of being cut."""
     return Table(*(Column(Text(visible(name)), overflow="fold") for name in names), title=title)
 
 

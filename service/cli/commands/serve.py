@@ -1,8 +1,8 @@
 """`logitd serve`: starts the service, and prints the banner with its models and addresses.
 
-For a run, the best checkpoint is served (`servable.py`); a followed run may not have one yet. For a
-model trained elsewhere, the command prints how to import it, or imports it if --import is set. If
-one of several models is missing or cannot be loaded, the others are served.
+A run is served with its best checkpoint (`servable.py`); a followed run may not have one yet. For a
+model trained elsewhere, the command prints how to import it, or imports it with --import. If one of
+several models is missing or cannot be loaded, the others are served.
 """
 
 import importlib
@@ -40,7 +40,8 @@ def run(settings: ServeSettings) -> int:
     found = [_servable(source, settings) for source in settings.models]
     if not any(found):
         return 1
-    # Keep the missing models in the list: loading fails, and /info and the metrics show it.
+    # Keep the missing models in the list: loading them fails, which /info and the metrics then
+    # show.
     sources = tuple(there or missing for there, missing in zip(found, settings.models, strict=True))
     if missing := [source.served_name for source in sources if source not in found]:
         say(
@@ -70,7 +71,7 @@ def _servable(source: ModelSource, settings: ServeSettings) -> ModelSource | Non
                     "remove --code"
                 )
             return source
-        # Imported only here, because most servers do not read models of other programs.
+        # Most servers do not read models of other programs, so import this only now.
         foreign = importlib.import_module("logitd.service.cli.commands.import_model")
         path: Path = foreign.for_serving(
             checkpoint,
@@ -95,8 +96,7 @@ def _perhaps_a_path(source: ModelSource) -> str:
 
 def print_banner(models: Models, port: int, busy: str | None = None) -> None:
     """Print the models, their weights, the addresses, and a command to try. `busy` is the notice of
-    a busy machine. It was made when the command started, because loading uses the processors as
-    well."""
+    a busy machine, made when the command started, because loading uses the processors too."""
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     first = models.served[0]
     settings = first.settings
@@ -105,7 +105,7 @@ def print_banner(models: Models, port: int, busy: str | None = None) -> None:
     console.print("logitd is ready")
     for name, value in (
         *_models(models),
-        ("keys", ", ".join(first.keys.names) or "none: every client is answered"),
+        ("keys", ", ".join(first.keys.names) or "not required: every client is answered"),
         ("service", url),
         ("docs", f"{url}/docs"),
         ("metrics", f"{url}/metrics"),
@@ -115,7 +115,8 @@ def print_banner(models: Models, port: int, busy: str | None = None) -> None:
     key = "-H 'Authorization: Bearer KEY' " if first.keys.names else ""
     body: dict[str, Any] = {"model": first.name} if models.several else {}
     body |= {"prompt": _suitable_prompt(first.checkpoint), "max_tokens": 40}
-    # A single write, so that a program that reads the banner never sees "try it" without a command.
+    # Write everything at once, so that a program that reads the banner never sees "try it" without
+    # a command.
     console.print(
         f"try it:\n  curl {url}/generate -H 'Content-Type: application/json' {key}"
         f"-d {shlex.quote(json.dumps(body))}",
@@ -124,8 +125,8 @@ def print_banner(models: Models, port: int, busy: str | None = None) -> None:
 
 
 def _suitable_prompt(checkpoint: CheckpointInfo) -> str | list[int]:
-    """A prompt that suits the vocabulary: the prompt of the sample in the checkpoint's card, which
-    is held-out text, or if there is none the token that begins a document."""
+    """A prompt that suits the vocabulary: that of the sample in the checkpoint's card, which is
+    held-out text, or the token that begins a document."""
     prompt = sampled_prompt(read_card(checkpoint.path))
     if prompt and checkpoint.tokenizer.has_text:
         return prompt

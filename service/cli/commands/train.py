@@ -32,18 +32,18 @@ class TerminalReporter:
 
 @errors_outlive_sigterm(TrainingError)
 def run(settings: TrainSettings, began: float) -> int:
-    """Train. Returns the exit code. `began` is the time when the command started, by the monotonic
-    clock."""
-    keep_freed_memory()  # because each step allocates and frees the same pieces of memory again
+    """Train, and return the exit code. `began` is the time when the command started, by the
+    monotonic clock."""
+    keep_freed_memory()  # each step allocates and frees the same pieces of memory
     reporter = TerminalReporter()
     if os.environ.get("RANK", "0") == "0" and (notice := busy_notice()):
         reporter(Noticed(notice))
     try:
         result = train(settings, reporter, began)
-    except ERRORS as error:  # printed before a SIGTERM may end the process
+    except ERRORS as error:  # print before a SIGTERM may end the process
         say(f"logitd train: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # the second interrupt; after the first one the trainer saves
+    except KeyboardInterrupt:  # the second one; after the first, the trainer saves
         print("logitd train: stopped without saving", file=sys.stderr)
         return 130
     if result.rank > 0:  # only the main process prints

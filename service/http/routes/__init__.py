@@ -1,1 +1,1 @@
-"""Routes that are not operations: about the server and its models, and for the administrator."""
+"""Routes other than operations: status and facts of the server, and administration."""

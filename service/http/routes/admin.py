@@ -1,7 +1,7 @@
 """POST /admin/reload: serve another checkpoint of the same folder.
 
 It needs the administrator's key (`--admin-key`), because ordinary clients must not choose the
-weights. A checkpoint is named by the name of its folder, never by a path.
+weights. A checkpoint is given by its folder's name, never by a path.
 """
 
 import hmac
@@ -31,7 +31,7 @@ class ReloadRequest(RequestBody):
     """Another checkpoint to serve."""
 
     examples: ClassVar[Examples] = {
-        "The checkpoint that the server was started to serve": {},
+        "The checkpoint given when the server was started": {},
         "A checkpoint by its name": {"checkpoint": "step-000800"},
     }
 
@@ -39,15 +39,15 @@ class ReloadRequest(RequestBody):
     checkpoint: str | None = Field(
         None,
         max_length=256,
-        description="Name of a checkpoint in the served run or folder. Absent: the one that the "
-        "server was started to serve; of a run the best so far.",
+        description="Name of a checkpoint in the served run or folder. Absent: the one given "
+        "when the server was started; for a run, its best checkpoint so far.",
     )
 
 
 class ReloadReply(ReplyBody):
     model: str
-    checkpoint: CheckpointName = Field(description="The checkpoint that answers now.")
-    swapped: bool = Field(description="False: it was served already.")
+    checkpoint: CheckpointName = Field(description="The checkpoint that is now served.")
+    swapped: bool = Field(description="False if it was already served.")
 
 
 async def admin(state: State, request: Request) -> None:
@@ -79,12 +79,12 @@ async def admin(state: State, request: Request) -> None:
 async def reload(
     body: Annotated[ReloadRequest, Depends(body_of(ReloadRequest))], models: Ready
 ) -> ReloadReply:
-    """Load a checkpoint next to the served one and switch to it without a break. Requests from
-    before the switch are answered by the old weights. Without a name it is the checkpoint that the
-    server was started to serve; of a run the best so far. A named checkpoint stays until the next
-    reload, even if a run is followed; the model's name stays. The reply comes when the switch is
-    complete; 409 gives the reason if the old checkpoint goes on. `model` chooses one of several
-    models."""
+    """Load a checkpoint next to the served one, then switch without interruption. Requests received
+    before the switch are answered by the old weights. Without a name, the checkpoint given at the
+    start is loaded; for a run, its best so far. A named checkpoint stays until the next reload,
+    even if the server follows a run. The model's name stays the same. The reply comes when the
+    switch is complete; 409 gives the reason if the old checkpoint stays. `model` chooses one of
+    several models."""
     served = models.of(body.model).model
     try:
         swapped = await served.reloader.choose(body.checkpoint)

@@ -21,14 +21,14 @@ RESPONSES = errors(400, 401, 404, 431, 503)
     "/stages",
     response_model=StagesReply,
     responses=RESPONSES,
-    summary="The names of the stages of the forward pass",
+    summary="List the stages of the forward pass",
     tags=["outputs"],
 )
 def stages(context: Chosen) -> dict[str, Any]:
-    """Every stage of the served model: its name in /activations and in interventions, its shape,
-    its meaning and its name in TransformerLens."""
+    """Each stage of the served model: its name in /activations and in interventions, its shape, its
+    meaning, and its name in TransformerLens."""
     config = context.checkpoint.shape
-    kinds = dict.fromkeys(stage.kind for stage in stages_of(config))  # in their order
+    kinds = dict.fromkeys(stage.kind for stage in stages_of(config))  # in model order
     return {
         "model": context.model.name,
         "stages": [_stage_json(kind, config) for kind in kinds],
@@ -56,8 +56,8 @@ def _stage_json(kind: StageKind, config: ModelConfig) -> dict[str, Any]:
     tags=["vocabulary"],
 )
 def tokenizer_info(context: Chosen) -> TokenizerInfo:
-    """The size, the special tokens and the pattern that cuts texts. `eos_token` is null for a
-    vocabulary without an end-of-text token."""
+    """The size, the special tokens, and the pattern that splits texts. `eos_token` is null if the
+    vocabulary has no end-of-text token."""
     checkpoint, tokenizer = context.checkpoint, context.checkpoint.tokenizer
     eos, template = tokenizer.end_of_text, checkpoint.chat_template
     return TokenizerInfo.model_validate(

@@ -1,6 +1,6 @@
-"""GET endpoints for the operators of a service: health, info, version, metrics.
+"""GET endpoints for operators: health, info, card, version and metrics.
 
-An endpoint that only reads memory runs on the event loop, so it answers even if no thread is free.
+Endpoints that only read memory run on the event loop, so they answer even if no thread is free.
 """
 
 from typing import Any
@@ -32,16 +32,16 @@ UNREADY: dict[int | str, dict[str, Any]] = {
     "/health",
     responses=UNREADY,
     response_model_exclude_unset=True,
-    summary="Ready to answer? (the same as /health/ready)",
+    summary="Check readiness (same as /health/ready)",
 )
 @router.get(
     "/health/ready",
     responses=UNREADY,
     response_model_exclude_unset=True,
-    summary="Ready to answer?",
+    summary="Check readiness",
 )
 async def ready(state: State, response: Response) -> Health:
-    """200 when requests are answered, 503 while loading, draining or failed. If one of several
+    """200 when requests are answered; 503 while loading, draining or failed. If one of several
     models could not be loaded, the reply names it, and the others answer."""
     health = _health(state)
     if health.status != "ok":
@@ -52,7 +52,7 @@ async def ready(state: State, response: Response) -> Health:
 
 @router.get("/health/live", responses=UNREADY, response_model_exclude_unset=True, summary="Alive?")
 async def live(state: State, response: Response) -> Health:
-    """200 while the process can become or stay useful; 503 when it hangs or has failed."""
+    """200 while the process works or can still become ready; 503 if it hangs or has failed."""
     health = _health(state)
     if health.status in ("stalled", "failed"):
         response.status_code = 503
@@ -74,11 +74,11 @@ def _statuses(models: Models) -> list[ModelStatus]:
 @router.get(
     "/info",
     responses=errors(401, 404, 503),
-    summary="The served model, its device and its limits",
+    summary="Describe the served model, its device and its limits",
 )
 async def info(models: Ready, model: AskedModel = None) -> Info:
     """The checkpoint, its shape and training, the device, and the limits of a request. `model`
-    names one of several models; the default is the first that was loaded."""
+    names one of several models; the default is the first one loaded."""
     context = models.of(models.all.served[0].name if model is None else model)
     served, checkpoint = context.model, context.checkpoint
     settings, computed, cost = served.settings, served.computation, served.quantization
@@ -124,11 +124,11 @@ async def info(models: Ready, model: AskedModel = None) -> Info:
 @router.get(
     "/card",
     responses=errors(401, 404, 503),
-    summary="The model card, and the curve of the training",
+    summary="Read the model card and the training curve",
 )
 def card(context: Chosen) -> CardReply:
-    """The files next to the checkpoint, read for each request because a run may be going on.
-    Without a log of the run the curve is the card's; without a card it is empty."""
+    """The files next to the checkpoint, read anew for each request because training may still be
+    running. Without a training log, the curve is the card's; without a card it is empty."""
     checkpoint = context.checkpoint
     text = read_card(checkpoint.path)
     curve = read_curve(checkpoint.path, text)
@@ -143,7 +143,7 @@ def card(context: Chosen) -> CardReply:
     )
 
 
-@router.get("/version", responses=errors(401), summary="The version of logitd")
+@router.get("/version", responses=errors(401), summary="Read the version of logitd")
 async def version() -> Version:
     return Version(version=VERSION)
 
@@ -155,5 +155,5 @@ async def version() -> Version:
     summary="Prometheus metrics",
 )
 def metrics(state: State) -> Response:
-    """Prometheus' text format."""
+    """All metrics in Prometheus' text format."""
     return Response(state.metrics.render(), media_type=CONTENT_TYPE)

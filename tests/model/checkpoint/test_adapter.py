@@ -111,9 +111,9 @@ def test_adapter_and_checkpoint_are_not_confused(base: Path, adapter: Path, tmp_
 
 
 def test_adapter_overwrites_nothing(base: Path, adapter: Path, gpt: GPT) -> None:
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         merge(base, adapter, base, save_dtype="float32")
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         save_adapter(
             adapter,
             weights=trained_weights(gpt),

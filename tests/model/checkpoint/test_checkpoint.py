@@ -210,7 +210,7 @@ def test_save_refuses_a_checkpoint_that_could_not_be_loaded(
 
 def test_checkpoint_is_never_overwritten(saved: Path) -> None:
     before = contents(saved)
-    with pytest.raises(CheckpointError, match="tiny exists"):
+    with pytest.raises(CheckpointError, match="tiny already exists"):
         save_tiny_checkpoint(saved, tiny_gpt(seed=1))
     assert contents(saved) == before
 

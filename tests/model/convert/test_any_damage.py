@@ -248,7 +248,7 @@ def test_huge_number_of_layers_is_refused_at_once(
     for path in (source, tmp_path / "ckpt.pt"):
         began = time.process_time()
         assert try_to_import(path, tmp_path, "--tokenizer", "none") == 1
-        assert f"its configuration says {layers:,} layers" in capsys.readouterr().err
+        assert f"its configuration states {layers:,} layers" in capsys.readouterr().err
         assert time.process_time() - began < 5
 
 

@@ -115,7 +115,7 @@ def test_llama2c_files_of_another_size_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConvertError, match=r"its header .* needs [\d,]+: it is damaged"):
         imported(path, tmp_path)
     path.write_bytes(raw[:4] + b"\2" + raw[5:])
-    with pytest.raises(ConvertError, match="version 2; 0 and 1 can be read"):
+    with pytest.raises(ConvertError, match="version 2; only 0 and 1 can be read"):
         imported(path, tmp_path)
 
 
@@ -128,7 +128,7 @@ def hollow_npz(path: Path) -> None:
     [
         (lambda path: path.write_bytes(gzip.compress(b"x")), "compressed with gzip: unpack it"),
         (lambda path: path.write_bytes(b"\x89HDF\r\n" + bytes(99)), "an HDF5 file"),
-        (lambda path: path.write_bytes(b"\x93NUMPY\1\0" + bytes(99)), "one array of NumPy"),
+        (lambda path: path.write_bytes(b"\x93NUMPY\1\0" + bytes(99)), "a single array of NumPy"),
         (lambda path: path.write_bytes(pickle.dumps({"w": np.ones(3)})), "a pickle of NumPy arra"),
         (hollow_npz, r"pickled objects; save plain arrays"),
         (lambda path: path.write_text('{"a": [1, [2]]}'), "JSON without weights"),

@@ -214,7 +214,7 @@ def test_export_keeps_the_dtype_or_takes_the_given_one(dtype: str, tmp_path: Pat
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     save_tiny_checkpoint(tmp_path / "ours")
     (tmp_path / "there").mkdir()
-    with pytest.raises(CheckpointError, match="there exists already"):
+    with pytest.raises(CheckpointError, match="there already exists"):
         export_model(tmp_path / "ours", tmp_path / "there", to="hf")
 
 

@@ -45,7 +45,7 @@ def test_refused_id_leaves_no_file(tmp_path: Path) -> None:
     ("damaged", "tokenizer", "message"),
     [
         (lambda raw: raw, OTHER, f"another tokenizer .*{MINE.hex()[:12]}.*{OTHER.hex()[:12]}"),
-        (lambda raw: raw[:-2], MINE, "by its header 4 ids take 72"),
+        (lambda raw: raw[:-2], MINE, "its header says that 4 ids take 72"),
         (lambda raw: b"NOTMINE!" + raw[8:], MINE, "begins with b'NOTMINE!'"),
         (lambda raw: raw[:10], MINE, "too short"),
     ],

@@ -33,10 +33,10 @@ def test_configuration_is_stored_and_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "sentence"),
     [
-        ("file", "../owner.py", "file of a model by code is '../owner.py'"),
-        ("file", "/owner.py", "file of a model by code"),
-        ("rows", "29", "rows of a model by code is '29'"),
-        ("unknown", 1, "unknown of a model by code is 1"),
+        ("file", "../owner.py", "file of a model computed by code is '../owner.py'"),
+        ("file", "/owner.py", "file of a model computed by code"),
+        ("rows", "29", "rows of a model computed by code is '29'"),
+        ("unknown", 1, "unknown of a model computed by code is 1"),
     ],
 )
 def test_wrong_configuration_is_refused(
@@ -78,7 +78,9 @@ def test_source_outside_its_folder_is_refused(tmp_path: Path) -> None:
     document = json.loads((path / "config.json").read_text())
     document["files"]["code/../owner.py"] = "0" * 64
     (path / "config.json").write_text(json.dumps(document))
-    with pytest.raises(CheckpointError, match=r"names 'code/\.\./owner\.py', which is no source"):
+    with pytest.raises(
+        CheckpointError, match=r"names 'code/\.\./owner\.py', which is not a source file"
+    ):
         read_sources(read_checkpoint(path))
 
 

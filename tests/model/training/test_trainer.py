@@ -437,7 +437,7 @@ def test_impossible_run_is_refused(
     with pytest.raises(error, match=sentence):
         train(config)
     assert config.out is not None
-    assert not config.out.exists(), "a second try is not told that the run exists already"
+    assert not config.out.exists(), "a second try is not told that the run already exists"
 
 
 def test_a_taken_name_is_refused_before_the_text_is_opened(configure: Configure) -> None:
@@ -446,7 +446,7 @@ def test_a_taken_name_is_refused_before_the_text_is_opened(configure: Configure)
     assert config.out is not None
     config.out.mkdir()
     (config.out / "run.json").touch()
-    with pytest.raises(TrainingError, match=f"{config.out} exists already"):
+    with pytest.raises(TrainingError, match=f"{config.out} already exists"):
         train(config)
 
 
@@ -460,7 +460,7 @@ def test_warning_about_the_speed_of_guards_is_not_shown(configure: Configure) ->
 def test_run_is_never_overwritten(configure: Configure, straight: Path, tmp_path: Path) -> None:
     shutil.copytree(straight, tmp_path / "run", symlinks=True)
     before = _state(tmp_path / "run")
-    with pytest.raises(TrainingError, match="exists already"):
+    with pytest.raises(TrainingError, match="already exists"):
         train(configure(steps=2))
     assert _state(tmp_path / "run") == before
 

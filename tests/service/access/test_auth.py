@@ -70,7 +70,7 @@ def unauthorized(response: httpx.Response) -> str:
 def test_protected_path_needs_a_key(locked: Serving, path: str) -> None:
     """Not even a 404 shows which paths exist."""
     for method in ("GET", "POST", "OPTIONS", "DELETE"):
-        assert "is needed here" in unauthorized(locked.client.request(method, path))
+        assert "is required" in unauthorized(locked.client.request(method, path))
         response = locked.client.request(method, path, headers=bearer(ALICE))
         assert response.status_code != 401
 
@@ -311,8 +311,8 @@ LISTED = {
     "alice": "entry 1 of the API keys is not of the form NAME=KEY",
     f"alice={ALICE},": "entry 2 of the API keys is not of the form NAME=KEY",
     f"alice={ALICE},hidden-secret": "entry 2 of the API keys is not of the form NAME=KEY",
-    "alice=": "entry 1 of the API keys has a key of 0 characters, at least 8 are needed",
-    "alice=1234567": "entry 1 of the API keys has a key of 7 characters, at least 8 are needed",
+    "alice=": "entry 1 of the API keys has a key of 0 characters; at least 8 are needed",
+    "alice=1234567": "entry 1 of the API keys has a key of 7 characters; at least 8 are needed",
     f"={ALICE}": "entry 1 of the API keys has a name that cannot be used",
     f"a b={ALICE}": "entry 1 of the API keys has a name that cannot be used",
     f"ä={ALICE}": "entry 1 of the API keys has a name that cannot be used",
@@ -383,5 +383,5 @@ def test_server_with_unusable_keys_does_not_start(
     settings: ServeSettings = serve_settings(checkpoint_path, port=0, api_keys="alice=short")
     assert serve(settings, announce=lambda served, port: None) == 1
     (line,) = logged_errors
-    assert line.startswith("cannot serve: entry 1 of the API keys has a key of 5 characters, ")
+    assert line.startswith("cannot serve: entry 1 of the API keys has a key of 5 characters; ")
     logged_errors.clear()

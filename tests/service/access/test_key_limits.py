@@ -70,7 +70,7 @@ def test_concurrent_requests_count_until_they_end() -> None:
         with pytest.raises(ZeroDivisionError), limits.request("ann"):
             raise ZeroDivisionError
         assert (error.status, error.limit) == (429, Limit.KEY_AT_ONCE)
-        assert "'ann' may have 2 requests answered at once and has 2" in error.message
+        assert "'ann' may have 2 concurrent requests and has 2" in error.message
         with limits.request("ann"):
             rejected(limits, "ann")
     with limits.request("ann"), limits.request("ann"):
@@ -199,7 +199,7 @@ def test_key_above_its_limit_gets_429_with_its_numbers(tmp_path: Path) -> None:
             next(lines)
             at_once = server.post("/generate", body, **ben)
             assert at_once.status_code == 429
-            assert "'ben' may have 1 requests answered at once" in at_once.text
+            assert "'ben' may have 1 concurrent requests" in at_once.text
         eventually(lambda: server.post("/generate", body, **ben).status_code == 200)
         found = {limit: server.sample("logitd_requests_rejected_total", limit=limit.value)
                  for limit in (Limit.KEY_PER_MINUTE, Limit.KEY_AT_ONCE)}  # fmt: skip

@@ -137,7 +137,7 @@ def test_drain_finishes_requests_and_refuses_new_ones(spelling_path: Path) -> No
 def test_drain_grace_keeps_answering(spelling_path: Path) -> None:
     with process(spelling_path, "--drain-grace", "1.5") as server, client(server.url) as http:
         server.signal(signal.SIGTERM)
-        server.wait_for("not ready any more, draining in 1.5 s")
+        server.wait_for("no longer ready, draining in 1.5 s")
         assert http.get("/health").json()["status"] == "draining"
         answered = http.post("/generate", json={"prompt": "a", "max_tokens": 3})
         assert answered.status_code == 200

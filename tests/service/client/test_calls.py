@@ -95,7 +95,7 @@ def test_texts_arrive_unchanged(prompt: Any) -> None:
 
 @pytest.mark.parametrize("call", [endpoints.generate, endpoints.stream, endpoints.lens])
 def test_stream_is_not_a_field(call: Any) -> None:
-    with pytest.raises(TypeError, match="does not stream"):
+    with pytest.raises(TypeError, match="do not stream"):
         call("a", stream=True)
 
 

@@ -61,7 +61,7 @@ def test_more_connections_than_descriptors_allow_are_refused(
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     settings = serve_settings(checkpoint_path, max_connections=200)
-    with pytest.raises(ConnectionLimitError, match=r"256 file descriptors .* 112 connections fit"):
+    with pytest.raises(ConnectionLimitError, match=r"256 file descriptors, .* 112 connections fit"):
         connection_bounds(settings)
     assert serve(settings, announce=lambda served, port: None) == 1
     assert "200 connections do not fit" in logged_errors[0]

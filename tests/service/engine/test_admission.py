@@ -89,7 +89,7 @@ def test_ended_requests_leave_nothing() -> None:
 def test_admit_takes_all_requests_or_none() -> None:
     admission = controller(1, 2)
     assert admission.admit([ROWS, GENERATION]) == [ROWS_LOAD, Load(sequences=1, tokens=3)]
-    with pytest.raises(QueueFull, match="1 sequences are waiting, the queue holds 2"):
+    with pytest.raises(QueueFull, match="1 sequence waiting, limit 2"):
         admission.admit([ROWS, ROWS])
     assert admission.sequences == 2
 
@@ -98,7 +98,7 @@ def test_tokens_of_running_requests_do_not_count() -> None:
     admission = controller(1, 10, 7)
     admission.admit([GENERATION])
     admission.admit([GENERATION])
-    with pytest.raises(QueueFull, match="6 prompt tokens are waiting, the queue holds 7"):
+    with pytest.raises(QueueFull, match="6 prompt tokens waiting, limit 7"):
         admission.admit([GENERATION])
     admission.begun_tokens = 3
     admission.admit([GENERATION])
@@ -109,7 +109,7 @@ def test_held_sequences_count_while_texts_are_encoded() -> None:
     admission = controller(1, 1)
     with admission.hold(2, "n"):
         assert admission.sequences == 2
-        with pytest.raises(QueueFull, match="1 sequences are waiting"):
+        with pytest.raises(QueueFull, match="1 sequence waiting"):
             admission.check_capacity(Load(sequences=1))
     admission.admit([replace(GENERATION, n=2)])
     with pytest.raises(QueueFull), admission.hold(1, "prompt"):
@@ -127,7 +127,7 @@ def test_held_sequences_are_released_after_an_error() -> None:
 @pytest.mark.parametrize(
     ("slots", "queue", "sequences", "message"),
     [
-        (100, 100, 9, r"9 .* 8 are allowed .*--max-sequences"),
+        (100, 100, 9, r"9 .*the limit of one request is 8.*--max-sequences"),
         (2, 3, 6, r"6 .* 2 .* 3 .*--max-queue"),
     ],
 )
@@ -151,7 +151,7 @@ def test_request_that_never_fits_is_invalid(
 def test_admission_refuses_what_costs_too_many_tokens(request_: GenerationRequest) -> None:
     tokens = sum(prices(request_, CONFIG))
     admission = controller(1, 10, most_tokens=tokens - 1)
-    with pytest.raises(InvalidRequest, match=rf"{tokens} .*{tokens - 1} .*--max-request-tokens"):
+    with pytest.raises(InvalidRequest, match=rf"{tokens} .*{tokens - 1}.*--max-request-tokens"):
         admission.admit([request_])
     assert not admission.sequences
     controller(1, 10, most_tokens=tokens).admit([request_])
@@ -202,7 +202,7 @@ def test_full_queue_admits_a_caller_below_its_share() -> None:
     """The share is half of 8 for two callers, a third for three; the total at most twice 8."""
     admission = controller(2, 8)
     admission.admit([sent_by("a", 10)])
-    with pytest.raises(QueueFull, match="8 sequences are waiting, the queue holds 8"):
+    with pytest.raises(QueueFull, match="8 sequences waiting, limit 8"):
         admission.admit([sent_by("a")])
     admission.admit([sent_by("b", 4)])
     with pytest.raises(QueueFull):
@@ -211,7 +211,7 @@ def test_full_queue_admits_a_caller_below_its_share() -> None:
         admission.admit([sent_by("c", 3)])
     admission.admit([sent_by("c", 2)])
     admission.admit([sent_by("d", 2)])
-    with pytest.raises(QueueFull, match="16 sequences are waiting, the queue holds 8"):
+    with pytest.raises(QueueFull, match="16 sequences waiting, limit 8"):
         admission.admit([sent_by("e")])
     assert admission.sequences == 2 + 2 * 8
 
@@ -234,10 +234,10 @@ def test_shares_apply_to_tokens_and_elements() -> None:
     admission = controller(1, 100, tokens=12, elements=2 * rows)
     for _ in range(4):
         admission.admit([sent_by("a")])
-    with pytest.raises(QueueFull, match="12 prompt tokens are waiting"):
+    with pytest.raises(QueueFull, match="12 prompt tokens waiting"):
         admission.admit([sent_by("a")])
     admission.admit([sent_by("b"), sent_by("b")])
-    with pytest.raises(QueueFull, match="18 prompt tokens are waiting"):
+    with pytest.raises(QueueFull, match="18 prompt tokens waiting"):
         admission.admit([sent_by("b")])
     admission = controller(1, 100, elements=2 * rows)
     admission.admit([replace(ROWS, caller="a")] * 2)

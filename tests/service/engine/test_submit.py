@@ -36,7 +36,7 @@ async def test_queue_is_bounded_by_prompt_tokens() -> None:
         engine.gate.clear()
         accepted = [owner.submit([generation("r" * 100)])]
         accepted.append(owner.submit([generation("l" * 90)]))
-        with pytest.raises(QueueFull, match=r"prompt tokens are waiting, the queue holds 60$"):
+        with pytest.raises(QueueFull, match=r"prompt tokens waiting, limit 60$"):
             owner.submit([generation("one more")])
         engine.gate.set()
         for submission in accepted:

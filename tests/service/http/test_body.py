@@ -240,7 +240,7 @@ def test_a_wrong_method(server: Serving, method: str, path: str, allowed: str) -
     response = server.client.request(method, path, json={"prompt": "a"})
     error = error_of(response, 405)
     assert response.headers["allow"] == allowed
-    assert f"does not answer {method}" in error.message
+    assert f"does not support {method}" in error.message
 
 
 # Random bytes

@@ -81,7 +81,7 @@ def test_events_are_asked_for_by_stream_and_not_by_accept(server: Serving, path:
     streams = path in ("/generate", "/sweep", "/v1/completions")
     assert ('text/event-stream with "stream": true' in error.message) == streams
     error = server.refused(path, body, Accept="application/json;q=high")
-    assert "q=high; weights are from 0 to 1" in error.message
+    assert "q=high; weights range from 0 to 1" in error.message
     if streams:  # OpenAI's clients accept JSON and ask for a stream
         response = server.post(path, {**body, "stream": True}, Accept="application/json;q=0.5")
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -121,21 +121,21 @@ def test_other_operations_generate_nothing(server: Serving, name: str) -> None:
 ALL = {"positions": "all"}
 LARGE: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("generate", {"n": 2, "max_tokens": 10, "logprobs": 4}, {"logprobs": 5},
-     "120 logprobs; 100 are allowed (64 elements each, all prompts and completions together)"),
+     "120 logprobs, but the limit is 100 (64 elements each, all prompts and completions together)"),
     ("generate", {"max_tokens": 10, "logprobs": 4}, {"n": 3}, "150 logprobs"),
     ("generate", {"prompt": "x" * 78, "max_tokens": None, "logprobs": 1}, {"logprobs": 2},
      "150 logprobs"),
     ("probs", {"prompt": ["a"] * 5, "top_k": 20}, {"top_k": 21}, "105 logprobs"),
     ("probs", {"prompt": ["a"] * 5, "token_ids": [1] * 20}, {"token_ids": [1] * 21}, "105 log"),
     ("logits", {"prompt": "a", "top_k": 100}, {"top_k": 101}, "101 logprobs"),
-    ("score", {"prompt": "x" * 50}, {"logprobs": 5}, "300 logprobs; 100 are allowed"),
+    ("score", {"prompt": "x" * 50}, {"logprobs": 5}, "300 logprobs, but the limit is 100"),
     ("lens", {**ALL, "layers": [0], "top_k": 1}, {"top_k": 2}, "118 logprobs"),
     ("attributions", {"prompt": "x" * 100}, {"prompt": ["x" * 100, "y"]},
-     "101 tokens and parts; 100 are allowed"),
+     "101 tokens and parts, but the limit is 100"),
     ("attributions", {"prompt": "x" * 74}, {"methods": ["direct"]}, "101 tokens and parts"),
     ("hidden_states", {"prompt": "x" * 50, **ALL}, {"prompt": ["x" * 50] * 2}, "12800 elements"),
     ("attention", {"prompt": "x" * 32, **ALL, "dtype": "float16"}, {"dtype": "float32"},
-     "12288 elements; 6400 are allowed"),
+     "12288 elements, but the limit is 6400"),
     ("activations", {"prompt": "x" * 128, **ALL}, {"stages": ["embedding", "blocks.0.output"]},
      "8192 elements"),
 ]  # fmt: skip
@@ -172,7 +172,7 @@ def test_readings_are_bounded_as_replies_are(small: Serving, name: str) -> None:
 
     error = small.refused(f"/{name}", reads("x" * 67))
     assert error.param == "interventions"
-    assert "6432 elements; 6400 are allowed" in error.message
+    assert "6432 elements, but the limit is 6400" in error.message
     assert small.post(f"/{name}", reads("x" * 66)).status_code == 200
 
 
@@ -240,7 +240,7 @@ def test_an_operation_is_one_file(checkpoint_path: Path) -> None:
         for fields, status, param, said in (
             ({}, 400, "token_ids", "token_ids is required"),
             ({"token_ids": [1], "promt": "a"}, 400, "promt", "did you mean 'prompt'?"),
-            ({"token_ids": [1] * 101}, 400, "token_ids", "101 ranks; 100 are allowed"),
+            ({"token_ids": [1] * 101}, 400, "token_ids", "101 ranks, but the limit is 100"),
             ({"token_ids": [1], "prompt": [999]}, 400, "prompt", "vocabulary of 257 ids"),
             ({"token_ids": [1], "model": "b"}, 404, "model", "'tiny' is"),
             ({"token_ids": [1], "timeout": 1e-9}, 504, "timeout", "passed"),

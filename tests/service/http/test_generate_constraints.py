@@ -126,10 +126,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "twice": ({"choice": ["a", "b", "a"]}, "choice", "choice lists a text twice"),
     "numbers": ({"choice": [1, 2]}, "choice", "choice"),
     "many": ({"choice": [str(i) for i in range(1025)]}, "choice", "at most 1024 items, not 1025"),
-    "long choices": ({"choice": ["a" * 2**15, "b"]}, "choice", "32769 characters together"),
+    "long choices": ({"choice": ["a" * 2**15, "b"]}, "choice", "32769 characters in total"),
     "a long regex": ({"regex": "a" * (2**15 + 1)}, "regex", "32768"),
     "a long grammar": ({"grammar": " " * (2**15 + 1)}, "grammar", "32768"),
-    "a long schema": ({"json_schema": {"title": "a" * 2**15}}, "json_schema", "32768 are allowed"),
+    "a long schema": ({"json_schema": {"title": "a" * 2**15}}, "json_schema", "the limit is 32768"),
     "too large": ({"json_schema": {"maximum": float("1e308"), "x": 1}}, "json_schema", "'x'"),
     **{
         name: (

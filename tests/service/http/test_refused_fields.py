@@ -75,7 +75,7 @@ INTERVENTIONS: list[Row] = [
     ({"stage": "blocks.9.output", "operation": "zero"}, "interventions", "'blocks.9.output'"),
     ({"stage": "embedding", "operation": "scale"}, "interventions", "'scale' needs a factor"),
     ({**ZERO, "factor": 2}, "interventions", "'zero' takes no factor"),
-    ({"stage": "embedding", "operation": "add"}, "interventions", "needs values or from"),
+    ({"stage": "embedding", "operation": "add"}, "interventions", "needs either values or from"),
     ({**SET, "values": [1.0, 2.0]}, "interventions", "shape [1, 2]; embedding takes [32]"),
     ({**SET, "values": [[1.0], [1.0, 2.0]]}, "interventions", "lists of different lengths"),
     ({**SET, "operation": "add", "values": [1e300] * 32}, "interventions", "3.4e38"),
@@ -295,9 +295,9 @@ SERVED_ALONE: dict[str, list[Row]] = {
         ({"model": "m" * 257}, "model", "256 characters"),
         ({"stream": "true"}, "stream", "valid boolean"),
         ({"stream": 1}, "stream", "valid boolean"),
-        ({"n": 65}, "n", "64 are allowed in one. Send fewer, or raise --max-sequences"),
-        ({"n": 4096}, "n", "64 are allowed"),
-        ({"prompt": ["a"] * 22, "n": 3}, "n", "64 are allowed"),
+        ({"n": 65}, "n", "the limit of one request is 64. Send fewer, or raise --max-sequences"),
+        ({"n": 4096}, "n", "the limit of one request is 64"),
+        ({"prompt": ["a"] * 22, "n": 3}, "n", "the limit of one request is 64"),
         *(({"prompt": ["a"] * count}, "prompt", "") for count in (65, 4096, 4097)),
     ],
     "logits": [
@@ -311,7 +311,7 @@ SERVED_ALONE: dict[str, list[Row]] = {
         (
             {"continuations": ["x"] * 65},
             "continuations",
-            "65 sequences (prompts times continuations); 64 are allowed",
+            "65 sequences (prompts times continuations), but the limit of one request is 64",
         )
     ],
     "lens": [({"prompt": ["x"] * 65, "tokens": ["ab"]}, "prompt", "--max-sequences")],

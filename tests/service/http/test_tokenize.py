@@ -143,7 +143,7 @@ def test_pieces_are_described_up_to_a_number_of_them(merging: Serving, form: str
     assert set(pieces(ask(5 if form == "one text" else 6, pieces=False))) == {None}
     error = error_of(ask(MAX_PIECES + 1, pieces=True))
     assert error.param == "pieces"
-    assert f"has {MAX_PIECES + 1} tokens; at most {MAX_PIECES}" in error.message
+    assert f"has {MAX_PIECES + 1} tokens, but at most {MAX_PIECES}" in error.message
 
 
 def test_a_text_of_megabytes(merging: Serving) -> None:
@@ -152,7 +152,10 @@ def test_a_text_of_megabytes(merging: Serving) -> None:
     assert reply["pieces"] is None
     assert reply["tokens"] == TOKENIZER.encode(text)
     error = merging.refused("/tokenize", {"prompt": text + "x" * (MAX_UNKNOWN - len(text) + 1)})
-    assert (error.param, "131073 characters; 131072 are" in error.message) == ("prompt", True)
+    assert (error.param, "131073 characters, but the limit is 131072" in error.message) == (
+        "prompt",
+        True,
+    )
     assert merging.json("/detokenize", {"tokens": reply["tokens"][:MAX_IDS]})["prompt"] in text
 
 
@@ -220,7 +223,7 @@ def test_ids_whose_text_is_larger_than_a_body_may_be(checkpoint_path: Path) -> N
         for tokens in ([256] * (fits + 1), [[256] * fits, [256]]):
             error = server.refused("/detokenize", {"tokens": tokens})
             assert error.param == "tokens"
-            assert f"has {(fits + 1) * name} bytes; 5000 are allowed" in error.message
+            assert f"has {(fits + 1) * name} bytes, but the limit is 5000" in error.message
             assert "--max-body-bytes" in error.message
 
 

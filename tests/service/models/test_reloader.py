@@ -174,7 +174,7 @@ def test_chosen_checkpoint_stays_while_its_run_is_followed(run: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("step-9", "'step-9' is not a checkpoint next to the served one; there are best, "),
+        ("step-9", "'step-9' is not a checkpoint next to the served one; available are best, "),
         ("../run/step-2", "is not a checkpoint next to"),
         ("best/../step-2", "is not a checkpoint next to"),
         ("", "is not a checkpoint next to"),

@@ -337,10 +337,10 @@ def test_a_field_that_cannot_be_honoured(
     ("fields", "said"),
     [
         ({"response_format": {"type": "json_schema"}},
-         "response_format.json_schema goes with the type 'json_schema', and with no other: set "
-         "both or neither"),
+         "response_format.json_schema requires the type 'json_schema', and the type requires "
+         "json_schema: set both or neither"),
         ({"response_format": {"type": "text", "schema": {}}},
-         "response_format.schema goes with the type 'json_object', and with no other"),
+         "response_format.schema requires the type 'json_object': set it, or leave schema out"),
         ({"structured_outputs": {"whitespace_pattern": "x", "regex": "a"}},
          "structured_outputs.whitespace_pattern is not supported; leave it out or send null"),
         *(

@@ -111,9 +111,9 @@ def test_field_that_changes_nothing_is_accepted(name: str, value: Any) -> None:
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
          "a part of type 'image_url'; only text parts are supported"),
         ({"role": "user", "content": ["a"]}, "a part of type 'None'"),
-        ({"role": "user", "content": [{"type": "text"}]}, "and no others"),
-        ({"role": "user", "content": [{"type": "text", "text": 5}]}, "and no others"),
-        ({"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}, "and no others"),
+        ({"role": "user", "content": [{"type": "text"}]}, "exactly the"),
+        ({"role": "user", "content": [{"type": "text", "text": 5}]}, "exactly the"),
+        ({"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}, "exactly the"),
         ({"role": "user", "content": "a", "tool_call_id": "x"}, "only the role 'tool'"),
         ({"role": "user", "content": "a", "tool_calls": [
             {"id": "x", "function": {"name": "f", "arguments": "{}"}}]}, "the role 'assistant'"),

@@ -132,7 +132,7 @@ def test_none_is_an_answer_in_words(chatter: Serving) -> None:
         ({"tool_choice": None}, "tool_choice", "the default with tools"),
         ({"tools": None}, "tool_choice", "there are no tools"),
         ({"tool_choice": named("other")}, "tool_choice", "'other', which `tools` does not"),
-        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "two functions with the name"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "two functions in tools have the name"),
         ({"stop": "a"}, "stop", "could cut short the call"),
         ({"stop_token_ids": [5]}, "stop_token_ids", "could cut short the call"),
         ({"response_format": {"type": "json_object"}}, "tools", "give one of them"),

@@ -2,8 +2,8 @@
 
 The final hidden states of this decoder are the logits, and its head is the identity. Its cache
 holds the token ids of each slot: each pass computes the whole sequence again, unless the model has
-a cache of its own. A prompt is one pass however it is divided into pieces, and a decode step one
-pass for each row, so the batch changes no bits (except with `--batch-code`).
+its own cache. A prompt is one pass however it is divided into pieces, and a decode step is one pass
+per row, so the batch changes no bits (except with `--batch-code`).
 """
 
 from collections.abc import Collection, Sequence
@@ -23,7 +23,7 @@ class TokenCache:
 
     def __init__(self, slots: int, context_length: int) -> None:
         self._ids: list[list[int]] = [[] for _ in range(slots)]
-        self.nbytes = slots * context_length * 8  # an int64 each, as they are sent
+        self.nbytes = slots * context_length * 8  # one int64 per id, as they are sent
 
     @property
     def slots(self) -> int:
@@ -56,7 +56,7 @@ class CodeDecoder:
         self._width = model.config.vocab_size
 
     def prefill(self, pieces: Sequence[PrefillInput]) -> list[Prefilled]:
-        """Rows before a piece's first needed one are left undefined."""
+        """Prefill pieces. Rows before a piece's first needed one are undefined."""
         for piece in pieces:
             self._cache.write(piece.slot, piece.start, piece.token_ids)
         if len(pieces) == 1 and pieces[0].states:

@@ -23,8 +23,7 @@ WORTH_IT = 0.9
 @dataclass(frozen=True)
 class CompressedMatrix:
     """A compressed matrix (rows, width). `stored` holds its strips, uint8 (bytes,). `strips` holds
-    the cache line at which each strip begins and that at which the last one ends, int32 (strips +
-    1,)."""
+    the first cache line of each strip and the end of the last one, int32 (strips + 1,)."""
 
     stored: Tensor
     strips: Tensor
@@ -32,7 +31,7 @@ class CompressedMatrix:
     width: int
 
     def described(self) -> Matrix:
-        """The structure that describes the matrix to the native code, without a bias."""
+        """The structure that describes the matrix, without a bias, to the native code."""
         return Matrix(
             weights=self.stored.data_ptr(),
             strips=self.strips.data_ptr(),
@@ -44,7 +43,7 @@ class CompressedMatrix:
 
 def compress_matrix(library: ctypes.CDLL, weight: Tensor, room: Tensor) -> CompressedMatrix | None:
     """Compress a bfloat16 matrix (rows, width) into the beginning of `room` (uint8, aligned to a
-    cache line). Returns None if the library has no AMX tiles, or the result would exceed
+    cache line). Returns None if the library has no AMX tiles, or if the result would exceed
     WORTH_IT."""
     library.logitd_compress.restype = c_int64
     library.logitd_compress.argtypes = (

@@ -1,6 +1,6 @@
 """NativeDecoder: computes a step of all sequences through the whole GPT in one native call.
 
-It calls native/decoder.cpp, which runs on a CPU in float32 and bfloat16, with weights optionally in
+It calls native/decoder.cpp, which runs on a CPU in float32 and bfloat16, optionally with weights in
 int8 or int4, and supports every shape of `GPTConfig` whose head_dim is a multiple of 16
 (`not_covered`). Its plain twin is `PlainDecoder`. Because the residual stream is float32 here, the
 two agree only within the tolerance of the dtype.
@@ -42,10 +42,9 @@ from logitd.model.transformer.gpt import GPT
 LANES = 16
 MAX_HEAD_DIM = 256
 PREFILL_ROWS = 256
-"""Prompt positions that are computed together, which is the size of the buffers. It changes no
-bits."""
+"""Number of prompt positions computed together: the size of the buffers. It changes no bits."""
 FAST_PRODUCTS = {"float32": "avx512f", "bfloat16": "avx512_bf16", "quantized": "avx512_vnni"}
-"""The processor feature, by dtype, with which native products of many rows are at least as fast as
+"""By dtype, the processor feature with which native products of many rows are at least as fast as
 torch's: 32 registers of 16 floats, or dot products of narrow dtypes."""
 
 
@@ -154,9 +153,9 @@ class NativeDecoder:
         if len(pieces) == 1 and not pieces[0].plain:
             return [self._prefill_recorded(pieces[0])]
         assert all(piece.plain for piece in pieces)
-        hidden = self._prefill(pieces, Record())  # (N, d_model): of all pieces
+        hidden = self._prefill(pieces, Record())  # (N, d_model), all pieces
         parts = hidden.split([len(piece.token_ids) for piece in pieces])
-        return [Prefilled(part) for part in parts]  # (T, d_model) each
+        return [Prefilled(part) for part in parts]  # each (T, d_model)
 
     def mixed(
         self, pieces: Sequence[PrefillInput], ends: Sequence[int], rows: DecodeRows
@@ -281,8 +280,8 @@ class TorchHead:
             return decode_row_groups(self._gpt)
 
     def threads_keep_bits(self, rows: int) -> bool:
-        """True if the head gives the same bits for this number of rows on one and on all of torch's
-        threads. Tested with random rows, as in `eager/contention.py`."""
+        """True if the head gives the same bits for this number of rows on one thread as on all of
+        torch's. Tested with random rows, as in `eager/contention.py`."""
         if rows not in self._keeps_bits:
             generator = torch.Generator().manual_seed(0)
             hidden = torch.randn(rows, self._gpt.config.d_model, generator=generator)

@@ -1,7 +1,7 @@
 """Describe: builds the structures that describe a GPT and its KV cache to the native code.
 
-It collects the address of every tensor, quantizes or compresses matrices, and keeps all tensors
-alive that the structures point to. The GPT's parameters are moved into an arena, so that a step
+It collects the address of every tensor, quantizes or compresses matrices, and keeps alive all
+tensors that the structures point to. The GPT's parameters are moved into an arena, so that a step
 reads memory in order.
 """
 
@@ -60,7 +60,7 @@ class Description:
         self._tiles = bool(library.logitd_has_tiles())
         self._quantized = None
         if quantize != "none":
-            # Contiguous like the weights themselves, so that a step reads memory in order.
+            # Contiguous, so that a step reads memory in order, as it does the weights.
             sizes = quantized_bytes(gpt, quantize, tiles=self._tiles)
             self._quantized = Arena(sum(map(room_for_bytes, sizes)))
         self._cells = KINDS[dtype_name(gpt.token_embedding.weight.dtype)]
@@ -206,8 +206,8 @@ class Description:
         return described, lambda original: original.copy_(quantized.dequantized())
 
     def _compress(self, weight: Tensor, described: Matrix) -> Restore | None:
-        """Compress a matrix if that pays, and change its description. Returns the function that
-        restores it; None if it stays as it is."""
+        """Compress a matrix if worthwhile, and change its description. Returns the function that
+        restores it; None if it is unchanged."""
         if self._compressed is None:
             return None
         compressed = compress_matrix(self._library, weight, self._compressed.rest())

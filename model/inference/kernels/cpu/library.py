@@ -51,11 +51,12 @@ Origin = Literal["compiled now", "compiled before", "prebuilt"]
 
 
 class KernelsUnavailable(RuntimeError):
-    """No native kernels can be built or loaded on this machine; the message says why."""
+    """Raised if no native kernels can be built or loaded on this machine; the message gives the
+    reason."""
 
 
 class TargetRefused(KernelsUnavailable):
-    """This processor cannot run the requested target."""
+    """Raised if this processor cannot run the requested target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +98,8 @@ class NativeLibrary:
 def load_library(
     log: Callable[[str], None] = lambda line: None, *, target: KernelTarget = "auto"
 ) -> NativeLibrary:
-    """Load the kernels for a target; "auto" loads the best ones for this processor. Before a build,
-    which takes a while, `log` gets a line.
+    """Load the kernels for a target; "auto" loads the best ones for this processor. `log` gets a
+    line before a build, which takes a while.
 
     Raises KernelsUnavailable; TargetRefused for a target that this processor cannot run.
     """
@@ -137,7 +138,7 @@ def _compiled(target: Target | None, log: Callable[[str], None]) -> tuple[Path, 
     path = kernel_cache() / f"kernels-{name}.so"
     if not path.exists():
         with _building_alone(path.parent):
-            if not path.exists():  # another process may have built it while this one waited
+            if not path.exists():  # another process may have built it in the meantime
                 log(f"building the native kernels for {_name(target)}, once")
                 _build(compiler, flags, path)
                 return path, "compiled now"
@@ -156,8 +157,8 @@ def _loaded(path: Path) -> ctypes.CDLL:
 
 
 def _compiler() -> tuple[str, ...]:
-    """The compiler's command: CXX, a compiler on the PATH, or the Clang of the package ziglang. The
-    results have the same bits with each of them."""
+    """The compiler's command: CXX, a compiler on the PATH, or the Clang of the package ziglang. All
+    of them produce the same bits."""
     chosen = os.environ.get("CXX")
     for name in (chosen,) if chosen else COMPILERS:
         if path := shutil.which(name):
@@ -171,14 +172,14 @@ def _compiler() -> tuple[str, ...]:
 
 
 def kernel_cache() -> Path:
-    """Folder of compiled kernels: the user's cache, else one in the temporary directory."""
+    """Folder of compiled kernels: the user's cache, or one in the temporary directory."""
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     for folder in (Path(home) / "logitd", Path(tempfile.gettempdir()) / f"logitd-{os.getuid()}"):
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError:
             continue
-        # A library is code: load it only from a folder that this user owns.
+        # A library is code, so load it only from a folder that this user owns.
         if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
             return folder
     raise KernelsUnavailable(

@@ -2,8 +2,8 @@
 
 The native decoder computes with compressed or quantized matrices and no longer reads the GPT's own.
 Only torch reads those, for recorded or changed activations and for attributions. If nothing else
-computes with the GPT, their memory is returned to the system. Before torch computes for the first
-time, they are restored to the same bits and stay in memory. Until then the parameters are empty, so
+computes with the GPT, their memory is returned to the system. They are restored to the same bits
+when torch first needs them, and then stay in memory. Until then the parameters are empty, so
 computing with them by mistake raises an error instead of returning wrong numbers.
 """
 

@@ -41,7 +41,7 @@ LEAST = -8
 """Smallest integer of int4; the largest is 7."""
 MAX_ACTIVATION = 255
 ROWS_AT_ONCE = 128
-"""Rows that are rounded in one call, so that their float32 copy stays in a processor's cache."""
+"""Rows rounded per call: few enough for their float32 copy to stay in a processor's cache."""
 
 
 @dataclass(frozen=True)

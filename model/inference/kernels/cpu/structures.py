@@ -124,4 +124,4 @@ class SampleRows:
         rows["computed"] = indices * (4 * computed_pitch) + computed
         self.how = rows["how"]
         self.token_ids = rows["token_id"]
-        self.address = rows.ctypes.data  # the views keep the memory
+        self.address = rows.ctypes.data  # the views keep the memory alive

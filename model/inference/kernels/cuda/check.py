@@ -1,4 +1,4 @@
-"""Self-check: compare a decoder with plain torch on the same device before it serves.
+"""Self-check: compares a decoder with plain torch on the same device before it serves.
 
 Both decode the same tokens after a few prompts. The check covers logits for several row counts and
 key lengths, tokens from every kind of sampling, steps launched ahead and, if requested, batch
@@ -23,19 +23,20 @@ PROMPTS = (5, 32, 77, 126)
 """Lengths of the prompts. The last one outgrows the keys of the smallest recording."""
 STEPS = 3
 POSITIONS = 160
-"""Length of a slot: the check needs little memory even if the context is long."""
+"""Length of a slot. It is short, so that the check needs little memory even if the context is
+long."""
 GREEDY, RANDOM, FILTERED = (0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (1.0, 20, 0.9, 0.01)
 """Temperature, top_k, top_p and min_p."""
 
 
 class CheckFailed(Exception):
-    """A decoder computes wrong results; the message has the numbers."""
+    """Raised if a decoder computes wrong results; the message has the numbers."""
 
 
 def find_fault(
     gpt: GPT, make: Callable[[GPT, KVCache], Decoder], *, batch_invariant: bool
 ) -> str | None:
-    """Return why decoders of `make` cannot serve this model on its device; None if they can."""
+    """Why decoders of `make` cannot serve this model on its device; None if they can."""
     weight = gpt.token_embedding.weight
     config = replace(gpt.config, context_length=min(gpt.config.context_length, POSITIONS))
     longest = config.context_length - 2 * STEPS
@@ -60,7 +61,8 @@ def find_fault(
 
 def tolerance(dtype: torch.dtype) -> float:
     """Largest root mean square error of a row's logits, in standard deviations of that row. Another
-    order of additions causes about 0.01 in bfloat16 and 1e-6 in float32, another token about 1."""
+    order of additions causes about 0.01 in bfloat16 and 1e-6 in float32; another token causes about
+    1."""
     return 2 * math.sqrt(torch.finfo(dtype).eps)
 
 

@@ -2,8 +2,8 @@
 
 A step is recorded once for a number of rows and a length of keys, both from a few sizes (buckets).
 It is replayed on tensors at fixed addresses, which one copy from pinned memory fills. Padding rows
-repeat the first row and write the same values. `forward.py` computes a step; here are its sizes,
-recordings and copies. The host waits only for the tokens of a step.
+repeat the first row and write the same values. This module handles sizes, recordings and copies;
+`forward.py` computes a step. The host waits only for the tokens of a step.
 
 The next step can be launched before the host reads the tokens: it takes them from the device. The
 host knows everything else, because a random number is a function of its position.
@@ -47,18 +47,19 @@ from logitd.model.transformer.gpt import GPT
 SHORTEST = 256
 """The smallest bucket of keys."""
 PROMPT_ROWS = 256
-"""Most positions of prompts in a recorded step."""
+"""Maximum number of prompt positions in a recorded step."""
 FEWEST_PROMPT_ROWS = 32
 LONGEST_PROMPT = 1024
-"""Positions up to which prompts are recorded steps: attention reads all keys for each position. On
-an H200, 1,000 positions of GPT-2 take 5.8 ms, in torch 5.4 ms; 256 take 0.9 and 5.1 ms."""
+"""Prompts up to this length are computed by recorded steps, in which attention reads all keys for
+each position. On an H200, 1,000 positions of GPT-2 take 5.8 ms, in torch 5.4 ms; 256 take 0.9 and
+5.1 ms."""
 
 Key = tuple[int | str, ...]
 """Key of a recording: (kind, rows, keys, several rows in a slot, sampling)."""
 NO_ROW = -1
-"""Row of a token that the host knows."""
+"""Marks a token that the host knows, instead of a row that samples it."""
 FORWARD, GREEDY, FILTERED = range(3)
-"""Sampling in a recording: none, temperature only, with filters."""
+"""Kinds of sampling in a recording: none, temperature only, with filters."""
 
 
 class Forward(Protocol):
@@ -68,8 +69,8 @@ class Forward(Protocol):
     def logits(
         self, given: Tensor, sampled: Tensor, logits: Tensor, *, keys: int, several: bool
     ) -> None:
-        """Compute `logits` (R, V), float32, with up to `keys` keys for each row. `several`: a slot
-        may have rows of several positions, in order."""
+        """Compute `logits` (R, V), float32, with up to `keys` keys per row. `several`: a slot may
+        have rows of several positions, in order."""
 
     def hidden(self, given: Tensor, sampled: Tensor, hidden: Tensor, *, keys: int) -> None:
         """Compute final hidden states (R, C) of positions of prompts."""
@@ -78,14 +79,15 @@ class Forward(Protocol):
         """Logits (R, V), float32, of final hidden states (R, C)."""
 
     def sample(self, logits: Tensor, computed: Tensor, packed: Tensor, *, filtered: bool) -> Tensor:
-        """A token of each row of `logits` (R, V), float32: int64 (R,). It is NO_TOKEN if the row of
-        `computed` (R, V) is not finite or exceeds LARGEST_LOGIT. `packed` (R, FIELDS) is the result
-        of `pack` on the device. `filtered`: apply the rows' top_k, top_p and min_p, which sorts
-        every row."""
+        """A token for each row of `logits` (R, V), float32: int64 (R,). It is NO_TOKEN if the row
+        of `computed` (R, V) is not finite or exceeds LARGEST_LOGIT. `packed` (R, FIELDS) is the
+        result of `pack` on the device. `filtered`: apply the rows' top_k, top_p and min_p, which
+        sorts every row."""
 
 
 class GraphDecoder:
-    """A GPT over its KV cache, recorded for each combination of sizes at its first use."""
+    """A GPT over its KV cache. Steps are recorded for each combination of sizes at its first
+    use."""
 
     has_threads = False
     mixed_pass = None
@@ -130,8 +132,8 @@ class GraphDecoder:
 
     @torch.inference_mode()
     def prefill(self, pieces: Sequence[PrefillInput]) -> list[Prefilled]:
-        """Positions of prompts are rows of steps. Torch computes more outputs and, unless bits must
-        not depend on the batch, long prompts."""
+        """Prefill pieces. Positions of prompts are rows of steps. Torch computes additional outputs
+        and, unless bits must not depend on the batch, long prompts."""
         plain = all(piece.plain for piece in pieces)
         ends = [piece.start + len(piece.token_ids) for piece in pieces]
         if plain and (self.batch_invariant or max(ends) <= LONGEST_PROMPT):
@@ -176,7 +178,7 @@ class GraphDecoder:
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
-        """A token of each row, as `sample_tokens` chooses it up to the rounding of sums."""
+        """A token for each row, chosen like `sample_tokens` up to the rounding of sums."""
         packed = torch.from_numpy(pack(sampling)).to(logits.device)
         sample = self._forward_of(len(packed)).sample
         return _usable(sample(logits, computed, packed, filtered=has_filters(sampling)).tolist())
@@ -198,8 +200,8 @@ class GraphDecoder:
         sampled_in: Sequence[int],
         sampling: SamplingRows | None,
     ) -> None:
-        """Start a forward and, with `sampling`, the choice of tokens. Tokens are known, or the
-        last step samples them in the rows `sampled_in`."""
+        """Start a forward pass and, with `sampling`, the choice of tokens. The tokens are known, or
+        the last step samples them in the rows `sampled_in`."""
         rows = bucket(self._row_buckets, len(slots))
         keys = bucket(self._key_buckets, max(positions) + 1)
         several, kind = len(set(slots)) < len(slots), FORWARD
@@ -232,8 +234,8 @@ class GraphDecoder:
         return [Prefilled(part) for part in parts]
 
     def _prefill_apart(self, piece: PrefillInput) -> Prefilled:
-        """More outputs of a piece. A step writes each block's keys and values again after torch, so
-        that the cache has the bits of steps."""
+        """Prefill a piece with additional outputs. A step writes each block's keys and values again
+        after torch, so that the cache has the bits of steps."""
         outputs = list[Prefilled]()
         for offset in range(0, len(piece.token_ids), BLOCK):
             ids = piece.token_ids[offset : offset + BLOCK]
@@ -261,7 +263,7 @@ class GraphDecoder:
         return self._given[: rows * (4 + FIELDS)].view(rows, 4 + FIELDS)
 
     def _run(self, key: Key, compute: Callable[[], None]) -> None:
-        """Replay the recording of a key; make it first if it is missing."""
+        """Replay the recording for a key, making it first if it is missing."""
         replay = self._recorded.get(key)
         if replay is None:
             tokens = self._tokens.clone()  # a recording runs a step several times
@@ -288,13 +290,14 @@ class GraphDecoder:
     @torch.inference_mode()
     def _compiled(self, gpt: GPT, cache: KVCache) -> Callable[[int], Forward]:
         """The Triton kernels, compiled for all sizes, so that no request waits for it."""
-        # Triton reads it when it is imported. Its own default may not be writable in a service.
+        # Triton reads this when it is imported. Its default folder may not be writable in a
+        # service.
         os.environ.setdefault("TRITON_CACHE_DIR", str(kernel_cache() / "triton"))
         from logitd.model.inference.kernels.cuda.forward import forwards
 
         make = partial(forwards, gpt, batch_invariant=self.batch_invariant)
         keys, dtype = self._key_buckets[0], gpt.token_embedding.weight.dtype
-        # Into keys and values of its own: requests may be decoding in the cache.
+        # Use separate keys and values: requests may be decoding in the cache.
         self._forward_of = make(KVCache(gpt.config, 1, device=self._logits.device, dtype=dtype))
         if self._logits.is_cuda:
             for rows in self._row_buckets:
@@ -306,7 +309,7 @@ class GraphDecoder:
 
 
 def joined(parts: Sequence[Prefilled]) -> Prefilled:
-    """The outputs of successive pieces as those of one."""
+    """Join the outputs of successive pieces."""
 
     def cat(tensors: Sequence[Tensor | None], dim: int) -> Tensor | None:
         present = [tensor for tensor in tensors if tensor is not None]

@@ -1,8 +1,8 @@
-"""Forward of a decode step on a GPU: launches `kernels.py` and `sampling_kernels.py` in order.
+"""Forward pass of a decode step on a GPU: launches `kernels.py` and `sampling_kernels.py` in order.
 
-Computes what `GPT.transform` and `GPT.logits` compute for one new token per row, from `given` and
-the cache to logits. Every shape of a `GPTConfig` is covered; value embeddings are torch operations
-between the launches. `decoder.py` records a forward.
+Computes `GPT.transform` and `GPT.logits` for one new token per row, from `given` and the cache.
+Every shape of a `GPTConfig` is covered; value embeddings are torch operations between the launches.
+`decoder.py` records a forward pass.
 
 Up to FEW_ROWS rows, a program holds some rows of a matrix and multiplies every row of the step by
 them; norms and attention's parts are computed in the same launch. More rows are multiplied in
@@ -28,26 +28,26 @@ from logitd.model.inference.sampling.sample import LARGEST_LOGIT
 from logitd.model.transformer.gpt import GPT, Block
 
 LINKED_ROWS = 64
-"""Most rows of a step whose kernels overlap."""
+"""Maximum number of rows of a step whose kernels overlap."""
 FEW_ROWS = 2
-"""Most rows of a step that are multiplied without tiles."""
+"""Maximum number of rows of a step that are multiplied without tiles."""
 PART_CELLS = 2**13
-"""Numbers of a part's keys: a program keeps them and as many of the values in its registers."""
+"""Elements of a part's keys: a program keeps them and as many of the values in its registers."""
 WRITTEN_ROWS = 16
-"""Most rows whose keys and values attention itself writes."""
+"""Maximum number of rows whose keys and values attention itself writes."""
 HELD = 2**14
-"""Numbers of a matrix that a program holds."""
+"""Elements of a matrix that a program holds."""
 TILES = ((32, 64, 64), (16, 32, 32), (0, 16, 32))
-"""Rows and columns of tiles for more than a number of rows."""
+"""Rows and columns of tiles, each for more than a number of rows."""
 DEPTH_BYTES = 256
-"""Bytes of a tile's row that are loaded at once. With three loads in flight, or two of SwiGLU's two
-matrices, a tile takes at most 96 KiB of shared memory, which any GPU of the last years has."""
+"""Bytes of a tile's row that are loaded at a time. With three loads in flight, or two of SwiGLU's
+two matrices, a tile takes at most 96 KiB of shared memory, which any GPU of the last years has."""
 NARROW = 1024
-"""Columns up to which narrower tiles make more programs."""
+"""Number of columns up to which narrower tiles are used, to make more programs."""
 SURVEYED = 4096
-"""Logits that a program reads to sample."""
+"""Logits that each program reads to sample."""
 PROGRAMS = 128
-"""Programs that use every multiprocessor of a large GPU."""
+"""Number of programs that uses every multiprocessor of a large GPU."""
 ACTIVATIONS = {
     "gelu_tanh": kernels.GELU_TANH, "gelu": kernels.GELU, "relu": kernels.RELU,
     "relu2": kernels.RELU2, "swiglu": kernels.SWIGLU,
@@ -55,8 +55,8 @@ ACTIVATIONS = {
 
 
 def forwards(gpt: GPT, cache: KVCache, *, batch_invariant: bool) -> Callable[[int], Forward]:
-    """Return the forward for a number of rows. The kernels of a small step overlap if the device
-    can do it; those of a large step would only get in the way of each other."""
+    """The forward pass for a number of rows. The kernels of a small step overlap if the device
+    supports it; those of a large step would only slow each other down."""
     device = gpt.token_embedding.weight.device
     capable = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     make = partial(StepForward, gpt, cache, batch_invariant=batch_invariant)
@@ -75,12 +75,12 @@ class Parts:
 
 
 class StepForward:
-    """The forward of steps of one model and one cache."""
+    """The forward pass of steps of one model and one cache."""
 
     def __init__(
         self, gpt: GPT, cache: KVCache, *, batch_invariant: bool, linked: bool = False
     ) -> None:
-        """`linked`: programmatic dependent launch, which needs compute capability 9.0."""
+        """`linked`: use programmatic dependent launch, which needs compute capability 9.0."""
         self._gpt, self._cache = gpt, cache
         self._invariant = batch_invariant
         self._linked = linked
@@ -227,8 +227,8 @@ class StepForward:
         residual: Tensor | None = None,
         activation: int = kernels.IDENTITY,
     ) -> None:
-        """Compute `out` = activation(x @ weight.T + bias) + residual, with the same sums of a row
-        for any tiles."""
+        """Compute `out` = activation(x @ weight.T + bias) + residual. A row's sums are the same for
+        any tiles."""
         (rows, width), width_in = out.shape, x.shape[1]
         block_m, block_n = next(tile for least, *tile in TILES if rows > least)
         if width <= NARROW:

@@ -18,7 +18,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 ROW = tl.constexpr(10)
-"""Integers of an uploaded row: token, slot, position, row of a sampled token, then sampling."""
+"""Number of integers of an uploaded row: token, slot, position, row of a sampled token, then
+sampling."""
 NO_NORM, LAYER_NORM, RMS_NORM = 0, 1, 2
 IDENTITY, GELU_TANH, GELU, RELU, RELU2, SWIGLU = range(6)
 
@@ -27,15 +28,16 @@ IDENTITY, GELU_TANH, GELU, RELU, RELU2, SWIGLU = range(6)
 def embed(
     out,  # (R, C) float32
     given,  # (R, ROW) int64: token, slot, position, row of `sampled` or -1, ...
-    sampled,  # int64: the tokens that the last step has sampled
+    sampled,  # int64: the tokens that the last step sampled
     tokens,  # (V, C)
     positions,  # (L, C) or None
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     LINKED: tl.constexpr,
 ):
-    """Embeddings of tokens at their positions. A sampled token is written into `given`: doing so
-    twice changes nothing. A row without one continues with token 0, and its results are dropped."""
+    """Embeddings of tokens at their positions. A sampled token is written into `given`; doing so
+    twice changes nothing. A row whose token could not be sampled continues with token 0, and its
+    results are dropped."""
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -56,7 +58,7 @@ def embed(
 
 @triton.jit
 def _normed(x, weight, bias, inside, eps, WIDTH: tl.constexpr, NORM: tl.constexpr):
-    """A row x (BLOCK,), 0 outside, after its norm."""
+    """Apply a norm to a row x (BLOCK,), which is 0 outside."""
     if NORM == 1:
         x = tl.where(inside, x - tl.sum(x) / WIDTH, 0.0)
     if NORM != 0:
@@ -68,7 +70,7 @@ def _normed(x, weight, bias, inside, eps, WIDTH: tl.constexpr, NORM: tl.constexp
 
 @triton.jit
 def _activated(x, value, ACTIVATION: tl.constexpr):
-    """The activation of x; with SwiGLU that of the gate x, times `value`."""
+    """The activation of x; with SwiGLU, the activation of the gate x times `value`."""
     y = x
     if ACTIVATION == 1:
         u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
@@ -106,7 +108,7 @@ def _heads(parts, scales, given, row, column, inside, H: tl.constexpr, D: tl.con
     total = tl.zeros(column.shape, tl.float32)
     out = tl.zeros(column.shape, tl.float32)
     for first in range(0, P, 4):
-        # Loaded together, so that the four wait for memory once.
+        # Load four at a time, to wait for memory only once.
         m0, t0, o0 = _part(parts, scales, head, first, column, inside, position, D, P, PART)
         m1, t1, o1 = _part(parts, scales, head, first + 1, column, inside, position, D, P, PART)
         m2, t2, o2 = _part(parts, scales, head, first + 2, column, inside, position, D, P, PART)
@@ -198,7 +200,7 @@ def matmul(
     BLOCK_K: tl.constexpr,
     LINKED: tl.constexpr,
 ):
-    """x times a matrix, in tiles."""
+    """Multiply x by a matrix, in tiles."""
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -243,7 +245,7 @@ def norm(
     BLOCK: tl.constexpr,
     LINKED: tl.constexpr,
 ):
-    """Rows after their norm."""
+    """Apply a norm to each row."""
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -273,7 +275,7 @@ def combine(
     BLOCK: tl.constexpr,
     LINKED: tl.constexpr,
 ):
-    """Outputs of attention's heads from their parts."""
+    """Combine the parts of attention into the heads' outputs."""
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < H * D

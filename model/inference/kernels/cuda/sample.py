@@ -48,8 +48,8 @@ def pack(sampling: SamplingRows) -> npt.NDArray[np.int64]:
 
 
 def filter_rows(logits: Tensor, packed: Tensor) -> Tensor:
-    """Logits (R, V), float32, with -inf for the ids that the filters of their rows drop. `packed`
-    (R, FIELDS) is the result of `pack` on the device. Greedy rows do not change."""
+    """Set the ids that their rows' filters drop to -inf in logits (R, V), float32. `packed` (R,
+    FIELDS) is the result of `pack` on the device. Greedy rows do not change."""
     floats = packed.view(torch.float64)
     kept = filtered_rows(
         logits / floats[:, _DIVISOR, None].float(),

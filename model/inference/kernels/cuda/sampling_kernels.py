@@ -29,7 +29,7 @@ def survey(
     BLOCK: tl.constexpr,
     LINKED: tl.constexpr,
 ):
-    """One block of a row's logits, for `choose`."""
+    """Summarize one block of a row's logits for `choose`."""
     row, block = tl.program_id(0), tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
     inside = column < V
@@ -40,7 +40,7 @@ def survey(
     x = tl.load(logits + row.to(tl.int64) * V + column, mask=inside, other=float("-inf"))
     most = tl.max(x)
     first = tl.min(tl.where(x == most, column, V))
-    usable = tl.min((tl.abs(raw) <= largest).to(tl.int32))  # NaN fails it too
+    usable = tl.min((tl.abs(raw) <= largest).to(tl.int32))  # false for NaN too
     at = row * B + block
     tl.store(best + at, most)
     tl.store(best_ids + at, first.to(tl.int64))
@@ -70,7 +70,8 @@ def choose(
     NO_TOKEN: tl.constexpr,
     LINKED: tl.constexpr,
 ):
-    """A row's token: the likeliest, or the first whose running sum exceeds the row's number."""
+    """A row's token: the likeliest, or the first whose running sum exceeds the row's random
+    number."""
     row = tl.program_id(0)
     block = tl.arange(0, BLOCKS)
     inside = block < B
@@ -92,7 +93,8 @@ def choose(
         running = tl.cumsum(weights)
         total = tl.sum(tl.where(block == B - 1, running, 0.0))
         wanted = uniform * total
-        # Rounded up, `wanted` may be the total: then it is the last id of any weight.
+        # Rounding up may make `wanted` equal to the total: then the token is the last id of any
+        # weight.
         reached = (running > wanted) | (running >= total)
         found = tl.min(tl.where(reached & (weights > 0), block, BLOCKS))
         found = tl.minimum(found, B - 1)

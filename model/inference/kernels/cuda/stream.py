@@ -1,4 +1,4 @@
-"""Streams: work of a device in order, without waiting on the host.
+"""Streams: run the work of a device in order, without waiting on the host.
 
 `CudaStream` records work as a CUDA graph, which starts hundreds of kernels in one call, and copies
 through pinned memory. `DirectStream` computes at once on any device, for tests without a GPU.
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 WARM_UP = 2
-"""Runs before a recording: libraries choose kernels and allocate their workspace."""
+"""Number of runs before a recording, in which libraries choose kernels and allocate their
+workspace."""
 
 IN_FLIGHT = 4
 """Copies in each direction that may be queued; the next one waits for the first."""
@@ -22,7 +23,7 @@ IN_FLIGHT = 4
 Compute = Callable[[], None]
 Integers = npt.NDArray[np.int64]
 Download = Callable[[], list[int]]
-"""Wait for integers of the device, and for no work queued after their copy."""
+"""Waits for integers of the device, but not for work queued after their copy."""
 
 
 class Stream(Protocol):
@@ -34,11 +35,11 @@ class Stream(Protocol):
         `undo` after each run, so that running both has no effect on the next run."""
 
     def upload(self, values: Integers, target: Tensor) -> None:
-        """Queue the copy of integers into a flat tensor of the device. The caller may change them
-        afterwards."""
+        """Queue the copy of integers into a flat tensor of the device. The caller may change the
+        integers afterwards."""
 
     def download(self, source: Tensor) -> Download:
-        """Queue the copy of integers of the device, (R,). The result is read before the
+        """Queue the copy of integers of the device, (R,). The result must be read before the
         IN_FLIGHT-th download after it, or never."""
 
 
@@ -52,7 +53,7 @@ class DirectStream:
         target.copy_(torch.from_numpy(values.ravel()))
 
     def download(self, source: Tensor) -> Download:
-        values: list[int] = source.tolist()  # now: the next step overwrites them
+        values: list[int] = source.tolist()  # now, because the next step overwrites them
         return lambda: values
 
 
@@ -65,7 +66,7 @@ class CudaStream:
     """
 
     def __init__(self, device: torch.device, most: int) -> None:
-        """`most`: largest number of integers of a copy."""
+        """`most`: maximum number of integers of a copy."""
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         # One stream for all recordings: libraries keep a workspace for every stream they see.
@@ -120,7 +121,7 @@ class _Pinned:
 
 
 def padded(rows: Integers, count: int) -> Integers:
-    """Rows (R, ...) and copies of the first one, `count` in all, in contiguous memory."""
+    """Pad rows (R, ...) to `count` with copies of the first one, in contiguous memory."""
     if len(rows) == count:
         return np.ascontiguousarray(rows)
     return np.ascontiguousarray(np.concatenate((rows, rows[:1].repeat(count - len(rows), axis=0))))

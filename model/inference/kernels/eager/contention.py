@@ -1,4 +1,4 @@
-"""CPU contention: run torch's operations on one thread while other processes use the cores.
+"""CPU contention: runs torch's operations on one thread while other processes use the cores.
 
 Torch's threads synchronize after every operation. If one of them has lost its core to another
 process, all others wait for it, for a time slice of the system's scheduler. Next to a process that
@@ -29,7 +29,7 @@ LOST = 0.4
 """Share of time off its core above which a thread counts as late. Without contention it is at most
 0.1."""
 LATE = 0.002
-"""Seconds off its core up to which a thread never counts as late, for interruptions by the
+"""Seconds off its core up to which a thread never counts as late, to tolerate interruptions by the
 system."""
 SHORTEST, LONGEST = 0.1, 1.6
 """Seconds of computing alone: the first time, and the longest time after doubling."""

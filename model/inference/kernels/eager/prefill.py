@@ -55,7 +55,7 @@ class TorchPrefill:
 
     @cached_property
     def _rows(self) -> int:
-        """Most positions in one matrix product."""
+        """Maximum number of positions in one matrix product."""
         return BLOCK if self._blockwise else prefill_rows(self._gpt)
 
     def _sharing_products(self, pieces: Sequence[PrefillInput]) -> Iterator[list[PrefillInput]]:

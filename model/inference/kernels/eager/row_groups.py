@@ -22,9 +22,9 @@ from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.gpt import GPT, Block
 
 MULTIPLES = (4, 8, 16, BLOCK)
-"""Multiples that are tried as the number of rows of decode steps, cheapest first."""
+"""Multiples to try as the number of rows of decode steps, cheapest first."""
 PREFILL_ROWS = 256
-"""Most prompt positions in one matrix product."""
+"""Maximum number of prompt positions in one matrix product."""
 UNBOUNDED = 1 << 20
 
 Product = Callable[[Tensor], Tensor]
@@ -54,14 +54,14 @@ def decode_row_groups(gpt: GPT) -> RowGroups:
     for multiple in MULTIPLES:
         if _constant_up_to(products, multiple, BLOCK) == BLOCK:
             return RowGroups(multiple, BLOCK)
-    # No multiple works: always use BLOCK rows, or one if the bits depend on a row's index.
+    # If no multiple works, always use BLOCK rows, or one if the bits depend on a row's index.
     fixed = all(product.bits(BLOCK) is not None for product in products)
     return RowGroups(BLOCK, BLOCK) if fixed else RowGroups(1, 1)
 
 
 def prefill_rows(gpt: GPT) -> int:
-    """Most prompt positions in one product of a model's blocks: a multiple of BLOCK up to
-    PREFILL_ROWS."""
+    """Maximum number of prompt positions in one product of a model's blocks: a multiple of BLOCK up
+    to PREFILL_ROWS."""
     if not gpt.token_embedding.weight.is_cpu:
         return UNBOUNDED
     products = [_Probed(product, row, (1, -1)) for product, row in _block_products(gpt)]
@@ -107,8 +107,8 @@ def _products(gpt: GPT) -> Iterator[tuple[Product, Tensor]]:
 
 
 def _block_products(gpt: GPT) -> Iterator[tuple[Product, Tensor]]:
-    """The matrix products of a block, with weights that cancel instead of its own. All blocks have
-    the same shapes."""
+    """The matrix products of a block, with weights that cancel out. All blocks have the same
+    shapes."""
     block = gpt.blocks[0]
     assert isinstance(block, Block)
     shapes = {

@@ -39,7 +39,7 @@ ONE_OF_FOUR = RowGroups(multiple=4, most=1)
 
 
 class TappedDecoder:
-    """Computes a GPT on a KV cache that another decoder also uses, for other sequences."""
+    """Computes sequences of a GPT on a KV cache that another decoder also uses."""
 
     def __init__(self, gpt: GPT, cache: KVCache) -> None:
         self._gpt = gpt
@@ -55,8 +55,8 @@ class TappedDecoder:
         return prefill_rows(self._gpt) if self._on_cpu else BLOCK
 
     def prefill(self, token_ids: Sequence[int], slot: int, start: int, tap: PieceTap) -> Tensor:
-        """Compute a piece of a prompt into its slot. The slot holds the positions before `start`,
-        which is a multiple of BLOCK. Returns final hidden states (T, d_model)."""
+        """Compute a piece of a prompt into its slot, which already holds the positions before
+        `start`, a multiple of BLOCK. Returns final hidden states (T, d_model)."""
         piece = PaddedPiece.of(self._gpt, self._cache, token_ids, slot, start)
         width = self._prefill_rows
         parts = []
@@ -74,8 +74,8 @@ class TappedDecoder:
         positions: Sequence[int],
         changes: Sequence[Changes],
     ) -> Tensor:
-        """Logits (B, V) after the tokens. Each row is of another sequence, to which its `changes`
-        apply."""
+        """Logits (B, V) after the tokens. Each row belongs to another sequence and has its
+        `changes` applied."""
         parts = []
         for rows in self._row_groups.parts(len(token_ids)):
             taps = RowTaps(list(zip(changes[rows], positions[rows], strict=True)))

@@ -1,9 +1,9 @@
 """Taps of inference, which record stages and apply interventions.
 
 `Changes` holds the interventions of one sequence, with their values on the model's device.
-`PieceTap` applies them to the forward of a piece of a prompt, and records stages after the changes.
-`RowTaps` applies the changes of several sequences to a decode step with a row each. A tap is used
-for one forward, `Changes` for a whole sequence.
+`PieceTap` applies them to the forward pass of a piece of a prompt, and records stages after the
+changes. `RowTaps` applies the changes of several sequences to a decode step with a row each. A tap
+is used for one forward pass, `Changes` for a whole sequence.
 
 Shapes: T positions of a piece, H heads, S keys.
 """
@@ -56,7 +56,7 @@ class _Change:
             if isinstance(index[0], Tensor) and isinstance(self._heads, Tensor):
                 index = (index[0][:, None], self._heads)
         part = value[index]  # a view if all indices are slices
-        width = part.shape[-1]  # over keys, the values may have more or fewer of them
+        width = part.shape[-1]  # over keys, `values` may have more or fewer
         factor = self._intervention.factor
         match self._intervention.operation:
             case "zero":
@@ -132,7 +132,7 @@ class Changes:
         return changed
 
     def _visible(self, layer: int | None) -> int:
-        """Number of positions that a position of a layer attends to, itself included."""
+        """Number of positions that a position of a layer attends to, including itself."""
         config = self._config
         window = (
             config.window(layer) if isinstance(config, GPTConfig) and layer is not None else None
@@ -192,7 +192,7 @@ class PieceTap:
 
 
 class RowTaps:
-    """A tap on a decode step with one row per sequence, each with its changes and its position.
+    """A tap on a decode step with one row per sequence, each with its own changes and position.
     Additional rows are padding."""
 
     def __init__(self, rows: Sequence[tuple[Changes, int]]) -> None:

@@ -108,12 +108,12 @@ FOLDS = {
     "sines, then cosines": (r"sinusoidal table \(sines, then cosines\) stored as learned",),
     "fused, head by head": ("rows of the fused query, key and value reordered from per_head",),
     "fused, keys first": ("rows of the fused query, key and value reordered from kqv",),
-    "llama, QK-norm without weights": ("norms of query and key of ones", "have eps 0.03 in the"),
-    "one wide head": ("the identity behind attention",),
+    "llama, QK-norm without weights": ("ones as norms of query and key", "have eps 0.03 in the"),
+    "one wide head": ("the identity as output projection of attention",),
     "no second matrix": ("the identity as second matrix of the feed-forward",),
     "one norm for both": ("one norm for attention and feed-forward: stored twice",),
     "gate and up together, no positions": (
-        "positions of zeros", "query rows scaled: .* by nothing", "biases of zeros.*attention_out",
+        "zeros as positions", "query rows scaled: .* by nothing", "zeros for biases.*attention_out",
     ),
 }  # fmt: skip
 
@@ -231,10 +231,12 @@ def test_impossible_folds_are_refused_with_numbers() -> None:
     how = SCHEMES["fused, head by head"].computation
     with pytest.raises(ConvertError, match="has 95 rows, but attention's output takes 32"):
         build(changed(fused, qkv=(95, 32)), how)
-    with pytest.raises(ConvertError, match="4 heads for queries and 2 for keys; equal numbers"):
+    with pytest.raises(
+        ConvertError, match="4 heads for queries and 2 for keys; only equal numbers"
+    ):
         build(changed(fused, qkv=(64, 32)), how)
     bare = SCHEMES["no second matrix"]
-    with pytest.raises(ConvertError, match="one matrix of 48 rows, and the residual stream is 32"):
+    with pytest.raises(ConvertError, match="one matrix of 48 rows, but the residual stream is 32"):
         build(changed(mapped(bare.model()), mlp_up=(48, 32)), bare.computation)
     head = mapped(SCHEMES["book"].model())
     with pytest.raises(ConvertError, match=r"the head is \[30, 32\] and the token embedding"):

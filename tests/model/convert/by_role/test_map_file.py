@@ -132,7 +132,7 @@ def test_map_file_names_meaningless_tensors(tmp_path: Path) -> None:
     [
         (('ignore = ["junk.*", "l{N}.noise"]', 'ignore = ["junk.*"]'), r"2 tensors .* l1\.noise"),
         (('ignore = ["junk.*", "l{N}.noise"]', ""), r"3 tensors without a known role"),
-        (('"l{N}.x"', '"l{N}.z"'), r"mlp_up\.weight is 'l\{N\}\.z', and no tensor has such a name"),
+        (('"l{N}.x"', '"l{N}.z"'), r"mlp_up\.weight is 'l\{N\}\.z', but no tensor has such a name"),
         (('"t"', '"tt"'), r"lacks 1 tensor of its mapping, the first is tt"),
     ],
 )
@@ -236,8 +236,8 @@ def test_flags_come_before_the_file(tmp_path: Path) -> None:
         ("[files]\ntransposed = ['up']", r"files\.transposed.* is 'up'.*mlp_up"),
         ("[tensors", "TOML"),
         ("a = " + "9" * 50_000, "TOML"),
-        (f"a = 1\nb{'.b' * 50_000} = 1", r"50,000 dots; at most 100"),
-        ("x = 1\n[a" + ".'b'" * 50_000 + "]", r"50,000 dots; at most 100"),
+        (f"a = 1\nb{'.b' * 50_000} = 1", r"50,000 dots; the limit is 100"),
+        ("x = 1\n[a" + ".'b'" * 50_000 + "]", r"50,000 dots; the limit is 100"),
     ],
 )
 def test_broken_map_file_names_its_key(text: str, sentence: str, tmp_path: Path) -> None:

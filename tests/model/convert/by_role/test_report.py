@@ -82,7 +82,7 @@ def test_identities_and_folds_are_lines() -> None:
     assert line(lines, "mlp_down", "tensors:") == "mlp_down none: the identity"
     assert line(lines, "attention_out", "tensors:") == "attention_out none: the identity"
     start = lines.index("changes of weights:")
-    assert any("identity behind attention" in text for text in lines[start:])
+    assert any("identity as output projection" in text for text in lines[start:])
     assert "changes of weights:" not in lines_of("nanoGPT")
 
 
@@ -116,7 +116,7 @@ def test_table_marks_ties_and_begins_with_the_nearest() -> None:
     )
     lines = [" ".join(text.split()) for text in table(resolution)]
     assert lines[1:] == [
-        "activation gelu against gelu_tanh 2 (not told apart), relu 2.5",
+        "activation gelu against gelu_tanh 2 (not distinguished), relu 2.5",
         "final_norm yes against no 9",
     ]
 

@@ -186,7 +186,7 @@ def test_short_text_leaves_questions_open(trained: Trained) -> None:
     tensors = mapped(trained.model)
     objective = words(trained.token_ids[:4])
     assert len(objective.windows) == 1
-    with pytest.raises(ConvertError, match=r"decides nothing|does not tell these apart"):
+    with pytest.raises(ConvertError, match=r"decides nothing|does not distinguish these"):
         resolve(tensors, findings(tensors), objective)
 
 
@@ -195,7 +195,7 @@ def test_undecided_values_are_asked(trained: Trained) -> None:
     tensors = mapped(trained.model)
     objective = words(trained.token_ids[:75])
     given = answer(findings(tensors), {"score_scale": "d_model", "norm_position": "pre"})
-    with pytest.raises(OpenQuestions, match=r"words\.txt does not tell these apart") as refusal:
+    with pytest.raises(OpenQuestions, match=r"words\.txt does not distinguish these") as refusal:
         resolve(tensors, given, objective)
     assert refusal.value.fields == ("activation",)
     assert "--activation gelu|gelu_tanh|relu|relu2" in str(refusal.value)

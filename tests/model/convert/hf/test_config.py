@@ -207,8 +207,8 @@ UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "gpt_neox": [
         ({"hidden_act": "silu"}, "hidden_act is 'silu'; known are gelu_new"),
-        ({"rotary_pct": 0.5}, "and elsewhere"),
-        ({"rope_theta": 5.0}, r"rope_theta is 5\.0; and elsewhere it is 10000\.0"),
+        ({"rotary_pct": 0.5}, "but elsewhere"),
+        ({"rope_theta": 5.0}, r"rope_theta is 5\.0; but elsewhere it is 10000\.0"),
         ({"rope_parameters": None, "rotary_pct": 0.2}, "rotary_dim is 3; channels turn in pairs"),
         ({"num_attention_heads": 3}, "hidden_size 32 is not divisible by num_attention_heads 3"),
         ({"attention_bias": False}, r"has 4 tensors that .* the first is .*dense\.bias"),
@@ -345,7 +345,7 @@ def test_path_without_a_model_is_refused(llama_folder: Path, tmp_path: Path) -> 
     with pytest.raises(ConvertError, match="already"):
         import_model(tmp_path / "ours", tmp_path / "again")
     with pytest.raises(
-        CheckpointError, match="ours exists already: choose another path, or remove it"
+        CheckpointError, match="ours already exists: choose another path, or remove it"
     ):
         import_model(llama_folder, tmp_path / "ours")
     (tmp_path / "empty").mkdir()

@@ -104,12 +104,12 @@ def change_model(**changes: Any) -> Callable[[dict[str, Any]], None]:
         (swap_merges, "is not in the order of ids"),
         (drop_merge, "would be merged from .*, which is not one of its merges"),
         (change(normalizer={"type": "Lowercase"}), "normalizer Lowercase.* --skip-normalizer"),
-        (change(pre_tokenizer=None), "cuts texts by None"),
-        (change(pre_tokenizer={"type": "Metaspace"}), "cuts texts by Metaspace"),
+        (change(pre_tokenizer=None), "splits texts by None"),
+        (change(pre_tokenizer={"type": "Metaspace"}), "splits texts by Metaspace"),
         (
             change(pre_tokenizer={"type": "Sequence", "pretokenizers": [
                 {"type": "Digits", "individual_digits": True}, {"type": "ByteLevel"}]}),
-            "cuts texts by Digits and then ByteLevel",
+            "splits texts by Digits and then ByteLevel",
         ),
         (change(pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True}), "add_prefix_space"),
         (change_model(type="Unigram"), "the model is Unigram; only byte-level BPE"),
@@ -387,7 +387,7 @@ def test_words_are_the_librarys(cut: Any, parts: list[str]) -> None:
 
 
 def test_other_ways_to_cut_words_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConvertError, match="cuts texts by Digits; for words, Whitespace, White"):
+    with pytest.raises(ConvertError, match="splits texts by Digits; for words, only Whitespace, W"):
         read(word_level(pre_tokenizers.Digits(), []), tmp_path)
     library = word_level(pre_tokenizers.Whitespace(), [])
     library.normalizer = normalizers.Lowercase()

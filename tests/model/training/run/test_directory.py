@@ -78,7 +78,7 @@ def test_rewinding_removes_unfinished_files(tmp_path: Path) -> None:
 
 def test_existing_run_is_not_overwritten_and_a_missing_one_not_resumed(tmp_path: Path) -> None:
     _run(tmp_path / "run", {}).release()
-    with pytest.raises(TrainingError, match="exists already: resume it with --resume"):
+    with pytest.raises(TrainingError, match="already exists: resume it with --resume"):
         RunDirectory.create(tmp_path / "run")
     with pytest.raises(TrainingError, match=r"has no run\.json"):
         RunDirectory.open(tmp_path / "elsewhere")

@@ -101,6 +101,6 @@ def test_file_system_without_locks_is_accepted(
 
 def test_foreign_folder_is_left_unchanged(tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("text")
-    with pytest.raises(TrainingError, match=r"exists already and has no run\.json"):
+    with pytest.raises(TrainingError, match=r"already exists and has no run\.json"):
         RunDirectory.create(tmp_path)
     assert [child.name for child in tmp_path.iterdir()] == ["letter.txt"]

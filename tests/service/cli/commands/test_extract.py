@@ -43,7 +43,7 @@ def test_summary_names_the_written_shards(
     assert parquet.read_table("out/shard-000000.parquet").column_names[-1] == "logprob"
     assert extracted(checkpoint_path, "--logprobs", "--shard-tokens", "200") == 0
     out, err = capsys.readouterr()
-    assert out.endswith("all of them had been computed before\n")
+    assert out.endswith("all of them were already computed\n")
     assert f"; {tokens} tokens in {shards} shards are finished" in err
 
 

@@ -31,7 +31,7 @@ def test_import_and_export_round_trip(tmp_path: Path, capsys: pytest.CaptureFixt
         "Imported from a model of Hugging Face llama" in (tmp_path / "ours/README.md").read_text()
     )
     assert run(["export", "ours", "back", "--to", "hf"]) == 0
-    assert capsys.readouterr() == ("back is written\n", "")
+    assert capsys.readouterr() == ("back was written\n", "")
     assert sorted(path.name for path in (tmp_path / "back").iterdir()) == [
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
         "tokenizer_config.json",
@@ -42,15 +42,15 @@ def test_import_and_export_round_trip(tmp_path: Path, capsys: pytest.CaptureFixt
     ("arguments", "sentence"),
     [
         (("import", "nowhere", "ours"), "import: nowhere does not exist"),
-        (("import", "own", "own"), "import: own exists already: choose another path, or remove it"),
+        (("import", "own", "own"), "import: own already exists: choose another path, or remove it"),
         (
             ("export", "nowhere", "x"),
             "export: nowhere does not exist; expected the directory of a checkpoint or of a run",
         ),
-        (("export", "own", "own"), "export: own exists already: choose another path, or remove it"),
+        (("export", "own", "own"), "export: own already exists: choose another path, or remove it"),
         (
             ("export", "own", "x"),
-            "export: norm_position is 'post': GPT-2 and Llama normalise before each sublayer; "
+            "export: norm_position is 'post': GPT-2 and Llama normalize before each sublayer; "
             "final_norm is False: GPT-2 and Llama end with a norm; it cannot be exported; "
             "train it again with --exportable",
         ),

@@ -54,7 +54,7 @@ def test_banner_names_the_model_and_the_addresses(process: ServedProcess) -> Non
         "decoding": "torch (head_dim is 8, not a multiple of 16 up to 256)",
         "context": "128 tokens",
         "slots": "3 sequences at once, 96.0 KiB of keys and values each",
-        "keys": "none: every client is answered",
+        "keys": "not required: every client is answered",
         "service": process.url,
         "docs": f"{process.url}/docs",
         "metrics": f"{process.url}/metrics",
