@@ -28,6 +28,8 @@ Streams begin one after the other during a warm-up, which is not counted.
 tokens/s  tokens of all streams that arrived in the counted time, per second
 TTFT      time from a request to its first token, for the requests sent in the counted time
 gap       time between two pieces of a stream that have tokens, for pieces in the counted time
+good/s    requests per second, sent in the counted time, whose TTFT is at most 1 s and 99 % of whose
+          gaps are at most 150 ms (goodput)
 
 The client runs on the same machine: `client CPU` is the number of processors that it took. It
 parses only as much of a stream as counting tokens needs (`benchmarks/raw_client.py`).
@@ -74,6 +76,8 @@ BUNDLED = ROOT / "checkpoints" / "python-small"
 MOST_AT_A_RATE = 32
 """Slots of other projects' servers if requests come at a fixed rate."""
 TIMEOUT = httpx.Timeout(600.0)
+GOOD_TTFT, GOOD_GAP = 1.0, 0.15
+"""Limits in seconds of a good request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,7 @@ class Observed:
     seconds: float = 0.0
     tokens: int = 0
     busy: float = 0.0  # processor time of this process
+    good: int = 0
     first_tokens: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -136,7 +141,9 @@ class Observed:
                 continue
             times = [arrival.at for arrival in record.arrivals]
             if begin <= record.sent < end:
-                self.first_tokens.append(times[0] - record.sent)
+                first, gap = times[0] - record.sent, Spread.of(gaps(record))
+                self.first_tokens.append(first)
+                self.good += first <= GOOD_TTFT and (gap is None or gap.p99 <= GOOD_GAP)
             inside = [begin <= at < end for at in times]
             self.tokens += sum(
                 arrival.tokens for arrival, counts in zip(record.arrivals, inside, strict=True)
@@ -156,6 +163,7 @@ class Figures:
     requests: int
     failed: int
     tokens_per_second: float
+    good_per_second: float
     first_token: Spread | None
     gap: Spread | None
     client_cpu: float
@@ -168,6 +176,7 @@ def figures_of(target: str, load: Load, observed: Observed) -> Figures:
         requests=len(observed.first_tokens),
         failed=len(observed.failures),
         tokens_per_second=observed.tokens / observed.seconds,
+        good_per_second=observed.good / observed.seconds,
         first_token=Spread.of(observed.first_tokens),
         gap=Spread.of(observed.gaps),
         client_cpu=observed.busy / observed.seconds,
@@ -314,15 +323,16 @@ async def measure(
 def table(results: Sequence[Figures]) -> str:
     """Results in Markdown."""
     lines = [
-        "| | clients | requests | failed | tokens/s | TTFT p50 ms | p99 | gap p50 ms | p99 "
-        "| p99/p50 | client CPU |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| | clients | requests | failed | tokens/s | good/s | TTFT p50 ms | p99 | gap p50 ms "
+        "| p99 | p99/p50 | client CPU |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for result in results:
         first, gap = result.first_token, result.gap
         cells = [
             result.target, result.load, str(result.requests), str(result.failed),
-            f"{result.tokens_per_second:,.1f}", *_milliseconds(first), *_milliseconds(gap),
+            f"{result.tokens_per_second:,.1f}", f"{result.good_per_second:.2f}",
+            *_milliseconds(first), *_milliseconds(gap),
             "" if gap is None else f"{gap.p99 / gap.p50:.1f}", f"{result.client_cpu:.2f}",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")

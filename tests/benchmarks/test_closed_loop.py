@@ -49,6 +49,22 @@ def test_observed_counts_the_measured_interval_alone() -> None:
     assert figures.gap.p50 == 1.25
 
 
+def test_good_requests_keep_both_limits() -> None:
+    """One gap of a hundred may be long."""
+    steady = [11.0 + 0.1 * index for index in range(202)]
+    one_long = [*steady, steady[-1] + 9.0]
+    records = [
+        stream(10.0, *steady),
+        stream(10.0, *one_long),
+        stream(9.9, *steady),  # too late
+        stream(10.0, 11.0, 11.2),
+        stream(10.0, 10.5),
+    ]
+    observed = Observed()
+    observed.add(records, 9.0, 60.0)
+    assert observed.good == 3
+
+
 def test_prompts_share_the_asked_prefix_alone() -> None:
     first, second = itertools.islice(prompts_of(QUESTION, 250, "a"), 2)
     other = next(prompts_of(QUESTION, 250, "b"))
