@@ -8,20 +8,20 @@ the same for Ray's own tools: `serve run deploy.ray_serve:app checkpoint=... slo
 configuration file of `serve deploy` with these names in `args`.
 
 A replica counts as started when its weights are loaded, and is replaced by Ray when its engine has
-failed or stalls. Requests with the same header `X-Session-Id` go to the same replica, which has
-their prefix in its cache; those without go to the less busy of two. Ray's router is given the head
-of a request and not its body, so it cannot see prefixes itself. Ray is an optional dependency (the
-extra `ray`). Does not cover rollouts, and several machines need the checkpoint under the same path
-and logitd itself.
+failed or stalls. HAProxy, which Ray starts, passes connections straight to the replicas. Requests
+with the same header `X-Session-Id` go to the same replica, which has their prefix in its cache; the
+others go to the replicas in turn. HAProxy does not read bodies, so it cannot route by prefix. Ray
+is an optional dependency (the extra `ray`). Does not cover rollouts, and several machines need the
+checkpoint under the same path and logitd itself.
 """
 
 import logging
 import os
-import random
 import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from tempfile import gettempdir
 from typing import Any
 
 import click
@@ -41,15 +41,35 @@ from logitd.service.log import configure_logging
 from logitd.service.models.state import ServiceState
 from logitd.service.settings.serve import ServeSettings
 
+HAPROXY = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",  # instead of 30
+    # Ray writes this after `balance`. If a replica goes, only its sessions move.
+    "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": "hdr(x-session-id)\n    hash-type consistent",
+    **{
+        f"RAY_SERVE_HAPROXY_{name}": f"{gettempdir()}/logitd-haproxy-{os.getpid()}/{file}"
+        for name, file in [
+            ("CONFIG_FILE_LOC", "haproxy.cfg"),
+            ("SOCKET_PATH", "admin.sock"),
+            ("SERVER_STATE_BASE", ""),
+            ("SERVER_STATE_FILE", "server-state"),
+        ]
+    },
+}
+"""Environment of Ray's processes. An existing cluster must have been started with the first four
+lines; there, only variables that are not set take effect."""
+os.environ |= {**HAPROXY, **os.environ}  # Ray reads them when it is imported
+
 try:
     from ray import serve
-    from ray.serve.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
-    from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
+    from ray.serve.config import AutoscalingConfig, HTTPOptions
 except ImportError as error:
     raise SystemExit(f"Ray Serve is not installed: {installation('ray')}") from error
 
 NAME = "logitd"
-OF_CONNECTIONS = "with Ray Serve, connections are those of Ray's proxy; leave it out"
+OF_CONNECTIONS = "HAProxy holds the connections of clients: leave it out"
 REFUSED = {
     "import_model": "replicas import nothing: run `logitd import` first",
     "max_connections": OF_CONNECTIONS,
@@ -108,23 +128,6 @@ COMMAND = SettingsCommand(
 )
 
 
-class SessionRouter(ConsistentHashRouter):  # type: ignore[misc]  # Ray's types are not looked at
-    """Route a session to its replica, or the next one if that is full; others
-    to the less busy of two. If a replica goes, only its sessions move."""
-
-    async def choose_replicas(
-        self, candidate_replicas: list[Any], pending_request: Any = None
-    ) -> list[list[Any]]:
-        """Ranks of replicas, of which Ray takes the first that has room."""
-        if pending_request is None or pending_request.metadata.session_id:
-            ranks: list[list[Any]] = await super().choose_replicas(
-                candidate_replicas, pending_request
-            )
-            return ranks
-        pending_request.routing_context.should_backoff = True
-        return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
-
-
 class Replica:
     """The application in a process of Ray's, which is started when its weights are loaded."""
 
@@ -157,7 +160,7 @@ class _StartedWhenLoaded:
         async def send_on(message: Message) -> None:
             if message["type"] == "lifespan.startup.complete":
                 await self._state.settled.wait()
-            elif message["type"] == "http.response.start":  # Ray's proxy names it once more
+            elif message["type"] == "http.response.start":  # Ray names it once more
                 message["headers"] = [
                     (name, value)
                     for name, value in message["headers"]
@@ -189,7 +192,6 @@ def application(settings: RaySettings) -> serve.Application:
         ),
         # What is above waits at the proxy; logitd's own 429 is about sequences and tokens.
         max_ongoing_requests=slots + settings.max_queue,
-        request_router_config=RequestRouterConfig(request_router_class=SessionRouter),
         ray_actor_options={
             "num_cpus": threads,
             "num_gpus": settings.gpus,

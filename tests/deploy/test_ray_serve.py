@@ -247,8 +247,8 @@ def test_sigterm_ends_all_of_it(on_ray: OnRay) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--max-connections", "5"], "connections are those of Ray's proxy"),
-        (["--drain-grace", "5"], "connections are those of Ray's proxy"),
+        (["--max-connections", "5"], "HAProxy holds the connections"),
+        (["--drain-grace", "5"], "HAProxy holds the connections"),
         (["--import-model"], "run `logitd import` first"),
         (["--port", "0"], "choose one"),
         (["--min-replicas", "2", "--max-replicas", "1"], "less than min-replicas"),
