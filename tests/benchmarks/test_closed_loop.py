@@ -29,7 +29,8 @@ def stream(sent: float, *times: float) -> StreamRecord:
 
 
 def test_observed_counts_the_measured_interval_alone() -> None:
-    """Seconds 10 to 20: a stream of the warm-up has tokens and gaps there, and no first token."""
+    """Interval from 10 to 20 s: a stream of the warm-up contributes tokens and gaps, but no first
+    token."""
     observed = Observed()
     records = [
         stream(8.0, 9.0, 10.5, 11.0),
@@ -73,7 +74,7 @@ def test_tokens_of_an_event(event: dict[str, Any], after: int) -> None:
 
 
 def test_tokens_after_refuses_another_prompt_length() -> None:
-    """A server that adds a token of its own before the prompt computes something else."""
+    """A server that adds a token before the prompt computes something else."""
     event = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 6}}
     with pytest.raises(StreamFailed, match="8 tokens"):
         tokens_after(event, 5, 8)

@@ -48,9 +48,9 @@ def small(family: str) -> GPT:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_the_stages_are_the_step(decoder: DecoderMaker, family: str) -> None:
-    """What begins and ends the watching is outside, so the sum may be above the whole. A pause of
-    the machine can be longer than a step of microseconds: so there are five attempts, and a stage
-    that is left out or counted twice is so in each."""
+    """Starting and ending the profile is not in a stage, so the sum may exceed the whole. A pause
+    of the machine can be longer than a step of microseconds, so there are five attempts; a missing
+    or doubled stage fails all five."""
     for _ in range(5):
         profiles = profile_engine(decoder, small(family), ASKED)
         if all(abs(profile.remainder_us) < 0.5 * profile.step_us for profile in profiles):
@@ -143,7 +143,7 @@ def test_a_timeline_by_a_clock_that_is_moved_by_hand(monkeypatch: pytest.MonkeyP
     times = iter([0.0, 1.0, 6.0, 8.0, 12.0, 13.0])
     monkeypatch.setattr("benchmarks.profile.time.perf_counter", lambda: next(times))
     timeline = Timeline()
-    timeline.mark("head")  # nobody watches: not even at the clock
+    timeline.mark("head")  # not profiled: the clock is not read
     timeline.begin()
     timeline.mark("scheduling")
     # After this mark asking takes 2 seconds, which are in no stage.

@@ -1,5 +1,5 @@
-"""Server: it is there while the block runs, gets no settings but its flags, and is gone afterwards,
-however the block ends."""
+"""The server runs during the block, gets only its flags as settings, and is gone after the block,
+even after an error."""
 
 import os
 import signal
@@ -29,8 +29,8 @@ def alive(pid: int) -> bool:
 def test_it_answers_while_the_block_runs_and_is_gone_after_an_error(
     checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Whoever measures has settings of another server in the environment, and in a .env file. And
-    signals are as before."""
+    """The environment and a .env file may hold settings of another server; they are ignored. Signal
+    handlers are restored."""
     monkeypatch.setenv("LOGITD_API_KEYS", "ci=0123456789abcdef")
     monkeypatch.setenv("LOGITD_HOST", "0.0.0.0")
     monkeypatch.chdir(tmp_path)
@@ -79,8 +79,8 @@ with started_server(*flags) as server:
     print(server.pid, signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, flush=True)
     time.sleep(600)
 """
-"""Measures until it is ended; its first argument is what a hangup does. It prints the server's pid
-and whether hangups are ignored."""
+"""Measures until it is ended. Its first argument says how it handles SIGHUP. It prints the server's
+pid and whether hangups are ignored."""
 
 
 def measuring(hangup: str, checkpoint: Path) -> "subprocess.Popen[str]":

@@ -1,5 +1,5 @@
-"""Streams: every token of a real server is counted, failures are seen, and the figures are those of
-the times at which tokens came."""
+"""Streams: every token of a real server is counted, failures are noticed, and figures follow from
+the arrival times."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -142,7 +142,8 @@ FAILED = StreamRecord(0.0, (Arrival(1.0, 1),), Failure("X", "y"))
 
 
 def test_the_rate_is_that_of_the_whole_batch() -> None:
-    """The last begins at 3, the first ends at 7: in between come 2 + 4 and 1 + 1 tokens."""
+    """The last stream begins at 3 and the first ends at 7: 2 + 4 and 1 + 1 tokens arrive in
+    between."""
     early = record((1, 1), (2, 1), (3, 5), (5, 2), (7, 4))
     late = record((3, 1), (4, 1), (6, 1), (8, 9))
     assert full_batch_rate([early, late]) == (2 + 4 + 1 + 1) / (7 - 3)

@@ -158,7 +158,7 @@ def test_stage_of_the_kernels_has_all_that_it_needs(tmp_path: Path) -> None:
                     (tmp_path / place).mkdir(parents=True, exist_ok=True)
                     shutil.copy(ROOT / source, tmp_path / place)
     cpu = tmp_path / "model/inference/kernels/cpu"
-    shutil.rmtree(cpu / "prebuilt", ignore_errors=True)  # somebody's own
+    shutil.rmtree(cpu / "prebuilt", ignore_errors=True)  # another user's file
     (cpu / "native/decoder.cpp").write_text('extern "C" int answer() { return 42; }\n')
     (command,) = [line for line in stage("kernels") if line.startswith("RUN python3 ")]
     subprocess.run(

@@ -1,6 +1,6 @@
-"""Ray Serve on this machine with two replicas of a real checkpoint: streams pass as they are
-written, a session stays on its replica, and if a replica is killed under load, its streams break
-off and new requests are answered. Also: refused settings."""
+"""Ray Serve on this machine with two replicas of a real checkpoint: streams are not buffered, a
+session stays on its replica, and after a replica is killed under load its streams break off and new
+requests are answered. Also: refused settings."""
 
 import json
 import os

@@ -52,7 +52,7 @@ def trained(run: Path) -> tuple[CheckpointInfo, GPT]:
 
 @pytest.fixture(scope="module")
 def client(run: Path) -> Iterator[httpx.Client]:
-    """A client of `logitd serve run`, as the trainer says, in the oracle's
+    """A client of `logitd serve run`, started as the trainer suggests, with the oracle's
     numbers."""
     with (
         ServedProcess(*SERVED, cwd=run.parent) as process,

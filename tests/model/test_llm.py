@@ -190,7 +190,7 @@ def test_stream_that_is_closed_ends_its_requests(llm: LLM) -> None:
 
 
 def test_closed_llm_refuses_to_compute(checkpoint_path: Path) -> None:
-    """Native code once got a null pointer."""
+    """Native code once received a null pointer."""
     with LLM(checkpoint_path, device="cpu", threads=1) as closed:
         stream = closed.stream(PROMPT, max_tokens=5)
         next(stream)

@@ -93,7 +93,7 @@ def test_full_queue_rejects_and_answers_what_it_accepted(server: Serving) -> Non
 def test_full_queue_rejects_before_encoding(
     server: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Encoding would take time for nothing."""
+    """Encoding would be a waste of time."""
     encoded: list[str] = []
 
     def encode(text: str, *_: Any, **__: Any) -> list[int]:

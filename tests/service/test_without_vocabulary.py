@@ -1,5 +1,5 @@
-"""A model of token ids alone, over HTTP: its numbers are those of the same weights with a
-vocabulary, and every text is refused with a way out."""
+"""A model without a vocabulary over HTTP: its numbers equal those of the same weights with one, and
+texts are refused with advice."""
 
 import io
 import json

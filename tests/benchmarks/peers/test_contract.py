@@ -1,6 +1,5 @@
-"""Every peer that the development environment has keeps the contract: the same numbers from the
-same weights, cache included, and a time for each step.
-"""
+"""Every installed peer keeps the contract: the same numbers from the same weights, cache included,
+and a time for each step."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""The same model in every format: what each of them holds is held against the plain forward, or
-against the project's own exporters."""
+"""The same model in every format, compared with the plain forward or the project's own
+exporters."""
 
 from pathlib import Path
 

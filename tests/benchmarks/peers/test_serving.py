@@ -1,4 +1,4 @@
-"""Servers side by side: what is counted, and who is left out."""
+"""Comparison of servers: what is counted, and which peers are left out."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Work: the formulas equal numbers by hand, and the sizes of real tensors."""
+"""Work: the formulas equal numbers by hand and the sizes of real tensors."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Weights files: files of safetensors come back, and invalid ones are refused as by it."""
+"""Weights files: safetensors files are read, and invalid ones refused, as by the safetensors
+package."""
 
 import errno
 import json

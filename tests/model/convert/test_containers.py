@@ -1,5 +1,5 @@
-"""Files of weights are recognised by their first bytes: NumPy's, JSON, llama2.c's, and others by
-their names. Healthy files of other programs were called truncated or damaged."""
+"""Files of weights are recognised by their first bytes (NumPy's, JSON, llama2.c's) or by their
+names. Intact files of other programs were once called truncated or damaged."""
 
 import gzip
 import json

@@ -96,7 +96,7 @@ def test_head_equal_to_the_embedding_is_stored_once(tmp_path: Path) -> None:
 
 
 def test_the_series_shape_of_neox(tmp_path: Path) -> None:
-    """LayerNorm always has a bias there, the matrices as the configuration says."""
+    """LayerNorm always has a bias there; for matrices it depends on the configuration."""
     generator = torch.Generator().manual_seed(0)
     state = {
         "lm_head.weight": torch.randn(ROWS, 32, generator=generator),

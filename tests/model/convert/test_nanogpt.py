@@ -1,4 +1,5 @@
-"""nanoGPT's checkpoints against a textbook copy of its model, and files that are none."""
+"""nanoGPT's checkpoints against a textbook copy of its model, and files that are not
+checkpoints."""
 
 import argparse
 import pickle
@@ -150,7 +151,8 @@ def test_files_that_need_code_or_lack_parts(
 def test_an_object_among_the_settings_is_read_as_its_attributes(
     settings: object, tmp_path: Path
 ) -> None:
-    """Many training scripts save their arguments as they are; none of their code is needed."""
+    """Many training scripts save their argparse namespace. It is read without running their
+    code."""
     save(tmp_path / "ckpt.pt", small(len(STOI)), config=settings, stoi=STOI)
     info = import_model(tmp_path / "ckpt.pt", tmp_path / "ours")
     assert info.training.data["format"] == "nanoGPT"
@@ -174,7 +176,7 @@ def test_a_wrong_shape_and_a_tensor_too_many(tmp_path: Path) -> None:
         save(tmp_path / "ckpt.pt", model, changes=change)
         with pytest.raises(ConvertError, match=sentence):
             import_model(tmp_path / "ckpt.pt", tmp_path / "ours")
-    # The causal mask of old versions is not a weight; a head of its own is kept.
+    # The causal mask of old versions is not a weight; an untied head is kept.
     changed = {"transformer.h.0.attn.bias": torch.ones(1), "lm_head.weight": torch.zeros(64, 32)}
     save(tmp_path / "ckpt.pt", model, changes=changed)
     save_meta(tmp_path / "meta.pkl")
@@ -220,7 +222,7 @@ def test_broken_meta_file_is_refused(
 
 
 def test_a_vocabulary_in_the_file_goes_into_the_checkpoint_with_its_ids(tmp_path: Path) -> None:
-    """Special tokens first, and rows of padding: every id is the source's."""
+    """Special tokens come first, and there are padding rows: every id is the source's."""
     texts = ["<pad>", *CHARACTERS, "<eos>"]
     model = small(64)
     save(tmp_path / "ckpt.pt", model, itos=texts, stoi={t: i for i, t in enumerate(texts)})

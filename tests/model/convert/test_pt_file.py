@@ -1,5 +1,5 @@
-"""Files of torch.save, of every age and in every state: what is read, what is refused, and that no
-code of theirs runs."""
+"""Files of torch.save, old and new, intact and damaged: which are read, which are refused, and that
+none of their code runs."""
 
 import argparse
 import collections
@@ -44,7 +44,7 @@ class SlottedConfig:
 
 
 class Box(dict[str, Any]):
-    """A dictionary of a class of its own, as in configuration libraries."""
+    """A dictionary subclass, as in configuration libraries."""
 
 
 class OwnModule(nn.Module):
@@ -54,7 +54,7 @@ class OwnModule(nn.Module):
 
 
 class Exploding:
-    """A hostile object: to build it is to call what it says."""
+    """A hostile object: unpickling it calls a function."""
 
     def __init__(self, *call: Any) -> None:
         self.call = call
@@ -264,7 +264,7 @@ DAMAGED: dict[str, tuple[bool, Callable[[bytes], bytes], str]] = {
     "nothing": (False, lambda raw: b"", r"\(0 bytes\) is not a file of torch\.save"),
     "junk": (False, lambda raw: b"\x00\xffjunk" * 99, r"is not a file of torch\.save"),
     "a web page": (False, lambda raw: b"<!DOCTYPE html><html>" * 9, r"begins with b'<!DO'"),
-    # Once llama.cpp's files were reported as damaged files of torch.save.
+    # llama.cpp's files were once reported as damaged files of torch.save.
     "a GGUF file": (
         False, lambda raw: b"GGUF\x03\0\0\0" + raw, r"can be exported but not imported: import"
     ),

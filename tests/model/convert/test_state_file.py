@@ -1,5 +1,5 @@
-"""Files of weights of trainings: the state dict in any wrapping, settings, and the choice of a file
-in a folder."""
+"""Files with weights of a training: the state dict in any wrapping, settings, and the choice of a
+file in a folder."""
 
 import json
 from collections.abc import Mapping

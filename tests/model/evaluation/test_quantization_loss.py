@@ -1,4 +1,4 @@
-"""The loss of quantization: the arithmetic of an evaluation, and a planted loss."""
+"""The loss through quantization: the arithmetic of an evaluation, and a known loss."""
 
 import ctypes
 from pathlib import Path

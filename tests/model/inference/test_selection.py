@@ -1,4 +1,4 @@
-"""Indices choose existing things, and errors say which exist."""
+"""Indices select existing things, and errors state which exist."""
 
 import pytest
 

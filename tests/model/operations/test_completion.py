@@ -132,7 +132,12 @@ def test_stop_string_can_be_completed_by_the_end_of_the_bytes() -> None:
         (2, ["ab"], "abc", "ab"),
         (2, ["aba", "ba"], "", "aba"),
         (3, ["abx", "ab"], "abc", "ab"),
-        (4, ["abcx", "bc"], "abcab", None),  # a longer one holds back what did not count
+        (
+            4,
+            ["abcx", "bc"],
+            "abcab",
+            None,
+        ),  # a longer string keeps back text although it did not match
         (6, ["c", "\ufffd"], "abcab", None),
     ],
 )

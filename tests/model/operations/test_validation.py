@@ -1,4 +1,4 @@
-"""Validation: a sentence for each wrong field, the same in process and over HTTP."""
+"""Validation: a message for each wrong field, the same in process and over HTTP."""
 
 import json
 import time

@@ -116,7 +116,7 @@ class Recurrent(nn.Module):
 
 
 def test_values_from_files_that_are_not_kept_are_recorded(tmp_path: Path) -> None:
-    """The import ran where the text was, and the served class had no default any more."""
+    """The import ran in the folder of the text; the served class then had no default."""
     text = "ab, cd"
     (tmp_path / "input.txt").write_text(text)
     (tmp_path / "owner.py").write_text(CHARACTERS)

@@ -1,4 +1,4 @@
-"""The arena: every weight once, in order, with zeros in between."""
+"""The arena holds every weight once, in order, with zeros in between."""
 
 import re
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Files of the playground: nothing is missing, and every text is legible. `tests/e2e/
-test_playground.py` tests the page in a browser."""
+"""Files of the playground: none is missing, and every text is legible.
+`tests/e2e/test_playground.py` tests the page in a browser."""
 
 import re
 from pathlib import Path

@@ -272,7 +272,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_imports_of_commands_collect_no_garbage(tmp_path: Path) -> None:
-    """Nor do later collections search its modules."""
+    """Later collections do not search its modules either."""
     done = python(
         "import gc, sys\n"
         "from logitd.service.cli.main import run\n"

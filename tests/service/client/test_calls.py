@@ -1,4 +1,4 @@
-"""Calls: the body of the request, and that any answer is read or refused."""
+"""Calls: the body of the request; any answer is either read or refused."""
 
 import json
 from contextlib import suppress

@@ -81,7 +81,7 @@ async def test_session_open_after_the_timeout_is_refused() -> None:
 
 
 async def test_reload_timeout_ends_running_requests() -> None:
-    """No request is submitted to weights that the engine is about to forget, which once ended the
+    """No request is submitted to weights that are about to be dropped, which once ended the
     engine."""
 
     gated = engine()

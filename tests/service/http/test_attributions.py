@@ -1,4 +1,4 @@
-"""POST /attributions: the model's values, next to other requests, and an end at any moment."""
+"""POST /attributions: the model's values, next to other requests; it can end at any moment."""
 
 import re
 import threading

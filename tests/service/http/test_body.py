@@ -1,5 +1,5 @@
-"""Broken bodies, wrong paths and methods: each is refused with a short sentence, and the service
-goes on."""
+"""Broken bodies, wrong paths and methods: each is refused with a short message, and the service
+continues."""
 
 import json
 from collections.abc import Iterator
@@ -93,7 +93,7 @@ value) and of lists, objects and keys."""
 def test_a_body_that_is_all_structure_is_counted_and_not_parsed(
     server: Serving, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """4 MB of lists once blocked the event loop, and so every stream, for a second."""
+    """4 MB of nested lists once blocked the event loop, and with it every stream, for a second."""
 
     def parsed(*_: Any, **__: Any) -> Any:
         raise AssertionError("this body was to be refused before it is parsed")

@@ -180,7 +180,7 @@ def test_readings_are_bounded_as_replies_are(small: Serving, name: str) -> None:
 
 
 class RankRequest(PromptBody):
-    """The ranks of given tokens among all next ones."""
+    """Ranks of given tokens among all candidates for the next one."""
 
     examples: ClassVar[Examples] = {"One token": {"prompt": "a", "token_ids": [1]}}
 

@@ -212,7 +212,7 @@ def test_beginning_of_a_stop_string_is_sent_at_the_end(speller: Serving, streame
 
 
 def test_text_that_may_begin_a_stop_string_is_held_back(speller: Serving) -> None:
-    """Its tokens are sent at once, its text when it cannot begin a stop string any more."""
+    """Its tokens are sent at once; its text is sent when it can no longer begin a stop string."""
     chunks = stream(speller, "a", stop="defgX", max_tokens=9)
     seen_ids: list[int] = []
     seen_text = ""
@@ -247,7 +247,7 @@ def test_echo_puts_the_prompt_in_front_of_every_text(speller: Serving) -> None:
 
 
 def prompt_logprobs(gpt: GPT, prompt: str) -> list[float | None]:
-    """Logprobs of the bytes of a prompt by the plain forward; nothing predicts the first."""
+    """Logprobs of the bytes of a prompt by the plain forward; the first has none."""
     ids = list(prompt.encode())
     rows = gpt(torch.tensor([ids])).logits[0].double().log_softmax(dim=-1)
     return [None, *(rows[i, ids[i + 1]].item() for i in range(len(ids) - 1))]

@@ -1,5 +1,5 @@
-"""Replies of arrays: the same numbers in every form and dtype, written in pieces, within a bound
-that holds for all replies together."""
+"""Replies of arrays: the same numbers in every form and dtype, written in pieces, within a limit
+shared by all replies."""
 
 import io
 from typing import Any
@@ -168,7 +168,7 @@ def test_a_client_that_leaves_gives_up_the_prompts_that_have_not_begun(speller: 
 @pytest.mark.parametrize("path", ["/hidden_states", "/attention"])
 def test_a_client_that_leaves_gives_everything_back(speller: Serving, path: str) -> None:
     for letter in b"vwxyz":
-        # A prompt of its own each time: one that is cached would be over before it is seen.
+        # A new prompt each time: a cached one would end before the test sees it.
         body = {"prompt": [letter] * 8000, "positions": {"from": 7900}}
         with speller.connect() as raw:
             raw.sendall(request_bytes(path, body))

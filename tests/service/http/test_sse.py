@@ -22,7 +22,7 @@ NEVER = 60.0
 
 
 class Connection:
-    """The client's side of ASGI: the messages sent to it, and its disconnection."""
+    """The client's side of ASGI: the received messages, and its disconnection."""
 
     def __init__(self, accept: Callable[[int], Awaitable[None]] | None = None) -> None:
         self.sent: list[Message] = []
@@ -231,7 +231,8 @@ async def test_our_own_bug_ends_the_request_and_is_not_hidden() -> None:
 
 @given(TEXT | st.text("\u0085\u2028\u2029\x0b\x0c\x1c\x1d\x1e\r\na"))
 def test_an_event_is_one_line_for_any_reader_of_lines(text: str) -> None:
-    """httpx breaks lines as Python does, at Unicode's marks too: that once cut an event in half."""
+    """httpx splits lines like Python, at Unicode's separators too, which once cut an event in
+    half."""
     lines = event({"text": text}).decode().splitlines()
     assert len(lines) == 2
     assert json.loads(lines[0].removeprefix("data: ")) == {"text": text}

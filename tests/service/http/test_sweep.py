@@ -108,8 +108,8 @@ def test_a_reader_that_goes_ends_its_sweep(server: Serving) -> None:
 
 @pytest.mark.parametrize("stream", [{}, {"stream": True}])
 def test_sweep_refuses_what_its_cells_cost(checkpoint_path: Path, stream: dict[str, bool]) -> None:
-    """1,200 cells (3 layers x 4 heads x 100 positions) of 100 tokens each, twice as slow as plain
-    ones."""
+    """1,200 cells (3 layers x 4 heads x 100 positions) of 100 tokens each, at half the speed of
+    plain ones."""
     prompt = list(range(100))
     axes = {"vary": {**ABLATE, "positions": "all"}, "over": ["layers", "heads", "positions"]}
     with serving(checkpoint_path, max_request_tokens=200_000) as small:

@@ -34,7 +34,7 @@ from tests.service.serving import (
 
 MERGES = (
     *(b"th", b"the", b" t", b" th", b" the"),
-    # Parts of characters, and what begins in one and ends in another.
+    # Parts of characters, and tokens that begin in one character and end in another.
     *(b"\xe2\x82", b"\xf0\x9f", b"\xf0\x9f\x98", b"t\xc3", b"\xa9 "),
 )
 TOKENIZER = Tokenizer(
@@ -52,7 +52,7 @@ TEXT = st.lists(
 
 @pytest.fixture(scope="module")
 def merging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """A service with a vocabulary whose tokens cut characters in two."""
+    """A service whose vocabulary has tokens that split characters."""
     gpt = tiny_gpt(tiny_config(vocab_size=TOKENIZER.vocab_size))
     path = tmp_path_factory.mktemp("checkpoints") / "merging"
     save_tiny_checkpoint(path, gpt=gpt, tokenizer=TOKENIZER)

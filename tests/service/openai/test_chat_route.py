@@ -45,7 +45,7 @@ def refusal(server: Serving, **fields: Any) -> ErrorDetail:
 
 
 def joined(chunks: Sequence[Any], index: int = 0) -> dict[str, Any]:
-    """A choice put together from the chunks of a stream: the role first, the reason last."""
+    """A choice assembled from the chunks of a stream: the role first, the reason last."""
     parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
     first, *middle, last = parts
     assert first["delta"] == {"role": "assistant", "content": "", "refusal": None}
@@ -68,7 +68,7 @@ def joined(chunks: Sequence[Any], index: int = 0) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def parrot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """The spelling model behind a template that ends with the last letter of the last message."""
+    """The spelling model with a template that ends with the last letter of the last message."""
     path = save_tiny_checkpoint(
         tmp_path_factory.mktemp("checkpoints") / "parrot",
         gpt=spelling_gpt(),
@@ -81,7 +81,7 @@ def parrot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 @pytest.fixture(scope="module")
 def turns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """The tiny model behind a template that writes the author of a message after its text."""
+    """The tiny model with a template that writes a message's author after its text."""
     path = save_tiny_checkpoint(
         tmp_path_factory.mktemp("checkpoints") / "turns",
         chat_template="{% for m in messages %}{{ m.content }} [] {{ m.role }};{% endfor %}"

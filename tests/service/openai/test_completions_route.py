@@ -152,7 +152,7 @@ def test_stop_strings_cut_text_and_lists(speller: Serving, stop: Any, streamed: 
 
 
 def prompt_logprobs(gpt: GPT, ids: Sequence[int]) -> list[float | None]:
-    """Logprobs of the tokens of a prompt by the plain forward; nothing predicts the first."""
+    """Logprobs of the tokens of a prompt by the plain forward; the first has none."""
     rows = gpt(torch.tensor([ids])).logits[0].double().log_softmax(dim=-1)
     return [None, *(rows[i, ids[i + 1]].item() for i in range(len(ids) - 1))]
 

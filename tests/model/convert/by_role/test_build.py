@@ -1,7 +1,6 @@
-"""Logits of built GPTs against the textbooks that the weights are from, with every fold of
-`model/convert/by_role/build.py`: in float32 for all, in float64 for all but rotary
-positions, whose tables this project has in float32.
-"""
+"""Logits of built GPTs against the textbook models of the same weights, with every fold of
+`model/convert/by_role/build.py`. In float64, except rotary positions, whose tables are float32 in
+this project; in float32 for all."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Map files: drafts that are completed and given back; what is wrong is said by its key."""
+"""Map files: drafts are completed and read again; errors name the key."""
 
 import re
 from pathlib import Path
@@ -97,7 +97,7 @@ transposed = ["mlp_up", "mlp_down"]
 
 
 def strange_tensors() -> dict[str, torch.Tensor]:
-    """Names that say nothing: two layers counted from 1, heads with tensors of their own."""
+    """Names without meaning: two layers counted from 1, with separate tensors per head."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:

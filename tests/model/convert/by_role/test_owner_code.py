@@ -1,6 +1,6 @@
-"""The owner's own code decides what names do not say, run in a process of its own.
+"""The owner's own code, run in its own process, decides what names leave open.
 
-What is computed there is tested in `test_owner_process.py`.
+That process is tested in `test_owner_process.py`.
 """
 
 import re
@@ -55,7 +55,8 @@ def test_an_expression_may_hold_colons(tmp_path: Path) -> None:
 
 
 def test_the_owners_code_settles_everything(write: Write) -> None:
-    """The lecture's script next to its model: no question is asked, no loop is run."""
+    """The lecture's script is next to its model: no question is asked, and its training loop does
+    not run."""
     scheme = SCHEMES["book"]
     model = scheme.model(seed=2)
     code = write(SCRIPT)

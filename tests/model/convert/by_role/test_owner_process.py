@@ -94,7 +94,7 @@ def test_an_expression_makes_the_model(expression: str, write: Write, book: nn.M
 
 
 def test_code_supplies_a_missing_number_of_heads(write: Write, book: nn.Module) -> None:
-    """The default of its class, or of the script: nobody said another."""
+    """The default of its class or of the script, because nothing else states the number."""
     ids, logits = logits_here(write(BY_NAMES), book, {})
     assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
 
@@ -183,7 +183,7 @@ def test_a_forward_that_wants_targets_is_given_some(write: Write, book: nn.Modul
 
 
 def test_a_state_dict_of_a_part_is_loaded_into_that_part(write: Write, book: nn.Module) -> None:
-    """The file has the names of what is inside a wrapper."""
+    """The file has the names of the module inside a wrapper."""
     code = DICTIONARY + (
         "\n\nclass Wrapped(nn.Module):\n"
         "    def __init__(self, cfg):\n        super().__init__()\n        self.gpt = GPT(cfg)\n"

@@ -1,5 +1,5 @@
-"""Roles of tensors by their names and shapes, for the schemes of `textbook/` and for names
-that are put together from what people call the parts."""
+"""Roles of tensors by name and shape, for the schemes of `textbook/` and for names composed of
+usual words for the parts."""
 
 import re
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
-"""Answers to questions that names leave open: the owner's logits, a text, and flags. The text is
-one that the model was trained for here (`conftest.py`)."""
+"""Answers to questions that names leave open, from the owner's logits, a text, or flags. The model
+in `conftest.py` is trained on that text."""
 
 import math
 import re
@@ -72,7 +72,7 @@ def test_logits_pick_what_the_source_computes(name: str, said: Mapping[str, Any]
         for field in FIELDS
         if getattr(resolution.computation, field) != getattr(right, field)
     }
-    unlike.pop("context_length", None)  # llama's files do not say it
+    unlike.pop("context_length", None)  # llama's files do not store it
     for eps in ("norm_eps", "qk_norm_eps"):
         ours, theirs = unlike.pop(eps, (0.0, 0.0))
         assert abs(ours - theirs) < 1e-5  # as far as logits tell
@@ -182,7 +182,8 @@ def test_a_text_that_is_not_the_models_is_refused(trained: Trained) -> None:
 
 
 def test_short_text_leaves_questions_open(trained: Trained) -> None:
-    """On three tokens of it, score scale and activation stay open: one window has no error bar."""
+    """With three tokens of it, score scale and activation stay open: one window has no error
+    bar."""
     tensors = mapped(trained.model)
     objective = words(trained.token_ids[:4])
     assert len(objective.windows) == 1
@@ -191,7 +192,7 @@ def test_short_text_leaves_questions_open(trained: Trained) -> None:
 
 
 def test_undecided_values_are_asked(trained: Trained) -> None:
-    """Three windows: the scale shows, the activation does not."""
+    """Three windows settle the scale but not the activation."""
     tensors = mapped(trained.model)
     objective = words(trained.token_ids[:75])
     given = answer(findings(tensors), {"score_scale": "d_model", "norm_position": "pre"})
@@ -310,7 +311,7 @@ def test_a_text_that_is_too_short_is_refused() -> None:
 
 
 def test_a_model_that_a_text_settles_is_read_whole(trained: Trained) -> None:
-    """Step, loss and dropout of the file, and what was verified, go along."""
+    """Step, loss and dropout of the file are kept, and so is the list of verified facts."""
     settings = {"iter": 200, "val_loss": 1.25, "dropout": 0.2}
     recognised = recognise_file(state_file(trained.model, settings=settings), RoleOptions())
     assert recognised.rows == 9

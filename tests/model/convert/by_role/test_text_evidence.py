@@ -137,7 +137,7 @@ def test_a_won_value_is_not_called_a_convention(trained: Trained) -> None:
 
 
 def test_lines_are_samples_after_their_start(trained: Trained) -> None:
-    """A model of names predicts each line after id 0, and knows nothing of the line before."""
+    """A model of names predicts each line after id 0, without the line before."""
     ids = torch.tensor(trained.token_ids[: 7 * FEWEST_LINES]).view(-1, 7)
     lines = [row[: 3 + index % 4].tolist() for index, row in enumerate(ids)]
     text = CheckText("names.txt", [], lines, (8, 0, 8))

@@ -31,7 +31,7 @@ BLOCK: Mapping[str, tuple[int, ...]] = {
 
 
 def test_blocks_without_a_word_for_attention() -> None:
-    """A list of pairs: the list with the projections is attention's."""
+    """A list of pairs: the list that has the projections is attention."""
     names = {
         "1.net.0.weight": (WIDTH,),
         "1.net.0.bias": (WIDTH,),

@@ -59,7 +59,8 @@ def test_logits_and_ids_are_theirs(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "opt", "llama-tied-biased"])
 @pytest.mark.parametrize("shards", [1, 2])
 def test_weights_in_pickles_are_the_same(family: str, shards: int, tmp_path: Path) -> None:
-    """In one file with the buffers of old ones, or in several; a tied head is stored twice."""
+    """In one file that includes old versions' buffers, or in several; a tied head is stored
+    twice."""
     model, _ = save_theirs(tmp_path / "theirs", family)
     folder = copy(tmp_path / "theirs", tmp_path / "pickled")
     (folder / "model.safetensors").unlink()
@@ -79,7 +80,7 @@ def test_weights_in_pickles_are_the_same(family: str, shards: int, tmp_path: Pat
         index = folder / "pytorch_model.bin.index.json"
         index.write_text(json.dumps({"weight_map": homes}), encoding="utf-8")
     import_model(tmp_path / "theirs", tmp_path / "a")
-    named = folder / "pytorch_model.bin"  # stands for the folder that it is in
+    named = folder / "pytorch_model.bin"  # means the folder that it is in
     import_model(named if shards == 1 else folder, tmp_path / "b")
     assert loaded(tmp_path / "a")[0].weights_sha256 == loaded(tmp_path / "b")[0].weights_sha256
 

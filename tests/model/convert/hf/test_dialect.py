@@ -1,4 +1,4 @@
-"""Split patterns for the other engine: the same pieces of any text."""
+"""Split patterns in the dialect of the other regex engine: the same pieces of any text."""
 
 import pytest
 import regex

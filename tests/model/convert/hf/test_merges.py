@@ -18,7 +18,7 @@ BYTES = {bytes([byte]): byte for byte in range(256)}
 
 @given(st.lists(st.text("abc", min_size=2, max_size=5), unique=True, max_size=25), st.text("abc"))
 def test_any_ranks_have_merges_that_encode_alike(tokens: list[str], piece: str) -> None:
-    """Even of tokens that nobody learned, in any order. What no merge forms is looked up whole."""
+    """Even for untrained tokens in any order. Tokens that no merge forms are looked up whole."""
     ranks = BYTES | {token.encode(): 256 + rank for rank, token in enumerate(tokens)}
     tokenizer = Tokenizer(ranks=ranks, pattern=r"[\s\S]+", special_tokens={})
     merges, alone = merges_of(ranks)

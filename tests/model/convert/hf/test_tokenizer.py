@@ -1,4 +1,4 @@
-"""`tokenizer.json`: the ids of the `tokenizers` library, or a reason why not."""
+"""`tokenizer.json`: the ids of the `tokenizers` library, or a reason for refusing it."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Home-made byte pair encodings against the encoders of the lectures that they come from."""
+"""Home-made byte pair encodings against the encoders of the lectures that they are based on."""
 
 import base64
 import json
@@ -52,7 +52,7 @@ def learned(pieces: list[str], count: int, *, first: int = 256) -> Merges:
 
 
 def encoded(text: str, merges: Merges, pattern: str | None = None) -> list[int]:
-    """The lecture's encoder: the earliest merge that occurs, until none does."""
+    """The lecture's encoder: apply the earliest merge that occurs until none does."""
     out = []
     for piece in [text] if pattern is None else regex.findall(pattern, text):
         ids = list(piece.encode())

@@ -1,4 +1,4 @@
-"""Vocabularies in every form that people leave behind: ids are those of their own plain encoder."""
+"""Vocabularies in every form that training scripts leave: ids equal those of a plain encoder."""
 
 import collections
 import json
@@ -109,7 +109,7 @@ class SimpleTokenizer:
 
 def test_an_object_is_read_as_its_attributes_and_its_class_never_used(tmp_path: Path) -> None:
     raw = pickle.dumps(SimpleTokenizer())
-    gone = raw.replace(b"SimpleTokenizer", b"SimpleTokenizeR")  # a class that exists nowhere
+    gone = raw.replace(b"SimpleTokenizer", b"SimpleTokenizeR")  # a class that does not exist
     assert gone != raw
     (tmp_path / "tokenizer.pkl").write_bytes(gone)
     check_characters(chosen(folder=tmp_path))
@@ -222,7 +222,7 @@ def test_contradictory_vocabulary_is_refused() -> None:
         ({"stoi": {"a": -1, "b": 0}}, "has the id -1"),
     ):
         if sentence is None:
-            check_characters(chosen(contents=contents))  # a list beside a dictionary has no ids
+            check_characters(chosen(contents=contents))  # a list next to a dictionary has no ids
             continue
         with pytest.raises(ConvertError, match=sentence):
             chosen(contents=contents, rows=2)
@@ -363,7 +363,8 @@ def test_the_sorted_characters_of_a_text(tmp_path: Path) -> None:
 
 
 def test_check_text_is_the_last_resort_for_a_vocabulary(tmp_path: Path) -> None:
-    """Its loss says soon enough whether it was; only a text with as many characters is tried."""
+    """A wrong choice would show in its loss. Only a text with as many characters as ids is
+    tried."""
     text = tmp_path / "elsewhere.txt"
     text.write_text("".join(CHARACTERS) * 2, encoding="utf-8")
     vocabulary = chosen(folder=tmp_path / "empty", text=text)

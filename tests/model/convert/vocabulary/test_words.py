@@ -1,4 +1,4 @@
-"""Words as tokens: the ids of `re.findall` or `str.split` and a dictionary, and back."""
+"""Words as tokens: the ids of a dictionary applied to `re.findall` or `str.split`, and decoding."""
 
 import re
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_ids_are_those_of_split_and_a_dictionary(words: list[str], data: st.Data
 
 @given(st.lists(st.sampled_from([*MARKED, " ", "\n"])).map("".join))
 def test_marks_need_no_space_before_them(text: str) -> None:
-    """As `re.findall` cuts, which is how vocabularies with marks of their own are made."""
+    """Like `re.findall`, with which vocabularies that have punctuation tokens are made."""
     pieces = re.findall(r"\w+|[^\w\s]", text)
     tokenizer = of(MARKED).tokenizer
     if set(pieces) <= set(MARKED):

@@ -1,4 +1,4 @@
-"""Downloads from a real server on this machine, and what the cache keeps of them."""
+"""Downloads from a real server on this machine, and their cache."""
 
 import gzip
 import hashlib

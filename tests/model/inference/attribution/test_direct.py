@@ -1,4 +1,4 @@
-"""Direct contributions: they add up to the logit, and each is what it is by its definition."""
+"""Direct contributions: they add up to the logit, and each matches its definition."""
 
 import copy
 from typing import Any
@@ -90,8 +90,8 @@ def test_each_part_is_what_the_logit_loses_without_it(gpt: GPT) -> None:
         return scaled
 
     def to_logit(part: Tensor, layer: int, after: str) -> float:
-        """Through the mixtures and norms that follow, the first behind the sublayer `after` of a
-        block; "embedding" is before the block."""
+        """Apply the mixtures and norms that follow the sublayer `after` of a block. "embedding"
+        means before the block."""
         embedding = part if after == "embedding" else torch.zeros_like(part)
         middle = torch.zeros_like(part)
         for later in range(layer, config.n_layer):

@@ -20,7 +20,7 @@ from tests.model.inference.constraints.test_compiler import takes
 
 COMPILER = Compiler(byte_tokenizer())
 
-# Of each keyword a schema that has it, a value that it admits and one that it alone does not.
+# For each keyword: a schema, a value that it allows, and one that only this keyword forbids.
 KEYWORDS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "type": ({"type": "null"}, None, 1),
     "enum": ({"enum": [1, "a"]}, "a", "b"),

@@ -1,5 +1,5 @@
-"""Attributions in the engine: a piece a step next to others' tokens, with the bits of a prompt
-alone, and an end at any time."""
+"""Attributions in the engine: one piece per step next to others' tokens, with the bits of a prompt
+alone; they can end at any time."""
 
 import copy
 import ctypes

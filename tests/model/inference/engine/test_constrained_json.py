@@ -1,4 +1,4 @@
-"""JSON under schemas: what is finished is by its schema, what was cut off begins something that is.
+"""JSON under schemas: finished texts fit the schema, and cut ones begin a text that does.
 
 The oracle is `jsonschema`, over schemas of all keywords that are enforced.
 """

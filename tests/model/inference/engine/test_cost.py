@@ -1,4 +1,4 @@
-"""Price: what is counted of a request is what the engine computes for it."""
+"""Cost: a request's counted work equals the work that the engine does for it."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Engine: steps, the events and counts that they give, and outputs as they are granted."""
+"""Engine: steps, their events and counts, and outputs as credit is granted."""
 
 import dataclasses
 import random

@@ -1,4 +1,4 @@
-"""`logitd import --code` and `logitd serve --code`: when the code is kept, and what is said."""
+"""`logitd import --code` and `logitd serve --code`: when the code is kept, and the messages."""
 
 import json
 from pathlib import Path

@@ -42,7 +42,8 @@ from tests.service.serving import (
 
 @pytest.fixture
 def loading(checkpoint_path: Path, tmp_path: Path) -> Iterator[tuple[Serving, Path, Event]]:
-    """A service that loads once the event is set, and the config.json that it will read."""
+    """A service that loads the model once the event is set, and the config.json that it will
+    read."""
     path = Path(shutil.copytree(checkpoint_path, tmp_path / "slow"))
     with held_loading() as gate, serving_app(create_app(serve_settings(path))) as running:
         yield running, path / "config.json", gate
@@ -60,7 +61,7 @@ POSTS = ("/generate", "/logits", "/probs", "/tokenize")
 
 
 def test_endpoints_with_query_parameters_refuse_unknown_ones(server: Serving) -> None:
-    """Others ignore them: probes and clients add parameters of their own."""
+    """Other endpoints ignore them: probes and clients add parameters."""
     for path in ("/info", "/card", "/stages", "/tokenizer_info"):
         error = error_of(server.client.get(path, params={"modle": "x" * 999}))
         assert error.message == f"unknown query parameter 'modle'; GET {path} takes model"
@@ -224,7 +225,7 @@ def test_info(server: Serving) -> None:
 def test_info_and_log_say_why_cuda_graphs_do_not_serve(
     checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The choice of a decoder on a GPU, with one that cannot be made."""
+    """The GPU's choice of decoder, when CUDA graphs cannot be made."""
 
     def broken(*_: Any, **__: Any) -> Decoder:
         raise RuntimeError("operation not permitted when stream is capturing")

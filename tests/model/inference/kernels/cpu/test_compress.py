@@ -1,5 +1,5 @@
-"""Compressed matrices come back with every bit, by the native code and by the plain reader of the
-same bytes, and their products have the bits of uncompressed ones."""
+"""Compressed matrices: the native code and the plain reader restore every bit, and products have
+the bits of uncompressed ones."""
 
 import ctypes
 
@@ -151,7 +151,7 @@ def products(
     bias: Tensor | None,
     threads: int,
 ) -> tuple[Tensor, Tensor]:
-    """Products of a compressed matrix, and of its weights as they are."""
+    """Products of a compressed matrix, and of the uncompressed weights."""
     here, there = matrix.described(), placed_matrix(weights, "bfloat16", bias=bias)
     if bias is not None:
         here.bias = bias.data_ptr()
