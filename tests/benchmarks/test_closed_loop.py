@@ -50,7 +50,7 @@ def test_observed_counts_the_measured_interval_alone() -> None:
     assert figures.gap.p50 == 1.25
 
 
-def test_prompts_share_the_asked_prefix_alone() -> None:
+def test_prompts_share_only_the_given_prefix() -> None:
     first, second = itertools.islice(prompts_of(QUESTION, 250, "a"), 2)
     other = next(prompts_of(QUESTION, 250, "b"))
     assert first[:4] == second[:4] == other[:4]

@@ -26,7 +26,7 @@ def alive(pid: int) -> bool:
     return True
 
 
-def test_it_answers_while_the_block_runs_and_is_gone_after_an_error(
+def test_server_runs_during_the_block_and_stops_after_an_error(
     checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The environment and a .env file may hold settings of another server; they are ignored. Signal
@@ -59,7 +59,7 @@ def test_it_answers_while_the_block_runs_and_is_gone_after_an_error(
 
 
 @pytest.mark.slow
-def test_one_that_does_not_start_says_why(tmp_path: Path) -> None:
+def test_failed_start_is_explained(tmp_path: Path) -> None:
     with (
         pytest.raises(ServerError, match=r"ended with 1 before it was ready") as caught,
         started_server("--checkpoint", str(tmp_path / "nowhere")),
@@ -101,7 +101,7 @@ def measuring(hangup: str, checkpoint: Path) -> "subprocess.Popen[str]":
         ("SIG_IGN", signal.SIGTERM, 128 + signal.SIGTERM),
     ],
 )
-def test_a_signal_ends_both(
+def test_signal_ends_command_and_server(
     checkpoint_path: Path, hangup: str, number: signal.Signals, code: int
 ) -> None:
     """An ignored hangup stays ignored, as under nohup."""

@@ -826,9 +826,7 @@ def test_page_runs_only_scripts_of_the_server(server: ServedProcess, new_page: N
     assert page.evaluate("window.foreign") is None
 
 
-def test_model_by_its_owners_code_has_the_tabs_that_need_only_logits_and_stages(
-    tmp_path: Path, new_page: NewPage
-) -> None:
+def test_owner_code_model_has_tabs_of_logits_and_stages(tmp_path: Path, new_page: NewPage) -> None:
     path = imported("ResidualAttention", tmp_path)
     with ServedProcess(str(path), "--run-code", "--threads", "1") as server:
         page = ready(new_page(f"{server.url}/#prompt=ab", quiet=False))

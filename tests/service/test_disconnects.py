@@ -205,7 +205,7 @@ GIVEN_UP = (
     ],
     ids=["rows", "a stream"],
 )  # fmt: skip
-def test_reader_that_stops_is_ended_and_others_are_not(
+def test_stopped_reader_is_ended_without_affecting_others(
     spelling_path: Path, path: str, body: Any, logged_errors: list[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip

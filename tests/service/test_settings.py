@@ -35,7 +35,7 @@ def test_all_fields_and_models_are_described(command: str) -> None:
     assert missing == []
 
 
-def test_flags_win_over_own_variables_and_those_over_shared_ones(
+def test_flags_override_own_variables_which_override_shared_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert serve().port == 8000

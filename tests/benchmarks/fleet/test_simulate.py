@@ -36,7 +36,7 @@ def test_step_times_come_from_bench() -> None:
     assert StepTimes.of_bench(found) == StepTimes(0.001, ((1, 0.01), (8, 0.02)))
 
 
-def test_single_request_takes_its_own_steps() -> None:
+def test_single_request_takes_the_time_of_its_steps() -> None:
     """Chunks of 100, 100 and 50 tokens, then four decode steps."""
     load, server = Load(1.0, 250, 5), Server(prefill_chunk=100, overhead=0.5)
     outcome = simulate(FLAT, load, server, 1, [3.0])
@@ -47,7 +47,7 @@ def test_single_request_takes_its_own_steps() -> None:
     assert outcome.busy == pytest.approx(1.0)
 
 
-def test_prompt_holds_up_those_who_decode() -> None:
+def test_prompt_delays_decoding_sequences() -> None:
     """The second arrives while the first decodes, so its prompt is computed in the first one's next
     step."""
     load, server = Load(1.0, 100, 3), Server(prefill_chunk=256)

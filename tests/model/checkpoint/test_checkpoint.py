@@ -43,7 +43,7 @@ from tests.model.factories import (
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_float32_comes_back_to_the_bit(family: str, tmp_path: Path) -> None:
+def test_float32_is_restored_to_the_bit(family: str, tmp_path: Path) -> None:
     gpt = tiny_gpt(tiny_config(**FAMILIES[family]))
     save_tiny_checkpoint(tmp_path / "saved", gpt)
     back = load(tmp_path / "saved")

@@ -319,7 +319,7 @@ def test_canary_is_left_by_a_plain_unpickler(tmp_path: Path) -> None:
     assert Path(CANARY).exists()
 
 
-def test_an_archive_of_several_disks_is_refused(
+def test_archive_of_several_disks_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Python's zipfile raises its own error for these, which ended in a traceback."""
@@ -332,7 +332,7 @@ def test_an_archive_of_several_disks_is_refused(
     assert "span multiple disks" in capsys.readouterr().err
 
 
-def test_an_archive_that_unpacks_to_more_than_memory_is_refused(
+def test_archive_that_unpacks_to_more_than_memory_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with zipfile.ZipFile(tmp_path / "ckpt.pt", "w", zipfile.ZIP_DEFLATED) as archive:

@@ -183,7 +183,7 @@ WORDS = ["<pad>", "the", "cat", "sat", ".", "<eos>"]
 
 
 @pytest.mark.parametrize("kind", ["words", "characters"])
-def test_imported_vocabulary_comes_back_from_disk(kind: str, tmp_path: Path) -> None:
+def test_imported_vocabulary_is_restored_from_disk(kind: str, tmp_path: Path) -> None:
     """Special tokens come first, the end of text has another name, and some bytes are missing."""
     if kind == "words":
         tokenizer, _ = word_tokenizer(dict(enumerate(WORDS)), "here")

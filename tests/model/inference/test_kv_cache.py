@@ -37,7 +37,7 @@ def gpt(request: pytest.FixtureRequest) -> GPT:
 
 
 @pytest.mark.skipif(not resident(), reason="the system does not tell a process's size")
-def test_cache_takes_memory_where_it_is_used() -> None:
+def test_cache_takes_memory_only_for_used_cells() -> None:
     """`torch.zeros` writes the zeros: 64 slots of GPT-2 held 2.3 GiB before the first request."""
     config = tiny_config(n_layer=4, n_head=8, d_model=512, context_length=1024)
     before = resident()
@@ -205,7 +205,7 @@ def test_int8_row_that_is_not_finite_has_such_a_scale(lost: float) -> None:
     assert numbers[1].tolist() == [64, 0, 127]
 
 
-def test_int8_cells_are_rounded_ones(gpt: GPT) -> None:
+def test_int8_cells_hold_rounded_values(gpt: GPT) -> None:
     """The first block reads no rounded cells. Prompts and steps keep the same, a copied prefix has
     its scales, and cleared cells have none."""
     length = min(40, gpt.config.context_length)

@@ -43,7 +43,7 @@ CARD = Available("cuda:0", 8 * GIB, 6 * GIB)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kept", get_args(KVCacheDType))
-def test_slots_take_what_the_cache_takes(name: str, dtype: torch.dtype, kept: KVCacheDType) -> None:
+def test_slot_size_equals_the_caches(name: str, dtype: torch.dtype, kept: KVCacheDType) -> None:
     config = tiny_config(**{**FAMILIES[name], "context_length": 50})
     cache = KVCache(config, 3, device=torch.device("cpu"), dtype=dtype, kept=kept)
     assert 3 * slot_bytes(config, dtype.itemsize, kept) == cache.nbytes
@@ -100,7 +100,7 @@ def test_slots_that_do_not_fit_are_refused_with_the_numbers() -> None:
         slots(memory=200 * ONE)
 
 
-def test_cpu_needs_no_copies_and_shares_what_the_weights_leave() -> None:
+def test_cpu_shares_memory_after_weights() -> None:
     memory = Available("this machine", 8 * GIB, 6 * GIB)
     assert slots(memory, gpu=False, slots=170) == 170  # 5.98 GiB
     with pytest.raises(DeviceError, match=r"171 slots.*36\.0 MiB.*6\.0 GiB"):
@@ -130,7 +130,7 @@ def served(free: int, **budget: Any) -> int:
         (ONE, 1),
     ],
 )
-def test_default_slots_take_a_quarter_of_what_is_free(free: int, count: int) -> None:
+def test_default_slots_take_a_quarter_of_free_memory(free: int, count: int) -> None:
     """With a fixed 16 slots, half of 32 clients waited for the other half, and a machine with no
     room for 16 could not serve."""
     assert served(free) == count
@@ -197,7 +197,7 @@ def test_shares_fit_together(
 
 
 @given(SHAPES, MEMORY, st.booleans())
-def test_default_slots_take_a_quarter_of_what_all_weights_leave(
+def test_default_slots_take_a_quarter_after_all_weights(
     shapes: list[Shape], memory: Available, gpu: bool
 ) -> None:
     """The parts are equal. A part without room for a slot still gets one if all of them fit into

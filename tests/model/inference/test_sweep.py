@@ -7,7 +7,7 @@ from logitd.model.inference.sweep import make_grid
 from tests.model.factories import tiny_config
 
 
-def test_a_grid_makes_its_cells_when_they_are_asked_for() -> None:
+def test_grid_makes_its_cells_on_demand() -> None:
     """Making all 9,216 cells at once, each with a search for its layer among all stages, took half
     a minute."""
     config = tiny_config(n_layer=48)

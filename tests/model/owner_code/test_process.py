@@ -28,7 +28,7 @@ def code_model(path: Path, seconds: float = 60) -> CodeModel:
     return CodeModel(info.shape, read_sources(info), path / "model.safetensors", 1, seconds=seconds)
 
 
-def test_crash_fails_the_requests_of_its_step_and_the_process_starts_again(tmp_path: Path) -> None:
+def test_crash_fails_its_step_and_restarts_the_process(tmp_path: Path) -> None:
     path = imported("Crashing", tmp_path)
     with LLM(path, run_code=True) as llm:
         before = llm.logits([1, 2, 3])

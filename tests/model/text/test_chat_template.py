@@ -354,7 +354,7 @@ def test_endless_template_is_stopped(source: str, monkeypatch: pytest.MonkeyPatc
     assert time.process_time() - started < 30
 
 
-def test_template_cannot_reach_its_deadline() -> None:
+def test_template_cannot_change_its_deadline() -> None:
     """No template can write the deadline's name."""
     source = "{% set deadline = 0 %}{{ deadline }}{% for i in range(2) %}{{ i }}{% endfor %}"
     assert render(source) == ["001"]
@@ -365,7 +365,7 @@ def test_long_conversation_is_rendered() -> None:
     assert len(ChatTemplate(CHAT_TEMPLATE).render(messages, TOKENIZER)) == 4 * 4096 + 2
 
 
-def test_more_characters_than_can_be_hidden_are_refused() -> None:
+def test_too_many_hidden_characters_are_refused() -> None:
     """No real vocabulary has as many."""
     names = [chr(0x4E00 + i) for i in range(1025)]
     content = "".join(names)

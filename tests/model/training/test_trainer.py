@@ -258,9 +258,7 @@ def test_train_restores_random_state_and_threads(configure: Configure) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_one_batch_can_be_learned_by_heart(
-    tmp_path: Path, configure: Configure, optimizer: str
-) -> None:
+def test_one_batch_can_be_memorized(tmp_path: Path, configure: Configure, optimizer: str) -> None:
     """The training text is hardly longer than a window, so every batch is nearly the same."""
     path = tmp_path / "short.txt"
     path.write_text(story(8))
@@ -440,7 +438,7 @@ def test_impossible_run_is_refused(
     assert not config.out.exists(), "a second try is not told that the run already exists"
 
 
-def test_a_taken_name_is_refused_before_the_text_is_opened(configure: Configure) -> None:
+def test_taken_name_is_refused_before_the_text_is_opened(configure: Configure) -> None:
     """The slow parts, the text and the measurement for --minutes, come later."""
     config = configure(data=("is-not-there.txt",))
     assert config.out is not None
@@ -523,7 +521,7 @@ def test_parts_of_gpt_neox_are_trained_and_saved(tmp_path: Path, story_file: Pat
 
 @pytest.mark.first
 @pytest.mark.slow
-def test_the_default_recipe_learns_the_built_in_text(tmp_path: Path) -> None:
+def test_default_recipe_learns_the_built_in_text(tmp_path: Path) -> None:
     """A twentieth of the default 1,200 steps, after which `logitd train` reaches 2.43 bits per
     byte."""
     result = train(TrainingConfig(out=tmp_path / "run", steps=60, sample_tokens=1, threads=1))

@@ -47,11 +47,11 @@ def test_host_of_the_loopback_is_accepted(host: str, server: Serving) -> None:
     [*((host, "/version") for host in (*FOREIGN, *ADDRESSES)),
      *(("evil.example", path) for path in PATHS)],
 )  # fmt: skip
-def test_foreign_host_reads_nothing(host: str, path: str, server: Serving) -> None:
+def test_foreign_host_cannot_read(host: str, path: str, server: Serving) -> None:
     assert status(server, host, path) == 403
 
 
-def test_foreign_host_computes_nothing(server: Serving) -> None:
+def test_foreign_host_cannot_compute(server: Serving) -> None:
     response = httpx.post(
         f"{server.url}/generate",
         json={"prompt": "a"},

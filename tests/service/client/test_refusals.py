@@ -110,7 +110,7 @@ def occupy(server: Serving, stack: ExitStack) -> Callable[[], None]:
     return raw.close
 
 
-def test_full_queues_refuse_and_are_asked_again(spelling_path: Path, connect: Connect) -> None:
+def test_full_queues_refuse_and_clients_retry(spelling_path: Path, connect: Connect) -> None:
     with serving(spelling_path, slots=1, max_queue=0, slow_reader_timeout=TEST_TIMEOUT) as server:
 
         def answered(status: int) -> float:

@@ -246,7 +246,7 @@ def test_refusal_waits_for_its_turn(speller: Serving) -> None:
 
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("closes", [True, False])
-def test_client_that_leaves_or_ends_its_side_counts_as_gone(
+def test_half_closed_connection_counts_as_disconnected(
     speller: Serving, ahead: int, closes: bool
 ) -> None:
     """Also if reading has stopped, because of requests ahead of their turn."""

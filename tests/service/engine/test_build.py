@@ -57,7 +57,7 @@ def test_bytes_of_keys_and_values_become_slots(checkpoint_path: Path) -> None:
     assert building._build(ServeSettings(**flags)).engine.slots == SERVED_SLOTS.most
 
 
-def test_unasked_slots_are_said_with_their_reason(
+def test_automatic_slots_are_logged_with_their_reason(
     checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forty and a half slots fit into a quarter of free memory, or a hundred, of which 64 are

@@ -145,7 +145,7 @@ def fail(path: Path, weights_sha256: str) -> GPT:
     [(Engine, fail, "the disk is gone"), (Full, load, "of the device")],
     ids=["not loaded", "do not fit"],
 )
-async def test_weights_that_cannot_take_over_change_nothing(
+async def test_incompatible_weights_change_nothing(
     kind: type[Engine], loader: WeightsLoader, reason: str
 ) -> None:
     async with running(kind(OLD, EngineConfig(slots=2)), load=loader) as (owner, _):

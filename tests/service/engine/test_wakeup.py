@@ -113,7 +113,7 @@ def test_pause_is_a_multiple_of_the_delivery(bench: Bench) -> None:
     assert bench.put(4), "the pause is over"
 
 
-def test_urgent_item_does_not_wait_and_takes_others_along(bench: Bench) -> None:
+def test_urgent_item_delivers_all_at_once(bench: Bench) -> None:
     bench.put(1)
     bench.loop.run()
     assert not bench.put(2)

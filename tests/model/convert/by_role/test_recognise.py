@@ -58,7 +58,7 @@ IN_LAYERS = [
 
 
 @pytest.mark.parametrize("name", IN_LAYERS)
-def test_a_tensor_that_one_layer_lacks_is_named(name: str) -> None:
+def test_tensor_that_one_layer_lacks_is_named(name: str) -> None:
     scheme = SCHEMES[name]
     tensors = state(scheme.model())
     last = str(scheme.first_layer + scheme.n_layer - 1)
@@ -71,7 +71,7 @@ def test_a_tensor_that_one_layer_lacks_is_named(name: str) -> None:
             check("model.pt", less, recognise("model.pt", less))
 
 
-def test_a_model_without_a_token_embedding_is_refused() -> None:
+def test_model_without_a_token_embedding_is_refused() -> None:
     tensors = state(SCHEMES["matrices (in, out)"].model())
     del tensors["wte.weight"]
     with pytest.raises(

@@ -57,7 +57,7 @@ def test_blocks_without_a_word_for_attention() -> None:
     assert names_by_role["mlp_down", "weight"] == "layers.{N}.1.net.4.weight"
 
 
-def test_a_norm_at_the_end_of_the_list_of_blocks() -> None:
+def test_final_norm_may_end_the_list_of_blocks() -> None:
     """`nn.Sequential(Block(), Block(), nn.LayerNorm())`, as in the middle of one lecture."""
     tensors = {
         "table.weight": torch.rand(ROWS, WIDTH),

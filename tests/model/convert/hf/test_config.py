@@ -129,7 +129,7 @@ def test_shards_and_the_base_models_names_are_read(gpt2_folder: Path, tmp_path: 
         import_model(folder, tmp_path / "three")
 
 
-def test_the_old_form_of_a_configuration_says_the_same(llama_folder: Path, tmp_path: Path) -> None:
+def test_old_form_of_a_configuration_is_equivalent(llama_folder: Path, tmp_path: Path) -> None:
     folder = copy(llama_folder, tmp_path / "old")
     edit(folder / "config.json", rope_parameters=None, dtype=None, rope_theta=5000.0)
     import_model(folder, tmp_path / "a")
@@ -138,7 +138,7 @@ def test_the_old_form_of_a_configuration_says_the_same(llama_folder: Path, tmp_p
     assert loaded(tmp_path / "a")[0].config.rope_theta == 5000.0
 
 
-def test_the_context_can_be_cut(gpt2_folder: Path, tmp_path: Path) -> None:
+def test_context_can_be_shortened(gpt2_folder: Path, tmp_path: Path) -> None:
     import_model(gpt2_folder, tmp_path / "long")
     import_model(gpt2_folder, tmp_path / "short", context_length=16)
     (_, long), (info, short) = loaded(tmp_path / "long"), loaded(tmp_path / "short")
@@ -254,7 +254,7 @@ def test_unsupported_model_is_refused_by_its_key(
     assert not (tmp_path / "ours").exists()
 
 
-def test_the_old_form_of_gpt_neox_says_the_same(tmp_path: Path) -> None:
+def test_old_form_of_gpt_neox_is_equivalent(tmp_path: Path) -> None:
     save_theirs(tmp_path / "theirs", "gpt_neox-whole")
     import_model(tmp_path / "theirs", tmp_path / "new")
     edit(
@@ -271,7 +271,7 @@ def test_the_old_form_of_gpt_neox_says_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["type", "rope_type"])
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
-def test_the_old_form_of_scaled_positions_says_the_same(
+def test_old_form_of_scaled_positions_is_equivalent(
     llama_folder: Path, tmp_path: Path, kind: str, name: str
 ) -> None:
     folder = copy(llama_folder, tmp_path / "changed")

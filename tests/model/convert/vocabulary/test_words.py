@@ -63,7 +63,7 @@ def test_marks_need_no_space_before_them(text: str) -> None:
 
 
 @given(st.lists(st.sampled_from([*BOOK[:8], " "])).map("".join))
-def test_the_cut_of_a_book(text: str) -> None:
+def test_books_word_pattern_is_read(text: str) -> None:
     pieces = [part.strip() for part in re.split(BOOK_CUT, text) if part.strip()]
     assume(set(pieces) <= set(BOOK))
     tokenizer = of(BOOK).tokenizer
@@ -87,7 +87,7 @@ def test_assumptions_are_noted() -> None:
         ("\n  <unk>", "'<', at character 3"),
     ],
 )
-def test_an_unknown_word_is_named(text: str, sentence: str) -> None:
+def test_unknown_word_is_named(text: str, sentence: str) -> None:
     with pytest.raises(TokenizerError, match=sentence):
         of(PLAIN).tokenizer.encode(text)
 

@@ -128,7 +128,7 @@ def test_property_has_one_spelling() -> None:
 
 
 @pytest.mark.parametrize(("kind", "text"), MATCHES)
-def test_tokens_may_be_cut_anywhere(kind: Kind, text: str) -> None:
+def test_tokens_may_split_characters(kind: Kind, text: str) -> None:
     """Tokens that begin and end inside characters still form valid texts."""
     constraint = compiled(kind, text, MERGED)
     bytewise = compiled(kind, text)
@@ -155,7 +155,7 @@ def test_forced_text_has_its_own_tokens() -> None:
 # Where texts end
 
 
-def test_end_of_text_is_allowed_where_the_text_is_whole_and_could_go_on() -> None:
+def test_end_of_text_is_allowed_after_a_complete_text() -> None:
     constraint = compiled("regex", "ab{1,2}")
     for text, may_end, complete in (("", False, False), ("a", False, False), ("ab", True, False)):
         matcher = after(constraint, text)
@@ -325,7 +325,7 @@ CHARACTERS = character_tokenizer(dict(enumerate(["<pad>", *'abc {}:"1\n', "é"])
 
 
 @given(st.data())
-def test_masks_of_characters_are_what_the_expression_lets_through(data: st.DataObject) -> None:
+def test_masks_of_characters_match_the_expression(data: st.DataObject) -> None:
     """Forced text is forced character by character."""
     middles = ("".join(m) for length in range(4) for m in itertools.product("cé", repeat=length))
     language = [f"ab{middle}b\n\n1" for middle in middles]

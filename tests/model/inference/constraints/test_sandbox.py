@@ -189,7 +189,7 @@ def test_trial_ends_when_its_socket_is_closed(roomy: Sandbox) -> None:
     tried(roomy, GOOD)
 
 
-def test_long_trial_makes_way_for_others(roomy: Sandbox) -> None:
+def test_long_trial_does_not_block_others(roomy: Sandbox) -> None:
     roomy.start()
     with roomy.begin() as trial:
         trial.sendall(request_of(SLOW, TEST_TIMEOUT))

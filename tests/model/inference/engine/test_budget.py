@@ -109,7 +109,7 @@ def positions(plan: StepPlan) -> int:
     return sum(chunk.end - chunk.start for chunk in plan.prefill)
 
 
-def test_prompt_takes_what_is_left_of_the_gap() -> None:
+def test_prompt_uses_the_rest_of_the_gap() -> None:
     """Decoding takes 80 ms of 240; the other 160 ms allow two blocks and their pass over the
     weights. With a fixed 256 positions a step, the others waited 590 ms for each token."""
     machine = Machine(DecodeSteps(3))
@@ -188,7 +188,7 @@ def test_budget_follows_the_costs_of_blocks(factor: float, blocks: int) -> None:
     assert positions(machine.step()) == blocks * BLOCK
 
 
-def test_incomplete_blocks_count_until_whole_ones_are_seen() -> None:
+def test_incomplete_blocks_count_until_whole_ones_are_measured() -> None:
     """Natively a prompt of one token costs a tenth of a block. A long prompt after many of these
     had ten times its time."""
     target = DecodeSteps(11)

@@ -79,7 +79,7 @@ def test_text_matches_its_expression(expression: str, seed: int) -> None:
     st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=5, unique=True),
     st.integers(0, 99),
 )
-def test_text_is_one_of_its_choices(texts: list[str], seed: int) -> None:
+def test_choices_limit_the_text(texts: list[str], seed: int) -> None:
     source = Source("choice", json.dumps(texts))
     for outcome in written(COMPILER.compile(source), seed):
         assert check(source, outcome) in texts

@@ -94,7 +94,7 @@ def computed(request: Request, outcomes: dict[tuple[str, int], Outcome]) -> int:
 @pytest.mark.parametrize("kind", REQUESTS)
 @settings(max_examples=examples(30))
 @given(data=st.data())
-def test_price_is_what_is_computed(kind: str, data: st.DataObject) -> None:
+def test_cost_equals_computed_work(kind: str, data: st.DataObject) -> None:
     request = data.draw(REQUESTS[kind])
     assert output_elements(request, SHAPE) == computed(request, run(GPT, request))
 

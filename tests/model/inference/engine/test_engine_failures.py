@@ -82,7 +82,7 @@ def test_failed_forward_fails_the_requests_of_its_step(gpt: GPT, fails_in: str) 
         assert_is_reference(gpt, prompts[name], params(), 0, outcomes[name, 0].token_ids)
 
 
-def test_failed_step_leaves_nothing_to_share(gpt: GPT) -> None:
+def test_failed_step_leaves_no_prefix_to_share(gpt: GPT) -> None:
     """A failed step may have left anything in the cache, so prompts do not copy from it or from
     older entries; they are computed."""
     prompt = random_prompt(random.Random(9), 100)

@@ -162,7 +162,7 @@ def test_lens_of_every_layer_matches_the_definition(gpt: GPT) -> None:
     check(lens_of(gpt, ask(), prefill_chunk=32), oracle_logprobs(exact, LAYERS), 2e-3)
 
 
-def test_lens_after_the_middle_block_subtracts_its_part() -> None:
+def test_lens_includes_the_subtraction_of_the_middle_block() -> None:
     exact = tiny_gpt(tiny_config(**FAMILIES["nanochat"], n_layer=5)).double()
     lens = replace(EVERYTHING, layers=(0, 2, 3, 4, 5))
     check(lens_of(exact, ask(lens)), oracle_logprobs(exact, lens.layers))

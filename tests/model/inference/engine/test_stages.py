@@ -142,7 +142,7 @@ def test_activations_in_more_steps_have_the_same_bits(
         assert torch.equal(value, at_once[name]), name
 
 
-def test_cost_of_a_position_is_its_number_of_elements(gpt: GPT) -> None:
+def test_position_costs_its_number_of_elements(gpt: GPT) -> None:
     request = ask(Activations(stages=tuple(names(gpt))), positions=(3,))
     rows = run(gpt, request)["a", 0].values
     assert rows.shape == (1, position_elements(request, gpt.config))

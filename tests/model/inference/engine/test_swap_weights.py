@@ -39,7 +39,7 @@ def test_swap_lets_earlier_requests_end_on_the_old_weights() -> None:
             assert outcomes[request.request_id, index].token_ids == expected
 
 
-def test_waiting_sibling_keeps_the_weights_of_its_request() -> None:
+def test_waiting_sequence_keeps_its_requests_weights() -> None:
     """The three sequences run one after the other in one slot; the swap comes after the first."""
     driven = Driven(OLD, slots=1)
     request = generation("trio", random_prompt(random.Random(1), 50), n=3, max_tokens=4,
@@ -68,7 +68,7 @@ def test_cache_of_old_weights_is_never_shared() -> None:
 
 
 @pytest.mark.parametrize("turn", ["before it is known", "once it is known"])
-def test_request_runs_on_its_version_of_the_weights(turn: str) -> None:
+def test_request_uses_one_version_of_the_weights(turn: str) -> None:
     """A sweep's later prompts use the version of its first ones. They may arrive when others
     already wait for the next version; neither may block the other."""
     prompt = random_prompt(random.Random(3), 40)

@@ -52,7 +52,7 @@ def check(logits: Tensor, own: Tensor, top_k: int, token_ids: tuple[int, ...]) -
 
 @settings(max_examples=examples(60))
 @given(data=st.data())
-def test_rows_are_what_the_definitions_say(data: st.DataObject) -> None:
+def test_rows_match_the_definitions(data: st.DataObject) -> None:
     """Few steps between logits make equals likely."""
     width = data.draw(st.integers(1, 40))
     rows = data.draw(st.integers(1, 5))

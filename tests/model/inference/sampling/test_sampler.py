@@ -432,7 +432,7 @@ def test_sampling_does_not_change_logits() -> None:
     assert logits.tolist() == [LOGITS, LOGITS]
 
 
-def test_slot_is_sampled_by_its_present_sequence() -> None:
+def test_slot_is_sampled_for_its_current_sequence() -> None:
     """Slots are taken again and again, and a step's rows are in no order."""
     state = SamplingState(3)
     for slot in range(3):

@@ -61,7 +61,7 @@ def test_rope_scaling_round_trips_through_json_and_the_command() -> None:
     assert parsed("train", flag, value).given() == config.given()
 
 
-def test_command_has_the_given_settings_and_nothing_of_this_machine() -> None:
+def test_command_has_only_the_given_settings() -> None:
     config = TrainingConfig(
         preset="small",
         data=("my text.txt", "b.txt"),

@@ -581,7 +581,7 @@ def test_number_of_threads_changes_no_bit(library: ctypes.CDLL) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(shape=shapes(head_dims=(16, 32, 48)), data=st.data())
-def test_any_shape_at_any_positions_matches_the_twin(
+def test_every_shape_matches_the_twin(
     library: ctypes.CDLL, shape: dict[str, Any], data: st.DataObject
 ) -> None:
     """Odd widths, different positions of the slots, reused slots."""
@@ -664,7 +664,7 @@ def test_quantized_weights_are_one_stream(
         (tiny_gpt(tiny_config(head_dim=16)).half(), "float16"),
     ],
 )
-def test_native_decoder_refuses_what_it_does_not_cover(
+def test_native_decoder_refuses_unsupported_models(
     library: ctypes.CDLL, gpt: GPT, why: str
 ) -> None:
     with pytest.raises(ValueError, match=why):

@@ -121,7 +121,7 @@ def test_products_are_the_twins(
 @pytest.mark.parametrize(
     ("kind", "width"), [("bfloat16", 9000), ("int8", 17000), ("int8_strips", 17000)]
 )
-def test_more_rows_than_the_second_cache_holds_are_the_bits_of_each(
+def test_rows_beyond_the_second_cache_keep_their_bits(
     library: ctypes.CDLL, kind: Literal["bfloat16", "int8", "int8_strips"], width: int
 ) -> None:
     """Rows meet the weights in groups, and one row is left over."""

@@ -107,7 +107,7 @@ def test_edge_of_a_nucleus_is_found(
     assert len(set(tokens)) > 1
 
 
-def test_every_uniform_number_finds_its_token(library: ctypes.CDLL) -> None:
+def test_many_samples_equal_the_twins(library: ctypes.CDLL) -> None:
     """A thousand samples of a large vocabulary would show a difference in weights, sums or random
     numbers."""
     decoder = new_decoder(library, 20_011)
