@@ -20,7 +20,7 @@ register_profiles()
 share_vocabularies()
 
 SLOW = re.compile(r"^pytestmark = .*pytest\.mark\.slow", re.MULTILINE)
-"""Line of a module whose tests are all slow."""
+"""Line in modules whose tests are all slow."""
 
 MATPLOTLIB = "matplotlib.figure"
 """Module that draws the picture of a run, if it is installed."""
@@ -88,7 +88,7 @@ def pictures(no_pictures: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out modules of slow tests alone, some of which import large packages."""
+    """Ignore modules that have only slow tests; some import large packages."""
     if config.option.markexpr != "not slow" or not collection_path.match("test_*.py"):
         return None
     return SLOW.search(collection_path.read_text(encoding="utf-8")) is not None or None
@@ -124,8 +124,8 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out two slow values at once: each meets the other parameters' quick values. Start with
-    the longest tests, so no worker waits for another at the end."""
+    """Leave out cases with two slow values; each slow value still meets the other parameters' quick
+    values. Start with the longest tests, so that no worker waits for another at the end."""
     items[:] = [
         item
         for item in items

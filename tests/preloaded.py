@@ -1,4 +1,4 @@
-"""Imported by the fork server of the tests (`tests/zygote.py`), and by nothing else."""
+"""Imported only by the tests' fork server (`tests/zygote.py`)."""
 
 from tests.zygote import preload
 

@@ -1,6 +1,6 @@
 """`make setup`: the Makefile's rule, with fake interpreters of any version that log installations.
 
-Real installations of the pinned packages are not tested: these tests run in one.
+Real installations of the pinned packages are not tested, because these tests run in one.
 """
 
 import os
@@ -76,7 +76,7 @@ def interpreter(
 
 
 def make(clone: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    # Without what an outer make has set.
+    # Without the variables of an outer make.
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
     return subprocess.run(
         ["make", *words], cwd=clone, capture_output=True, text=True, timeout=60,
@@ -122,7 +122,7 @@ def test_supported_python_works(clone: Path, version: str) -> None:
     assert done.returncode == 0, done.stderr
     assert "--require-hashes -r requirements.lock" in installed(clone)
     assert (clone / ".venv" / ".runtime").exists()
-    # A second time there is nothing to do.
+    # The second run has nothing to do.
     before = installed(clone)
     assert make(clone, "setup").returncode == 0
     assert installed(clone) == before

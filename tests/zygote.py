@@ -1,12 +1,12 @@
-"""A zygote: the fork server of multiprocessing, which has imported the modules of `logitd`.
+"""Fork server of multiprocessing that has imported the modules of `logitd`.
 
-Importing torch and the service takes seconds of a core, and tests start commands by the dozen. A
-fork has these modules and is a command in a process of its own: with arguments, an environment, a
+Importing torch and the service takes seconds of a core, and tests start dozens of commands. A fork
+has these modules and acts as a command in its own process: with arguments, an environment, a
 working directory, a limit of descriptors, standard streams, signals and an exit code. Each process
 of pytest has one fork server, which starts with its first command.
 
 Do not use it for tests of starting itself (time, imports, interrupts), of resident memory, or of
-what differs between interpreters: those need a cold process.
+differences between interpreters: those need a cold process.
 """
 
 import contextlib
@@ -91,7 +91,9 @@ class ForkedProcess:
             descriptors=descriptors,
             without=without,
         )
-        with contextlib.chdir(Path(__file__).parents[1]):  # where the server finds its modules
+        with contextlib.chdir(
+            Path(__file__).parents[1]
+        ):  # the folder in which the server finds its modules
             forkserver.ensure_running()
         self._process = FORKS.Process(target=_become, args=(command,))
         self._process.start()

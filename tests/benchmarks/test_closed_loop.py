@@ -29,7 +29,8 @@ def stream(sent: float, *times: float) -> StreamRecord:
 
 
 def test_observed_counts_the_measured_interval_alone() -> None:
-    """Seconds 10 to 20: a stream of the warm-up has tokens and gaps there, and no first token."""
+    """Interval from 10 to 20 s: a stream of the warm-up contributes tokens and gaps, but no first
+    token."""
     observed = Observed()
     records = [
         stream(8.0, 9.0, 10.5, 11.0),
@@ -65,7 +66,7 @@ def test_good_requests_keep_both_limits() -> None:
     assert observed.good == 3
 
 
-def test_prompts_share_the_asked_prefix_alone() -> None:
+def test_prompts_share_only_the_given_prefix() -> None:
     first, second = itertools.islice(prompts_of(QUESTION, 250, "a"), 2)
     other = next(prompts_of(QUESTION, 250, "b"))
     assert first[:4] == second[:4] == other[:4]
@@ -89,7 +90,7 @@ def test_tokens_of_an_event(event: dict[str, Any], after: int) -> None:
 
 
 def test_tokens_after_refuses_another_prompt_length() -> None:
-    """A server that adds a token of its own before the prompt computes something else."""
+    """A server that adds a token before the prompt computes something else."""
     event = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 6}}
     with pytest.raises(StreamFailed, match="8 tokens"):
         tokens_after(event, 5, 8)

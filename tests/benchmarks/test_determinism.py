@@ -1,4 +1,4 @@
-"""Determinism's price: what is measured is what a step computes, and shares are of the step."""
+"""Price of determinism: the measured parts are those of a step, and shares are of the step."""
 
 import pytest
 import torch

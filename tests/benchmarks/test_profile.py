@@ -47,10 +47,10 @@ def small(family: str) -> GPT:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_the_stages_are_the_step(decoder: DecoderMaker, family: str) -> None:
-    """What begins and ends the watching is outside, so the sum may be above the whole. A pause of
-    the machine can be longer than a step of microseconds: so there are five attempts, and a stage
-    that is left out or counted twice is so in each."""
+def test_stages_add_up_to_the_step(decoder: DecoderMaker, family: str) -> None:
+    """Starting and ending the profile is not in a stage, so the sum may exceed the whole. A pause
+    of the machine can be longer than a step of microseconds, so there are five attempts; a missing
+    or doubled stage fails all five."""
     for _ in range(5):
         profiles = profile_engine(decoder, small(family), ASKED)
         if all(abs(profile.remainder_us) < 0.5 * profile.step_us for profile in profiles):
@@ -100,7 +100,7 @@ def test_every_other_step_is_watched(decoder: DecoderMaker) -> None:
     assert [step.prefilled for step in steps] == [40] + [0] * 19
 
 
-def test_a_decoder_in_plain_torch_is_refused() -> None:
+def test_decoder_in_plain_torch_is_refused() -> None:
     with pytest.raises(BenchmarkError, match="native"):
         profile_engine(PlainDecoder, small("gpt2"), ASKED)
 
@@ -112,14 +112,14 @@ def watched_step(length: float, **stages: float) -> WatchedStep:
     return WatchedStep(length, 0, 1, stages)
 
 
-def test_the_middle_half_counts() -> None:
+def test_only_the_middle_half_counts() -> None:
     steps = [watched_step(length) for length in (9.0, 1.0, 5.0, 4.0, 6.0, 5.5, 0.5, 100.0)]
     assert sorted(step.seconds for step in middle_half(steps)) == [4.0, 5.0, 5.5, 6.0]
     assert len(middle_half(steps[:1])) == 1
     assert len(middle_half(steps[:3])) == 3
 
 
-def test_a_profile_by_hand() -> None:
+def test_profile_by_hand() -> None:
     steps = [
         watched_step(10.0, scheduling=1.0, head=6.0, events=2.0),
         watched_step(12.0, scheduling=1.0, head=8.0, events=2.0),
@@ -133,17 +133,17 @@ def test_a_profile_by_hand() -> None:
     assert profile.steps == 2
 
 
-def test_the_steps_of_a_prompt_are_one() -> None:
+def test_steps_of_a_prompt_are_added_up() -> None:
     whole = summed([watched_step(1.0, head=0.5), watched_step(2.0, head=1.0, sampling=0.25)])
     assert (whole.seconds, whole.stages) == (3.0, {"head": 1.5, "sampling": 0.25})
     assert summed([WatchedStep(1.0, 32, 0, None)]).stages is None
 
 
-def test_a_timeline_by_a_clock_that_is_moved_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeline_by_a_clock_that_is_moved_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 1.0, 6.0, 8.0, 12.0, 13.0])
     monkeypatch.setattr("benchmarks.profile.time.perf_counter", lambda: next(times))
     timeline = Timeline()
-    timeline.mark("head")  # nobody watches: not even at the clock
+    timeline.mark("head")  # not profiled: the clock is not read
     timeline.begin()
     timeline.mark("scheduling")
     # After this mark asking takes 2 seconds, which are in no stage.

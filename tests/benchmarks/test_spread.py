@@ -16,12 +16,12 @@ def test_percentiles_are_numpys(count: int, percent: float) -> None:
     assert percentile(numbers, percent) == pytest.approx(np.percentile(numbers, percent), rel=1e-12)
 
 
-def test_a_spread_sorts_what_it_is_given() -> None:
+def test_spread_sorts_its_values() -> None:
     times = [3.0, 1.0, 2.0, 10.0]
     spread = Spread.of(iter(times))
     assert spread is not None
     assert [spread.p50, spread.p99] == pytest.approx(np.percentile(times, [50, 99]))
 
 
-def test_of_no_times_there_is_none() -> None:
+def test_spread_of_no_times_is_none() -> None:
     assert Spread.of([]) is None

@@ -1,5 +1,5 @@
-"""Server: it is there while the block runs, gets no settings but its flags, and is gone afterwards,
-however the block ends."""
+"""The server runs during the block, gets only its flags as settings, and is gone after the block,
+even after an error."""
 
 import os
 import signal
@@ -26,11 +26,11 @@ def alive(pid: int) -> bool:
     return True
 
 
-def test_it_answers_while_the_block_runs_and_is_gone_after_an_error(
+def test_server_runs_during_the_block_and_stops_after_an_error(
     checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Whoever measures has settings of another server in the environment, and in a .env file. And
-    signals are as before."""
+    """The environment and a .env file may hold settings of another server; they are ignored. Signal
+    handlers are restored."""
     monkeypatch.setenv("LOGITD_API_KEYS", "ci=0123456789abcdef")
     monkeypatch.setenv("LOGITD_HOST", "0.0.0.0")
     monkeypatch.chdir(tmp_path)
@@ -59,7 +59,7 @@ def test_it_answers_while_the_block_runs_and_is_gone_after_an_error(
 
 
 @pytest.mark.slow
-def test_one_that_does_not_start_says_why(tmp_path: Path) -> None:
+def test_failed_start_is_explained(tmp_path: Path) -> None:
     with (
         pytest.raises(ServerError, match=r"ended with 1 before it was ready") as caught,
         started_server("--checkpoint", str(tmp_path / "nowhere")),
@@ -79,8 +79,8 @@ with started_server(*flags) as server:
     print(server.pid, signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, flush=True)
     time.sleep(600)
 """
-"""Measures until it is ended; its first argument is what a hangup does. It prints the server's pid
-and whether hangups are ignored."""
+"""Measures until it is ended. Its first argument says how it handles SIGHUP. It prints the server's
+pid and whether hangups are ignored."""
 
 
 def measuring(hangup: str, checkpoint: Path) -> "subprocess.Popen[str]":
@@ -101,7 +101,7 @@ def measuring(hangup: str, checkpoint: Path) -> "subprocess.Popen[str]":
         ("SIG_IGN", signal.SIGTERM, 128 + signal.SIGTERM),
     ],
 )
-def test_a_signal_ends_both(
+def test_signal_ends_command_and_server(
     checkpoint_path: Path, hangup: str, number: signal.Signals, code: int
 ) -> None:
     """An ignored hangup stays ignored, as under nohup."""

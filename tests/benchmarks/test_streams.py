@@ -1,5 +1,5 @@
-"""Streams: every token of a real server is counted, failures are seen, and the figures are those of
-the times at which tokens came."""
+"""Streams: every token of a real server is counted, failures are noticed, and figures follow from
+the arrival times."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -102,7 +102,7 @@ TAIL = {
 
 
 @CLIENTS
-def test_tokens_are_counted_by_ids_and_chunks_without_any_are_none(client: Asked) -> None:
+def test_tokens_are_counted_by_ids(client: Asked) -> None:
     stream = events(chunk([1]), chunk([]), chunk([2, 3, 4]), chunk([], **TAIL))
     with scripted(stream) as server:
         (record,) = streams(server.url, [[1]], 4, client)
@@ -116,14 +116,14 @@ def test_tokens_are_counted_by_ids_and_chunks_without_any_are_none(client: Asked
 
 
 @CLIENTS
-def test_fewer_tokens_than_asked_for_are_a_failure(client: Asked) -> None:
+def test_too_few_tokens_are_a_failure(client: Asked) -> None:
     with scripted(events(chunk([1, 2]), chunk([], **TAIL))) as server:
         (record,) = streams(server.url, [[1]], 4, client)
-    assert record.failure == Failure("TokensMissing", "2 of 4 tokens came")
+    assert record.failure == Failure("TokensMissing", "2 of 4 tokens arrived")
 
 
 @CLIENTS
-def test_a_stream_that_breaks_off_is_a_failure(client: Asked) -> None:
+def test_stream_that_breaks_off_is_a_failure(client: Asked) -> None:
     with scripted(events(chunk([1, 2]), end=False)) as server:
         (record,) = streams(server.url, [[1]], 4, client)
     assert record.failure is not None
@@ -141,14 +141,15 @@ def record(*arrivals: tuple[float, int], sent: float = 0.0) -> StreamRecord:
 FAILED = StreamRecord(0.0, (Arrival(1.0, 1),), Failure("X", "y"))
 
 
-def test_the_rate_is_that_of_the_whole_batch() -> None:
-    """The last begins at 3, the first ends at 7: in between come 2 + 4 and 1 + 1 tokens."""
+def test_rate_is_that_of_the_whole_batch() -> None:
+    """The last stream begins at 3 and the first ends at 7: 2 + 4 and 1 + 1 tokens arrive in
+    between."""
     early = record((1, 1), (2, 1), (3, 5), (5, 2), (7, 4))
     late = record((3, 1), (4, 1), (6, 1), (8, 9))
     assert full_batch_rate([early, late]) == (2 + 4 + 1 + 1) / (7 - 3)
 
 
-def test_the_rate_of_one_leaves_its_first_tokens_out() -> None:
+def test_rate_of_one_stream_excludes_its_first_tokens() -> None:
     assert full_batch_rate([record((1, 1), (2, 1), (5, 3))]) == 4 / 4
 
 

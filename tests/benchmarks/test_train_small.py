@@ -1,4 +1,4 @@
-"""Comparison on a small text: the same size, the same steps, another recipe."""
+"""Comparison on a small text: the same size and steps, another recipe."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""nginx with the shipped configuration before two real servers: streams pass as they are written,
-and if a replica is killed under load, new requests are answered."""
+"""nginx with the shipped configuration in front of two real servers: streams are not buffered, and
+new requests are answered after a replica is killed under load."""
 
 import json
 import shutil

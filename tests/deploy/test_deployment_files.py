@@ -47,24 +47,24 @@ def names_in(query: str) -> set[str]:
 
 
 @pytest.mark.parametrize(("title", "query"), QUERIES)
-def test_panel_asks_for_what_there_is(title: str, query: str) -> None:
+def test_panel_queries_existing_metrics(title: str, query: str) -> None:
     assert names_in(query)
     assert names_in(query) <= known_names(), title
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
-def test_alert_asks_for_what_there_is_and_says_what_to_do(rule: dict[str, Any]) -> None:
+def test_alert_queries_existing_metrics_and_gives_advice(rule: dict[str, Any]) -> None:
     assert names_in(rule["expr"])
     assert names_in(rule["expr"]) <= known_names()
     assert set(rule["annotations"]) == {"summary", "action"}
     assert rule["labels"]["severity"] in ("page", "ticket")
 
 
-def test_metric_that_is_not_there_would_be_seen() -> None:
+def test_unknown_metric_is_found() -> None:
     assert not names_in("rate(logitd_tokens_total[5m])") <= known_names()
 
 
-def test_every_alert_has_a_test_of_its_own() -> None:
+def test_every_alert_has_a_test() -> None:
     tests = yaml.safe_load((PROMETHEUS / "alerts_test.yml").read_text(encoding="utf-8"))["tests"]
     fired = {
         case["alertname"]
@@ -75,7 +75,7 @@ def test_every_alert_has_a_test_of_its_own() -> None:
     assert fired == {rule["alert"] for rule in RULES}
 
 
-def test_dashboard_is_the_one_that_its_panels_make() -> None:
+def test_dashboard_is_generated_from_its_panels() -> None:
     assert json.loads(PLACE.read_text(encoding="utf-8")) == dashboard(), (
         "python deploy/grafana/make_dashboard.py"
     )
@@ -130,7 +130,7 @@ def test_prometheus_and_the_balancer_know_the_replicas() -> None:
     assert re.findall(r"server (\S+):8000", replicas) == ["replica-1", "replica-2"]
 
 
-def test_container_has_longer_to_end_than_its_requests() -> None:
+def test_container_may_stop_later_than_its_requests() -> None:
     drain = ServeSettings.model_fields["drain_timeout"].default
     assert float(COMPOSE["services"]["logitd"]["stop_grace_period"].rstrip("s")) > drain + 5
 
@@ -158,7 +158,7 @@ def test_stage_of_the_kernels_has_all_that_it_needs(tmp_path: Path) -> None:
                     (tmp_path / place).mkdir(parents=True, exist_ok=True)
                     shutil.copy(ROOT / source, tmp_path / place)
     cpu = tmp_path / "model/inference/kernels/cpu"
-    shutil.rmtree(cpu / "prebuilt", ignore_errors=True)  # somebody's own
+    shutil.rmtree(cpu / "prebuilt", ignore_errors=True)  # another user's file
     (cpu / "native/decoder.cpp").write_text('extern "C" int answer() { return 42; }\n')
     (command,) = [line for line in stage("kernels") if line.startswith("RUN python3 ")]
     subprocess.run(

@@ -60,7 +60,7 @@ def test_manifests_fit_the_schemas_of_the_api(name: str) -> None:
 
 
 @needs_kubectl
-def test_misspelt_field_would_be_seen() -> None:
+def test_misspelt_field_is_found() -> None:
     text = built(KUBERNETES / "overlays/cpu")
     assert validated(text.replace("readinessProbe", "readynessProbe")).returncode != 0
 
@@ -101,7 +101,7 @@ def test_pod_has_the_time_that_a_server_takes_to_leave() -> None:
     assert probe["periodSeconds"] * probe["failureThreshold"] < float(given["LOGITD_DRAIN_GRACE"])
 
 
-def test_probes_ask_for_what_there_is(checkpoint_path: Path) -> None:
+def test_probes_use_existing_endpoints(checkpoint_path: Path) -> None:
     paths = create_app(serve_settings(checkpoint_path)).openapi()["paths"]
     (container,) = read("base/deployment.yaml")["spec"]["template"]["spec"]["containers"]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -133,7 +133,7 @@ def node(command: list[str], rank: int, folder: Path, port: int) -> subprocess.P
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_job_trains_on_two_and_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
+def test_job_trains_on_two_machines_and_resumes(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(story(600), encoding="utf-8")
     spec = read("training/job.yaml")["spec"]
     (container,) = spec["template"]["spec"]["containers"]

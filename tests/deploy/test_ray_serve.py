@@ -1,6 +1,6 @@
-"""Ray Serve on this machine with two replicas of a real checkpoint: streams pass as they are
-written, a session stays on its replica, and if a replica is killed under load, its streams break
-off and new requests are answered. Also: refused settings."""
+"""Ray Serve on this machine with two replicas of a real checkpoint: streams are not buffered, a
+session stays on its replica, and after a replica is killed under load its streams break off and new
+requests are answered. Also: refused settings."""
 
 import json
 import os
@@ -142,7 +142,7 @@ def test_stream_passes_as_it_is_written(client: httpx.Client) -> None:
     assert tokens == spelled("a", TOKENS)
 
 
-def test_client_that_goes_ends_its_request(client: httpx.Client) -> None:
+def test_disconnected_client_ends_its_request(client: httpx.Client) -> None:
     """More clients leave than there are slots, so each slot must become free."""
     for _ in range(12):
         with client.stream("POST", "/generate", json=LONG) as reply:
@@ -158,7 +158,7 @@ def cached(client: httpx.Client, prompt: str, **headers: str) -> int:
     return tokens
 
 
-def test_session_stays_where_its_prefix_is(client: httpx.Client) -> None:
+def test_session_stays_on_its_replica(client: httpx.Client) -> None:
     """Each of eight sessions finds its earlier prompt in the cache."""
     found = Counter[int]()
     for number in range(8):
@@ -169,9 +169,7 @@ def test_session_stays_where_its_prefix_is(client: httpx.Client) -> None:
     assert set(found) == {288}, found
 
 
-def test_replica_that_is_killed_breaks_off_what_it_wrote_and_nothing_else(
-    on_ray: OnRay, client: httpx.Client
-) -> None:
+def test_killed_replica_breaks_only_its_streams(on_ray: OnRay, client: httpx.Client) -> None:
     """Its streams break off. Later requests are answered within the time that Ray takes to notice,
     and another replica replaces it.
 
@@ -256,7 +254,7 @@ def test_sigterm_ends_all_of_it(on_ray: OnRay) -> None:
         (["--no-such-flag"], "--no-such-flag"),
     ],
 )
-def test_ray_settings_refuse_what_cannot_be_meant(
+def test_invalid_ray_settings_are_refused(
     flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(flags) == 2
@@ -271,9 +269,7 @@ def test_every_flag_of_the_server_is_there() -> None:
     ("settings", "slots"),
     [({}, EngineConfig().slots), ({"slots": 5}, 5), ({"kv_cache_memory": "1GiB"}, None)],
 )
-def test_replicas_do_not_each_take_a_share_of_what_is_free(
-    settings: dict[str, Any], slots: int | None
-) -> None:
+def test_replicas_divide_free_memory(settings: dict[str, Any], slots: int | None) -> None:
     """They start at the same time on one machine."""
     deployed = application(RaySettings(_env_file=None, **settings))._bound_deployment
     assert deployed.init_args[0]["slots"] == slots

@@ -1,4 +1,4 @@
-"""The unit of systemd: systemd reads it, and what it starts, reloads and ends is `logitd serve`."""
+"""The systemd unit: systemd accepts it, and it starts, reloads and stops `logitd serve`."""
 
 import re
 import shutil

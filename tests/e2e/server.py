@@ -1,4 +1,4 @@
-"""A real `logitd serve` in a process of its own."""
+"""A real `logitd serve` process."""
 
 import re
 import resource
@@ -31,8 +31,8 @@ class ServedProcess:
         descriptors: int | None = None,
         cold: bool = False,
     ) -> None:
-        """`descriptors`: limit of open files and connections. `cold`: start an interpreter of its
-        own, like a command line, instead of a fork."""
+        """`descriptors`: limit of open files and connections. `cold`: start a new interpreter, like
+        a command line, instead of forking."""
         # A file, because a full pipe would block the server.
         self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115
         arguments = ("serve", "--port", "0", *flags)

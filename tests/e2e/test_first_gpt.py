@@ -122,7 +122,7 @@ def said(walk: Walk, begins: str) -> str:
     return text
 
 
-def test_commands_do_what_the_page_says(walked: Walk) -> None:
+def test_commands_work_as_the_page_says(walked: Walk) -> None:
     assert (walked.folder / "runs" / "mine" / "loss.png").stat().st_size > 1000
     assert (walked.folder / "runs" / "mine" / "samples.txt").exists()
     assert json.loads(said(walked, "tail -n 1"))

@@ -1,5 +1,5 @@
 """A run is trained and served at the same time: each saved checkpoint is served, no request fails,
-and none is answered by two checkpoints."""
+and each is answered by one checkpoint."""
 
 import time
 from collections.abc import Iterator

@@ -1,5 +1,4 @@
-"""The page about importing a model (model/convert/README.md): its command lines, run on a model of
-a short training script."""
+"""The command lines of model/convert/README.md, run on a model of a short training script."""
 
 import math
 import os
@@ -152,13 +151,14 @@ def serve(folder: Path, line: str) -> Iterator[httpx.Client]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_lines_of_the_page_work(desk: tuple[Path, float]) -> None:
-    """Text, class, expression and flags lead to the same weights, whose loss is the script's."""
+    """Text, class, expression and flags lead to the same weights, whose loss matches the
+    script's."""
     folder, loss = desk
     lines = lines_of_the_page()
     assert len(lines) == 9, lines
     for line in lines:
         if " serve my_gpt.pt --import" in line:
-            continue  # the next test: what its text leaves open has to be answered first
+            continue  # covered by the next test, which answers the open questions first
         if " serve " in line:
             for client in serve(folder, line):
                 ids = client.post("/tokenize", json={"prompt": "the quick"}).json()["tokens"]

@@ -82,7 +82,7 @@ def plain_logprobs(gpt: GPT, ids: list[int]) -> torch.Tensor:
 
 
 def continuation_logprob(model: tuple[Tokenizer, GPT], context: str, continuation: str) -> float:
-    """Like lm-eval, take the ids of both texts together, after as many as the context has."""
+    """Encode both texts together, like lm-eval, and score the ids after the context's."""
     tokenizer, gpt = model
     ids = tokenizer.encode(context)
     start = len(ids)
@@ -97,7 +97,7 @@ def rolling_logprob(model: tuple[Tokenizer, GPT], text: str) -> float:
     tokenizer, gpt = model
     assert tokenizer.end_of_text is not None
     ids = tokenizer.encode(text)
-    size = WINDOW - 2  # one token is kept for the one that is generated, one for what precedes
+    size = WINDOW - 2  # one token for the generated one, one for the preceding one
     total = 0.0
     for start in range(0, len(ids), size):
         end = min(start + size, len(ids))

@@ -58,7 +58,8 @@ def server() -> Iterator[ServedProcess]:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
-    """The bundled model, one of its shape with other weights, and one that cannot be loaded."""
+    """The bundled model, one of the same shape with other weights, and one that cannot be
+    loaded."""
     info, gpt = load_checkpoint(BUNDLED_CHECKPOINT, device=torch.device("cpu"), dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     weights = {
@@ -380,7 +381,7 @@ def test_tabs_show_the_whole_text_or_the_prompt_alone(server: ServedProcess, pag
     )
     open_tab(page, "inside", "#view .heat")
     ids = [token["id"] for token in asked(server, "/tokenize", prompt=text)["pieces"]]
-    if len(ids) == count:  # what was drawn is not always how a text is split
+    if len(ids) == count:  # a generated text may be split into other tokens
         likeliest = asked(server, "/probs", prompt=ids, top_k=1)["prompts"][0]["tokens"][0]
         assert bars(page, "#effect")[0][0] == shown(likeliest["text"])
     page.check("#alone")
@@ -443,7 +444,7 @@ def test_refused_requests_leave_no_branch_and_are_reported_once(
     page.fill("#prompt", "import os\n" * 300)
     page.click("#go")
     page.wait_for_selector("#prompt-problem .problem")
-    page.wait_for_timeout(1000)  # what follows the writing of a prompt has been refused by then
+    page.wait_for_timeout(1000)  # by then, further requests of that prompt have been refused
     assert re.search("Shorten (it|the prompt) by ", page.inner_text(".problem"))
     for tab in ("generate", "inside"):
         page.click(f"#tab-{tab}")
@@ -825,9 +826,7 @@ def test_page_runs_only_scripts_of_the_server(server: ServedProcess, new_page: N
     assert page.evaluate("window.foreign") is None
 
 
-def test_model_by_its_owners_code_has_the_tabs_that_need_only_logits_and_stages(
-    tmp_path: Path, new_page: NewPage
-) -> None:
+def test_owner_code_model_has_tabs_of_logits_and_stages(tmp_path: Path, new_page: NewPage) -> None:
     path = imported("ResidualAttention", tmp_path)
     with ServedProcess(str(path), "--run-code", "--threads", "1") as server:
         page = ready(new_page(f"{server.url}/#prompt=ab", quiet=False))

@@ -1,6 +1,6 @@
-"""`logitd extract --ray` with real workers: the files of one process, even if workers die.
+"""`logitd extract --ray` with real workers: the same files as one process, even if workers die.
 
-Ray runs on this machine. A variable of the environment marks its processes.
+Ray runs on this machine. An environment variable marks its processes.
 """
 
 import os

@@ -95,7 +95,8 @@ class Torchrun:
         )  # fmt: skip
 
     def finish(self, timeout: float = 100) -> tuple[int, str, str]:
-        """Wait for the end: the exit code, 0 if all processes have it, and the output."""
+        """Wait for the end. Returns the output and the exit code (0 only if all processes exit with
+        0)."""
         try:
             out, err = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -118,7 +119,7 @@ class Torchrun:
 
 class Forked:
     """The processes that torchrun would start, forked by the zygote. No parent ends the others if
-    one fails: they have to end by themselves."""
+    one fails, so they must end by themselves."""
 
     def __init__(self, config: TrainingConfig, processes: int = 2) -> None:
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -185,8 +186,8 @@ def losses(run: Path) -> list[tuple[str, int, float]]:
 
 
 def assert_same_losses(one: Path, other: Path) -> None:
-    """Check that the reports are the same, and the losses at steps that both evaluated: the early
-    ones depend on the length of the run."""
+    """Check that the reports are the same, and so are the losses at steps that both runs evaluated.
+    Early steps depend on the length of the run."""
     both = losses(one), losses(other)
     steps = {each[:2] for each in both[0]} & {each[:2] for each in both[1]}
     shared = [[each for each in found if each[:2] in steps] for found in both]
@@ -196,8 +197,8 @@ def assert_same_losses(one: Path, other: Path) -> None:
 
 
 def test_two_processes_have_the_bits_of_one_that_accumulates_two_batches(text: Path) -> None:
-    """Dropout, clipping and Muon. One process continues where the two had stopped, with a
-    notice of the changed number of processes."""
+    """With dropout, clipping and Muon. One process then continues the run of two and reports the
+    changed number of processes."""
     one = configuration(text, "one", steps=6)
     two = configuration(text, "two", steps=3)
     started = Torchrun(two)
@@ -227,7 +228,8 @@ def test_two_processes_continue_where_one_stopped(text: Path) -> None:
 
 
 def test_batch_is_divided_if_accumulation_is_not(text: Path) -> None:
-    """8 sequences in one pass are 2 x 4 in two processes: the same tokens, other sums."""
+    """8 sequences in one pass are 2 x 4 in two processes: the same tokens, summed in another
+    order."""
     given = {"batch_size": 8, "accumulate": 1, "dropout": 0.0, "steps": 4}
     one, two = configuration(text, "one", **given), configuration(text, "two", **given)
     train(one)
@@ -251,7 +253,7 @@ def test_signal_to_one_process_stops_all_at_the_same_step(text: Path, to: str) -
         wait_for_step(started, config.out / "metrics.jsonl", 2)
         os.kill(started.workers()[1], signal.SIGTERM)
     code, out, err = started.finish()
-    assert code == (1 if to == "torchrun" else 0), err  # torchrun itself says that it was stopped
+    assert code == (1 if to == "torchrun" else 0), err  # torchrun reports that it was stopped
     assert out.count("continue with") == 1
     step = int(read_state(config.out / "state" / "state.pt")["counters"]["step"])
     assert f"stopped at step {step:,};" in out
@@ -295,9 +297,9 @@ def states_equal(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("given", [{"dtype": "bfloat16"}, {"optimizer": "adamw"}])
 def test_shared_model_has_the_bits_of_a_whole_one(text: Path, given: dict[str, Any]) -> None:
-    """Two processes with one pass each, so that all sums have one order, and not clipped, because
-    the norm of the gradient has another. Dropout and Muon in bfloat16, and AdamW. One
-    process continues where the two had stopped, and two where one had."""
+    """Two processes with one pass each, so that all sums have one order, and without clipping,
+    because the gradient norm is summed in another. Dropout and Muon in bfloat16, and AdamW. One
+    process continues the run of two, and two continue the run of one."""
     given = given | {"clip": 1000.0}
     one = configuration(text, "one", steps=6, **given)
     two = configuration(text, "two", steps=3, shard="on", **given)
@@ -348,7 +350,8 @@ def test_adapters_of_a_shared_model_are_those_of_a_whole_one(text: Path) -> None
 
 @pytest.mark.parametrize("shard", ["off", "on"])
 def test_several_processes_fine_tune_as_one(text: Path, shard: str) -> None:
-    """Processes other than the main one once began with random weights, and the run ended well."""
+    """Processes other than the main one once started from random weights, and the run finished
+    without an error."""
     base = configuration(text, "base", steps=12)
     train(base)
     runs = []

@@ -52,7 +52,7 @@ def trained(run: Path) -> tuple[CheckpointInfo, GPT]:
 
 @pytest.fixture(scope="module")
 def client(run: Path) -> Iterator[httpx.Client]:
-    """A client of `logitd serve run`, as the trainer says, in the oracle's
+    """A client of `logitd serve run`, started as the trainer suggests, with the oracle's
     numbers."""
     with (
         ServedProcess(*SERVED, cwd=run.parent) as process,
@@ -99,7 +99,7 @@ def test_served_numbers_are_those_of_the_trained_model(
     assert np.abs(rows - plain.numpy()).max() < 1e-4
 
 
-def test_model_has_learned_its_text(
+def test_trained_model_reproduces_its_text(
     client: httpx.Client, trained: tuple[CheckpointInfo, GPT]
 ) -> None:
     """A token of the text costs far fewer nats than at random, by the numbers that are served."""

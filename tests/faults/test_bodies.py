@@ -112,7 +112,7 @@ def test_large_body_is_refused_without_delaying_others(server: ServedProcess, na
 
 @pytest.mark.usefixtures("pauses")
 @pytest.mark.parametrize("name", MUCH_FROM_LITTLE)
-def test_small_body_of_much_work_does_not_delay_others(server: ServedProcess, name: str) -> None:
+def test_expensive_small_body_does_not_delay_others(server: ServedProcess, name: str) -> None:
     path, body = MUCH_FROM_LITTLE[name]
     with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client:
         for _ in range(times(1, 20)):

@@ -105,7 +105,7 @@ class Tally:
 
     answered: Counter[tuple[str, int]] = field(default_factory=Counter)
     left: int = 0
-    """Requests whose client left before the end of the answer."""
+    """Requests whose client disconnected before the end of the answer."""
     answers: set[tuple[str, str]] = field(default_factory=set)
     """Answers to QUESTION, each with the hash of its checkpoint."""
     problems: list[str] = field(default_factory=list)

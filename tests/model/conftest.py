@@ -34,8 +34,9 @@ def story(sentences: int, seed: int = 0) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def small_products() -> Iterator[None]:
-    """A run begins with measuring the machine by products of 512 x 512: a quarter of a short run,
-    and seconds in bfloat16 where torch has no fast ones. Nobody here looks at how fast it is."""
+    """Make the speed measurement at the start of a run small. Its products of 512 x 512 take a
+    quarter of a short run, and seconds in bfloat16 if torch has no fast ones. No test here uses the
+    result."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flops, "RATE_WIDTH", 64)
         yield
@@ -85,7 +86,7 @@ def configure(story_file: Path, tmp_path: Path) -> Configure:
 
 @pytest.fixture(scope="session")
 def straight(story_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of `configure()`, finished at once. Read it or copy it, do not change it."""
+    """The run of `configure()`, never interrupted. Read or copy it; do not change it."""
     out = tmp_path_factory.mktemp("runs") / "straight"
     train(configuration(story_file, out))
     return out
@@ -109,8 +110,7 @@ LESSER = ("x86-64-v3", "x86-64-v2")
     params=["auto", *(pytest.param(name, marks=pytest.mark.slow) for name in LESSER)],
 )
 def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
-    """Skips where there is no compiler, or where the processor cannot run the target: then there is
-    nothing to test but the twins."""
+    """Skips if there is no compiler, or if the processor cannot run the target."""
     try:
         return load_library(target=request.param).functions
     except KernelsUnavailable as reason:

@@ -12,17 +12,18 @@ import pytest
 
 
 def combinations(*choices: Sequence[Any]) -> list[Any]:
-    """All combinations of three or more parameters, for `pytest.mark.parametrize`: those whose
-    indices add up to an odd number are slow. Of two parameters not every pair would be left."""
+    """All combinations of three or more parameters, for `pytest.mark.parametrize`; combinations
+    whose indices have an odd sum are slow. With only two parameters some pairs would never be
+    quick."""
     assert len(choices) > 2
     assert all(len(choice) > 1 for choice in choices)
     return _marked(choices, lambda indices: sum(indices) % 2 == 0)
 
 
 def values(*choices: Sequence[Any]) -> list[Any]:
-    """All combinations of parameters, the first of which has the most values, for
-    `pytest.mark.parametrize`: quick is one for each of its values, and the others count on beside
-    it, like the digits of a number. The rest is slow."""
+    """All combinations of parameters, for `pytest.mark.parametrize`. The first must have the most
+    values. One combination per value of it is quick, and in these the other parameters cycle
+    through their values; the rest are slow."""
     longest, *others = map(len, choices)
     assert longest >= max(others)
     quick = set()

@@ -1,7 +1,7 @@
-"""Damage: what disks, copies and people do to files, byte by byte and field by field.
+"""Damage to files by disks, copies and people: bytes and fields are changed.
 
 `damaged(raw)` draws a file that differs from `raw` in a few places; `edited(document)` draws JSON
-that differs in one. Both shrink towards the original. Which errors are right is not known here.
+that differs in one. Both shrink towards the original. Tests decide which errors are right.
 """
 
 import copy
@@ -20,7 +20,7 @@ HOSTILE = st.one_of(
     st.lists(st.integers(-2, 300), max_size=5),
     st.dictionaries(st.text(max_size=5), st.integers(-2, 300), max_size=3),
 )
-"""Values that a field of JSON may come to have."""
+"""Hostile values for a field of JSON."""
 
 
 @st.composite
@@ -28,7 +28,7 @@ def damaged(draw: st.DrawFn, raw: bytes) -> bytes:
     """Bytes with some changed, left out or put in, or the rest cut off."""
     result = bytearray(raw)
     for _ in range(draw(st.integers(0, 4))):
-        # Headers and ends are what a format lives by.
+        # Headers and ends are the most sensitive parts of a format.
         near = st.integers(0, min(len(result), 300)) | st.integers(0, len(result))
         place = draw(near | near.map(lambda at: len(result) - at))
         match draw(st.sampled_from(["change", "cut", "remove", "insert", "repeat"])):
@@ -58,7 +58,8 @@ def places(value: Any) -> list[tuple[Any, Any]]:
 
 @st.composite
 def edited(draw: st.DrawFn, document: Any) -> Any:
-    """One field of another value, left out, nested deeply or beside one of another name."""
+    """Change the value of one field, leave it out, nest it deeply, or add a field with another
+    name."""
     result = copy.deepcopy(document)
     container, key = draw(st.sampled_from(places(result)[:400]))
     match draw(st.sampled_from(["replace", "remove", "add", "nest"])):

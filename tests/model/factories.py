@@ -1,6 +1,5 @@
-"""Small things for tests: a tokenizer, a GPT of each family, a saved checkpoint. Real ones, made in
-milliseconds; nothing here is a mock.
-"""
+"""Small real objects for tests: a tokenizer, a GPT of each family, a saved checkpoint. None is a
+mock."""
 
 from collections.abc import Mapping
 from itertools import cycle, islice
@@ -38,7 +37,7 @@ NANOCHAT: Mapping[str, Any] = {
     "backout": True,
     "logit_softcap": 6.0,
 }
-"""nanochat's shape with the three layers of `tiny_config`: every part that it has at once."""
+"""nanochat's shape with the three layers of `tiny_config` and every part that it has."""
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gpt2": {},
@@ -77,7 +76,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Every byte is a token of its own; no merges. Text's ids are its UTF-8 bytes."""
+    """Every byte is a token, without merges: the ids of a text are its UTF-8 bytes."""
     return Tokenizer(
         ranks={bytes([byte]): byte for byte in range(256)},
         pattern=SPLIT_PATTERN,
@@ -93,7 +92,8 @@ def chat_tokenizer() -> Tokenizer:
 
 
 def merging_tokenizer() -> Tokenizer:
-    """The bytes, tokens that cut characters, words and JSON in odd places, and two special ones."""
+    """All bytes, tokens that split characters, words and JSON in odd places, and two special
+    tokens."""
     pieces = (
         b"\xc3\xa9", b"\xa9a", b"\xe2\x82", b"\x82\xac", b"\xf0\x9f", b"\x9f\x98\x80",
         b"\x80\xe2", b"ab", b"abc", b"ca", b"bb", b" a", b"a\n", b"\n\n", b"00", b"12", b"1.",
@@ -125,8 +125,8 @@ def tiny_config(**overrides: Any) -> GPTConfig:
 def tiny_gpt(config: GPTConfig | None = None, seed: int = 0) -> GPT:
     """A random GPT in evaluation mode whose every parameter matters.
 
-    Weights are drawn so large that attention chooses and greedy text varies (it does not repeat
-    one token); biases and norms are drawn as well, so that a forgotten one shows.
+    Weights are large, so that attention is selective and greedy text does not repeat one token.
+    Biases and norms are random too, so that a forgotten one shows.
     """
     gpt = GPT(config or tiny_config())
     generator = torch.Generator().manual_seed(seed)

@@ -1,7 +1,7 @@
-"""A disk that is full, for a while: the system takes no more than so many bytes of any one file.
+"""A temporarily full disk: the system limits every file to a number of bytes.
 
-As good as a small file system, and every user may have it. Python ignores the signal that comes
-along, so that a write fails with EFBIG, as one without room does with ENOSPC.
+It replaces a small file system, which only root can mount. Python ignores the signal that comes
+with the limit, so a write fails with EFBIG instead of ENOSPC.
 """
 
 import resource

@@ -1,8 +1,7 @@
-"""An oracle for what is inside a forward: every stage of one text, by its definition.
+"""Oracle for the inside of a forward: every stage of one text, by its definition.
 
-Written for itself: of the model it takes the weights, the rotary tables and the configuration, and
-none of the code. `change` is given each stage as it is computed, positions first, and what it
-returns is gone on with.
+It takes the model's weights, rotary tables and configuration, but none of its code. `change` is
+called with each stage, positions first, and its result is used from there on.
 """
 
 import copy
@@ -68,7 +67,7 @@ def plain_stages(
 
 
 def without_softcap(gpt: GPT) -> GPT:
-    """The same model whose logits have no limit."""
+    """The same model without a limit on its logits."""
     plain = copy.copy(gpt)
     plain.config = replace(gpt.config, logit_softcap=None)
     return plain

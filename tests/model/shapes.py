@@ -1,7 +1,7 @@
-"""Shapes for tests: every combination of what a forward can be put together from, and any of them.
+"""Shapes for tests: every combination of a forward's options, and a strategy over all of them.
 
 `COMBINATIONS` are all that differ in norms, residuals, heads and rotary positions; `shapes` is the
-hypothesis strategy over the rest as well. Both give overrides of `tiny_config`.
+hypothesis strategy over the other options as well. Both give overrides of `tiny_config`.
 """
 
 from collections.abc import Mapping

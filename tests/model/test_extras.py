@@ -17,7 +17,7 @@ def test_packages_are_those_of_the_project(extra: str) -> None:
     assert list(EXTRAS[extra]) == project["optional-dependencies"][extra]
 
 
-def test_command_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_printed_command_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "executable", str(ROOT / ".venv" / "bin" / "python"))
     assert installation("parquet") == ".venv/bin/python -m pip install 'pyarrow>=20'"

@@ -121,7 +121,7 @@ def test_line_ends_are_normalized_as_by_python(tmp_path: Path) -> None:
         ("{", "property name"),
     ],
 )
-def test_json_that_cannot_be_written_again_is_refused(text: str, sentence: str) -> None:
+def test_unwritable_json_is_refused(text: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         parse_json(text.encode())
 

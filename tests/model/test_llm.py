@@ -168,7 +168,7 @@ def test_end_of_text_ends_a_completion_unless_it_is_ignored(llm: LLM) -> None:
     assert (ignored.finish_reason, ignored.stop_reason) == ("length", None)
 
 
-def test_streams_can_be_read_in_turns(llm: LLM) -> None:
+def test_streams_can_be_read_alternately(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=12, seed=seed) for seed in (1, 2)]
     expected = [llm.generate(PROMPT, one)[0] for one in params]
     streams = [llm.stream(PROMPT, one) for one in params]
@@ -190,7 +190,7 @@ def test_stream_that_is_closed_ends_its_requests(llm: LLM) -> None:
 
 
 def test_closed_llm_refuses_to_compute(checkpoint_path: Path) -> None:
-    """Native code once got a null pointer."""
+    """Native code once received a null pointer."""
     with LLM(checkpoint_path, device="cpu", threads=1) as closed:
         stream = closed.stream(PROMPT, max_tokens=5)
         next(stream)
@@ -354,7 +354,7 @@ def test_failed_step_is_an_error_of_its_requests(
         ({"kv_cache_dtype": "x"}, "kv_cache_dtype must be 'auto' or 'int8', not 'x'"),
     ],
 )
-def test_llm_refuses_what_it_cannot_open(
+def test_llm_refuses_invalid_arguments(
     checkpoint_path: Path, fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(LoadError, match=message):

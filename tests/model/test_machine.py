@@ -1,4 +1,4 @@
-"""Machine: the rates follow from the measured times, and the quickest run counts."""
+"""Machine: rates follow from the measured times, and the fastest measurement counts."""
 
 import math
 from collections.abc import Callable

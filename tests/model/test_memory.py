@@ -81,7 +81,7 @@ def test_free_memory_is_the_least_of_system_and_container(tmp_path: Path) -> Non
     assert free_memory((newer, older), meminfo) == 0
 
 
-def test_process_is_limited_by_its_own_groups_and_those_above(tmp_path: Path) -> None:
+def test_process_is_limited_by_its_group_and_parents(tmp_path: Path) -> None:
     own = tmp_path / "cgroup"
     own.write_text("4:memory:/pods/a\n3:cpuset:/\n0::/user.slice/b.scope\n")
     root = Path("/groups")

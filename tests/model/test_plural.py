@@ -14,5 +14,5 @@ from logitd.model.plural import pluralize
         (1200, ",", "1,200 tokens"),
     ],
 )
-def test_a_noun_agrees_with_its_number(count: int, form: str, words: str) -> None:
+def test_noun_agrees_with_its_number(count: int, form: str, words: str) -> None:
     assert pluralize(count, "token", form) == words

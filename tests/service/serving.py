@@ -1,6 +1,5 @@
-"""Serving: the real application in a real uvicorn, in a thread of the test process, on a port of
-its own; and raw sockets for what a well-behaved client cannot do.
-"""
+"""The real application in a real uvicorn, in a thread of the test process, on a port of its own;
+and raw sockets for badly behaved clients."""
 
 import asyncio
 import io
@@ -35,7 +34,7 @@ from logitd.service.settings.serve import ServeSettings
 from tests.service.spelling import CONTEXT_LENGTH, long_prompt
 
 TEST_TIMEOUT = 60.0
-"""Seconds after which something that should happen at once counts as failed."""
+"""Seconds after which something that should be immediate counts as failed."""
 
 
 LARGEST_ERROR = 4096
@@ -85,7 +84,7 @@ class Serving:
         return self.state.models.served[0]
 
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
-        """POST JSON; bytes are sent as they are."""
+        """POST JSON; bytes are sent unchanged."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self.client.post(
             path, content=content, headers={"Content-Type": "application/json"} | headers
@@ -332,7 +331,7 @@ def occupy_elements(server: Serving, stack: ExitStack) -> None:
 
 
 def eventually(condition: Callable[[], bool], timeout: float = TEST_TIMEOUT) -> None:
-    """Poll until a condition is true, less and less often: a condition may cost a request."""
+    """Poll until a condition is true, at growing intervals: a condition may cost a request."""
     begun = time.monotonic()
     while not condition():
         waited = time.monotonic() - begun
@@ -354,7 +353,7 @@ def request_bytes(path: str, body: Any, *headers: str) -> bytes:
 
 
 def read_until(raw: socket.socket, *wanted: bytes) -> bytes:
-    """Read until one of `wanted` or the end has come."""
+    """Read until one of `wanted` has arrived or the connection ends."""
     received = bytearray()
     while data := raw.recv(65536):
         looked_at = max(0, len(received) - max(map(len, wanted)))

@@ -1,10 +1,9 @@
-"""Spelling: a real GPT whose text is known. After each letter of ALPHABET it gives the next one.
+"""A real GPT whose text is known: after each letter of ALPHABET it generates the next one.
 
-Weights instead of a mock: the embeddings of the letters are orthogonal, the blocks add nothing, and
-the head's row of a letter is the embedding of the letter before it. So the completion of any
-prompt can be written down, stop strings can be placed, and characters of two, three and four bytes
-arrive byte by byte. After the last letter comes END_OF_TEXT, then the first letter again; every id
-that is not a letter is followed by the first letter.
+The embeddings of the letters are orthogonal, the blocks add nothing, and the head's row of a letter
+is the embedding of the letter before it. So the completion of any prompt is known, stop strings can
+be placed, and characters of two, three and four bytes arrive byte by byte. After the last letter
+comes END_OF_TEXT, then the first letter again; every other id is followed by the first letter.
 """
 
 from pathlib import Path
@@ -19,11 +18,11 @@ ALPHABET = "abcdefghijklmnopqrstuvwxyz é€😀."
 END_OF_TEXT_ID = 256
 RING = (*ALPHABET.encode(), END_OF_TEXT_ID)
 CONTEXT_LENGTH = 8192
-"""So long that a generation of what fits outlasts anything a test does meanwhile."""
+"""Long enough for a generation to outlast any test."""
 
 _WIDTH = 64
 _SHARPNESS = 40.0
-"""Logit of the letter that is next; those of the others are about 0, so it is always drawn."""
+"""Logit of the next letter; those of the others are about 0, so it is always drawn."""
 
 
 def spelling_gpt() -> GPT:
@@ -39,7 +38,9 @@ def spelling_gpt() -> GPT:
         )
     ).requires_grad_(False)
     letters = _orthogonal_rows()
-    gpt.token_embedding.weight.copy_(letters[RING.index(END_OF_TEXT_ID)])  # what is not a letter
+    gpt.token_embedding.weight.copy_(
+        letters[RING.index(END_OF_TEXT_ID)]
+    )  # every id that is not a letter
     # A little noise between those that are not next, so that their order is the same everywhere.
     gpt.head.weight.copy_(torch.randn(gpt.head.weight.shape, generator=_generator()) * 1e-3)
     for place, token_id in enumerate(RING):

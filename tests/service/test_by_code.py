@@ -232,7 +232,7 @@ def test_lens_reads_the_named_norm_and_head(server: Serving) -> None:
         ("/attributions", "attributions"),
     ],
 )
-def test_what_the_code_does_not_give_is_refused(path: str, what: str, server: Serving) -> None:
+def test_unsupported_output_of_the_code_is_refused(path: str, what: str, server: Serving) -> None:
     error = server.refused(path, {"model": "Mixture", "prompt": PROMPT})
     assert f"owner's code (owner.py:Mixture), which cannot return {what}" in error.message
     lens = server.refused("/lens", {"model": "Remembering", "prompt": PROMPT})
@@ -241,7 +241,7 @@ def test_what_the_code_does_not_give_is_refused(path: str, what: str, server: Se
     assert "the stages are the submodules embed" in server.refused("/activations", stage).message
 
 
-def test_info_says_that_code_runs(server: Serving) -> None:
+def test_info_reports_running_code(server: Serving) -> None:
     info = server.client.get("/info", params={"model": "Noisy"}).json()
     assert info["checkpoint"]["code"] == "owner.py:Noisy"
     assert info["config"]["kind"] == "code"
@@ -261,7 +261,7 @@ def test_server_refuses_code_without_the_flag(tmp_path: Path) -> None:
         build(serve_settings(written(tmp_path)))
 
 
-def test_other_weights_of_the_same_class_replace_the_served_ones(tmp_path: Path) -> None:
+def test_weights_of_the_same_class_can_be_reloaded(tmp_path: Path) -> None:
     first, second = (imported("Recurrent", tmp_path, seed=seed) for seed in (1, 2))
     built = build(serve_settings(first, run_code=True))
     engine = built.engine

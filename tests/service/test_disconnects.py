@@ -139,7 +139,7 @@ def test_client_leaves_before_its_request_is_complete(server: Serving, sent: flo
 
 
 def test_streams_without_a_client_do_not_block_others(server: Serving) -> None:
-    """A stream that always has something to write once blocked the event loop."""
+    """A stream with endless data once blocked the event loop."""
     rawest = [begin(server, "/generate", LONG | {"n": 1, "stream": True}) for _ in range(3)]
     for raw in rawest:
         raw.close()
@@ -191,7 +191,7 @@ def test_many_clients_leave_at_random_moments(server: Serving) -> None:
 
 GIVEN_UP = (
     "a client left its stream unread for 0.5 s",
-    # If the machine is so busy that the check of all connections comes first.
+    # On a busy machine the check of all connections may come first.
     "ended a connection: too little of a reply was read within 0.5 s",
 )
 
@@ -205,7 +205,7 @@ GIVEN_UP = (
     ],
     ids=["rows", "a stream"],
 )  # fmt: skip
-def test_reader_that_stops_is_ended_and_others_are_not(
+def test_stopped_reader_is_ended_without_affecting_others(
     spelling_path: Path, path: str, body: Any, logged_errors: list[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip

@@ -1,4 +1,4 @@
-"""Fairness: each caller of a busy server gets its turn and room in the queue."""
+"""Fairness: each caller of a busy server gets its turn and its share of the queue."""
 
 import threading
 from collections.abc import Iterator

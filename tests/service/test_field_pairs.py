@@ -211,7 +211,7 @@ def grown(chunks: Sequence[Any]) -> Any:
     whole = put_together(list(chunks))
     for choice in whole["choices"].values():
         if choice.get("logprobs") and not any(choice["logprobs"].values()):
-            choice["logprobs"] = None  # a stream lists no tokens by sending nothing
+            choice["logprobs"] = None  # without tokens a stream has no logprobs field
     found = {"choices": whole["choices"]}
     if whole.get("prompts"):
         found["prompts"] = whole["prompts"]

@@ -91,7 +91,7 @@ def test_every_field_of_the_client_is_understood(tiny: openai.OpenAI) -> None:
     assert len(reply.choices) == 2
 
 
-def test_a_stream_is_the_reply_in_pieces(tiny: openai.OpenAI) -> None:
+def test_stream_adds_up_to_the_reply(tiny: openai.OpenAI) -> None:
     fields: dict[str, Any] = {"model": "tiny", "prompt": "ab", "seed": 3, "max_tokens": 20, "n": 2}
     whole = tiny.completions.create(**fields)
     texts, usage = ["", ""], None
@@ -139,7 +139,7 @@ def test_chat(chatty: openai.OpenAI) -> None:
     assert reasons == [*[None] * (len(reasons) - 1), choice.finish_reason]
 
 
-def test_an_answer_can_be_sent_back(chatty: openai.OpenAI) -> None:
+def test_answer_can_be_sent_back(chatty: openai.OpenAI) -> None:
     first = chatty.chat.completions.create(model="chatty", messages=MESSAGES, max_tokens=3, seed=1)
     more: list[Any] = [*MESSAGES, first.choices[0].message, {"role": "user", "content": "and?"}]
     again = chatty.chat.completions.create(model="chatty", messages=more, max_tokens=3, seed=1)
@@ -148,7 +148,7 @@ def test_an_answer_can_be_sent_back(chatty: openai.OpenAI) -> None:
     assert again.usage.prompt_tokens > first.usage.prompt_tokens
 
 
-def test_the_helper_for_streams_of_chat(chatty: openai.OpenAI) -> None:
+def test_chat_stream_helper_works(chatty: openai.OpenAI) -> None:
     """It joins the chunks by its own rules."""
     fields: dict[str, Any] = {
         "model": "chatty",
@@ -172,7 +172,7 @@ def test_the_helper_for_streams_of_chat(chatty: openai.OpenAI) -> None:
 # Errors
 
 
-def test_a_bad_request_is_one(tiny: openai.OpenAI) -> None:
+def test_bad_request_is_raised(tiny: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="suffix is not supported") as caught:
         tiny.completions.create(model="tiny", prompt="a", suffix="b")
     assert (caught.value.param, caught.value.type) == ("suffix", "invalid_request_error")
@@ -184,7 +184,7 @@ def test_a_bad_request_is_one(tiny: openai.OpenAI) -> None:
     assert caught.value.code == "no_chat_template"
 
 
-def test_a_full_queue_is_tried_again_when_it_says_so(narrow: Serving) -> None:
+def test_full_queue_is_retried_after_the_given_time(narrow: Serving) -> None:
     """By default the client tries twice more, then raises an exception."""
     with client(narrow) as http:
         with ExitStack() as stack:
@@ -200,7 +200,7 @@ def test_a_full_queue_is_tried_again_when_it_says_so(narrow: Serving) -> None:
         assert http.completions.create(model="spelling", prompt="a", max_tokens=3).choices
 
 
-def test_a_queue_that_was_full_is_answered_at_the_second_try(narrow: Serving) -> None:
+def test_full_queue_is_answered_at_the_second_try(narrow: Serving) -> None:
     async def ask() -> str:
         async with async_client(narrow) as http:
             with ExitStack() as stack:
@@ -225,7 +225,7 @@ def break_the_model(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_of(server)._runner, "run", fail)
 
 
-def test_a_request_that_breaks_the_engine_is_not_sent_again(
+def test_request_that_breaks_the_engine_is_not_sent_again(
     narrow: Serving, monkeypatch: pytest.MonkeyPatch, logged_errors: list[str]
 ) -> None:
     break_the_model(narrow, monkeypatch)
@@ -237,7 +237,7 @@ def test_a_request_that_breaks_the_engine_is_not_sent_again(
     logged_errors.clear()
 
 
-def test_an_error_in_a_stream_is_raised(
+def test_error_in_a_stream_is_raised(
     narrow: Serving, monkeypatch: pytest.MonkeyPatch, logged_errors: list[str]
 ) -> None:
     with client(narrow) as http:

@@ -73,7 +73,7 @@ def queue_full(response: httpx.Response, reason: str = ", limit 2") -> None:
     assert f"try again in about {response.headers['retry-after']} s" in error.message
 
 
-def test_full_queue_rejects_and_answers_what_it_accepted(server: Serving) -> None:
+def test_full_queue_rejects_but_answers_accepted_requests(server: Serving) -> None:
     with ExitStack() as stack:
         occupy(server, stack)
         accepted = [Poster(server, "/generate", {"prompt": "a", "n": 2, "max_tokens": 5})]
@@ -93,7 +93,7 @@ def test_full_queue_rejects_and_answers_what_it_accepted(server: Serving) -> Non
 def test_full_queue_rejects_before_encoding(
     server: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Encoding would take time for nothing."""
+    """Encoding would be a waste of time."""
     encoded: list[str] = []
 
     def encode(text: str, *_: Any, **__: Any) -> list[int]:
@@ -114,7 +114,7 @@ def test_full_queue_rejects_before_encoding(
     server.wait_idle()
 
 
-def test_request_keeps_its_place_while_its_constraint_is_compiled(
+def test_request_keeps_its_place_during_compilation(
     server: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Later requests are rejected meanwhile."""

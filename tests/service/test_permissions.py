@@ -1,6 +1,6 @@
 """Permissions of written checkpoints, adapters, runs and exports, and errors for unreadable files.
 
-The user of a container is often not the one who trained.
+A container often runs as another user than the training did.
 """
 
 import json

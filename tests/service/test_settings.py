@@ -35,7 +35,7 @@ def test_all_fields_and_models_are_described(command: str) -> None:
     assert missing == []
 
 
-def test_flags_win_over_own_variables_and_those_over_shared_ones(
+def test_flags_override_own_variables_which_override_shared_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert serve().port == 8000
@@ -57,7 +57,7 @@ def test_own_variables_may_be_lists(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_variables_belong_to_one_field() -> None:
-    """LOGITD_IMPORT_MODEL belongs to serve, so the command import cannot have a flag --model."""
+    """LOGITD_IMPORT_MODEL belongs to serve, so the import command cannot have a flag --model."""
     of_all = {name for settings in SETTINGS.values() for name in settings.model_fields}
     own = {f"{command}_{name}" for command in SETTINGS for name in SETTINGS[command].model_fields}
     assert of_all & own == set()
@@ -80,7 +80,7 @@ def test_defaults_of_the_engine_are_the_engines() -> None:
 
 
 def test_queue_holds_any_request_for_logits_of_gpt_2() -> None:
-    """One with as many prompts as are allowed, each as long as the context."""
+    """One with the allowed number of prompts, each as long as the context."""
     settings = serve()
     assert settings.max_sequences * 1024 * 50_257 <= settings.max_queue_elements
 

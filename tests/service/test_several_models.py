@@ -239,8 +239,8 @@ def bits(server: Serving, model: str) -> list[bytes]:
 def test_bits_are_those_of_a_model_alone(
     paths: dict[str, Path], kernels: str, bundled: bool, threads: int
 ) -> None:
-    """Although steps of the other model come between its own. The native decoder covers the bundled
-    model, but not the narrow heads of the other one."""
+    """Even with steps of the other model in between. The native decoder covers the bundled model,
+    but not the narrow heads of the other one."""
     settings: dict[str, Any] = {"slots": 4, "threads": threads, "dtype": "float32"}
     one = BUNDLED_CHECKPOINT if bundled else paths["small"]
     with serving({"one": one}, kernels=kernels, **settings) as server:

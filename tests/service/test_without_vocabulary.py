@@ -1,5 +1,5 @@
-"""A model of token ids alone, over HTTP: its numbers are those of the same weights with a
-vocabulary, and every text is refused with a way out."""
+"""A model without a vocabulary over HTTP: its numbers equal those of the same weights with one, and
+texts are refused with advice."""
 
 import io
 import json
@@ -98,7 +98,7 @@ def test_arrays_are_those_of_the_same_weights(ids: Serving, server: Serving) -> 
         assert np.array_equal(*found)
 
 
-def test_a_stream_gives_ids_as_they_come(ids: Serving) -> None:
+def test_stream_yields_ids_on_arrival(ids: Serving) -> None:
     body = {"prompt": IDS, "max_tokens": 6, "seed": 3}
     whole = ids.generate(**body)["choices"][0]
     lines = ids.post("/generate", body | {"stream": True}).text.split("\n\n")
@@ -173,7 +173,7 @@ def test_openais_completions_take_ids(ids: Serving, server: Serving) -> None:
     assert scored["tokens"] == [f"token_id:{token_id}" for token_id in IDS]
 
 
-def test_the_client_gets_ids(ids: Serving) -> None:
+def test_client_gets_ids(ids: Serving) -> None:
     with Client(ids.url) as client:
         completion = client.generate(IDS, max_tokens=4, seed=1)
         assert len(completion.choices[0].token_ids) == 4
@@ -194,7 +194,7 @@ def test_llm_takes_ids(path: Path) -> None:
             llm.generate([IDS], SamplingParams(max_tokens=4, seed=1), stop=["a"])
 
 
-def test_the_commands(
+def test_listed_commands_exist(
     path: Path, tmp_path: Path, ids: Serving, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

@@ -70,7 +70,7 @@ def test_slow_split_pattern_of_a_checkpoint_leaves_the_loop_free(tmp_path: Path)
         ({"grammar": 'start: " the" noun " ."\nnoun: " cat" | " mat"'}, r" the (cat|mat) \."),
     ],
 )
-def test_constraints_are_about_the_text_with_its_spaces(
+def test_constraints_include_leading_spaces(
     fields: dict[str, Any], pattern: str, seed: int, spaced: Serving
 ) -> None:
     (choice,) = spaced.generate("the cat", seed=seed, max_tokens=20, **fields)["choices"]
@@ -79,7 +79,7 @@ def test_constraints_are_about_the_text_with_its_spaces(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_constraints_where_white_space_is_a_token(seed: int, joined: Serving) -> None:
+def test_constraints_work_if_white_space_is_a_token(seed: int, joined: Serving) -> None:
     fields = {"seed": seed, "max_tokens": 30}
     (choice,) = joined.generate("the cat", regex="(the|cat)( sat)*\\.", **fields)["choices"]
     assert (
@@ -137,7 +137,7 @@ def test_offsets_of_words_leave_white_space_out(spaced: Serving) -> None:
     assert spaced.json("/detokenize", {"tokens": [1, 2]})["prompt"] == " the cat"
 
 
-def test_an_unknown_word_is_rejected_by_name(spaced: Serving) -> None:
+def test_unknown_word_is_rejected_by_name(spaced: Serving) -> None:
     for path, body in (("/generate", {"prompt": "the dog"}), ("/tokenize", {"prompt": "the dog"}),
                        ("/probs", {"prompt": "the", "tokens": ["dog"]})):  # fmt: skip
         reply = spaced.post(path, body)
@@ -145,7 +145,7 @@ def test_an_unknown_word_is_rejected_by_name(spaced: Serving) -> None:
         assert "'dog', at character" in reply.json()["error"]["message"]
 
 
-def test_the_continuations_of_a_text_begin_a_word(spaced: Serving) -> None:
+def test_continuations_of_a_text_begin_a_word(spaced: Serving) -> None:
     reply = spaced.json("/score", {"prompt": "the", "continuations": ["cat sat", " mat"]})
     scores = reply["prompts"][0]["continuations"]
     assert [score["token_ids"] for score in scores] == [[2, 3], [5]]

@@ -2,7 +2,7 @@
 
 const KEY = "logitd-api-key";
 
-// A failed request. `param`: the wrong field of its body, if there is one.
+// A failed request. `param` is the wrong field of its body, if known.
 export class Problem extends Error {
   constructor(status, message, param = null) {
     super(message);
@@ -19,7 +19,7 @@ export function setApiKey(key) {
   else sessionStorage.setItem(KEY, key);
 }
 
-// The model for requests whose body names none; null is the server's first.
+// The model for requests that name none; null means the server's first model.
 let model = null;
 export const chooseModel = (name) => {
   model = name;
@@ -72,7 +72,7 @@ export const get = async (path, signal, name = model) => (await ask(named(path, 
 export const getText = async (path, signal) => (await ask(path, { signal })).text();
 export const post = async (path, body, signal) => (await ask(path, { body, signal })).json();
 
-// The events of a stream. One without a last event was cut off.
+// Yield the events of a stream. A stream without a last event was cut off.
 export async function* events(path, body, signal) {
   const response = await ask(path, { body: { ...body, stream: true }, signal });
   let rest = "";

@@ -1,5 +1,5 @@
-// Compare: the same prompt, settings and seed for two models, the place where their texts diverge, and
-// their distributions there.
+// Compare: the same prompt, settings and seed for two models, the place where their texts diverge, and both
+// distributions there.
 
 import { chosenModel, events, get, post, postArray } from "./api.js";
 import { bars, Vocabulary } from "./distribution.js";
@@ -55,7 +55,7 @@ class Side {
     }
   }
 
-  // The text before a token: as ids of its model, and as text for the other one.
+  // The text before a token: as ids for its own model, and as text for the other one.
   before(index) {
     const all = [...this.prompt, ...this.tokens].slice(0, index);
     const ids = all.map((token) => token.id);
@@ -91,7 +91,7 @@ export class Compare {
     this.#build();
   }
 
-  // The part of a link about this tab.
+  // This tab's part of a link.
   state() {
     return this.#names.length < 2 ? {} : { left: find("left").value, right: find("right").value };
   }
@@ -106,7 +106,7 @@ export class Compare {
     this.#running?.abort();
   }
 
-  // The prompt or the changes inside have changed. A swap of weights keeps the texts.
+  // Called when the prompt or the changes inside have changed. A swap of weights keeps the texts.
   update(swapped) {
     if (this.#running === null && !swapped) this.#afterPrompt();
   }
@@ -221,9 +221,9 @@ export class Compare {
     }
   }
 
-  // Show both distributions in the place of a chosen token.
+  // Show both distributions at the place of a chosen token.
   #look(side, index, span) {
-    if (index === 0) return; // no distribution predicts it
+    if (index === 0) return; // no distribution predicts the first token
     for (const other of this.#sides) choose(other.text, other === side ? span : null);
     this.#show(`In the place of "${span.textContent}" of ${side.letter}`, side.before(index), side);
   }
@@ -252,8 +252,8 @@ export class Compare {
     });
   }
 
-  // The likeliest tokens of both by text: { id: the text, before: prob of A, after: prob of B }. A part
-  // of a character belongs to its own model alone.
+  // The likeliest tokens of both by text: { id: the text, before: prob of A, after: prob of B }. Incomplete characters
+  // are listed separately for each model.
   async #rows(probs, signal) {
     const found = new Map();
     for (const [index, side] of this.#sides.entries()) {

@@ -81,7 +81,7 @@ export class Distribution {
     this.#settings = settings;
   }
 
-  // Show the distribution after `ids`. `chosen` is the token there; `onpick` gets another choice.
+  // Show the distribution after `ids`. `chosen` is the token there; `onpick` is called with another choice.
   show({ title, ids, chosen = null, onpick, interventions = [] }) {
     return fill(this.#place, async (signal) => {
       const body = { prompt: ids, interventions };
@@ -94,7 +94,7 @@ export class Distribution {
     });
   }
 
-  // The sliders have moved.
+  // Called when the sliders have moved.
   update() {
     if (this.#shown) this.#place.replaceChildren(...this.#render());
   }

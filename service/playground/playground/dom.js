@@ -1,4 +1,4 @@
-// Elements of the page, and errors in their places.
+// Elements of the page, and errors shown at their places.
 
 // element("td", { class: "bar", onclick }, "text", child): attributes, handlers and children.
 export function element(tag, attributes = {}, ...children) {
@@ -29,8 +29,7 @@ export const labelled = (text, input) => element("label", {}, element("span", {}
 export const choice = (options, attributes = {}) =>
   element("select", attributes, ...options.map(([value, text]) => element("option", { value }, text)));
 
-// Show an error in its place, with a button that runs `retry`. A refused prompt is reported once, below
-// the prompt.
+// Show an error at its place, with a button that runs `retry`. A refused prompt is reported once, below the prompt.
 export function showProblem(place, error, retry) {
   const ofPrompt = error.param === "prompt";
   if (ofPrompt) place.replaceChildren();

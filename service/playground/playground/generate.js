@@ -74,12 +74,12 @@ export class Generate {
     if (this.#ahead) this.#lookAhead();
   }
 
-  // The prompt, the changes inside or (`swapped`) the weights have changed.
+  // Called when the prompt, the changes inside or (`swapped`) the weights have changed.
   update(swapped) {
     if (this.#running === null && (this.#ahead || !swapped)) this.#lookAhead();
   }
 
-  // The sliders have moved.
+  // Called when the sliders have moved.
   reshape = () => this.#distribution.update();
 
   // The shown completion; null if there is none for the current prompt.
@@ -112,7 +112,7 @@ export class Generate {
       }
       find("status").textContent = run.status;
     } catch (error) {
-      if (this.#running !== running) return; // a later one has begun
+      if (this.#running !== running) return; // a later run has begun
       if (error.name === "AbortError") find("status").textContent = `stopped after ${(run?.tokens.length ?? begin.length) - begin.length} tokens`;
       else showProblem(find("status"), error, () => this.start({ form, begin, seed, parent }));
     } finally {
@@ -121,7 +121,7 @@ export class Generate {
         this.#busy(false);
       }
       this.#tree.render();
-      if (this.#app.tab !== "generate") this.#app.refresh(true); // it shows the whole text
+      if (this.#app.tab !== "generate") this.#app.refresh(true); // other tabs show the whole text
     }
   }
 
@@ -205,7 +205,7 @@ export class Generate {
 
   // Show the distribution of a token.
   #look(run, index, span) {
-    if (index === 0) return; // no distribution predicts it
+    if (index === 0) return; // no distribution predicts the first token
     choose(this.#text, span);
     this.#ahead = false;
     this.#app.place = index;

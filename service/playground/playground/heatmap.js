@@ -1,4 +1,4 @@
-// A heat map on a canvas: named rows and columns, the value at the pointer, rows to choose.
+// A heat map on a canvas: named rows and columns, the value at the pointer, selectable rows.
 
 import { element } from "./dom.js";
 

@@ -33,7 +33,7 @@ export class Inside {
   }
 
   update() {
-    if (this.#stages === null) return; // `open` waits for them
+    if (this.#stages === null) return; // `open` waits for the stages
     this.#effect();
     this.#view();
   }

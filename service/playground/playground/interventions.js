@@ -50,8 +50,8 @@ function inWords({ stage, operation, heads, positions, factor, from, minus }) {
 // The changes for a request without a completion.
 export const ofPrompt = (list) => list.filter(({ positions }) => positions !== "generated");
 
-// The changes for a request whose prompt is the first `length` tokens of a text: `prompt` tokens of the
-// page's prompt and then its completion. `generates`: the request continues the text.
+// The changes for a request whose prompt is the first `length` tokens of a text: the `prompt` tokens of the page's
+// prompt, then its completion. `generates`: the request continues the text.
 export function within(list, prompt, length, generates = false) {
   const spans = { prompt: [0, prompt], last: [prompt - 1, prompt], generated: [prompt, length] };
   return list.flatMap((change) => {
@@ -62,7 +62,7 @@ export function within(list, prompt, length, generates = false) {
   });
 }
 
-// A change with its positions in numbers. Its other prompts keep theirs.
+// A change with its positions as numbers. The positions of its other prompts stay.
 function placedAt(change, positions) {
   const source = ({ positions: own = change.positions === "last" ? "last" : "all", ...rest }) => ({ ...rest, positions: own });
   const { from, minus } = change;

@@ -49,7 +49,7 @@ class App {
       model: new ModelTab(this),
     };
     find("tab-compare").hidden = models.length < 2;
-    const byCode = info.config.kind === "code"; // an owner's code gives no attention weights
+    const byCode = info.config.kind === "code"; // an owner's code returns no attention weights
     find("tab-attention").hidden = byCode;
     find("tab-lens").hidden = byCode && !info.config.lens;
     this.tab = null;
@@ -98,8 +98,8 @@ class App {
     this.#changed();
   }
 
-  // Fill a place with a view of the shown text: the completion with its prompt, or the prompt alone.
-  // `more` has other values that the view depends on.
+  // Fill a place with a view of the shown text: the completion with its prompt, or only the prompt. `more` has other
+  // values that the view depends on.
   look(place, make, ...more) {
     const run = find("alone").checked ? null : this.tabs.generate.shown();
     find("scope").hidden = !LOOKING.includes(this.tab) || this.tabs.generate.shown() === null;

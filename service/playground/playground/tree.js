@@ -20,7 +20,7 @@ export class Tree {
     this.render();
   }
 
-  // Names change while a completion grows.
+  // Called when a completion grows, because that changes names.
   render() {
     this.#place.hidden = this.#nodes.length < 2;
     this.#place.replaceChildren(heading("Branches"), this.#list(null) ?? "");

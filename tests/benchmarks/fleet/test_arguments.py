@@ -16,7 +16,7 @@ from benchmarks.fleet.__main__ import main
         ("not JSON", "bench.json is not the last line of `logitd bench`"),
     ],
 )
-def test_a_file_that_is_no_bench_is_refused(
+def test_other_json_files_are_refused(
     content: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

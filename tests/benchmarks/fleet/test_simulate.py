@@ -1,4 +1,4 @@
-"""The simulation, held against what is known of queues, and against arithmetic by hand."""
+"""The simulation against queueing theory and arithmetic by hand."""
 
 import pytest
 from hypothesis import given
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from benchmarks.fleet.simulate import Load, Outcome, Server, StepTimes, arrivals, simulate
 
 FLAT = StepTimes(0.001, ((1, 0.01),))
-"""A millisecond for each prompt token, ten for any decode step."""
+"""A millisecond per prompt token, ten per decode step."""
 
 
 def run(
@@ -36,7 +36,7 @@ def test_step_times_come_from_bench() -> None:
     assert StepTimes.of_bench(found) == StepTimes(0.001, ((1, 0.01), (8, 0.02)))
 
 
-def test_single_request_takes_its_own_steps() -> None:
+def test_single_request_takes_the_time_of_its_steps() -> None:
     """Chunks of 100, 100 and 50 tokens, then four decode steps."""
     load, server = Load(1.0, 250, 5), Server(prefill_chunk=100, overhead=0.5)
     outcome = simulate(FLAT, load, server, 1, [3.0])
@@ -47,18 +47,20 @@ def test_single_request_takes_its_own_steps() -> None:
     assert outcome.busy == pytest.approx(1.0)
 
 
-def test_prompt_holds_up_those_who_decode() -> None:
-    """The second arrives while the first decodes: its prompt is in the first one's next step."""
+def test_prompt_delays_decoding_sequences() -> None:
+    """The second arrives while the first decodes, so its prompt is computed in the first one's next
+    step."""
     load, server = Load(1.0, 100, 3), Server(prefill_chunk=256)
     outcome = simulate(FLAT, load, server, 1, [0.0, 0.105])
-    # 0 to 0.1: the first prompt. To 0.11: a token of it. To 0.22: its last, beside the second.
+    # To 0.1: the first prompt. To 0.11: one of its tokens. To 0.22: its last token, with the second
+    # prompt.
     assert outcome.first_tokens == pytest.approx((0.1, 0.22 - 0.105))
     assert outcome.inter_token == pytest.approx((0.12 + 0.02) / 4)
 
 
 @pytest.mark.parametrize("use", [0.3, 0.6, 0.85])
 def test_server_of_one_slot_is_the_queue_of_the_books(use: float) -> None:
-    """M/D/1: by Pollaczek and Khinchine the mean wait is use / (2 (1 - use)) services."""
+    """M/D/1: the Pollaczek-Khinchine mean wait is use / (2 (1 - use)) service times."""
     service = 0.1
     load, server = Load(use / service, 100, 1), Server(slots=1, max_queue=10**6)
     outcome = run(FLAT, load, server, count=60_000)

@@ -1,4 +1,4 @@
-"""The run on a GPU, tried on a CPU: every part runs, and a failing one is skipped with a reason."""
+"""`benchmarks.gpu` on a CPU: every part runs, and a failing part is skipped with a reason."""
 
 import importlib
 import json

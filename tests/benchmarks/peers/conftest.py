@@ -1,4 +1,4 @@
-"""Weights of a small GPT-2 for every peer, and what its plain forward says."""
+"""Weights of a small GPT-2 for every peer, and the output of its plain forward."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

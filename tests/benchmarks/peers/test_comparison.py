@@ -1,4 +1,4 @@
-"""A whole comparison of a small model, peers in processes of their own."""
+"""A whole comparison of a small model, with each peer in its own process."""
 
 import pytest
 

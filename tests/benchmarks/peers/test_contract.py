@@ -1,6 +1,5 @@
-"""Every peer that the development environment has keeps the contract: the same numbers from the
-same weights, cache included, and a time for each step.
-"""
+"""Every installed peer keeps the contract: the same numbers from the same weights, cache included,
+and a time for each step."""
 
 from pathlib import Path
 
@@ -27,7 +26,7 @@ def load(module: str, folder: Path, dtype: str = "float32") -> Peer:
 @pytest.mark.parametrize(
     ("module", "dtype"), [*CASES, ("logitd_engine", "int8"), ("logitd_engine", "int4")]
 )
-def test_peer_computes_what_the_model_does(saved: Saved, module: str, dtype: str) -> None:
+def test_peer_computes_like_the_model(saved: Saved, module: str, dtype: str) -> None:
     distance = disagreement(load(module, saved.folder, dtype).logprobs(saved.ids), saved.expected)
     assert distance < (1e-5 if dtype == "float32" else LIMITS["gpt2"][dtype])
     if dtype != "float32":

@@ -1,5 +1,5 @@
-"""The same model in every format: what each of them holds is held against the plain forward, or
-against the project's own exporters."""
+"""The same model in every format, compared with the plain forward or the project's own
+exporters."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def test_all_of_them_are_one_model(written: Path, shape: Shape, tmp_path: Path) 
 
 
 @TWO
-def test_gguf_has_what_the_exporter_writes(written: Path, shape: Shape, tmp_path: Path) -> None:
+def test_gguf_equals_the_exporters(written: Path, shape: Shape, tmp_path: Path) -> None:
     """The tensors have the names and the order of channels that llama.cpp wants."""
     export_model(written / LOGITD, tmp_path / "ours.gguf", to="gguf", pre="gpt-2")
     theirs = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "ours.gguf").tensors}

@@ -1,4 +1,4 @@
-"""Servers side by side: what is counted, and who is left out."""
+"""Comparison of servers: what is counted, and which peers are left out."""
 
 import pytest
 
@@ -28,6 +28,6 @@ def test_streams_that_come_one_after_the_other_never_decode_together() -> None:
 
 
 def test_serving_leaves_out_a_server_with_a_failure() -> None:
-    failed = StreamRecord(0.0, (), Failure("TokensMissing", "3 of 4 tokens came"))
+    failed = StreamRecord(0.0, (), Failure("TokensMissing", "3 of 4 tokens arrived"))
     with pytest.raises(Unmeasured, match=r"batch 2: 1 of 4.*TokensMiss"):
         summarise([TOGETHER, [TOGETHER[0], failed]], LOGITD, "float32", 2)

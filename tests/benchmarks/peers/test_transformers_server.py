@@ -51,7 +51,7 @@ def test_tokens_of_a_line() -> None:
         tokens_in('data: {"error": "out of pages"}', None)
 
 
-def test_counts_have_to_be_the_same() -> None:
+def test_prompt_counts_must_agree() -> None:
     usage = {"prompt_tokens": 2, "completion_tokens": 3}
     check_usage(usage, prompt=2, came=3)
     with pytest.raises(StreamFailed, match="the server counts 2 and 3 tokens"):

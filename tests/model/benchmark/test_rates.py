@@ -1,4 +1,4 @@
-"""Rates: the timed steps are those of a whole batch, and every token is generated."""
+"""Rates: steps of a whole batch are timed, and every token is generated."""
 
 import itertools
 from typing import Any

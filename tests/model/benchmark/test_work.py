@@ -1,4 +1,4 @@
-"""Work: the formulas equal numbers by hand, and the sizes of real tensors."""
+"""Work: the formulas equal numbers by hand and the sizes of real tensors."""
 
 import json
 from pathlib import Path
@@ -139,7 +139,7 @@ def test_operations_equal_the_count_of_torch(family: str) -> None:
     assert prefill.operations == counted + config.n_layer * attention_operations(config)
 
 
-def test_windows_limit_what_a_position_sees() -> None:
+def test_windows_limit_visible_positions() -> None:
     """Counted pair by pair, from the definition."""
     windows, length = (3, None, 7), 11
     gpt = tiny_gpt(tiny_config(windows=windows))

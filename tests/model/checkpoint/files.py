@@ -46,7 +46,7 @@ def rehash(path: Path) -> None:
 
 
 def edit_weights(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    """Change tensors as a broken trainer would: the hashes are right."""
+    """Change tensors as a broken trainer would: the hashes still match."""
     weights = load_file(path / WEIGHTS)
     change(weights)
     save_file(weights, path / WEIGHTS)

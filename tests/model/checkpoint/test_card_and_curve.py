@@ -89,7 +89,7 @@ def test_long_log_is_read_at_its_end_and_thinned(tmp_path: Path) -> None:
     assert points[0].step > count // 4
 
 
-def test_unreadable_card_is_none(tmp_path: Path) -> None:
+def test_unreadable_card_is_ignored(tmp_path: Path) -> None:
     assert read_card(tmp_path) is None
     card = tmp_path / "README.md"
     card.write_bytes(b"\xff\xfe")

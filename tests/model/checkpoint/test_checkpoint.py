@@ -1,4 +1,4 @@
-"""Checkpoint: it comes back to the bit, and saving is all or nothing."""
+"""Checkpoint: loading restores every bit, and saving is all or nothing."""
 
 import hashlib
 import json
@@ -43,7 +43,7 @@ from tests.model.factories import (
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_float32_comes_back_to_the_bit(family: str, tmp_path: Path) -> None:
+def test_float32_is_restored_to_the_bit(family: str, tmp_path: Path) -> None:
     gpt = tiny_gpt(tiny_config(**FAMILIES[family]))
     save_tiny_checkpoint(tmp_path / "saved", gpt)
     back = load(tmp_path / "saved")
@@ -144,7 +144,7 @@ def test_loaded_bytes_are_the_hashed_ones(saved: Path, monkeypatch: pytest.Monke
 
 
 def test_loading_holds_neither_the_file_nor_a_second_copy(tmp_path: Path) -> None:
-    """32 MB of bfloat16 come from 64 MB on disk; the buffers take 8 MB."""
+    """32 MB of bfloat16 are read from 64 MB on disk; buffers take 8 MB."""
     numbers = 16_000_000
     config = tiny_config(context_length=numbers // 32)  # nearly all of it positions
     save_tiny_checkpoint(tmp_path / "large", tiny_gpt(config))

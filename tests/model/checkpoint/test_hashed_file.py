@@ -50,7 +50,7 @@ def test_empty_file_has_the_hash_of_nothing(tmp_path: Path) -> None:
 
 
 def test_changed_bytes_are_hashed_as_delivered(path: Path, raw: bytes) -> None:
-    """The file is overwritten in place, before and behind the read position."""
+    """The file is overwritten in place, before and after the read position."""
     with HashedFile(path) as file:
         seen = bytes(file.take(PIECE))
         with path.open("r+b") as other:

@@ -1,4 +1,5 @@
-"""Weights files: files of safetensors come back, and invalid ones are refused as by it."""
+"""Weights files: safetensors files are read, and invalid ones refused, as by the safetensors
+package."""
 
 import errno
 import json
@@ -35,7 +36,7 @@ def read(path: Path, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     return weights
 
 
-def test_each_dtype_and_shape_comes_back(tmp_path: Path) -> None:
+def test_each_dtype_and_shape_is_restored(tmp_path: Path) -> None:
     torch.manual_seed(0)
     weights = {
         f"{name}-{len(shape)}": torch.randint(0, 2, shape).to(dtype)

@@ -37,14 +37,14 @@ STOI = {character: token_id for token_id, character in enumerate(" abcdefg\n")}
 
 
 class Exploding:
-    """Leaves a file behind when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, (f"touch {CANARY}",)
 
 
 def try_to_import(source: Path, folder: Path, *flags: str) -> int:
-    """The exit code of `logitd import`, which may be 0 or 1; nothing else comes out of it."""
+    """Exit code of `logitd import`, which may be 0 or 1; any other exception fails the test."""
     destination = folder / "imported"
     shutil.rmtree(destination, ignore_errors=True)
     code = run(["import", str(source), str(destination), *flags])
@@ -89,7 +89,9 @@ def test_pickled_files(save: Callable[[Path, bool], None], hostile: bool, tmp_pa
     whole = source.read_bytes()
     assert try_to_import(source, tmp_path, "--tokenizer", "none") == hostile
 
-    half = whole.replace(b"system", b"sys\\em")  # ended in what Python says of such an escape
+    half = whole.replace(
+        b"system", b"sys\\em"
+    )  # once failed with Python's message about the escape
 
     @given(damaged(whole))
     @example(half)
@@ -261,8 +263,8 @@ def test_broken_names_of_classes_are_refused(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """They are kept as they are: what JSON cannot hold ended in a traceback, and a number beyond 64
-    bits, or half a character, in a checkpoint that its own reader refused."""
+    """Names that JSON cannot hold once ended in a traceback; numbers beyond 64 bits and half
+    characters ended in a checkpoint that its own reader refused."""
     source = Path(shutil.copytree(their_folder, tmp_path / "theirs"))
     document = json.loads((source / "config.json").read_bytes()) | {"architectures": architectures}
     (source / "config.json").write_text(json.dumps(document), encoding="utf-8")
@@ -317,20 +319,20 @@ def test_canary_is_left_by_a_plain_unpickler(tmp_path: Path) -> None:
     assert Path(CANARY).exists()
 
 
-def test_an_archive_of_several_disks_is_refused(
+def test_archive_of_several_disks_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Python's zipfile has an error of its own for these, which ended in a traceback."""
+    """Python's zipfile raises its own error for these, which ended in a traceback."""
     zipped(tmp_path / "ckpt.pt", False)
     raw = bytearray((tmp_path / "ckpt.pt").read_bytes())
-    at = raw.rindex(b"PK\x06\x07")  # where the large directory is, on which disk, of how many
+    at = raw.rindex(b"PK\x06\x07")  # offset of the zip64 directory, its disk, number of disks
     raw[at + 16 : at + 20] = (2).to_bytes(4, "little")
     (tmp_path / "ckpt.pt").write_bytes(raw)
     assert try_to_import(tmp_path / "ckpt.pt", tmp_path) == 1
     assert "span multiple disks" in capsys.readouterr().err
 
 
-def test_an_archive_that_unpacks_to_more_than_memory_is_refused(
+def test_archive_that_unpacks_to_more_than_memory_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with zipfile.ZipFile(tmp_path / "ckpt.pt", "w", zipfile.ZIP_DEFLATED) as archive:

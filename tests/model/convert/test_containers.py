@@ -1,5 +1,5 @@
-"""Files of weights are recognised by their first bytes: NumPy's, JSON, llama2.c's, and others by
-their names. Healthy files of other programs were called truncated or damaged."""
+"""Files of weights are recognised by their first bytes (NumPy's, JSON, llama2.c's) or by their
+names. Intact files of other programs were once called truncated or damaged."""
 
 import gzip
 import json
@@ -59,7 +59,7 @@ def write_lists(path: Path, tensors: dict[str, Tensor]) -> None:
         ("weights.bin", lambda path, tensors: save_file(tensors, path)),
     ],
 )
-def test_a_container_holds_the_same_model(name: str, write: object, tmp_path: Path) -> None:
+def test_container_holds_the_same_model(name: str, write: object, tmp_path: Path) -> None:
     scheme = SCHEMES["book"]
     model = scheme.model()
     write(tmp_path / name, state(model))  # type: ignore[operator]
@@ -157,7 +157,7 @@ def test_files_of_a_trainer_are_not_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ["query", "attention_out", "mlp_norm", "mlp_up", "head"])
-def test_a_partial_map_completes_known_names(role: str, tmp_path: Path) -> None:
+def test_partial_map_completes_known_names(role: str, tmp_path: Path) -> None:
     scheme = SCHEMES["book"]
     model = scheme.model()
     pattern, bias = (scheme.names().get((role, part), "") for part in ("weight", "bias"))
@@ -180,7 +180,7 @@ def test_a_partial_map_completes_known_names(role: str, tmp_path: Path) -> None:
     assert torch.allclose(logits, given_logits(scheme, model, some_ids()), atol=1e-4)
 
 
-def test_a_missing_role_is_named_in_a_draft(tmp_path: Path) -> None:
+def test_missing_role_is_named_in_a_draft(tmp_path: Path) -> None:
     tensors = {
         name.replace("W_query", "W_ask"): tensor
         for name, tensor in state(SCHEMES["book"].model()).items()
@@ -208,7 +208,7 @@ def test_all_open_questions_are_asked_at_once(tmp_path: Path) -> None:
         assert asked in str(refusal.value)
 
 
-def test_one_norm_of_both_sublayers_can_be_saved(tmp_path: Path) -> None:
+def test_shared_norm_of_both_sublayers_can_be_saved(tmp_path: Path) -> None:
     """safetensors refuses two names of one tensor; the import ended in its error."""
     scheme = SCHEMES["one norm for both"]
     model = scheme.model()
@@ -220,7 +220,7 @@ def test_one_norm_of_both_sublayers_can_be_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("final_norm", [True, False])
-def test_norms_without_weights_are_ones(final_norm: bool, tmp_path: Path) -> None:
+def test_weightless_norms_become_ones(final_norm: bool, tmp_path: Path) -> None:
     """Their files were refused: "its layers have no norms with weights"."""
     scheme = SCHEMES["book"]
     scheme = replace(scheme, how={**scheme.how, "final_norm": final_norm})

@@ -85,7 +85,7 @@ def test_nearest_shape_is_exportable_and_changes_only_objections(
 
 @given(shapes())
 def test_every_objection_matters(shape: dict[str, Any]) -> None:
-    """With all the others met, each one alone still keeps the shape here."""
+    """If everything else is exportable, each objection alone still prevents an export."""
     config = config_of(shape)
     found = objections(config)
     assume(len(found) > 1 and all(each.instead is not None for each in found))
@@ -228,7 +228,7 @@ def test_exportable_flags_are_kept() -> None:
     asked = TrainingConfig(exportable=True, d_ff=320, n_kv_head=1, value_embeddings=False)
     model = resolve(asked).model
     assert (model.d_ff, model.n_kv_head, model.activation) == (320, 1, "swiglu")
-    # Without a width that was given, about as many parameters as before.
+    # Without a given width, the model has about as many parameters as before.
     model = resolve(TrainingConfig(exportable=True)).model
     assert model.d_ff == 352
     assert abs(3 * model.d_ff / (2 * 512) - 1) < 0.05

@@ -1,4 +1,5 @@
-"""Export: `transformers` loads what is written and computes the same; and back again."""
+"""Export: `transformers` loads the written files and computes the same, and they can be imported
+again."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -121,7 +122,7 @@ def test_added_tokens_and_ends_come_here_and_go(tmp_path: Path) -> None:
     assert (facts["tokens"][382], facts["token_type"][382]) == ("   ", 4)
 
 
-def test_qwen2_with_its_own_way_to_cut_texts(tmp_path: Path) -> None:
+def test_qwen2_split_pattern_is_kept(tmp_path: Path) -> None:
     save_theirs(tmp_path / "source", "qwen2", tokenizer=their_tokenizer(pattern=QWEN2_PATTERN))
     import_model(tmp_path / "source", tmp_path / "ours")
     info, gpt = loaded(tmp_path / "ours")
@@ -169,7 +170,7 @@ def test_unexportable_shape_is_refused_by_its_key(
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
-def test_a_chat_template_goes_along_and_comes_back(tmp_path: Path) -> None:
+def test_chat_template_round_trips(tmp_path: Path) -> None:
     gpt = tiny_gpt(tiny_config(vocab_size=259, n_layer=1))
     save_tiny_checkpoint(
         tmp_path / "ours", gpt=gpt, tokenizer=chat_tokenizer(), chat_template=CHAT_TEMPLATE
@@ -211,7 +212,7 @@ def test_export_keeps_the_dtype_or_takes_the_given_one(dtype: str, tmp_path: Pat
         assert model.dtype == expected
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     save_tiny_checkpoint(tmp_path / "ours")
     (tmp_path / "there").mkdir()
     with pytest.raises(CheckpointError, match="there already exists"):
@@ -266,7 +267,7 @@ def test_words_become_a_vocabulary_of_words(joined: bool, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("room", [0, 1000, 30_000])
 def test_full_disk_is_reported_and_leaves_nothing(room: int, tmp_path: Path) -> None:
-    """Both ways: the folder's smaller files may fit, its weights do not."""
+    """In both formats: the folder's smaller files may fit, its weights do not."""
     save_theirs(tmp_path / "theirs", "llama")
     reason = r" cannot be written: .*File too large\. Nothing is there: make room"
     with files_of_at_most(room), pytest.raises(FileError, match=f"ours{reason}"):

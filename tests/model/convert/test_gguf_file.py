@@ -153,7 +153,7 @@ def test_models_of_these_tests_have_their_families() -> None:
 
 
 def test_full_disk_is_reported_and_leaves_nothing(tmp_path: Path) -> None:
-    """NumPy, with which the package writes, may say no more than to how many bytes it came."""
+    """The gguf package writes with NumPy, whose error may state only a number of bytes."""
     pytest.importorskip("gguf", reason="the package gguf is not installed")
     export("llama", tmp_path).unlink()
     whole = sorted(tmp_path.iterdir())

@@ -45,9 +45,7 @@ def test_missing_check_text_is_reported_before_the_source_is_opened(tmp_path: Pa
         ("a.csv.gz", gzip.compress(b"text\none\ntwo\n", mtime=0)),
     ],
 )
-def test_a_text_to_check_with_is_read_as_training_reads_it(
-    tmp_path: Path, name: str, content: bytes
-) -> None:
+def test_check_text_is_read_as_in_training(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     vocabulary = ForeignTokenizer(tokenizer=byte_tokenizer())
     found = read_check_text(tmp_path / name, [tmp_path / name], vocabulary)

@@ -67,7 +67,7 @@ def test_parts_without_biases_get_zeros() -> None:
     assert not any(bias.any() for bias in biases.values())
 
 
-def test_a_head_is_tied_if_it_equals_the_embedding() -> None:
+def test_head_is_tied_if_it_equals_the_embedding() -> None:
     gpt = tiny_gpt(tiny_config(tied_head=False))
     weights = gpt.state_dict()
     assert tie_if_equal(gpt.config, weights) == (gpt.config, weights)
@@ -96,7 +96,7 @@ def test_channels_that_turn_lead_each_half(pairs: tuple[int, int]) -> None:
     assert resting == [*range(2 * turning, 2 * half)]
 
 
-def test_heads_are_taken_apart() -> None:
+def test_fused_heads_are_separated() -> None:
     """Rows there are head by head: query, key, value of six channels each."""
     config = tiny_config(positions="rotary", n_head=2, d_model=12, rotary_dim=2)
     order = [0, 2, 3, 1, 4, 5]

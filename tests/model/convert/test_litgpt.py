@@ -78,7 +78,7 @@ def test_logits_are_llamas(interleaved: bool, wrapped: bool, tmp_path: Path) -> 
     assert_close(gpt(ids).logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_window_is_mistrals(tmp_path: Path) -> None:
+def test_windowed_model_matches_mistral(tmp_path: Path) -> None:
     model = their_model("mistral", sliding_window=8)
     save(tmp_path / "lit", lit_state(model, interleaved=False), sliding_window_size=8)
     import_model(tmp_path / "lit", tmp_path / "ours")
@@ -95,8 +95,8 @@ def test_head_equal_to_the_embedding_is_stored_once(tmp_path: Path) -> None:
     assert info.config.tied_head
 
 
-def test_the_series_shape_of_neox(tmp_path: Path) -> None:
-    """LayerNorm always has a bias there, the matrices as the configuration says."""
+def test_serial_neox_shape_is_supported(tmp_path: Path) -> None:
+    """LayerNorm always has a bias there; for matrices it depends on the configuration."""
     generator = torch.Generator().manual_seed(0)
     state = {
         "lm_head.weight": torch.randn(ROWS, 32, generator=generator),
@@ -131,7 +131,7 @@ PYTHIA: dict[str, Any] = {
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("parallel", [False, True])
-def test_pythia_with_a_bias_in_its_head(interleaved: bool, parallel: bool, tmp_path: Path) -> None:
+def test_pythia_may_have_a_head_bias(interleaved: bool, parallel: bool, tmp_path: Path) -> None:
     """Logits of `transformers`, with a bias that only LitGPT has. Without the keys, residuals are
     parallel and a quarter of each head turns."""
     model = their_model("gpt_neox", use_parallel_residual=parallel)
@@ -240,7 +240,7 @@ def test_tensor_without_a_name_is_refused(tmp_path: Path) -> None:
         import_model(tmp_path / "lit", tmp_path / "ours")
 
 
-def test_a_broken_configuration_is_refused(tmp_path: Path) -> None:
+def test_broken_configuration_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path / "lit", {})
     for text, sentence in (("[1", "is not YAML"), ("- 1", "is not a mapping of keys to values")):
         (folder / "model_config.yaml").write_text(text, encoding="utf-8")

@@ -27,7 +27,7 @@ def test_each_version_keeps_its_logits(version: str, tmp_path: Path) -> None:
     assert_close(logits, theirs, atol=1e-4, rtol=1e-4)
 
 
-def test_the_file_with_most_steps_is_read(tmp_path: Path) -> None:
+def test_file_with_most_steps_is_read(tmp_path: Path) -> None:
     save(tmp_path / "d4", small("October 2025"), step=90)
     folder = save(tmp_path / "d4", small(), step=1000)
     torch.save({}, folder / "optim_001000_rank0.pt")
@@ -35,7 +35,7 @@ def test_the_file_with_most_steps_is_read(tmp_path: Path) -> None:
     assert loaded(tmp_path / "ours")[0].config.smear
 
 
-def test_file_alone_says_what_it_lacks(tmp_path: Path) -> None:
+def test_lone_file_reports_missing_parts(tmp_path: Path) -> None:
     model = small(window_pattern="SSSL")
     folder = save(tmp_path / "d4", model)
     (folder / "meta_000250.json").unlink()
@@ -52,7 +52,7 @@ def test_file_alone_says_what_it_lacks(tmp_path: Path) -> None:
     assert_close(gpt(IDS[None]).logits[0, :, :300], model(IDS), atol=1e-4, rtol=1e-4)
 
 
-def test_a_cap_that_no_file_tells_is_an_assumption(tmp_path: Path) -> None:
+def test_unstated_logit_cap_is_assumed(tmp_path: Path) -> None:
     lines: list[str] = []
     folder = save(tmp_path / "d4", small("17 January 2026"))
     import_model(folder, tmp_path / "ours", tokenizer="none", log=lines.append)
@@ -97,7 +97,7 @@ def test_vocabulary_and_conversations(tmp_path: Path) -> None:
         ({"n_embd": 64}, "wte.weight has shape"),
     ],
 )
-def test_a_false_size_is_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_false_size_is_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
     model = small()
     sizes = {**model.meta()["model_config"], **changes}
     folder = save(tmp_path / "d4", model, model_config=sizes)
@@ -105,7 +105,7 @@ def test_a_false_size_is_refused(changes: dict[str, Any], named: str, tmp_path: 
         import_model(folder, tmp_path / "ours", tokenizer="none")
 
 
-def test_a_tensor_of_another_program_is_not_nanochat(tmp_path: Path) -> None:
+def test_foreign_tensor_is_not_nanochat(tmp_path: Path) -> None:
     folder = save(tmp_path / "d4", small())
     state = torch.load(folder / "model_000250.pt", weights_only=True)
     torch.save(
@@ -126,7 +126,7 @@ def test_every_part_of_the_textbook_class_matters(part: str) -> None:
     assert (model(IDS) - before).abs().max() > 0.01
 
 
-def test_a_window_of_the_textbook_class_matters() -> None:
+def test_window_of_the_textbook_class_matters() -> None:
     whole = small(window_pattern="L")(IDS)
     off = (small()(IDS) - whole).abs().amax(dim=-1)
     assert off[:129].max() < 1e-5

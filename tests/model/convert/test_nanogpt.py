@@ -1,4 +1,5 @@
-"""nanoGPT's checkpoints against a textbook copy of its model, and files that are none."""
+"""nanoGPT's checkpoints against a textbook copy of its model, and files that are not
+checkpoints."""
 
 import argparse
 import pickle
@@ -59,9 +60,7 @@ def save_meta(path: Path, **changes: Any) -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module._orig_mod."])
-def test_a_character_model_keeps_its_ids_and_logits(
-    bias: bool, prefix: str, tmp_path: Path
-) -> None:
+def test_character_model_keeps_its_ids_and_logits(bias: bool, prefix: str, tmp_path: Path) -> None:
     model = small(len(STOI), bias=bias)
     save(tmp_path / "out" / "ckpt.pt", model, prefix)
     save_meta(tmp_path / "out" / "meta.pkl")
@@ -92,7 +91,7 @@ def test_unknown_characters_are_refused(tmp_path: Path) -> None:
         tokenizer.token_bytes(len(STOI))
 
 
-def test_the_characters_are_found_where_the_data_is(tmp_path: Path) -> None:
+def test_characters_are_found_in_the_data_folder(tmp_path: Path) -> None:
     training = {"dataset": "plays", "gradient_accumulation_steps": 2, "batch_size": 3,
                 "block_size": 32}  # fmt: skip
     save(tmp_path / "out" / "ckpt.pt", small(len(STOI)), config=training)
@@ -147,10 +146,9 @@ def test_files_that_need_code_or_lack_parts(
 
 
 @pytest.mark.parametrize("settings", [argparse.Namespace(lr=1), Path("x")])
-def test_an_object_among_the_settings_is_read_as_its_attributes(
-    settings: object, tmp_path: Path
-) -> None:
-    """Many training scripts save their arguments as they are; none of their code is needed."""
+def test_object_in_settings_is_read_as_its_attributes(settings: object, tmp_path: Path) -> None:
+    """Many training scripts save their argparse namespace. It is read without running their
+    code."""
     save(tmp_path / "ckpt.pt", small(len(STOI)), config=settings, stoi=STOI)
     info = import_model(tmp_path / "ckpt.pt", tmp_path / "ours")
     assert info.training.data["format"] == "nanoGPT"
@@ -164,7 +162,7 @@ def test_nanogpt_names_without_settings_ask_questions(arguments: object, tmp_pat
         import_model(tmp_path / "ckpt.pt", tmp_path / "ours")
 
 
-def test_a_wrong_shape_and_a_tensor_too_many(tmp_path: Path) -> None:
+def test_wrong_shapes_and_extra_tensors_are_refused(tmp_path: Path) -> None:
     model = small(64)
     for change, sentence in (
         ({"transformer.h.0.ln_1.weight": torch.ones(3)}, r"ln_1\.weight has shape \(3,\)"),
@@ -174,7 +172,7 @@ def test_a_wrong_shape_and_a_tensor_too_many(tmp_path: Path) -> None:
         save(tmp_path / "ckpt.pt", model, changes=change)
         with pytest.raises(ConvertError, match=sentence):
             import_model(tmp_path / "ckpt.pt", tmp_path / "ours")
-    # The causal mask of old versions is not a weight; a head of its own is kept.
+    # The causal mask of old versions is not a weight; an untied head is kept.
     changed = {"transformer.h.0.attn.bias": torch.ones(1), "lm_head.weight": torch.zeros(64, 32)}
     save(tmp_path / "ckpt.pt", model, changes=changed)
     save_meta(tmp_path / "meta.pkl")
@@ -219,8 +217,8 @@ def test_broken_meta_file_is_refused(
     assert not Path("exploded").exists()
 
 
-def test_a_vocabulary_in_the_file_goes_into_the_checkpoint_with_its_ids(tmp_path: Path) -> None:
-    """Special tokens first, and rows of padding: every id is the source's."""
+def test_vocabulary_in_the_file_goes_into_the_checkpoint_with_its_ids(tmp_path: Path) -> None:
+    """Special tokens come first, and there are padding rows: every id is the source's."""
     texts = ["<pad>", *CHARACTERS, "<eos>"]
     model = small(64)
     save(tmp_path / "ckpt.pt", model, itos=texts, stoi={t: i for i, t in enumerate(texts)})

@@ -1,4 +1,4 @@
-"""Archives of torch.save that are not as they say: read right or refused, never as other values."""
+"""torch.save archives with false metadata are read correctly or refused, never as other values."""
 
 import zipfile
 from collections.abc import Callable
@@ -19,7 +19,7 @@ KEEP = "model.state_dict()"
 
 
 def state() -> dict[str, torch.Tensor]:
-    """Tensors of several sizes and dtypes; two of one size, and one that is stored once for two."""
+    """Tensors of several sizes and dtypes: two have one size, and two share one storage."""
     torch.manual_seed(0)
     shared = torch.randn(40, 30)
     return {
@@ -50,11 +50,9 @@ def assert_same(loaded: dict[str, Any], expected: dict[str, torch.Tensor]) -> No
 
 
 @pytest.mark.parametrize("kind", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_an_archive_that_a_zip_program_packed_again_has_its_values(
-    kind: int, tmp_path: Path
-) -> None:
-    """Compressed bytes were once taken for the values: in bfloat16 most of them are finite, and
-    such a model was imported."""
+def test_repacked_archive_has_the_same_values(kind: int, tmp_path: Path) -> None:
+    """Compressed bytes were once read as the values: in bfloat16 most of them are finite, so the
+    model was imported."""
     torch.save(state(), tmp_path / "m.pt")
     packed_again(tmp_path / "m.pt", lambda name, content: content, kind)
     assert_same(read_pt(tmp_path / "m.pt", keep=KEEP), state())
@@ -76,8 +74,8 @@ def test_short_values_do_not_read_into_the_next_file(
 
 
 @pytest.mark.parametrize("old", [False, True])
-def test_a_shape_that_the_file_does_not_fill_is_refused(old: bool, tmp_path: Path) -> None:
-    """A file of 2 kB said that it had 4 TiB, and would have been copied row by row."""
+def test_shape_larger_than_the_file_is_refused(old: bool, tmp_path: Path) -> None:
+    """A file of 2 kB declared 4 TiB, which would have been copied row by row."""
     repeated = {"weight": torch.zeros(1).expand(2**20, 2**20), "bias": torch.zeros(3)}
     path = tmp_path / "m.pt"
     torch.save({"model": repeated}, path, _use_new_zipfile_serialization=not old)
@@ -86,14 +84,14 @@ def test_a_shape_that_the_file_does_not_fill_is_refused(old: bool, tmp_path: Pat
         read_pt(path, keep=KEEP)
 
 
-def test_masks_may_repeat_what_is_stored(tmp_path: Path) -> None:
+def test_masks_may_share_storage(tmp_path: Path) -> None:
     mask = torch.ones(1, 1, 64, 64, dtype=torch.bool).expand(32, 1, 64, 64)
     assert mask.numel() < REPEATED_BYTES
     torch.save({"mask": mask}, tmp_path / "m.pt")
     assert_same(read_pt(tmp_path / "m.pt", keep=KEEP), {"mask": mask})
 
 
-def test_a_models_own_file_is_read(tmp_path: Path) -> None:
+def test_file_of_a_real_model_is_read(tmp_path: Path) -> None:
     weights = their_model("llama").state_dict()
     torch.save(weights, tmp_path / "m.pt")
     assert_same(read_pt(tmp_path / "m.pt", keep=KEEP), dict(weights))

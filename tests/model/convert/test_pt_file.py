@@ -1,5 +1,5 @@
-"""Files of torch.save, of every age and in every state: what is read, what is refused, and that no
-code of theirs runs."""
+"""Files of torch.save, old and new, intact and damaged: which are read, which are refused, and that
+none of their code runs."""
 
 import argparse
 import collections
@@ -44,7 +44,7 @@ class SlottedConfig:
 
 
 class Box(dict[str, Any]):
-    """A dictionary of a class of its own, as in configuration libraries."""
+    """A dictionary subclass, as in configuration libraries."""
 
 
 class OwnModule(nn.Module):
@@ -54,7 +54,7 @@ class OwnModule(nn.Module):
 
 
 class Exploding:
-    """A hostile object: to build it is to call what it says."""
+    """A hostile object: unpickling it calls a function."""
 
     def __init__(self, *call: Any) -> None:
         self.call = call
@@ -131,7 +131,7 @@ def test_dictionaries_of_other_classes_are_refused_by_name(value: Any, tmp_path:
         read_pt(path, keep=KEEP)
 
 
-def test_the_class_of_a_configuration_is_not_imported(
+def test_class_of_a_configuration_is_not_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its module is there, and would write a file if it was."""
@@ -204,7 +204,7 @@ def test_hostile_call_runs_without_weights_only(
 
 
 @pytest.mark.parametrize("old", [False, True])
-def test_a_pickled_module_is_refused_with_the_line_that_saves_its_weights(
+def test_pickled_module_is_refused_with_the_line_that_saves_its_weights(
     old: bool, tmp_path: Path
 ) -> None:
     saved(tmp_path / "whole.pt", OwnModule(), old=old)
@@ -220,7 +220,7 @@ def test_a_pickled_module_is_refused_with_the_line_that_saves_its_weights(
 
 
 @pytest.mark.filterwarnings("ignore")  # the line does not close its file
-def test_the_line_does_save_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suggested_line_saves_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     module = OwnModule()
     (tmp_path / "gpt.pkl").write_bytes(pickle.dumps(module))
@@ -232,7 +232,7 @@ def test_the_line_does_save_the_weights(tmp_path: Path, monkeypatch: pytest.Monk
     assert torch.equal(loaded["linear.weight"], module.linear.weight)
 
 
-def test_a_module_beside_the_weights_is_refused_too(tmp_path: Path) -> None:
+def test_module_next_to_the_weights_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path / "both.pt", {"state": STATE, "model": OwnModule()})
     with pytest.raises(ConvertError, match=r"OwnModule.*torch\.save\("):
         read_pt(path, keep=KEEP)
@@ -264,7 +264,7 @@ DAMAGED: dict[str, tuple[bool, Callable[[bytes], bytes], str]] = {
     "nothing": (False, lambda raw: b"", r"\(0 bytes\) is not a file of torch\.save"),
     "junk": (False, lambda raw: b"\x00\xffjunk" * 99, r"is not a file of torch\.save"),
     "a web page": (False, lambda raw: b"<!DOCTYPE html><html>" * 9, r"begins with b'<!DO'"),
-    # Once llama.cpp's files were reported as damaged files of torch.save.
+    # llama.cpp's files were once reported as damaged files of torch.save.
     "a GGUF file": (
         False, lambda raw: b"GGUF\x03\0\0\0" + raw, r"can be exported but not imported: import"
     ),
@@ -280,7 +280,7 @@ DAMAGED: dict[str, tuple[bool, Callable[[bytes], bytes], str]] = {
 
 
 @pytest.mark.parametrize(("old", "damage", "sentence"), DAMAGED.values(), ids=DAMAGED.keys())
-def test_damaged_files_are_told_apart(
+def test_damaged_files_have_distinct_errors(
     old: bool, damage: Callable[[bytes], bytes], sentence: str, tmp_path: Path
 ) -> None:
     path = saved(tmp_path / "m.pt", {"model": STATE, "step": 3}, old=old)
@@ -297,14 +297,14 @@ def test_plain_pickle_is_reported_as_such(tmp_path: Path) -> None:
         read_pt(path, keep=KEEP)
 
 
-def test_a_zip_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_other_zip_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "m.pt", "w") as archive:
         archive.writestr("readme.txt", "no model")
     with pytest.raises(ConvertError, match=r"m\.pt"):
         read_pt(tmp_path / "m.pt", keep=KEEP)
 
 
-def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_file_that_is_missing_is_named(tmp_path: Path) -> None:
     for path, problem in ((tmp_path / "none.pt", "does not exist"), (tmp_path, "is a directory")):
         with pytest.raises(ConvertError, match=f"{path} {problem}"):
             read_pt(path, keep=KEEP)
@@ -313,9 +313,7 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
 # Meta files.
 
 
-def test_plain_pickles_are_read_and_others_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_plain_pickles_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "meta.pkl"
     value = {"stoi": {"a": 0}, "list": [1, 2.5, None, True, b"x", ("t",)], "set": {3}}

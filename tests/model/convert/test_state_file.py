@@ -1,5 +1,5 @@
-"""Files of weights of trainings: the state dict in any wrapping, settings, and the choice of a file
-in a folder."""
+"""Files with weights of a training: the state dict in any wrapping, settings, and the choice of a
+file in a folder."""
 
 import json
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ def optimizer_state() -> dict[str, Any]:
     ["", "model", "model_state", "model_state_dict", "state_dict", "net", "weights", "params",
      "gpt", "generator.weights", "checkpoint.model", "a.b.c"],
 )  # fmt: skip
-def test_a_state_dict_is_found_however_it_is_wrapped(key: str, tmp_path: Path) -> None:
+def test_state_dict_is_found_however_it_is_wrapped(key: str, tmp_path: Path) -> None:
     value: Any = STATE
     for part in reversed(key.split(".") if key else []):
         value = {part: value, "step": 7, "optimizer": optimizer_state()}
@@ -69,7 +69,7 @@ def test_model_is_preferred_to_its_average(beside: str, tmp_path: Path) -> None:
         assert_is_state(read_state_file(saved(tmp_path / "m.pt", value)).tensors)
 
 
-def test_equally_likely_state_dicts_are_asked(tmp_path: Path) -> None:
+def test_equally_likely_state_dicts_raise_a_question(tmp_path: Path) -> None:
     path = saved(tmp_path / "m.pt", {"student": STATE, "teacher": OTHER, "step": 1})
     with pytest.raises(ConvertError, match=r"holds 2 state dicts: student, teacher; name one in a "
                                            r"--map file"):  # fmt: skip
@@ -82,12 +82,12 @@ def test_equally_likely_state_dicts_are_asked(tmp_path: Path) -> None:
         read_state_file(path, state="pupil")
 
 
-def test_a_key_is_named_with_dots(tmp_path: Path) -> None:
+def test_key_is_named_with_dots(tmp_path: Path) -> None:
     path = saved(tmp_path / "m.pt", {"run": {"student": STATE, "teacher": OTHER}})
     assert_is_state(read_state_file(path, state="run.teacher").tensors, OTHER)
 
 
-def test_a_file_without_a_state_dict_is_described(tmp_path: Path) -> None:
+def test_file_without_a_state_dict_is_described(tmp_path: Path) -> None:
     path = saved(tmp_path / "m.pt", {"step": 3, "losses": [1.0], "x": torch.ones(2)})
     held = r"it holds step \(int\), losses \(list\), x \(Tensor\)"
     with pytest.raises(ConvertError, match=rf"no state dict .* {held}"):
@@ -99,7 +99,7 @@ def test_a_file_without_a_state_dict_is_described(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "prefix", ["_orig_mod.", "module.", "module._orig_mod.", "_orig_mod.module."]
 )
-def test_names_lose_what_wrappers_add(prefix: str, tmp_path: Path) -> None:
+def test_prefixes_of_wrappers_are_removed(prefix: str, tmp_path: Path) -> None:
     wrapped = {prefix + name: tensor for name, tensor in STATE.items()}
     assert_is_state(read_state_file(saved(tmp_path / "m.pt", wrapped)).tensors)
     save_file(wrapped, tmp_path / "m.safetensors")
@@ -107,7 +107,7 @@ def test_names_lose_what_wrappers_add(prefix: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, in its own compiler
-def test_the_names_of_torchs_wrappers_are_those(tmp_path: Path) -> None:
+def test_torchs_wrappers_use_these_names(tmp_path: Path) -> None:
     """A real compiled module in a real DataParallel."""
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     state = nn.DataParallel(torch.compile(model)).state_dict()  # type: ignore[type-var]
@@ -116,7 +116,7 @@ def test_the_names_of_torchs_wrappers_are_those(tmp_path: Path) -> None:
     assert set(file.tensors) == set(model.state_dict())
 
 
-def test_a_name_with_and_without_a_prefix_is_refused(tmp_path: Path) -> None:
+def test_name_with_and_without_a_prefix_is_refused(tmp_path: Path) -> None:
     both = STATE | {"module.emb.weight": torch.ones(4, 3)}
     with pytest.raises(ConvertError, match=r"holds emb\.weight twice, with and without a prefix"):
         read_state_file(saved(tmp_path / "m.pt", both))
@@ -141,7 +141,7 @@ def test_numbers_are_collected_from_all_sections(tmp_path: Path) -> None:
     assert set(file.contents) == {"config", "iter_num", "losses", "stoi"}
 
 
-def test_the_models_own_section_counts() -> None:
+def test_models_section_has_precedence() -> None:
     for contents in (
         {"train": {"dim": 1}, "model_args": {"dim": 2}},
         {"model_args": {"dim": 2}, "train": {"dim": 1}},
@@ -166,14 +166,14 @@ def test_settings_next_to_the_file_are_read(name: str, tmp_path: Path) -> None:
     assert read_state_file(tmp_path / "model.safetensors").settings == {"n_head": 4, "dim": 8}
 
 
-def test_settings_in_the_file_override_those_beside(tmp_path: Path) -> None:
+def test_settings_in_the_file_override_neighbouring_ones(tmp_path: Path) -> None:
     saved(tmp_path / "m.pt", {"model": STATE, "config": {"n_head": 4}})
     (tmp_path / "config.json").write_text(json.dumps({"n_head": 2, "n_layer": 1}))
     assert read_state_file(tmp_path / "m.pt").settings == {"n_head": 4, "n_layer": 1}
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000, '{"a": '])
-def test_a_broken_file_beside_the_weights_is_named(text: str, tmp_path: Path) -> None:
+def test_broken_file_next_to_the_weights_is_named(text: str, tmp_path: Path) -> None:
     saved(tmp_path / "m.pt", STATE)
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConvertError, match=r"config\.json is not JSON: .* \(next to the weights\)"):
@@ -195,7 +195,7 @@ SECTIONS = st.recursive(
 
 
 @given(SECTIONS)
-def test_settings_are_values_of_the_sections_and_nothing_else(contents: dict[str, Any]) -> None:
+def test_settings_are_the_values_of_all_sections(contents: dict[str, Any]) -> None:
     pairs: set[tuple[str, str]] = set()
 
     def walk(values: Mapping[str, Any]) -> None:
@@ -237,9 +237,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt", ".safetensors"])
 @pytest.mark.parametrize("below", ["", "out", "a/b"])
-def test_the_one_file_of_weights_in_a_folder_is_found(
-    suffix: str, below: str, tmp_path: Path
-) -> None:
+def test_only_file_of_weights_in_a_folder_is_found(suffix: str, below: str, tmp_path: Path) -> None:
     path = tmp_path / below / f"model{suffix}"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
@@ -248,21 +246,21 @@ def test_the_one_file_of_weights_in_a_folder_is_found(
     assert find_state_file(tmp_path) == path
 
 
-def test_the_nearest_file_counts(tmp_path: Path) -> None:
+def test_nearest_file_has_precedence(tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "model.pt").touch()
     (tmp_path / "model.pt").touch()
     assert find_state_file(tmp_path) == tmp_path / "model.pt"
 
 
-def test_several_files_are_asked_for(tmp_path: Path) -> None:
+def test_several_files_raise_a_question(tmp_path: Path) -> None:
     (tmp_path / "b.pt").touch()
     (tmp_path / "a.ckpt").touch()
     with pytest.raises(ConvertError, match=r"holds 2 files of weights: a\.ckpt, b\.pt; name one"):
         find_state_file(tmp_path)
 
 
-def test_a_folder_without_weights_is_described(tmp_path: Path) -> None:
+def test_folder_without_weights_is_described(tmp_path: Path) -> None:
     with pytest.raises(ConvertError, match=r"no file of weights \(\.pt, .*\); it holds nothing"):
         find_state_file(tmp_path)
     (tmp_path / "train.py").touch()

@@ -89,7 +89,7 @@ def test_unknown_setting_is_an_open_question(write: Any, checked: bool, tmp_path
         import_model(tmp_path / "source", tmp_path / "again", roles=roles, ignored_settings=["cap"])
 
 
-def test_unknown_settings_are_asked_with_the_other_questions(tmp_path: Path) -> None:
+def test_unknown_settings_join_the_other_questions(tmp_path: Path) -> None:
     of_roles(tmp_path / "source")
     with pytest.raises(OpenQuestions, match=r"(?s)--activation.*--ignore-setting softcap"):
         import_model(tmp_path / "source", tmp_path / "ours")

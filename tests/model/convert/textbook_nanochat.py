@@ -1,7 +1,7 @@
-"""nanochat's shape, one version after the other, with the names of its checkpoints.
+"""Every version of nanochat's model, with the names of its checkpoints.
 
 Written from its definition for comparison: norms, rotation and attention are spelled out, and every
-position is computed from the whole sequence. Leaves training, caches and low precision out.
+position is computed from the whole sequence. Training, caches and low precision are left out.
 """
 
 import json
@@ -176,7 +176,7 @@ def small(version: str = "14 March 2026", **sizes: Any) -> Nanochat:
 
 
 def save_vocabulary(base: Path) -> tiktoken.Encoding:
-    """Save a vocabulary of 267 ids where nanochat does."""
+    """Save a vocabulary of 267 ids to the place where nanochat saves its own."""
     encoding = tiktoken.Encoding(
         "rustbpe",
         pat_str=r"\p{L}+|\p{N}{1,2}|\s+|[^\s\p{L}\p{N}]+",

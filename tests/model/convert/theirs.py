@@ -95,7 +95,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "hidden_size": 32, "ffn_dim": 48,
     },
 }  # fmt: skip
-"""The size of those that are not of Llama's shape."""
+"""Size of the models whose shape is not Llama's."""
 
 
 def their_model(family: str, **overrides: Any) -> Any:

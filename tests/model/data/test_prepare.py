@@ -106,7 +106,7 @@ def test_same_text_makes_the_same_files(tmp_path: Path) -> None:
         ([story(60)], r"the validation text has \d+ tokens .* or a context_length of at most 16$"),
         ([f"Sentence {n}." for n in range(40)], "the validation text has .* in 40 documents"),
         (["a"], "the training text has 0 tokens .* another val_fraction$"),
-        (["a b"], "text has . tokens .* another val_fraction$"),  # a context of 1 helps nobody
+        (["a b"], "text has . tokens .* another val_fraction$"),  # a context of 1 is useless
     ],
 )  # fmt: skip
 def test_short_text_is_refused_with_its_numbers(
@@ -183,8 +183,8 @@ WORDS = ["<pad>", "the", "cat", "sat", ".", "<eos>"]
 
 
 @pytest.mark.parametrize("kind", ["words", "characters"])
-def test_imported_vocabulary_comes_back_from_disk(kind: str, tmp_path: Path) -> None:
-    """Special tokens come first, the end of text has another name, and bytes are missing."""
+def test_imported_vocabulary_is_restored_from_disk(kind: str, tmp_path: Path) -> None:
+    """Special tokens come first, the end of text has another name, and some bytes are missing."""
     if kind == "words":
         tokenizer, _ = word_tokenizer(dict(enumerate(WORDS)), "here")
     else:

@@ -1,4 +1,4 @@
-"""Shards: ids come back from disk, and damaged files are refused."""
+"""Shards: saved ids are read back, and damaged files are refused."""
 
 from collections.abc import Callable
 from pathlib import Path

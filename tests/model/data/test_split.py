@@ -93,7 +93,7 @@ def test_document_of_unknown_size_is_cut_at_the_same_place() -> None:
     assert parts_of([known], 0.3) == parts_of([Document("a", known.pieces)], 0.3)
 
 
-def test_adding_documents_moves_few_others() -> None:
+def test_adding_documents_moves_few_between_sides() -> None:
     documents = [text_document(f"file{index}", f"text {index:04}") for index in range(1000)]
     every = held_out(documents)
     assert len(every) == 100

@@ -1,4 +1,4 @@
-"""The loss of quantization: the arithmetic of an evaluation, and a planted loss."""
+"""The loss through quantization: the arithmetic of an evaluation, and a known loss."""
 
 import ctypes
 from pathlib import Path
@@ -102,7 +102,7 @@ def test_rounding_to_three_bits_shows(bundled: tuple[GPT, Windows]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("quantize", "most"), [("int8", 0.005), ("int4", 0.01)])
-def test_quantizing_costs_little_but_not_nothing(
+def test_quantizing_costs_little(
     library: ctypes.CDLL,
     bundled: tuple[GPT, Windows],
     quantize: Quantization,

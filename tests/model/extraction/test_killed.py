@@ -1,7 +1,7 @@
-"""Killed extractions: from the files of any moment, the same command ends in the same files.
+"""Killed extractions: repeating the command completes the files left by a kill at any moment.
 
 An audit hook copies the folder before each change to it (a file opened for writing, a rename, a
-removal). The copy is what a kill at that moment leaves; one process is really killed.
+removal). Each copy is the state that a kill at that moment leaves; one process is really killed.
 """
 
 import os
@@ -36,8 +36,8 @@ def _extract(
     copies: Path,
     last: int | None = None,
 ) -> None:
-    """Extract in a process of its own, with a copy of `out` before each change, until SIGKILL
-    before the change numbered `last`."""
+    """Extract in a new process, with a copy of `out` before each change, until SIGKILL before
+    change number `last`."""
     seen = 0
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:

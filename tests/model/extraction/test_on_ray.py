@@ -1,5 +1,5 @@
-"""Decisions before Ray computes: the workers that fit, and refused addresses. Needs no Ray; real
-workers are in tests/e2e/test_ray.py."""
+"""Decisions before Ray starts: the number of workers that fit, and refused addresses. Needs no Ray;
+real workers are in tests/e2e/test_ray.py."""
 
 import contextlib
 import socket

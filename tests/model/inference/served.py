@@ -1,6 +1,6 @@
-"""Forward as the service computes it, by the decoder alone: no engine, a cache of one slot.
+"""The service's forward, computed by the decoder alone: no engine, a cache of one slot.
 
-The oracle of served logits, hidden states and attention weights. On a CPU they are the same bits,
+The oracle of served logits, hidden states and attention weights. On a CPU they have the same bits,
 with the same dtype, number of threads and kernels. `GPT.forward` defines the values; this is how
 the service computes them.
 """
@@ -25,12 +25,12 @@ def forward_as_served(
     kernels: KernelChoice = "auto",
     quantize: Quantization = "none",
 ) -> GPTOutput:
-    """`GPT.forward` of one sequence in the arithmetic of the service, which `kernels` and
-    `quantize` choose as they do there. Shapes as in `GPT.forward`, with B = 1.
+    """`GPT.forward` of one sequence in the service's arithmetic, which depends on `kernels` and
+    `quantize`. Shapes as in `GPT.forward`, with B = 1.
 
-    The model's parameters may be moved into one piece of memory, and rounded where `quantize` says
-    so. Raises ValueError for a text longer than the model's context, KernelError where what is
-    asked for cannot be had."""
+    The model's parameters may be moved into one block of memory, and rounded if `quantize` is set.
+    Raises ValueError for a text longer than the model's context, KernelError if the kernels are not
+    available."""
     config, weight, length = gpt.config, gpt.token_embedding.weight, len(token_ids)
     if not 0 < length <= config.context_length:
         raise ValueError(

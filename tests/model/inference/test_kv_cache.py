@@ -1,4 +1,4 @@
-"""KV cache: the logits of all ways to fill it are those of the plain forward."""
+"""KV cache: all ways to fill it give the logits of the plain forward."""
 
 import math
 from itertools import pairwise
@@ -21,7 +21,7 @@ from tests.model.shapes import PARTS
 
 SHAPES: dict[str, dict[str, Any]] = {
     **{name: dict(overrides) for name, overrides in (*FAMILIES.items(), *PARTS.items())},
-    # Whole blocks are computed even where the context ends within one.
+    # Whole blocks are computed even if the context ends within one.
     "context-16": {"context_length": 16},
     "context-50": {**FAMILIES["modern"], "context_length": 50},
     "context-97-sinusoidal": {**FAMILIES["original"], "context_length": 97},
@@ -37,7 +37,7 @@ def gpt(request: pytest.FixtureRequest) -> GPT:
 
 
 @pytest.mark.skipif(not resident(), reason="the system does not tell a process's size")
-def test_cache_takes_memory_where_it_is_used() -> None:
+def test_cache_takes_memory_only_for_used_cells() -> None:
     """`torch.zeros` writes the zeros: 64 slots of GPT-2 held 2.3 GiB before the first request."""
     config = tiny_config(n_layer=4, n_head=8, d_model=512, context_length=1024)
     before = resident()
@@ -205,7 +205,7 @@ def test_int8_row_that_is_not_finite_has_such_a_scale(lost: float) -> None:
     assert numbers[1].tolist() == [64, 0, 127]
 
 
-def test_int8_cells_are_rounded_ones(gpt: GPT) -> None:
+def test_int8_cells_hold_rounded_values(gpt: GPT) -> None:
     """The first block reads no rounded cells. Prompts and steps keep the same, a copied prefix has
     its scales, and cleared cells have none."""
     length = min(40, gpt.config.context_length)
@@ -238,8 +238,8 @@ def test_int8_cells_are_rounded_ones(gpt: GPT) -> None:
 
 
 def test_pieces_at_once_match_the_forward(gpt: GPT) -> None:
-    """The first of a prompt, those behind it, and one that begins behind a copied prefix. What the
-    slot held before, far behind, is not finite and is not looked at."""
+    """The first piece of a prompt, later ones, and one that follows a copied prefix. Older contents
+    of the slot, further on, are not finite and must not be read."""
     length = min(100, gpt.config.context_length)
     ids = random_ids(length, vocab_size=gpt.config.vocab_size)
     expected = gpt(ids[None]).logits[0]

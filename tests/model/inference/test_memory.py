@@ -1,4 +1,4 @@
-"""Slots of one model and of several: the arithmetic against real caches, and refusals."""
+"""Slots of one model and of several: the arithmetic compared with real caches, and refusals."""
 
 import re
 from typing import Any, get_args
@@ -43,7 +43,7 @@ CARD = Available("cuda:0", 8 * GIB, 6 * GIB)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kept", get_args(KVCacheDType))
-def test_slots_take_what_the_cache_takes(name: str, dtype: torch.dtype, kept: KVCacheDType) -> None:
+def test_slot_size_equals_the_caches(name: str, dtype: torch.dtype, kept: KVCacheDType) -> None:
     config = tiny_config(**{**FAMILIES[name], "context_length": 50})
     cache = KVCache(config, 3, device=torch.device("cpu"), dtype=dtype, kept=kept)
     assert 3 * slot_bytes(config, dtype.itemsize, kept) == cache.nbytes
@@ -100,7 +100,7 @@ def test_slots_that_do_not_fit_are_refused_with_the_numbers() -> None:
         slots(memory=200 * ONE)
 
 
-def test_cpu_needs_no_copies_and_shares_what_the_weights_leave() -> None:
+def test_cpu_shares_memory_after_weights() -> None:
     memory = Available("this machine", 8 * GIB, 6 * GIB)
     assert slots(memory, gpu=False, slots=170) == 170  # 5.98 GiB
     with pytest.raises(DeviceError, match=r"171 slots.*36\.0 MiB.*6\.0 GiB"):
@@ -126,13 +126,13 @@ def served(free: int, **budget: Any) -> int:
         (2**45, 64),  # no more without being asked
         (4 * 16 * ONE, 16),
         (4 * 16 * ONE - 1, 15),
-        (4 * ONE - 1, 1),  # not one in a quarter, but one is what it takes to serve
+        (4 * ONE - 1, 1),  # a quarter has no room for one, but serving needs one
         (ONE, 1),
     ],
 )
-def test_default_slots_take_a_quarter_of_what_is_free(free: int, count: int) -> None:
-    """With 16 slots on any machine, half of 32 clients waited for the other half, and nothing was
-    served if 16 did not fit."""
+def test_default_slots_take_a_quarter_of_free_memory(free: int, count: int) -> None:
+    """With a fixed 16 slots, half of 32 clients waited for the other half, and a machine with no
+    room for 16 could not serve."""
     assert served(free) == count
 
 
@@ -171,8 +171,8 @@ AMOUNTS: st.SearchStrategy[MemorySize | None] = st.one_of(
 def test_shares_fit_together(
     shapes: list[Shape], amount: MemorySize | None, count: int, memory: Available, gpu: bool
 ) -> None:
-    """All weights and all slots together are within what is free, and within the amount; and each
-    part has no room for another slot."""
+    """All weights and slots fit into free memory and into the given amount, and no part has room
+    for another slot."""
     budget = SlotBudget(None if amount is not None else count, amount)
     try:
         slots = divide_slots(shapes, budget, memory, gpu=gpu)
@@ -197,11 +197,11 @@ def test_shares_fit_together(
 
 
 @given(SHAPES, MEMORY, st.booleans())
-def test_default_slots_take_a_quarter_of_what_all_weights_leave(
+def test_default_slots_take_a_quarter_after_all_weights(
     shapes: list[Shape], memory: Available, gpu: bool
 ) -> None:
-    """The parts are equal. A part without room for a slot has one all the same, if all of them
-    together fit into what is free."""
+    """The parts are equal. A part without room for a slot still gets one if all of them fit into
+    free memory."""
     try:
         slots = divide_slots(shapes, SlotBudget(), memory, gpu=gpu)
     except DeviceError:

@@ -1,4 +1,4 @@
-"""Reference: the oracle matches results worked out by hand."""
+"""Reference: the oracle's results compared with results worked out by hand."""
 
 import math
 from typing import Any
@@ -22,7 +22,7 @@ def test_greedy_text_is_the_argmax_of_the_plain_forward(family: str) -> None:
     prompt = random_ids(6, seed=3).tolist()
     tokens = generate(gpt, prompt, params(max_tokens=20, temperature=0.0))
     assert len(tokens) == 20
-    # One forward over the finished text says the same at every position.
+    # One forward over the finished text gives the same at every position.
     logits = gpt(torch.tensor([prompt + tokens])).logits[0]
     best = logits[len(prompt) - 1 : -1].topk(2).values
     assert (best[:, 0] - best[:, 1]).min() > 1e-4, "too close to call; choose another prompt"
@@ -92,9 +92,9 @@ def test_filters_by_hand() -> None:
     assert left(top_p=0.64) == {1, 3}
     assert left(top_p=0.81) == {0, 1, 3, 4}  # of two equals, the lower id first
     assert left(min_p=0.3) == {1, 3, 4}
-    quarters = filtered([0.0] * 4, params(top_p=0.5))  # reached exactly: no more are needed
+    quarters = filtered([0.0] * 4, params(top_p=0.5))  # reached exactly: no more ids are needed
     assert quarters == [0.0, 0.0, -math.inf, -math.inf]
-    assert left(top_k=2, top_p=0.62) == {1, 3}  # 0.4 is 0.615 of what top_k left
+    assert left(top_k=2, top_p=0.62) == {1, 3}  # 0.4 is 0.615 of the mass after top_k
     assert left(top_k=2, top_p=0.61) == {1}
     assert left(min_p=0.3, temperature=0.5) == {1, 3}
     assert left(min_p=0.3, temperature=10.0) == {0, 1, 2, 3, 4}

@@ -1,4 +1,4 @@
-"""Indices choose existing things, and errors say which exist."""
+"""Indices select existing things, and errors state which exist."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def test_indices_are_resolved() -> None:
         ([], r"layers.*\[\]"),
     ],
 )
-def test_indices_that_name_nothing_or_no_order(indices: list[int], message: str) -> None:
+def test_invalid_indices_are_refused(indices: list[int], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:
         resolve_indices("layers", indices, 3, "there are 3 layers")
     assert caught.value.param == "layers"

@@ -1,6 +1,6 @@
-"""The arithmetic of the service, without a server: the same model, whichever kernels compute it.
+"""The service's arithmetic without a server: the same model, with any kernels.
 
-That a server gives its bits is tested where servers are: `tests/service/` and `tests/e2e/`.
+That a server gives the same bits is tested in `tests/service/` and `tests/e2e/`.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Sweeps: the grid of places."""
+"""Sweeps: the grid of cells."""
 
 import time
 
@@ -7,8 +7,9 @@ from logitd.model.inference.sweep import make_grid
 from tests.model.factories import tiny_config
 
 
-def test_a_grid_makes_its_cells_when_they_are_asked_for() -> None:
-    """All 9,216 at once, each looking for its layer among all stages, took half a minute."""
+def test_grid_makes_its_cells_on_demand() -> None:
+    """Making all 9,216 cells at once, each with a search for its layer among all stages, took half
+    a minute."""
     config = tiny_config(n_layer=48)
     varied = [
         Intervention(stage=f"blocks.{layer}.output", operation="zero", positions="all")

@@ -34,7 +34,7 @@ def models_of(base: type[BaseModel]) -> list[type[BaseModel]]:
     return [one for kind in base.__subclasses__() for one in (kind, *models_of(kind))]
 
 
-def test_no_model_takes_what_it_does_not_know_and_none_changes_once_read() -> None:
+def test_models_refuse_unknown_fields_and_are_frozen() -> None:
     requests, replies = models_of(RequestBody), models_of(ReplyBody)
     assert {*REQUESTS} < {*requests}
     assert len(replies) > 30
@@ -46,7 +46,7 @@ def test_no_model_takes_what_it_does_not_know_and_none_changes_once_read() -> No
 
 
 @pytest.mark.parametrize(("model", "name"), NUMBERS)
-def test_no_number_takes_what_is_none(model: type[RequestBody], name: str) -> None:
+def test_numbers_refuse_other_types(model: type[RequestBody], name: str) -> None:
     smallest = json.dumps(next(iter(model.examples.values())))[:-1]
     for value in ("NaN", "Infinity", "-Infinity", "1e999", "-1e999", "true", '"1"', "[1]", "{}",
                   "-1e300", "1" + "0" * 400, "-" + "9" * 5000):  # fmt: skip
@@ -90,7 +90,7 @@ def test_any_text_is_a_prompt(text: str) -> None:
 @pytest.mark.parametrize(
     "prompt", ["a", [], [0], [1, 2, 3], ["a"], [[1], "a", []], ["a", [1, 2]], [[1, 2], [3]]]
 )
-def test_a_prompt_is_read_as_it_is_written(prompt: Any) -> None:
+def test_prompt_is_read_unchanged(prompt: Any) -> None:
     assert read(GenerateRequest, prompt=prompt).prompt == prompt
 
 
@@ -99,13 +99,13 @@ def test_a_prompt_is_read_as_it_is_written(prompt: Any) -> None:
     [None, 1, {}, True, [None], [1, "a"], ["a", 1], [[["a"]]], [[1.0]], [1.5], [-1], [[-1]],
      [2**31], [10**30], [True], ["a", None], [["a"]]],
 )  # fmt: skip
-def test_no_other_prompt_is_taken(prompt: Any) -> None:
+def test_other_prompts_are_refused(prompt: Any) -> None:
     with pytest.raises(ValidationError):
         read(GenerateRequest, prompt=prompt)
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "true", '"1"', "null"])
-def test_no_bias_takes_what_is_no_number(value: str) -> None:
+def test_bias_must_be_a_number(value: str) -> None:
     with pytest.raises(ValidationError, match="logit_bias"):
         GenerateRequest.model_validate_json(f'{{"prompt": "a", "logit_bias": {{"1": {value}}}}}')
 
@@ -139,11 +139,11 @@ def test_positions(positions: Any) -> None:
         ({"json_schema": {"b": 1, "a": 1.0}}, Source("json_schema", '{"b": 1, "a": 1.0}')),
     ],
 )
-def test_the_source_of_a_constraint_keeps_every_order(fields: Any, source: Source | None) -> None:
+def test_source_of_a_constraint_keeps_every_order(fields: Any, source: Source | None) -> None:
     assert constraint_source(read(GenerateRequest, **fields)) == source
 
 
-def test_a_number_that_json_cannot_hold_is_no_schema() -> None:
+def test_schema_with_an_invalid_json_number_is_refused() -> None:
     body = GenerateRequest.model_validate_json('{"prompt": "x", "json_schema": {"const": 1e999}}')
     with pytest.raises(InvalidRequest, match="number that is too large") as caught:
         constraint_source(body)

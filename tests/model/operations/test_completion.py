@@ -85,9 +85,7 @@ def test_deltas_joined_are_the_whole_and_no_character_is_cut(text: str, looks: l
 @pytest.mark.parametrize(
     ("reason", "text"), [(FinishReason.LENGTH, ""), (FinishReason.STOP, "\ufffd")]
 )
-def test_a_character_left_open_is_held_back_if_max_tokens_cuts_it(
-    reason: FinishReason, text: str
-) -> None:
+def test_incomplete_character_at_max_tokens_is_held_back(reason: FinishReason, text: str) -> None:
     one = completion()
     one.push(token("é".encode()[0]))
     first = taken(one)
@@ -105,7 +103,7 @@ def test_a_character_left_open_is_held_back_if_max_tokens_cuts_it(
     assert (last.text, last.token_ids) == (text, [])
 
 
-def test_stop_string_ends_the_text_before_it_and_what_follows_is_not_counted() -> None:
+def test_stop_string_ends_text_and_counting() -> None:
     one = completion("cd")
     ended = [one.push(token(byte)) for byte in b"abcdef"]
     assert ended == [False, False, False, True, False, False]
@@ -132,7 +130,12 @@ def test_stop_string_can_be_completed_by_the_end_of_the_bytes() -> None:
         (2, ["ab"], "abc", "ab"),
         (2, ["aba", "ba"], "", "aba"),
         (3, ["abx", "ab"], "abc", "ab"),
-        (4, ["abcx", "bc"], "abcab", None),  # a longer one holds back what did not count
+        (
+            4,
+            ["abcx", "bc"],
+            "abcab",
+            None,
+        ),  # a longer string keeps back text although it did not match
         (6, ["c", "\ufffd"], "abcab", None),
     ],
 )
@@ -151,7 +154,7 @@ def test_stop_string_counts_only_after_min_tokens(
     assert (whole.text, whole.stop_reason) == (text, stop_reason)
 
 
-def test_a_stop_token_is_among_the_ids_and_not_in_the_text() -> None:
+def test_stop_token_is_in_the_ids_but_not_in_the_text() -> None:
     one = completion("a<")  # the token's name could complete it, but is not text
     one.push(token(ord("a")))
     one.push(token(END_OF_TEXT_ID))
@@ -162,7 +165,7 @@ def test_a_stop_token_is_among_the_ids_and_not_in_the_text() -> None:
     assert (whole.finish_reason, whole.stop_reason) == ("stop", END_OF_TEXT_ID)
 
 
-def test_echo_comes_first_and_is_not_searched_for_stop_strings() -> None:
+def test_echo_is_not_searched_for_stop_strings() -> None:
     one = completion("hi", echo=b"say hi")
     first = taken(one)
     assert first.text == "say hi"
@@ -189,7 +192,7 @@ def test_logprobs_go_with_their_tokens() -> None:
     ]
 
 
-def test_a_token_is_id_text_and_bytes() -> None:
+def test_token_has_id_text_and_bytes() -> None:
     assert token_json(TOKENIZER, 97) == {"id": 97, "text": "a", "bytes": [97]}
     special = token_json(TOKENIZER, END_OF_TEXT_ID)
     assert bytes(special["bytes"]).decode() == special["text"] == "<|endoftext|>"
@@ -208,7 +211,7 @@ def growing_reply(*prompts: bytes, n: int, **fields: Any) -> GrowingReply:
     return GrowingReply(Completions(requests, n, **asked), TOKENIZER)
 
 
-def test_usage_counts_a_prompt_once_whatever_its_n() -> None:
+def test_usage_counts_a_prompt_once_for_any_n() -> None:
     reply = growing_reply(b"0123456789", b"abcde", n=2)
     for i, index, prompt_tokens, cached in (
         (0, 1, 10, 9),
@@ -231,7 +234,7 @@ def test_usage_counts_a_prompt_once_whatever_its_n() -> None:
     assert reply.seed == 3
 
 
-def test_choices_are_numbered_by_prompt_and_taken_once() -> None:
+def test_choices_are_numbered_by_prompt() -> None:
     reply = growing_reply(b"x", b"y", n=2, stop=("b",))
     assert reply.take_json() == {"choices": []}
     assert not reply.push(TokenEvent("gen-1", 0, 97))
@@ -242,7 +245,7 @@ def test_choices_are_numbered_by_prompt_and_taken_once() -> None:
     assert reply.take() == []
 
 
-def test_logprobs_of_a_prompt_are_for_its_echoes_and_a_list_of_their_own() -> None:
+def test_prompt_logprobs_serve_echoes_and_a_separate_list() -> None:
     reply = growing_reply(b"ab", n=2, echo=True, logprobs=1, prompt_logprobs=2)
     likely = tuple(TokenLogprob(i, -float(i), i) for i in (1, 2))
     reply.push(PromptEvent("gen-0", 0, 0, (ScoredToken(97), ScoredToken(98, likely[1], likely))))

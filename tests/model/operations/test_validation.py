@@ -1,4 +1,4 @@
-"""Validation: a sentence for each wrong field, the same in process and over HTTP."""
+"""Validation: a message for each wrong field, the same in process and over HTTP."""
 
 import json
 import time
@@ -69,7 +69,7 @@ def refused(raw: bytes, model: type[RequestBody] = GenerateRequest) -> InvalidRe
          "the body is not valid JSON: trailing characters at line 1 column 17"),
     ],
 )  # fmt: skip
-def test_a_wrong_field_gets_a_sentence(raw: str, param: str | None, message: str) -> None:
+def test_wrong_field_gets_a_message(raw: str, param: str | None, message: str) -> None:
     error = refused(raw.encode())
     assert (error.param, str(error)) == (param, message)
 
@@ -114,11 +114,11 @@ def test_several_wrong_fields_are_named_and_the_rest_is_counted() -> None:
     ],
     ids=["nulls", "negative", "mixed", "stop", "stop ids", "allowed", "bias", "fields", "a name"],
 )  # fmt: skip
-def test_a_large_body_of_errors_gives_a_small_answer(raw: bytes) -> None:
+def test_large_body_of_errors_gives_a_small_answer(raw: bytes) -> None:
     refused(raw)
 
 
-def test_a_list_is_checked_no_further_than_its_first_wrong_item() -> None:
+def test_list_is_checked_up_to_its_first_wrong_item() -> None:
     """Otherwise 4 MB of nulls would block the event loop for seconds."""
     lists: dict[type[RequestBody], tuple[str, ...]] = {
         GenerateRequest: ("prompt", "allowed_token_ids", "stop", "stop_token_ids"),

@@ -55,7 +55,7 @@ class ResidualAttention(nn.Module):
 
 
 class Experts(nn.Module):
-    """The feed-forward of a mixture: each token goes to one of three experts."""
+    """A mixture of experts: each token goes to one of three."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

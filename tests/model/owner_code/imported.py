@@ -28,7 +28,7 @@ def source(kind: str, folder: Path, seed: int = 1) -> tuple[Path, str]:
 
 
 def imported(kind: str, folder: Path, lens: tuple[str, str] | None = None, seed: int = 1) -> Path:
-    """The class as a checkpoint, imported in a process of its own."""
+    """Import the class as a checkpoint, in a new process."""
     path, code = source(kind, folder, seed)
     options = CodeOptions(code=parse_owner_code(code), answers={}, lens=lens)
     destination = folder / f"imported-{kind}-{seed}"

@@ -98,7 +98,7 @@ def test_logits_are_those_of_the_class(kind: str) -> None:
             assert torch.allclose(got, of_class(model, FIRST[:end])[-1:], atol=1e-5)
 
 
-def test_own_cache_continues_only_its_own_sequence() -> None:
+def test_own_cache_continues_only_its_sequence() -> None:
     model = made("Remembering")
     calls: list[int] = []
     forward = model.logits_and_state
@@ -147,7 +147,7 @@ def test_vocabulary_in_another_order() -> None:
     assert torch.allclose(got, of_class(model, [5, 4, 3])[:, order], atol=1e-5)
 
 
-def test_stage_is_that_of_a_forward_hook_and_can_be_changed() -> None:
+def test_stage_equals_a_forward_hooks_and_can_be_changed() -> None:
     model, seen = made("Mixture"), dict[str, Tensor]()
     hooked: list[Tensor] = []
     handle = model.get_submodule("h.0.attn").register_forward_hook(

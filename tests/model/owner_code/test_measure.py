@@ -62,7 +62,7 @@ def test_lens_reads_the_input_of_the_first_block_and_each_output() -> None:
         ("Recurrent", ("gru", "head"), "the model has no numbered submodules"),
     ],
 )
-def test_lens_that_is_none_is_refused(kind: str, lens: tuple[str, str], sentence: str) -> None:
+def test_invalid_lens_is_refused(kind: str, lens: tuple[str, str], sentence: str) -> None:
     with pytest.raises(Problem, match=sentence):
         measure(Caller(made(kind)), Asked(64, lens=lens), FILE)
 

@@ -28,7 +28,7 @@ def code_model(path: Path, seconds: float = 60) -> CodeModel:
     return CodeModel(info.shape, read_sources(info), path / "model.safetensors", 1, seconds=seconds)
 
 
-def test_crash_fails_the_requests_of_its_step_and_the_process_starts_again(tmp_path: Path) -> None:
+def test_crash_fails_its_step_and_restarts_the_process(tmp_path: Path) -> None:
     path = imported("Crashing", tmp_path)
     with LLM(path, run_code=True) as llm:
         before = llm.logits([1, 2, 3])
@@ -116,7 +116,7 @@ class Recurrent(nn.Module):
 
 
 def test_values_from_files_that_are_not_kept_are_recorded(tmp_path: Path) -> None:
-    """The import ran where the text was, and the served class had no default any more."""
+    """The import ran in the folder of the text; the served class then had no default."""
     text = "ab, cd"
     (tmp_path / "input.txt").write_text(text)
     (tmp_path / "owner.py").write_text(CHARACTERS)

@@ -1,4 +1,4 @@
-"""Added tokens: the cuts equal those of the `tokenizers` library, for every flag."""
+"""Added tokens: texts are split as by the `tokenizers` library, for every flag."""
 
 import time
 from collections.abc import Mapping, Sequence

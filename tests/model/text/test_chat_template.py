@@ -103,7 +103,7 @@ def test_special_tokens_have_ids() -> None:
     assert render("{{ bos_token }}a{{ eos_token }}", "") == [256, "a", 256]
     assert render("{{ bos_token }}a", "", special_tokens=["<s>"]) == ["a"], "there is none"
     assert render("<a><a>b", special_tokens=["<a>", "<a>b"]) == [256, 257], "the longest counts"
-    role = "<|{{ messages[0].role }}|>x"  # roles come from a closed set
+    role = "<|{{ messages[0].role }}|>x"  # roles are from a closed set
     assert render(role, "", special_tokens=["<|user|>"]) == [256, "x"]
 
 
@@ -354,7 +354,7 @@ def test_endless_template_is_stopped(source: str, monkeypatch: pytest.MonkeyPatc
     assert time.process_time() - started < 30
 
 
-def test_template_cannot_reach_its_deadline() -> None:
+def test_template_cannot_change_its_deadline() -> None:
     """No template can write the deadline's name."""
     source = "{% set deadline = 0 %}{{ deadline }}{% for i in range(2) %}{{ i }}{% endfor %}"
     assert render(source) == ["001"]
@@ -365,7 +365,7 @@ def test_long_conversation_is_rendered() -> None:
     assert len(ChatTemplate(CHAT_TEMPLATE).render(messages, TOKENIZER)) == 4 * 4096 + 2
 
 
-def test_more_characters_than_can_be_hidden_are_refused() -> None:
+def test_too_many_hidden_characters_are_refused() -> None:
     """No real vocabulary has as many."""
     names = [chr(0x4E00 + i) for i in range(1025)]
     content = "".join(names)

@@ -1,4 +1,4 @@
-"""Message text: its methods answer as plain text, and `str.join` sees surrogates."""
+"""Message text: its methods act like those of plain text, and `str.join` sees surrogates."""
 
 from collections.abc import Callable
 from typing import Any
@@ -94,7 +94,7 @@ def test_placeholders_are_surrogates() -> None:
     [("S", "x", "Ss"), ("S", "ß", "Ssß"), ("k", "\u212a", "kK\u212a"), ("<", "abc", "<"),
      ("", "abc", "")],
 )  # fmt: skip
-def test_message_text_hides_what_another_case_makes_dangerous(
+def test_message_text_hides_characters_that_case_changes_make_special(
     special: str, text: str, hidden_characters: str
 ) -> None:
     table = Hidden.of([special], [text])

@@ -61,7 +61,7 @@ RAGGED_TEXT = st.lists(
 @given(st.text() | RAGGED_TEXT)
 @example("")
 @example("\r\n \u00a0\u2028\u3000\x00\ufeff")
-def test_every_text_comes_back(text: str) -> None:
+def test_every_text_round_trips(text: str) -> None:
     for tokenizer in (TOKENIZER, BYTES):
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
@@ -189,7 +189,7 @@ def test_growing_text_shows_whole_characters_and_no_part(text: str, data: st.Dat
 # Files
 
 
-def test_ranks_file_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_file_round_trips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tokenizer.tiktoken"
     TOKENIZER.write_ranks(path)
     assert list(parse_ranks(path.read_bytes(), "ranks").items()) == list(RANKS.items())
@@ -454,7 +454,7 @@ def test_ends_of_token_ids_alone() -> None:
 @pytest.mark.parametrize(
     "tokenizer", [TOKENIZER, WORDS, PIECES, ADDED], ids=["bpe", "words", "pieces", "added"]
 )
-def test_tokenizer_comes_back_from_description_and_ranks(
+def test_tokenizer_round_trips_through_description_and_ranks(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     tokenizer.write_ranks(tmp_path / "ranks")

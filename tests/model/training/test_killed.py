@@ -1,5 +1,5 @@
-"""Training processes that are killed at any moment: a resumed run ends in the same bits, and the
-files on the disk can be served in between.
+"""Training processes that are killed at any moment: a resumed run ends with the same bits, and the
+files on disk can always be served.
 
 Two kinds of moments: before a change of the run directory (files opened for writing, renames,
 links, removals), counted by an audit hook in the process that is killed; and while a file is being
@@ -37,8 +37,8 @@ def _kind(event: str, path: str) -> str:
 
 
 def _train_and_die(config: TrainingConfig, change: int, record: Path | None) -> None:
-    """In a process of its own: train, and send SIGKILL to itself before the change of that
-    number, counted from 1. `record` is a file for the kind of each change, in their order."""
+    """Train in a child process, which sends SIGKILL to itself before the change of this number,
+    counted from 1. The kind of each change is appended to the file `record`."""
     sys.modules[MATPLOTLIB] = None  # type: ignore[assignment]
     seen: list[str] = []
     root = str(config.out)
@@ -168,7 +168,8 @@ def test_run_killed_before_each_kind_of_change_ends_in_the_same_bits(
 def _kill_while_it_writes(
     processes: ForkServerContext, config: TrainingConfig, aside: str, delay: float
 ) -> bool:
-    """Returns True if the kill was in the middle: the temporary file or folder still exists."""
+    """Returns True if the kill came in the middle of a write: the temporary file or folder still
+    exists."""
     assert config.out is not None
     process = processes.Process(target=_train_and_die, args=(config, 0, None))
     process.start()

@@ -191,8 +191,8 @@ def test_stopped_and_resumed_run_has_the_bits_of_one_run(
 
 
 def test_run_stopped_at_a_report_reports_as_one_run(configure: Configure, tmp_path: Path) -> None:
-    """Ctrl-C in step 4, with a report due after it, once left that report out, and the smoothed
-    loss differed from there on."""
+    """Ctrl-C in step 4, before a report was due, once left that report out, and the smoothed loss
+    differed from there on."""
     shared = {"steps": 8, "log_every": 2, "eval_every": 5, "sample_every": 1000}
     train(configure(out=tmp_path / "straight", **shared))
     reported = [each for each in _losses(tmp_path / "straight") if each[0] == "train"]
@@ -258,9 +258,7 @@ def test_train_restores_random_state_and_threads(configure: Configure) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_one_batch_can_be_learned_by_heart(
-    tmp_path: Path, configure: Configure, optimizer: str
-) -> None:
+def test_one_batch_can_be_memorized(tmp_path: Path, configure: Configure, optimizer: str) -> None:
     """The training text is hardly longer than a window, so every batch is nearly the same."""
     path = tmp_path / "short.txt"
     path.write_text(story(8))
@@ -440,7 +438,7 @@ def test_impossible_run_is_refused(
     assert not config.out.exists(), "a second try is not told that the run already exists"
 
 
-def test_a_taken_name_is_refused_before_the_text_is_opened(configure: Configure) -> None:
+def test_taken_name_is_refused_before_the_text_is_opened(configure: Configure) -> None:
     """The slow parts, the text and the measurement for --minutes, come later."""
     config = configure(data=("is-not-there.txt",))
     assert config.out is not None
@@ -523,14 +521,15 @@ def test_parts_of_gpt_neox_are_trained_and_saved(tmp_path: Path, story_file: Pat
 
 @pytest.mark.first
 @pytest.mark.slow
-def test_the_default_recipe_learns_the_built_in_text(tmp_path: Path) -> None:
-    """`logitd train` with a twentieth of its 1,200 steps, which comes to 2.43 bits per byte."""
+def test_default_recipe_learns_the_built_in_text(tmp_path: Path) -> None:
+    """A twentieth of the default 1,200 steps, after which `logitd train` reaches 2.43 bits per
+    byte."""
     result = train(TrainingConfig(out=tmp_path / "run", steps=60, sample_tokens=1, threads=1))
     assert result.val_bits_per_byte < 2.55
 
 
 def test_exploding_loss_ends_the_run_without_a_bad_state(configure: Configure) -> None:
-    """The loss explodes and stays finite. Nothing is saved while it is far above its best."""
+    """The loss explodes but stays finite. Nothing is saved while it is far above its best."""
     events: list[Event] = []
     config = configure(
         optimizer="adamw",

@@ -190,7 +190,7 @@ def test_everything_a_forward_computes(make: Callable[[], Case]) -> None:
     gpt, theirs = make()
     ids = random_ids(2, 32, vocab_size=VOCAB_SIZE)
     expected = theirs(ids, output_hidden_states=True, output_attentions=True)
-    assert expected.logits.std() > 0.5  # large enough that 1e-5 says something
+    assert expected.logits.std() > 0.5  # large enough for 1e-5 to be meaningful
     output = gpt(ids, hidden_states=True, attentions=True)
 
     def same(actual: Tensor, theirs: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The arena: every weight once, in order, with zeros in between."""
+"""The arena holds every weight once, in order, with zeros in between."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.model.factories import random_ids, tiny_config, tiny_gpt
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def test_module_keeps_its_values_and_lives_in_the_arena() -> None:
+def test_moved_module_keeps_its_values() -> None:
     gpt = tiny_gpt()
     ids = random_ids(1, 20)
     before, state = gpt(ids).logits, {k: v.clone() for k, v in gpt.state_dict().items()}

@@ -69,7 +69,7 @@ def test_given_head_dim_frees_the_width() -> None:
 
 
 @given(shape=shapes())
-def test_config_goes_through_json(shape: dict[str, Any]) -> None:
+def test_config_round_trips_through_json(shape: dict[str, Any]) -> None:
     config = tiny_config(**shape)
     assert GPTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
@@ -90,7 +90,7 @@ def test_config_without_later_keys_keeps_its_meaning(norm_position: str, final_n
     assert parts_of(config) == {}
 
 
-def test_windows_as_wide_as_the_context_are_none() -> None:
+def test_windows_as_wide_as_the_context_are_removed() -> None:
     config = tiny_config(windows=(128, 127, None))
     assert [config.window(layer) for layer in range(3)] == [None, 127, None]
     assert parts_of(config) == {"windows": (128, 127, None)}

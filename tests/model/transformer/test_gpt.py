@@ -1,6 +1,6 @@
 """GPT: every shape against its definition, and rules for every family.
 
-Whole models against other people's code are in `test_against_transformers.py`.
+Whole models are compared with other people's code in `test_against_transformers.py`.
 """
 
 import math

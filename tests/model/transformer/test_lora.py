@@ -57,7 +57,7 @@ def test_merged_model_matches_the_adapted_one(family: str) -> None:
     merge_into(merged, SHAPE, trained_weights(gpt))
     logits = gpt(ids).logits
     assert (logits - plain).abs().max() > 0.05, "the adapters do something"
-    # These weights are so large that attention multiplies what is rounded.
+    # These weights are so large that attention amplifies the rounding.
     error = (merged(ids).logits - logits).abs().max() / logits.abs().max()
     assert error < 1e-5
 

@@ -103,7 +103,7 @@ def test_yarn_defaults_match_the_paper() -> None:
 
 
 @pytest.mark.parametrize("kind", SCALINGS)
-def test_scaling_goes_through_json(kind: str) -> None:
+def test_scaling_round_trips_through_json(kind: str) -> None:
     values = SCALINGS[kind]
     if values is None:
         return

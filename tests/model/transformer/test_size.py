@@ -16,7 +16,7 @@ from tests.model.shapes import shapes
 
 
 def elements_of(gpt: GPT) -> Elements:
-    """Every tensor of a model, by the module that it belongs to."""
+    """Every tensor of a model, by its module."""
     matrices = [
         module.weight
         for block in gpt.blocks

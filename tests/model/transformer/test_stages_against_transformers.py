@@ -164,7 +164,7 @@ def their_stages(theirs: Any, ids: Tensor, places: Mapping[str, Place]) -> dict[
     ],
     ids=["gpt2", "llama", "qwen3", "pythia", "neox-sequential"],
 )  # fmt: skip
-def test_every_stage_is_what_a_hook_there_sees(
+def test_every_stage_equals_a_hooks_input(
     make: Callable[[], Case], places: Mapping[str, Place], without: set[str]
 ) -> None:
     """`without`: stages that are no input or output of a module: scores, each head's part of the

@@ -300,7 +300,7 @@ def test_short_key_is_accepted_with_a_warning(
 
 
 @given(st.binary())
-def test_any_bytes_may_be_presented(presented: bytes) -> None:
+def test_any_key_bytes_are_handled(presented: bytes) -> None:
     keys = read_api_keys(SecretStr(KEYS), None)
     expected = {ALICE.encode(): "alice", CI.encode(): "ci"}.get(presented)
     assert keys.name_of(presented) == expected

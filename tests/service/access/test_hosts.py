@@ -1,4 +1,5 @@
-"""HostCheck: a page that points its own domain at the loopback cannot read or compute anything."""
+"""HostCheck: a web page that points its own domain at the loopback address cannot use the
+server."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -46,11 +47,11 @@ def test_host_of_the_loopback_is_accepted(host: str, server: Serving) -> None:
     [*((host, "/version") for host in (*FOREIGN, *ADDRESSES)),
      *(("evil.example", path) for path in PATHS)],
 )  # fmt: skip
-def test_foreign_host_reads_nothing(host: str, path: str, server: Serving) -> None:
+def test_foreign_host_cannot_read(host: str, path: str, server: Serving) -> None:
     assert status(server, host, path) == 403
 
 
-def test_foreign_host_computes_nothing(server: Serving) -> None:
+def test_foreign_host_cannot_compute(server: Serving) -> None:
     response = httpx.post(
         f"{server.url}/generate",
         json={"prompt": "a"},
@@ -118,7 +119,8 @@ def test_loopback_is_recognised(host: str, loopback: bool) -> None:
 
 @pytest.mark.parametrize("media_type", ["text/plain", "application/x-www-form-urlencoded", None])
 def test_page_of_another_origin_cannot_post(media_type: str | None, server: Serving) -> None:
-    """Neither bodies that a browser sends without asking first, nor its question, are accepted."""
+    """Neither requests that a browser sends without a preflight nor the preflight itself are
+    accepted."""
     headers = {"Origin": "http://evil.example"}
     for path in ("/generate", "/v1/completions"):
         url, body = f"{server.url}{path}", b'{"prompt": "a"}'

@@ -101,7 +101,7 @@ def test_each_key_has_its_own_limits(clock: Clock) -> None:
             stack.enter_context(limits.request("cat"))
 
 
-def test_replaced_limits_keep_what_is_spent(clock: Clock) -> None:
+def test_replaced_limits_keep_spent_tokens(clock: Clock) -> None:
     limits = KeyLimits(KeyLimit(), {"ann": KeyLimit(per_minute=10)}, clock)
     for _ in range(10):
         with limits.request("ann"):
@@ -125,7 +125,7 @@ def test_replaced_limits_keep_what_is_spent(clock: Clock) -> None:
 
 @given(st.integers(1, 100), st.lists(st.floats(0, 30), max_size=80))
 def test_minute_has_at_most_twice_its_number(per_minute: int, pauses: list[float]) -> None:
-    """A full bucket, and what returns to it within the minute."""
+    """A full bucket, plus the tokens that return to it within the minute."""
     clock = Clock()
     limits = KeyLimits(KeyLimit(per_minute=per_minute), {}, clock)
     taken: list[float] = []
@@ -207,7 +207,7 @@ def test_key_above_its_limit_gets_429_with_its_numbers(tmp_path: Path) -> None:
         assert found[Limit.KEY_AT_ONCE] >= 1
 
 
-def test_client_that_leaves_releases_its_place(checkpoint_path: Path) -> None:
+def test_disconnected_client_frees_its_place(checkpoint_path: Path) -> None:
     body = {"prompt": "a", "max_tokens": 120, "ignore_eos": True, "stream": True}
     key = {"Authorization": f"Bearer {ANN}"}
     with serving(checkpoint_path, api_keys=f"ann={ANN}", key_at_once=1) as server:

@@ -147,7 +147,7 @@ def test_page_uses_local_files_only(server: Serving) -> None:
 
 @pytest.mark.parametrize("path", ["/", "/docs"])
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-def test_pages_forbid_what_they_do_not_need(server: Serving, path: str, method: str) -> None:
+def test_pages_forbid_unneeded_features(server: Serving, path: str, method: str) -> None:
     headers = server.client.request(method, path).headers
     policy = dict(
         part.strip().split(" ", 1) for part in headers["Content-Security-Policy"].split(";")

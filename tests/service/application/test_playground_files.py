@@ -1,5 +1,5 @@
-"""Files of the playground: nothing is missing, and every text is legible. `tests/e2e/
-test_playground.py` tests the page in a browser."""
+"""Files of the playground: none is missing, and every text is legible.
+`tests/e2e/test_playground.py` tests the page in a browser."""
 
 import re
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_both_schemes_declare_the_same_colours() -> None:
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
-def test_module_finds_its_names(module: Path) -> None:
+def test_module_imports_existing_names(module: Path) -> None:
     """Its imports, their exports, and elements of the page exist."""
     text = module.read_text(encoding="utf-8")
     assert re.match(r"// [A-Z][^\n]*", text), "it begins with a description"

@@ -31,5 +31,5 @@ def test_busy_notice_needs_load_over_a_minute_and_now(
         assert f"load {float(content.split()[0]):.1f} on 2 cores" in notice
 
 
-def test_busy_notice_without_linux_is_none(tmp_path: Path) -> None:
+def test_busy_notice_needs_linux(tmp_path: Path) -> None:
     assert busy_notice(tmp_path / "missing") is None

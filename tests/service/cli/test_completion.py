@@ -76,7 +76,7 @@ def at_a_terminal(folder: Path, shell: list[str], typed: list[str]) -> list[str]
 
 
 def until(descriptor: int, pattern: bytes) -> bytes:
-    """Read until a pattern has come."""
+    """Read until a pattern has arrived."""
     read, deadline = b"", time.monotonic() + 60
     while not re.search(pattern, read, re.DOTALL):
         assert time.monotonic() < deadline, read

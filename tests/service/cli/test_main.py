@@ -134,7 +134,7 @@ def set_variable(source: str, name: str, value: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", ["LOGITD_RUN_CODE", "LOGITD_SERVE_RUN_CODE"])
-def test_file_that_came_with_a_model_cannot_allow_its_code(
+def test_foreign_file_cannot_allow_its_code(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_variable(".env", name, "1", monkeypatch)
@@ -272,7 +272,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_imports_of_commands_collect_no_garbage(tmp_path: Path) -> None:
-    """Nor do later collections search its modules."""
+    """Later collections do not search its modules either."""
     done = python(
         "import gc, sys\n"
         "from logitd.service.cli.main import run\n"

@@ -1,4 +1,4 @@
-"""Calls: the body of the request, and that any answer is read or refused."""
+"""Calls: the body of the request; any answer is either read or refused."""
 
 import json
 from contextlib import suppress
@@ -105,13 +105,13 @@ def test_stream_is_not_a_field(call: Any) -> None:
      ([np.int64(1)], False), (range(3), False), ([], True), (["a"], True), ([[1]], True),
      ([np.array([1])], True), (np.array([[1, 2]]), True), (["a", [1]], True), ([[]], True)],
 )  # fmt: skip
-def test_lists_of_prompts_are_told_from_single_ones(prompt: Any, many: bool) -> None:
+def test_lists_of_prompts_are_distinguished_from_prompts(prompt: Any, many: bool) -> None:
     assert is_many(prompt) == many
 
 
 @pytest.mark.parametrize("call", [endpoints.logits, endpoints.attention, endpoints.detokenize])
 @pytest.mark.parametrize("value", [{"a": 1}, {1, 2}, 5, None, (text for text in "ab")])
-def test_what_is_no_prompt_is_refused_by_name(call: Any, value: Any) -> None:
+def test_invalid_prompt_is_refused_by_name(call: Any, value: Any) -> None:
     with pytest.raises(TypeError, match=r"^(prompt|tokens) is .*; it must be a text, a list of"):
         call(value)
 
@@ -119,7 +119,7 @@ def test_what_is_no_prompt_is_refused_by_name(call: Any, value: Any) -> None:
 @pytest.mark.parametrize(
     ("stop", "kind"), [({"a"}, TypeError), (object(), TypeError), (float("nan"), ValueError)]
 )
-def test_a_value_that_is_not_json_is_refused_by_name(stop: Any, kind: type[Exception]) -> None:
+def test_value_that_is_not_json_is_refused_by_name(stop: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match=r"^stop cannot be sent as JSON: "):
         sent("a", stop=stop)
 
@@ -154,6 +154,6 @@ def test_any_answer_is_read_or_refused(value: Any, raw: bytes) -> None:
                 call.result(one)
 
 
-def test_a_generation_without_choices_is_refused() -> None:
+def test_generation_without_choices_is_refused() -> None:
     with pytest.raises(MalformedReplyError, match="choices is empty"):
         CALLS["generate"].result(answer(REPLY | {"choices": []}))

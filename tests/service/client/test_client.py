@@ -216,7 +216,7 @@ def test_address_may_come_from_the_environment(
     assert asyncio.run(main()) == "bcd"
 
 
-def test_the_longest_timeout_can_be_waited_for(speller: Serving, connect: Connect) -> None:
+def test_longest_timeout_is_accepted(speller: Serving, connect: Connect) -> None:
     assert connect(speller.url, timeout=MAX_TIMEOUT_SECONDS).version() == VERSION
 
 

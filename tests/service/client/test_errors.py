@@ -104,7 +104,7 @@ def test_events_of_unknown_types_are_status_errors() -> None:
 
 
 @given(JSON, st.integers(100, 999), st.binary())
-def test_any_body_or_event_makes_an_error(value: Any, status: int, raw: bytes) -> None:
+def test_every_body_or_event_makes_an_error(value: Any, status: int, raw: bytes) -> None:
     for error in (
         reply(status, value),
         reply(status, {"error": value}),

@@ -274,7 +274,7 @@ def test_pages_of_a_proxy_are_named(connect: Connect) -> None:
             client.generate("a")
 
 
-def test_the_id_of_a_proxy_is_named(connect: Connect) -> None:
+def test_error_names_the_id_of_a_proxy(connect: Connect) -> None:
     theirs, new = refusal(502, "X-Request-ID: theirs"), refusal(400, "X-Request-ID: new")
     with scripted(theirs, new) as server:
         with pytest.raises(APIStatusError, match=r"no, says 400 \(request new\)"):

@@ -53,7 +53,7 @@ def test_leaving_the_block_ends_the_request(watched: Serving, connect: Connect) 
     assert watched.finished("abort") == 1
 
 
-def test_a_stream_closed_unused_sends_nothing(connect: Connect) -> None:
+def test_unused_stream_sends_nothing(connect: Connect) -> None:
     with scripted() as server:
         stream = connect(server.url).stream(**LONG)
         stream.close()

@@ -70,7 +70,7 @@ def test_other_models_and_paths_are_not_found(server: Serving, connect: Connect)
     error = refused(NotFoundError, lambda: connect(server.url).generate("x", model="gpt-9"))
     assert (error.status, error.code) == (404, "model_not_found")
     gone = connect(server.url, model="gpt-9")
-    refused(NotFoundError, lambda: gone.generate("x", model=None))  # None is no choice
+    refused(NotFoundError, lambda: gone.generate("x", model=None))  # no model is chosen
     error = refused(NotFoundError, lambda: connect(f"{server.url}/elsewhere/").info())
     assert "/elsewhere/info" in error.message
 
@@ -110,7 +110,7 @@ def occupy(server: Serving, stack: ExitStack) -> Callable[[], None]:
     return raw.close
 
 
-def test_full_queues_refuse_and_are_asked_again(spelling_path: Path, connect: Connect) -> None:
+def test_full_queues_refuse_and_clients_retry(spelling_path: Path, connect: Connect) -> None:
     with serving(spelling_path, slots=1, max_queue=0, slow_reader_timeout=TEST_TIMEOUT) as server:
 
         def answered(status: int) -> float:
@@ -136,7 +136,7 @@ def test_full_queues_refuse_and_are_asked_again(spelling_path: Path, connect: Co
 def test_queues_that_empty_answer_the_next_try(
     spelling_path: Path, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The slot becomes free once the first refusal has arrived."""
+    """A slot becomes free after the first refusal."""
     with (
         serving(spelling_path, slots=1, max_queue=0, slow_reader_timeout=TEST_TIMEOUT) as server,
         ExitStack() as stack,

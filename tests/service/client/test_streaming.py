@@ -102,7 +102,7 @@ def test_choices_are_sorted_by_index() -> None:
     assert state.text == "0"
 
 
-def test_a_stream_without_its_last_event_has_no_result() -> None:
+def test_stream_without_its_last_event_has_no_result() -> None:
     state, _ = read_all(STREAM.removesuffix(sse.DONE))
     assert state.tail.seed == 7
     assert not state.ended
@@ -112,7 +112,7 @@ def test_a_stream_without_its_last_event_has_no_result() -> None:
 
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
 @given(st.lists(st.integers(0, 2 * len(STREAM)), max_size=30))
-def test_cuts_and_line_ends_change_nothing(line_end: bytes, cuts: list[int]) -> None:
+def test_chunking_and_line_ends_change_nothing(line_end: bytes, cuts: list[int]) -> None:
     stream = STREAM.replace(b"\n", line_end)
     state, chunks = read_all(stream, cuts=[min(cut, len(stream)) for cut in cuts])
     whole, all_chunks = read_all(STREAM)

@@ -156,7 +156,7 @@ def test_request_has_the_settings() -> None:
 
 @pytest.mark.parametrize("status", [302, 400, 401, 404, 413, 415, 431, 499, 500, 501, 504])
 def test_other_refusals_are_not_tried_again(status: int) -> None:
-    """504 included: the request ran until its deadline."""
+    """Including 504: the request ran until its deadline."""
     with pytest.raises(APIStatusError) as caught:
         wait(status, "1")
     assert caught.value.status == status
@@ -179,7 +179,7 @@ def test_waits_stay_within_the_timeout() -> None:
     with pytest.raises(APIStatusError):
         wait(429, "5", timeout=4.9)
     late = exchange(timeout=6)
-    late._began = time.monotonic() - 3  # what it has waited already
+    late._began = time.monotonic() - 3  # it has already waited this long
     with pytest.raises(APIStatusError):
         late.wait_after_refusal(httpx.Response(429, headers={"Retry-After": "5"}), b"")
     assert wait(429, "5", timeout=None) >= 5

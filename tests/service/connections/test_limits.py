@@ -160,7 +160,7 @@ def test_full_server_answers_health_only(narrow: Serving) -> None:
     narrow.wait_idle()
 
 
-def test_connection_above_the_bound_is_served_when_others_are_idle(narrow: Serving) -> None:
+def test_connection_above_the_limit_replaces_an_idle_one(narrow: Serving) -> None:
     """After busy connections above the bound, an idle one is ended and no request gets 503."""
     with ExitStack() as stack:
         tokens = {"prompt": "a", "ignore_eos": True, "max_tokens": 1000}

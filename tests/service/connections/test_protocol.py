@@ -35,7 +35,7 @@ LARGE: dict[str, Any] = {"prompt": long_prompt(1000), "max_tokens": 1, "prompt_l
 WINDOW = 256 * 1024
 """Bytes that a slow reader reads at once."""
 TIMEOUT = 0.7
-"""Seconds that the hurried server gives a slow client."""
+"""Time limit in seconds of the server with short limits."""
 ENDLESS = {
     "header lines": (b"GET / HTTP/1.1\r\n", b"X-A: " + b"b" * 40 + b"\r\n"),
     "a header's value": (b"GET / HTTP/1.1\r\nX-A: ", b"b" * 100),
@@ -97,7 +97,7 @@ def answers(received: bytes) -> list[tuple[int, bytes]]:
 
 
 def refused(received: bytes) -> list[int]:
-    """The statuses of responses, the last of which must be an error."""
+    """Statuses of the responses; checks that the last is an error."""
     *_, (_, body) = whole = answers(received)
     ErrorReply.model_validate_json(body)
     return [status for status, _ in whole]
@@ -191,7 +191,7 @@ def test_any_split_of_a_pipeline_has_the_same_answers(
         for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
             try:
                 raw.sendall(stream[begin:end])
-            except ConnectionError:  # refused and closed: all answers have come
+            except ConnectionError:  # refused and closed: all answers have arrived
                 break
             time.sleep(0.001)
         assert [status for status, _ in answers(read_all(raw))] == expected
@@ -246,7 +246,7 @@ def test_refusal_waits_for_its_turn(speller: Serving) -> None:
 
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("closes", [True, False])
-def test_client_that_leaves_or_ends_its_side_counts_as_gone(
+def test_half_closed_connection_counts_as_disconnected(
     speller: Serving, ahead: int, closes: bool
 ) -> None:
     """Also if reading has stopped, because of requests ahead of their turn."""
@@ -355,7 +355,7 @@ def in_time() -> Iterator[None]:
 
 
 def trickle(raw: socket.socket, pause: float, size: int = 1) -> None:
-    """Send some bytes now and then until the connection has gone."""
+    """Send a few bytes now and then until the connection is closed."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         raw.sendall(b"a" * size)
@@ -385,7 +385,7 @@ HALVES = {
 @pytest.mark.parametrize("reason", HALVES)
 @pytest.mark.parametrize("pause", [None, 0.2])
 def test_half_a_request_is_answered_408(hurried: Serving, reason: str, pause: float | None) -> None:
-    """Even if a byte comes now and then. The required rate of a body is an average."""
+    """Even if bytes arrive now and then: the required rate of a body is an average."""
     before = ended(hurried, reason)
     with in_time(), hurried.connect() as raw:
         raw.sendall(HALVES[reason])

@@ -38,7 +38,7 @@ LIMITS = QueueLimits(sequences=10, tokens=1000, elements=10**6, per_request=64, 
 
 
 class GatedEngine(Engine):
-    """Makes steps while its gate is open and, if there are `permits`, as many as permitted."""
+    """Makes steps only while its gate is open and, if `permits` is set, only that many."""
 
     def __init__(
         self, *args: Any, permits: threading.Semaphore | None = None, **kwargs: Any

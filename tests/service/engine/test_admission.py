@@ -1,4 +1,4 @@
-"""AdmissionController: what it counts and rejects, and when a rejected client may try again.
+"""AdmissionController: its counts, its rejections, and the advised time of a retry.
 test_accounting.py tests with a real engine that each request's elements are released once."""
 
 import asyncio
@@ -53,7 +53,7 @@ def finish(prompt_tokens: int) -> FinishEvent:
 
 
 def retry_after(gaps: Sequence[float], *, sequences: int) -> int:
-    """`retry_after` of a full queue whose sequences have ended with these gaps."""
+    """`retry_after` of a full queue whose sequences have ended at these intervals."""
     clock = Clock()
     admission = controller(1, sequences - 1, clock=clock)
     for _ in range(sequences):
@@ -105,7 +105,7 @@ def test_tokens_of_running_requests_do_not_count() -> None:
 
 
 def test_held_sequences_count_while_texts_are_encoded() -> None:
-    """Their room is free for the requests right after the block, and for no others meanwhile."""
+    """Their room is released right after the block, and not before."""
     admission = controller(1, 1)
     with admission.hold(2, "n"):
         assert admission.sequences == 2
@@ -260,8 +260,8 @@ def test_queue_of_zero_admits_no_waiting_sequence() -> None:
     st.integers(0, 12),
 )
 def test_every_caller_gets_its_share(acts: list[tuple[str, int, bool]], limit: int) -> None:
-    """No caller is rejected while there is room, nor below its share while all have less than
-    twice the limit. What was admitted and ended leaves nothing."""
+    """No caller is rejected while there is room, nor below its share while all together have less
+    than twice the limit. Requests that have ended are not counted."""
     slots = 2
     admission = controller(slots, limit)
     open_: Counter[str] = Counter()

@@ -20,8 +20,8 @@ from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 def test_weights_are_read_with_one_thread_and_the_rest_are_the_engines(
     checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pool in the loading thread once made every prefill two and a half times as long: there were
-    more threads than processors, and OpenMP let all of them sleep between operations."""
+    """A thread pool in the loading thread once made every prefill two and a half times as slow:
+    there were more threads than processors, and OpenMP let all of them sleep between operations."""
     before = torch.get_num_threads()
     seen: list[int] = []
     torch.set_num_threads(2)
@@ -57,10 +57,11 @@ def test_bytes_of_keys_and_values_become_slots(checkpoint_path: Path) -> None:
     assert building._build(ServeSettings(**flags)).engine.slots == SERVED_SLOTS.most
 
 
-def test_unasked_slots_are_said_with_their_reason(
+def test_automatic_slots_are_logged_with_their_reason(
     checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forty and a half fit into a quarter of what is free, or a hundred, of which 64 are made."""
+    """Forty and a half slots fit into a quarter of free memory, or a hundred, of which 64 are
+    made."""
     flags: dict[str, Any] = {"checkpoint": checkpoint_path, "device": "cpu", "kernels": "torch",
                               "dtype": "float32", "threads": torch.get_num_threads()}  # fmt: skip
     one = building._build(ServeSettings(slots=1, **flags)).engine.kv_cache_bytes
@@ -78,7 +79,8 @@ def test_unasked_slots_are_said_with_their_reason(
 
 
 def test_parameters_are_the_models_whatever_of_them_is_in_memory(tmp_path: Path) -> None:
-    """Matrices that the decoder has in int8 are not, and were once left out of the banner."""
+    """Matrices that the decoder holds in int8 are no longer in memory, and were once left out of
+    the banner."""
     try:
         load_library()
     except KernelsUnavailable as reason:

@@ -1,4 +1,4 @@
-"""AsyncEngine delivers events: to the right mailbox, once per step."""
+"""AsyncEngine delivers events to the right mailbox, once per step."""
 
 import asyncio
 import threading
@@ -78,7 +78,7 @@ async def test_slow_reader_gets_everything_at_once() -> None:
 
 
 async def test_tokens_wait_while_the_loop_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """First tokens and the last step do not wait, and take the waiting ones along."""
+    """First tokens and the last step are delivered at once, together with the waiting tokens."""
     monkeypatch.setattr("logitd.service.engine.wakeup.PAUSE_FACTOR", 1e9)
     monkeypatch.setattr("logitd.service.engine.wakeup.MAX_PAUSE", TEST_TIMEOUT)
     permits = threading.Semaphore(0)
@@ -131,7 +131,7 @@ async def test_take_returns_nothing_after_its_timeout() -> None:
 
 
 async def test_take_can_be_cancelled() -> None:
-    """Even if an event comes at the same moment; otherwise the request of a client that has left
+    """Even if an event arrives at the same moment; otherwise the request of a disconnected client
     would continue."""
     engine = tiny()
     async with running(engine) as (owner, reports):

@@ -1,4 +1,4 @@
-"""AsyncEngine stops: running requests finish or are aborted, and nothing is left."""
+"""AsyncEngine stops: running requests finish or are aborted, and nothing is left over."""
 
 import asyncio
 import random

@@ -1,5 +1,5 @@
-"""EngineDriver and StepThread: the order of a step, and turns of several engines. The results of a
-driver are tested with the engine and with `AsyncEngine`."""
+"""EngineDriver and StepThread: the order of a step, and turns of several engines. A driver's
+results are tested with the engine and with `AsyncEngine`."""
 
 import threading
 from collections.abc import Callable

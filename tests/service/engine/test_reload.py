@@ -81,7 +81,7 @@ async def test_session_open_after_the_timeout_is_refused() -> None:
 
 
 async def test_reload_timeout_ends_running_requests() -> None:
-    """No request is submitted to weights that the engine is about to forget, which once ended the
+    """No request is submitted to weights that are about to be dropped, which once ended the
     engine."""
 
     gated = engine()
@@ -145,7 +145,7 @@ def fail(path: Path, weights_sha256: str) -> GPT:
     [(Engine, fail, "the disk is gone"), (Full, load, "of the device")],
     ids=["not loaded", "do not fit"],
 )
-async def test_weights_that_cannot_take_over_change_nothing(
+async def test_incompatible_weights_change_nothing(
     kind: type[Engine], loader: WeightsLoader, reason: str
 ) -> None:
     async with running(kind(OLD, EngineConfig(slots=2)), load=loader) as (owner, _):

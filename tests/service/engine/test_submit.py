@@ -44,7 +44,7 @@ async def test_queue_is_bounded_by_prompt_tokens() -> None:
         await rest(owner.submit([generation("one more")]))
 
 
-async def test_reservation_takes_the_room_of_all_its_requests() -> None:
+async def test_reservation_covers_all_its_requests() -> None:
     async with running(tiny(slots=2), max_queue=1) as (owner, _):
         reservation = reserved(owner, [all_rows(name, 9) for name in "abc"])
         assert (owner.admission.sequences, owner.admission.elements) == (3, 3 * 9 * 257)
@@ -60,7 +60,7 @@ async def test_reservation_takes_the_room_of_all_its_requests() -> None:
         assert owner.admission.sequences == 0
 
 
-async def test_closed_reservation_gives_its_room_back() -> None:
+async def test_closed_reservation_frees_its_room() -> None:
     async with running(tiny(slots=1), max_queue=2) as (owner, _):
         reservation = reserved(owner, [all_rows(name, 9) for name in "abc"])
         await rest(reservation.submit_next())

@@ -1,5 +1,5 @@
-"""WakeupThrottle: its wake-ups, on a loop and clocks that the test moves by hand, and no lost item
-between two real threads."""
+"""WakeupThrottle: wake-ups on a simulated loop and clocks, and no lost item between two real
+threads."""
 
 import asyncio
 import random
@@ -54,7 +54,7 @@ class Loop:
 
 
 class Bench:
-    """A throttle whose every delivery takes `cost` seconds of the processor."""
+    """A throttle whose deliveries each take `cost` seconds of the processor."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.loop = Loop()
@@ -82,8 +82,8 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 def test_wake_delivers_items_of_the_thread(bench: Bench) -> None:
-    """`put` alone does not wake the loop: the thread still has to prepare its next step, and would
-    wait for the interpreter."""
+    """`put` alone does not wake the loop: the thread must prepare its next step first, and would
+    otherwise wait for the interpreter."""
     bench.throttle.put(1, urgent=True)
     assert not bench.loop.woken
     bench.throttle.wake()
@@ -96,7 +96,8 @@ def test_wake_delivers_items_of_the_thread(bench: Bench) -> None:
 
 
 def test_pause_is_a_multiple_of_the_delivery(bench: Bench) -> None:
-    """Items of the pause are delivered at its end, even if the thread puts nothing more."""
+    """Items that arrive during the pause are delivered at its end, even if the thread puts nothing
+    more."""
     bench.put(1)
     bench.loop.run()
     end = bench.loop.now + PAUSE_FACTOR * bench.cost
@@ -112,7 +113,7 @@ def test_pause_is_a_multiple_of_the_delivery(bench: Bench) -> None:
     assert bench.put(4), "the pause is over"
 
 
-def test_urgent_item_does_not_wait_and_takes_others_along(bench: Bench) -> None:
+def test_urgent_item_delivers_all_at_once(bench: Bench) -> None:
     bench.put(1)
     bench.loop.run()
     assert not bench.put(2)

@@ -45,7 +45,7 @@ def close(value: Array, expected: Array, what: str = "") -> None:
 # Values
 
 
-def test_all_stages_are_what_their_definitions_say(
+def test_all_stages_match_their_definitions(
     server: Serving, gpt: GPT, expected: Mapping[str, Array]
 ) -> None:
     names = [stage.name for stage in stages_of(gpt.config)]
@@ -81,7 +81,7 @@ def test_keys_that_are_not_seen_are_null_in_json(server: Serving) -> None:
     assert activations(server, stages, "abc", positions=[1])[stages[0]][0, 0, 2] == -np.inf
 
 
-def test_the_list_of_stages_is_the_models(server: Serving, gpt: GPT) -> None:
+def test_stages_are_listed_for_the_model(server: Serving, gpt: GPT) -> None:
     reply = StagesReply.model_validate(server.client.get("/stages").json())
     listed = [name for stage in reply.stages for name in stage.names]
     assert sorted(listed) == sorted(stage.name for stage in stages_of(gpt.config))
@@ -136,7 +136,7 @@ def test_every_endpoint_computes_the_changed_forward(
     assert generated["choices"][0]["token_ids"] == [int(logits[-1].argmax())]
 
 
-def test_a_star_changes_each_layer(server: Serving) -> None:
+def test_star_changes_each_layer(server: Serving) -> None:
     zero = {"operation": "zero", "positions": "all"}
     star = npy(server, "/logits", interventions=[{"stage": "blocks.*.mlp.out", **zero}])
     names = [f"blocks.{layer}.mlp.out" for layer in range(3)]
@@ -185,7 +185,7 @@ def test_steering_adds_the_difference_of_two_means(server: Serving) -> None:
 
 
 def test_generated_tokens_alone_can_be_changed(server: Serving) -> None:
-    """The first token is unchanged; those after it come from a changed forward."""
+    """The first token is unchanged; later ones come from a changed forward."""
     flat = {"stage": "final_norm", "operation": "zero", "positions": "generated"}
     plain = server.generate("abc", max_tokens=6, temperature=0)["choices"][0]["token_ids"]
     fields: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "interventions": [flat]}

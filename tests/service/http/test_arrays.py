@@ -33,7 +33,7 @@ def random_array(*shape: int) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 @pytest.mark.parametrize(("dtype", "descr"), [("float32", "<f4"), ("float16", "<f2")])
 @pytest.mark.parametrize("shape", [(1,), (1, 1), (3, 257), (1024, 50257), (12, 10**7, 10**6)])
-def test_the_npy_header_is_numpys(shape: tuple[int, ...], dtype: DType, descr: str) -> None:
+def test_npy_header_equals_numpys(shape: tuple[int, ...], dtype: DType, descr: str) -> None:
     header = npy_header(shape, dtype)
     assert len(header) % 64 == 0
     read = io.BytesIO(header)
@@ -86,7 +86,7 @@ def test_bfloat16_is_rounded_as_torch_rounds(values: list[float]) -> None:
     assert torch.equal(ours[real].view(torch.int16), torchs[real].view(torch.int16))
 
 
-def test_numbers_are_contiguous_in_the_form_asked_for() -> None:
+def test_arrays_are_contiguous() -> None:
     rows = np.arange(24, dtype=np.float32).reshape(4, 6)[:, ::2]
     dtypes: list[DType] = ["float32", "float16"]
     for name in dtypes:

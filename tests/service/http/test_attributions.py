@@ -1,4 +1,4 @@
-"""POST /attributions: the model's values, next to other requests, and an end at any moment."""
+"""POST /attributions: the model's values, next to other requests; it can end at any moment."""
 
 import re
 import threading
@@ -37,7 +37,7 @@ def same(ours: float | None, theirs: float) -> None:
     assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
-def test_the_values_are_those_of_the_model(server: Serving, gpt: GPT) -> None:
+def test_values_equal_the_models(server: Serving, gpt: GPT) -> None:
     (prompt,) = attributions(
         server, token="a", minus_id=98, position=-3, methods=METHODS, steps=3, baseline=32
     )
@@ -78,7 +78,7 @@ def test_the_values_are_those_of_the_model(server: Serving, gpt: GPT) -> None:
         same(part.value, theirs.value)
 
 
-def test_the_likeliest_token_and_one_method_are_the_default(server: Serving) -> None:
+def test_defaults_are_the_likeliest_token_and_one_method(server: Serving) -> None:
     (prompt,) = attributions(server)
     likeliest = server.json("/probs", {"prompt": PROMPT, "top_k": 1})["prompts"][0]["tokens"][0]
     logits = server.json("/logits", {"prompt": PROMPT})["prompts"][0]["logits"][0]
@@ -93,7 +93,7 @@ def test_the_likeliest_token_and_one_method_are_the_default(server: Serving) -> 
     assert "integrated_gradients" not in reply["prompts"][0]["tokens"][0]
 
 
-def test_the_numbers_of_the_schema_are_those_of_the_engine(server: Serving) -> None:
+def test_schema_limits_equal_the_engines(server: Serving) -> None:
     assert get_args(Method) == METHODS
     (prompt,) = attributions(server, prompt="x", methods=["integrated_gradients"])
     assert prompt.integrated_gradients is not None
@@ -110,7 +110,7 @@ def test_pieces_and_steps_are_counted(checkpoint_path: Path) -> None:
         assert steps == 2 * 3 + 1
 
 
-def test_attributions_refuse_what_their_steps_cost(spelling_path: Path) -> None:
+def test_attributions_refuse_too_many_steps(spelling_path: Path) -> None:
     with serving(spelling_path, slots=1) as server:
         response = server.post("/attributions", LONG)
         assert response.status_code == 400
@@ -120,7 +120,7 @@ def test_attributions_refuse_what_their_steps_cost(spelling_path: Path) -> None:
         ), message
 
 
-def test_a_timeout_ends_it_midway(spelling_path: Path) -> None:
+def test_timeout_ends_an_attribution(spelling_path: Path) -> None:
     with serving(spelling_path, slots=1, max_request_tokens=2**30) as server:
         began = time.monotonic()
         response = server.post("/attributions", {**LONG, "timeout": 0.5})
@@ -130,7 +130,7 @@ def test_a_timeout_ends_it_midway(spelling_path: Path) -> None:
         assert server.finished("timeout") == 1
 
 
-def test_one_whose_client_has_gone_is_ended(spelling_path: Path) -> None:
+def test_attribution_ends_when_its_client_disconnects(spelling_path: Path) -> None:
     with serving(spelling_path, slots=1, max_request_tokens=2**30) as server:
         with closing(server.connect()) as raw:
             raw.sendall(request_bytes("/attributions", LONG))
@@ -139,7 +139,7 @@ def test_one_whose_client_has_gone_is_ended(spelling_path: Path) -> None:
         assert server.finished("abort") == 1
 
 
-def test_streams_go_on_beside_it_and_neither_changes_the_other(spelling_path: Path) -> None:
+def test_streams_continue_unchanged_during_attributions(spelling_path: Path) -> None:
     with serving(spelling_path, slots=2) as server:
         short = {"prompt": long_prompt(100), "methods": list(METHODS), "steps": 2}
         alone = server.json("/attributions", short)["prompts"]

@@ -1,5 +1,5 @@
-"""Broken bodies, wrong paths and methods: each is refused with a short sentence, and the service
-goes on."""
+"""Broken bodies, wrong paths and methods: each is refused with a short message, and the service
+continues."""
 
 import json
 from collections.abc import Iterator
@@ -73,7 +73,7 @@ kind."""
 
 @pytest.mark.parametrize("path", POSTS)
 @pytest.mark.parametrize("name", BAD_JSON)
-def test_a_body_that_is_wrong(server: Serving, path: str, name: str) -> None:
+def test_wrong_body_is_refused(server: Serving, path: str, name: str) -> None:
     server.refused(path, BAD_JSON[name])
 
 
@@ -90,10 +90,10 @@ value) and of lists, objects and keys."""
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_a_body_that_is_all_structure_is_counted_and_not_parsed(
+def test_deeply_structured_body_is_not_parsed(
     server: Serving, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """4 MB of lists once blocked the event loop, and so every stream, for a second."""
+    """4 MB of nested lists once blocked the event loop, and with it every stream, for a second."""
 
     def parsed(*_: Any, **__: Any) -> Any:
         raise AssertionError("this body was to be refused before it is parsed")
@@ -126,7 +126,7 @@ def test_nul_and_other_odd_characters_are_fine(server: Serving) -> None:
      "application/octet-stream", "", None, "json", "application/jsonx", "x" * 5000, "\xff"],
     ids=lambda value: str(value)[:20],
 )  # fmt: skip
-def test_a_content_type_that_is_not_json(server: Serving, content_type: str | None) -> None:
+def test_wrong_content_type_is_refused(server: Serving, content_type: str | None) -> None:
     headers = [] if content_type is None else [(b"Content-Type", content_type.encode("latin-1"))]
     response = server.client.post("/generate", content=b'{"prompt": "a"}', headers=headers)
     assert "application/json" in error_of(response, 415).message
@@ -140,7 +140,7 @@ def test_a_content_type_that_is_not_json(server: Serving, content_type: str | No
         "Transfer-Encoding: gzip, chunked",
     ],
 )
-def test_a_body_that_is_encoded_is_refused(server: Serving, header: str) -> None:
+def test_encoded_body_is_refused(server: Serving, header: str) -> None:
     """Without decoding it would be read as another body."""
     head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     framing = "" if header.startswith("Transfer") else "Transfer-Encoding: chunked\r\n"
@@ -152,7 +152,7 @@ def test_a_body_that_is_encoded_is_refused(server: Serving, header: str) -> None
     assert b"the body is encoded as" in reply
 
 
-def test_a_body_that_says_it_is_not_encoded_is_read(server: Serving) -> None:
+def test_identity_encoded_body_is_read(server: Serving) -> None:
     headers = {"Content-Encoding": "identity", "Content-Type": "application/json"}
     body = b'{"prompt": "a", "max_tokens": 1}'
     assert server.client.post("/generate", content=body, headers=headers).status_code == 200
@@ -163,7 +163,7 @@ def test_a_body_that_says_it_is_not_encoded_is_read(server: Serving) -> None:
     ["application/json", "application/json; charset=utf-8", "APPLICATION/JSON",
      "application/vnd.api+json"],
 )  # fmt: skip
-def test_a_content_type_that_is(server: Serving, content_type: str) -> None:
+def test_json_content_types_are_accepted(server: Serving, content_type: str) -> None:
     body = b'{"prompt": "a", "max_tokens": 1}'
     response = server.client.post("/generate", content=body, headers={"Content-Type": content_type})
     assert response.status_code == 200
@@ -177,7 +177,7 @@ def padded(size: int) -> bytes:
     return body + b" " * (size - len(body) - 1) + b"}"
 
 
-def test_a_body_up_to_the_limit_is_read(small: Serving) -> None:
+def test_body_up_to_the_limit_is_read(small: Serving) -> None:
     assert small.post("/generate", padded(2000)).status_code == 200
     error = small.refused("/generate", padded(2001), 413)
     assert error.code == "body_too_large"
@@ -186,7 +186,7 @@ def test_a_body_up_to_the_limit_is_read(small: Serving) -> None:
 
 
 @pytest.mark.parametrize("size", [2001, 5_000_000])
-def test_a_chunked_body_is_counted_as_it_comes(small: Serving, size: int) -> None:
+def test_chunked_body_is_counted_on_arrival(small: Serving, size: int) -> None:
     body = padded(size)
     pieces = (body[start : start + 1000] for start in range(0, size, 1000))
     error_of(small.client.post("/generate", content=pieces, headers=JSON), 413)
@@ -194,7 +194,7 @@ def test_a_chunked_body_is_counted_as_it_comes(small: Serving, size: int) -> Non
     assert small.client.post("/generate", content=pieces, headers=JSON).status_code == 200
 
 
-def test_a_body_that_says_it_is_too_large_is_not_asked_for(small: Serving) -> None:
+def test_declared_too_large_body_is_not_read(small: Serving) -> None:
     """curl asks with `Expect: 100-continue` before it sends a large body."""
     head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     for length, answer in [(10**12, b"HTTP/1.1 413 "), (2000, b"HTTP/1.1 100 Continue")]:
@@ -203,7 +203,7 @@ def test_a_body_that_says_it_is_too_large_is_not_asked_for(small: Serving) -> No
             assert read_until(raw, b"\r\n\r\n").startswith(answer)
 
 
-def test_a_refused_body_does_not_upset_what_follows_on_the_connection(small: Serving) -> None:
+def test_connection_continues_after_a_refused_body(small: Serving) -> None:
     with small.connect() as raw:
         raw.sendall(request_bytes("/generate", padded(100_000)))
         raw.sendall(request_bytes("/generate", padded(1000), "Connection: close"))
@@ -223,7 +223,7 @@ def test_a_refused_body_does_not_upset_what_follows_on_the_connection(small: Ser
      "/%ff"],
     ids=lambda path: path[:30],
 )  # fmt: skip
-def test_an_unknown_path(server: Serving, path: str) -> None:
+def test_unknown_path_is_404(server: Serving, path: str) -> None:
     for send in (server.client.get, server.client.post):
         response = send(f"{server.url}{path}")
         if response.status_code != 405:  # a file that is not there has no methods either
@@ -236,7 +236,7 @@ def test_an_unknown_path(server: Serving, path: str) -> None:
     + [(method, path, "GET") for path in ("/health", "/info", "/metrics") for method in ("POST",)]
     + [(method, "/", "GET") for method in ("POST", "PUT", "OPTIONS")],
 )  # fmt: skip
-def test_a_wrong_method(server: Serving, method: str, path: str, allowed: str) -> None:
+def test_wrong_method_is_405(server: Serving, method: str, path: str, allowed: str) -> None:
     response = server.client.request(method, path, json={"prompt": "a"})
     error = error_of(response, 405)
     assert response.headers["allow"] == allowed

@@ -36,7 +36,7 @@ def test_timings_span_all_sequences() -> None:
     }
 
 
-def test_timings_of_what_never_started_divide_by_nothing() -> None:
+def test_timings_without_a_start_are_not_divided() -> None:
     never = finish(10.0, None, None, 12.0, reason=FinishReason.ABORT)
     assert timings([never], 0)["tokens_per_second"] == 0.0
 
@@ -61,7 +61,7 @@ def test_ids_do_not_repeat() -> None:
         ("step-000500[best]", "step-000500[best]"),
     ],
 )
-def test_a_name_that_no_header_can_hold_is_percent_encoded(
+def test_name_unfit_for_a_header_is_percent_encoded(
     checkpoint: CheckpointInfo, name: str, sent: str
 ) -> None:
     assert checkpoint_headers(replace(checkpoint, name=name))["X-Logitd-Name"] == sent

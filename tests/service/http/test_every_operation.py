@@ -28,7 +28,7 @@ WITH_PROMPTS = [
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_a_reply_is_what_its_model_says_and_names_the_weights(server: Serving, name: str) -> None:
+def test_reply_fits_its_schema_and_names_the_weights(server: Serving, name: str) -> None:
     operation = BY_NAME[name]
     bodies: Sequence[Mapping[str, Any]] = [SMALLEST[name]]
     if operation.form == "vocabulary":  # several texts have another reply
@@ -67,7 +67,7 @@ def test_operation_writes_a_whole_reply_off_the_event_loop(
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_the_model_may_be_named(server: Serving, name: str) -> None:
+def test_request_may_name_the_model(server: Serving, name: str) -> None:
     assert server.json(f"/{name}", {**SMALLEST[name], "model": "tiny"})["model"] == "tiny"
     error = server.refused(f"/{name}", {**SMALLEST[name], "model": "gpt-4"}, 404)
     assert (error.param, error.code) == ("model", "model_not_found")
@@ -75,7 +75,7 @@ def test_the_model_may_be_named(server: Serving, name: str) -> None:
 
 
 @pytest.mark.parametrize("path", [*(each.path for each in BY_NAME.values()), "/v1/completions"])
-def test_events_are_asked_for_by_stream_and_not_by_accept(server: Serving, path: str) -> None:
+def test_events_need_stream_and_not_accept(server: Serving, path: str) -> None:
     body = SMALLEST.get(path[1:], {"prompt": PROMPT, "max_tokens": 1})
     error = server.refused(path, body, 406, Accept="text/event-stream, application/json;q=0")
     streams = path in ("/generate", "/sweep", "/v1/completions")
@@ -88,14 +88,14 @@ def test_events_are_asked_for_by_stream_and_not_by_accept(server: Serving, path:
 
 
 @pytest.mark.parametrize("name", QUEUED)
-def test_a_timeout_is_504(server: Serving, name: str) -> None:
+def test_timeout_is_504(server: Serving, name: str) -> None:
     error = server.refused(f"/{name}", {**SMALLEST[name], "timeout": 1e-9}, 504)
     assert (error.type, error.code) == ("timeout_error", "deadline_exceeded")
     server.wait_idle()
 
 
 @pytest.mark.parametrize("name", WITH_PROMPTS)
-def test_a_prompt_among_many_is_the_prompt_alone(server: Serving, name: str) -> None:
+def test_prompt_among_many_has_the_same_reply(server: Serving, name: str) -> None:
     given = {**SMALLEST[name], **({"seed": 1} if name == "generate" else {})}
     prompts = [PROMPT, "x", "€" if name == "tokenize" else [256, 3]]
     member = "choices" if name == "generate" else "prompts"
@@ -180,7 +180,7 @@ def test_readings_are_bounded_as_replies_are(small: Serving, name: str) -> None:
 
 
 class RankRequest(PromptBody):
-    """The ranks of given tokens among all next ones."""
+    """Ranks of given tokens among all candidates for the next one."""
 
     examples: ClassVar[Examples] = {"One token": {"prompt": "a", "token_ids": [1]}}
 
@@ -223,7 +223,7 @@ def plan(body: RankRequest, subject: Subject) -> Planning:
 RANK = Operation("rank", RankRequest, RankReply, plan, "record", "Ranks", "")
 
 
-def test_an_operation_is_one_file(checkpoint_path: Path) -> None:
+def test_operation_is_one_file(checkpoint_path: Path) -> None:
     """The file adds its route, refusals, deadline, choice of a model and limits of a reply."""
     app = create_app(serve_settings(checkpoint_path, max_reply_elements=100 * 64))
     app.router.routes[:0] = endpoint.router([RANK]).routes

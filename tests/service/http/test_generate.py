@@ -65,7 +65,7 @@ def test_counts_and_times_of_a_reply(server: Serving) -> None:
     assert timings.tokens_per_second > 0
 
 
-def test_the_phases_are_a_header_too(server: Serving) -> None:
+def test_phases_are_in_a_header(server: Serving) -> None:
     response = server.post("/generate", {"prompt": PROMPT, "max_tokens": 3, "n": 2})
     timings = response.json()["timings"]
     assert response.headers["server-timing"] == ", ".join(
@@ -76,9 +76,7 @@ def test_the_phases_are_a_header_too(server: Serving) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"seed": -1}], ids=str)
-def test_a_drawn_seed_is_returned_and_good_for_the_same_again(
-    server: Serving, fields: dict[str, Any]
-) -> None:
+def test_drawn_seed_reproduces_the_reply(server: Serving, fields: dict[str, Any]) -> None:
     first, second = (server.generate(PROMPT, max_tokens=24, **fields) for _ in range(2))
     assert first["seed"] != second["seed"]
     again = server.generate(PROMPT, max_tokens=24, seed=first["seed"])
@@ -96,7 +94,7 @@ def test_each_prompt_draws_its_own_seed_by_default(server: Serving) -> None:
         assert again[choice["index"] % 2]["token_ids"] == choice["token_ids"]
 
 
-def test_a_seed_gives_each_prompt_what_it_gives_alone(server: Serving) -> None:
+def test_seed_gives_each_prompt_its_result_alone(server: Serving) -> None:
     prompts = [PROMPT, "import", PROMPT]
     reply = server.generate(prompts, n=2, max_tokens=24, seed=5)
     assert reply["seed"] == 5
@@ -108,7 +106,7 @@ def test_a_seed_gives_each_prompt_what_it_gives_alone(server: Serving) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_prompt_that_fills_the_context_is_computed_alone(server: Serving, streamed: bool) -> None:
+def test_prompt_that_fills_the_context_is_computed_alone(server: Serving, streamed: bool) -> None:
     fields = {"max_tokens": 0, "prompt_logprobs": 1, "echo": True, "n": 2}
     prompt = "x" * 128
     (scored,) = server.post("/score", {"prompt": prompt, "logprobs": 1}).json()["prompts"]
@@ -129,7 +127,7 @@ def test_a_prompt_that_fills_the_context_is_computed_alone(server: Serving, stre
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (128, 0)
 
 
-def test_absent_max_tokens_is_what_fits(server: Serving, gpt: GPT) -> None:
+def test_absent_max_tokens_fills_the_context(server: Serving, gpt: GPT) -> None:
     prompt = "x" * 100
     reply = server.generate(prompt, seed=5, ignore_eos=True)
     (choice,) = reply["choices"]
@@ -151,7 +149,7 @@ def test_end_of_text_ends_it_and_is_no_text(speller: Serving) -> None:
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", END_OF_TEXT_ID)
 
 
-def test_ignore_eos_goes_on(speller: Serving) -> None:
+def test_ignore_eos_continues(speller: Serving) -> None:
     (choice,) = speller.generate("xyz", max_tokens=15, ignore_eos=True)["choices"]
     assert choice["text"] == " é€😀.<|endoftext|>abc"
     assert choice["finish_reason"] == "length"
@@ -212,7 +210,7 @@ def test_beginning_of_a_stop_string_is_sent_at_the_end(speller: Serving, streame
 
 
 def test_text_that_may_begin_a_stop_string_is_held_back(speller: Serving) -> None:
-    """Its tokens are sent at once, its text when it cannot begin a stop string any more."""
+    """Its tokens are sent at once; its text is sent when it can no longer begin a stop string."""
     chunks = stream(speller, "a", stop="defgX", max_tokens=9)
     seen_ids: list[int] = []
     seen_text = ""
@@ -247,7 +245,7 @@ def test_echo_puts_the_prompt_in_front_of_every_text(speller: Serving) -> None:
 
 
 def prompt_logprobs(gpt: GPT, prompt: str) -> list[float | None]:
-    """Logprobs of the bytes of a prompt by the plain forward; nothing predicts the first."""
+    """Logprobs of the bytes of a prompt by the plain forward; the first has none."""
     ids = list(prompt.encode())
     rows = gpt(torch.tensor([ids])).logits[0].double().log_softmax(dim=-1)
     return [None, *(rows[i, ids[i + 1]].item() for i in range(len(ids) - 1))]
@@ -290,14 +288,14 @@ def test_echo_with_logprobs_covers_the_prompt_warm_or_cold(server: Serving, gpt:
         assert [t for part in parts for t in part.get("tokens", [])] == warm[index]["tokens"]
 
 
-def test_a_prompt_can_be_kept_from_the_cache(server: Serving) -> None:
+def test_prompt_can_be_kept_from_the_cache(server: Serving) -> None:
     prompt = "k" * 70
     for prefix_reuse, cached in ((True, 0), (True, 64), (False, 0)):
         reply = server.generate(prompt, max_tokens=1, prefix_reuse=prefix_reuse)
         assert reply["usage"]["cached_tokens"] == cached
 
 
-def test_a_timeout_is_504_and_frees_the_slot(speller: Serving) -> None:
+def test_timeout_is_504_and_frees_the_slot(speller: Serving) -> None:
     ended = speller.finished("timeout")
     error = speller.refused("/generate", {"prompt": "a", "timeout": 0.1, "ignore_eos": True}, 504)
     assert (error.type, error.code) == ("timeout_error", "deadline_exceeded")
@@ -305,7 +303,7 @@ def test_a_timeout_is_504_and_frees_the_slot(speller: Serving) -> None:
     assert speller.finished("timeout") == ended + 1
 
 
-def test_a_timeout_in_a_stream_is_its_last_event(speller: Serving) -> None:
+def test_timeout_in_a_stream_is_its_last_event(speller: Serving) -> None:
     chunks = stream(speller, "a", timeout=0.1, ignore_eos=True)
     assert ErrorReply.model_validate(chunks[-1]).error.code == "deadline_exceeded"
     received = [i for chunk in chunks[:-1] for c in chunk["choices"] for i in c["token_ids"]]
@@ -316,7 +314,7 @@ def test_a_timeout_in_a_stream_is_its_last_event(speller: Serving) -> None:
 # Streams
 
 
-def test_the_bytes_of_a_stream(speller: Serving) -> None:
+def test_stream_has_exact_bytes(speller: Serving) -> None:
     with speller.connect() as raw:
         body = {"prompt": "x", "max_tokens": 4, "stream": True, "seed": 3}
         raw.sendall(request_bytes("/generate", body, "X-Request-ID: abc", "Connection: close"))
@@ -375,7 +373,7 @@ def test_chunks_have_the_shape_of_the_reply(server: Serving) -> None:
      {"echo": True, "max_tokens": 100}, {"top_k": 2, "min_tokens": 5}],
     ids=str,
 )  # fmt: skip
-def test_a_stream_gives_the_same_as_one_reply(server: Serving, fields: dict[str, Any]) -> None:
+def test_stream_gives_the_same_as_one_reply(server: Serving, fields: dict[str, Any]) -> None:
     fields = {"max_tokens": 24, "seed": 5, **fields}
     whole = server.generate([PROMPT, [200, 201]], **fields)
     chunks = stream(server, [PROMPT, [200, 201]], **fields)

@@ -152,7 +152,7 @@ def test_wrong_constraint_is_refused(server: Serving, name: str) -> None:
     assert server.generate("x", max_tokens=1)
 
 
-def test_a_constraint_that_leads_nowhere_is_told_as_such(server: Serving) -> None:
+def test_dead_end_of_a_constraint_is_reported(server: Serving) -> None:
     """It compiles, and the checking process does not reach its dead end."""
     dead_end = 'start: B (A | C)\nB: /b{40}/\nA: /a/ & /b/\nC: "c" & "d"'
     error = server.refused("/generate", {"prompt": "x", "grammar": dead_end})
@@ -185,7 +185,7 @@ def hasty(checkpoint_path: Path, roomy: None) -> Iterator[Serving]:
 SLOW_BODY = {"prompt": "x", "max_tokens": 2, "json_schema": json.loads(SLOW.text)}
 
 
-def test_slow_compilation_is_refused_while_others_go_on(hasty: Serving) -> None:
+def test_slow_compilation_is_refused_without_delaying_others(hasty: Serving) -> None:
     answers: list[Any] = []
     slow = threading.Thread(target=lambda: answers.append(hasty.post("/generate", SLOW_BODY)))
     slow.start()
@@ -202,7 +202,7 @@ def test_slow_compilation_is_refused_while_others_go_on(hasty: Serving) -> None:
 
 @pytest.mark.usefixtures("roomy")
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_client_that_leaves_during_compilation(checkpoint_path: Path, streamed: bool) -> None:
+def test_client_may_disconnect_during_compilation(checkpoint_path: Path, streamed: bool) -> None:
     with serving(checkpoint_path, slots=2, constraint_timeout=3) as server:
         server.generate("x", regex="a", max_tokens=1)
         raw = server.connect()
@@ -217,7 +217,7 @@ def test_a_client_that_leaves_during_compilation(checkpoint_path: Path, streamed
         server.wait_idle()
 
 
-def test_a_timeout_counts_the_compilation(server: Serving) -> None:
+def test_timeout_counts_the_compilation(server: Serving) -> None:
     fields = {"prompt": "x", "timeout": 1e-9, "regex": "[a-z]{3}[0-9]{4}"}
     error = server.refused("/generate", fields, 504)
     assert error.code == "deadline_exceeded"
@@ -235,7 +235,7 @@ def test_missing_llguidance_is_refused_with_the_install_command(
         assert server.generate("x", max_tokens=2)["choices"]
 
 
-def test_the_process_ends_with_the_service(checkpoint_path: Path) -> None:
+def test_sandbox_process_ends_with_the_service(checkpoint_path: Path) -> None:
     with serving(checkpoint_path) as server:
         server.generate("x", regex="a", max_tokens=1)
         process = server.served.constraints._sandbox._process

@@ -16,7 +16,7 @@ def lens(server: Serving, **fields: Any) -> list[PromptLens]:
     return LensReply.model_validate(server.json("/lens", body)).prompts
 
 
-def test_the_last_layer_is_what_probs_says(server: Serving) -> None:
+def test_last_layer_equals_probs(server: Serving) -> None:
     (prompt,) = lens(server, top_k=4, tokens=["a", "b"])
     (at,) = prompt.positions
     assert at.position == len(PROMPT) - 1
@@ -35,7 +35,7 @@ def test_the_last_layer_is_what_probs_says(server: Serving) -> None:
     assert at.layers[0].divergence > 0
 
 
-def test_an_earlier_layer_is_the_head_on_its_stream(server: Serving) -> None:
+def test_earlier_layer_equals_the_head_on_its_residual_stream(server: Serving) -> None:
     """The stream as a layer's own output, put into the last layer by an intervention."""
     (prompt,) = lens(server, layers=[1], positions=[-1], top_k=2)
     body = {"prompt": PROMPT, "layers": [1], "positions": [-1]}
@@ -51,7 +51,7 @@ def test_an_earlier_layer_is_the_head_on_its_stream(server: Serving) -> None:
     )
 
 
-def test_a_reply_is_written_some_layers_at_a_time(server: Serving) -> None:
+def test_reply_is_written_in_groups_of_layers(server: Serving) -> None:
     """Few tokens are made into JSON at once, even if a position lists many."""
     body = {"prompt": PROMPT, "positions": [-2, -1], "top_k": 200}
     with server.connect() as raw:

@@ -49,7 +49,7 @@ def test_rows_are_those_of_the_plain_forward(server: Serving, gpt: GPT) -> None:
     assert np.abs(npy(server, "/logits", positions="all") - plain).max() < 1e-4
 
 
-def test_the_default_is_the_last_row(server: Serving, rows: Rows) -> None:
+def test_last_row_is_the_default(server: Serving, rows: Rows) -> None:
     assert np.array_equal(npy(server, "/logits"), rows[-1:])
     (prompt,) = prompts(server)
     assert prompt["positions"] == [len(IDS) - 1]
@@ -94,11 +94,11 @@ def test_top_k(server: Serving, rows: Rows, top_k: int) -> None:
         assert all(one["bytes"] == [one["id"]] for one in top if one["id"] < 256)
 
 
-def test_a_prompt_may_fill_the_context(server: Serving) -> None:
+def test_prompt_may_fill_the_context(server: Serving) -> None:
     assert npy(server, "/logits", prompt="x" * 128, positions="all").shape == (128, 257)
 
 
-def test_the_largest_in_safetensors(server: Serving, rows: Rows) -> None:
+def test_largest_logits_come_in_safetensors(server: Serving, rows: Rows) -> None:
     found = tensors(server, "/logits", positions=[2, -1], top_k=4)
     assert found.keys() == {"token_ids", "positions", "top_ids", "top_logits"}
     for row, ids, values in zip(rows[[2, -1]], found["top_ids"], found["top_logits"], strict=True):
@@ -110,7 +110,7 @@ def test_the_largest_in_safetensors(server: Serving, rows: Rows) -> None:
 # Processed
 
 
-def test_processed_logits_are_what_generate_draws_from(server: Serving, rows: Rows) -> None:
+def test_processed_logits_are_those_that_generate_samples(server: Serving, rows: Rows) -> None:
     processing = {"temperature": 0.5, "top_k": 6}
     (prompt,) = prompts(server, stage="processed", processing=processing)
     (row,) = prompt["logits"]
@@ -137,7 +137,7 @@ def test_dropped_tokens_are_not_listed(server: Serving) -> None:
     assert np.isneginf(npy(server, "/logits", **fields)).sum() == 254
 
 
-def test_penalties_look_at_what_counts_as_generated(server: Serving, rows: Rows) -> None:
+def test_penalties_count_generated_tokens(server: Serving, rows: Rows) -> None:
     found = npy(
         server,
         "/logits",

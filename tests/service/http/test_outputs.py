@@ -1,5 +1,5 @@
-"""Replies of arrays: the same numbers in every form and dtype, written in pieces, within a bound
-that holds for all replies together."""
+"""Replies of arrays: the same numbers in every form and dtype, written in pieces, within a limit
+shared by all replies."""
 
 import io
 from typing import Any
@@ -41,7 +41,7 @@ def listed(prompt: Any, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_the_three_forms_have_the_same_numbers(server: Serving, name: str) -> None:
+def test_three_forms_have_the_same_numbers(server: Serving, name: str) -> None:
     path, fields = f"/{name}", {"positions": POSITIONS, **ARRAYS[name]}
     array, found = npy(server, path, **fields), tensors(server, path, **fields)
     assert array.dtype == np.float32
@@ -55,7 +55,7 @@ def test_the_three_forms_have_the_same_numbers(server: Serving, name: str) -> No
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_a_file_holds_many_prompts(server: Serving, name: str) -> None:
+def test_file_holds_many_prompts(server: Serving, name: str) -> None:
     prompts: list[Any] = [PROMPT, "x", [256, *IDS[:40]]]
     fields = {"positions": [0], **ARRAYS[name]}
     found = tensors(server, f"/{name}", **fields, prompt=prompts)
@@ -128,7 +128,7 @@ def test_accept_without_a_form_of_ours_is_406(server: Serving, accept: str) -> N
 
 
 @pytest.mark.parametrize("accept", [NPY, JSON])
-def test_a_large_reply_is_written_in_pieces(speller: Serving, accept: str) -> None:
+def test_large_reply_is_written_in_pieces(speller: Serving, accept: str) -> None:
     body = {"prompt": long_prompt(1500), "positions": "all"}
     with speller.connect() as raw:
         raw.sendall(request_bytes("/logits", body, f"Accept: {accept}", "Connection: close"))
@@ -143,7 +143,7 @@ def test_a_large_reply_is_written_in_pieces(speller: Serving, accept: str) -> No
         assert np.array(prompt["logits"]).shape == (1500, 257)
 
 
-def test_the_largest_of_several_chunks_in_safetensors_are_those_of_json(speller: Serving) -> None:
+def test_largest_of_several_chunks_in_safetensors_are_those_of_json(speller: Serving) -> None:
     """The rows of a chunk follow those of the chunk before. Written from the first row, the last
     chunk would replace the first, with -1 and -inf after it."""
     length = 6 * EngineConfig().prefill_chunk
@@ -156,7 +156,7 @@ def test_the_largest_of_several_chunks_in_safetensors_are_those_of_json(speller:
     assert np.array_equal(found["top_logits"].numpy(), np.array(values, dtype=np.float32))
 
 
-def test_a_client_that_leaves_gives_up_the_prompts_that_have_not_begun(speller: Serving) -> None:
+def test_disconnected_client_drops_waiting_prompts(speller: Serving) -> None:
     body = {"prompt": [long_prompt(8000)] * 3, "positions": "all"}
     with speller.connect() as raw:
         raw.sendall(request_bytes("/logits", body))
@@ -166,9 +166,9 @@ def test_a_client_that_leaves_gives_up_the_prompts_that_have_not_begun(speller: 
 
 
 @pytest.mark.parametrize("path", ["/hidden_states", "/attention"])
-def test_a_client_that_leaves_gives_everything_back(speller: Serving, path: str) -> None:
+def test_disconnected_client_frees_everything(speller: Serving, path: str) -> None:
     for letter in b"vwxyz":
-        # A prompt of its own each time: one that is cached would be over before it is seen.
+        # A new prompt each time: a cached one would end before the test sees it.
         body = {"prompt": [letter] * 8000, "positions": {"from": 7900}}
         with speller.connect() as raw:
             raw.sendall(request_bytes(path, body))

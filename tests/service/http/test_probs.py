@@ -25,7 +25,7 @@ def plain(gpt: GPT) -> list[float]:
     return [weight / math.fsum(weights) for weight in weights]
 
 
-def test_the_whole_distribution(server: Serving, plain: list[float]) -> None:
+def test_whole_distribution_can_be_requested(server: Serving, plain: list[float]) -> None:
     reply = probs(server, top_k=257)
     (prompt,) = reply.prompts
     assert [token.rank for token in prompt.tokens] == list(range(1, 258))
@@ -42,7 +42,7 @@ def test_the_whole_distribution(server: Serving, plain: list[float]) -> None:
 
 
 @pytest.mark.parametrize(("fields", "count"), [({}, 10), ({"top_k": 3}, 3), ({"top_k": 1}, 1)])
-def test_the_likeliest(
+def test_likeliest_tokens_are_listed(
     server: Serving, plain: list[float], fields: dict[str, Any], count: int
 ) -> None:
     (prompt,) = probs(server, **fields).prompts
@@ -66,7 +66,7 @@ def test_named_tokens_keep_their_order_and_know_their_rank(
     assert prompt.mass == pytest.approx(sum(plain[i] for i in ids), rel=1e-3)
 
 
-def test_a_token_that_is_named_twice_has_its_mass_once(server: Serving) -> None:
+def test_repeated_token_counts_once(server: Serving) -> None:
     (once,) = probs(server, token_ids=[32]).prompts
     (twice,) = probs(server, token_ids=[32, 32]).prompts
     assert len(twice.tokens) == 2
@@ -103,7 +103,7 @@ def test_processing_keeps_the_sampled_distribution(server: Serving, plain: list[
     assert (dropped.tokens[0].prob, dropped.tokens[0].logprob) == (0, None)
 
 
-def test_the_perplexity_of_the_prompts_themselves(server: Serving, gpt: GPT) -> None:
+def test_perplexity_of_prompts_matches_the_forward(server: Serving, gpt: GPT) -> None:
     reply = probs(server, [PROMPT, "x"], perplexity=True, top_k=1)
     ids = list(PROMPT.encode())
     rows = gpt(torch.tensor([ids])).logits[0].double().log_softmax(dim=-1)

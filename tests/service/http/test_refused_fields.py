@@ -386,7 +386,7 @@ def test_wrong_field_is_refused_by_name_and_in_process_in_the_same_words(
 
 
 @pytest.mark.parametrize(("operation", "fields", "param", "said"), rows(SERVED_ALONE))
-def test_a_field_of_a_reply_or_a_queue_is_refused_by_name(
+def test_field_of_a_reply_or_a_queue_is_refused_by_name(
     server: Serving, operation: Operation, fields: dict[str, Any], param: str | None, said: str
 ) -> None:
     error = refused(server, operation, fields)
@@ -403,7 +403,7 @@ def test_npy_refuses_several_arrays_by_name(
     assert error.param == param
 
 
-def test_an_intervention_is_named_by_its_place(server: Serving) -> None:
+def test_intervention_is_named_by_its_place(server: Serving) -> None:
     for change, _, _ in INTERVENTIONS:
         error = server.refused(
             "/logits", {"prompt": PROMPT, "interventions": [EVERY_LAYER, change]}

@@ -22,7 +22,7 @@ def plain(gpt: GPT, text: str) -> Tensor:
     return gpt(torch.tensor([list(text.encode())])).logits[0].double().log_softmax(dim=-1)
 
 
-def test_a_text_as_a_whole(server: Serving, gpt: GPT) -> None:
+def test_whole_text_can_be_scored(server: Serving, gpt: GPT) -> None:
     (prompt,) = score(server, logprobs=2).prompts
     assert prompt.continuations is None
     found = prompt.score
@@ -90,7 +90,7 @@ def test_one_token_scores_nothing(server: Serving) -> None:
     assert prompt.score.is_greedy
 
 
-def test_a_prompt_and_its_continuation_may_fill_the_context(server: Serving) -> None:
+def test_prompt_and_its_continuation_may_fill_the_context(server: Serving) -> None:
     (prompt,) = score(server, "x" * 100, continuations=["y" * 28]).prompts
     assert prompt.continuations is not None
     assert prompt.continuations[0].scored_tokens == 28

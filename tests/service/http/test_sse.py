@@ -22,7 +22,7 @@ NEVER = 60.0
 
 
 class Connection:
-    """The client's side of ASGI: the messages sent to it, and its disconnection."""
+    """The client's side of ASGI: the received messages, and its disconnection."""
 
     def __init__(self, accept: Callable[[int], Awaitable[None]] | None = None) -> None:
         self.sent: list[Message] = []
@@ -100,7 +100,7 @@ async def some(*pieces: bytes) -> AsyncIterator[bytes]:
 
 
 @given(st.recursive(TEXT | st.integers(-(2**53), 2**53) | st.none(), st.lists, max_leaves=5))
-def test_an_event_is_one_line_whatever_it_says(data: object) -> None:
+def test_event_is_one_line(data: object) -> None:
     raw = event({"value": data})
     assert raw.startswith(b"data: {")
     assert raw.endswith(b"}\n\n")
@@ -109,7 +109,7 @@ def test_an_event_is_one_line_whatever_it_says(data: object) -> None:
     assert json.loads(raw[6:]) == {"value": data}
 
 
-def test_the_fixed_lines() -> None:
+def test_fixed_lines_have_exact_bytes() -> None:
     assert event({"text": "é\r\n"}) == 'data: {"text":"é\\r\\n"}\n\n'.encode()
     assert DONE == b"data: [DONE]\n\n"
     assert KEEP_ALIVE == b": keep-alive\n\n"
@@ -135,7 +135,7 @@ async def test_pieces_are_sent_as_they_come_with_headers_for_proxies() -> None:
     assert ends.count == 1
 
 
-async def test_a_stream_that_always_has_something_to_say_ends_with_its_client() -> None:
+async def test_endless_stream_ends_with_its_client() -> None:
     connection, ends = Connection(), Ends()
 
     async def endless() -> AsyncIterator[bytes]:
@@ -150,7 +150,7 @@ async def test_a_stream_that_always_has_something_to_say_ends_with_its_client() 
     assert not connection.ended
 
 
-async def test_a_stream_that_waits_ends_with_its_client() -> None:
+async def test_waiting_stream_ends_with_its_client() -> None:
     connection, ends = Connection(), Ends()
     waiting = asyncio.Event()
 
@@ -166,7 +166,7 @@ async def test_a_stream_that_waits_ends_with_its_client() -> None:
     assert ends.count == 1
 
 
-async def test_a_client_that_is_gone_before_the_first_piece_ends_the_request_all_the_same() -> None:
+async def test_early_disconnection_ends_the_request() -> None:
     connection, ends = Connection(), Ends()
     connection.gone.set()
     await run(some(*[b"x"] * 1000), connection, ends)
@@ -175,7 +175,7 @@ async def test_a_client_that_is_gone_before_the_first_piece_ends_the_request_all
 
 
 @pytest.mark.parametrize("stuck_at", [1, 3], ids=["at a piece", "at the end of the body"])
-async def test_a_reader_that_stops_is_given_up(
+async def test_stopped_reader_is_disconnected(
     stuck_at: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def accept(number: int) -> None:
@@ -203,7 +203,7 @@ def test_slow_is_not_stopped() -> None:
         runner.run(main())
 
 
-async def test_a_failure_on_the_way_leaves_the_body_without_its_end(
+async def test_failure_midway_leaves_the_body_incomplete(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def failing() -> AsyncIterator[bytes]:
@@ -230,8 +230,9 @@ async def test_our_own_bug_ends_the_request_and_is_not_hidden() -> None:
 
 
 @given(TEXT | st.text("\u0085\u2028\u2029\x0b\x0c\x1c\x1d\x1e\r\na"))
-def test_an_event_is_one_line_for_any_reader_of_lines(text: str) -> None:
-    """httpx breaks lines as Python does, at Unicode's marks too: that once cut an event in half."""
+def test_event_is_one_line_for_any_reader_of_lines(text: str) -> None:
+    """httpx splits lines like Python, at Unicode's separators too, which once cut an event in
+    half."""
     lines = event({"text": text}).decode().splitlines()
     assert len(lines) == 2
     assert json.loads(lines[0].removeprefix("data: ")) == {"text": text}

@@ -35,7 +35,7 @@ def counted(value: Any) -> Structure:
 
 
 @given(VALUES, st.booleans(), st.integers(1, 9))
-@example(["\\"], True, 2)  # a block that ends between a backslash and what it escapes
+@example(["\\"], True, 2)  # a block ends between a backslash and the escaped character
 @example(["\\\\", '\\"', "["], True, 3)
 def test_structure_is_that_of_the_parsed_value(value: Any, ascii_only: bool, block: int) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only).encode()

@@ -85,7 +85,7 @@ def test_default_token_is_the_likeliest(server: Serving) -> None:
     assert reply.token.id == likeliest["id"]
 
 
-def test_a_stream_gives_the_same_cells_one_by_one(server: Serving) -> None:
+def test_stream_gives_the_same_cells_one_by_one(server: Serving) -> None:
     body = {"prompt": PROMPT, "vary": ABLATE, "over": ["layers", "heads"], "token_id": 97}
     whole = server.json("/sweep", body)
     with server.client.stream("POST", "/sweep", json={**body, "stream": True}) as response:
@@ -98,7 +98,7 @@ def test_a_stream_gives_the_same_cells_one_by_one(server: Serving) -> None:
     assert head["axes"] == whole["axes"]
 
 
-def test_a_reader_that_goes_ends_its_sweep(server: Serving) -> None:
+def test_disconnected_reader_ends_its_sweep(server: Serving) -> None:
     body = {"prompt": "x" * 60, "vary": PATCH | {"from": {"prompt": "y" * 60}}, "stream": True}
     body |= {"over": ["layers", "positions"]}
     with server.client.stream("POST", "/sweep", json=body) as response:
@@ -107,9 +107,9 @@ def test_a_reader_that_goes_ends_its_sweep(server: Serving) -> None:
 
 
 @pytest.mark.parametrize("stream", [{}, {"stream": True}])
-def test_sweep_refuses_what_its_cells_cost(checkpoint_path: Path, stream: dict[str, bool]) -> None:
-    """1,200 cells (3 layers x 4 heads x 100 positions) of 100 tokens each, twice as slow as plain
-    ones."""
+def test_sweep_refuses_too_expensive_cells(checkpoint_path: Path, stream: dict[str, bool]) -> None:
+    """1,200 cells (3 layers x 4 heads x 100 positions) of 100 tokens each, at half the speed of
+    plain ones."""
     prompt = list(range(100))
     axes = {"vary": {**ABLATE, "positions": "all"}, "over": ["layers", "heads", "positions"]}
     with serving(checkpoint_path, max_request_tokens=200_000) as small:

@@ -34,7 +34,7 @@ from tests.service.serving import (
 
 MERGES = (
     *(b"th", b"the", b" t", b" th", b" the"),
-    # Parts of characters, and what begins in one and ends in another.
+    # Parts of characters, and tokens that begin in one character and end in another.
     *(b"\xe2\x82", b"\xf0\x9f", b"\xf0\x9f\x98", b"t\xc3", b"\xa9 "),
 )
 TOKENIZER = Tokenizer(
@@ -52,7 +52,7 @@ TEXT = st.lists(
 
 @pytest.fixture(scope="module")
 def merging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """A service with a vocabulary whose tokens cut characters in two."""
+    """A service whose vocabulary has tokens that split characters."""
     gpt = tiny_gpt(tiny_config(vocab_size=TOKENIZER.vocab_size))
     path = tmp_path_factory.mktemp("checkpoints") / "merging"
     save_tiny_checkpoint(path, gpt=gpt, tokenizer=TOKENIZER)
@@ -64,14 +64,14 @@ def merging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 @pytest.mark.parametrize("text", ["test", "the 😀", "", " a\n\nb", "x" * 5000])
-def test_a_remote_tokenizer_gets_what_it_reads(merging: Serving, text: str) -> None:
+def test_remote_tokenizer_gets_its_fields(merging: Serving, text: str) -> None:
     body = {"prompt": text, "add_special_tokens": False}
     ids = merging.json("/tokenize", body)["tokens"]
     assert ids == TOKENIZER.encode(text)
     assert merging.json("/detokenize", {"tokens": ids})["prompt"] == text
 
 
-def test_a_remote_tokenizer_learns_what_ends_a_text(merging: Serving) -> None:
+def test_remote_tokenizer_gets_the_end_of_text(merging: Serving) -> None:
     response = merging.client.get("/tokenizer_info", headers={"Content-Type": "application/json"})
     info = response.json()
     assert response.status_code == 200
@@ -87,7 +87,7 @@ def test_a_remote_tokenizer_learns_what_ends_a_text(merging: Serving) -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=TEXT, names=st.sampled_from(["ids", "text"]))
 @example(text="", names="ids")
-def test_the_pieces_are_the_text(merging: Serving, text: str, names: str) -> None:
+def test_pieces_add_up_to_the_text(merging: Serving, text: str, names: str) -> None:
     body = {"prompt": text, "special_tokens": names}
     reply = TokenizeReply.model_validate(merging.json("/tokenize", body))
     assert reply.tokens == TOKENIZER.encode(text, special_ids=names == "ids")
@@ -105,7 +105,7 @@ def test_the_pieces_are_the_text(merging: Serving, text: str, names: str) -> Non
     assert covered == sorted(covered), "the pieces are in order"
 
 
-def test_a_character_in_pieces(merging: Serving) -> None:
+def test_split_character_has_its_offsets(merging: Serving) -> None:
     pieces = merging.json("/tokenize", {"prompt": "té 😀"})["pieces"]
     assert [(bytes(one["bytes"]), one["start"], one["end"]) for one in pieces] == [
         (b"t\xc3", 0, 2),
@@ -116,7 +116,7 @@ def test_a_character_in_pieces(merging: Serving) -> None:
     assert [one["text"] for one in pieces] == ["t\ufffd", "\ufffd ", "\ufffd", "\ufffd"]
 
 
-def test_names_of_special_tokens_are_text_where_prompts_are(merging: Serving) -> None:
+def test_special_token_names_in_prompts_are_text(merging: Serving) -> None:
     text = f"a{END_OF_TEXT}"
     plain = merging.json("/tokenize", {"prompt": text, "special_tokens": "text"})["tokens"]
     (prompt,) = merging.json("/logits", {"prompt": text, "top_k": 1})["prompts"]
@@ -146,7 +146,7 @@ def test_pieces_are_described_up_to_a_number_of_them(merging: Serving, form: str
     assert f"has {MAX_PIECES + 1} tokens, but at most {MAX_PIECES}" in error.message
 
 
-def test_a_text_of_megabytes(merging: Serving) -> None:
+def test_text_of_megabytes_is_tokenized(merging: Serving) -> None:
     text = "the 😀\n" * 20_000
     *_, reply = merging.json("/tokenize", {"prompt": [text] * 10})["prompts"]
     assert reply["pieces"] is None
@@ -166,7 +166,7 @@ LONG_WORK: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("path", LONG_WORK)
-def test_long_texts_wait_for_one_another_and_for_nobody_else(merging: Serving, path: str) -> None:
+def test_long_texts_wait_only_for_each_other(merging: Serving, path: str) -> None:
     lock = merging.state.long_texts
     asyncio.run_coroutine_threadsafe(lock.acquire(), merging.loop).result(TEST_TIMEOUT)
     try:
@@ -180,7 +180,7 @@ def test_long_texts_wait_for_one_another_and_for_nobody_else(merging: Serving, p
     assert waiting.response().status_code == 200
 
 
-def test_a_client_that_leaves_while_it_waits(merging: Serving) -> None:
+def test_waiting_client_may_disconnect(merging: Serving) -> None:
     lock = merging.state.long_texts
     gone = {"endpoint": "/tokenize", "status": "499"}
     before = merging.sample("logitd_http_requests_total", **gone)
@@ -215,7 +215,7 @@ def test_several_lists_of_ids(merging: Serving) -> None:
     assert [bytes(one.bytes) for one in reply.prompts][3] == b"\xf0"
 
 
-def test_ids_whose_text_is_larger_than_a_body_may_be(checkpoint_path: Path) -> None:
+def test_ids_may_have_a_text_larger_than_a_body(checkpoint_path: Path) -> None:
     with serving(checkpoint_path, max_body_bytes=5000) as server:
         name = len(END_OF_TEXT)
         fits = 5000 // name
@@ -239,7 +239,7 @@ def test_info_describes_the_vocabulary(merging: Serving) -> None:
     assert info.model == info.checkpoint.name == "merging"
 
 
-def test_a_vocabulary_without_an_end_of_text(tmp_path: Path) -> None:
+def test_vocabulary_may_lack_an_end_of_text(tmp_path: Path) -> None:
     tokenizer = Tokenizer(
         ranks={bytes([byte]): byte for byte in range(256)},
         pattern=SPLIT_PATTERN,
@@ -256,7 +256,7 @@ def test_a_vocabulary_without_an_end_of_text(tmp_path: Path) -> None:
 # Refusals
 
 
-def test_a_text_that_the_pattern_gives_up_on(tmp_path: Path) -> None:
+def test_text_that_times_out_the_pattern_is_refused(tmp_path: Path) -> None:
     tokenizer = Tokenizer(
         ranks={bytes([byte]): byte for byte in range(256)},
         pattern=r"(x+x+)+y(?!z)|.",  # takes for ever on a row of x

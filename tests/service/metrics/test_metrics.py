@@ -121,7 +121,7 @@ def test_sequence_from_arrival_to_end(metrics: Metrics, tiny: ModelMetrics) -> N
     }.items():
         assert value(metrics, f"{name}_count") == 1, name
         assert value(metrics, f"{name}_sum") == seconds, name
-    # Steps that computed something, and what they decoded.
+    # Steps that computed something, and the number of decoded tokens.
     for kind, count in {"prefill": 1, "decode": 2, "mixed": 0, "attribution": 0}.items():
         assert value(metrics, "logitd_step_seconds_count", kind=kind) == count
         assert value(metrics, "logitd_step_seconds_sum", kind=kind) == 0.25 * count

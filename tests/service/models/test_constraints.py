@@ -223,7 +223,7 @@ async def test_compilations_at_once_are_bounded(monkeypatch: pytest.MonkeyPatch)
         assert await b.constraints.compiled(literal(3))
 
 
-async def test_client_that_leaves_does_not_end_the_trial_of_others() -> None:
+async def test_trial_continues_for_the_remaining_clients() -> None:
     async with bench() as b:
         b.constraints.gate.clear()
         leaves, stays = (asyncio.create_task(b.constraints.compiled(GOOD)) for _ in range(2))
@@ -328,7 +328,7 @@ async def test_without_a_compiler_the_reason_is_given() -> None:
         assert b.constraints.tried == []
 
 
-async def test_closing_during_a_trial_leaves_nothing() -> None:
+async def test_closing_during_a_trial_ends_its_process() -> None:
     async with bench() as b:
         slow = asyncio.create_task(b.constraints.compiled(SLOW))
         while not b.constraints._trials:

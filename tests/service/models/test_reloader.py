@@ -1,4 +1,4 @@
-"""Reloads: every reply is computed by one checkpoint, which it names, and no request fails."""
+"""Reloads: every reply is computed by the one checkpoint that it names, and no request fails."""
 
 import gc
 import json
@@ -37,7 +37,7 @@ def save_steps(folder: Path, *steps: int) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with three checkpoints, the first of which is the best, and with damaged ones."""
+    """A run with three valid checkpoints, of which the first is the best, and damaged ones."""
     folder = tmp_path_factory.mktemp("reloaded") / "run"
     folder.mkdir()
     (folder / "run.json").write_text("{}")
@@ -299,7 +299,7 @@ def test_sweep_is_of_one_checkpoint(run: Path) -> None:
 def test_request_after_the_reload_timeout_gets_an_error(
     tmp_path: Path, logged_errors: list[str]
 ) -> None:
-    """New requests wait for old ones, which therefore have a time limit."""
+    """New requests wait for old ones, so there is a time limit on the old ones."""
     for step, name in enumerate(("first", "second")):
         gpt = spelling_gpt()
         gpt.token_embedding.weight.data *= 1 + step / 1000  # other weights with the same argmax

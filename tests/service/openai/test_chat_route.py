@@ -45,7 +45,7 @@ def refusal(server: Serving, **fields: Any) -> ErrorDetail:
 
 
 def joined(chunks: Sequence[Any], index: int = 0) -> dict[str, Any]:
-    """A choice put together from the chunks of a stream: the role first, the reason last."""
+    """A choice assembled from the chunks of a stream: the role first, the reason last."""
     parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
     first, *middle, last = parts
     assert first["delta"] == {"role": "assistant", "content": "", "refusal": None}
@@ -68,7 +68,7 @@ def joined(chunks: Sequence[Any], index: int = 0) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def parrot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """The spelling model behind a template that ends with the last letter of the last message."""
+    """The spelling model with a template that ends with the last letter of the last message."""
     path = save_tiny_checkpoint(
         tmp_path_factory.mktemp("checkpoints") / "parrot",
         gpt=spelling_gpt(),
@@ -81,7 +81,7 @@ def parrot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 @pytest.fixture(scope="module")
 def turns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """The tiny model behind a template that writes the author of a message after its text."""
+    """The tiny model with a template that writes a message's author after its text."""
     path = save_tiny_checkpoint(
         tmp_path_factory.mktemp("checkpoints") / "turns",
         chat_template="{% for m in messages %}{{ m.content }} [] {{ m.role }};{% endfor %}"
@@ -98,7 +98,7 @@ def ask(letter: str) -> list[dict[str, str]]:
 # The shape
 
 
-def test_a_reply_is_what_openai_says(chatter: Serving) -> None:
+def test_reply_has_openais_format(chatter: Serving) -> None:
     reply = chat(chatter, max_tokens=6, n=2, seed=9)
     assert set(reply) == {*HEAD, "choices", "usage"}
     assert reply["id"].startswith("chatcmpl-")
@@ -111,7 +111,7 @@ def test_a_reply_is_what_openai_says(chatter: Serving) -> None:
     assert reply["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
-def test_a_chunk_has_one_choice_and_says_so(chatter: Serving) -> None:
+def test_chunk_has_one_choice(chatter: Serving) -> None:
     chunks = stream(chatter, n=2, max_tokens=4, seed=9)
     heads = [{name: chunk[name] for name in HEAD} for chunk in chunks]
     assert all(head == heads[0] for head in heads)
@@ -177,14 +177,14 @@ def test_choices_are_those_of_generate(chatter: Serving, name: str, streamed: bo
         assert native[0]["stop_reason"] == 257
 
 
-def test_an_answer_may_go_on_after_special_tokens(chatter: Serving) -> None:
+def test_answer_may_continue_after_special_tokens(chatter: Serving) -> None:
     fields: dict[str, Any] = {"seed": 5, "max_tokens": 24, "logit_bias": {"257": 8.0}}
     (choice,) = chat(chatter, **fields, ignore_eos=True)["choices"]
     assert "<|im_start|>" in choice["message"]["content"]
     assert choice["finish_reason"] == "length"
 
 
-def test_the_token_that_ends_an_answer_is_not_in_its_logprobs(chatter: Serving) -> None:
+def test_token_that_ends_an_answer_is_not_in_its_logprobs(chatter: Serving) -> None:
     fields: dict[str, Any] = {"seed": 5, "logit_bias": {"258": 100}, "logprobs": True}
     (choice,) = chat(chatter, **fields)["choices"]
     assert choice["message"]["content"] == ""
@@ -195,7 +195,7 @@ def test_the_token_that_ends_an_answer_is_not_in_its_logprobs(chatter: Serving) 
     assert bytes(bytes_of).decode(errors="replace") == choice["message"]["content"]
 
 
-def test_an_answer_is_what_fits_unless_said_otherwise(parrot: Serving) -> None:
+def test_answer_fills_the_context_by_default(parrot: Serving) -> None:
     (choice,) = chat(parrot, ask("x"))["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("yz é€😀.", "stop")
     for name in ("max_tokens", "max_completion_tokens"):
@@ -220,7 +220,7 @@ def test_special_tokens_come_from_the_template_alone(chatter: Serving) -> None:
     assert usage_of(chatter, *parts) == both
 
 
-def test_a_developer_is_the_system(chatter: Serving) -> None:
+def test_developer_role_is_the_system(chatter: Serving) -> None:
     answers = [
         chat(chatter, [{"role": role, "content": "a"}], max_tokens=8, seed=1)["choices"]
         for role in ("system", "developer", "user")
@@ -234,7 +234,7 @@ def test_text_parts_are_one_text(chatter: Serving) -> None:
     assert one == usage_of(chatter, {"role": "user", "content": "a\nb"})
 
 
-def test_a_conversation_goes_on_from_what_was_cached(chatter: Serving) -> None:
+def test_conversation_continues_from_the_cache(chatter: Serving) -> None:
     first = [{"role": "user", "content": "a question of some length, told once"}]
     answer = chat(chatter, first, max_tokens=4, seed=1)["choices"][0]["message"]
     more = [*first, answer, {"role": "user", "content": "and another"}]
@@ -253,7 +253,7 @@ def test_a_conversation_goes_on_from_what_was_cached(chatter: Serving) -> None:
     ],
     ids=str,
 )
-def test_the_prompt_begins_an_answer_or_continues_the_last_message(
+def test_prompt_begins_an_answer_or_continues_the_last_message(
     turns: Serving, fields: dict[str, Any], written: str
 ) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b  "}]
@@ -265,14 +265,14 @@ def test_the_prompt_begins_an_answer_or_continues_the_last_message(
 # Refusals
 
 
-def test_a_checkpoint_without_a_template_says_what_to_do(server: Serving) -> None:
+def test_missing_template_is_reported_with_advice(server: Serving) -> None:
     error = refusal(server)
     assert (error.param, error.code) == ("messages", "no_chat_template")
     for way_out in ("/v1/completions", "--chat-template", "config.json"):
         assert way_out in error.message
 
 
-def test_a_template_may_refuse(parrot: Serving) -> None:
+def test_template_may_refuse(parrot: Serving) -> None:
     error = refusal(parrot, messages=[{"role": "user", "content": "<|endoftext|>"}] * 6)
     assert (error.param, error.code) == ("messages", "chat_template_failed")
     assert error.message == "the chat template says: too many: <|endoftext|>"
@@ -296,7 +296,7 @@ def test_a_template_may_refuse(parrot: Serving) -> None:
     ids=lambda value: str(value)[:50],
 )  # fmt: skip
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_field_that_cannot_be_honoured(
+def test_unsupported_field_is_refused(
     chatter: Serving, fields: dict[str, Any], param: str, code: str | None, streamed: bool
 ) -> None:
     if streamed and "stream_options" in fields:
@@ -305,17 +305,17 @@ def test_a_field_that_cannot_be_honoured(
     assert (error.param, error.code) == (param, code)
 
 
-def test_a_prompt_that_comes_to_nothing(parrot: Serving) -> None:
+def test_empty_rendered_prompt_is_refused(parrot: Serving) -> None:
     assert refusal(parrot, messages=ask("")).param == "messages"
 
 
-def test_an_error_in_a_stream_is_its_last_event(parrot: Serving) -> None:
+def test_error_in_a_stream_is_its_last_event(parrot: Serving) -> None:
     chunks = stream(parrot, ask("a"), timeout=0.1, ignore_eos=True)
     assert ErrorReply.model_validate(chunks[-1]).error.code == "deadline_exceeded"
     parrot.wait_idle()
 
 
-def test_a_full_queue_refuses_before_anything_is_rendered(parrot: Serving) -> None:
+def test_full_queue_refuses_before_anything_is_rendered(parrot: Serving) -> None:
     """The template would refuse these messages. On a busy machine the stream that fills the queue
     may end before they arrive; then the test tries again."""
     body = {"messages": ask("a"), "stream": True, "ignore_eos": True}
@@ -330,7 +330,7 @@ def test_a_full_queue_refuses_before_anything_is_rendered(parrot: Serving) -> No
     assert int(response.headers["retry-after"]) >= 1
 
 
-def test_the_template_is_the_checkpoints(chatter: Serving, tmp_path: Path) -> None:
+def test_template_belongs_to_the_checkpoint(chatter: Serving, tmp_path: Path) -> None:
     """config.json holds it, and it can be added to a checkpoint without one."""
     path = save_tiny_checkpoint(tmp_path / "plain").path
     document = json.loads((path / "config.json").read_text())

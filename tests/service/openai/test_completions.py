@@ -24,7 +24,7 @@ def choice(text: str, reason: str | None = None, index: int = 0) -> dict[str, An
     }
 
 
-def test_a_choice_that_says_nothing_new_gets_no_chunk(checkpoint_path: Path) -> None:
+def test_choice_that_says_nothing_new_gets_no_chunk(checkpoint_path: Path) -> None:
     """A native chunk has ids without a text for half a character or for text that may begin a stop
     string."""
     body = CompletionRequest(prompt="a", n=2, stream=True, logprobs=1)

@@ -55,7 +55,7 @@ def joined(chunks: Sequence[Any], index: int = 0) -> dict[str, Any]:
 # The shape
 
 
-def test_a_reply_is_what_openai_says(server: Serving) -> None:
+def test_reply_has_openais_format(server: Serving) -> None:
     reply = complete(server, [PROMPT, [1, 2]], n=2, max_tokens=6, seed=9)
     assert set(reply) == {*HEAD, "choices", "usage"}
     assert reply["id"].startswith("cmpl-")
@@ -120,14 +120,14 @@ def test_choices_are_those_of_generate(server: Serving, name: str, streamed: boo
     assert [usage[name] for name in counts] == [native["usage"][name] for name in counts]
 
 
-def test_a_negative_seed_is_one_of_its_own(server: Serving) -> None:
+def test_negative_seed_is_distinct(server: Serving) -> None:
     (choice,) = complete(server, seed=-2, max_tokens=24)["choices"]
     (native,) = server.generate(PROMPT, seed=2**64 - 2, max_tokens=24)["choices"]
     assert (choice["text"], choice["seed"]) == (native["text"], -2)
     assert choice["text"] != complete(server, seed=2, max_tokens=24)["choices"][0]["text"]
 
 
-def test_sixteen_tokens_unless_said_otherwise(speller: Serving) -> None:
+def test_max_tokens_defaults_to_sixteen(speller: Serving) -> None:
     for fields in ({}, {"max_tokens": None}):
         (choice,) = complete(speller, "a", **fields)["choices"]
         assert (choice["text"], choice["finish_reason"]) == ("bcdefghijklmnopq", "length")
@@ -152,7 +152,7 @@ def test_stop_strings_cut_text_and_lists(speller: Serving, stop: Any, streamed: 
 
 
 def prompt_logprobs(gpt: GPT, ids: Sequence[int]) -> list[float | None]:
-    """Logprobs of the tokens of a prompt by the plain forward; nothing predicts the first."""
+    """Logprobs of the tokens of a prompt by the plain forward; the first has none."""
     rows = gpt(torch.tensor([ids])).logits[0].double().log_softmax(dim=-1)
     return [None, *(rows[i, ids[i + 1]].item() for i in range(len(ids) - 1))]
 
@@ -189,7 +189,7 @@ def test_logprobs_are_those_of_generate(
             assert len(top) == (3 if token["rank"] <= 3 else 4)
 
 
-def test_the_scoring_call_of_lm_eval(server: Serving, gpt: GPT) -> None:
+def test_lm_eval_scoring_call_is_answered(server: Serving, gpt: GPT) -> None:
     """Prompts as ids, echo, and any one token after the prompt: values by position, greedy if the
     value is the largest in its dict."""
     prompts = [[72, 105, 32, 116, 104, 101], [1, 2, 3, 200, 201], [256, 9, 9, 9]]
@@ -212,7 +212,7 @@ def test_the_scoring_call_of_lm_eval(server: Serving, gpt: GPT) -> None:
     assert found == {True, False}
 
 
-def test_a_stop_token_is_in_the_lists_but_not_in_the_text(speller: Serving) -> None:
+def test_stop_token_is_in_the_lists_but_not_in_the_text(speller: Serving) -> None:
     """lm-eval removes the last entry, and expects one more than the prompt has."""
     (choice,) = complete(speller, ".", max_tokens=1, logprobs=1, echo=True)["choices"]
     assert (choice["text"], choice["finish_reason"]) == (".", "stop")
@@ -222,9 +222,7 @@ def test_a_stop_token_is_in_the_lists_but_not_in_the_text(speller: Serving) -> N
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("prompt", ["Hello é", [200, 201, 65], ["a", [195]], "."])
-def test_a_prompt_is_scored_without_generating(
-    server: Serving, prompt: Any, streamed: bool
-) -> None:
+def test_prompt_is_scored_without_generating(server: Serving, prompt: Any, streamed: bool) -> None:
     fields: dict[str, Any] = {"echo": True, "logprobs": 2, "temperature": 0, "n": 2}
     one_more = complete(server, prompt, max_tokens=1, **fields)
     count = len(one_more["choices"])
@@ -249,7 +247,7 @@ def test_a_prompt_is_scored_without_generating(
     assert usage["total_tokens"] == usage["prompt_tokens"] == one_more["usage"]["prompt_tokens"]
 
 
-def test_a_prompt_that_the_end_of_text_follows_is_scored_too(speller: Serving) -> None:
+def test_prompt_that_the_end_of_text_follows_is_scored_too(speller: Serving) -> None:
     (choice,) = complete(speller, "z.", max_tokens=0, echo=True, logprobs=0)["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("z.", "length")
     assert choice["logprobs"]["tokens"] == ["z", "."]
@@ -258,7 +256,7 @@ def test_a_prompt_that_the_end_of_text_follows_is_scored_too(speller: Serving) -
 # Streams
 
 
-def test_a_chunk_has_one_choice_and_the_shape_of_the_reply(server: Serving) -> None:
+def test_chunk_has_one_choice_and_the_shape_of_the_reply(server: Serving) -> None:
     chunks = stream(server, [PROMPT, "more"], n=2, max_tokens=5, seed=5)
     heads = [{name: chunk[name] for name in HEAD} for chunk in chunks]
     assert all(head == heads[0] for head in heads)
@@ -294,7 +292,7 @@ def test_usage_so_far_in_every_chunk(speller: Serving, last: bool) -> None:
     assert (chunks[-1]["choices"] == []) == last
 
 
-def test_an_error_in_a_stream_is_its_last_event(speller: Serving) -> None:
+def test_error_in_a_stream_is_its_last_event(speller: Serving) -> None:
     chunks = stream(speller, "a", timeout=0.1, max_tokens=8000, ignore_eos=True)
     assert ErrorReply.model_validate(chunks[-1]).error.code == "deadline_exceeded"
     assert all(chunk["object"] == "text_completion" for chunk in chunks[:-1])
@@ -324,7 +322,7 @@ def test_an_error_in_a_stream_is_its_last_event(speller: Serving) -> None:
     ids=lambda value: str(value)[:50],
 )
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_field_that_cannot_be_honoured(
+def test_unsupported_field_is_refused(
     server: Serving, fields: dict[str, Any], param: str | None, streamed: bool
 ) -> None:
     """For a stream it is a status as well, and no event."""
@@ -351,7 +349,7 @@ def test_a_field_that_cannot_be_honoured(
         ),
     ],
 )  # fmt: skip
-def test_a_message_names_a_nested_field_once(
+def test_message_names_a_nested_field_once(
     server: Serving, fields: dict[str, Any], said: str
 ) -> None:
     assert refusal(server, **fields).message == said
@@ -375,7 +373,7 @@ def test_max_tokens_beyond_the_context_ends_with_it(server: Serving, streamed: b
     assert refused.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_any_name_of_a_model_where_a_setting_allows_it(checkpoint_path: Path) -> None:
+def test_unknown_model_names_may_be_allowed(checkpoint_path: Path) -> None:
     with serving(checkpoint_path, any_model_name=True) as running:
         for name in ("gpt-4o-mini", "default", "", None):
             assert complete(running, model=name, max_tokens=1)["model"] == "tiny"

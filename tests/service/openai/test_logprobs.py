@@ -55,12 +55,12 @@ def vocabulary(*longer: bytes, **special_tokens: int) -> Tokenizer:
         (b"token_id:9", "bytes:" + "".join(f"\\x{byte:02x}" for byte in b"token_id:9")),
     ],
 )
-def test_a_token_is_named_by_its_text_or_its_bytes(token: bytes, name: str) -> None:
+def test_token_is_named_by_its_text_or_its_bytes(token: bytes, name: str) -> None:
     tokenizer = vocabulary(*([token] if len(token) > 1 else []))
     assert token_name(tokenizer, tokenizer.ranks[token]) == name
 
 
-def test_a_special_token_that_reads_like_an_ordinary_one_has_another_name() -> None:
+def test_ambiguous_special_token_has_another_name() -> None:
     tokenizer = vocabulary(b"<s>", **{"<s>": 300, "</s>": 302})
     assert token_name(tokenizer, 256) == "<s>"
     assert token_name(tokenizer, 300) == "bytes:\\x3c\\x73\\x3e"
@@ -129,7 +129,7 @@ def listed(placed: list[PlacedToken]) -> list[tuple[int, int]]:
     return [(one.token["id"], one.offset) for one in placed]
 
 
-def test_the_tokens_of_a_character_are_in_the_same_place() -> None:
+def test_tokens_of_a_character_are_in_the_same_place() -> None:
     text, placed = grown([*b"a", *EURO, *b"b"])
     assert text == "a€b"
     assert listed(placed) == [(97, 0), (EURO[0], 1), (EURO[1], 1), (EURO[2], 1), (98, 2)]
@@ -141,13 +141,13 @@ def test_bytes_that_are_no_character_have_a_place() -> None:
     assert [place for _, place in listed(placed)] == [0, 0, 0, 2]
 
 
-def test_an_echo_is_decoded_by_itself() -> None:
+def test_echo_is_decoded_by_itself() -> None:
     text, placed = grown([*EURO[1:], *b"x"], echo=b"a" + EURO[:1])
     assert text == "a\ufffd\ufffd\ufffdx"
     assert [place for _, place in listed(placed)] == [0, 1, 2, 3, 4]
 
 
-def test_a_stop_token_is_the_last_and_behind_the_text() -> None:
+def test_stop_token_is_listed_last_after_the_text() -> None:
     text, placed = grown([*b"ab", END])
     assert (text, listed(placed)) == ("ab", [(97, 0), (98, 1), (END, 2)])
     text, placed = grown([*b"a", *EURO[:1], END])
@@ -156,13 +156,13 @@ def test_a_stop_token_is_the_last_and_behind_the_text() -> None:
 
 
 @pytest.mark.parametrize("looks", [(), (0, 1, 2, 3, 4, 5), (2,), (3,)])
-def test_tokens_behind_the_cut_of_a_stop_string_are_not_listed(looks: tuple[int, ...]) -> None:
+def test_tokens_after_a_stop_string_are_not_listed(looks: tuple[int, ...]) -> None:
     text, placed = grown(list(b"abcdef"), "cd", looks=looks)
     assert (text, listed(placed)) == ("ab", [(97, 0), (98, 1)])
     assert grown(list(b"abcdef"), "ab", looks=looks) == ("", [])
 
 
-def test_a_token_that_the_cut_goes_through_is_listed_whole() -> None:
+def test_token_split_by_a_stop_string_is_listed_whole() -> None:
     tokenizer = vocabulary(b"bcd", **{"<|endoftext|>": 999})
     params = SamplingParams(max_tokens=3, seed=0)
     one = Completion(tokenizer, index=0, prompt_index=0, stop=("c",), params=params)
@@ -213,7 +213,7 @@ def placed_token(token_id: int, logprob: float | None, *top: tuple[int, float]) 
     return PlacedToken({**one(token_id, logprob), "top": [one(*each) for each in top]}, 3)
 
 
-def test_the_lists_of_a_completion() -> None:
+def test_completion_has_logprob_lists() -> None:
     lists = completion_logprobs(
         byte_tokenizer(),
         [
@@ -236,7 +236,7 @@ def test_the_lists_of_a_completion() -> None:
     }
 
 
-def test_the_list_of_a_chat() -> None:
+def test_chat_has_a_logprob_list() -> None:
     assert chat_logprobs(byte_tokenizer(), [placed_token(0xE2, -2.5, (99, -0.25))]) == {
         "content": [
             {

@@ -14,7 +14,7 @@ from tests.model.factories import save_tiny_checkpoint, training_record
 from tests.service.serving import Serving, serving
 
 
-def test_the_list_has_the_checkpoint(server: Serving) -> None:
+def test_list_has_the_checkpoint(server: Serving) -> None:
     response = server.client.get("/v1/models")
     assert response.status_code == 200
     (model,) = ModelList.model_validate(response.json()).data
@@ -42,7 +42,7 @@ def test_no_other_model(server: Serving, name: str) -> None:
     ("created", "seconds"),
     [("2026-01-02T03:04:05", 1767323045), ("2026-01-02T05:04:05+02:00", 1767323045), ("then", 0)],
 )
-def test_a_model_with_any_name_and_time(
+def test_model_with_any_name_and_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, created: str, seconds: int
 ) -> None:
     """A time without a zone is in UTC, in any time zone of the server."""
@@ -58,7 +58,7 @@ def test_a_model_with_any_name_and_time(
     time.tzset()
 
 
-def test_a_folder_that_is_called_by_bytes(tmp_path: Path) -> None:
+def test_folder_name_may_be_undecodable_bytes(tmp_path: Path) -> None:
     """Replies and log lines can hold a name that is not UTF-8 and has a terminal's escape codes."""
     path = tmp_path / os.fsdecode(b"a\xff\x1b[31m\n")
     save_tiny_checkpoint(path)

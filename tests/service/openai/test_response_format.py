@@ -47,9 +47,7 @@ def test_streams_fit_the_schema(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_schema_that_does_not_compile_names_the_clients_field(
-    chatter: Serving, path: str
-) -> None:
+def test_schema_that_does_not_compile_names_the_clients_field(chatter: Serving, path: str) -> None:
     asked = {"prompt": "x"} if path == "/v1/completions" else {"messages": MESSAGES}
     form = {"type": "json_schema", "json_schema": {"schema": {"type": "integr"}}}
     response = chatter.post(path, {**asked, "response_format": form})

@@ -37,7 +37,7 @@ def chat(*messages: dict[str, Any], **fields: Any) -> ChatRequest:
 
 
 @pytest.mark.parametrize(("model", "name"), OPTIONAL)
-def test_null_is_the_same_as_nothing(model: type[RequestBody], name: str) -> None:
+def test_null_equals_an_absent_field(model: type[RequestBody], name: str) -> None:
     assert getattr(read(model, **{name: None}), name) is None
     assert getattr(read(model), name) is None
 
@@ -47,7 +47,7 @@ def bounds(model: type[BaseModel], name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("model", REQUESTS)
-def test_a_field_that_generate_has_is_as_there(model: type[RequestBody]) -> None:
+def test_shared_field_has_generates_meaning(model: type[RequestBody]) -> None:
     """Except fields with another meaning here."""
     shared = model.model_fields.keys() & GenerateRequest.model_fields.keys()
     assert len(shared) > 15
@@ -76,7 +76,7 @@ def test_unsupported_field_is_refused_by_name(name: str) -> None:
         assert getattr(read(ChatRequest, **{name: neutral}), name) is None
 
 
-def test_a_neutral_value_is_of_its_type() -> None:
+def test_neutral_value_must_have_its_type() -> None:
     for name, value in {
         "store": 0,
         "functions": {},
@@ -125,7 +125,7 @@ def test_field_that_changes_nothing_is_accepted(name: str, value: Any) -> None:
         ({"role": "user", "content": "a", "weight": 1}, "weight"),
     ],
 )  # fmt: skip
-def test_no_other_message_is_taken(message: dict[str, Any], said: str) -> None:
+def test_other_messages_are_refused(message: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         chat(message)
 
@@ -136,6 +136,6 @@ def test_no_other_message_is_taken(message: dict[str, Any], said: str) -> None:
      {"type": "text", "json_schema": {"schema": {}}}, "json_object", {"type": "text", "x": 1},
      {"type": "json_schema", "json_schema": {"schema": "{}"}}, {"type": "text", "schema": {}}],
 )  # fmt: skip
-def test_no_other_response_format_is_taken(form: Any) -> None:
+def test_other_response_formats_are_refused(form: Any) -> None:
     with pytest.raises(ValidationError, match="response_format"):
         read(ChatRequest, response_format=form)

@@ -78,7 +78,7 @@ def joined(chunks: list[Any]) -> dict[str, Any]:
     return {**call, "finish_reason": chunks[-1]["choices"][0]["finish_reason"]}
 
 
-def test_a_function_that_has_to_be_called_is_called(chatter: Serving) -> None:
+def test_required_function_is_called(chatter: Serving) -> None:
     for seed in range(4):
         for name in SCHEMAS:
             reply = ask(chatter, tool_choice=named(name), seed=seed)
@@ -99,7 +99,7 @@ def test_one_of_the_functions_is_called(chatter: Serving) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", named("list_files"), named("now")])
-def test_a_stream_adds_up_to_the_reply(chatter: Serving, choice: Any) -> None:
+def test_stream_adds_up_to_the_reply(chatter: Serving, choice: Any) -> None:
     for seed in range(3):
         whole = ask(chatter, tool_choice=choice, seed=seed)["choices"][0]
         body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "max_tokens": 200}
@@ -110,7 +110,7 @@ def test_a_stream_adds_up_to_the_reply(chatter: Serving, choice: Any) -> None:
         assert streamed["finish_reason"] == "tool_calls"
 
 
-def test_a_call_that_is_cut_short_says_so(chatter: Serving) -> None:
+def test_cut_call_is_reported(chatter: Serving) -> None:
     (choice,) = ask(chatter, tool_choice=named("list_files"), max_tokens=5)["choices"]
     assert choice["finish_reason"] == "length"
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"fol'
@@ -156,7 +156,7 @@ def test_wrong_tool_is_refused(
     assert said in error["message"]
 
 
-def test_a_call_and_its_result_can_be_sent_back(chatter: Serving) -> None:
+def test_call_and_its_result_can_be_sent_back(chatter: Serving) -> None:
     """They become text of the conversation, so that the model sees them."""
     message = ask(chatter, seed=1)["choices"][0]["message"]
     (call,) = message["tool_calls"]
@@ -170,7 +170,7 @@ def test_a_call_and_its_result_can_be_sent_back(chatter: Serving) -> None:
     assert told["usage"]["prompt_tokens"] == as_text["usage"]["prompt_tokens"]
 
 
-def test_the_official_client_reads_calls(chatter: Serving) -> None:
+def test_official_client_reads_calls(chatter: Serving) -> None:
     client = openai.OpenAI(base_url=f"{chatter.url}/v1", api_key="x", timeout=TEST_TIMEOUT)
     asked: dict[str, Any] = {
         "model": "chatty", "messages": MESSAGES, "tools": TOOLS, "tool_choice": named("list"),
@@ -198,7 +198,7 @@ VALUES = st.recursive(
     st.lists(st.integers(0, 200), max_size=12),
     st.booleans(),
 )
-def test_a_call_grows_to_what_was_written(
+def test_streamed_call_adds_up_to_its_text(
     function: FunctionDefinition, arguments: dict[str, Any], cuts: list[int], several: bool
 ) -> None:
     """For any cut of its text into pieces."""
@@ -213,7 +213,7 @@ def test_a_call_grows_to_what_was_written(
     assert [part["function"].get("name") for part in parts if "id" in part] == [function.name]
 
 
-def test_references_lead_to_where_a_schema_stands_now() -> None:
+def test_references_point_to_the_moved_schema() -> None:
     recursive = {
         "type": "object",
         "properties": {

@@ -88,13 +88,13 @@ def test_null_is_the_native_default() -> None:
     assert set_fields(chat(**nulls)) == {"prompt": [1, 2], "stop_token_ids": [256, 257, 258]}
 
 
-def test_an_answer_ends_at_any_special_token_unless_it_shall_go_on() -> None:
+def test_answer_ends_at_special_tokens_by_default() -> None:
     assert chat().stop_token_ids == [256, 257, 258]
     assert chat(stop_token_ids=[300, 7]).stop_token_ids == [7, 256, 257, 258, 300]
     assert chat(ignore_eos=True).stop_token_ids == []
 
 
-def test_the_limit_of_an_answer_has_two_names() -> None:
+def test_answer_limit_has_two_names() -> None:
     assert chat().max_tokens is None, "what fits"
     for fields in ({"max_tokens": 3}, {"max_completion_tokens": 3},
                    {"max_tokens": 3, "max_completion_tokens": 3}):  # fmt: skip
@@ -135,7 +135,7 @@ CONSTRAINTS: list[tuple[dict[str, Any], str, str, Any]] = [
 
 @pytest.mark.parametrize(("fields", "own", "native", "value"), CONSTRAINTS)
 @pytest.mark.parametrize("call", [completion, chat])
-def test_every_way_to_say_what_a_text_matches(
+def test_constraints_can_be_given_in_every_way(
     call: Any, fields: dict[str, Any], own: str, native: str, value: Any
 ) -> None:
     translated = call(**fields)
@@ -157,9 +157,7 @@ def test_every_way_to_say_what_a_text_matches(
         ({"guided_json": "[" * 30_000}, "guided_json"),
     ],
 )
-def test_one_way_at_a_time_and_a_schema_that_can_be_read(
-    fields: dict[str, Any], param: str
-) -> None:
+def test_only_one_readable_constraint_is_accepted(fields: dict[str, Any], param: str) -> None:
     for call in (completion, chat):
         assert refused(call, **fields).param == param
 

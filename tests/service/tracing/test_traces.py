@@ -173,7 +173,7 @@ def test_no_text_is_sent(traced: Serving, collector: Collector) -> None:
 @pytest.mark.parametrize(
     ("fields", "seed"),
     [
-        ({"prompt": "a", "seed": 2**64 - 1}, None),  # the protocol cannot carry it
+        ({"prompt": "a", "seed": 2**64 - 1}, None),  # the trace protocol cannot represent it
         ({"prompt": ["a", "b"]}, None),  # each prompt draws its own
         ({"prompt": ["a", "b"], "seed": 7}, 7),
     ],

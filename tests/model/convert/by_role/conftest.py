@@ -1,4 +1,4 @@
-"""Fixtures: a textbook model that was really trained, once for a session, and owners' files."""
+"""Fixtures: a textbook model that is trained once per session, and owners' files."""
 
 import random
 from collections.abc import Callable
@@ -72,7 +72,7 @@ Write = Callable[..., OwnerCode]
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """Write an owner's file, and name what is in it."""
+    """Write an owner's file and parse a `--code` for it."""
     monkeypatch.chdir(tmp_path)
 
     def write(code: str, expression: str = "GPT") -> OwnerCode:

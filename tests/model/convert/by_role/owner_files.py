@@ -1,7 +1,7 @@
-"""Owners' files: classes, configurations and scripts that make a model, as people write them.
+"""Owners' files: classes, configurations and scripts that build a model, as people write them.
 
-Covers the ways to give a model its sizes. All are the book's model, whose parts are `PARTS`. Does
-not run them: that is what is tested.
+They cover the ways to give a model its sizes. All build the book's model, whose parts are `PARTS`.
+This module does not run them.
 """
 
 PARTS = """

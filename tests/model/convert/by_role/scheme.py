@@ -1,8 +1,7 @@
-"""A textbook model as a file: what it computes, which of its tensors plays which role, and what the
-tests do with it.
+"""A textbook model as a file: its computation, the roles of its tensors, and helpers for tests.
 
-Covers its names by role, the textbook's logits and those of the GPT that is built of its tensors.
-The models themselves are in `schemes.py`.
+Covers its names by role, the textbook's logits and those of the GPT built from its tensors. The
+models are in `schemes.py`.
 """
 
 import re

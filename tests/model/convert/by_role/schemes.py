@@ -1,6 +1,6 @@
 """Textbook models as files: the computation of each, and the roles of its tensors.
 
-`SCHEMES` is written by hand: the right answers of the tests.
+`SCHEMES` is written by hand and is the tests' answer key.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from tests.model.convert.by_role.textbook.torch_layers import EncoderStack, Mult
 
 
 def first(model: nn.Module, ids: Tensor) -> Tensor:
-    """Logits from a forward that gives logits and a loss."""
+    """Logits from a forward that returns logits and a loss."""
     return model(ids)[0]
 
 

@@ -1,7 +1,6 @@
-"""Logits of built GPTs against the textbooks that the weights are from, with every fold of
-`model/convert/by_role/build.py`: in float32 for all, in float64 for all but rotary
-positions, whose tables this project has in float32.
-"""
+"""Logits of built GPTs against the textbook models of the same weights, with every fold of
+`model/convert/by_role/build.py`. In float64, except rotary positions, whose tables are float32 in
+this project; in float32 for all."""
 
 import re
 from dataclasses import replace
@@ -41,7 +40,7 @@ def logits_in_float64(built: Built, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
-def test_a_built_model_gives_the_logits_of_its_source(scheme: Scheme) -> None:
+def test_built_model_gives_the_logits_of_its_source(scheme: Scheme) -> None:
     model, ids = scheme.model(), some_ids()
     built = built_from(scheme, model)
     difference = largest_difference(our_logits(built, ids), given_logits(scheme, model, ids))
@@ -92,7 +91,7 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 @pytest.mark.parametrize(("name", "wrong"), VARIANTS)
-def test_a_wrong_computation_has_other_logits(name: str, wrong: dict[str, Any]) -> None:
+def test_wrong_computation_has_other_logits(name: str, wrong: dict[str, Any]) -> None:
     """Each field of a computation reaches the model: what is not true of the source shows."""
     scheme, ids = SCHEMES[name], some_ids()
     model = scheme.model()
@@ -128,7 +127,7 @@ def test_every_change_of_weights_is_reported(name: str) -> None:
         assert folds == ()
 
 
-def test_the_shape_is_that_of_the_source() -> None:
+def test_shape_equals_the_sources() -> None:
     config = built_from(SCHEMES["llama2.c"], SCHEMES["llama2.c"].model()).config
     assert (config.n_layer, config.n_head, config.n_kv_head, config.head_dim) == (2, 4, 2, 8)
     assert (config.d_model, config.d_ff, config.vocab_size) == (32, 56, 29)
@@ -174,7 +173,7 @@ def test_biases_of_some_of_query_key_and_value() -> None:
     assert largest_difference(our_logits(built, ids), theirs) < 1e-5
 
 
-def test_a_head_that_is_the_embedding_is_tied() -> None:
+def test_head_equal_to_the_embedding_is_tied() -> None:
     """nanoGPT's file has the same matrix twice; one other value, and the head is its own."""
     model = SCHEMES["nanoGPT"].model()
     assert built_from(SCHEMES["nanoGPT"], model).config.tied_head
@@ -186,7 +185,7 @@ def test_a_head_that_is_the_embedding_is_tied() -> None:
     assert torch.equal(built.weights["head.weight"], tensors["lm_head.weight"])
 
 
-def test_a_context_can_be_shorter_and_not_longer() -> None:
+def test_context_can_be_shortened_but_not_extended() -> None:
     model = SCHEMES["nanoGPT"].model()
     built = built_from(SCHEMES["nanoGPT"], model, context_length=9)
     assert built.config.context_length == 9
@@ -195,7 +194,7 @@ def test_a_context_can_be_shorter_and_not_longer() -> None:
         built_from(SCHEMES["nanoGPT"], model, context_length=17)
 
 
-def test_dropout_is_kept_for_a_training_that_goes_on() -> None:
+def test_dropout_is_kept_for_resuming() -> None:
     tensors = mapped(SCHEMES["book"].model())
     assert build(tensors, SCHEMES["book"].computation, dropout=0.25).config.dropout == 0.25
 

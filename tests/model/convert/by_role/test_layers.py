@@ -15,7 +15,7 @@ def test_file_without_a_gpt_is_described() -> None:
         recognise("model.pt", {})
 
 
-def test_a_model_without_attention_is_refused() -> None:
+def test_model_without_attention_is_refused() -> None:
     """Layers of two matrices: a stack of perceptrons."""
     tensors = {f"layers.{n}.linear{k}.weight": torch.ones(32, 32) for n in range(3) for k in (1, 2)}
     with pytest.raises(ConvertError, match="has no layers of a GPT"):

@@ -1,4 +1,4 @@
-"""Map files: drafts that are completed and given back; what is wrong is said by its key."""
+"""Map files: drafts are completed and read again; errors name the key."""
 
 import re
 from pathlib import Path
@@ -45,7 +45,7 @@ def logits_of(file: StateFile, map_file: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
-def test_a_completed_draft_brings_the_model_in(scheme: Scheme, tmp_path: Path) -> None:
+def test_completed_draft_imports_the_model(scheme: Scheme, tmp_path: Path) -> None:
     model, path = scheme.model(), tmp_path / "draft.toml"
     file = state_file(model, settings=scheme.settings)
     with pytest.raises(OpenQuestions):
@@ -97,7 +97,7 @@ transposed = ["mlp_up", "mlp_down"]
 
 
 def strange_tensors() -> dict[str, torch.Tensor]:
-    """Names that say nothing: two layers counted from 1, heads with tensors of their own."""
+    """Names without meaning: two layers counted from 1, with separate tensors per head."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -136,7 +136,7 @@ def test_map_file_names_meaningless_tensors(tmp_path: Path) -> None:
         (('"t"', '"tt"'), r"lacks 1 tensor of its mapping, the first is tt"),
     ],
 )
-def test_a_map_that_does_not_fit_the_file_is_refused(
+def test_map_that_does_not_fit_the_file_is_refused(
     change: tuple[str, str], sentence: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "strange.toml"
@@ -154,7 +154,7 @@ def test_a_map_that_does_not_fit_the_file_is_refused(
         ("attention_norm", "l{N}.n"), ("mlp_norm", "l{N}.n"),
     ],
 )  # fmt: skip
-def test_a_map_without_a_role_that_every_gpt_has_is_refused(
+def test_map_without_a_role_that_every_gpt_has_is_refused(
     role: str, name: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "strange.toml"
@@ -166,7 +166,7 @@ def test_a_map_without_a_role_that_every_gpt_has_is_refused(
         read_by_role(recognise_file(file, RoleOptions(map_file=read_map_file(path))))
 
 
-def test_a_layer_without_a_match_is_refused(tmp_path: Path) -> None:
+def test_layer_without_a_match_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "strange.toml"
     path.write_text(STRANGE, encoding="utf-8")
     tensors = {name: t for name, t in strange_tensors().items() if name != "l2.h1.c"}
@@ -186,7 +186,7 @@ def test_gaps_between_layers_are_refused(tmp_path: Path) -> None:
         )
 
 
-def test_a_map_without_tensors_answers_and_ignores(tmp_path: Path) -> None:
+def test_map_without_tensors_answers_and_ignores(tmp_path: Path) -> None:
     """Roles are recognised; the file has only the person's own knowledge."""
     path = tmp_path / "few.toml"
     path.write_text(
@@ -247,7 +247,7 @@ def test_broken_map_file_names_its_key(text: str, sentence: str, tmp_path: Path)
         read_map_file(path)
 
 
-def test_a_file_that_is_missing_or_not_text_is_named(tmp_path: Path) -> None:
+def test_file_that_is_missing_or_not_text_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConvertError, match=r"none\.toml does not exist"):
         read_map_file(tmp_path / "none.toml")
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe\x00")

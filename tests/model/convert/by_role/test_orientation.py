@@ -1,4 +1,4 @@
-"""Orientation: what shapes say of a feed-forward whose names do not tell up from down."""
+"""Orientation: telling the up from the down matrix by shape if names do not tell."""
 
 import torch
 
@@ -8,7 +8,8 @@ ROWS, WIDTH, HIDDEN = 50, 32, 64
 
 
 def test_swapped_up_and_down_are_exchanged() -> None:
-    """Attention lies (out, in), so the first of two matrices that is (width, hidden) is down."""
+    """Attention matrices are (out, in), so the feed-forward matrix of shape (width, hidden) is
+    down."""
     layer = {
         "attn.qkv.weight": (3 * WIDTH, WIDTH),
         "attn.proj.weight": (WIDTH, WIDTH),

@@ -1,6 +1,6 @@
-"""The owner's own code decides what names do not say, run in a process of its own.
+"""The owner's own code, run in its own process, decides what names leave open.
 
-What is computed there is tested in `test_owner_process.py`.
+That process is tested in `test_owner_process.py`.
 """
 
 import re
@@ -47,15 +47,16 @@ def test_code_is_a_file_and_a_name(text: str, sentence: str) -> None:
         parse_owner_code(text)
 
 
-def test_an_expression_may_hold_colons(tmp_path: Path) -> None:
+def test_expression_may_hold_colons(tmp_path: Path) -> None:
     (tmp_path / "gpt.py").touch()
     code = parse_owner_code(f"{tmp_path}/gpt.py: GPT({{'n_head': 4}}) ")
     assert (code.file.name, code.expression) == ("gpt.py", "GPT({'n_head': 4})")
     assert str(code) == "gpt.py:GPT({'n_head': 4})"
 
 
-def test_the_owners_code_settles_everything(write: Write) -> None:
-    """The lecture's script next to its model: no question is asked, no loop is run."""
+def test_owner_code_answers_all_questions(write: Write) -> None:
+    """The lecture's script is next to its model: no question is asked, and its training loop does
+    not run."""
     scheme = SCHEMES["book"]
     model = scheme.model(seed=2)
     code = write(SCRIPT)
@@ -68,7 +69,7 @@ def test_the_owners_code_settles_everything(write: Write) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_without_a_mask_is_refused_by_its_code(write: Write, book: nn.Module) -> None:
+def test_model_without_a_mask_is_refused_by_its_code(write: Write, book: nn.Module) -> None:
     code, tensors = (
         write(DICTIONARY.replace("class GPT", "CAUSAL = False\n\n\nclass GPT")),
         mapped(book),
@@ -78,7 +79,7 @@ def test_a_model_without_a_mask_is_refused_by_its_code(write: Write, book: nn.Mo
         owner_logits(code, tensors, findings(tensors, SETTINGS), SETTINGS)
 
 
-def test_the_owners_code_has_no_network(write: Write, book: nn.Module) -> None:
+def test_owner_code_has_no_network(write: Write, book: nn.Module) -> None:
     """A real listener on this machine is not reached, by name or by address."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.1)
@@ -94,7 +95,7 @@ def test_the_owners_code_has_no_network(write: Write, book: nn.Module) -> None:
             server.accept()
 
 
-def test_a_code_that_does_not_end_is_stopped(write: Write, book: nn.Module) -> None:
+def test_endless_code_is_stopped(write: Write, book: nn.Module) -> None:
     tensors = mapped(book)
     code = write(
         "import time\n\n\nclass GPT(Base):\n    def __init__(self, cfg):\n        time.sleep(600)\n"
@@ -115,7 +116,7 @@ def test_dead_process_is_reported_with_its_stderr(write: Write, book: nn.Module)
         owner_logits(code, tensors, findings(tensors, SETTINGS), SETTINGS)
 
 
-def test_the_process_imports_nothing_else_of_this_project() -> None:
+def test_owner_process_imports_nothing_else_of_this_project() -> None:
     """The owner's modules may have the same names."""
     imports = r"^\s*(?:from|import) ((?:model|service|logitd)\b[\w.]*)"
     sources = [path.read_text(encoding="utf-8") for path in Path(process.__file__).parent.iterdir()

@@ -64,7 +64,7 @@ def logits_here(
     [BY_NAMES, DATACLASS, DICTIONARY, SCRIPT, STALE_SCRIPT],
     ids=["by names", "dataclass", "dictionary", "script", "another run's values"],
 )
-def test_a_class_is_made_with_what_is_known(code: str, write: Write, book: nn.Module) -> None:
+def test_class_is_made_with_known_arguments(code: str, write: Write, book: nn.Module) -> None:
     ids, logits = logits_here(write(code), book)
     assert ids.shape == (2, 12)
     assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
@@ -72,7 +72,7 @@ def test_a_class_is_made_with_what_is_known(code: str, write: Write, book: nn.Mo
     assert not Path("overwritten.pt").exists()
 
 
-def test_a_configuration_class_without_dataclass_is_filled(write: Write, book: nn.Module) -> None:
+def test_configuration_class_without_dataclass_is_filled(write: Write, book: nn.Module) -> None:
     ids, logits = logits_here(write(ATTRIBUTES), book)
     assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
 
@@ -87,14 +87,14 @@ def test_a_configuration_class_without_dataclass_is_filled(write: Write, book: n
         "[GPT(29, 16, 32, dropout=0.0)][0]",
     ],
 )
-def test_an_expression_makes_the_model(expression: str, write: Write, book: nn.Module) -> None:
+def test_expression_builds_the_model(expression: str, write: Write, book: nn.Module) -> None:
     code = BY_NAMES + "\n\ndef make():\n    return GPT(29, 16, 32, dropout=0.0)\n"
     ids, logits = logits_here(write(code, expression), book)
     assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
 
 
 def test_code_supplies_a_missing_number_of_heads(write: Write, book: nn.Module) -> None:
-    """The default of its class, or of the script: nobody said another."""
+    """The default of its class or of the script, because nothing else states the number."""
     ids, logits = logits_here(write(BY_NAMES), book, {})
     assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
 
@@ -138,7 +138,7 @@ def test_settings_of_the_file_come_before_defaults(write: Write, book: nn.Module
         assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
 
 
-def test_modules_beside_the_file_are_imported(
+def test_modules_next_to_the_file_are_imported(
     write: Write, book: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "pieces_of_gpt", raising=False)
@@ -163,7 +163,7 @@ FORWARDS = {
 
 
 @pytest.mark.parametrize("forward", FORWARDS.values(), ids=FORWARDS.keys())
-def test_logits_are_found_in_what_a_forward_gives(
+def test_logits_are_found_in_the_output_of_a_forward(
     forward: str, write: Write, book: nn.Module
 ) -> None:
     code = DICTIONARY + f"\n    def forward(self, ids, targets=None):\n        {forward}\n"
@@ -172,7 +172,7 @@ def test_logits_are_found_in_what_a_forward_gives(
     assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
 
 
-def test_a_forward_that_wants_targets_is_given_some(write: Write, book: nn.Module) -> None:
+def test_forward_gets_the_targets_it_needs(write: Write, book: nn.Module) -> None:
     code = DICTIONARY + (
         "\n    def forward(self, ids, targets):\n"
         "        logits = super().forward(ids)\n"
@@ -182,8 +182,8 @@ def test_a_forward_that_wants_targets_is_given_some(write: Write, book: nn.Modul
     assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
 
 
-def test_a_state_dict_of_a_part_is_loaded_into_that_part(write: Write, book: nn.Module) -> None:
-    """The file has the names of what is inside a wrapper."""
+def test_state_dict_of_a_part_is_loaded_into_that_part(write: Write, book: nn.Module) -> None:
+    """The file has the names of the module inside a wrapper."""
     code = DICTIONARY + (
         "\n\nclass Wrapped(nn.Module):\n"
         "    def __init__(self, cfg):\n        super().__init__()\n        self.gpt = GPT(cfg)\n"

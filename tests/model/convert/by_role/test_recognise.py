@@ -1,5 +1,5 @@
-"""Roles of tensors by their names and shapes, for the schemes of `textbook/` and for names
-that are put together from what people call the parts."""
+"""Roles of tensors by name and shape, for the schemes of `textbook/` and for names composed of
+usual words for the parts."""
 
 import re
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ IN_LAYERS = [
 
 
 @pytest.mark.parametrize("name", IN_LAYERS)
-def test_a_tensor_that_one_layer_lacks_is_named(name: str) -> None:
+def test_tensor_that_one_layer_lacks_is_named(name: str) -> None:
     scheme = SCHEMES[name]
     tensors = state(scheme.model())
     last = str(scheme.first_layer + scheme.n_layer - 1)
@@ -71,7 +71,7 @@ def test_a_tensor_that_one_layer_lacks_is_named(name: str) -> None:
             check("model.pt", less, recognise("model.pt", less))
 
 
-def test_a_model_without_a_token_embedding_is_refused() -> None:
+def test_model_without_a_token_embedding_is_refused() -> None:
     tensors = state(SCHEMES["matrices (in, out)"].model())
     del tensors["wte.weight"]
     with pytest.raises(

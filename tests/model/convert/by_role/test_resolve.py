@@ -1,5 +1,5 @@
-"""Answers to questions that names leave open: the owner's logits, a text, and flags. The text is
-one that the model was trained for here (`conftest.py`)."""
+"""Answers to questions that names leave open, from the owner's logits, a text, or flags. The model
+in `conftest.py` is trained on that text."""
 
 import math
 import re
@@ -62,7 +62,7 @@ def resolved_by_logits(scheme: Scheme, model: torch.nn.Module) -> Resolution:
     ("name", "said"),
     [*QUICK.items(), *(pytest.param(name, {}, marks=pytest.mark.slow) for name in SCHEMES)],
 )
-def test_logits_pick_what_the_source_computes(name: str, said: Mapping[str, Any]) -> None:
+def test_logits_select_the_sources_computation(name: str, said: Mapping[str, Any]) -> None:
     torch.manual_seed(1)  # with other weights the search was seen to miss its way
     scheme = replace(SCHEMES[name], settings={**SCHEMES[name].settings, **said})
     resolution = resolved_by_logits(scheme, scheme.model())
@@ -72,7 +72,7 @@ def test_logits_pick_what_the_source_computes(name: str, said: Mapping[str, Any]
         for field in FIELDS
         if getattr(resolution.computation, field) != getattr(right, field)
     }
-    unlike.pop("context_length", None)  # llama's files do not say it
+    unlike.pop("context_length", None)  # llama's files do not store it
     for eps in ("norm_eps", "qk_norm_eps"):
         ours, theirs = unlike.pop(eps, (0.0, 0.0))
         assert abs(ours - theirs) < 1e-5  # as far as logits tell
@@ -113,7 +113,7 @@ def test_log_probabilities_replace_logits() -> None:
     assert resolution.computation == canonical(scheme.computation)
 
 
-def test_the_tolerance_grows_with_the_logits() -> None:
+def test_tolerance_grows_with_the_logits() -> None:
     for largest, tolerance in ((2.0, 1e-4), (200.0, 1e-3)):
         objective = LogitsObjective("", some_ids(1, 4), torch.full((1, 4, 29), largest))
         assert objective.tolerance == pytest.approx(tolerance)
@@ -140,7 +140,7 @@ def resolved_by_text(trained: Trained, **answers: Any) -> Resolution:
     return resolve(tensors, given, objective)
 
 
-def test_a_text_picks_what_a_trained_model_computes(trained: Trained) -> None:
+def test_text_selects_the_trained_models_computation(trained: Trained) -> None:
     resolution = resolved_by_text(trained)
     how = resolution.computation
     assert (how.score_scale, how.activation, how.norm_position) == ("d_model", "relu", "pre")
@@ -159,7 +159,7 @@ def test_a_text_picks_what_a_trained_model_computes(trained: Trained) -> None:
     )
 
 
-def test_the_loss_is_the_textbooks(trained: Trained) -> None:
+def test_text_loss_equals_the_textbooks(trained: Trained) -> None:
     """Cross-entropy of the textbook itself, token by token."""
     objective = words(trained.token_ids)
     built = built_from(SCHEMES["lecture"], trained.model, context_length=24)
@@ -172,7 +172,7 @@ def test_the_loss_is_the_textbooks(trained: Trained) -> None:
     assert torch.equal(few, nats[: len(few)])
 
 
-def test_a_text_that_is_not_the_models_is_refused(trained: Trained) -> None:
+def test_text_of_another_model_is_refused(trained: Trained) -> None:
     noise = torch.randint(0, 9, (2000,), generator=torch.Generator().manual_seed(4))
     tensors = mapped(trained.model)
     objective = text_objective(CheckText("noise.txt", noise.tolist()), 24)
@@ -182,7 +182,8 @@ def test_a_text_that_is_not_the_models_is_refused(trained: Trained) -> None:
 
 
 def test_short_text_leaves_questions_open(trained: Trained) -> None:
-    """On three tokens of it, score scale and activation stay open: one window has no error bar."""
+    """With three tokens of it, score scale and activation stay open: one window has no error
+    bar."""
     tensors = mapped(trained.model)
     objective = words(trained.token_ids[:4])
     assert len(objective.windows) == 1
@@ -191,7 +192,7 @@ def test_short_text_leaves_questions_open(trained: Trained) -> None:
 
 
 def test_undecided_values_are_asked(trained: Trained) -> None:
-    """Three windows: the scale shows, the activation does not."""
+    """Three windows settle the scale but not the activation."""
     tensors = mapped(trained.model)
     objective = words(trained.token_ids[:75])
     given = answer(findings(tensors), {"score_scale": "d_model", "norm_position": "pre"})
@@ -201,7 +202,7 @@ def test_undecided_values_are_asked(trained: Trained) -> None:
     assert "--activation gelu|gelu_tanh|relu|relu2" in str(refusal.value)
 
 
-def test_an_answer_is_not_tried_again(trained: Trained) -> None:
+def test_given_answer_is_not_tried(trained: Trained) -> None:
     resolution = resolved_by_text(trained, score_scale="d_model")
     assert resolution.computation.score_scale == "d_model"
     assert resolution.origins["score_scale"] == "--score-scale"
@@ -244,7 +245,7 @@ def sees_all() -> Multihead:
     return model.eval().requires_grad_(False)
 
 
-def test_a_model_without_a_mask_is_refused_by_a_text(sees_all: Multihead) -> None:
+def test_model_without_a_mask_is_refused_by_a_text(sees_all: Multihead) -> None:
     tensors = mapped(sees_all)
     ids = torch.randint(0, VOCAB, (3000,), generator=torch.Generator().manual_seed(2))
     objective = text_objective(CheckText("letters.txt", ids.tolist()), 16)
@@ -303,14 +304,14 @@ def test_questions_are_asked_without_a_writable_draft(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_text_that_is_too_short_is_refused() -> None:
+def test_text_that_is_too_short_is_refused() -> None:
     recognised = recognise_file(state_file(SCHEMES["nanoGPT"].model()), RoleOptions())
     with pytest.raises(ConvertError, match=r"two\.txt has 2 tokens: too few to check"):
         read_by_role(recognised, text=CheckText("two.txt", [1, 2]))
 
 
-def test_a_model_that_a_text_settles_is_read_whole(trained: Trained) -> None:
-    """Step, loss and dropout of the file, and what was verified, go along."""
+def test_text_completes_the_import(trained: Trained) -> None:
+    """Step, loss and dropout of the file are kept, and so is the list of verified facts."""
     settings = {"iter": 200, "val_loss": 1.25, "dropout": 0.2}
     recognised = recognise_file(state_file(trained.model, settings=settings), RoleOptions())
     assert recognised.rows == 9
@@ -340,9 +341,7 @@ def test_a_model_that_a_text_settles_is_read_whole(trained: Trained) -> None:
         ("llama, QK-norm", {"n_head": 8}),
     ],
 )
-def test_an_answer_that_the_tensors_contradict_is_refused(
-    name: str, answers: dict[str, Any]
-) -> None:
+def test_answer_that_the_tensors_contradict_is_refused(name: str, answers: dict[str, Any]) -> None:
     scheme = SCHEMES[name]
     fields = ("n_head", "norm", "norm_position", "final_norm", "positions", "activation",
               "score_scale", "rotary_layout")  # fmt: skip
@@ -405,7 +404,7 @@ def test_heads_that_shapes_contradict_are_refused() -> None:
         finding("nanoGPT", "n_head", {"n_head": 5})
 
 
-def test_an_unknown_activation_is_refused() -> None:
+def test_unknown_activation_is_refused() -> None:
     with pytest.raises(ConvertError, match="activation is 'mish'; without a gate, known are"):
         finding("nanoGPT", "activation", {"activation": "mish"})
 
@@ -445,7 +444,7 @@ def test_rotary_table_shows_theta_layout_and_heads(form: str, theta: float) -> N
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
-def test_the_first_values_are_a_whole_computation(scheme: Scheme) -> None:
+def test_first_values_are_a_whole_computation(scheme: Scheme) -> None:
     how = first(findings(mapped(scheme.model()), scheme.settings))
     assert how == canonical(how)
     assert how.causal

@@ -11,7 +11,7 @@ from tests.model.convert.by_role.schemes import SCHEMES
 
 
 def test_tensors_of_a_role_are_equal_in_every_form() -> None:
-    """Heads apart, heads as an axis, and matrices (in, out): the rows that follow are the same."""
+    """Separate heads, heads as an axis, and matrices (in, out) all give the same rows."""
     torch.manual_seed(0)
     rows = torch.randn(2 * 3, 8)  # 2 heads of 3 channels
     names = {("query", "weight"): "q.{M}"}

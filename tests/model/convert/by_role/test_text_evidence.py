@@ -79,7 +79,7 @@ def test_counts_of_regular_texts() -> None:
     assert triples.over(4) == pytest.approx((triples.bigram + 3 * triples.trigram) / 4)
 
 
-def test_a_variant_no_better_than_counts_is_refused(trained: Trained) -> None:
+def test_variant_no_better_than_counts_is_refused(trained: Trained) -> None:
     """The text's unigram entropy was the bar, which a model with its blocks swapped beats."""
     state = trained.model.state_dict()
     swap = {"0": "1", "1": "0"}
@@ -96,7 +96,7 @@ def test_a_variant_no_better_than_counts_is_refused(trained: Trained) -> None:
     assert not isinstance(refusal.value, OpenQuestions)
 
 
-def test_a_loss_in_the_file_must_agree(trained: Trained) -> None:
+def test_loss_in_the_file_must_agree(trained: Trained) -> None:
     loss = resolved(trained).penalty
     assert loss is not None
     agreed = resolved(trained, StatedLoss("val_loss", loss))
@@ -121,7 +121,7 @@ def test_stated_losses_are_found(contents: dict[str, Any], expected: float | Non
     assert (None if found is None else found.nats) == expected
 
 
-def test_a_won_value_is_not_called_a_convention(trained: Trained) -> None:
+def test_measured_value_is_not_reported_as_convention(trained: Trained) -> None:
     found = resolved(
         trained,
         residual=Finding(("parallel", "sequential"), CONVENTION),
@@ -137,7 +137,7 @@ def test_a_won_value_is_not_called_a_convention(trained: Trained) -> None:
 
 
 def test_lines_are_samples_after_their_start(trained: Trained) -> None:
-    """A model of names predicts each line after id 0, and knows nothing of the line before."""
+    """A model of names predicts each line after id 0, without the line before."""
     ids = torch.tensor(trained.token_ids[: 7 * FEWEST_LINES]).view(-1, 7)
     lines = [row[: 3 + index % 4].tolist() for index, row in enumerate(ids)]
     text = CheckText("names.txt", [], lines, (8, 0, 8))
@@ -179,7 +179,7 @@ def test_rotary_table_of_the_whole_width_does_not_settle_one_head() -> None:
         recognise_file(file, RoleOptions(answers={"n_head": 4}))
 
 
-def test_a_single_open_value_is_asked_and_not_tried(trained: Trained) -> None:
+def test_single_open_value_raises_a_question(trained: Trained) -> None:
     tensors = mapped(trained.model)
     alone = Finding(("sequential",), "only this can be computed", ambiguous=True)
     objective = text_objective(CheckText("words.txt", trained.token_ids), 24)

@@ -31,7 +31,7 @@ BLOCK: Mapping[str, tuple[int, ...]] = {
 
 
 def test_blocks_without_a_word_for_attention() -> None:
-    """A list of pairs: the list with the projections is attention's."""
+    """A list of pairs: the list that has the projections is attention."""
     names = {
         "1.net.0.weight": (WIDTH,),
         "1.net.0.bias": (WIDTH,),
@@ -57,7 +57,7 @@ def test_blocks_without_a_word_for_attention() -> None:
     assert names_by_role["mlp_down", "weight"] == "layers.{N}.1.net.4.weight"
 
 
-def test_a_norm_at_the_end_of_the_list_of_blocks() -> None:
+def test_final_norm_may_end_the_list_of_blocks() -> None:
     """`nn.Sequential(Block(), Block(), nn.LayerNorm())`, as in the middle of one lecture."""
     tensors = {
         "table.weight": torch.rand(ROWS, WIDTH),

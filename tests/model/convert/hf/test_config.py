@@ -59,7 +59,8 @@ def test_logits_and_ids_are_theirs(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "opt", "llama-tied-biased"])
 @pytest.mark.parametrize("shards", [1, 2])
 def test_weights_in_pickles_are_the_same(family: str, shards: int, tmp_path: Path) -> None:
-    """In one file with the buffers of old ones, or in several; a tied head is stored twice."""
+    """In one file that includes old versions' buffers, or in several; a tied head is stored
+    twice."""
     model, _ = save_theirs(tmp_path / "theirs", family)
     folder = copy(tmp_path / "theirs", tmp_path / "pickled")
     (folder / "model.safetensors").unlink()
@@ -79,7 +80,7 @@ def test_weights_in_pickles_are_the_same(family: str, shards: int, tmp_path: Pat
         index = folder / "pytorch_model.bin.index.json"
         index.write_text(json.dumps({"weight_map": homes}), encoding="utf-8")
     import_model(tmp_path / "theirs", tmp_path / "a")
-    named = folder / "pytorch_model.bin"  # stands for the folder that it is in
+    named = folder / "pytorch_model.bin"  # means the folder that it is in
     import_model(named if shards == 1 else folder, tmp_path / "b")
     assert loaded(tmp_path / "a")[0].weights_sha256 == loaded(tmp_path / "b")[0].weights_sha256
 
@@ -128,7 +129,7 @@ def test_shards_and_the_base_models_names_are_read(gpt2_folder: Path, tmp_path: 
         import_model(folder, tmp_path / "three")
 
 
-def test_the_old_form_of_a_configuration_says_the_same(llama_folder: Path, tmp_path: Path) -> None:
+def test_old_form_of_a_configuration_is_equivalent(llama_folder: Path, tmp_path: Path) -> None:
     folder = copy(llama_folder, tmp_path / "old")
     edit(folder / "config.json", rope_parameters=None, dtype=None, rope_theta=5000.0)
     import_model(folder, tmp_path / "a")
@@ -137,7 +138,7 @@ def test_the_old_form_of_a_configuration_says_the_same(llama_folder: Path, tmp_p
     assert loaded(tmp_path / "a")[0].config.rope_theta == 5000.0
 
 
-def test_the_context_can_be_cut(gpt2_folder: Path, tmp_path: Path) -> None:
+def test_context_can_be_shortened(gpt2_folder: Path, tmp_path: Path) -> None:
     import_model(gpt2_folder, tmp_path / "long")
     import_model(gpt2_folder, tmp_path / "short", context_length=16)
     (_, long), (info, short) = loaded(tmp_path / "long"), loaded(tmp_path / "short")
@@ -253,7 +254,7 @@ def test_unsupported_model_is_refused_by_its_key(
     assert not (tmp_path / "ours").exists()
 
 
-def test_the_old_form_of_gpt_neox_says_the_same(tmp_path: Path) -> None:
+def test_old_form_of_gpt_neox_is_equivalent(tmp_path: Path) -> None:
     save_theirs(tmp_path / "theirs", "gpt_neox-whole")
     import_model(tmp_path / "theirs", tmp_path / "new")
     edit(
@@ -270,7 +271,7 @@ def test_the_old_form_of_gpt_neox_says_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["type", "rope_type"])
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
-def test_the_old_form_of_scaled_positions_says_the_same(
+def test_old_form_of_scaled_positions_is_equivalent(
     llama_folder: Path, tmp_path: Path, kind: str, name: str
 ) -> None:
     folder = copy(llama_folder, tmp_path / "changed")

@@ -1,4 +1,4 @@
-"""Split patterns for the other engine: the same pieces of any text."""
+"""Split patterns in the dialect of the other regex engine: the same pieces of any text."""
 
 import pytest
 import regex
@@ -34,7 +34,7 @@ def test_rewritten_patterns_cut_the_same_pieces(pattern: str) -> None:
     assert library_pieces(written, probe_text()) == regex.findall(pattern, probe_text())
 
 
-def test_the_engines_do_differ() -> None:
+def test_regex_engines_differ() -> None:
     assert library_pieces(SPLIT_PATTERN, "12345") == ["12345"]
     assert library_pieces(to_oniguruma(SPLIT_PATTERN), "12345") == ["12", "34", "5"]
 

@@ -17,8 +17,8 @@ BYTES = {bytes([byte]): byte for byte in range(256)}
 
 
 @given(st.lists(st.text("abc", min_size=2, max_size=5), unique=True, max_size=25), st.text("abc"))
-def test_any_ranks_have_merges_that_encode_alike(tokens: list[str], piece: str) -> None:
-    """Even of tokens that nobody learned, in any order. What no merge forms is looked up whole."""
+def test_merges_of_any_ranks_encode_alike(tokens: list[str], piece: str) -> None:
+    """Even for untrained tokens in any order. Tokens that no merge forms are looked up whole."""
     ranks = BYTES | {token.encode(): 256 + rank for rank, token in enumerate(tokens)}
     tokenizer = Tokenizer(ranks=ranks, pattern=r"[\s\S]+", special_tokens={})
     merges, alone = merges_of(ranks)
@@ -38,7 +38,7 @@ def test_any_ranks_have_merges_that_encode_alike(tokens: list[str], piece: str) 
         (b"xyz", None),
     ],
 )
-def test_the_last_pair(token: bytes, pair: tuple[bytes, bytes] | None) -> None:
+def test_last_pair_is_found(token: bytes, pair: tuple[bytes, bytes] | None) -> None:
     more = (b"bc", b"ab", b"abc", b"cd", b"abcd", b"xyz", b"bcd")
     ranks = BYTES | {name: 256 + rank for rank, name in enumerate(more)}
     assert last_pair(token, ranks) == pair

@@ -18,7 +18,8 @@ from tests.model.shapes import SCALINGS
 def test_written_weights_are_read_unchanged(
     pairs: tuple[int, int], scaling: str, theta: float
 ) -> None:
-    """For any rotated part of a head: a share is a fraction, and its product is rounded down."""
+    """For any rotated part of a head: the file stores a fraction, and its product with the width is
+    rounded down."""
     turning, head_dim = (2 * n for n in pairs)
     config = tiny_config(
         positions="rotary", head_dim=head_dim, rotary_dim=turning, rope_theta=theta,

@@ -1,4 +1,4 @@
-"""`tokenizer.json`: the ids of the `tokenizers` library, or a reason why not."""
+"""`tokenizer.json`: the ids of the `tokenizers` library, or a reason for refusing it."""
 
 import json
 import re
@@ -69,7 +69,7 @@ def test_ids_are_the_librarys(pattern: str | None, special_first: bool, tmp_path
     assert [token_id] == library.encode(name).ids
 
 
-def test_a_broken_conversion_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_conversion_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read(their_tokenizer(), tmp_path)
     monkeypatch.setattr("logitd.model.convert.hf.tokenizer.GPT2_PATTERN", r"\p{L}+")
     with pytest.raises(ConvertError, match=r"keeps \d+ of the text's \d+ bytes"):
@@ -128,7 +128,7 @@ def test_other_tokenizers_are_refused(
         read_document(tokenizer_json, tmp_path)
 
 
-def test_a_normalizer_can_be_left_out_and_that_is_noted(tmp_path: Path) -> None:
+def test_normalizer_can_be_left_out_with_a_notice(tmp_path: Path) -> None:
     tokenizer_json = document(tmp_path) | {"normalizer": {"type": "NFC"}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json), encoding="utf-8")
     tokenizer = read_tokenizer(tmp_path / "tokenizer.json", skip_normalizer=True)
@@ -209,7 +209,7 @@ def test_added_tokens_are_the_librarys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("older", [False, True])
-def test_files_beside_add_tokens_as_in_transformers(older: bool, tmp_path: Path) -> None:
+def test_neighbouring_files_add_tokens_as_in_transformers(older: bool, tmp_path: Path) -> None:
     their_tokenizer().save(str(tmp_path / "tokenizer.json"))
     flags = {"lstrip": False, "single_word": False, "normalized": False}
     config: dict[str, Any] = {

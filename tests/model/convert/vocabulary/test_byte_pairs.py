@@ -1,4 +1,4 @@
-"""Home-made byte pair encodings against the encoders of the lectures that they come from."""
+"""Home-made byte pair encodings against the encoders of the lectures that they are based on."""
 
 import base64
 import json
@@ -52,7 +52,7 @@ def learned(pieces: list[str], count: int, *, first: int = 256) -> Merges:
 
 
 def encoded(text: str, merges: Merges, pattern: str | None = None) -> list[int]:
-    """The lecture's encoder: the earliest merge that occurs, until none does."""
+    """The lecture's encoder: apply the earliest merge that occurs until none does."""
     out = []
     for piece in [text] if pattern is None else regex.findall(pattern, text):
         ids = list(piece.encode())
@@ -117,7 +117,7 @@ def test_any_text_gets_the_ids_of_the_lectures_encoder(text: str) -> None:
     assert CUT_TOKENIZER.tokenizer.encode(text) == encoded(text, CUT, GPT4_PATTERN)
 
 
-def test_the_cut_is_assumed_from_tokens_that_never_cross_it() -> None:
+def test_split_pattern_is_assumed_if_no_token_crosses_it() -> None:
     assert CUT_TOKENIZER.tokenizer.pattern == GPT4_PATTERN
     assert (
         "no token crosses a split by GPT-4's pattern, so that is assumed" in CUT_TOKENIZER.notes[1]
@@ -128,7 +128,7 @@ def test_the_cut_is_assumed_from_tokens_that_never_cross_it() -> None:
 
 
 @pytest.mark.parametrize("pattern", CUTS.values(), ids=CUTS)
-def test_each_cut_leaves_its_own_tokens_whole(pattern: str) -> None:
+def test_tokens_decide_the_split_pattern(pattern: str) -> None:
     merges = learned(regex.findall(pattern, probe_text()), 200)
     cut = of({"merges": merges}, rows=456).tokenizer.pattern
     kept = [token.decode(errors="ignore") for token in vocabulary(merges).values()]
@@ -149,7 +149,7 @@ def test_special_token_may_have_an_id_in_between(tmp_path: Path) -> None:
     assert given.tokenizer.end_of_text == 256
 
 
-def test_the_lectures_own_file(tmp_path: Path) -> None:
+def test_lectures_file_is_read(tmp_path: Path) -> None:
     lines = ["minbpe v1", GPT4_PATTERN, "1", "<|endoftext|> 296", *(f"{a} {b}" for a, b in CUT)]
     (tmp_path / "my_tokenizer.model").write_text("\n".join(lines) + "\n", encoding="utf-8")
     given = of({}, rows=297, folder=tmp_path)
@@ -160,7 +160,7 @@ def test_the_lectures_own_file(tmp_path: Path) -> None:
         of({}, folder=tmp_path)
 
 
-def test_a_pickled_encoding_of_tiktoken(tmp_path: Path) -> None:
+def test_pickled_tiktoken_encoding_is_read(tmp_path: Path) -> None:
     ranks = {token: i for i, token in vocabulary(CUT).items()}
     encoding = tiktoken.Encoding(
         "own", pat_str=GPT4_PATTERN, mergeable_ranks=ranks, special_tokens={"<|bos|>": 296}

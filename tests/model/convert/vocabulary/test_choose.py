@@ -1,4 +1,4 @@
-"""Vocabularies in every form that people leave behind: ids are those of their own plain encoder."""
+"""Vocabularies in every form that training scripts leave: ids equal those of a plain encoder."""
 
 import collections
 import json
@@ -69,7 +69,7 @@ def check_characters(vocabulary: ForeignTokenizer) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_vocabulary_in_the_checkpoint(shape: str) -> None:
+def test_vocabulary_in_the_checkpoint_is_read(shape: str) -> None:
     vocabulary = chosen(contents=SHAPES[shape])
     check_characters(vocabulary)
     assert "ids is from '" in vocabulary.notes[0]
@@ -78,7 +78,7 @@ def test_a_vocabulary_in_the_checkpoint(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("form", ["pickle", "json"])
-def test_a_vocabulary_beside_the_model(shape: str, form: str, tmp_path: Path) -> None:
+def test_vocabulary_next_to_the_model_is_read(shape: str, form: str, tmp_path: Path) -> None:
     if form == "json":
         path = tmp_path / "vocab.json"
         path.write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
@@ -107,9 +107,9 @@ class SimpleTokenizer:
         self.stoi, self.itos, self.unused = STOI, ITOS, SimpleTokenizer
 
 
-def test_an_object_is_read_as_its_attributes_and_its_class_never_used(tmp_path: Path) -> None:
+def test_object_is_read_without_its_class(tmp_path: Path) -> None:
     raw = pickle.dumps(SimpleTokenizer())
-    gone = raw.replace(b"SimpleTokenizer", b"SimpleTokenizeR")  # a class that exists nowhere
+    gone = raw.replace(b"SimpleTokenizer", b"SimpleTokenizeR")  # a class that does not exist
     assert gone != raw
     (tmp_path / "tokenizer.pkl").write_bytes(gone)
     check_characters(chosen(folder=tmp_path))
@@ -130,7 +130,7 @@ class Bare:
         return (SimpleTokenizer, ())
 
 
-def test_a_pickle_that_calls_without_arguments_is_refused(tmp_path: Path) -> None:
+def test_pickle_that_calls_without_arguments_is_refused(tmp_path: Path) -> None:
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"stoi": STOI, "x": Bare()}))
     with pytest.raises(ConvertError, match=r"it names \S+SimpleTokenizer; building that would"):
         chosen(folder=tmp_path)
@@ -138,7 +138,7 @@ def test_a_pickle_that_calls_without_arguments_is_refused(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_a_pickle_that_calls_something_is_refused_and_calls_nothing(
+def test_pickle_that_calls_something_is_refused_and_calls_nothing(
     inside: bool, protocol: int, tmp_path: Path
 ) -> None:
     hostile: Any = Hostile(tmp_path / "touched")
@@ -177,7 +177,7 @@ def save_characters(path: Path, characters: list[str]) -> None:
     path.write_bytes(pickle.dumps({"itos": characters}))
 
 
-def test_vocabularies_that_disagree_are_named_and_none_is_taken(tmp_path: Path) -> None:
+def test_disagreeing_vocabularies_are_refused(tmp_path: Path) -> None:
     save_characters(tmp_path / "data" / "one" / "meta.pkl", CHARACTERS)
     save_characters(tmp_path / "data" / "two" / "meta.pkl", CHARACTERS[::-1])
     sentence = r"fit the model's 22 rows and disagree: \S+one/meta\.pkl, \S+two/meta\.pkl\. .* --to"
@@ -189,7 +189,7 @@ def test_vocabularies_that_disagree_are_named_and_none_is_taken(tmp_path: Path) 
     check_characters(chosen(folder=tmp_path))  # only one of them fits
 
 
-def test_named_vocabulary_precedes_inside_and_beside(tmp_path: Path) -> None:
+def test_named_vocabulary_has_precedence(tmp_path: Path) -> None:
     save_characters(tmp_path / "meta.pkl", CHARACTERS[::-1])
     save_characters(tmp_path / "other.pkl", [*CHARACTERS[1:], CHARACTERS[0]])
     inside = {"stoi": STOI}
@@ -199,7 +199,7 @@ def test_named_vocabulary_precedes_inside_and_beside(tmp_path: Path) -> None:
     assert named.tokenizer.token_text(0) == CHARACTERS[1]
 
 
-def test_nanogpts_data_folder_comes_before_others(tmp_path: Path) -> None:
+def test_nanogpts_data_folder_has_precedence(tmp_path: Path) -> None:
     save_characters(tmp_path / "data" / "one" / "meta.pkl", CHARACTERS[::-1])
     save_characters(tmp_path / "data" / "two" / "meta.pkl", CHARACTERS)
     vocabulary = chosen(folder=tmp_path / "out", facts={"dataset": "two"})
@@ -222,7 +222,7 @@ def test_contradictory_vocabulary_is_refused() -> None:
         ({"stoi": {"a": -1, "b": 0}}, "has the id -1"),
     ):
         if sentence is None:
-            check_characters(chosen(contents=contents))  # a list beside a dictionary has no ids
+            check_characters(chosen(contents=contents))  # a list next to a dictionary has no ids
             continue
         with pytest.raises(ConvertError, match=sentence):
             chosen(contents=contents, rows=2)
@@ -276,7 +276,7 @@ def test_rows_beyond_the_ids_are_padding(ids: int, rows: int, settings: Any) -> 
         (980, 1001, r"1,001 rows .* 980 ids: 21 rows"),
     ],
 )
-def test_a_size_that_does_not_fit_is_refused_with_its_numbers(
+def test_size_that_does_not_fit_is_refused_with_its_numbers(
     ids: int, rows: int, sentence: str
 ) -> None:
     texts = [chr(0x20000 + index) for index in range(ids)]
@@ -335,7 +335,7 @@ def test_ids_without_a_text_get_a_name() -> None:
 
 
 @given(st.lists(st.sampled_from(CHARACTERS)).map("".join))
-def test_any_text_of_the_characters_comes_back(text: str) -> None:
+def test_text_of_known_characters_round_trips(text: str) -> None:
     tokenizer = CHARACTER_TOKENIZER.tokenizer
     assert tokenizer.encode(text) == [STOI[character] for character in text]
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -347,7 +347,7 @@ CHARACTER_TOKENIZER = chosen(contents={"stoi": STOI})
 # What --tokenizer names
 
 
-def test_the_sorted_characters_of_a_text(tmp_path: Path) -> None:
+def test_characters_of_a_text_are_sorted(tmp_path: Path) -> None:
     (tmp_path / "input.txt").write_bytes((TEXT * 2).replace("\n", "\r\n").encode())
     plain = sorted(set((tmp_path / "input.txt").read_text(encoding="utf-8")))
     named = f"characters:{tmp_path / 'input.txt'}"
@@ -363,7 +363,8 @@ def test_the_sorted_characters_of_a_text(tmp_path: Path) -> None:
 
 
 def test_check_text_is_the_last_resort_for_a_vocabulary(tmp_path: Path) -> None:
-    """Its loss says soon enough whether it was; only a text with as many characters is tried."""
+    """A wrong choice would show in its loss. Only a text with as many characters as ids is
+    tried."""
     text = tmp_path / "elsewhere.txt"
     text.write_text("".join(CHARACTERS) * 2, encoding="utf-8")
     vocabulary = chosen(folder=tmp_path / "empty", text=text)
@@ -377,7 +378,7 @@ def test_check_text_is_the_last_resort_for_a_vocabulary(tmp_path: Path) -> None:
         chosen(folder=tmp_path / "empty", text=tmp_path / "missing.txt")
 
 
-def test_a_text_with_other_characters_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_text_with_other_characters_is_refused_with_advice(tmp_path: Path) -> None:
     (tmp_path / "input.txt").write_text("abc", encoding="utf-8")
     named = f"characters:{tmp_path / 'input.txt'}"
     with pytest.raises(ConvertError, match=r"3 different .* 4 ids: .* first=1 .* or last=1"):
@@ -408,7 +409,7 @@ def test_words_of_a_file(form: str, tmp_path: Path) -> None:
     assert more.tokenizer.encode("the cat sat") == [1, 2, 3]
 
 
-def test_a_list_of_lines_may_hold_a_line_break(tmp_path: Path) -> None:
+def test_list_of_lines_may_hold_a_line_break(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("a\n\n\nb\n", encoding="utf-8")
     vocabulary = chosen(str(tmp_path / "vocab.txt"), rows=3)
     assert vocabulary.tokenizer.encode("a\nb") == [0, 1, 2]

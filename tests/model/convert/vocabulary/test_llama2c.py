@@ -107,7 +107,7 @@ def words() -> ForeignTokenizer:
     return build_tokenizer(Table(texts=texts, where="words"))
 
 
-def test_text_to_check_with_is_lowered_and_its_unknown_words_have_the_token(tmp_path: Path) -> None:
+def test_check_text_is_lowered_with_unknown_words_replaced(tmp_path: Path) -> None:
     path = tmp_path / "t.txt"
     path.write_text("The cat SAT\nthe dog", encoding="utf-8")
     assert read_check_text(path, [path], words()).token_ids == [2, 3, 4, 2, 1]

@@ -1,4 +1,4 @@
-"""Words as tokens: the ids of `re.findall` or `str.split` and a dictionary, and back."""
+"""Words as tokens: the ids of a dictionary applied to `re.findall` or `str.split`, and decoding."""
 
 import re
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_ids_are_those_of_split_and_a_dictionary(words: list[str], data: st.Data
 
 @given(st.lists(st.sampled_from([*MARKED, " ", "\n"])).map("".join))
 def test_marks_need_no_space_before_them(text: str) -> None:
-    """As `re.findall` cuts, which is how vocabularies with marks of their own are made."""
+    """Like `re.findall`, with which vocabularies that have punctuation tokens are made."""
     pieces = re.findall(r"\w+|[^\w\s]", text)
     tokenizer = of(MARKED).tokenizer
     if set(pieces) <= set(MARKED):
@@ -63,7 +63,7 @@ def test_marks_need_no_space_before_them(text: str) -> None:
 
 
 @given(st.lists(st.sampled_from([*BOOK[:8], " "])).map("".join))
-def test_the_cut_of_a_book(text: str) -> None:
+def test_books_word_pattern_is_read(text: str) -> None:
     pieces = [part.strip() for part in re.split(BOOK_CUT, text) if part.strip()]
     assume(set(pieces) <= set(BOOK))
     tokenizer = of(BOOK).tokenizer
@@ -87,7 +87,7 @@ def test_assumptions_are_noted() -> None:
         ("\n  <unk>", "'<', at character 3"),
     ],
 )
-def test_an_unknown_word_is_named(text: str, sentence: str) -> None:
+def test_unknown_word_is_named(text: str, sentence: str) -> None:
     with pytest.raises(TokenizerError, match=sentence):
         of(PLAIN).tokenizer.encode(text)
 

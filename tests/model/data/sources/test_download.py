@@ -1,4 +1,4 @@
-"""Downloads from a real server on this machine, and what the cache keeps of them."""
+"""Downloads from a real server on this machine, and their cache."""
 
 import gzip
 import hashlib
@@ -147,7 +147,7 @@ def test_redirects_and_encodings_are_resolved(server: Server, path: str) -> None
     assert get(server.address + path).path.read_text(encoding="utf-8") == STORY
 
 
-def test_compressed_file_stays_compressed_and_keeps_its_suffix(server: Server) -> None:
+def test_downloaded_compressed_file_keeps_its_suffix(server: Server) -> None:
     fetched = get(f"{server.address}/lines.jsonl.gz")
     assert fetched.path.name.endswith("-lines.jsonl.gz")
     assert gzip.decompress(fetched.path.read_bytes()).startswith(b'{"text": "one"}')

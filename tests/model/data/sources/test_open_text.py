@@ -1,4 +1,4 @@
-"""The arguments of `--data`: the text that they make, and those that are refused."""
+"""The arguments of `--data`: the resulting text, and refused arguments."""
 
 import json
 import sysconfig

@@ -1,4 +1,4 @@
-"""Direct contributions: they add up to the logit, and each is what it is by its definition."""
+"""Direct contributions: they add up to the logit, and each matches its definition."""
 
 import copy
 from typing import Any
@@ -76,7 +76,7 @@ def test_direct_parts_are_each_head_bias_and_mlp(gpt: GPT) -> None:
     assert [(part.stage, part.head) for part in parts] == expected
 
 
-def test_each_part_is_what_the_logit_loses_without_it(gpt: GPT) -> None:
+def test_each_part_is_the_loss_of_the_logit_without_it(gpt: GPT) -> None:
     """Every norm's scale is held; each part is computed by hand from the stages of the forward."""
     gpt = copy.deepcopy(gpt).double()
     config, stages, blocks = gpt.config, plain_stages(gpt, IDS), [*map(_block, gpt.blocks)]
@@ -90,8 +90,8 @@ def test_each_part_is_what_the_logit_loses_without_it(gpt: GPT) -> None:
         return scaled
 
     def to_logit(part: Tensor, layer: int, after: str) -> float:
-        """Through the mixtures and norms that follow, the first behind the sublayer `after` of a
-        block; "embedding" is before the block."""
+        """Apply the mixtures and norms that follow the sublayer `after` of a block. "embedding"
+        means before the block."""
         embedding = part if after == "embedding" else torch.zeros_like(part)
         middle = torch.zeros_like(part)
         for later in range(layer, config.n_layer):

@@ -89,7 +89,7 @@ def test_gradient_times_input_is_that_of_autograd(gpt: GPT, exact: GPT) -> None:
         assert found.target == pytest.approx(plain_target(exact)[0].item(), abs=tolerance * 10)
 
 
-def test_tokens_behind_the_position_have_no_part_in_it(gpt: GPT) -> None:
+def test_later_tokens_contribute_nothing(gpt: GPT) -> None:
     values = values_of(attribute(gpt, IDS, task()))
     assert len(values) == len(IDS)
     assert values[POSITION + 1 :].tolist() == [0.0] * (len(IDS) - POSITION - 1)
@@ -176,7 +176,7 @@ def test_attribution_takes_the_lowest_of_equally_likely_ids() -> None:
 
 
 def test_bfloat16_weights_are_used_as_they_are_in_float32(gpt: GPT) -> None:
-    """The gradients of a model whose weights are rounded, not those of rounded arithmetic."""
+    """The gradients of a model with rounded weights, not of rounded arithmetic."""
     rounded = copy.deepcopy(gpt).bfloat16()
     wide = copy.deepcopy(rounded).float()
     for name, table in rounded.named_buffers():
@@ -184,7 +184,7 @@ def test_bfloat16_weights_are_used_as_they_are_in_float32(gpt: GPT) -> None:
     assert attribute(rounded, IDS, task()) == attribute(wide, IDS, task())
 
 
-def test_parameters_get_no_gradients_and_stay_what_they_are(gpt: GPT) -> None:
+def test_parameters_stay_unchanged_without_gradients(gpt: GPT) -> None:
     before = {name: value.clone() for name, value in gpt.named_parameters()}
     attribute(gpt, IDS, task(methods=("gradient_times_input", "integrated_gradients"), steps=2))
     for name, value in gpt.named_parameters():
@@ -193,7 +193,7 @@ def test_parameters_get_no_gradients_and_stay_what_they_are(gpt: GPT) -> None:
         assert torch.equal(value, before[name])
 
 
-def test_inference_mode_around_it_changes_nothing(gpt: GPT) -> None:
+def test_outer_inference_mode_changes_nothing(gpt: GPT) -> None:
     asked = task(methods=("gradient_times_input", "integrated_gradients", "direct"), steps=2)
     expected = attribute(gpt, IDS, asked)
     with torch.inference_mode():
@@ -254,7 +254,7 @@ def two_threads() -> Iterator[None]:
     use_threads(before)
 
 
-def test_fewer_threads_are_told_to_keep_bits_where_they_do(gpt: GPT, two_threads: None) -> None:
+def test_fewer_threads_keep_bits(gpt: GPT, two_threads: None) -> None:
     if not threads_keep_bits(gpt, BLOCK):
         pytest.skip("here a block has other bits with one thread")
     together = attribute(gpt, IDS, task())

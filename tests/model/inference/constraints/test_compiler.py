@@ -1,6 +1,6 @@
-"""Constraints by themselves: what each kind lets through, how texts end, and what is refused.
+"""Constraints without a model: the texts that each kind allows, how they end, and refused ones.
 
-What a model says under one is in `test_constrained.py` of `tests/model/inference/engine/`.
+Generation under constraints is tested in `test_constrained.py` of `tests/model/inference/engine/`.
 """
 
 import itertools
@@ -37,7 +37,7 @@ MERGED = Compiler(MERGING)
 
 
 def compiled(kind: Kind, text: Any, compiler: Compiler = BYTES) -> Constraint:
-    """A schema or a list of choices is given as it is."""
+    """A schema or a list of choices is encoded as JSON."""
     return compiler.compile(Source(kind, text if isinstance(text, str) else json.dumps(text)))
 
 
@@ -67,7 +67,7 @@ def refusal(kind: Kind, text: Any) -> str:
 
 
 def walk(constraint: Constraint, seed: int, tokens: int = 60) -> list[int]:
-    """Ids drawn evenly from what is allowed, up to the end."""
+    """Ids drawn uniformly from the allowed ones, up to the end."""
     rng, matcher, ids = random.Random(seed), constraint.matcher(), list[int]()
     while not matcher.complete and len(ids) < tokens:
         ids.append(rng.choice(matcher.allowed().nonzero()[0].tolist()))
@@ -128,8 +128,8 @@ def test_property_has_one_spelling() -> None:
 
 
 @pytest.mark.parametrize(("kind", "text"), MATCHES)
-def test_tokens_may_be_cut_anywhere(kind: Kind, text: str) -> None:
-    """Texts of a vocabulary whose tokens begin and end inside characters are still texts."""
+def test_tokens_may_split_characters(kind: Kind, text: str) -> None:
+    """Tokens that begin and end inside characters still form valid texts."""
     constraint = compiled(kind, text, MERGED)
     bytewise = compiled(kind, text)
     finished = 0
@@ -155,7 +155,7 @@ def test_forced_text_has_its_own_tokens() -> None:
 # Where texts end
 
 
-def test_end_of_text_is_allowed_where_the_text_is_whole_and_could_go_on() -> None:
+def test_end_of_text_is_allowed_after_a_complete_text() -> None:
     constraint = compiled("regex", "ab{1,2}")
     for text, may_end, complete in (("", False, False), ("a", False, False), ("ab", True, False)):
         matcher = after(constraint, text)
@@ -197,7 +197,7 @@ def test_name_of_a_special_token_is_plain_text() -> None:
 
 @pytest.fixture
 def without_end() -> Tokenizer:
-    """The byte vocabulary and nothing else."""
+    """The byte vocabulary without an end of text."""
     bytes_ = byte_tokenizer()
     return Tokenizer(ranks=bytes_.ranks, pattern=bytes_.pattern, special_tokens={})
 
@@ -325,8 +325,8 @@ CHARACTERS = character_tokenizer(dict(enumerate(["<pad>", *'abc {}:"1\n', "é"])
 
 
 @given(st.data())
-def test_masks_of_characters_are_what_the_expression_lets_through(data: st.DataObject) -> None:
-    """Forced text comes as one character each."""
+def test_masks_of_characters_match_the_expression(data: st.DataObject) -> None:
+    """Forced text is forced character by character."""
     middles = ("".join(m) for length in range(4) for m in itertools.product("cé", repeat=length))
     language = [f"ab{middle}b\n\n1" for middle in middles]
     constraint = Compiler(CHARACTERS).compile(Source("regex", r"ab(c|é){0,3}b\n{2}1"))

@@ -36,7 +36,7 @@ print(grown, resident() - before)
 
 @pytest.mark.skipif(not resident(), reason="the system does not tell a process's size")
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
-def test_memory_of_ended_sequences_goes_back_to_the_system() -> None:
+def test_memory_of_ended_sequences_is_freed() -> None:
     output = subprocess.run(
         [sys.executable, "-c", WRITE], check=True, capture_output=True, text=True
     ).stdout

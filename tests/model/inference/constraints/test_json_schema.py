@@ -20,7 +20,7 @@ from tests.model.inference.constraints.test_compiler import takes
 
 COMPILER = Compiler(byte_tokenizer())
 
-# Of each keyword a schema that has it, a value that it admits and one that it alone does not.
+# For each keyword: a schema, a value that it allows, and one that only this keyword forbids.
 KEYWORDS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "type": ({"type": "null"}, None, 1),
     "enum": ({"enum": [1, "a"]}, "a", "b"),
@@ -106,7 +106,7 @@ def test_annotation_changes_nothing(keyword: str) -> None:
         *("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "contentSchema"),
     ],
 )
-def test_any_other_keyword_is_refused_wherever_it_is(keyword: str) -> None:
+def test_unknown_keyword_is_refused_at_any_depth(keyword: str) -> None:
     inner = {"type": "null", keyword: {}}
     for schema in (
         inner,
@@ -145,7 +145,7 @@ def test_names_and_values_are_no_keywords() -> None:
         ({"items": {"minProperties": 3, "required": ["a", "b"]}}, False),
     ],
 )
-def test_more_properties_than_are_required_cannot_be_promised(schema: Any, promised: bool) -> None:
+def test_unrequired_minimum_of_properties_is_refused(schema: Any, promised: bool) -> None:
     if promised:
         enforceable(schema)
     else:
@@ -162,7 +162,7 @@ PATTERNS = (
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_pattern_means_what_it_says_of_every_character(pattern: str) -> None:
+def test_pattern_covers_every_character(pattern: str) -> None:
     schema = {"type": "string", "pattern": pattern}
     constraint = COMPILER.compile(Source("json_schema", json.dumps(schema)))
     writable = [*NAMED_CONTROLS, *map(chr, range(0x20, 0x7F)), "é", "€", "a--b", "[^a"]

@@ -1,6 +1,5 @@
-"""Trials of constraints in processes of their own: they say what compiling here would say, and
-suffer what would end a server.
-"""
+"""Trial compilations in separate processes: they return the result of compiling here, and survive
+sources that would end a server."""
 
 import json
 import os
@@ -70,7 +69,7 @@ def sandbox() -> Iterator[Sandbox]:
 
 @pytest.fixture
 def roomy() -> Iterator[Sandbox]:
-    """A sandbox whose trials have so much memory that a source can be slow."""
+    """A sandbox whose trials have enough memory for a slow source."""
     sandbox = Sandbox(byte_tokenizer(), memory=ROOM)
     yield sandbox
     sandbox.close()
@@ -78,7 +77,7 @@ def roomy() -> Iterator[Sandbox]:
 
 @pytest.fixture(scope="module")
 def letters() -> Tokenizer:
-    """Ids for three letters and what ends a document; the other 253 bytes have none."""
+    """Ids for three letters and for the end of a document; the other 253 bytes have none."""
     ranks = {letter: rank for rank, letter in enumerate((b"a", b"b", b"c"))}
     missing = (byte for byte in map(bytes, zip(range(256))) if byte not in ranks)
     ranks |= {byte: 4 + index for index, byte in enumerate(missing)}
@@ -99,7 +98,7 @@ def sandbox_of_letters(letters: Tokenizer) -> Iterator[Sandbox]:
 
 
 def brackets(depth: int) -> str:
-    """A chain of rules that each stand in brackets: more than a stack holds."""
+    """A chain of rules, each in brackets, deeper than the stack allows."""
     rules = "".join(f"r{i}: ((((r{i + 1}))))\n" for i in range(depth))
     return f'start: r0\n{rules}r{depth}: "a"'
 
@@ -190,7 +189,7 @@ def test_trial_ends_when_its_socket_is_closed(roomy: Sandbox) -> None:
     tried(roomy, GOOD)
 
 
-def test_long_trial_makes_way_for_others(roomy: Sandbox) -> None:
+def test_long_trial_does_not_block_others(roomy: Sandbox) -> None:
     roomy.start()
     with roomy.begin() as trial:
         trial.sendall(request_of(SLOW, TEST_TIMEOUT))

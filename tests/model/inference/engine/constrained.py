@@ -1,8 +1,8 @@
-"""A random model that writes under constraints, and what its texts are held to.
+"""A random model that writes under constraints, and checks of its texts.
 
-Its vocabulary cuts characters and JSON in odd places: the most hostile client of a constraint there
-is, it asks for everything that the mask does not forbid. Covers texts that are finished and those
-that were cut off. What they have to match is the tests'.
+Its vocabulary splits characters and JSON in odd places, and its logits favour nothing: it tries
+everything that the mask allows. Covers finished texts and cut ones. Each test states what they must
+match.
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ def written_bytes(outcome: Outcome) -> bytes:
 
 
 def begins_a_match(source: Source, text: bytes) -> bool:
-    """True if a text can still become one that matches, byte by byte, in a vocabulary of bytes."""
+    """True if a text, byte by byte, can still become a match. For vocabularies of bytes."""
     matcher = BYTES.compile(source).matcher()
     for byte in text:
         if matcher.complete or not matcher.allowed()[byte]:

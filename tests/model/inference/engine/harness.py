@@ -130,8 +130,8 @@ def score_request(
 
 @dataclass(frozen=True)
 class Steps:
-    """A constraint that needs no text: every token leaves, divided by `by`, the remainder of its
-    place in the completion. Whole after `length` tokens; then nothing may follow."""
+    """A constraint without text: the remainder of a token's id by `by` must be its index in the
+    completion, modulo `by`. Complete after `length` tokens."""
 
     vocab_size: int
     by: int = 2
@@ -171,7 +171,7 @@ class FakeClock:
 
 
 class JumpingClock(FakeClock):
-    """A clock that stops, creeps or leaps between two reads, as `rng` says."""
+    """A clock that randomly stops, creeps or leaps between two reads."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ class Driven:
         return result
 
     def drain(self) -> dict[tuple[str, int], Outcome]:
-        """Step until nothing is left, granting every piece of rows as it comes."""
+        """Step until nothing is left, granting every piece of rows on arrival."""
         for _ in range(10_000):
             if not self.engine.has_work():
                 break
@@ -352,15 +352,15 @@ def check_integrity(engine: Engine) -> None:
 
 
 def run(gpt: GPT, *requests: Request, **config: Any) -> dict[tuple[str, int], Outcome]:
-    """All requests at once through an engine of their own."""
+    """Run all requests at once on a new engine."""
     driven = Driven(gpt, **config)
     driven.add(*requests)
     return driven.drain()
 
 
 def skip_unless_rows_depend_on_their_number() -> None:
-    """Skip if the machine's matrix product has the same bits for a row alone and among others:
-    then the padding under test does nothing."""
+    """Skip if the machine's matrix products give a row the same bits alone and in a batch: padding
+    would then have no effect."""
     x = torch.randn(4, 48, generator=torch.Generator().manual_seed(0))
     weight = torch.randn(96, 48, generator=torch.Generator().manual_seed(1))
     if torch.equal(x[:1] @ weight.T, (x @ weight.T)[:1]):
@@ -373,7 +373,7 @@ def random_prompt(rng: random.Random, length: int, vocab_size: int = SMALL_VOCAB
 
 @cache
 def text_constraints() -> tuple[TokenConstraint, ...]:
-    """Constraints of the byte vocabulary: one text ends soon, one late, one at any place."""
+    """Constraints of the byte vocabulary: one ends texts early, one late, one anywhere."""
     compiler = Compiler(byte_tokenizer())
     expressions = ("[ab]{2,4}", "(?:x|[0-9]{3})*", ".{500}")
     return tuple(compiler.compile(Source("regex", expression)) for expression in expressions)
@@ -421,10 +421,10 @@ def random_params(rng: random.Random, max_tokens: int, vocab_size: int) -> Sampl
 def assert_is_reference(
     gpt: GPT, prompt: Sequence[int], sampling: SamplingParams, index: int, tokens: list[int]
 ) -> None:
-    """Hold a completion to `reference.generate`, token for token.
+    """Compare a completion with `reference.generate`, token for token.
 
-    The two may part only at a token that rounding decides: where the reference itself draws both
-    when its logits are moved by what float32 leaves open.
+    They may differ only at a token that rounding decides: moving the reference's logits by
+    float32's tolerance makes it draw either.
     """
     expected = generate(gpt, prompt, sampling, index)
     if tokens == expected:
@@ -462,7 +462,7 @@ def advanced(constraint: TokenConstraint, token_ids: Iterable[int]) -> TokenMatc
 
 
 def constraint_is_complete(sampling: SamplingParams, token_ids: Iterable[int]) -> bool:
-    """True if a constraint lets nothing follow a completion."""
+    """True if a constraint allows nothing after a completion."""
     constraint = sampling.constraint
     return constraint is not None and advanced(constraint, token_ids).complete
 

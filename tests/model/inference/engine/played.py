@@ -38,7 +38,7 @@ OLD, NEW = tiny_gpt(CONFIG, seed=1), tiny_gpt(CONFIG, seed=2)
 
 
 class Launching(LateDecoder):
-    """A late decoder that counts what it is asked for."""
+    """A late decoder that counts its calls."""
 
     def __init__(self, gpt: GPT, cache: KVCache, **options: Any) -> None:
         super().__init__(LateDevice(), gpt, cache, **options)
@@ -77,7 +77,7 @@ def launching(driven: Driven) -> Launching:
     return decoder
 
 
-# What happens to an engine: (what, numbers that say how).
+# A command for an engine: (kind, two numbers).
 Command = tuple[str, int, int]
 
 prompts = st.builds(
@@ -90,7 +90,7 @@ prompts = st.builds(
 
 @dataclass(frozen=True)
 class Ask:
-    """A request to come, which gets its name when it does."""
+    """A future request; it is named when it is sent."""
 
     kind: str
     prompt: tuple[int, ...]
@@ -152,7 +152,7 @@ plays = st.lists(st.one_of(asks, steps, steps, others), min_size=2, max_size=25)
 
 
 class Played:
-    """An engine that plays commands, and all that it tells meanwhile."""
+    """An engine that plays commands, and all events meanwhile."""
 
     def __init__(
         self, gpt: GPT = OLD, make: DecoderMaker | None = None, *, slots: int = 3, **options: Any
@@ -177,7 +177,7 @@ class Played:
                 self.driven.engine.grant(request.request_id)
         while self.driven.engine.has_work():
             self.step()
-        self.driven.step()  # deadlines of those that wait for nothing
+        self.driven.step()  # deadlines of requests that wait for nothing else
         assert not self.driven.unfinished
         assert self.driven.engine.stats().slots_used == 0
         self.driven.engine.close()
@@ -217,7 +217,7 @@ class Played:
 
 
 def ask_in_turn(played: Played, prompts: list[list[int]], waits: list[int]) -> list[Any]:
-    """Prompts that come some steps after one another, and what was said until all have ended."""
+    """Send prompts some steps apart; returns all events until the last request has ended."""
     for number, (prompt, wait) in enumerate(zip(prompts, waits, strict=False)):
         played.driven.add(generation(str(number), prompt, max_tokens=3 + 2 * number))
         played.apply("step", wait, 0)

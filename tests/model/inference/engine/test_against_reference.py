@@ -1,4 +1,4 @@
-"""Engine: its answers match `inference/reference.py`, on every decoder and in any mix."""
+"""The engine's answers match `inference/reference.py`, on every decoder and in any mix."""
 
 import copy
 import dataclasses
@@ -52,7 +52,7 @@ def check_generation(gpt: GPT, request: GenerationRequest, index: int, outcome: 
     """Tokens, logprobs, reason and counts of one sequence, finished or aborted."""
     prompt, sampling, end = list(request.token_ids), request.params, outcome.ended
     tokens = outcome.token_ids
-    if end.reason is FinishReason.ABORT:  # what was there until then
+    if end.reason is FinishReason.ABORT:  # tokens generated until then
         if tokens:
             cut = dataclasses.replace(sampling, max_tokens=len(tokens), min_tokens=0)
             if not sampling.min_tokens:
@@ -148,8 +148,8 @@ def decoder_on(gpt: GPT, name: str) -> tuple[GPT, DecoderMaker]:
 
 GRAPHS = ("graph", "graph, batch-invariant")
 CASES = [*product(FAMILIES, ("torch", "native")), *zip(GRAPH_FAMILIES, cycle(GRAPHS), strict=False)]
-"""Every family on the two decoders of a CPU, and those with kernels for a GPU on one of the
-others."""
+"""Every family on both CPU decoders; families with GPU kernels also on one of the other
+decoders."""
 
 
 @pytest.mark.parametrize(("case", "seed"), values(CASES, range(3)), ids=str)

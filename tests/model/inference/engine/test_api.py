@@ -27,7 +27,7 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
 ]  # fmt: skip
 
 
-def test_engine_refuses_a_seed_that_is_to_be_drawn() -> None:
+def test_engine_refuses_a_missing_seed() -> None:
     request = generation("a", [1], sampling=SamplingParams(max_tokens=1))
     with pytest.raises(InvalidRequest, match=r"seed.*-1") as refusal:
         check_request(request, tiny_config())
@@ -56,7 +56,7 @@ def test_sampling_refuses_a_value_out_of_range(field: str, value: Any) -> None:
     ],
     ids=str,
 )
-def test_sampling_refuses_what_leaves_no_token(fields: dict[str, Any], message: str) -> None:
+def test_sampling_refuses_to_exclude_all_tokens(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as refusal:
         SamplingParams(**(NEUTRAL | fields))
     assert refusal.value.param in fields

@@ -1,5 +1,5 @@
-"""Attributions in the engine: a piece a step next to others' tokens, with the bits of a prompt
-alone, and an end at any time."""
+"""Attributions in the engine: one piece per step next to others' tokens, with the bits of a prompt
+alone; they can end at any time."""
 
 import copy
 import ctypes
@@ -112,7 +112,7 @@ def test_attribution_uses_quantized_weights(library: ctypes.CDLL, quantize: Quan
     assert outcome.attribution == attribute(gpt, PROMPT, ask().task) != exact
 
 
-def test_attribution_leaves_others_a_token_in_every_step(gpt: GPT) -> None:
+def test_attribution_lets_others_decode_in_every_step(gpt: GPT) -> None:
     driven = Driven(gpt)
     driven.add(generation("stream", [1, 2, 3], max_tokens=60))
     driven.step()
@@ -270,7 +270,7 @@ def test_price_is_the_passes_over_the_text(gpt: GPT) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_attributions_and_others_all_end_in_random_mixes(gpt: GPT, seed: int) -> None:
+def test_attributions_in_random_mixes_all_end(gpt: GPT, seed: int) -> None:
     rng = random.Random(seed)
     driven, pool = Driven(gpt, slots=2), others()
     for number in range(40):

@@ -1,6 +1,5 @@
-"""Budget: prompts get the time that a gap leaves, for any costs of steps. The scheduler is
-driven on a simulated machine: each plan takes the time that its costs say, and the clock moves
-by that."""
+"""Budget: prompts get the rest of the target gap, for any costs of steps. The scheduler is driven
+on a simulated machine: each plan takes the time that its costs say, and the clock moves by that."""
 
 import re
 from dataclasses import dataclass, field
@@ -40,15 +39,16 @@ GROWTH = 1.5
 
 @dataclass
 class Machine:
-    """A scheduler whose steps have these costs, in seconds. `slower` is a factor of one step,
-    `spent` has the time of each step with decoding sequences, and their share of it."""
+    """A scheduler on a machine whose steps have these costs, in seconds. `slower` is a factor for
+    one step; `spent` lists the time of each step with decoding sequences, and the decoding share of
+    it."""
 
     target: TargetGap | None
     chunk: int = 8 * BLOCK
     decode: float = 0.080
     block: float = 0.060
-    passing: float = 0.030  # of the chunks of a step, besides their blocks
-    saved: float | None = None  # by computing the chunks together with what is decoded, if they are
+    passing: float = 0.030  # fixed cost of a step's prompt chunks
+    saved: float | None = None  # seconds saved if chunks and decode rows share a pass
     row: float = 0.0  # of each decoded row, besides `decode`
     ttft: float | None = None
     slots: int = 8
@@ -109,9 +109,9 @@ def positions(plan: StepPlan) -> int:
     return sum(chunk.end - chunk.start for chunk in plan.prefill)
 
 
-def test_prompt_takes_what_is_left_of_the_gap() -> None:
-    """Decoding takes 80 ms of 240: for 160 ms there are two blocks and the pass over them. With
-    256 positions a step, as it was before, every token of the others waited 590 ms."""
+def test_prompt_uses_the_rest_of_the_gap() -> None:
+    """Decoding takes 80 ms of 240; the other 160 ms allow two blocks and their pass over the
+    weights. With a fixed 256 positions a step, the others waited 590 ms for each token."""
     machine = Machine(DecodeSteps(3))
     machine.streams()
     machine.add("prompt", PROMPT)
@@ -145,8 +145,8 @@ def seconds_of_a_prompt(target: TargetGap | None, decode: float, block: float) -
 
 @given(decode=st.floats(1e-4, 10.0), block=st.floats(1e-4, 1.0))
 def test_short_target_delays_no_prompt_beyond_the_limit(decode: float, block: float) -> None:
-    """In a gap of a nanosecond, prompts would be computed a block at a time, each with a decode
-    step of its own, which takes longer. The last chunk may be short: that is one step more."""
+    """With a target of a nanosecond, prompts would be computed one block per step, each with a
+    decode step, which takes longer. The last chunk may be short, which adds a step."""
     bounded = seconds_of_a_prompt(1e-9, decode, block)
     step = decode + PASS_WORK * block
     assert bounded - step <= MOST_DELAY * seconds_of_a_prompt(None, decode, block) * (1 + 1e-9)
@@ -163,7 +163,7 @@ def test_short_prompts_share_the_time() -> None:
 
 
 def test_budget_ignores_one_slow_step() -> None:
-    """Another process had the cores for a moment: a step took 50 times as long."""
+    """Another process used the cores for a moment, so one step took 50 times as long."""
     machine = Machine(DecodeSteps(3))
     machine.streams()
     machine.add("prompt", PROMPT)
@@ -176,7 +176,7 @@ def test_budget_ignores_one_slow_step() -> None:
 
 @pytest.mark.parametrize(("factor", "blocks"), [(10.0, 1), (0.2, 8)])
 def test_budget_follows_the_costs_of_blocks(factor: float, blocks: int) -> None:
-    """Later positions cost more, and other work on the machine comes and goes."""
+    """Later positions cost more, and other work on the machine varies."""
     machine = Machine(DecodeSteps(3))
     machine.streams()
     machine.add("prompt", PROMPT)
@@ -188,7 +188,7 @@ def test_budget_follows_the_costs_of_blocks(factor: float, blocks: int) -> None:
     assert positions(machine.step()) == blocks * BLOCK
 
 
-def test_incomplete_blocks_count_until_whole_ones_are_seen() -> None:
+def test_incomplete_blocks_count_until_whole_ones_are_measured() -> None:
     """Natively a prompt of one token costs a tenth of a block. A long prompt after many of these
     had ten times its time."""
     target = DecodeSteps(11)
@@ -215,7 +215,7 @@ def test_budget_accepts_steps_that_cost_nothing() -> None:
 
 
 def test_prompts_in_a_pass_cost_its_time_beyond_a_decode_step() -> None:
-    """0.16 seconds are left, and a chunk saves what reading the weights again would take."""
+    """0.16 seconds are left, and a chunk saves the time of reading the weights again."""
     apart, together = Machine(DecodeSteps(3)), Machine(DecodeSteps(3), saved=0.06)
     for machine in (apart, together):
         machine.streams()
@@ -228,9 +228,9 @@ def test_prompts_in_a_pass_cost_its_time_beyond_a_decode_step() -> None:
 
 
 def test_free_pass_allows_whole_chunks() -> None:
-    """A block computed with a decode step took no longer than a decode step, so blocks cost
-    nothing, which was read as unknown: the prompts of 32 streams were computed by single blocks
-    (586 instead of 747 tokens/s)."""
+    """A block computed with a decode step took no longer than the decode step alone. Its cost of 0
+    was read as unknown, so the prompts of 32 streams were computed by single blocks (586 instead of
+    747 tokens/s)."""
     budget = PrefillBudget(DecodeSteps(3), None, 8 * BLOCK)
     for _ in range(WINDOW):
         budget.decoded(3, 0.080)
@@ -311,8 +311,8 @@ seconds = st.floats(min_value=1e-5, max_value=10.0)
 def test_no_step_is_longer_than_its_bounds(
     target: TargetGap, decode: float, block: float, passing: float, chunk: int
 ) -> None:
-    """Once costs are known, a step takes no longer than the target, or than the least that prompts
-    have. A prompt goes on in every step."""
+    """Once costs are known, a step takes no longer than the target or than the least work for
+    prompts. Every step continues a prompt."""
     machine = Machine(target, chunk, decode, block, passing * block)
     machine.streams()
     machine.add("prompt", WINDOW * chunk)

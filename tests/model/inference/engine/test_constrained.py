@@ -79,7 +79,7 @@ def test_text_matches_its_expression(expression: str, seed: int) -> None:
     st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=5, unique=True),
     st.integers(0, 99),
 )
-def test_text_is_one_of_its_choices(texts: list[str], seed: int) -> None:
+def test_choices_limit_the_text(texts: list[str], seed: int) -> None:
     source = Source("choice", json.dumps(texts))
     for outcome in written(COMPILER.compile(source), seed):
         assert check(source, outcome) in texts
@@ -125,7 +125,7 @@ def test_last_token_may_complete_a_constraint() -> None:
 
 
 def test_end_of_text_ends_a_text_that_could_continue() -> None:
-    """`a+` is whole after each letter: the text ends by the token, and by nothing else."""
+    """`a+` is complete after each letter, so only the end-of-text token ends the text."""
     (end,) = COMPILER.ends
     assert end is not None
     constraint = COMPILER.compile(Source("regex", "(?:ab)+"))
@@ -147,7 +147,7 @@ with pytest.MonkeyPatch.context() as patched:
 
 
 def costly_sources() -> st.SearchStrategy[Source]:
-    """Sources whose lexers grow with each token, of some so much that a text ends."""
+    """Sources whose lexers grow with each token, some so much that a text is ended."""
     growing = st.builds(
         "({}[a-m].{{{}}}[n-z])+".format, st.sampled_from([".*", "[^q]*", "x?"]), st.integers(6, 12)
     )
@@ -225,8 +225,8 @@ def test_lexer_limits_apply_to_each_sequence() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Ending(Steps):
-    """A constraint whose matchers fail after some tokens, or turn out to be whole: at once, or when
-    they are asked what may follow."""
+    """A constraint whose matchers fail after some tokens or turn out to be complete, either when a
+    token is accepted or when a mask is made."""
 
     after: int = 3
     error: Exception | None = None

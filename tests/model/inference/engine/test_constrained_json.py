@@ -1,4 +1,4 @@
-"""JSON under schemas: what is finished is by its schema, what was cut off begins something that is.
+"""JSON under schemas: finished texts fit the schema, and cut ones begin a text that does.
 
 The oracle is `jsonschema`, over schemas of all keywords that are enforced.
 """
@@ -149,5 +149,5 @@ def test_every_text_of_a_bounded_schema_is_finished() -> None:
 
 @settings(max_examples=examples(400, fast=6))
 @given(schemas(), st.integers(0, 2**32))
-def test_json_is_by_its_schema(schema: Any, seed: int) -> None:
+def test_json_fits_its_schema(schema: Any, seed: int) -> None:
     check_json(schema, seed)

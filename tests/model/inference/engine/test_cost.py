@@ -1,4 +1,4 @@
-"""Price: what is counted of a request is what the engine computes for it."""
+"""Cost: a request's counted work equals the work that the engine does for it."""
 
 from dataclasses import replace
 from typing import Any
@@ -94,7 +94,7 @@ def computed(request: Request, outcomes: dict[tuple[str, int], Outcome]) -> int:
 @pytest.mark.parametrize("kind", REQUESTS)
 @settings(max_examples=examples(30))
 @given(data=st.data())
-def test_price_is_what_is_computed(kind: str, data: st.DataObject) -> None:
+def test_cost_equals_computed_work(kind: str, data: st.DataObject) -> None:
     request = data.draw(REQUESTS[kind])
     assert output_elements(request, SHAPE) == computed(request, run(GPT, request))
 

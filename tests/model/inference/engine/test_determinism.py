@@ -1,8 +1,8 @@
-"""Batch invariance: a request's tokens and logprobs are the same bits in any batch.
+"""Batch invariance: a request's tokens and logprobs have the same bits in any batch.
 
-Each of a pool of requests is computed alone on its own engine. Then random mixes of them run
-together, in random order, arriving at random steps, on engines of other sizes, with a cold or a
-warm prefix cache. Every outcome must be that of the request alone.
+Each request of a pool is computed alone on a new engine. Then random mixes of them run together, in
+random order, arriving at random steps, on engines of other sizes, with a cold or a warm prefix
+cache. Every outcome must equal that of the request alone.
 """
 
 import random
@@ -59,7 +59,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     # In bfloat16 torch chooses the kernel of a very small product (rows * width * width up to 4096)
     # by the number of rows. No model that is served is as narrow, but `tiny_config` is.
     **{name: {**overrides, "d_model": 48} for name, overrides in FAMILIES.items()},
-    # Nothing is a multiple of a vector, and the context ends within a block.
+    # No size is a multiple of a vector, and the context ends within a block.
     "odd": {"n_head": 3, "d_model": 54, "d_ff": 111, "context_length": 101, "vocab_size": 83},
     "odd-modern": {**FAMILIES["modern"], "n_head": 6, "head_dim": 14, "d_model": 54, "d_ff": 111},
     "odd-llama": {**FAMILIES["llama"], "n_head": 6, "head_dim": 10, "d_model": 51, "d_ff": 111},
@@ -85,7 +85,7 @@ def shape(name: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> GP
 
 
 def pool_of_requests(rng: random.Random, gpt: GPT, count: int, max_tokens: int) -> list[Request]:
-    """Requests of every kind; most share a piece of one text with others."""
+    """Requests of every kind; most share a part of one text with others."""
     vocab_size, context = gpt.config.vocab_size, gpt.config.context_length
     shared = random_prompt(rng, context, vocab_size)
     pool: list[Request] = []
@@ -116,7 +116,7 @@ def pool_of_requests(rng: random.Random, gpt: GPT, count: int, max_tokens: int) 
 def alone(
     gpt: GPT, pool: list[Request], make_decoder: DecoderMaker, **config: Any
 ) -> dict[tuple[str, int], object]:
-    """Outcomes of each request on an engine of its own, with one slot."""
+    """Outcomes of each request on a new engine with one slot."""
     found = {}
     for request in pool:
         driven = Driven(

@@ -1,4 +1,4 @@
-"""Engine: after thousands of requests of every kind nothing is left of them."""
+"""After thousands of requests of every kind, the engine keeps nothing of them."""
 
 import gc
 import random
@@ -15,7 +15,7 @@ from tests.model.inference.engine.test_against_reference import random_request
 
 
 def tracked_objects(*kinds: type) -> int:
-    """Number of objects alive: all that the garbage collector tracks, or those of some kinds."""
+    """Number of live objects that the garbage collector tracks, of the given types or of all."""
     gc.collect()
     return sum(not kinds or type(one) in kinds for one in gc.get_objects())
 

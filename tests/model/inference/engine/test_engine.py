@@ -1,4 +1,4 @@
-"""Engine: steps, the events and counts that they give, and outputs as they are granted."""
+"""Engine: steps, their events and counts, and outputs as credit is granted."""
 
 import dataclasses
 import random
@@ -26,7 +26,7 @@ from tests.model.inference.engine.harness import (
 from tests.model.inference.engine.test_against_reference import check_rows, random_request
 
 
-def test_prompt_gives_its_first_token_when_it_is_computed(gpt: GPT) -> None:
+def test_prompt_yields_its_first_token_in_its_last_step(gpt: GPT) -> None:
     driven = Driven(gpt, prefill_chunk=32)
     driven.add(generation("a", [1] * 70, max_tokens=3))
     steps = [driven.step() for _ in range(5)]

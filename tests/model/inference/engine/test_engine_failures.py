@@ -1,4 +1,4 @@
-"""Engine: a step that fails fails its own requests, and nobody else's."""
+"""A failing step fails its own requests and no others."""
 
 import random
 
@@ -82,9 +82,9 @@ def test_failed_forward_fails_the_requests_of_its_step(gpt: GPT, fails_in: str) 
         assert_is_reference(gpt, prompts[name], params(), 0, outcomes[name, 0].token_ids)
 
 
-def test_failed_step_leaves_nothing_to_share(gpt: GPT) -> None:
-    """A failed step may have left anything in the cache: prompts that could have copied from it,
-    or from what was there before, are computed."""
+def test_failed_step_leaves_no_prefix_to_share(gpt: GPT) -> None:
+    """A failed step may have left anything in the cache, so prompts do not copy from it or from
+    older entries; they are computed."""
     prompt = random_prompt(random.Random(9), 100)
     driven = Driven(failing_gpt(gpt, 3, 5), slots=3, prefill_chunk=64)
     driven.add(generation("first", prompt, max_tokens=1))  # calls 1 and 2
@@ -101,7 +101,7 @@ def test_failed_step_leaves_nothing_to_share(gpt: GPT) -> None:
     good = driven.outcomes["good", 0]
     assert good.ended.cached_tokens == 0
     assert_is_reference(gpt, prompt, params(), 0, good.token_ids)
-    driven.add(generation("again", prompt))  # ... and what has been computed since is shared
+    driven.add(generation("again", prompt))  # ... and new entries are shared again
     assert driven.drain()["again", 0].ended.cached_tokens == 96
 
 
@@ -130,8 +130,8 @@ def test_failing_model_answers_every_request(gpt: GPT) -> None:
 
 
 def test_non_finite_logits_fail_their_sequence_only() -> None:
-    """A token with a NaN embedding breaks the texts that hold it, and no other text, neither in
-    the same batch nor later in its slot."""
+    """A token with a NaN embedding breaks only the texts that contain it, neither others in the
+    batch nor later ones in its slot."""
     clean = small_gpt(tied_head=False)
     broken = small_gpt(tied_head=False)
     broken.token_embedding.weight[7] = torch.nan

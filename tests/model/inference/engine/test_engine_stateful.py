@@ -62,7 +62,7 @@ def _alone(prompt: tuple[int, ...]) -> np.ndarray:
 
 
 def rows_alone(prompt: list[int]) -> np.ndarray:
-    """The logits of every position of a prompt, of an engine that does nothing else."""
+    """Logits of every position of a prompt, from an otherwise idle engine."""
     return _alone(tuple(prompt))
 
 
@@ -86,7 +86,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.driven.engine._scheduler.step_elements = 1
         self.count = 0
         self.asked: dict[tuple[str, int], int] = {}  # tokens or rows, by sequence
-        self.steps: dict[tuple[str, int], int | None] = {}  # after which nothing may follow
+        self.steps: dict[tuple[str, int], int | None] = {}  # nothing may follow these
         self.rows: dict[str, tuple[list[int], list[int]]] = {}  # prompts and positions, by name
         self.taken: dict[str, int] = {}  # pieces
         self.compared: dict[str, int] = {}  # pieces
@@ -153,7 +153,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(block=st.integers(0, 2), caller=callers, seconds=timeouts)
     def submit_many_rows(self, block: int, caller: str, seconds: int | None) -> None:
-        """Ask for more pieces than may be on their way, so that the reader can be behind."""
+        """Ask for more pieces than may be in flight, so that the reader can be behind."""
         self.ask_for_rows([block] * 75, list(range(75)), caller, seconds)
 
     def ask_for_rows(
@@ -242,12 +242,12 @@ class EngineMachine(RuleBasedStateMachine):
             self.compared[name] = len(outcome.rows)
 
     def teardown(self) -> None:
-        """Drain with readers that read: everything ends in as many steps as there is work, and
-        every request is answered."""
+        """Drain while readers read: every request ends, in a number of steps bounded by the
+        work."""
         if not hasattr(self, "driven"):
             return
         budget = 2 + sum(CONTEXT // 32 + 1 + asked for asked in self.asked.values())
-        budget += 3 * len(self.rows) * (CONTEXT // 32 + 1)  # what evictions make it compute again
+        budget += 3 * len(self.rows) * (CONTEXT // 32 + 1)  # work repeated because of evictions
         while self.driven.unfinished:
             for name in self.rows:
                 for _ in range(CHUNKS_IN_FLIGHT):
@@ -255,7 +255,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.driven.step()
             budget -= 1
             assert budget > 0, "it takes too many steps"
-        self.driven.step()  # deadlines of those that wait for nothing
+        self.driven.step()  # deadlines of requests that wait for nothing else
         assert self.driven.outcomes.keys() == self.driven.accepted
         assert self.driven.unfinished == set()
         for key, outcome in self.driven.outcomes.items():

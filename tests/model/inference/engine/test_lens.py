@@ -162,7 +162,7 @@ def test_lens_of_every_layer_matches_the_definition(gpt: GPT) -> None:
     check(lens_of(gpt, ask(), prefill_chunk=32), oracle_logprobs(exact, LAYERS), 2e-3)
 
 
-def test_lens_after_the_middle_block_subtracts_its_part() -> None:
+def test_lens_includes_the_subtraction_of_the_middle_block() -> None:
     exact = tiny_gpt(tiny_config(**FAMILIES["nanochat"], n_layer=5)).double()
     lens = replace(EVERYTHING, layers=(0, 2, 3, 4, 5))
     check(lens_of(exact, ask(lens)), oracle_logprobs(exact, lens.layers))
@@ -256,7 +256,7 @@ def test_following_token_has_the_bits_of_naming_and_scoring_it(gpt: GPT) -> None
     scored = run(gpt, score_request("s", PROMPT[:4], PROMPT[4:]))["s", 0].prompt
     of_score = [np.float32(token.chosen.logprob) for token in scored if token.chosen is not None]
     assert np.array_equal(values.named[:, -1, -1], of_score)
-    # Everything else is what it is without.
+    # Everything else is the same as without.
     plain = lens_of(gpt, ask(positions=positions))
     assert np.array_equal(values.named[..., :-1], plain.named)
     assert np.array_equal(values.ranks[..., :-1], plain.ranks)
@@ -276,7 +276,7 @@ def test_lens_reads_changed_streams(gpt: GPT) -> None:
 
     request = ask(interventions=(change,))
     check(lens_of(exact, request), oracle_logprobs(exact, LAYERS, by_hand))
-    # What is before the change stays as it is, but for how far it is from the end.
+    # Values before the change stay the same, except for their distance from the end.
     plain, changed = lens_of(gpt, ask()), lens_of(gpt, request)
     assert np.array_equal(plain.logprobs[:, :2], changed.logprobs[:, :2])
     assert not np.allclose(plain.divergence[:, 0], changed.divergence[:, 0])
@@ -323,7 +323,9 @@ def test_native_decoder_matches_the_lens(
     native = partial(NativeDecoder, library, threads=2, quantize=quantize)
     gpt = tiny_gpt(tiny_config(**{**FAMILIES[family], "head_dim": 16})).to(dtype)
     every = Lens(layers=LAYERS, top_k=257, token_ids=())
-    values = lens_of(gpt, ask(every), make_decoder=native)  # weights become the quantized ones, too
+    values = lens_of(
+        gpt, ask(every), make_decoder=native
+    )  # the weights become the quantized ones, too
     exact = copy.deepcopy(gpt).double()
     states = outputs_request("a", PROMPT, output=HiddenStates(layers=LAYERS))
     streams = run(gpt, states, make_decoder=native)["a", 0].values.double()

@@ -1,4 +1,4 @@
-"""Draft: guesses are what a search through the text finds, and wrong ones become rare."""
+"""Drafts: guesses match a search through the text, and wrong ones become rare."""
 
 import random
 
@@ -35,7 +35,7 @@ def searched(tokens: list[int]) -> tuple[int, int]:
 
 @given(tokens=tokens_of_a_text, looks=st.sets(st.integers(0, 89)))
 def test_repeats_find_the_run_of_a_search(tokens: list[int], looks: set[int]) -> None:
-    """The number of searches while the text grows changes nothing."""
+    """The result does not depend on how often the growing text is searched."""
     text: list[int] = []
     repeats = Repeats(text)
     for place, token in enumerate(tokens):
@@ -80,7 +80,7 @@ def drafts_over(text: list[int], known: int, sequences: int = 1) -> list[Draft]:
     [(1, [1, 2, 5, 7, 7, 7]), (2, [1, 1, 2, 5, 7, 7, 6]), (8, [1, 1, 1, 1, 1, 2, 5, 7, 7])],
 )
 def test_right_guesses_grow_fast(sequences: int, lengths: list[int]) -> None:
-    """The sooner, the fewer others there are."""
+    """The fewer other sequences there are, the sooner."""
     drafts = drafts_over(list(range(20)) * 3, known=24, sequences=sequences)
     assert [len(draft.token_ids) for draft in drafts] == lengths
     assert all(draft.accepted == len(draft.token_ids) for draft in drafts)
@@ -151,7 +151,7 @@ def test_draft_has_the_rows_that_pay(rate: float, sequences: int) -> None:
 @pytest.mark.parametrize("sequences", [1, 8])
 @pytest.mark.parametrize("alphabet", [10, 50, 500])
 def test_random_text_has_few_wrong_rows(alphabet: int, sequences: int) -> None:
-    """Runs repeat all the time, what follows them does not."""
+    """Runs repeat all the time, but are followed by other ids."""
     rng = random.Random(alphabet)
     text = [rng.randrange(alphabet) for _ in range(4000)]
     drafts = drafts_over(text, known=100, sequences=sequences)

@@ -1,7 +1,7 @@
-"""Requests for numbers: the engine's outputs and scores are the model's own.
+"""Requests for numbers: the engine's outputs and scores equal the model's.
 
 To the bit against `forward_as_served`, as promised, and within float32's tolerance against the
-plain forward, which shares nothing with the cache.
+plain forward, which does not use the cache.
 """
 
 import random
@@ -44,7 +44,7 @@ def gpt(request: pytest.FixtureRequest) -> GPT:
 
 
 def rows(gpt: GPT, wanted: Any, positions: TokenIds[int] = WANTED, **config: Any) -> Tensor:
-    """The rows of PROMPT, from an engine of their own."""
+    """The rows of PROMPT, from a new engine."""
     request = outputs_request("a", PROMPT, positions, output=wanted)
     outcome = run(gpt, request, **config)["a", 0]
     assert tuple(outcome.positions) == tuple(positions)
@@ -121,7 +121,8 @@ def test_eviction_changes_no_bit(gpt: GPT, wanted: Any) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_processed_logits_match_the_definition(seed: int) -> None:
-    """Against the definitions on Python lists, for a text of which a part counts as generated."""
+    """Against definitions on Python lists, for a text that is partly prompt and partly
+    generated."""
     gpt, rng = tiny_gpt(), random.Random(seed)
     sampling = random_params(rng, 1, 257)
     start = rng.choice([None, 0, 20, 40, 75])

@@ -48,10 +48,10 @@ from tests.profiles import examples
 
 @settings(max_examples=examples(150))
 @given(commands=plays, slots=st.integers(1, 4))
-def test_overlapped_steps_have_the_events_of_plain_ones(
+def test_overlapped_steps_have_the_events_of_sequential_ones(
     commands: list[Ask | Command], slots: int
 ) -> None:
-    """Requests of every kind, aborts, deadlines, new weights, at any time. Batch-invariant: the
+    """Requests of every kind, aborts, deadlines and new weights at any time. Batch-invariant: the
     row of an ended sequence in a step in flight must change no bit."""
     overlapped = Played(slots=slots).play(commands)
     assert overlapped == Played(slots=slots, overlap=False).play(commands)
@@ -99,7 +99,7 @@ def test_failing_decoder_fails_the_same_step(
     waits=st.lists(st.integers(0, 6), min_size=5, max_size=5),
     fails_at=st.sets(st.integers(1, 30), min_size=1, max_size=3),
 )
-def test_device_that_fails_while_it_is_waited_for_fails_nobody_else(
+def test_failing_device_fails_only_the_step_it_computes(
     prompts: list[list[int]], waits: list[int], fails_at: set[int]
 ) -> None:
     """A step fails while the next one is in flight: its sequences get one error each."""
@@ -114,8 +114,8 @@ def test_device_that_fails_while_it_is_waited_for_fails_nobody_else(
             assert_is_reference(OLD, prompt, sampling, 0, outcome.token_ids)
 
 
-def test_all_steps_but_the_first_are_in_flight_when_they_are_due() -> None:
-    """No step is waited for before the previous one was told."""
+def test_later_steps_are_launched_before_they_are_due() -> None:
+    """No step is waited for before the previous one's events are delivered."""
     driven = Played().driven
     device = launching(driven).late
     driven.add(generation("a", [1, 2, 3], max_tokens=10))
@@ -132,8 +132,8 @@ def test_all_steps_but_the_first_are_in_flight_when_they_are_due() -> None:
     assert (decoder.decoded, decoder.launched, decoder.launched_next) == (0, 1, 8)
 
 
-def test_changed_rows_are_computed_beside_what_is_in_flight() -> None:
-    """After a rest, in which the step of the others was launched ahead without them."""
+def test_changed_rows_do_not_wait_for_the_step_in_flight() -> None:
+    """The others' step was launched ahead without these rows."""
     zero = Intervention(stage="blocks.0.attention.v", operation="zero")
     plain = generation("plain", [1, 2, 3], max_tokens=60)
     changed = replace(generation("changed", [4, 5], max_tokens=5), interventions=(zero,))
@@ -148,7 +148,7 @@ def test_changed_rows_are_computed_beside_what_is_in_flight() -> None:
         assert together[request.request_id, 0].token_ids == alone.token_ids
 
 
-def test_prompt_that_comes_meanwhile_is_computed_beside_what_is_in_flight() -> None:
+def test_new_prompt_does_not_wait_for_the_step_in_flight() -> None:
     driven = Played().driven
     decoder = launching(driven)
     driven.add(generation("early", [1, 2, 3], max_tokens=30))
@@ -170,8 +170,8 @@ def test_prompt_that_comes_meanwhile_is_computed_beside_what_is_in_flight() -> N
 
 @pytest.mark.parametrize("ends_by", ["abort", "stop", "deadline"])
 def test_next_sequence_of_a_slot_sees_no_step_in_flight(ends_by: str) -> None:
-    """The token in flight is far behind the next prompt, and not finite: it must be gone, not only
-    masked, when the slot's next sequence comes by."""
+    """The token in flight is far after the next prompt, and not finite. It must be gone, not only
+    masked, before the slot's next sequence reaches its position."""
     prompt = random_prompt(random.Random(11), 50)
     text = generate(OLD, prompt, params(4))
     assert len(set(text)) == 4

@@ -13,7 +13,7 @@ PROMPT = random_prompt(random.Random(0), 100)
 
 
 def test_warm_cache_changes_no_prompt_logprob() -> None:
-    """Elsewhere such values depended on what had been cached by whom."""
+    """In other engines such values depend on what other requests have cached."""
     alone = run(GPT, generation("p", PROMPT, prompt_logprobs=2))["p", 0].prompt
     driven = Driven(GPT)
     driven.add(generation("before", PROMPT))

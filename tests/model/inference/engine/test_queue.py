@@ -1,6 +1,6 @@
-"""WaitingQueue: callers in turn, first come first served within each, nobody starves.
+"""WaitingQueue: callers take turns, first come, first served within each, and nobody starves.
 
-Against a model that is a plain list, and counts; and the scheduler's prompts, which take turns too.
+Compared with a plain list and with counts; also the scheduler's prompts, which take turns too.
 """
 
 import itertools

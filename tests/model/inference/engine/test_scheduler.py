@@ -1,8 +1,8 @@
-"""Scheduler: fair, bounded, and never mistaken about what a row of the cache holds.
+"""Scheduler: fair, bounded, and always right about the contents of a cache row.
 
 The plans are carried out on a cache of words instead of tensors: each cell remembers the tokens
-that it was computed from. So a copy of a row that was overwritten, a position that was skipped or
-a prefix that was never there shows at the first step that would compute with it.
+that it was computed from. So an overwritten row, a skipped position or a prefix that was never
+there shows at the first step that would compute with it.
 """
 
 import itertools
@@ -102,8 +102,7 @@ class Simulation:
         return plan
 
     def check_evictions(self, plan: StepPlan, before: list[Sequence], room: int) -> None:
-        """Check that a slot is lost only to a waiting request, and only by a reader that is
-        behind."""
+        """Check that only waiting requests take slots, and only from readers that are behind."""
         evicted = [s for s in before if s not in self.scheduler.running]
         assert len(evicted) == plan.evicted
         admitted = [s for s in self.scheduler.running if s not in before]
@@ -123,8 +122,8 @@ class Simulation:
             assert chunk.end % BLOCK == 0 or chunk.completes_prompt
         rows = sum(map(rows_in, plan.prefill))
         assert rows <= OUTPUT_ELEMENTS
-        # Who is served is who came first of those that may compute, and there is no need to stop
-        # serving before the budget is spent, nor to pass over anybody but for the rows' own budget.
+        # Served requests are the earliest of those that can compute. Serving stops only when the
+        # budget is spent, and passes over a request only for the rows' separate budget.
         able = [s for s in self.scheduler.running if s.state is State.PREFILL and s.may_compute]
         served = [chunk.sequence for chunk in plan.prefill]
         assert served == [s for s in able if s in served]
@@ -162,7 +161,7 @@ class Simulation:
         self.cells[sequence.slot][sequence.computed] = Cell(tuple(sequence.tokens), False, self.now)
 
     def check_cells(self, sequence: Sequence, end: int) -> None:
-        """Positions [0, end) of a sequence's row hold what its own tokens give."""
+        """Check that positions [0, end) of a sequence's row were computed from its own tokens."""
         assert sequence.slot is not None
         cells = self.cells[sequence.slot]
         for position in range(end):
@@ -279,7 +278,7 @@ def test_siblings_wait_for_the_leader_and_copy() -> None:
     assert computed == [(0, 0, 64), (0, 64, 128), (0, 128, 138)] + [
         (index, 128, 138) for index in range(1, 5)
     ]
-    # After two steps all four blocks were there: nothing more to wait for, for anybody.
+    # After two steps all four blocks are there: nobody has to wait any more.
     assert [s.admitted for s in sequences] == [1.0, 3.0, 3.0, 3.0, 3.0]
     assert behind.admitted == 3.0
 
@@ -330,9 +329,9 @@ def test_large_outputs_cool_down_while_others_decode(width: int) -> None:
 
 
 def test_tapped_steps_cool_down_while_others_decode() -> None:
-    """Twenty requests with interventions made the tokens of others take eight times as long: each
-    step had all of their prompts and rows in it. Now it has one of their prompts, and then others
-    decode for twice as long as that took."""
+    """Twenty requests with interventions once made others' tokens take eight times as long: each
+    step had all of their prompts and rows. Now it has one of their prompts, and then others decode
+    for twice as long as that took."""
     scheduler = Scheduler(EngineConfig(slots=5, prefill_chunk=256))
     change = (Intervention(stage="embedding", operation="zero"),)
     decoding = Sequence(Group(generation("decoding", [1], max_tokens=99)), 0, 0.0)
@@ -367,7 +366,7 @@ def test_tapped_steps_cool_down_while_others_decode() -> None:
 
 
 def changed(name: str, cost: StepCost, length: int = 100) -> Sequence:
-    """A sequence whose interventions cost so much."""
+    """A sequence whose interventions have this cost."""
     zero = (Intervention(stage="embedding", operation="zero"),)
     request = replace(generation(name, [2] * length, max_tokens=99), interventions=zero)
     return Sequence(Group(request, cost=cost), 0, 0.0)
@@ -413,7 +412,7 @@ def test_small_outputs_have_no_cooldown() -> None:
 
 
 def behind(simulation: Simulation, *requests: Request) -> list[Sequence]:
-    """Requests for rows of which nothing is taken, computed as far as they are."""
+    """Requests for rows that nobody reads, computed as far as possible."""
     sequences = [simulation.add(request)[0] for request in requests]
     while simulation.scheduler.has_work():
         simulation.step()
@@ -449,8 +448,8 @@ def test_waiting_request_takes_the_slot_of_the_slowest_reader() -> None:
 
 
 def test_no_more_are_paused_than_there_are_slots() -> None:
-    """Paused rows take memory: beyond the limit, the reader that is behind the longest is given
-    up."""
+    """Paused rows take memory: beyond the limit, the reader that has been behind longest is
+    evicted."""
     simulation = Simulation(slots=2)
     requests = [outputs_request(str(i), [i] * 200, range(200)) for i in range(6)]
     sequences = [simulation.add(request)[0] for request in requests]
@@ -463,8 +462,8 @@ def test_no_more_are_paused_than_there_are_slots() -> None:
 
 
 def test_competing_readers_all_finish() -> None:
-    """There are more large replies than slots, each read as it comes. Every one ends, in a number
-    of steps that is bounded by what has to be computed again."""
+    """There are more large replies than slots, each read on arrival. All end, in a number of steps
+    bounded by the work including repeated work."""
     simulation = Simulation(slots=2)
     requests = [outputs_request(str(i), [i] * 320, range(320)) for i in range(4)]
     sequences = [simulation.add(request)[0] for request in requests]
@@ -478,7 +477,7 @@ def test_competing_readers_all_finish() -> None:
         steps += 1
     assert states(sequences) == [State.FINISHED] * 4
     assert [simulation.rows[s] for s in sequences] == [list(range(320))] * 4
-    # Ten pieces each, two at a time: five turns, before each of which all may be computed again.
+    # Ten pieces each, two at a time: five turns, and everything may be computed again before each.
     assert steps <= 4 * 5 * (320 // CHUNK + CHUNKS_IN_FLIGHT)
 
 
@@ -550,8 +549,8 @@ class Mix:
     "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 45))]
 )
 def test_random_mixes(seed: int, share_decoded: bool) -> None:
-    """Every rule of `Simulation.step` holds in every step, and everybody ends. Where what was
-    decoded is shared, some prompts go on from what others have generated."""
+    """Every rule of `Simulation.step` holds in every step, and all requests end. If decoded tokens
+    are shared, some prompts continue from what others have generated."""
     rng = random.Random(seed)
     simulation = Simulation(
         slots=rng.randint(1, 6),

@@ -1,4 +1,4 @@
-"""SlotPool: who owns a row, which one is taken next, and what a prompt can share."""
+"""SlotPool: the owners of rows, the next row to use, and the prefix that a prompt can share."""
 
 from itertools import chain
 

@@ -1,7 +1,8 @@
-"""Speculation: an engine that verifies drafts gives the bits of one that does not, in fewer steps.
+"""Speculation: an engine that verifies drafts gives the same bits as one without, in fewer steps.
 
-Texts of few ids repeat all the time and go on otherwise half of the time: drafts are right, wrong,
-and right in part. `counting_gpt` is right always, so that what a step does can be written down.
+Texts of few ids repeat all the time and continue differently half of the time: drafts are right,
+wrong, and partly right. With `counting_gpt` drafts are always right, so the result of a step is
+known.
 """
 
 import dataclasses
@@ -40,8 +41,8 @@ def family_gpt(family: str, dtype: torch.dtype = torch.float32) -> GPT:
 
 
 def counting_gpt(**overrides: Any) -> GPT:
-    """After an id it gives the next one, in a ring of COUNT; what attention adds is too little to
-    change that, and shows in the bits of every logprob."""
+    """A model that continues an id with the next one, in a ring of COUNT ids. Attention adds too
+    little to change that, but shows in the bits of every logprob."""
     shape = {"vocab_size": COUNT, "n_layer": 2, "d_model": 64, "tied_head": False}
     gpt = tiny_gpt(tiny_config(**(shape | overrides)))
     for block in gpt.blocks:
@@ -59,7 +60,7 @@ def counting() -> GPT:
 
 
 def of_few_ids(rng: random.Random, max_tokens: int, vocab_size: int) -> SamplingParams:
-    """Any mix of parameters, over two to five ids, some of which may end the text."""
+    """A random mix of parameters over two to five ids, some of which may end the text."""
     mixed = random_params(rng, max_tokens, vocab_size)
     ids = rng.sample(range(vocab_size), rng.randint(2, 5))
     stop = frozenset(ids[: rng.choice([0, 0, 0, 1])])
@@ -83,7 +84,7 @@ def repetitive_request(rng: random.Random, name: str, gpt: GPT, max_tokens: int)
 
 
 def both(gpt: GPT, *requests: GenerationRequest, **config: Any) -> tuple[Driven, dict[Any, Any]]:
-    """An engine that has answered these with drafts; and what the answers are without."""
+    """The engine after answering these requests with drafts, and the answers without drafts."""
     found = []
     for speculate in ("ngram", "none"):
         driven = Driven(gpt, speculate=speculate, **config)
@@ -186,10 +187,10 @@ def test_stop_token_inside_a_draft_ends_the_text(counting: GPT, stop: int) -> No
 
 
 def test_drafted_row_that_is_not_finite_fails_only_if_reached(counting: GPT) -> None:
-    """A position whose numbers are not finite ends those who come to it, with what they had
-    before; to others it does not matter that a draft's row stood there."""
+    """A position with non-finite numbers ends the sequences that reach it, and keeps their earlier
+    tokens. It does not matter to sequences that had it only in a draft."""
     broken = counting_gpt()
-    broken.position_embedding.weight[64] = torch.nan  # behind the prompt's blocks, at token 24
+    broken.position_embedding.weight[64] = torch.nan  # after the prompt's blocks, at token 24
     stopping = params(60, stop_token_ids=frozenset({23}), logprobs=1)
     driven, expected = both(broken, generation("a", PROMPT, sampling=stopping))
     assert driven.outcomes["a", 0].computed == expected["a", 0]

@@ -142,7 +142,7 @@ def test_activations_in_more_steps_have_the_same_bits(
         assert torch.equal(value, at_once[name]), name
 
 
-def test_cost_of_a_position_is_its_number_of_elements(gpt: GPT) -> None:
+def test_position_costs_its_number_of_elements(gpt: GPT) -> None:
     request = ask(Activations(stages=tuple(names(gpt))), positions=(3,))
     rows = run(gpt, request)["a", 0].values
     assert rows.shape == (1, position_elements(request, gpt.config))
@@ -223,8 +223,8 @@ def changeable(gpt: GPT) -> list[str]:
 
 @pytest.mark.parametrize("count", [2, pytest.param(None, marks=pytest.mark.slow)])
 def test_intervention_at_any_stage_matches_a_change_by_hand(exact: GPT, count: int | None) -> None:
-    """Positions, heads and values are drawn. All later stages are what the definition gives with
-    the same change. The fast test takes some stages."""
+    """Positions, heads and values are random. All later stages match the definition with the same
+    change. The fast test takes some stages."""
     gpt = exact
     rng = random.Random(gpt.config.n_head if count is None else count)
     everything = Activations(stages=tuple(names(gpt)))
@@ -235,7 +235,7 @@ def test_intervention_at_any_stage_matches_a_change_by_hand(exact: GPT, count: i
         before = torch.arange(LENGTH)[:, None, None] - torch.arange(LENGTH)
         for stage, value in stages.items():
             wanted = expected[stage]
-            if stage.endswith((".scores", ".probs")):  # what is not seen is not of interest
+            if stage.endswith((".scores", ".probs")):  # masked positions are not compared
                 window = gpt.config.window(int(stage.split(".")[1])) or LENGTH
                 seen = (before >= 0) & (before < window)
                 value, wanted = (torch.where(seen, part, 0) for part in (value, wanted))
@@ -279,8 +279,8 @@ def test_all_outputs_are_those_of_the_changed_forward(gpt: GPT) -> None:
 
 
 def test_generation_follows_the_changed_forward(exact: GPT) -> None:
-    """Greedy, with changes of the prompt alone, of what is generated alone, and of all: each token
-    is the likeliest of a whole changed forward over the text before it."""
+    """Greedy, with changes of the prompt only, of generated tokens only, and of both: each token
+    has the largest logit of a complete changed forward over the preceding text."""
     gpt, prompt = exact, PROMPT[:40]
     spans: tuple[Span, ...] = ("prompt", "generated", "all")
     for span in spans:
@@ -305,11 +305,11 @@ def test_generation_follows_the_changed_forward(exact: GPT) -> None:
 
 @pytest.mark.parametrize("count", [2, pytest.param(None, marks=pytest.mark.slow)])
 def test_patching_a_prompt_with_itself_changes_no_bit(gpt: GPT, count: int | None) -> None:
-    """Stages that the forward uses as they are keep every bit. The fast test takes some stages."""
+    """Stages that the forward uses directly keep every bit. The fast test takes some stages."""
     rng = random.Random(count)
     for name in changeable(gpt) if count is None else rng.sample(changeable(gpt), count):
         if name.endswith((".scores", ".probs")):
-            continue  # spelled out where they are changed
+            continue  # computed differently once they are changed
         value = recorded(gpt, ask(Activations(stages=(name,))))[name]
         patch = Intervention(
             stage=name, operation="set", positions=tuple(range(LENGTH)), values=value.numpy()
@@ -323,8 +323,8 @@ def test_patching_a_prompt_with_itself_changes_no_bit(gpt: GPT, count: int | Non
 
 @cache
 def changed_and_plain() -> tuple[GPT, list[Any], dict[tuple[str, int], Outcome]]:
-    """Generations with and without changes, rows and scores; and what each gives alone, in as large
-    pieces as possible."""
+    """Generations, rows and scores with and without changes, and the result of each alone in pieces
+    as large as possible."""
     gpt = tiny_gpt(tiny_config())
     rng = random.Random(3)
     requests: list[Any] = []
@@ -363,8 +363,8 @@ def changed_and_plain() -> tuple[GPT, list[Any], dict[tuple[str, int], Outcome]]
 def test_changed_sequences_and_others_keep_their_bits_in_a_batch(
     elements: int, slots: int, blocks: int
 ) -> None:
-    """All at once, however few elements a step may have. No prefix of a changed one is shared,
-    though all prompts begin alike."""
+    """All at once, even with few elements per step. Prefixes with a change are not shared, though
+    all prompts begin alike."""
     gpt, requests, alone = changed_and_plain()
     driven = Driven(gpt, slots=slots, prefill_chunk=blocks * BLOCK)
     driven.engine._scheduler.step_elements = elements

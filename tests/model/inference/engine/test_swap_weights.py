@@ -39,7 +39,7 @@ def test_swap_lets_earlier_requests_end_on_the_old_weights() -> None:
             assert outcomes[request.request_id, index].token_ids == expected
 
 
-def test_waiting_sibling_keeps_the_weights_of_its_request() -> None:
+def test_waiting_sequence_keeps_its_requests_weights() -> None:
     """The three sequences run one after the other in one slot; the swap comes after the first."""
     driven = Driven(OLD, slots=1)
     request = generation("trio", random_prompt(random.Random(1), 50), n=3, max_tokens=4,
@@ -68,9 +68,9 @@ def test_cache_of_old_weights_is_never_shared() -> None:
 
 
 @pytest.mark.parametrize("turn", ["before it is known", "once it is known"])
-def test_request_runs_on_its_version_of_the_weights(turn: str) -> None:
-    """A sweep's later prompts are of the version of its first ones, and come when others already
-    wait for the next: neither may wait for the other."""
+def test_request_uses_one_version_of_the_weights(turn: str) -> None:
+    """A sweep's later prompts use the version of its first ones. They may arrive when others
+    already wait for the next version; neither may block the other."""
     prompt = random_prompt(random.Random(3), 40)
     driven = Driven(OLD, slots=2)
     driven.add(generation("first", prompt))
@@ -122,8 +122,8 @@ def test_preparing_weights_changes_no_token() -> None:
 
 
 def test_abort_completes_a_swap() -> None:
-    """The last of those who had begun may be aborted between steps: nobody would step for the one
-    who waits, had the swap been left to the next step."""
+    """The last running sequence may be aborted between steps. If the swap waited for the next step,
+    the waiting request would wait forever."""
     driven = Driven(OLD, slots=1)
     driven.add(generation("old", [1, 2, 3], max_tokens=50))
     driven.step()

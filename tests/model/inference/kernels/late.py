@@ -1,5 +1,5 @@
-"""A late device: a stream that does its work, in order, only when a caller waits for it. So a
-result that is read without waiting is stale on a CPU too."""
+"""A simulated late device: a stream that does its work, in order, only when a caller waits for it.
+So a result that is read without waiting is stale on a CPU too."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -79,7 +79,7 @@ class LateDecoder(GraphDecoder):
 
     def _prefill_rows(self, given: Sequence[tuple[int, ...]]) -> Tensor:
         super()._prefill_rows(given)
-        self.late.finish()  # the caller computes with them at once
+        self.late.finish()  # the caller uses the results at once
         return self._hidden[: len(given)].clone()
 
     def decode(

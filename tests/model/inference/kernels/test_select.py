@@ -86,7 +86,7 @@ def test_auto_dtype_without_native_decoding_is_float32(
 
 
 @pytest.mark.usefixtures("library", "multiplies_bfloat16")
-def test_auto_dtype_with_native_decoding_is_what_the_processor_multiplies(
+def test_auto_dtype_is_a_native_one_of_the_processor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert choose_dtype(COVERED, CPU).name == "bfloat16"
@@ -276,7 +276,7 @@ def test_bfloat16_loses_less_than_two_permille(library: ctypes.CDLL) -> None:
         ({"asimd", "bf16"}, torch.bfloat16, "none", False),
     ],
 )
-def test_prompts_are_native_where_many_rows_are_fast(
+def test_prompts_are_native_if_many_rows_are_fast(
     features: set[str], dtype: torch.dtype, quantize: Quantization, expected: bool
 ) -> None:
     assert prefills_natively(dtype, quantize=quantize, features=features) is expected

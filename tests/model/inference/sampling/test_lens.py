@@ -52,7 +52,7 @@ def check(logits: Tensor, own: Tensor, top_k: int, token_ids: tuple[int, ...]) -
 
 @settings(max_examples=examples(60))
 @given(data=st.data())
-def test_rows_are_what_the_definitions_say(data: st.DataObject) -> None:
+def test_rows_match_the_definitions(data: st.DataObject) -> None:
     """Few steps between logits make equals likely."""
     width = data.draw(st.integers(1, 40))
     rows = data.draw(st.integers(1, 5))
@@ -109,8 +109,8 @@ def test_row_has_the_same_bits_alone_as_among_others() -> None:
 
 
 def test_following_token_has_the_bits_of_a_score_at_the_last_layer() -> None:
-    """Rows whose logprob is so near the middle between two of float32 that the order of a sum in
-    float64 decides to which it is rounded."""
+    """Some rows have a logprob near the middle between two float32 numbers, so that the order of a
+    float64 sum decides the rounding."""
     generator = torch.Generator().manual_seed(2)
     logits = 3 * torch.randn(2000, 60, generator=generator)
     logits[:, 0] = 0  # a logit near 0 can be chosen finely

@@ -1,4 +1,4 @@
-"""Philox: the authors' known answers, and what the engine asks of a draw."""
+"""Philox: the authors' known answers, and the properties of a draw that the engine needs."""
 
 import itertools
 import math

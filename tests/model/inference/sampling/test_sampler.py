@@ -1,8 +1,8 @@
 """Sampler: each step against its definition for one row, and each row alone and in a batch.
 
-The definitions on plain Python numbers are those of `model/inference/reference.py`. Rounding may
-decide what lies within a hair of a filter's edge, so supports are held between those of a slightly
-narrower and a slightly wider filter, and samples to the interval of their token.
+The definitions on plain Python numbers are in `model/inference/reference.py`. Rounding may decide
+ids that are very near a filter's edge. So the support must lie between those of a slightly narrower
+and a slightly wider filter, and each sample within the interval of its token.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ def row(
 
 
 def listed(one: RowContext, logits: Tensor) -> RowContext:
-    """A row whose lists are for as many ids as the logits have."""
+    """A row that lists as many ids as there are logits."""
     ids = ListedIds(one.params, logits.shape[1], logits.device)
     return dataclasses.replace(one, listed=ids)
 
@@ -152,7 +152,7 @@ def rows(draw: st.DrawFn, temperature: st.SearchStrategy[float] = greedy_or_not)
         index=draw(st.integers(0, 3)),
     )
     if one.params.allowed_token_ids is not None or one.params.min_tokens:
-        return one  # a constraint has neither beside it
+        return one  # a constraint has no counterpart in it
     allowed = draw(st.none() | st.sets(ids, min_size=1))
     return one if allowed is None else dataclasses.replace(one, allowed=mask(allowed))
 
@@ -211,7 +211,7 @@ def test_greedy_takes_the_lowest_id_among_equals(logits: list[int]) -> None:
 def test_filters_keep_the_ids_of_the_definition(logits: list[float], one: RowContext) -> None:
     base = defined(logits, one)
     sharp = max(abs(x) for x in base if x > -math.inf) / one.params.temperature
-    hair = 1e-6 * (1 + sharp)  # what float32 leaves open in a scaled logit
+    hair = 1e-6 * (1 + sharp)  # float32's tolerance for a scaled logit
     # A k-th largest that rounding ties with the next one may let that one in.
     ordered = sorted((x for x in base if x > -math.inf), reverse=True)
     k = one.params.top_k
@@ -232,7 +232,7 @@ def test_filters_keep_the_ids_of_the_definition(logits: list[float], one: RowCon
         for side in (-1, 1)
     )
     assert narrow <= left.keys() <= wide
-    # ... and their logprobs are those of their own mass.
+    # ... and their logprobs are relative to their own mass.
     scaled = {i: base[i] / one.params.temperature for i in left}
     largest = max(scaled.values())
     total = math.log(sum(math.exp(x - largest) for x in scaled.values())) + largest
@@ -269,7 +269,8 @@ extreme = st.floats(-1e30, 1e30)
 def test_sampling_the_outermost_numbers_gives_an_allowed_id(
     logits: list[float], data: st.DataObject
 ) -> None:
-    """Accepted parameters cannot overflow: no row ends in a NaN or outside the vocabulary."""
+    """Accepted parameters cannot overflow: no row results in NaN or an id outside the
+    vocabulary."""
     sampling = SamplingParams(
         max_tokens=8,
         seed=data.draw(st.integers(0, 2**64 - 1)),
@@ -329,7 +330,7 @@ def test_processed_logprobs_are_those_that_are_sampled_from() -> None:
     one = row(params(temperature=0.5, top_k=3, seed=1, logprobs=6, logprobs_stage="processed"))
     result = sample_one(LOGITS, one)
     assert result.chosen is not None
-    assert [token.token_id for token in result.top] == [1, 3, 2]  # what was dropped is not there
+    assert [token.token_id for token in result.top] == [1, 3, 2]  # dropped ids are not in it
     assert sum(math.exp(token.logprob) for token in result.top) == pytest.approx(1)
     ratio = result.top[0].logprob - result.top[2].logprob
     assert ratio == pytest.approx((3 - 2) / 0.5)
@@ -431,7 +432,7 @@ def test_sampling_does_not_change_logits() -> None:
     assert logits.tolist() == [LOGITS, LOGITS]
 
 
-def test_slot_is_sampled_by_its_present_sequence() -> None:
+def test_slot_is_sampled_for_its_current_sequence() -> None:
     """Slots are taken again and again, and a step's rows are in no order."""
     state = SamplingState(3)
     for slot in range(3):

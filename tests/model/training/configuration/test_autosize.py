@@ -235,7 +235,7 @@ def _autosized(
 
 @given(st.floats(1e3, 1e9), st.integers(1, 10**10))
 def test_only_a_short_text_changes_the_recipe(tokens: float, text_bytes: int) -> None:
-    # A text that is not passed more than FEW times has the same configuration, hence the same bits.
+    # A text that is passed at most FEW times gets the same configuration, hence the same bits.
     config, said = _autosized(TrainingConfig(minutes=2), tokens, text_bytes)
     often = passes(tokens, 0.9 * text_bytes, 1024)
     if often <= FEW * 0.999:

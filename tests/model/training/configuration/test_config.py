@@ -21,7 +21,7 @@ def test_every_field_of_a_recipe_and_a_shape_has_a_described_setting() -> None:
     names = set(TrainingConfig.model_fields)
     assert {field.name for field in fields(Recipe)} <= names
     shape = {field.name for field in fields(GPTConfig)} - {"vocab_size", "padded_vocab_size"}
-    shape -= {"norm_eps"}  # goes with the kind of norm
+    shape -= {"norm_eps"}  # depends on the kind of norm
     assert set(SHAPE_FIELDS) == shape
     assert names >= RESUMABLE
     assert names >= {*NEEDS, *(other for other, _ in NEEDS.values())}
@@ -61,7 +61,7 @@ def test_rope_scaling_round_trips_through_json_and_the_command() -> None:
     assert parsed("train", flag, value).given() == config.given()
 
 
-def test_command_has_the_given_settings_and_nothing_of_this_machine() -> None:
+def test_command_has_only_the_given_settings() -> None:
     config = TrainingConfig(
         preset="small",
         data=("my text.txt", "b.txt"),

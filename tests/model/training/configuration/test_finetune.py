@@ -98,7 +98,7 @@ def test_run_begins_with_the_loss_of_its_base_and_lowers_it(
 def test_run_killed_before_its_first_save_begins_with_its_base_again(
     tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a run once continued from random weights, and its card still named the checkpoint."""
+    """Such a run once continued from random weights, though its card still named the checkpoint."""
     straight = train(tune(out=tmp_path / "straight"))
 
     def kill(path: Path, **facts: Any) -> None:

@@ -99,7 +99,7 @@ def test_resumed_run_may_be_lengthened_but_not_changed() -> None:
         ({"minutes": 1}, {"minutes": 3}, None),
     ],
 )
-def test_a_length_that_cannot_be_reached_is_refused(
+def test_length_that_cannot_be_reached_is_refused(
     first: dict[str, Any], again: dict[str, Any], said: str | None
 ) -> None:
     before = resolve(TrainingConfig(**first))

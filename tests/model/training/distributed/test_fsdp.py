@@ -113,7 +113,7 @@ def _gpt(optimizer: str) -> GPT:
     )  # fmt: skip
     gpt = GPT(config)
     initialise(gpt, PRESETS["tiny"].recipe, torch.Generator().manual_seed(1))
-    for block in gpt.blocks:  # zero in the beginning, when nothing behind them would matter
+    for block in gpt.blocks:  # zero at the start, so the layers before them would have no gradient
         for name in ("attention_out", "mlp_down"):
             torch.nn.init.normal_(
                 getattr(block, name).weight, std=0.1, generator=torch.Generator().manual_seed(2)
@@ -131,7 +131,8 @@ def _recipe(optimizer: str) -> Recipe:
 
 
 def _step(gpt: GPT, optimizers: Optimizers, optimizer: str, ranks: Ranks) -> float:
-    """A step on three sequences, the same ones each time, one or all of them here; the loss."""
+    """One step on three sequences, the same ones each time, all of them here or one per process;
+    returns the loss."""
     forward = Forward(gpt, _placement(optimizer), dropout=0.0)
     ids = torch.randint(311, (SIZE, 17), generator=torch.Generator().manual_seed(3))
     total = torch.zeros(())
@@ -209,8 +210,8 @@ def _divided(optimizer: str, ranks: Ranks, folder: Path) -> _Found:
 def _goes_on_from_a_file(
     gpt: GPT, optimizer: str, optimizers: Optimizers, ranks: Ranks, path: Path
 ) -> bool:
-    """True if a model with a loaded state steps like the one that saved it, and keeps nothing of
-    the file in memory. One number was once a view of it, and held its blocks on the disk."""
+    """True if a model with a loaded state continues like the one that saved it, and keeps no memory
+    of the file. One number was once a view of it and kept the deleted file's blocks on disk."""
     save_state(
         path, gpt=gpt, optimizers=optimizers, counters=Counters(),
         environment=environment(_placement(optimizer)), reports={}, ranks=ranks,
@@ -243,8 +244,8 @@ def _divide(rank: int, port: int, folder: Path) -> None:
 def test_three_processes_train_what_one_trains(
     tmp_path: Path, processes: ForkServerContext
 ) -> None:
-    """With Muon in bfloat16 and with AdamW in float32, clipped: the sums of three are those of one
-    up to their order."""
+    """With Muon in bfloat16 and with AdamW in float32, clipped: the sums of three processes equal
+    those of one, up to their order."""
     _start(processes, _divide, SIZE, tmp_path)
     files = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(SIZE)]
     for optimizer in OPTIMIZERS:

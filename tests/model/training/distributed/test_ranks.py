@@ -58,7 +58,7 @@ def test_processes_share_the_processors_of_their_machine() -> None:
     assert Ranks(size=2, local_size=2).threads(3) == 3
 
 
-def test_each_process_has_a_cuda_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_process_has_its_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
     second = Ranks(rank=3, size=4, local_rank=1, local_size=2)
     assert second.device("cpu") == torch.device("cpu")
     with pytest.raises(DeviceError, match="'cuda:0' is a single device, but there are 4 processes"):
@@ -70,7 +70,7 @@ def test_each_process_has_a_cuda_device_of_its_own(monkeypatch: pytest.MonkeyPat
         Ranks(size=3, local_size=3).device("cuda")
 
 
-def test_one_process_meets_nobody() -> None:
+def test_one_process_needs_no_rendezvous() -> None:
     with process_group({}) as ranks:
         assert not dist.is_initialized()
         gradient = torch.ones(3)
@@ -107,7 +107,7 @@ def _start(context: ForkServerContext, target: Any, size: int, folder: Path) -> 
 
 
 def _meet(rank: int, port: int, results: Path) -> None:
-    """Add up and agree in two processes; then process 1 leaves while the other waits for it."""
+    """Add up and agree in two processes; then process 1 exits while the other waits for it."""
     environment = _environment(rank, 2, port)
     ranks_module.BUCKET = 4  # several messages
     found: dict[str, Any] = {}

@@ -132,7 +132,7 @@ def test_every_parameter_is_trained_by_one_optimizer(optimizer: str, shape: dict
         assert not torch.equal(value, before[name]), name
 
 
-def test_each_kind_has_a_scheduled_learning_rate_of_its_own() -> None:
+def test_each_kind_has_its_scheduled_learning_rate() -> None:
     gpt = _gpt()
     optimizers = Optimizers(gpt, RECIPE)
     _loss(gpt).backward()

@@ -51,7 +51,8 @@ def _train_with_little_room(config: TrainingConfig, limit: int, sentence: Path) 
 def test_failed_save_leaves_the_last_good_state(
     configure: Configure, tmp_path: Path, processes: ForkServerContext, share: float
 ) -> None:
-    """The second state has room for a share of its bytes. With room again, the run goes on."""
+    """The disk has room for only a part of the second state. Once there is room again, the run
+    continues."""
     train(configure(steps=6, out=tmp_path / "run", decay="constant"))
     train(configure(out=tmp_path / "straight", decay="constant"))
     run = tmp_path / "run"

@@ -17,7 +17,7 @@ from tests.model.training.test_trainer import _train_until
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, story_file: Path) -> Path:
-    """A run that is finished and one that Ctrl-C ended."""
+    """A finished run, and one that was ended by Ctrl-C."""
     folder = tmp_path_factory.mktemp("runs")
     shape = {"n_layer": 1, "n_head": 1, "checkpoint_every": 12, "sample_every": None}
     train(configuration(story_file, folder / "whole", **shape))

@@ -1,4 +1,4 @@
-"""Set-up of a run: runs that cannot begin end with a sentence and leave nothing behind."""
+"""Set-up of a run: a run that cannot begin ends with a message and leaves nothing on disk."""
 
 import os
 import re
@@ -77,7 +77,7 @@ def test_run_in_training_can_be_read(configure: Configure, tmp_path: Path) -> No
 
 
 def notices(config: TrainingConfig) -> str:
-    """Train, and return what was noticed."""
+    """Train, and return the notices."""
     events: list[Event] = []
     train(config, events.append)
     return "\n".join(event.message for event in events if isinstance(event, Noticed))

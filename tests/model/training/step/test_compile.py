@@ -81,8 +81,8 @@ def test_auto_compiles_only_on_cuda(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compiled_graph_computes_the_same_and_its_trial_draws_nothing() -> None:
-    """torch's own tracing, without the C compiler behind it."""
+def test_compiled_graph_computes_the_same_without_drawing() -> None:
+    """torch's own tracing, without the C compiler."""
     gpt, ids, targets = _small(dropout=0.1)
     gpt.train()
     forward = Forward(gpt, EXACT, dropout=0.1)
@@ -155,8 +155,8 @@ def test_compiler_that_fails_in_one_process_leaves_all_eager(
 def test_resumed_run_keeps_the_decision_to_compile(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second half that decided anew would be eager, hence compute in other bits. A backend that
-    doubles the loss takes the place of the compiler, whose bits differ from the eager ones less."""
+    """If the second half decided anew, it would run eagerly, hence with other bits. A backend that
+    doubles the loss replaces the compiler, whose bits differ less from the eager ones."""
 
     def doubled(forward: Forward, notice: Any, *, compiled: bool, peers: Any) -> Any:
         return (lambda ids, targets: 2 * forward.loss(ids, targets)) if compiled else forward.loss

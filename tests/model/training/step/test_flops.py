@@ -15,7 +15,9 @@ from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.size import count_elements
 from tests.model.shapes import TOGETHER
 
-PLACEMENT = Placement(torch.device("cpu"), torch.bfloat16, 1)  # whose attention torch can count
+PLACEMENT = Placement(
+    torch.device("cpu"), torch.bfloat16, 1
+)  # torch can count the operations of its attention
 SHAPES: list[dict[str, Any]] = [
     {},
     dict(MODERN),

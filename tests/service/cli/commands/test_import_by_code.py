@@ -1,4 +1,4 @@
-"""`logitd import --code` and `logitd serve --code`: when the code is kept, and what is said."""
+"""`logitd import --code` and `logitd serve --code`: when the code is kept, and the messages."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.model.owner_code.classes import CONTEXT, made
 from tests.model.owner_code.imported import LETTERS, imported, source, written
 
 
-def test_model_that_is_no_gpt_is_refused_with_the_flag_that_keeps_its_code(
+def test_non_gpt_is_refused_with_the_flag_for_its_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

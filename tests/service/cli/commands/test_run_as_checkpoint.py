@@ -22,7 +22,7 @@ COMMANDS = (
     "merge mine adapted merged",
     "train --from mine --data text.txt --out tuned --steps 1 --lora 2 --threads 1 --compile off",
 )
-BENCH = "bench mine"  # which measures the machine for seconds once it has read the model
+BENCH = "bench mine"  # it measures the machine for seconds after reading the model
 
 
 @pytest.fixture

@@ -142,7 +142,7 @@ def test_other_paths_are_refused_with_commands(
 
 
 @pytest.mark.usefixtures("desk")
-def test_missing_models_of_several_leave_the_others() -> None:
+def test_missing_model_does_not_affect_others() -> None:
     with ServedProcess("a=mine", "b=nope", "--threads", "1", cwd=Path.cwd()) as process:
         assert "logitd serve: model b: nope does not exist" in process.output
         assert "logitd serve: starting without b: requests for a missing" in process.output

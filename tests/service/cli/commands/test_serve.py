@@ -149,7 +149,7 @@ def test_banner_names_the_keys_without_their_values(checkpoint_path: Path, tmp_p
             check=True,
         )
         assert '"model":"tiny"' in done.stdout
-        process.wait_for(" key=ci")  # written when the reply has gone
+        process.wait_for(" key=ci")  # logged after the reply has been sent
         assert "secret" not in process.output
 
 

@@ -1,6 +1,6 @@
-"""A checkpoint that this machine has no memory for: every command that reads one says so.
+"""A checkpoint too large for this machine: every command that reads one reports the memory.
 
-Three of them ended in a traceback, where their neighbours named the figures and the way out.
+Three of them once ended in a traceback.
 """
 
 from pathlib import Path
@@ -33,7 +33,8 @@ COMMANDS = {
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint whose tables for its positions would take 2^47 bytes, and what goes with it."""
+    """A checkpoint whose position tables would take 2^47 bytes, and the other files that commands
+    need."""
     monkeypatch.chdir(tmp_path)
     gpt = tiny_gpt(tiny_config(**FAMILIES["llama"]))
     info = save_tiny_checkpoint(Path("huge"), gpt)
@@ -50,7 +51,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_the_figures_and_a_way_out(
+def test_error_has_figures_and_advice(
     command: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     before = sorted(tmp_path.iterdir())

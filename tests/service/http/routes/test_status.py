@@ -42,7 +42,8 @@ from tests.service.serving import (
 
 @pytest.fixture
 def loading(checkpoint_path: Path, tmp_path: Path) -> Iterator[tuple[Serving, Path, Event]]:
-    """A service that loads once the event is set, and the config.json that it will read."""
+    """A service that loads the model once the event is set, and the config.json that it will
+    read."""
     path = Path(shutil.copytree(checkpoint_path, tmp_path / "slow"))
     with held_loading() as gate, serving_app(create_app(serve_settings(path))) as running:
         yield running, path / "config.json", gate
@@ -60,7 +61,7 @@ POSTS = ("/generate", "/logits", "/probs", "/tokenize")
 
 
 def test_endpoints_with_query_parameters_refuse_unknown_ones(server: Serving) -> None:
-    """Others ignore them: probes and clients add parameters of their own."""
+    """Other endpoints ignore them: probes and clients add parameters."""
     for path in ("/info", "/card", "/stages", "/tokenizer_info"):
         error = error_of(server.client.get(path, params={"modle": "x" * 999}))
         assert error.message == f"unknown query parameter 'modle'; GET {path} takes model"
@@ -86,7 +87,7 @@ def series(server: Serving) -> dict[tuple[str, tuple[tuple[str, str], ...]], flo
 # Health
 
 
-def test_a_service_that_is_ready(server: Serving) -> None:
+def test_ready_service_is_healthy(server: Serving) -> None:
     for path in ("/health", "/health/ready", LIVE):
         assert health(server, path) == (200, "ok")
         assert server.client.get(path).json() == {"status": "ok", "reason": None}
@@ -114,7 +115,7 @@ def test_while_loading_only_life_is_answered(loading: tuple[Serving, Path, Event
     assert server.sample("logitd_ready") == 1
 
 
-def test_a_checkpoint_that_cannot_be_loaded(
+def test_unloadable_checkpoint_is_reported(
     loading: tuple[Serving, Path, Event], logged_errors: list[str]
 ) -> None:
     server, config, gate = loading
@@ -154,7 +155,7 @@ def test_while_draining_new_requests_are_refused_and_running_ones_finish(
         drain.result(TEST_TIMEOUT)
 
 
-def test_an_engine_that_failed_is_no_longer_ready_and_not_alive(
+def test_failed_engine_is_neither_ready_nor_alive(
     checkpoint_path: Path, gpt: GPT, logged_errors: list[str]
 ) -> None:
     class BrokenEngine(Engine):
@@ -224,7 +225,7 @@ def test_info(server: Serving) -> None:
 def test_info_and_log_say_why_cuda_graphs_do_not_serve(
     checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The choice of a decoder on a GPU, with one that cannot be made."""
+    """The GPU's choice of decoder, when CUDA graphs cannot be made."""
 
     def broken(*_: Any, **__: Any) -> Decoder:
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -256,7 +257,7 @@ def test_version(server: Serving) -> None:
 # Metrics
 
 
-def test_the_sums_are_right_after_known_requests(checkpoint_path: Path) -> None:
+def test_metrics_of_known_requests_are_exact(checkpoint_path: Path) -> None:
     with serving(checkpoint_path, slots=2) as server:
         server.generate("hello", n=3, max_tokens=4, seed=1, ignore_eos=True)
         server.generate(["ab", [1]], max_tokens=2, seed=1, ignore_eos=True)
@@ -300,7 +301,7 @@ def test_the_sums_are_right_after_known_requests(checkpoint_path: Path) -> None:
         ) == 1  # fmt: skip
 
 
-def test_no_request_makes_a_series_of_its_own(server: Serving) -> None:
+def test_requests_create_no_new_series(server: Serving) -> None:
     def visit(number: int) -> None:
         server.client.get(f"/nothing/{number}")
         server.client.get(f"/health?{number}", headers={"X-Request-ID": f"id-{number}"})
@@ -318,7 +319,7 @@ def test_no_request_makes_a_series_of_its_own(server: Serving) -> None:
     assert set(endpoints) <= {None, *ENDPOINTS}
 
 
-def test_the_card_and_its_curve_stand_beside_the_checkpoint(
+def test_card_and_curve_are_shown_with_the_checkpoint(
     checkpoint_path: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "run" / "step-000007"

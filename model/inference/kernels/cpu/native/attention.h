@@ -1,10 +1,10 @@
 // Attention of new positions over a slot of the KV cache, one key head with its query heads.
 //
-// Keys and values are (positions, width) in float32, bfloat16, or int8 with a scale for each position.
-// Queries are float32 for int8, else in the same format. `width` is a multiple of 16. Sums are float32,
-// position after position, each query by itself. `attend` serves one position; `attend_together` serves a
-// few consecutive ones, which share loads. A query has the same bits in both. With AMX most heads in
-// bfloat16 attend by tile_attention.h instead.
+// Keys and values are (positions, width) in float32, bfloat16, or int8 with a scale for each
+// position. Queries are float32 for int8, otherwise in the same format. `width` is a multiple of
+// 16. Sums are float32, in the order of the positions, separately for each query. `attend` serves
+// one position; `attend_together` serves a few consecutive ones, which share loads. A query has the
+// same bits in both. With AMX most heads in bfloat16 attend by tile_attention.h instead.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,8 @@ constexpr int MAX_HEAD_VECTORS = 16;  // head_dim up to 256
 // in bfloat16: a step is 1.09 times as fast with 12 to 32 KB as with 4 KB.
 constexpr int CELLS_AHEAD_BYTES = 16384;
 
-// The address to prefetch at position p of a stream of `count` positions that `following` continues.
+// The address to prefetch at position p of a stream of `count` positions, after which `following`
+// is read.
 template <class Cell>
 inline const char* cells_ahead(const Cell* stream, int p, int count, const Cell* following, int width) {
   const int place = p + std::min(CELLS_AHEAD_BYTES / (width * int(sizeof(Cell))), count);
@@ -49,7 +50,7 @@ struct HeadCells {
     return {cells + std::size_t(p) * width, scales == nullptr ? nullptr : scales + p};
   }
 
-  // The factor of a position's stored numbers for a weight.
+  // The factor for a position's stored numbers, given its weight.
   float weighed(int p, float weight) const {
     if constexpr (std::is_same_v<Cell, std::int8_t>) return weight * scales[p];
     else return weight;
@@ -59,7 +60,8 @@ struct HeadCells {
 template <class Cell>
 using QueryCell = std::conditional_t<std::is_same_v<Cell, std::int8_t>, float, Cell>;
 
-// A query or a key of V vectors as COUNT parts that are multiplied at once. Each part is PIECES registers.
+// A query or a key of V vectors, split into COUNT parts that are multiplied at once. Each part is
+// PIECES registers.
 template <class Cell, int V>
 struct Parts : F32 {
   static constexpr int COUNT = V;
@@ -157,9 +159,10 @@ inline void mix(const float* weights, HeadCells<Cell> values, int hidden, int co
   for (int i = 0; i < V * PIECES; i++) store(out + i * PIECE, mixed[i]);
 }
 
-// `queries` are the scaled heads of one position that share this key head, (heads, width). The first `hidden`
-// of `count` positions are not visible. `scores` has room for `count` rounded up to 16. AHEAD: memory holds the cells, and `next_keys` are read next; otherwise the
-// cache holds them. Each width has its own code, so that sums stay in registers.
+// `queries` are the scaled heads of one position that share this key head, (heads, width). The
+// first `hidden` of `count` positions are not visible. `scores` has room for `count` rounded up to
+// 16. AHEAD: the cells are in memory, not in a cache, and `next_keys` are read next. Each width has
+// separate code, so that sums stay in registers.
 template <bool AHEAD, class Cell>
 inline void attend(const QueryCell<Cell>* queries, int heads, HeadCells<Cell> keys,
                    HeadCells<Cell> values, const Cell* next_keys, int hidden, int count, int width,

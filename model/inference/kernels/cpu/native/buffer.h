@@ -1,5 +1,6 @@
-// Buffer: memory that starts on a cache line, so that no vector of a row crosses two (measured: a product
-// whose activations do takes twice as long). And the levels that memory is prefetched into.
+// Buffer: memory that starts on a cache line, so that no vector of a row crosses two lines (a
+// product whose activations do takes twice as long, measured). Also defines the cache levels to
+// prefetch into.
 #pragma once
 
 #include <cstddef>

@@ -1,7 +1,8 @@
-// Clocks: the time of each stage of a step, on request. Otherwise a stage costs one test of a pointer.
+// Clocks: the time of each stage of a step, on request. Otherwise a stage costs one test of a
+// pointer.
 //
-// The calling thread reads the clock when all threads have finished a stage, so a stage's time includes the
-// wait for the last of them.
+// The calling thread reads the clock when all threads have finished a stage, so a stage's time
+// includes the wait for the last thread.
 #pragma once
 
 #include <chrono>

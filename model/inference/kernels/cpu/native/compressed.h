@@ -36,8 +36,8 @@ constexpr int BINADES = 15;
 
 inline int compressed_steps(int width) { return (width + B16::STEP - 1) / B16::STEP; }
 
-// The two bytes that describe a block of SIDE rows of STEP_BYTES: the exponent below the first code, and the
-// number of its escapes.
+// The two bytes that describe a block of SIDE rows of STEP_BYTES: the exponent below the first
+// code, and the number of escapes.
 struct BlockHead {
   std::uint8_t below, escapes;
 };

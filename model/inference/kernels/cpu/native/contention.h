@@ -30,7 +30,7 @@ class ContentionMonitor {
   Time alone_until() const { return alone_until_; }
 
  private:
-  static constexpr auto LATE = std::chrono::microseconds(500);  // an item takes tens of them
+  static constexpr auto LATE = std::chrono::microseconds(500);  // an item takes tens of microseconds
   static constexpr auto WINDOW = std::chrono::milliseconds(30);
   static constexpr auto LEAST_WINDOW = std::chrono::milliseconds(8);
   static constexpr int LOST_PERCENT = 35;

@@ -1,11 +1,12 @@
-// Decoder: tokens of several sequences, or many consecutive ones, through a whole GPT in one call; and the
-// sampling of the next tokens.
+// Decoder: runs tokens of several sequences, or many consecutive tokens, through a whole GPT in one
+// call, and samples the next tokens.
 //
-// The forward of model/transformer/gpt.py, stage by stage over a shared pool of threads: norms and
-// conversions by row, matrices by groups of weight rows, attention by key head and by sequence or rows of
-// one. The residual stream is float32 for all weights. A row depends on its token, its position and the
-// earlier positions of its slot, so a prompt's rows have the bits of decoding the same tokens one by one. The
-// plain twin is model/inference/kernels/eager/decoder.py.
+// It computes the forward pass of model/transformer/gpt.py stage by stage on a shared pool of
+// threads: norms and conversions by row, matrices by groups of weight rows, attention by key head
+// and by sequence, or by rows of one sequence. The residual stream is float32 for all weights. A
+// row depends on its token, its position and the earlier positions of its slot, so a prompt's rows
+// have the bits of decoding the same tokens one by one. The plain twin is
+// model/inference/kernels/eager/decoder.py.
 #pragma once
 
 #include <algorithm>
@@ -21,12 +22,13 @@
 
 namespace logitd {
 
-// Limits of the queries of a sequence that attend together, and of the keys that they see in all. Each thread
-// has room for their scores, and short items keep the wait at the end of a loop short (pool.h).
+// Maximum numbers of queries of a sequence that attend together, and of keys that they see in
+// total. Each thread has room for their scores, and short items keep the wait at the end of a loop
+// short (pool.h).
 constexpr int TOGETHER = 16;
 constexpr int KEYS_TOGETHER = 65536;
-constexpr int ITEMS_A_THREAD = 4;  // at least, in attention by tiles, to keep the wait at the end short
-constexpr int CAPPED = 4096;  // logits of a row that one thread limits
+constexpr int ITEMS_A_THREAD = 4;  // minimum in attention by tiles, to keep the wait at the end short
+constexpr int CAPPED = 4096;  // logits of a row that one thread softcaps
 constexpr int WRITTEN = 8;  // rows of a sequence whose keys and values one thread writes
 
 inline int padded(int width) { return (width + LANES - 1) / LANES * LANES; }
@@ -373,8 +375,8 @@ class Decoder {
     }
   }
 
-  // Write new keys and values. A sequence's only row attends right away, by key head. The rows of a sequence
-  // with several attend after all are written, a span at a time.
+  // Write new keys and values. The only row of a sequence attends right away, by key head. If a
+  // sequence has several rows, they attend after all are written, a span at a time.
   template <class Cell>
   void attention(int layer) {
     const int written = int(written_.size()), single = int(single_.size()) * w_.n_kv_head;
@@ -429,7 +431,7 @@ class Decoder {
     return all == nullptr ? nullptr : all + first;
   }
 
-  // A row's scaled queries of one key head, in the format that meets the keys.
+  // A row's scaled queries of one key head, in the format of the keys.
   template <class Cell>
   QueryCell<Cell>* queries(int row, int kv_head) {
     auto* all = reinterpret_cast<QueryCell<Cell>*>(queries_.data());

@@ -1,9 +1,9 @@
 // Dot products of a few weight rows with a few activation rows, in the four formats of weights.
 //
-// A tile computes NR x MR products at once. Each product has one accumulator, which adds the same elements in
-// the same order in every shape of a tile, so an activation row has the same bits alone and among others.
-// Weight rows may end anywhere: activations are padded with zeros, so the numbers after the end of a weight
-// row, which arena.py keeps finite, add nothing.
+// A tile computes NR x MR products at once. Each product has one accumulator, which adds the same
+// elements in the same order in every shape of a tile, so an activation row has the same bits alone
+// and among others. Weight rows may have any length: activations are padded with zeros, so the
+// numbers after the end of a weight row, which arena.py keeps finite, add nothing.
 #pragma once
 
 #include <algorithm>

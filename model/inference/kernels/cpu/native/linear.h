@@ -141,8 +141,8 @@ class Product {
     }
   }
 
-  // Of the weight rows after the next, this tile prefetches AHEAD rows: every `tiles`-th, starting with its
-  // own.
+  // This tile prefetches AHEAD of the weight rows after the next ones: every `tiles`-th, starting
+  // with its own.
   template <int NR, int MR, int AHEAD>
   void tile(int n, int m, int tiles) const {
     Acc acc[whole(NR * MR)];

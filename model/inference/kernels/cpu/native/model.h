@@ -14,7 +14,7 @@ struct LayerWeights {
   Matrix qkv, attention_out, mlp_up, mlp_down;
   const void* value_embedding;  // (vocabulary, n_kv_head * head_dim), or null
   const float* value_gate;      // (n_kv_head, value_gate_width)
-  std::int32_t window;          // positions that a position sees, its own the last; 0: all
+  std::int32_t window;  // number of positions that a position sees, up to its own; 0: all
   float stream_scale, embedding_scale;  // of the block's input, if residual_mix
 };
 
@@ -28,15 +28,15 @@ struct ModelWeights {
   std::int32_t activation;  // Activation
   std::int32_t smear_width;    // channels of the gate; 0: no smear
   std::int32_t residual_mix;   // a block reads a mixture of the stream and the embedding
-  std::int32_t backout_layer;  // whose output is subtracted at the end; -1: none
-  float smear_scale, backout_scale, logit_softcap;  // a softcap of 0 is none
+  std::int32_t backout_layer;  // the layer whose output is subtracted at the end; -1: none
+  float smear_scale, backout_scale, logit_softcap;  // a softcap of 0 means none
   const void* token_embedding;
   const void* position_embedding;  // (positions, d_model) like token_embedding, or null
   const float* sinusoids;          // (positions, d_model), or null
   const float *rope_cos, *rope_sin;  // (positions, head_dim / 2), or null
   const float* smear_gate;  // (smear_width), or null
   const LayerWeights* layers;
-  Norm embedding_norm, final_norm;  // a null weight: no norm of embeddings
+  Norm embedding_norm, final_norm;  // null weight: no norm of embeddings
   Matrix head;
 };
 
@@ -48,7 +48,7 @@ struct Cache {
   std::int64_t kind;  // of keys and values: KIND_F32, KIND_BF16 or KIND_INT8
 };
 
-// Further outputs of a prompt of `count` tokens; null: none.
+// Additional outputs of a prompt of `count` tokens; null: none.
 struct Record {
   float* states;             // (n_layer + 1, count, d_model): embeddings, then after each block
   float* weights;            // (count, layers, heads, length), zeros: attention's

@@ -71,7 +71,7 @@ class Int4Block {
         float& weight = weights[half * HALF + i];
         float value = std::rint(weight / real[i]) + 0.f;
         value = value < -8.f ? -8.f : value > 7.f ? 7.f : value;
-        // The farthest is -8 by definition, even if its scale was rounded.
+        // The weight farthest from zero is -8 by definition, even if its scale was rounded.
         weight = weight == farthest[i] ? -8.f : value;
         sums[i] += weight;
       }

@@ -1,4 +1,5 @@
-// Strips: products by tiles of weights in the layout of the instruction, with activations as they are.
+// Strips: products in AMX's registers, with weights stored in the instruction's layout and
+// activations stored row by row.
 //
 // A strip is SIDE * 2 weight rows. A step of it has STEP_BYTES of each row, as two registers of SIDE rows.
 // Line j of a register has the four bytes from 4 j on of each row: the register is the second operand of a

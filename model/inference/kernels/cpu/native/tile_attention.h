@@ -530,7 +530,7 @@ inline void attend_by_tiles(const TileQuery* queries, int count, HeadCells<Bf16>
   }
 }
 
-// `attend` of attention.h, for the heads of one position.
+// Like `attend` of attention.h, for the heads of one position.
 inline void attend_by_tiles(const Bf16* queries, int heads, HeadCells<Bf16> keys, HeadCells<Bf16> values,
                             const NextHead& next, int count, int width, float* out) {
   const TileStep step(keys, values, next, count, width);

@@ -477,9 +477,9 @@ inline Floats exp(Floats x) {
   return scaled(fused(p, r * r, r) + 1.0f, n);
 }
 
-// x / (1 + 2^t) to within 4 units in the last place: t = n + r, |r| <= 1/2, and a polynomial for 2^r with an
-// error of at most 2e-9 (fitted for the least relative error, 1 at 0). Activations use it: a prompt computes
-// more of these than of anything except products.
+// x / (1 + 2^t) to within 4 units in the last place: t = n + r, |r| <= 1/2, and a polynomial for
+// 2^r with an error of at most 2e-9 (fitted for the smallest relative error, 1 at 0). Activations
+// use it: a prompt computes more of these than of anything except products.
 inline Floats damped(Floats x, Floats t) {
   t = min(max(t, all(-125.0f)), all(125.0f));
   const Floats n = (t + ROUND) - ROUND, r = t - n;
@@ -513,8 +513,8 @@ inline Floats erf(Floats x) {
   return select(x < 0.0f, -y, y);
 }
 
-// tanh x to within 4 units in the last place: near 0 a polynomial (fitted for the least relative error, 4e-9),
-// else 1 - 2 / (1 + e^(2 |x|)). NaN stays NaN.
+// tanh x to within 4 units in the last place: near 0 a polynomial (fitted for the smallest relative
+// error, 4e-9), otherwise 1 - 2 / (1 + e^(2 |x|)). NaN stays NaN.
 inline Floats tanh(Floats x) {
   const Floats s = x * x;
   Floats p = all(-6.2726075e-3f);

@@ -2,7 +2,7 @@
 
 Each class has its own parameter names and a plain forward: scores, mask, softmax, sum. `plain.py`
 computes a model from the names in its scheme. The classes share the few lines of attention in
-`common.py`, and nothing with the product. Without training, sampling and files.
+`common.py` and no code with the product. They have no training, sampling or files.
 
-Shapes: B sequences, T positions, C the width, H heads, D the width of a head, V ids.
+Shapes: B sequences, T positions, C width, H heads, D head width, V ids.
 """

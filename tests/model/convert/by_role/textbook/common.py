@@ -1,7 +1,6 @@
-"""Common: the sizes of the textbook models, their drawn weights, and the few lines of attention.
+"""Sizes of the textbook models, their random weights, and the few lines of attention.
 
-Covers scores with a mask, sinusoidal and rotary positions and the root mean square, each written
-down plainly. Does not have modules: those are beside this.
+Covers scores with a mask, sinusoidal and rotary positions and the root mean square.
 """
 
 import math
@@ -44,7 +43,7 @@ def merge(x: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, divisor: float, *, causal: bool = True) -> Tensor:
-    """Attention of (..., T, D), each position over itself and what precedes it."""
+    """Attention of (..., T, D); each position attends to itself and earlier ones."""
     scores = q @ k.mT / divisor
     if causal:
         later = torch.ones(q.shape[-2], k.shape[-2]).triu(1).bool()

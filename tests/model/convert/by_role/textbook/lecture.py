@@ -1,6 +1,7 @@
-"""The lecture: a module for each head, ReLU, a head with bias, logits with a loss.
+"""The lecture's model: one module per head, ReLU, a head with bias, a forward that returns logits
+and a loss.
 
-Covers scores over the root of the head's width and of the whole width. Does not sample.
+Scores are divided by the root of the head width or of the whole width.
 """
 
 import math

@@ -1,6 +1,6 @@
-"""nanoGPT and minGPT: the same names, another GELU and another head.
+"""nanoGPT and minGPT: the same names, but another GELU and another head.
 
-Covers tied and untied heads, with biases and without. Leaves dropout out: it is 0 in evaluation.
+Covers tied and untied heads, with and without biases. Dropout is left out: it is 0 in evaluation.
 """
 
 import math
@@ -75,8 +75,8 @@ class NanoBlock(nn.Module):
 
 
 class Nano(nn.Module):
-    """nanoGPT: exact GELU, tied head; without targets it computes the last position alone. As
-    minGPT: tanh GELU, a head of its own, a mask in every layer."""
+    """nanoGPT: exact GELU and tied head; without targets it computes only the last position. As
+    minGPT: tanh GELU, an untied head, a mask in every layer."""
 
     def __init__(self, config: NanoConfig, *, minimal: bool = False) -> None:
         super().__init__()

@@ -1,9 +1,8 @@
-"""Plain: a GPT computed from tensors under the names and in the shapes that a scheme describes.
+"""A GPT computed from tensors with the names and shapes that a scheme describes.
 
-Covers heads with tensors of their own or in groups, fused rows in any order, raw parameters with an
-axis for the heads, matrices (in, out), norms before, behind or next to sublayers, norms of queries
-and keys, gates, rotary positions, and missing second matrices. The arithmetic is that of
-`common.py`.
+Covers heads with separate or grouped tensors, fused rows in any order, raw parameters with an axis
+for the heads, matrices (in, out), norms before, after or next to sublayers, norms of queries and
+keys, gates, rotary positions, and missing second matrices. The arithmetic is in `common.py`.
 """
 
 import math

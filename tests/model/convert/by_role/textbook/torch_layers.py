@@ -20,7 +20,7 @@ from tests.model.convert.by_role.textbook.common import (
 
 
 class Waves(nn.Module):
-    """Adds a table of sines; it is in the state dict where `kept`."""
+    """Adds a table of sines, which is in the state dict if `kept`."""
 
     pe: Tensor
 
@@ -68,8 +68,8 @@ class MultiheadBlock(nn.Module):
 
 
 class Multihead(nn.Module):
-    """nn.MultiheadAttention in a block of its own, post-LN without a final norm, sinusoidal
-    positions that are not in the file; without a mask unless `causal`."""
+    """A block around nn.MultiheadAttention: post-LN without a final norm, sinusoidal positions that
+    are not in the file, no mask unless `causal`."""
 
     def __init__(self, *, causal: bool = True, halves: bool = False, learned: bool = False) -> None:
         super().__init__()

@@ -97,8 +97,8 @@ def test_attention_weights_match_the_twin(
 def test_token_that_is_not_finite_spoils_no_earlier_one(
     library: ctypes.CDLL, width: int, lost: float
 ) -> None:
-    """A weight of 0 times a number that is not finite is not 0. Tokens before such a token keep
-    their bits, and all later ones are lost."""
+    """A weight of 0 times a non-finite number is not 0. Tokens before such a token keep their bits,
+    and all later ones become non-finite."""
     gpt, ids = gpt_of(width, 4, 2), random_ids(70).tolist()
     ids = [token if token != 5 else 6 for token in ids]
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=2)

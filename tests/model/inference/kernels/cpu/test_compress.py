@@ -1,5 +1,5 @@
-"""Compressed matrices come back with every bit, by the native code and by the plain reader of the
-same bytes, and their products have the bits of uncompressed ones."""
+"""Compressed matrices: the native code and the plain reader restore every bit, and products have
+the bits of uncompressed ones."""
 
 import ctypes
 
@@ -64,7 +64,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     seed=st.integers(0, 2**16),
 )
 @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_every_bit_comes_back(
+def test_every_bit_is_restored(
     library: ctypes.CDLL, rows: int, width: int, share: float, seed: int
 ) -> None:
     weights = odd_ones(normal(rows, width, seed), share, seed)
@@ -92,7 +92,7 @@ def test_matrix_that_is_not_worth_it_stays_as_it_is(library: ctypes.CDLL, share:
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-40, 3e38])
-def test_matrix_of_one_number_comes_back(library: ctypes.CDLL, value: float) -> None:
+def test_constant_matrix_is_restored(library: ctypes.CDLL, value: float) -> None:
     weights = torch.full((64, 96), value).bfloat16()
     matrix = compressed(library, weights)
     assert matrix is not None
@@ -151,7 +151,7 @@ def products(
     bias: Tensor | None,
     threads: int,
 ) -> tuple[Tensor, Tensor]:
-    """Products of a compressed matrix, and of its weights as they are."""
+    """Products of a compressed matrix, and of the uncompressed weights."""
     here, there = matrix.described(), placed_matrix(weights, "bfloat16", bias=bias)
     if bias is not None:
         here.bias = bias.data_ptr()

@@ -194,7 +194,7 @@ def test_consecutive_rows_have_the_bits_of_single_calls(
     library: ctypes.CDLL, family: str, kind: str
 ) -> None:
     """Several slots with one to five rows each. The last rows have wrong tokens; later steps
-    overwrite what these leave and never see it."""
+    overwrite their keys and values before reading them."""
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
     rng, ids = random.Random(family), random_ids(3, 44)
     wrong = (ids + 1) % 257
@@ -581,7 +581,7 @@ def test_number_of_threads_changes_no_bit(library: ctypes.CDLL) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(shape=shapes(head_dims=(16, 32, 48)), data=st.data())
-def test_any_shape_at_any_positions_matches_the_twin(
+def test_every_shape_matches_the_twin(
     library: ctypes.CDLL, shape: dict[str, Any], data: st.DataObject
 ) -> None:
     """Odd widths, different positions of the slots, reused slots."""
@@ -609,9 +609,9 @@ def test_any_shape_at_any_positions_matches_the_twin(
 def test_quantized_decoder_computes_with_its_rounded_weights(
     library: ctypes.CDLL, quantize: Literal["int8", "int4"], least: float, most_extra: float
 ) -> None:
-    """Against the twin with the dequantized weights, which the model then has; the difference is
-    the rounding of activations. (Once the exact model was the rounded one here, so the cost of
-    rounding blocks was not tested.)"""
+    """Compared with the twin that has the dequantized weights; the difference is the rounding of
+    activations. (Once the exact model had the rounded weights too, so the cost of rounding blocks
+    was not tested.)"""
     gpt, ids = tiny_gpt(native_config("gpt2", d_model=64, d_ff=256)), random_ids(2, 20)
     exact, twin = gpt(ids).logits, tiny_gpt(gpt.config)
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=1, quantize=quantize)
@@ -664,7 +664,7 @@ def test_quantized_weights_are_one_stream(
         (tiny_gpt(tiny_config(head_dim=16)).half(), "float16"),
     ],
 )
-def test_native_decoder_refuses_what_it_does_not_cover(
+def test_native_decoder_refuses_unsupported_models(
     library: ctypes.CDLL, gpt: GPT, why: str
 ) -> None:
     with pytest.raises(ValueError, match=why):

@@ -229,7 +229,7 @@ USES: dict[TargetName, tuple[set[str], set[str]]] = {
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.skipif(not X86_64, reason="the targets of other architectures")
 @pytest.mark.parametrize("name", USES)
-def test_every_target_is_built_and_uses_what_it_says(
+def test_every_target_builds_and_uses_its_instructions(
     name: TargetName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A build takes 45 seconds of a core. Targets that other tests run are built with the usual

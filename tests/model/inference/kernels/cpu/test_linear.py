@@ -19,7 +19,7 @@ from tests.model.inference.kernels.cpu.plain_forms import quantized_matrix
 from tests.profiles import examples
 
 READ_BEHIND = 64
-"""Finite numbers after the weights: a last vector may extend beyond the end of a row."""
+"""Finite numbers after the weights: the last vector may extend beyond the end of a row."""
 
 
 def moved(weights: Tensor, offset: int) -> Tensor:
@@ -121,7 +121,7 @@ def test_products_are_the_twins(
 @pytest.mark.parametrize(
     ("kind", "width"), [("bfloat16", 9000), ("int8", 17000), ("int8_strips", 17000)]
 )
-def test_more_rows_than_the_second_cache_holds_are_the_bits_of_each(
+def test_rows_beyond_the_second_cache_keep_their_bits(
     library: ctypes.CDLL, kind: Literal["bfloat16", "int8", "int8_strips"], width: int
 ) -> None:
     """Rows meet the weights in groups, and one row is left over."""
@@ -148,7 +148,7 @@ def test_more_rows_than_the_second_cache_holds_are_the_bits_of_each(
 def test_strips_of_int8_have_the_bits_of_its_rows(
     library: ctypes.CDLL, count: int, rows: int, width: int, threads: int, seed: int
 ) -> None:
-    """At any address: with a few rows of activations an aligned load once ended the process."""
+    """At any address: an aligned load once ended the process with few rows of activations."""
     needs_tiles(library)
     generator = torch.Generator().manual_seed(seed)
     inputs, weights = (5 * torch.randn(n, width, generator=generator) for n in (count, rows))

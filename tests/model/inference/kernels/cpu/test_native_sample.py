@@ -1,7 +1,7 @@
 """Native sampling against its twin: the same tokens.
 
-Sums have different orders, so an id within a rounding of a filter's edge may fall on either side.
-Then the token has to be the twin's for a slightly wider or narrower filter.
+Sums have different orders, so an id within a rounding error of a filter's edge may be on either
+side. Then the token must be the twin's for a slightly wider or narrower filter.
 """
 
 import ctypes
@@ -91,8 +91,8 @@ def test_token_is_the_twins(
 def test_edge_of_a_nucleus_is_found(
     decoders: dict[int, NativeDecoder], spread: float, top_k: int, top_p: float
 ) -> None:
-    """The edge is among equals in flat rows and just below the largest in steep ones. The search
-    halves a range of logits. Equals come from both ends of the vocabulary."""
+    """In flat rows the edge is among equal logits, in steep ones just below the largest. The search
+    halves a range of logits. Equal logits are at both ends of the vocabulary."""
     width = WIDTHS[-1]
     row = spread * torch.randn(1, width, generator=torch.Generator().manual_seed(7))
     row[0, -3:] = row[0, :3] = row.max()
@@ -107,7 +107,7 @@ def test_edge_of_a_nucleus_is_found(
     assert len(set(tokens)) > 1
 
 
-def test_every_uniform_number_finds_its_token(library: ctypes.CDLL) -> None:
+def test_many_samples_equal_the_twins(library: ctypes.CDLL) -> None:
     """A thousand samples of a large vocabulary would show a difference in weights, sums or random
     numbers."""
     decoder = new_decoder(library, 20_011)

@@ -1,5 +1,5 @@
-"""Matrices that a decoder has in another form leave memory and come back with every bit. Nothing
-computes with them in between."""
+"""Matrices that a decoder holds in another form leave memory and are restored with every bit.
+Nothing computes with them in between."""
 
 import copy
 import ctypes
@@ -28,7 +28,7 @@ IDS = torch.tensor([[5, 9, 2, 14, 3, 3, 8], [1, 1, 4, 0, 7, 12, 6]])
 
 
 def bfloat16_gpt(seed: int = 0) -> GPT:
-    """Model with matrices of several pages, and a head of its own."""
+    """Model with matrices of several pages, and an untied head."""
     torch.manual_seed(seed)
     config = native_config("llama", d_model=128, d_ff=256, vocab_size=64, tied_head=False)
     return tiny_gpt(config).bfloat16()
@@ -126,7 +126,7 @@ def given(outcomes: Mapping[tuple[str, int], Any]) -> Any:
 def test_engine_that_owns_its_weights_gives_the_same_bits(
     library: ctypes.CDLL, quantize: Quantization
 ) -> None:
-    """Matrices come back before torch computes."""
+    """Matrices are restored before torch computes."""
     gpt, make = bfloat16_gpt(), partial(NativeDecoder, library, threads=1, quantize=quantize)
     kept = given(run(copy.deepcopy(gpt), *requests(), make_decoder=make))
     owner = partial(make, owns_weights=True)

@@ -61,8 +61,8 @@ def test_int4_is_packed_as_the_kernels_read_it(
     dequantized = matrix.dequantized()
     assert torch.equal(dequantized, (values * scales).float() * matrix.scale[:, None])
     assert_close(int4_matrix(dequantized).dequantized(), dequantized, rtol=1e-6, atol=0)
-    # Half a step of its own scale; a whole step if the largest has the other sign and would be 8;
-    # and the effect on eight steps of rounding the scale to a 127th of the row's.
+    # Half a step of the block's scale; a whole step if the largest value has the other sign and
+    # would be 8; and eight times the error of rounding the scale to a 127th of the row's.
     step = (scales.abs() + 0.5) * matrix.scale[:, None]
     assert ((dequantized - weight).abs() <= step + 4 * matrix.scale[:, None]).all()
 

@@ -27,13 +27,13 @@ features = st.frozensets(st.sampled_from(WORDS))
 
 
 @given(machines, features)
-def test_targets_run_where_they_are_not_refused(machine: str, has: frozenset[str]) -> None:
+def test_accepted_targets_run(machine: str, has: frozenset[str]) -> None:
     for target in TARGETS:
         assert (target in runnable(machine, has)) == (refusal(target, machine, has) is None)
 
 
 @given(machines, features, features)
-def test_processor_with_more_features_runs_what_one_with_fewer_does(
+def test_richer_processor_runs_targets_of_a_poorer_one(
     machine: str, some: frozenset[str], more: frozenset[str]
 ) -> None:
     fewer = runnable(machine, some)

@@ -23,14 +23,14 @@ from logitd.model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 
 LENGTHS = (3, 31, 20, 40, 7, 33)
-"""Positions in each slot: one part of the keys, several, and the edge of one."""
+"""Positions in each slot: within one tile of keys, over several, and at the edge of one."""
 STEPS: dict[str, list[tuple[int, int]]] = {
     "one row": [(1, 0)],
     "several slots": [(slot, 0) for slot in (0, 1, 3)],
     "drafts": [(0, 0), (0, 1), (3, 0), (3, 1)],
     "repeated": [(4, 0), (2, 0), (4, 0)],
 }
-"""Rows as slots and positions behind their lengths. Prompts are computed like drafts."""
+"""Rows as (slot, positions after its length). Prompts are computed like drafts."""
 QUICK = ("one row", "drafts")
 """Kinds with different kernels."""
 WHOLE = 2
@@ -64,7 +64,7 @@ def check_family(name: str, dtype: torch.dtype, *, whole: bool) -> None:
 
 
 def prepared(gpt: GPT) -> KVCache:
-    """A cache with prompts, whose other numbers are leftovers that no sum survives."""
+    """A cache with prompts; all other cells hold values that would spoil any sum."""
     cache = KVCache(gpt.config, len(LENGTHS), device=torch.device("cpu"), dtype=gpt_dtype(gpt))
     decoder = PlainDecoder(gpt, cache)
     for slot, length in enumerate(LENGTHS):
@@ -87,7 +87,7 @@ def uploaded(rows: list[tuple[int, int]]) -> Tensor:
 
 
 def logits_of(step: forward.StepForward, given: Tensor, several: bool) -> Tensor:
-    """Logits of a step that takes its tokens from the ones sampled last."""
+    """Logits of a step that reads its tokens from the last sampled ones."""
     sampled, given = given[:, 0].clone(), given.clone()
     given[:, 0], given[:, 3] = 0, torch.arange(len(given))
     logits = torch.full((len(given), step._gpt.config.vocab_size), math.nan)

@@ -1,4 +1,4 @@
-"""The self-check: a decoder that computes wrong results, raises or mixes rows does not serve."""
+"""The self-check: a decoder that computes wrong results, raises or mixes rows is not used."""
 
 import re
 from collections.abc import Callable

@@ -149,7 +149,7 @@ def test_prompts_of_any_length_and_outputs_match_the_plain_decoder(
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_tokens_are_sampled_from_what_was_decoded(batch_invariant: bool) -> None:
+def test_tokens_are_sampled_from_the_decoded_logits(batch_invariant: bool) -> None:
     """Recorded sampling and other rows both choose the twin's tokens."""
     pair = Pair(tiny_gpt(), 6, batch_invariant=batch_invariant)
     for slot in range(6):
@@ -166,7 +166,7 @@ def test_tokens_are_sampled_from_what_was_decoded(batch_invariant: bool) -> None
         assert pair.graph.sample(logits, many[:count], sampling) == [None, *expected[1:]]
 
 
-def test_launching_waits_for_nothing_and_collecting_for_one_step() -> None:
+def test_collecting_waits_for_one_step_and_launching_for_none() -> None:
     """A row that is not finite gets no token and spoils no other."""
     gpt, device, sampling = tiny_gpt(), LateDevice(), sampling_rows([GREEDY] * 2)
     cache = KVCache(gpt.config, 6, device=torch.device("cpu"), dtype=torch.float32)

@@ -14,7 +14,7 @@ MANY = ("modern", "original", "multi-query", "neox", "scaled")
 @pytest.mark.parametrize(
     "families", [("modern",), pytest.param(MANY, marks=pytest.mark.slow)], ids=["modern", "many"]
 )
-def test_kernels_compute_what_torch_does(families: tuple[str, ...]) -> None:
+def test_kernels_match_torch(families: tuple[str, ...]) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.model.inference.kernels.cuda.interpreted",
          *families],

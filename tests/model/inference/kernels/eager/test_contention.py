@@ -54,7 +54,8 @@ def watching(machine: Machine) -> ContentionMonitor:
 def threads_of(
     monitor: ContentionMonitor, machine: Machine, lost: float, contended: bool = False
 ) -> int:
-    """The threads of an operation of 50 ms whose thread was off its core for a share of it."""
+    """Number of threads after operations of 50 ms whose thread was off its core for a share of the
+    time."""
     with monitor.watched(32, contended):
         machine.spend(0.05, lost)
         return torch.get_num_threads()
@@ -175,8 +176,8 @@ def alone_until(library: ctypes.CDLL, waits: list[tuple[float, float]]) -> float
 
 
 def test_busy_event_loop_is_no_contention(library: ctypes.CDLL) -> None:
-    """A server of 32 streams delivers the tokens of each step in one or two milliseconds of a core.
-    Its decoder once computed alone for that, at three quarters of its rate."""
+    """A server of 32 streams delivers each step's tokens in one or two milliseconds of a core. That
+    once made the decoder use one thread, at three quarters of its rate."""
     assert alone_until(library, [(1000 + 12 * step, 1.5) for step in range(100)]) == 0
     assert alone_until(library, [(1000 + 45 * step, 2.5) for step in range(100)]) == 0
     assert alone_until(library, [(1000 + step, 0.4) for step in range(100)]) == 0

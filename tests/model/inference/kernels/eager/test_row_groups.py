@@ -1,7 +1,7 @@
-"""Row groups: the found groups keep a row's bits on any processor.
+"""Row groups: the found group sizes keep a row's bits on any processor.
 
-Multiples of 4 are right for AMD's processors. On Intel's with AVX-512 a sequence of a float32 model
-in plain torch has other bits among sixteen rows than among fifteen.
+Multiples of 4 are right for AMD's processors. On Intel's with AVX-512, a row of a float32 model in
+plain torch has other bits among sixteen rows than among fifteen.
 """
 
 import pytest
@@ -24,7 +24,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def served_gpt(dtype: torch.dtype) -> GPT:
-    """A model as wide as real small ones, whose classes of rows differ from those of tiny ones."""
+    """A model as wide as real small ones; tiny ones have other classes of rows."""
     return tiny_gpt(
         tiny_config(d_model=256, head_dim=64, n_head=4, d_ff=1024, vocab_size=2048, n_layer=1)
     ).to(dtype)
@@ -74,7 +74,7 @@ def test_every_family_has_groups(family: str) -> None:
 
 
 class Stepwise:
-    """A head whose kernels change at these numbers of rows."""
+    """A head that switches kernels at these numbers of rows."""
 
     def __init__(self, *borders: int, by_place: bool = False) -> None:
         self.borders, self.by_place = borders, by_place
