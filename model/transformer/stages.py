@@ -12,7 +12,7 @@ not listed. TransformerLens' names are those of its TransformerBridge, version 4
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -25,6 +25,8 @@ Axis = Literal["n_head", "n_kv_head", "head_dim", "T", "d_model", "d_ff", "vocab
 Key = tuple[int | None, str]
 """A stage of a forward pass: its block and its name in the block."""
 
+HOOK = "hook_"
+"""Part of all names of TransformerLens, and of none of ours."""
 _IN_BLOCK = re.compile(r"blocks\.(0|[1-9][0-9]{0,5})\.(.+)")
 
 
@@ -308,10 +310,29 @@ def _module_stages(modules: tuple[ModuleStage, ...]) -> tuple[Stage, ...]:
     return (*stages, Stage(LOGITS, None))
 
 
+@lru_cache(maxsize=8)
+def lens_stages(config: GPTConfig) -> Mapping[str, Stage]:
+    """The stages that TransformerLens names, by that name. `hook_resid_pre` of a block is the stage
+    that the block reads. Without rotary positions and QK-norm, `hook_q` and `hook_k` are the
+    queries and keys that are compared."""
+    found: dict[str, Stage] = {}
+    stages = {stage.name: stage for stage in stages_of(config)}
+    for stage in stages.values():
+        if (name := stage.transformer_lens) is not None:
+            found[name] = stage
+            if not _changes_q(config):
+                found[name.replace("hook_rot_", "hook_")] = stage
+    for layer in range(config.n_layer):
+        before = f"blocks.{layer - 1}.output" if layer else "embedding"
+        read = f"blocks.{layer}.input" if config.residual_mix else before
+        found[f"blocks.{layer}.hook_resid_pre"] = stages[read]
+    return found
+
+
 def match_stages(patterns: Sequence[str], config: ModelConfig) -> tuple[Stage, ...]:
-    """The stages that match names or patterns (`*` for any layer: "blocks.*.attention.q"). Each is
-    returned once, in the order of the forward pass. Raises UnknownStage for a pattern without a
-    match."""
+    """The stages that match names or patterns (`*` for any layer: "blocks.*.attention.q"), by our
+    names or TransformerLens'. Each is returned once, in the order of the forward pass. Raises
+    UnknownStage for a pattern without a match."""
     if len(patterns) == 1 and (named := _named(patterns[0], config)) is not None:
         return (named,)
     stages = {stage.name: stage for stage in stages_of(config)}
@@ -331,6 +352,9 @@ def _matching(pattern: str, names: Iterable[str], config: ModelConfig) -> list[s
     """The names that match a pattern. In the names of submodules, `*` matches one part between
     dots, because a block's name is the beginning of all its parts' names."""
     if not isinstance(config, CodeConfig):
+        if HOOK in pattern:
+            lens = lens_stages(config)
+            return [lens[name].name for name in fnmatch.filter(lens, pattern)]
         return fnmatch.filter(names, pattern)
     parts = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
     return [name for name in names if parts.fullmatch(name)]
@@ -341,6 +365,8 @@ def _named(name: str, config: ModelConfig) -> Stage | None:
     thousands, one by one."""
     if isinstance(config, CodeConfig):
         return next((stage for stage in stages_of(config) if stage.name == name), None)
+    if HOOK in name:
+        return lens_stages(config).get(name)
     layer: int | None = None
     if (inside := _IN_BLOCK.fullmatch(name)) is not None:
         layer, name = int(inside[1]), inside[2]

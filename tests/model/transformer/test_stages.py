@@ -65,6 +65,25 @@ def test_name_finds_the_same_stage_as_a_search(family: str) -> None:
             match_stages([name], config)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformer_lens_name_finds_the_stage_that_lists_it(family: str) -> None:
+    config = tiny_config(**FAMILIES[family])
+    for stage in stages_of(config):
+        name = stage.transformer_lens
+        if name is not None and not name.endswith("resid_pre"):
+            assert match_stages([name], config) == match_stages([name, name], config) == (stage,)
+    reads = [stage.name for stage in match_stages(["blocks.*.hook_resid_pre"], config)]
+    outputs = ["embedding", *(f"blocks.{layer}.output" for layer in range(config.n_layer - 1))]
+    inputs = [f"blocks.{layer}.input" for layer in range(config.n_layer)]
+    assert reads == (inputs if config.residual_mix else outputs)
+    rotated = config.positions == "rotary" or config.qk_norm
+    (queries,) = match_stages(["blocks.1.attn.hook_q"], config)
+    assert queries.name == f"blocks.1.attention.{'q_raw' if rotated else 'q'}"
+    for lacking in ("hook_embed", "blocks.3.hook_mlp_out", "blocks.*.hook_nothing"):
+        with pytest.raises(UnknownStage, match="hook"):
+            match_stages([lacking], config)
+
+
 def test_unknown_stage_names_the_missing_kind_or_the_layers() -> None:
     with pytest.raises(UnknownStage, match=r"mlp\.up"):
         match_stages(["blocks.*.mlp.up"], tiny_config())
