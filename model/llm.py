@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast, get_type_hints
@@ -39,6 +39,7 @@ from pydantic import TypeAdapter, ValidationError, create_model
 from logitd.model.checkpoint.checkpoint import CheckpointError
 from logitd.model.device import DeviceError, use_threads
 from logitd.model.dtypes import DTypeName
+from logitd.model.hooked.model import HookedGPT
 from logitd.model.inference.attribution.task import Attribution
 from logitd.model.inference.constraints.compiler import Compiler, ConstraintsUnavailable
 from logitd.model.inference.engine.config import EngineConfig
@@ -67,6 +68,7 @@ from logitd.model.inference.options import (
 from logitd.model.inference.sampling.distribution import log_softmax
 from logitd.model.inference.sampling.lens import LensRow, read_lens
 from logitd.model.inference.sampling.params import SamplingParams, TokenLogprob
+from logitd.model.inference.selection import gpt_only
 from logitd.model.inference.sweep import Axis
 from logitd.model.operations.all import OPERATIONS
 from logitd.model.operations.completion import GrowingReply, Piece
@@ -305,7 +307,10 @@ class LLM:
     ) -> Attribution:
         """How much each part contributes to the logit of `token` (None: the likeliest next token),
         minus the logit of `minus` if given. The parts are the tokens of the prompt (methods
-        "gradient_times_input" and "integrated_gradients") or the heads and MLPs ("direct")."""
+        "gradient_times_input" and "integrated_gradients") or the heads and MLPs ("direct").
+
+        With the field `stages`, `gradients` has the gradients with respect to these stages; with
+        `direction`, the target is a direction at a stage instead of a logit."""
         given = {"prompt": prompt, "token_id": token, "minus_id": minus, **fields}
         request = _only(cast(Record, self._plan("attributions", **given)).requests)
         return self._compute([request]).attributions[request.request_id]
@@ -371,11 +376,26 @@ class LLM:
         head = envelope(chosen.reply_id, self.checkpoint.name, self.checkpoint)
         return TypeAdapter(chosen.reply).validate_python({**head, **members})
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        """A method for each operation without a method above: `llm.tokenize(prompt="def")`."""
-        if name not in BY_NAME:
-            raise AttributeError(f"LLM has no attribute {name!r}")
-        return partial(self.run, name)
+    @cached_property
+    def hooked(self) -> HookedGPT:
+        """The model with TransformerLens' interface (`model/hooked/model.py`). Its weights are a
+        copy in float32, which a float32 model shares. Raises InvalidRequest for a model by its
+        owner's code."""
+        gpt_only(self.checkpoint.shape, "hook points of TransformerLens")
+        return HookedGPT(self._engine.whole_gpt(), self.tokenizer, self.checkpoint.name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model as TransformerLens does: `llm(prompt, return_type="loss")`."""
+        return self.hooked(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """A method for each operation without a method above, `llm.tokenize(prompt="def")`, and the
+        names of TransformerLens, `llm.run_with_cache("def")`."""
+        if name in BY_NAME:
+            return partial(self.run, name)
+        if name in HookedGPT.API:
+            return getattr(self.hooked, name)
+        raise AttributeError(f"LLM has no attribute {name!r}")
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The token ids of a prompt. The name of a special token in a text is encoded as plain

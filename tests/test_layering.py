@@ -76,9 +76,10 @@ ROOMS: dict[str, set[str]] = {
         "model.inference.sampling", "model.inference.selection", "model.inference.sweep",
         "model.owner_code.config", "model.plural", "model.text", "model.transformer",
     },
+    "model.hooked": {"model.inference.errors", "model.text", "model.transformer"},
     "model.llm": {
-        "model.checkpoint", "model.device", "model.dtypes", "model.inference", "model.operations",
-        "model.text",
+        "model.checkpoint", "model.device", "model.dtypes", "model.hooked", "model.inference",
+        "model.operations", "model.text",
     },
     "model.benchmark": {"model.inference", "model.machine", "model.transformer"},
     # Data: what finds documents, which imports of models use too, is below what prepares them.

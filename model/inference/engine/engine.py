@@ -55,6 +55,7 @@ from logitd.model.inference.sampling.results import (
 )
 from logitd.model.inference.sampling.sampler import NOT_FINITE
 from logitd.model.owner_code.config import CodeConfig
+from logitd.model.transformer.gpt import GPT
 
 
 class Engine:
@@ -153,6 +154,11 @@ class Engine:
         """Allow one more chunk of an OutputsRequest, after its reader has taken one."""
         for sequence in self._sequences.get(request_id, []):
             self._scheduler.grant(sequence)
+
+    def whole_gpt(self) -> GPT:
+        """The GPT with all of its matrices, for computations outside the engine. The matrices that
+        the decoder had freed are restored and stay in memory."""
+        return self._runner.whole_gpt()
 
     def prepare_weights(self, network: Network) -> ForwardModel:
         """Prepare new weights for `swap_weights`. Old and new weights are both in memory until the

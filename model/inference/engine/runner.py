@@ -230,15 +230,19 @@ class Runner:
         piece."""
         request = sequence.attribution
         assert request is not None
-        self.model.decoder.restore_weights()
-        network, contention = self.model.network, self.model.contention
-        assert isinstance(network, GPT)
+        gpt, contention = self.whole_gpt(), self.model.contention
         assert contention is not None
         if sequence not in self._attributing:
             self._attributing[sequence] = Attributing(
-                network, request.token_ids, request.task, contention.watched
+                gpt, request.token_ids, request.task, contention.watched
             )
         return self._attributing[sequence].advance()
+
+    def whole_gpt(self) -> GPT:
+        """The GPT with the matrices that its decoder may have freed."""
+        self.model.decoder.restore_weights()
+        assert isinstance(self.model.network, GPT)
+        return self.model.network
 
     def forget(self, sequence: Sequence) -> None:
         self._attributing.pop(sequence, None)

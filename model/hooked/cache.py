@@ -1,0 +1,266 @@
+"""ActivationCache: the tensors of a run, by the names of their hook points.
+
+The methods have the names, arguments and results of TransformerLens' class: they take the residual
+stream apart, scale the parts by the cached scale of a norm, and read logits from them.
+
+Shapes: B sequences, T positions, C = d_model. Stacks of parts are (parts, B, T, C).
+"""
+
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Sequence, ValuesView
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from logitd.model.hooked.names import find_name, usual_name
+
+if TYPE_CHECKING:
+    from logitd.model.hooked.model import HookedGPT
+
+Where = int | tuple[int | None, ...] | slice | Sequence[int] | Tensor | None
+"""A choice along an axis: an index, which removes the axis; arguments of `slice`; indices; None:
+everything."""
+Labelled = Tensor | tuple[Tensor, list[str]]
+
+
+class ActivationCache:
+    """Tensors by name. Short names are found too: `cache["pattern", 3]`, `cache["scale"]`; a
+    negative layer counts from the end."""
+
+    def __init__(
+        self, cache_dict: dict[str, Tensor], model: "HookedGPT", has_batch_dim: bool = True
+    ) -> None:
+        self.cache_dict = cache_dict
+        self.model = model
+        self.has_batch_dim = has_batch_dim
+
+    def __getitem__(self, key: Any) -> Tensor:
+        """The tensor of a full name, or of a short one: a text, or (name, layer, layer type)."""
+        name = usual_name(key) if isinstance(key, str) else None
+        if name in self.cache_dict:
+            return self.cache_dict[name]
+        parts = (key,) if isinstance(key, str) else tuple(key)
+        if len(parts) > 1 and parts[1] is not None and parts[1] < 0:
+            parts = (parts[0], self.model.cfg.n_layers + parts[1], *parts[2:])
+        return self.cache_dict[find_name(self.cache_dict, *parts)]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.cache_dict
+
+    def __len__(self) -> int:
+        return len(self.cache_dict)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.cache_dict)
+
+    def __repr__(self) -> str:
+        return f"ActivationCache with keys {list(self.cache_dict)}"
+
+    def keys(self) -> KeysView[str]:
+        return self.cache_dict.keys()
+
+    def values(self) -> ValuesView[Tensor]:
+        return self.cache_dict.values()
+
+    def items(self) -> ItemsView[str, Tensor]:
+        return self.cache_dict.items()
+
+    def to(self, device: str | torch.device) -> Self:
+        """Move all tensors to a device."""
+        self.cache_dict = {name: value.to(device) for name, value in self.items()}
+        return self
+
+    def remove_batch_dim(self) -> Self:
+        """Remove the first axis of all tensors. Raises ValueError for a batch of several."""
+        if self.has_batch_dim:
+            sizes = {len(value) for value in self.values()}
+            if sizes - {1}:
+                raise ValueError(f"the batch has {max(sizes)} sequences; only one can be unwrapped")
+            self.cache_dict = {name: value[0] for name, value in self.items()}
+            self.has_batch_dim = False
+        return self
+
+    def apply_slice_to_batch_dim(self, batch_slice: Where) -> "ActivationCache":
+        """A cache of some sequences; an index removes the axis."""
+        if not self.has_batch_dim:
+            raise ValueError("the cache has no batch dimension to slice")
+        chosen = {name: take(value, batch_slice, 0) for name, value in self.items()}
+        return ActivationCache(chosen, self.model, not isinstance(batch_slice, int))
+
+    # The residual stream
+
+    def accumulated_resid(
+        self,
+        layer: int | None = None,
+        incl_mid: bool = False,
+        apply_ln: bool = False,
+        pos_slice: Where = None,
+        mlp_input: bool = False,
+        return_labels: bool = False,
+    ) -> Any:
+        """The residual stream before each block up to `layer` (None or -1: the end). With
+        `apply_ln`, the norm that reads the last of them is applied to all: the final norm with each
+        stream's own statistics, another with its cached scale."""
+        last, end = self._layer(layer), self.model.cfg.n_layers
+        names: list[tuple[str, tuple[str, int]]] = []
+        for at in range(min(last, end - 1) + 1):
+            names.append((f"{at}_pre", ("resid_pre", at)))
+            if (incl_mid and at < last) or (mlp_input and at == last):
+                names.append((f"{at}_mid", ("resid_mid", at)))
+        if last == end:
+            names.append(("final_post", ("resid_post", end - 1)))
+        stack = torch.stack([take(self[key], pos_slice, -2) for _, key in names])
+        if apply_ln:
+            stack = self.apply_ln_to_stack(
+                stack, last, mlp_input, pos_slice, recompute_ln=last == end
+            )
+        return _labelled(stack, [label for label, _ in names], return_labels)
+
+    def decompose_resid(
+        self,
+        layer: int | None = None,
+        mlp_input: bool = False,
+        mode: Literal["all", "mlp", "attn"] = "all",
+        apply_ln: bool = False,
+        pos_slice: Where = None,
+        incl_embeds: bool = True,
+        return_labels: bool = False,
+    ) -> Any:
+        """The parts whose sum is the input of `layer`: embeddings, and the outputs of attentions
+        and MLPs."""
+        last = self._layer(layer)
+        names: list[tuple[str, Any]] = []
+        if incl_embeds:
+            names += [
+                (name, name) for name in ("embed", "pos_embed") if f"hook_{name}" in self.cache_dict
+            ]
+        for at in range(last + (mlp_input and mode != "mlp")):
+            if mode != "mlp":
+                names.append((f"{at}_attn_out", ("attn_out", at)))
+            if mode != "attn" and at < last:
+                names.append((f"{at}_mlp_out", ("mlp_out", at)))
+        stack = torch.stack([take(self[key], pos_slice, -2) for _, key in names])
+        if apply_ln:
+            stack = self.apply_ln_to_stack(stack, last, mlp_input, pos_slice)
+        return _labelled(stack, [label for label, _ in names], return_labels)
+
+    def compute_head_results(self) -> None:
+        """Cache `attn.hook_result`, the output of each head, for all blocks. The outputs of a
+        block's heads and its bias are its attention's output."""
+        for layer in range(self.model.cfg.n_layers):
+            name = f"blocks.{layer}.attn.hook_result"
+            if name not in self.cache_dict:
+                z = self["z", layer]  # (..., H, D)
+                self.cache_dict[name] = torch.einsum("...hd,hdc->...hc", z, self.model.W_O[layer])
+
+    def stack_head_results(
+        self,
+        layer: int | None = None,
+        return_labels: bool = False,
+        incl_remainder: bool = False,
+        pos_slice: Where = None,
+        apply_ln: bool = False,
+    ) -> Any:
+        """The outputs of all heads before `layer` (heads, B, T, C), labelled L0H0 and so on; with
+        `incl_remainder`, then the rest of the stream."""
+        last, heads = self._layer(layer), self.model.cfg.n_heads
+        self.compute_head_results()
+        parts = [take(self["result", at], pos_slice, -3).movedim(-2, 0) for at in range(last)]
+        labels = [f"L{at}H{head}" for at in range(last) for head in range(heads)]
+        of_stream = take(
+            self["resid_post", last - 1] if last else self["resid_pre", 0], pos_slice, -2
+        )
+        stack = torch.cat([of_stream.new_zeros(0, *of_stream.shape), *parts])
+        if incl_remainder:
+            stack = torch.cat([stack, (of_stream - stack.sum(dim=0))[None]])
+            labels.append("remainder")
+        if apply_ln:
+            stack = self.apply_ln_to_stack(stack, last, pos_slice=pos_slice)
+        return _labelled(stack, labels, return_labels)
+
+    def stack_activation(
+        self, activation_name: str, layer: int | None = None, sublayer_type: str | None = None
+    ) -> Tensor:
+        """A point's tensors of all blocks before `layer`, stacked."""
+        layers = range(self._layer(layer))
+        return torch.stack([self[activation_name, at, sublayer_type] for at in layers])
+
+    def get_neuron_results(
+        self, layer: int, neuron_slice: Where = None, pos_slice: Where = None
+    ) -> Tensor:
+        """What each unit of a block's MLP adds to the stream (B, T, units, C)."""
+        units = take(take(self["post", layer], pos_slice, -2), neuron_slice, -1)
+        rows = take(self.model.W_out[layer], neuron_slice, 0)
+        return units[..., None] * rows
+
+    def apply_ln_to_stack(
+        self,
+        residual_stack: Tensor,
+        layer: int | None = None,
+        mlp_input: bool = False,
+        pos_slice: Where = None,
+        batch_slice: Where = None,
+        has_batch_dim: bool = True,
+        recompute_ln: bool = False,
+    ) -> Tensor:
+        """Parts of the stream, divided by the cached scale of the norm that reads `layer` (None or
+        -1: the final norm), and centred if it is a LayerNorm. Its weights are not applied: they
+        must be folded (`enable_compatibility_mode`). With `recompute_ln` and the final norm, each
+        part is normalised with its own statistics instead, weights included."""
+        if has_batch_dim:
+            residual_stack = take(residual_stack, batch_slice, 1)
+        last, cfg = self._layer(layer), self.model.cfg
+        final = last == cfg.n_layers
+        if final and self.model.ln_final is None:
+            return residual_stack
+        if final and recompute_ln:
+            assert self.model.ln_final is not None
+            return self.model.ln_final(residual_stack)
+        if cfg.normalization_type.startswith("LN"):
+            residual_stack = residual_stack - residual_stack.mean(dim=-1, keepdim=True)
+        norm = "ln_final" if final else f"blocks.{last}.ln{2 if mlp_input else 1}"
+        scale = take(self[f"{norm}.hook_scale"], pos_slice, -2)
+        return residual_stack / (take(scale, batch_slice, 0) if self.has_batch_dim else scale)
+
+    def logit_attrs(
+        self,
+        residual_stack: Tensor,
+        tokens: Any,
+        incorrect_tokens: Any = None,
+        pos_slice: Where = None,
+        batch_slice: Where = None,
+        has_batch_dim: bool = True,
+    ) -> Tensor:
+        """What each part of the stream adds to the logits of `tokens`, minus those of
+        `incorrect_tokens` (direct logit attribution). The model's weights must be folded."""
+        directions: Callable[[Any], Tensor] = self.model.tokens_to_residual_directions
+        direction = directions(tokens)
+        if incorrect_tokens is not None:
+            other = directions(incorrect_tokens)
+            if other.shape != direction.shape:
+                raise ValueError(
+                    f"tokens have the shape {list(direction.shape[:-1])} and incorrect_tokens "
+                    f"{list(other.shape[:-1])}; give equally many"
+                )
+            direction = direction - other
+        scaled = self.apply_ln_to_stack(
+            residual_stack, -1, False, pos_slice, batch_slice, has_batch_dim
+        )
+        return (scaled * direction).sum(dim=-1)
+
+    def _layer(self, layer: int | None) -> int:
+        """The number of a layer; the number of blocks for None and -1, the end."""
+        return self.model.cfg.n_layers if layer is None or layer == -1 else layer
+
+
+def take(tensor: Tensor, where: Where, axis: int) -> Tensor:
+    """Choose along an axis; see `Where`."""
+    if where is None:
+        return tensor
+    index: list[Any] = [slice(None)] * tensor.ndim
+    index[axis] = slice(*where) if isinstance(where, tuple) else where
+    return tensor[tuple(index)]
+
+
+def _labelled(stack: Tensor, labels: list[str], wanted: bool) -> Labelled:
+    return (stack, labels) if wanted else stack

@@ -1,0 +1,113 @@
+"""Names of hook points: those of a model's shape, their other spellings, and short names.
+
+The names are those of TransformerLens' TransformerBridge in compatibility mode, which are those of
+its HookedTransformer. The bridge's own names (`blocks.0.attn.q.hook_out`) lead to the same points.
+"""
+
+import re
+from collections.abc import Iterable
+
+from logitd.model.transformer.config import GPTConfig
+
+BRIDGE_NAMES = {
+    "embed.hook_out": "hook_embed",
+    "pos_embed.hook_out": "hook_pos_embed",
+    "hook_in": "hook_resid_pre",
+    "hook_out": "hook_resid_post",
+    "attn.q.hook_out": "attn.hook_q",
+    "attn.k.hook_out": "attn.hook_k",
+    "attn.v.hook_out": "attn.hook_v",
+    "attn.o.hook_in": "attn.hook_z",
+    "attn.hook_out": "hook_attn_out",
+    "mlp.in.hook_out": "mlp.hook_pre",
+    "mlp.out.hook_in": "mlp.hook_post",
+    "mlp.hook_out": "hook_mlp_out",
+    "hook_unembed": "unembed.hook_out",
+}
+"""The bridge's own names, without `blocks.N.`, and the usual ones."""
+
+SHORT_NAMES = {
+    "attn": "pattern",
+    "attn_logits": "attn_scores",
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "mlp_pre": "pre",
+    "mlp_post": "post",
+}
+LAYER_TYPES = {"a": "attn", "attention": "attn", "m": "mlp", "b": "", "block": "", "blocks": ""}
+_SHORT = re.compile(r"([a-z_]+)(\d+)([a-z]?.*)")
+
+OVER_HEADS = frozenset(("q", "k", "v", "z", "rot_q", "rot_k", "result"))
+"""Points whose positions are on the third axis from the end; for others, on the second."""
+
+
+def point_names(config: GPTConfig) -> list[str]:
+    """The names of all hook points of a model, in the order of the forward pass."""
+    first = ["hook_embed", *(["hook_pos_embed"] if config.positions == "learned" else [])]
+    last = [*(_norm("ln_final") if config.final_norm else []), "unembed.hook_in"]
+    blocks = [
+        f"blocks.{layer}.{name}" for layer in range(config.n_layer) for name in _in_block(config)
+    ]
+    return [*first, *blocks, *last, "unembed.hook_out"]
+
+
+def _in_block(config: GPTConfig) -> list[str]:
+    before, after = _norm("ln1"), _norm("ln2")
+    pre = config.norm_position == "pre"
+    rotated = ["rot_q", "rot_k"] if config.positions == "rotary" else []
+    heads = ["q", "k", *rotated, "v", "attn_scores", "pattern", "z", "result"]
+    middle = [] if config.residual == "parallel" else ["hook_resid_mid"]
+    up = ["mlp.hook_pre_linear"] if config.activation == "swiglu" else []
+    return [
+        "hook_resid_pre",
+        *(before if pre else []),
+        *(f"attn.hook_{name}" for name in heads),
+        "hook_attn_out",
+        *([] if pre else before),
+        *middle,
+        *(after if pre else []),
+        *("mlp.hook_pre", *up, "mlp.hook_post", "hook_mlp_out"),
+        *([] if pre else after),
+        "hook_resid_post",
+    ]
+
+
+def _norm(name: str) -> list[str]:
+    return [f"{name}.hook_scale", f"{name}.hook_normalized", f"{name}.hook_out"]
+
+
+def usual_name(name: str) -> str:
+    """The usual spelling of a name; other names stay as they are."""
+    block, inside = "", name
+    if match := re.fullmatch(r"(blocks\.\d+\.)(.+)", name):
+        block, inside = match.groups()
+    elif name in ("hook_in", "hook_out"):
+        return name
+    return block + BRIDGE_NAMES.get(inside, inside)
+
+
+def find_name(
+    names: Iterable[str], short: str, layer: int | None = None, layer_type: str | None = None
+) -> str:
+    """The full name of a short one: ("pattern", 3), ("normalized", 3, "ln2"), "k6" or "embed".
+    Raises KeyError unless exactly one of `names` is meant; without a layer type, a point next to
+    others of its name is not in a norm."""
+    if layer is None and (match := _SHORT.fullmatch(short)):
+        short, layer, layer_type = match[1], int(match[2]), match[3] or layer_type
+    word = f"hook_{SHORT_NAMES.get(short, short)}"
+    start = "" if layer is None else f"blocks.{layer}."
+    kind = None if layer_type is None else LAYER_TYPES.get(layer_type, layer_type)
+    within = r"(\w+\.)?" if not kind else rf"{re.escape(kind)}\."
+    if layer is None and kind is None and short in ("scale", "normalized"):
+        within = r"ln_final\."
+    whole = re.compile(re.escape(start) + within + re.escape(word))
+    found = [name for name in names if whole.fullmatch(name)]
+    if len(found) != 1:
+        raise KeyError((short, layer, layer_type))
+    return found[0]
+
+
+def positions_axis(name: str) -> int:
+    """The axis of positions of a point's tensor, counted from the end."""
+    return -3 if name.rpartition("hook_")[2] in OVER_HEADS else -2

@@ -1,0 +1,104 @@
+"""Hook points: named places of a forward pass that call the caller's functions.
+
+As in TransformerLens, a forward hook gets the tensor and the point, `fn(tensor, hook=point)`, and
+may return a tensor with which the pass continues. A backward hook gets the gradient with respect to
+that tensor, and may return another gradient. `names.py` lists the points of a model.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+Hook = Callable[..., Tensor | None]
+"""A function of the caller: `fn(tensor, hook=point)`."""
+Direction = Literal["fwd", "bwd"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Handle:
+    """An added hook. `level` is the depth of the `hooks` context that added it; None: outside."""
+
+    hook: Hook
+    is_permanent: bool
+    level: int | None
+
+
+class HookPoint:
+    """A place in the forward pass. `ctx` is a dict for the caller's functions."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.ctx: dict[Any, Any] = {}
+        self.fwd_hooks: list[_Handle] = []
+        self.bwd_hooks: list[_Handle] = []
+
+    def __repr__(self) -> str:
+        return f"HookPoint({self.name!r})"
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Pass a tensor through the forward hooks, in the order in which they were added, and
+        prepare its gradient for the backward hooks."""
+        for handle in tuple(self.fwd_hooks):
+            result = handle.hook(tensor, hook=self)
+            tensor = tensor if result is None else result
+        if self.bwd_hooks and tensor.requires_grad:
+            tensor = tensor.view_as(tensor)  # a node of this point alone
+            for handle in tuple(self.bwd_hooks):
+                tensor.register_hook(self._backward(handle.hook))
+        return tensor
+
+    def _backward(self, hook: Hook) -> Callable[[Tensor], Tensor | None]:
+        def run(gradient: Tensor) -> Tensor | None:
+            result: Any = hook(gradient, hook=self)
+            return result[0] if isinstance(result, tuple) else result
+
+        return run
+
+    def layer(self) -> int:
+        """The number of the block. Raises ValueError for a point outside the blocks."""
+        parts = self.name.split(".")
+        if parts[0] != "blocks":
+            raise ValueError(f"{self.name} is not in a block")
+        return int(parts[1])
+
+    def has_hooks(self) -> bool:
+        return bool(self.fwd_hooks or self.bwd_hooks)
+
+    def add_hook(
+        self,
+        hook: Hook,
+        dir: Direction = "fwd",
+        is_permanent: bool = False,
+        level: int | None = None,
+        prepend: bool = False,
+    ) -> None:
+        """Add a hook after the others, or before them. `reset_hooks` does not remove a permanent
+        one."""
+        (handles,) = self._handles([dir])
+        handles.insert(0 if prepend else len(handles), _Handle(hook, is_permanent, level))
+
+    def add_perma_hook(self, hook: Hook, dir: Direction = "fwd") -> None:
+        self.add_hook(hook, dir, is_permanent=True)
+
+    def remove_hooks(
+        self,
+        dir: Direction | Literal["both"] = "fwd",
+        including_permanent: bool = False,
+        level: int | None = None,
+    ) -> None:
+        """Remove the hooks of a direction; with `level`, only those of that depth."""
+        for handles in self._handles(["fwd", "bwd"] if dir == "both" else [dir]):
+            handles[:] = [
+                handle
+                for handle in handles
+                if (handle.is_permanent and not including_permanent)
+                or (level is not None and handle.level != level)
+            ]
+
+    def clear_context(self) -> None:
+        self.ctx.clear()
+
+    def _handles(self, directions: Iterable[str]) -> list[list[_Handle]]:
+        return [self.fwd_hooks if each == "fwd" else self.bwd_hooks for each in directions]

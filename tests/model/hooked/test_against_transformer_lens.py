@@ -1,0 +1,215 @@
+"""HookedGPT against TransformerLens: the same random weights in the shapes of GPT-2 and Pythia,
+with the calls of its demos. Needs `pip install transformer-lens`, 3 or 4; nothing is downloaded."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from logitd.model.hooked.model import HookedGPT
+from logitd.model.hooked.weights import OF_ATTENTION
+from tests.model.factories import byte_tokenizer
+from tests.model.transformer.test_against_transformers import VOCAB_SIZE, Case, gpt2, neox
+
+bridge = pytest.importorskip("transformer_lens.model_bridge", reason="it is not installed")
+patching = pytest.importorskip("transformer_lens.patching")
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+
+IDS = torch.randint(VOCAB_SIZE, (2, 14), generator=torch.Generator().manual_seed(1))
+CORRUPTED = IDS.roll(3, dims=1)
+CASES: dict[str, Callable[[], Case]] = {"gpt2": gpt2, "neox": neox}
+ATOL = 1e-5
+
+
+@pytest.fixture(
+    scope="module", params=[(name, mode) for name in CASES for mode in ("raw", "folded")]
+)
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[HookedGPT, Any]]:
+    """A model here and in TransformerLens, as loaded and in compatibility mode."""
+    name, mode = request.param
+    gpt, theirs = CASES[name]()
+    folder = tmp_path_factory.mktemp(name)
+    assert isinstance(theirs, PreTrainedModel)
+    theirs.config.architectures = [type(theirs).__name__]
+    theirs.save_pretrained(folder)
+    booted = boot(folder, theirs)
+    model = HookedGPT(gpt, byte_tokenizer(), name)
+    if mode == "folded":
+        model.enable_compatibility_mode()
+        booted.enable_compatibility_mode(disable_warnings=True)
+    with torch.no_grad():
+        yield model, booted
+
+
+def boot(folder: Path, model: torch.nn.Module) -> Any:
+    words = {f"w{i}": i for i in range(VOCAB_SIZE)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Backend(WordLevel(words, unk_token="w0")), eos_token="w0", unk_token="w0"
+    )
+    return bridge.TransformerBridge.boot_transformers(
+        str(folder), hf_model=model, tokenizer=tokenizer, device="cpu", dtype=torch.float32
+    )
+
+
+def near(ours: Tensor, theirs: Tensor, name: str) -> None:
+    """Masked scores are -inf here, and in TransformerLens -inf or the lowest number."""
+    masked = (ours < -1e30) & (theirs < -1e30)
+    zero = torch.zeros(())
+    ours, theirs = torch.where(masked, zero, ours), torch.where(masked, zero, theirs)
+    assert_close(ours, theirs, rtol=0, atol=ATOL, msg=lambda text: f"{name}: {text}")
+
+
+def test_every_point_has_their_value(pair: tuple[HookedGPT, Any]) -> None:
+    model, theirs = pair
+    logits, cache = model.run_with_cache(IDS)
+    their_logits, their_cache = theirs.run_with_cache(IDS)
+    near(logits, their_logits, "logits")
+    near(model(IDS, return_type="loss"), theirs(IDS, return_type="loss"), "loss")
+    absent = [name for name in cache if name not in their_cache]
+    assert all(name.endswith(("hook_rot_q", "hook_rot_k")) for name in absent)
+    for name, value in cache.items():
+        if name not in absent:
+            near(value, their_cache[name], name)
+
+
+def test_weights_have_their_values_and_shapes(pair: tuple[HookedGPT, Any]) -> None:
+    model, theirs = pair
+    for name in ("W_E", "W_U", "b_U", *OF_ATTENTION, "W_in", "W_out", "b_in", "b_out"):
+        near(getattr(model, name), getattr(theirs, name), name)
+    near(model.blocks[1].attn.W_O, theirs.blocks[1].attn.W_O, "blocks[1].attn.W_O")
+
+
+def ablate_head(value: Tensor, hook: Any) -> Tensor:
+    value[:, :, 2, :] = 0.0
+    return value
+
+
+def move(value: Tensor, hook: Any) -> Tensor:
+    return 0.9 * value + 0.01
+
+
+def test_hooks_have_their_effect(pair: tuple[HookedGPT, Any]) -> None:
+    model, theirs = pair
+    names = [name for name in model.hook_dict if name.startswith("blocks.1.")]
+    for name in names:
+        # The bridge's `hook_resid_mid` changes only the input of the norm, its HookedTransformer's
+        # the stream, as here.
+        if name.endswith(("result", "scale", "rot_q", "rot_k", "resid_mid")):
+            continue
+        hooks = [(name, move)]
+        changed = theirs.run_with_hooks(IDS, fwd_hooks=hooks)
+        near(model.run_with_hooks(IDS, fwd_hooks=hooks), changed, name)
+
+
+def test_head_ablation(pair: tuple[HookedGPT, Any]) -> None:
+    ours, theirs = (
+        each.run_with_hooks(
+            IDS, return_type="loss", fwd_hooks=[("blocks.0.attn.hook_v", ablate_head)]
+        )
+        for each in pair
+    )
+    near(ours, theirs, "loss")
+
+
+def test_induction_heads(pair: tuple[HookedGPT, Any]) -> None:
+    repeated = torch.cat((IDS, IDS), dim=1)
+    length = IDS.shape[1]
+    found = []
+    for model in pair:
+        scores = torch.zeros(model.cfg.n_layers, model.cfg.n_heads)
+
+        def score(pattern: Tensor, hook: Any, into: Tensor = scores) -> None:
+            stripe = pattern.diagonal(dim1=-2, dim2=-1, offset=1 - length)
+            into[hook.layer()] = stripe.mean(dim=(0, -1))
+
+        def is_pattern(name: str) -> bool:
+            return name.endswith("pattern")
+
+        model.run_with_hooks(repeated, return_type=None, fwd_hooks=[(is_pattern, score)])
+        found.append(scores)
+    assert found[0].abs().max() > 0
+    near(found[0], found[1], "scores")
+
+
+def test_activation_patching_by_their_own_code(pair: tuple[HookedGPT, Any]) -> None:
+    def metric(logits: Tensor) -> Tensor:
+        return (logits[:, -1, 5] - logits[:, -1, 7]).mean()
+
+    results: list[list[Tensor]] = []
+    for model in pair:
+        _, clean = model.run_with_cache(IDS)
+        results.append(
+            [
+                patch(model, CORRUPTED, clean, metric)
+                for patch in (
+                    patching.get_act_patch_resid_pre,
+                    patching.get_act_patch_attn_head_out_all_pos,
+                    patching.get_act_patch_mlp_out,
+                    patching.get_act_patch_attn_head_pattern_all_pos,
+                )
+            ]
+        )
+    for index, (ours, theirs) in enumerate(zip(*results, strict=True)):
+        near(ours, theirs, f"patch {index}")
+
+
+def test_direct_logit_attribution_and_logit_lens(pair: tuple[HookedGPT, Any]) -> None:
+    caches = [model.run_with_cache(IDS)[1] for model in pair]
+    answers, others = torch.tensor([5, 9]), torch.tensor([7, 3])
+    middle = not pair[0].cfg.parallel_attn_mlp
+    stacks = [
+        cache.accumulated_resid(incl_mid=middle, pos_slice=-1, apply_ln=True, return_labels=True)
+        for cache in caches
+    ]
+    assert stacks[0][1] == stacks[1][1]
+    near(stacks[0][0], stacks[1][0], "accumulated_resid")
+    parts = [cache.decompose_resid(pos_slice=-1, return_labels=True) for cache in caches]
+    assert parts[0][1] == parts[1][1]
+    near(parts[0][0], parts[1][0], "decompose_resid")
+    heads = [
+        cache.stack_head_results(layer=-1, pos_slice=-1, incl_remainder=True, return_labels=True)
+        for cache in caches
+    ]
+    assert heads[0][1] == heads[1][1]
+    near(heads[0][0], heads[1][0], "stack_head_results")
+    for stack in (parts[0][0], heads[0][0]):
+        ours, theirs = (cache.logit_attrs(stack, answers, others, pos_slice=-1) for cache in caches)
+        near(ours, theirs, "logit_attrs")
+    before, after = (
+        cache.apply_ln_to_stack(parts[0][0], layer=1, pos_slice=-1) for cache in caches
+    )
+    near(before, after, "apply_ln_to_stack")
+    for short in (
+        ("pattern", 1),
+        ("resid_post", -1),
+        ("normalized", 0, "ln1"),
+        ("scale",),
+        "embed",
+    ):
+        near(caches[0][short], caches[1][short], str(short))
+
+
+def test_gradients(pair: tuple[HookedGPT, Any]) -> None:
+    names = [
+        f"blocks.1.{name}"
+        for name in ("hook_resid_pre", "attn.hook_z", "mlp.hook_post", "hook_attn_out")
+    ]
+    with torch.enable_grad():
+        caches = [
+            model.run_with_cache(
+                IDS, return_type="loss", incl_bwd=True, names_filter=lambda name: name in names
+            )[1]
+            for model in pair
+        ]
+    for name in names:
+        near(caches[0][name + "_grad"], caches[1][name + "_grad"], name)
