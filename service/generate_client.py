@@ -24,6 +24,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from logitd.model.operations.all import OPERATIONS
+from logitd.model.operations.attributions import Direction
 from logitd.model.operations.body import PositionRange, Reply
 from logitd.model.operations.interventions import Intervention, Source
 from logitd.model.operations.operation import Operation
@@ -68,6 +69,12 @@ def grid(self) -> npt.NDArray[np.float64]:
 def effect(self) -> npt.NDArray[np.float64]:
     """The effect of each cell: its value minus the value without intervention."""
     return self.grid - self.unchanged.value
+''',
+    "PromptAttributions": '''
+@property
+def arrays(self) -> dict[str, npt.NDArray[np.float64]]:
+    """The gradients as arrays, by stage."""
+    return {name: np.array(rows, dtype=np.float64) for name, rows in (self.gradients or {}).items()}
 ''',
     "Detokenized": '''
 @property
@@ -141,7 +148,7 @@ def _generated_operations() -> Iterator[Operation]:
 
 def fields_source() -> str:
     """TypedDicts of the nested objects, of the shared fields, and of each operation's fields."""
-    parts = (PositionRange, Source, Intervention, Processing)
+    parts = (PositionRange, Source, Intervention, Processing, Direction)
     found = {model.__name__: typed_dict(model.__name__, _members(model)) for model in parts}
     shared = {name: _members(OPERATIONS[0].body)[name] for name in SHARED}
     found["SharedFields"] = typed_dict("SharedFields", shared)

@@ -1,5 +1,6 @@
 """Attributions: how much each token and each part of the model contributes to a logit."""
 
+import math
 from dataclasses import asdict
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -10,9 +11,12 @@ from logitd.model.inference.attribution.task import (
     Attribution,
     AttributionTask,
     Method,
+    Probe,
 )
 from logitd.model.inference.engine.requests import AttributionRequest
-from logitd.model.inference.selection import gpt_only
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.selection import gpt_only, resolve_stages
+from logitd.model.operations.activations import MAX_PATTERNS
 from logitd.model.operations.body import (
     Examples,
     Place,
@@ -20,13 +24,23 @@ from logitd.model.operations.body import (
     PromptReply,
     Reply,
     ReplyBody,
+    RequestBody,
     TokenId,
 )
 from logitd.model.operations.computed import Computed
+from logitd.model.operations.interventions import Row, Rows, StageName, as_array
 from logitd.model.operations.operation import Operation, Planning, Record, Subject, new_id
 from logitd.model.operations.prompts import encode_all, resolve_position
 from logitd.model.operations.tokens import ComparedTokens, NamedToken, token_json
 from logitd.model.text.tokenizer import Tokenizer
+from logitd.model.transformer.config import GPTConfig
+
+
+class Direction(RequestBody):
+    """A direction at a stage, such as the weights of a linear probe."""
+
+    stage: StageName
+    values: Row | Rows = Field(description="With the stage's shape at one position.")
 
 
 class AttributionsRequest(ComparedTokens, PromptBody):
@@ -46,8 +60,23 @@ class AttributionsRequest(ComparedTokens, PromptBody):
             "prompt": "import os",
             "methods": ["gradient_times_input", "direct"],
         },
+        "The gradient with respect to every head's output": {
+            "prompt": "import os",
+            "stages": ["blocks.*.attention.heads"],
+        },
     }
 
+    stages: Annotated[list[StageName], Field(min_length=1, max_length=MAX_PATTERNS)] | None = Field(
+        None,
+        description="Stages whose gradients are returned, by names from GET /stages; * means every "
+        "layer. The gradient is that of the target with respect to the stage's value at each "
+        "position.",
+    )
+    direction: Direction | None = Field(
+        None,
+        description="Target instead of a token's logit: the product of a direction with the value "
+        "of a stage at the position.",
+    )
     position: Place = Field(
         -1,
         description="Position of the prompt whose logits are attributed; negative numbers count "
@@ -83,6 +112,9 @@ class AttributionsRequest(ComparedTokens, PromptBody):
                     f"{name} is given, but methods has no 'integrated_gradients'; add it, or leave "
                     f"{name} out"
                 )
+        named = [name for name in ("token", "token_id", "minus", "minus_id") if self._is_set(name)]
+        if self.direction is not None and named:
+            raise ValueError(f"direction and {named[0]} are alternatives; give one of them")
         return self
 
 
@@ -125,12 +157,20 @@ class DirectContributions(ReplyBody):
 
 class PromptAttributions(PromptReply):
     position: int
-    token: TargetToken
+    token: TargetToken | None = Field(description="null if the target is a direction.")
     minus: TargetToken | None
-    value: float = Field(description="The logit of `token`, minus that of `minus` if given.")
+    value: float = Field(
+        description="The target: the logit of `token`, minus that of `minus` if given, or the "
+        "product with the direction."
+    )
     tokens: list[AttributedToken]
     integrated_gradients: PathSummary | None = None
     direct: DirectContributions | None = None
+    gradients: dict[str, list[Any]] | None = Field(
+        None,
+        description="Nested lists by stage, as in /activations, for all positions of the prompt; 0 "
+        "after the position.",
+    )
 
 
 class AttributionsReply(Reply):
@@ -142,6 +182,12 @@ def plan(body: AttributionsRequest, subject: Subject) -> Planning:
     config = gpt_only(subject.config, "attributions")
     prompts = encode_all(body.prompts, "prompt", subject)
     token, minus = body.compared(subject.tokenizer)
+    stages = resolve_stages(body.stages, config) if body.stages else ()
+    elements = sum(
+        math.prod(each.shape(config, len(p))) * len(p) for p in prompts for each in stages
+    )
+    subject.check_array(elements)
+    probe = None if body.direction is None else _probe(body.direction, config)
     requests = [
         AttributionRequest(
             request_id=new_id("attribution"),
@@ -150,6 +196,8 @@ def plan(body: AttributionsRequest, subject: Subject) -> Planning:
                 position=next(iter(resolve_position(body.position, len(prompt))), 0),
                 token_id=token,
                 minus_id=minus,
+                probe=probe,
+                stages=tuple(stage.name for stage in stages),
                 methods=tuple(body.methods),
                 steps=DEFAULT_STEPS if body.steps is None else body.steps,
                 baseline=body.baseline if isinstance(body.baseline, int) else None,
@@ -180,6 +228,16 @@ def plan(body: AttributionsRequest, subject: Subject) -> Planning:
     return Record(requests, reply)
 
 
+def _probe(direction: Direction, config: GPTConfig) -> Probe:
+    (stage, *others) = resolve_stages([direction.stage], config)
+    if others:
+        raise InvalidRequest(
+            f"direction.stage is {direction.stage!r}, which names several stages; name one",
+            "direction",
+        )
+    return Probe(stage.name, as_array(direction.values))
+
+
 def _attribution_json(
     attribution: Attribution, request: AttributionRequest, tokenizer: Tokenizer
 ) -> dict[str, Any]:
@@ -196,8 +254,11 @@ def _attribution_json(
     minus = None
     if attribution.minus_id is not None:
         minus = {**token_json(tokenizer, attribution.minus_id), "logit": attribution.minus_logit}
+    target: dict[str, Any] | None = None
+    if attribution.token_id is not None:
+        target = {**token_json(tokenizer, attribution.token_id), "logit": attribution.logit}
     result: dict[str, Any] = {
-        "token": {**token_json(tokenizer, attribution.token_id), "logit": attribution.logit},
+        "token": target,
         "minus": minus,
         "value": attribution.target,
         "tokens": tokens,
@@ -215,6 +276,8 @@ def _attribution_json(
             "parts": [asdict(part) for part in attribution.direct],
             "sum": attribution.direct_sum,
         }
+    if attribution.gradients:
+        result["gradients"] = {name: at.tolist() for name, at in attribution.gradients.items()}
     return result
 
 
@@ -226,8 +289,9 @@ ATTRIBUTIONS = Operation(
     form="record",
     summary="Contributions of tokens, heads and MLPs to a logit",
     description="""\
-By gradients: the gradient of a token's logit, or of the difference of two logits, with respect to
-the vector of each token of the prompt, times that vector; at the prompt itself, or along a path
-from a baseline. Direct: the share that each head, bias and MLP adds to the logit. Other requests
+By gradients: the gradient of a token's logit, of the difference of two logits, or of a direction at
+a stage, with respect to the vector of each token of the prompt, times that vector; at the prompt
+itself, or along a path from a baseline. With `stages`, also the gradients with respect to any
+stages. Direct: the share that each head, bias and MLP adds to the logit. Other requests
 are computed at the same time: a step of the engine computes one block of one prompt.""",
 )

@@ -51,7 +51,7 @@ StageName = Annotated[
     Field(
         min_length=1,
         max_length=100,
-        description="A name from GET /stages; * means every layer.",
+        description="A name from GET /stages, ours or TransformerLens'; * means every layer.",
     ),
 ]
 TAKES: Mapping[str, Sequence[str]] = {
@@ -357,6 +357,12 @@ def _values(change: _Change, stage: Stage, readings: Readings, *, axes: int) -> 
 def _given_values(values: object, axes: int) -> Values:
     """The values in a body as an array (positions, ...), or (1, ...) if they are given once for all
     positions."""
+    array = as_array(values)
+    return array[None] if array.ndim <= axes else array
+
+
+def as_array(values: object) -> Values:
+    """Nested lists as an array. Raises InvalidRequest unless it is regular and finite."""
     try:
         with np.errstate(over="ignore"):
             array = np.array(values, dtype=np.float32)
@@ -364,4 +370,4 @@ def _given_values(values: object, axes: int) -> Values:
         raise InvalidRequest("values are lists of different lengths") from error
     if not np.isfinite(array).all():
         raise InvalidRequest("values have a number that is too large for float32 (3.4e38)")
-    return array[None] if array.ndim <= axes else array
+    return array

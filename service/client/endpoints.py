@@ -264,10 +264,11 @@ def lens(prompt: Prompt, **fields: Unpack[LensFields]) -> Call[LensReadings]:
 
 
 def attributions(prompt: Prompt, **fields: Unpack[AttributionsFields]) -> Call[Attributions]:
-    """By gradients: the gradient of a token's logit, or of the difference of two logits, with
-    respect to the vector of each token of the prompt, times that vector; at the prompt itself, or
-    along a path from a baseline. Direct: the share that each head, bias and MLP adds to the logit.
-    Other requests are computed at the same time: a step of the engine computes one block of one
+    """By gradients: the gradient of a token's logit, of the difference of two logits, or of a
+    direction at a stage, with respect to the vector of each token of the prompt, times that vector;
+    at the prompt itself, or along a path from a baseline. With `stages`, also the gradients with
+    respect to any stages. Direct: the share that each head, bias and MLP adds to the logit. Other
+    requests are computed at the same time: a step of the engine computes one block of one
     prompt."""
     return record("/attributions", Attributions, {"prompt": prompt, **fields})
 

@@ -70,6 +70,11 @@ class Processing(TypedDict, total=False):
     completion_start: int | None
 
 
+class Direction(TypedDict, total=False):
+    stage: Required[str]
+    values: Required[Values | None]
+
+
 class SharedFields(TypedDict, total=False):
     interventions: Sequence[Intervention]
     timeout: float | None
@@ -169,6 +174,8 @@ class AttributionsFields(TypedDict, total=False):
     token_id: int | None
     minus: str | None
     minus_id: int | None
+    stages: Sequence[str] | None
+    direction: Direction | None
     position: int
     methods: Sequence[Literal["gradient_times_input", "integrated_gradients", "direct"]]
     steps: int | None

@@ -285,12 +285,24 @@ class DirectContributions:
 @dataclass(frozen=True, slots=True)
 class PromptAttributions(PromptResult):
     position: int
-    token: TargetToken
+    token: TargetToken | None  # null if the target is a direction.
     minus: TargetToken | None
-    value: float  # The logit of `token`, minus that of `minus` if given.
+    # The target: the logit of `token`, minus that of `minus` if given, or the product with the
+    # direction.
+    value: float
     tokens: tuple[AttributedToken, ...]
     integrated_gradients: PathSummary | None = None
     direct: DirectContributions | None = None
+    # Nested lists by stage, as in /activations, for all positions of the prompt; 0 after the
+    # position.
+    gradients: dict[str, tuple[Any, ...]] | None = None
+
+    @property
+    def arrays(self) -> dict[str, npt.NDArray[np.float64]]:
+        """The gradients as arrays, by stage."""
+        return {
+            name: np.array(rows, dtype=np.float64) for name, rows in (self.gradients or {}).items()
+        }
 
 
 @dataclass(frozen=True, slots=True)

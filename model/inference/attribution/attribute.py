@@ -5,8 +5,11 @@ engine can do other work, or drop the attribution. An attribution keeps the stre
 and a few more tensors of that size (`kept_elements` in `task.py`), whatever the number of steps.
 """
 
+from collections import defaultdict
 from collections.abc import Generator, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +21,7 @@ from logitd.model.inference.attribution.gradients import (
     mixture,
     per_token,
 )
+from logitd.model.inference.attribution.stage_gradients import block_gradients, product
 from logitd.model.inference.attribution.task import (
     Attribution,
     AttributionTask,
@@ -25,6 +29,7 @@ from logitd.model.inference.attribution.task import (
     padded_length,
 )
 from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.stages import match_stages
 from logitd.model.transformer.tap import UNTAPPED
 
 
@@ -62,45 +67,75 @@ class _Prompt:
     ) -> None:
         self._gpt = gpt
         self._task = task
-        self._behind = len(token_ids) - task.position - 1
+        self._length = len(token_ids)
         self._layers = range(gpt.config.n_layer)
         # End the text at the position, padded to whole blocks so that few different lengths occur.
         text = token_ids[: task.position + 1]
         self._text = [*text, *[0] * (padded_length(task, gpt.config) - len(text))]
         self._watched = watched
+        self._stages = match_stages(task.stages, gpt.config) if task.stages else ()
+        self._wanted: defaultdict[int | None, list[str]] = defaultdict(list)
+        for stage in self._stages:
+            self._wanted[stage.layer].append(stage.kind.name)
+        self._probe_at: tuple[int | None, str] | None = None
+        if task.probe is not None:
+            (probed,) = match_stages([task.probe.stage], gpt.config)
+            self._probe_at = probed.layer, probed.kind.name
+        self._probed = 0.0  # the value of the probe
+        self._gradients: dict[str, Tensor] = {}  # with respect to stages (T, ...), by full name
 
     def pieces(self) -> Generator[None, None, Attribution]:
         task, row = self._task, self._task.position
         passes = self._passes = TextPasses(self._gpt, self._text, row, self._watched)
         # 1) The prompt forward, with the streams before the blocks if they are needed.
         embedding = passes.embedding()
-        streams: list[Tensor] | None = [] if "gradient_times_input" in task.methods else None
+        times_input = "gradient_times_input" in task.methods
+        backward = times_input or bool(task.stages) or task.probe is not None
+        streams: list[Tensor] | None = [] if backward else None
         rows: list[BlockRow] | None = [] if "direct" in task.methods else None
         last = yield from self._forward(embedding, streams, rows)
         # 2) The target.
-        token_id, minus_id = task.token_id, task.minus_id
-        if token_id is None:
-            token_id = passes.likeliest(last)
-            yield
-        direction = passes.direction(token_id, minus_id)
-        logit = passes.logit(last, token_id)
-        minus_logit = None if minus_id is None else passes.logit(last, minus_id)
+        token_id, minus_id, direction = task.token_id, task.minus_id, None
+        logit, minus_logit = 0.0, None
+        if task.probe is None:
+            if token_id is None:
+                token_id = passes.likeliest(last)
+                yield
+            direction = passes.direction(token_id, minus_id)
+            logit = passes.logit(last, token_id)
+            minus_logit = None if minus_id is None else passes.logit(last, minus_id)
+        elif self._probe_at == (None, "final_norm"):
+            direction = self._direction()
+            logit = (passes.normed(self._gpt.final_norm, last[0, row]) @ direction).item()
         target = logit if minus_logit is None else logit - minus_logit
         # 3) The attributions by each method.
         parts = gradient_times_input = path = None
         if rows is not None:
+            assert token_id is not None
+            assert direction is not None
             bias = self._head_bias(token_id, minus_id)
             parts = direct_parts(self._gpt, embedding[0, row], rows, last[0, row], direction, bias)
             yield
         if streams is not None:
-            gradient = yield from self._backward(last, streams, direction)
-            gradient_times_input = self._of_tokens(per_token(embedding, gradient))
+            gradient = yield from self._backward(last, streams, direction, stages=True)
+            gradient = self._begin(embedding, gradient)
+            if times_input:
+                gradient_times_input = self._of_tokens(per_token(embedding, gradient))
             del gradient
         if "integrated_gradients" in task.methods:
+            assert token_id is not None
+            assert direction is not None
             del last
             path = yield from self._path(embedding, token_id, direction, target)
         return Attribution(
-            token_id, minus_id, logit, minus_logit, gradient_times_input, path, parts
+            token_id,
+            minus_id,
+            logit + self._probed,
+            minus_logit,
+            gradient_times_input,
+            path,
+            parts,
+            self._arrays(),
         )
 
     def _forward(
@@ -125,16 +160,25 @@ class _Prompt:
         return x - backout(self._gpt) * middle if self._gpt.config.backout else x
 
     def _backward(
-        self, last: Tensor, streams: list[Tensor], direction: Tensor
+        self,
+        last: Tensor,
+        streams: list[Tensor],
+        direction: Tensor | None,
+        *,
+        stages: bool = False,
     ) -> Generator[None, None, Tensor]:
         """Run the gradient back through all blocks, one per piece, and return the gradient (1, T,
-        C) with respect to the first stream. Empties `streams`."""
-        after = gradient = self._passes.head_gradient(last, direction)
+        C) with respect to the first stream. Empties `streams`. `direction` is that of the final
+        hidden state; None: the target is a probe of another stage. With `stages`, keep the
+        gradients with respect to the task's stages."""
+        after = self._end(last, direction, keep=stages)
+        gradient = after
         of_embedding: Tensor | None = None
         for layer in reversed(self._layers):
             if layer == self._gpt.config.backout_layer:
                 gradient = gradient - backout(self._gpt) * after
-            gradient = self._passes.backward(layer, streams.pop(), gradient)
+            step = self._stages_backward if stages else self._passes.backward
+            gradient = step(layer, streams.pop(), gradient)
             if self._gpt.config.residual_mix:
                 stream, first = mixture(self._gpt, layer)
                 part = first * gradient
@@ -142,6 +186,63 @@ class _Prompt:
                 gradient = stream * gradient
             yield
         return gradient if of_embedding is None else gradient + of_embedding
+
+    def _end(self, last: Tensor, direction: Tensor | None, *, keep: bool) -> Tensor:
+        """The gradient (1, T, C) with respect to the last stream."""
+        row, wanted = self._task.position, self._wanted[None]
+        gradient = torch.zeros_like(last)
+        if direction is not None:
+            gradient = self._passes.head_gradient(last, direction)
+        if self._probe_at == (None, "backout"):
+            self._probed = product(last[0], row, self._direction()).item()
+            gradient[0, row] += self._direction()
+        if keep and "final_norm" in wanted:
+            of_final = self._gradients["final_norm"] = torch.zeros_like(last)[0]
+            if direction is not None:
+                of_final[row] = direction
+        if keep and "backout" in wanted:
+            self._gradients["backout"] = gradient[0]
+        return gradient
+
+    def _stages_backward(self, layer: int, x: Tensor, gradient: Tensor) -> Tensor:
+        """Run the gradient back through a block, and keep those of its stages."""
+        stages = self._wanted[layer]
+        probe = None
+        if self._probe_at is not None and self._probe_at[0] == layer:
+            probe = self._probe_at[1], self._direction()
+        if not stages and probe is None:
+            return self._passes.backward(layer, x, gradient)
+        found = block_gradients(self._passes, layer, x, gradient, stages, probe)
+        for name, value in found.of_stages.items():
+            self._gradients[f"blocks.{layer}.{name}"] = value
+        self._probed += found.probed or 0.0
+        return found.of_input
+
+    def _begin(self, embedding: Tensor, gradient: Tensor) -> Tensor:
+        """The gradient with respect to the first stream, with the part of a probe of it."""
+        if self._probe_at == (None, "embedding"):
+            row, direction = self._task.position, self._direction()
+            self._probed = product(embedding[0], row, direction).item()
+            gradient[0, row] += direction
+        if "embedding" in self._wanted[None]:
+            self._gradients["embedding"] = gradient[0]
+        return gradient
+
+    def _direction(self) -> Tensor:
+        """The direction of the probe."""
+        assert self._task.probe is not None
+        weight = self._gpt.token_embedding.weight
+        return torch.from_numpy(self._task.probe.direction).to(weight.device, self._passes.dtype)
+
+    def _arrays(self) -> dict[str, Any]:
+        """The kept gradients as arrays (tokens of the prompt, ...), 0 after the position."""
+        arrays = {}
+        for stage in self._stages:
+            shape = self._length, *stage.shape(self._gpt.config, self._length)
+            rows = self._gradients[stage.name][: self._task.position + 1, ..., : shape[-1]]
+            array = arrays[stage.name] = np.zeros(shape, rows.cpu().numpy().dtype)
+            array[: len(rows), ..., : rows.shape[-1]] = rows.cpu().numpy()
+        return arrays
 
     def _path(
         self, embedding: Tensor, token_id: int, direction: Tensor, target: float
@@ -174,7 +275,8 @@ class _Prompt:
 
     def _of_tokens(self, values: Tensor) -> tuple[float, ...]:
         """The attributions of all tokens of the prompt; 0 for tokens after the position."""
-        return (*values[: self._task.position + 1].tolist(), *[0.0] * self._behind)
+        behind = self._length - self._task.position - 1
+        return (*values[: self._task.position + 1].tolist(), *[0.0] * behind)
 
 
 def attribute(gpt: GPT, token_ids: Sequence[int], task: AttributionTask) -> Attribution:

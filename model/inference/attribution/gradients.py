@@ -30,7 +30,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from logitd.model.device import one_thread
-from logitd.model.transformer.attention import visible_keys
+from logitd.model.transformer.attention import Attend, visible_keys
 from logitd.model.transformer.gate import smear
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.tap import UNTAPPED, Tap
@@ -55,7 +55,7 @@ class TextPasses:
         self.dtype = torch.promote_types(weight.dtype, torch.float32)
         self.row = row
         self._ids = torch.tensor([token_ids], device=weight.device)  # (1, T)
-        self._watched: Watch = watched or (lambda rows: nullcontext())
+        self.watched: Watch = watched or (lambda rows: nullcontext())
         self._rotation = None
         if gpt.config.positions == "rotary":
             tables = gpt.rope_cos, gpt.rope_sin
@@ -69,7 +69,7 @@ class TextPasses:
         ids = self._ids if baseline is None else torch.full_like(self._ids, baseline)
         x = _wide(gpt.token_embedding.weight[ids], self.dtype)
         if gpt.config.embedding_norm:
-            x = self._normed(gpt.embedding_norm, x)
+            x = self.normed(gpt.embedding_norm, x)
         if gpt.config.smear:
             before, positions = F.pad(x[:, :-1], (0, 0, 1, 0)), torch.arange(length)[None]
             x = smear(x, before, positions.to(x.device), gpt.smear_gate.weight, gpt.smear_scale)
@@ -89,15 +89,15 @@ class TextPasses:
     def forward(self, layer: int, x: Tensor, tap: Tap = UNTAPPED) -> Tensor:
         """The stream (1, T, C) after a block. Autograd is on, so that torch runs the same
         operations as in `backward`."""
-        with self._watched(x.shape[1]), torch.enable_grad():
-            return self._block(layer, x.detach().requires_grad_(), tap).detach()
+        with self.watched(x.shape[1]), torch.enable_grad():
+            return self.block(layer, x.detach().requires_grad_(), tap).detach()
 
     def backward(self, layer: int, x: Tensor, gradient: Tensor) -> Tensor:
         """The gradient (1, T, C) with respect to a block's input `x`; `gradient` is with respect to
         its output."""
-        with self._watched(x.shape[1]), torch.enable_grad():
+        with self.watched(x.shape[1]), torch.enable_grad():
             x = x.detach().requires_grad_()
-            (result,) = torch.autograd.grad(self._block(layer, x, UNTAPPED), x, gradient)
+            (result,) = torch.autograd.grad(self.block(layer, x, UNTAPPED), x, gradient)
         return result
 
     def likeliest(self, x: Tensor) -> int:
@@ -105,7 +105,7 @@ class TextPasses:
         tie."""
         config = self._gpt.config
         weight, bias = self._gpt.head_parameters()
-        row = self._normed(self._gpt.final_norm, x[0, self.row])
+        row = self.normed(self._gpt.final_norm, x[0, self.row])
         logits = torch.cat(
             [
                 row @ _wide(rows, self.dtype).T
@@ -119,7 +119,7 @@ class TextPasses:
     def logit(self, x: Tensor, token_id: int) -> float:
         """A token's logit in the row, given the last stream (1, T, C), summed in float64."""
         _, bias = self._gpt.head_parameters()
-        row = self._normed(self._gpt.final_norm, x[0, self.row])
+        row = self.normed(self._gpt.final_norm, x[0, self.row])
         logit = row.double() @ self.direction(token_id, None).double()
         return (logit if bias is None else logit + bias[token_id]).item()
 
@@ -134,18 +134,21 @@ class TextPasses:
         """The gradient (1, T, C) of the target with respect to the last stream (1, T, C)."""
         with torch.enable_grad():
             last = x[0, self.row].detach().requires_grad_()
-            (row,) = torch.autograd.grad(self._normed(self._gpt.final_norm, last) @ direction, last)
+            (row,) = torch.autograd.grad(self.normed(self._gpt.final_norm, last) @ direction, last)
         gradient = torch.zeros_like(x)
         gradient[0, self.row] = row
         return gradient
 
-    def _block(self, layer: int, x: Tensor, tap: Tap) -> Tensor:
+    def block(self, layer: int, x: Tensor, tap: Tap, attend: Attend | None = None) -> Tensor:
+        """The stream (1, T, C) after a block, in the caller's context. `attend` computes the
+        attention (None: `fused_attend`)."""
         block = self._gpt.blocks[layer]
-        arguments = (x, self._ids, self._rotation, _attend, tap)
+        arguments = (x, self._ids, self._rotation, attend or fused_attend, tap)
         result: Tensor = functional_call(block, wide_parameters(block, self.dtype), arguments)
         return result
 
-    def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
+    def normed(self, norm: nn.Module, x: Tensor) -> Tensor:
+        """A stream (..., C) after a norm, or the same stream if the norm is the identity."""
         result: Tensor = functional_call(norm, wide_parameters(norm, self.dtype), (x,))
         return result
 
@@ -196,7 +199,7 @@ def _wide(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return wide.clone() if wide.is_inference() else wide
 
 
-def _attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+def fused_attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
     """Causal attention within the text (1, H, T, D). A GPU uses the only kernel whose backward pass
     sums in a fixed order, although it stores the block's attention weights."""
     group = q.shape[1] // k.shape[1]

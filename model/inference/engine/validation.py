@@ -37,6 +37,7 @@ from logitd.model.inference.selection import (
 )
 from logitd.model.plural import pluralize
 from logitd.model.transformer.config import ModelConfig
+from logitd.model.transformer.stages import Stage
 
 
 def check_request(request: Request, config: ModelConfig) -> None:
@@ -241,6 +242,7 @@ def _check_attribution(task: AttributionTask, length: int, config: ModelConfig) 
         raise InvalidRequest(
             f"token and minus are both {task.token_id}: their difference is 0", "minus"
         )
+    _check_gradients(task, length, config)
     methods = set(task.methods)
     if not methods or len(methods) < len(task.methods) or not methods.issubset(METHODS):
         raise InvalidRequest(
@@ -251,15 +253,49 @@ def _check_attribution(task: AttributionTask, length: int, config: ModelConfig) 
     _check_positive("steps", task.steps)
 
 
-def _check_activations(
-    names: tuple[str, ...], heads: tuple[int, ...] | None, config: ModelConfig
-) -> None:
+def _check_gradients(task: AttributionTask, length: int, config: ModelConfig) -> None:
+    """Check the stages of gradients, and a probe."""
+    if task.stages:
+        _check_stages(task.stages, config)
+    probe = task.probe
+    if "logits" in task.stages or (probe is not None and probe.stage == "logits"):
+        raise InvalidRequest(
+            "logits are the target: their gradients are 1 and -1; name an earlier stage", "stages"
+        )
+    if probe is None:
+        return
+    if task.token_id is not None or task.minus_id is not None:
+        raise InvalidRequest("a direction and a token are given; leave one out", "direction")
+    if not {"gradient_times_input"}.issuperset(task.methods):
+        raise InvalidRequest(
+            f"methods is {list(task.methods)}; with a direction only gradient_times_input is "
+            "possible",
+            "methods",
+        )
+    (stage,) = resolve_stages([probe.stage], config)
+    if (shape := stage.shape(config, length)) != probe.direction.shape:
+        raise InvalidRequest(
+            f"direction.values have the shape {list(probe.direction.shape)}; {stage.name} has "
+            f"{list(shape)} at a position",
+            "direction",
+        )
+
+
+def _check_stages(names: tuple[str, ...], config: ModelConfig) -> tuple[Stage, ...]:
+    """The stages with these names. Raises InvalidRequest unless they are in order."""
     stages = resolve_stages(names, config)
     if tuple(stage.name for stage in stages) != names:
         raise InvalidRequest(
             f"stages {list(names[:20])} must be names, each once, in the order of GET /stages",
             "stages",
         )
+    return stages
+
+
+def _check_activations(
+    names: tuple[str, ...], heads: tuple[int, ...] | None, config: ModelConfig
+) -> None:
+    stages = _check_stages(names, config)
     if heads is not None and resolve_heads(heads, stages, config) != heads:
         raise InvalidRequest(
             f"heads {list(heads[:20])} must be numbered from 0, without negative numbers", "heads"

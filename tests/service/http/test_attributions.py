@@ -7,10 +7,17 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 
 from logitd.model.inference.attribution.attribute import attribute
-from logitd.model.inference.attribution.task import DEFAULT_STEPS, METHODS, AttributionTask, Method
+from logitd.model.inference.attribution.task import (
+    DEFAULT_STEPS,
+    METHODS,
+    AttributionTask,
+    Method,
+    Probe,
+)
 from logitd.model.operations.attributions import AttributionsReply, PromptAttributions
 from logitd.model.transformer.gpt import GPT
 from logitd.service.engine.admission import Load
@@ -50,6 +57,7 @@ def test_values_equal_the_models(server: Serving, gpt: GPT) -> None:
     assert prompt.token_ids == ids == [token.id for token in prompt.tokens]
     assert [bytes(token.bytes) for token in prompt.tokens] == [bytes([i]) for i in ids]
     assert prompt.position == len(ids) - 3
+    assert prompt.token is not None
     assert (prompt.token.id, prompt.token.text) == (97, "a")
     assert minus is not None
     assert minus.id == 98
@@ -78,10 +86,35 @@ def test_values_equal_the_models(server: Serving, gpt: GPT) -> None:
         same(part.value, theirs.value)
 
 
+def test_gradients_of_stages_equal_the_models(server: Serving, gpt: GPT) -> None:
+    ids, direction = list(PROMPT.encode()), [0.5] * gpt.config.d_model
+    names = ("blocks.0.attention.probs", "blocks.1.attention.heads")
+    targets: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"token_id": 97, "minus_id": 98}, {"token_id": 97, "minus_id": 98}),
+        (
+            {"direction": {"stage": "blocks.1.hook_mlp_out", "values": direction}},
+            {"probe": Probe("blocks.1.mlp.out", np.array(direction, np.float32))},
+        ),
+    ]
+    for fields, of_task in targets:
+        (prompt,) = attributions(
+            server, stages=["blocks.0.attn.hook_pattern", names[1]], position=-3, **fields
+        )
+        task = AttributionTask(position=len(ids) - 3, stages=names, **of_task)
+        expected = attribute(gpt, ids, task)
+        same(prompt.value, expected.target)
+        assert (prompt.token is None) == ("direction" in fields)
+        assert prompt.gradients is not None
+        assert tuple(prompt.gradients) == names
+        for name, rows in prompt.gradients.items():
+            np.testing.assert_allclose(rows, expected.gradients[name], rtol=1e-3, atol=1e-5)
+
+
 def test_defaults_are_the_likeliest_token_and_one_method(server: Serving) -> None:
     (prompt,) = attributions(server)
     likeliest = server.json("/probs", {"prompt": PROMPT, "top_k": 1})["prompts"][0]["tokens"][0]
     logits = server.json("/logits", {"prompt": PROMPT})["prompts"][0]["logits"][0]
+    assert prompt.token is not None
     assert prompt.token.id == likeliest["id"]
     assert prompt.value == prompt.token.logit == pytest.approx(max(logits), rel=1e-4)
     assert (prompt.minus, prompt.direct, prompt.integrated_gradients) == (None, None, None)

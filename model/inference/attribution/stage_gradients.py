@@ -1,0 +1,120 @@
+"""Gradients of the target with respect to stages of a block, and probes as targets.
+
+The backward pass of a block (`gradients.py`) computes the block again. Here a tap keeps the values
+of some stages, and autograd returns the gradients with respect to them too. The target of a probe
+is <direction, value of a stage at the row>; its gradient begins in the block of the stage.
+
+Shapes: T positions of the text, C = d_model, H = n_head, D = head_dim.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from logitd.model.device import one_thread
+from logitd.model.inference.attribution.gradients import TextPasses, fused_attend
+from logitd.model.transformer.attention import attention_scores, mask_causal, visible_keys
+from logitd.model.transformer.stages import HEADS_FIRST
+
+OVER_KEYS = ("attention.scores", "attention.probs")
+OUT, HEAD_OUT = "attention.out", "attention.head_out"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGradients:
+    """Results of one block backward: the gradient (1, T, C) with respect to its input, those with
+    respect to stages, positions first (T, ...), by name in the block, and the value of a probe."""
+
+    of_input: Tensor
+    of_stages: Mapping[str, Tensor]
+    probed: float | None
+
+
+def block_gradients(
+    passes: TextPasses,
+    layer: int,
+    x: Tensor,  # (1, T, C)
+    gradient: Tensor,  # (1, T, C), with respect to the block's output
+    stages: Collection[str],
+    probe: tuple[str, Tensor] | None = None,  # a stage of the block, and a direction
+) -> BlockGradients:
+    """Run a gradient back through a block."""
+    names = {*stages, *([probe[0]] if probe else [])}
+    explicit = not names.isdisjoint(OVER_KEYS)
+    if HEAD_OUT in names:
+        names.add(OUT)
+    kept = _Kept(names)
+    # Several threads may change the bits of the explicit attention.
+    context = one_thread() if explicit else passes.watched(x.shape[1])
+    with context, torch.enable_grad():
+        x = x.detach().requires_grad_()
+        entered = kept(layer, "input", x)
+        out = passes.block(layer, entered, kept, _Weighing(kept) if explicit else fused_attend)
+        targets, weights = [out], [gradient]
+        if probe is not None:
+            value = positions_first(probe[0], kept.values[probe[0]])
+            targets.append(product(value, passes.row, probe[1]))
+            weights.append(torch.ones_like(targets[1]))
+        order = list(kept.values)
+        inputs = [x, *(kept.values[name] for name in order)]
+        of_input, *found = torch.autograd.grad(targets, inputs, weights, allow_unused=True)
+    by_name = {
+        name: torch.zeros_like(kept.values[name]) if each is None else each
+        for name, each in zip(order, found, strict=True)
+    }
+    if HEAD_OUT in names:  # the outputs of the heads are added to give that of attention
+        by_name[HEAD_OUT] = by_name[HEAD_OUT] + by_name[OUT][:, None]
+    probed = None if probe is None else targets[1].item()
+    return BlockGradients(
+        of_input, {name: positions_first(name, by_name[name]) for name in stages}, probed
+    )
+
+
+def product(value: Tensor, row: int, direction: Tensor) -> Tensor:
+    """<direction, value (T, ...) at the row>. Axes over keys may differ in length: both contain all
+    keys that the row sees, and the scores of others (-inf) count as 0."""
+    keys = min(direction.shape[-1], value.shape[-1])
+    at = value[row][..., :keys]
+    return (torch.where(at.isneginf(), 0.0, at) * direction[..., :keys]).sum()
+
+
+def positions_first(name: str, value: Tensor) -> Tensor:
+    """A stage (1, heads, T, ...) or (1, T, ...) of one text as (T, ...)."""
+    return value[0].transpose(0, 1) if name in HEADS_FIRST else value[0]
+
+
+class _Kept:
+    """A tap that keeps the values of some stages of a block as nodes of their own in the graph."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = frozenset(names)
+        self.values: dict[str, Tensor] = {}
+
+    def wants(self, layer: int | None, stage: str) -> bool:
+        return stage in self._names
+
+    def __call__(self, layer: int | None, stage: str, value: Tensor, offset: int = 0) -> Tensor:
+        if stage not in self._names:
+            return value
+        self.values[stage] = value.view_as(value)
+        return self.values[stage]
+
+
+class _Weighing:
+    """Causal attention that shows its scores and weights to a tap. The weights of keys that a query
+    does not see stay 0 whatever the tap returns, so their gradients are 0."""
+
+    def __init__(self, tap: _Kept) -> None:
+        self._tap = tap
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None
+    ) -> Tensor:
+        scores = mask_causal(attention_scores(q, k), window)
+        weights = self._tap(layer, OVER_KEYS[0], scores).softmax(dim=-1)
+        length, keys = scores.shape[-2:]
+        unseen = ~visible_keys(length, keys, scores.device, window)
+        weights = self._tap(layer, OVER_KEYS[1], weights).masked_fill(unseen, 0.0)
+        return weights @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
