@@ -1,0 +1,100 @@
+"""HookedClient against HookedGPT on the same weights."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from logitd import Client
+from logitd.model.hooked.model import HookedGPT
+from logitd.model.hooked.points import HookPoint
+from logitd.model.transformer.gpt import GPT
+from tests.model.factories import (
+    FAMILIES,
+    byte_tokenizer,
+    save_tiny_checkpoint,
+    tiny_config,
+    tiny_gpt,
+)
+from tests.service.serving import TEST_TIMEOUT, Serving, serving
+
+TEXT = "The cat sat"
+
+
+@pytest.fixture(scope="module")
+def client(server: Serving) -> Iterator[Client]:
+    with httpx.Client(trust_env=False) as http:
+        yield Client(server.url, http=http, timeout=TEST_TIMEOUT)
+
+
+def check_cache(client: Client, gpt: GPT) -> None:
+    """Compare all stages that the server has with those in process."""
+    model = HookedGPT(gpt, byte_tokenizer(), "tiny")
+    logits, cache = client.run_with_cache([TEXT, TEXT[::-1]])
+    with torch.no_grad():
+        expected_logits, expected = model.run_with_cache([TEXT, TEXT[::-1]])
+    np.testing.assert_allclose(logits, expected_logits, rtol=0, atol=3e-4)
+    assert len(cache) > 12 * gpt.config.n_layer
+    for name, array in cache.items():
+        if name in expected:  # a parallel block has no middle for TransformerLens
+            np.testing.assert_allclose(array, expected[name], rtol=0, atol=3e-4, err_msg=name)
+    assert set(cache) - set(expected) <= {
+        f"blocks.{layer}.hook_resid_mid" for layer in range(gpt.config.n_layer)
+    }
+
+
+def test_cache_has_the_names_and_values_of_the_one_in_process(client: Client, gpt: GPT) -> None:
+    check_cache(client, gpt)
+
+
+def test_cache_of_partly_rotated_heads_has_their_order(tmp_path: Path) -> None:
+    gpt = tiny_gpt(tiny_config(**FAMILIES["neox"]))
+    save_tiny_checkpoint(tmp_path / "neox", gpt)
+    with serving(tmp_path / "neox") as running, httpx.Client(trust_env=False) as http:
+        check_cache(Client(running.url, http=http, timeout=TEST_TIMEOUT), gpt)
+
+
+def test_filter_and_short_names_choose_stages(client: Client) -> None:
+    chosen = client.run_with_cache(TEXT, lambda name: "pattern" in name, remove_batch_dim=True)[1]
+    assert list(chosen) == [f"blocks.{n}.attn.hook_pattern" for n in range(3)]
+    assert chosen["pattern", -1] is chosen["blocks.2.attn.hook_pattern"]
+    tokens = len(TEXT) + 1
+    assert chosen["pattern", 0].shape == (4, tokens, tokens)
+    with pytest.raises(KeyError):
+        chosen["z", 0]
+    with pytest.raises(ValueError, match=r"blocks\.9"):
+        client.run_with_cache(TEXT, "blocks.9.hook_mlp_out")
+    with pytest.raises(ValueError, match=r"\[2, 4\] tokens"):
+        client.run_with_cache(["a", "abc"], [])
+
+
+def test_change_acts_as_a_function_in_process(client: Client, gpt: GPT) -> None:
+    model = HookedGPT(gpt, byte_tokenizer(), "tiny")
+    row = np.linspace(-1, 1, 32).tolist()
+
+    def zero_head(value: torch.Tensor, *, hook: HookPoint) -> torch.Tensor:
+        return value.index_fill(2, torch.tensor([2]), 0.0)
+
+    def add_row(value: torch.Tensor, *, hook: HookPoint) -> torch.Tensor:
+        return value + torch.tensor(row)
+
+    cases: list[tuple[str, dict[str, Any], Any]] = [
+        ("blocks.1.attn.hook_z", {"operation": "zero", "heads": [2]}, zero_head),
+        ("blocks.2.hook_resid_pre", {"operation": "add", "values": row}, add_row),
+        ("blocks.0.hook_mlp_out", {"operation": "scale", "factor": 3.0}, lambda v, hook: 3 * v),
+    ]
+    for name, change, function in cases:
+        logits = client.run_with_hooks(TEXT, fwd_hooks=[(name, change)])
+        with torch.no_grad():
+            expected = model.run_with_hooks(TEXT, fwd_hooks=[(name, function)])
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=3e-4, err_msg=name)
+
+
+def test_function_is_refused_with_the_reason(client: Client) -> None:
+    hook: Any = lambda value, hook: value  # noqa: E731
+    with pytest.raises(TypeError, match=r"fwd_hooks\[0\].*runs no code.*LLM"):
+        client.run_with_hooks(TEXT, fwd_hooks=[("blocks.0.hook_mlp_out", hook)])
