@@ -47,7 +47,8 @@ class Norm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of a matrix, shown to a point. If autograd is on, graphs begin here."""
+    """Rows of a matrix, shown to a point. If autograd is on, graphs begin here, with a copy that
+    hooks may change in place."""
 
     def __init__(self, weight: Tensor, point: HookPoint) -> None:
         super().__init__()
@@ -56,7 +57,7 @@ class Embedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = F.embedding(ids, self.weight)
-        return self._point(rows.requires_grad_() if torch.is_grad_enabled() else rows)
+        return self._point(rows.requires_grad_().clone() if torch.is_grad_enabled() else rows)
 
 
 class Unembed(nn.Module):
@@ -147,9 +148,9 @@ class PointTap:
             ends = after == self._config.n_layer or self._config.residual_mix
             return value if ends else self._before_block(after, value)
         if stage == "attention.head_out":
-            shown = value.transpose(1, 2)  # (B, T, H, C)
-            changed = self._call(layer, "attn.hook_result", shown)
-            self._change = None if changed is shown else (changed - shown).sum(dim=2)
+            before = value.transpose(1, 2)  # (B, T, H, C)
+            changed = self._call(layer, "attn.hook_result", before.clone())
+            self._change = (changed - before).sum(dim=2)
             return value
         if stage == "attention.out" and self._change is not None:
             value, self._change = value + self._change, None
@@ -179,6 +180,7 @@ class PointTap:
     def _through(self, layer: int, name: str, stage: str, value: Tensor) -> Tensor:
         if (point := self._points.get(f"blocks.{layer}.{name}")) is None or not point.has_hooks():
             return value
+        value = value.clone()  # autograd lets no hook change a part of a split tensor in place
         if stage not in HEADS_FIRST:
             return point(value)
         reorders = self._order is not None and stage in _ROTATED

@@ -90,6 +90,28 @@ def test_hook_changes_what_follows_as_the_definition_does(family: str) -> None:
     assert_close(model(ids), hooked(gpt)(ids), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "neox", "llama"])
+def test_hook_may_change_its_tensor_in_place(family: str) -> None:
+    model, ids = hooked(family_gpt(family)), random_ids(12)
+
+    def in_place(value: Tensor, *, hook: HookPoint) -> None:
+        value[..., ::2] *= 0.5
+
+    def elsewhere(value: Tensor, *, hook: HookPoint) -> Tensor:
+        factors = torch.ones(value.shape[-1], dtype=value.dtype)
+        factors[::2] = 0.5
+        return value * factors
+
+    for name in model.hook_dict:
+        if name.startswith(("blocks.0", "blocks.2")) or name.endswith(("result", "attn_scores")):
+            continue
+        changed, expected = (
+            model.run_with_hooks(ids, fwd_hooks=[(name, hook)]) for hook in (in_place, elsewhere)
+        )
+        assert_close(changed, expected, rtol=0, atol=1e-9, msg=name)
+        assert not torch.equal(changed, model(ids)), name
+
+
 def test_folded_weights_keep_the_probabilities(gpt: GPT) -> None:
     model, ids = hooked(gpt), random_ids(2, 20)
     if gpt.config.norm_position == "post":
@@ -121,9 +143,8 @@ def test_direct_logit_attribution_adds_up_to_the_logit_difference() -> None:
 def test_head_result_hook_changes_one_head() -> None:
     model = hooked(tiny_gpt().double())
 
-    def no_head(value: Tensor, *, hook: HookPoint) -> Tensor:
-        index = -2 if hook.name.endswith(("hook_z", "hook_result")) else 0
-        return value.index_fill(index, torch.tensor([1]), 0.0)
+    def no_head(value: Tensor, *, hook: HookPoint) -> None:
+        value[:, :, 1] = 0.0
 
     by_values = model.run_with_hooks(TEXT, fwd_hooks=[("blocks.1.attn.hook_z", no_head)])
     with pytest.raises(InvalidRequest, match="set_use_attn_result"):
