@@ -122,7 +122,7 @@ class Attribution:
     gradient_times_input: tuple[float, ...] | None = None
     integrated_gradients: IntegratedGradients | None = None
     direct: tuple[Part, ...] | None = None
-    gradients: Mapping[str, Any] = field(default_factory=dict)
+    gradients: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def target(self) -> float:

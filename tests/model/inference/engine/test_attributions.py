@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -38,7 +39,8 @@ from tests.model.inference.engine.harness import (
 )
 
 PROMPT = random_prompt(random.Random(0), 40)
-EVERYTHING: dict[str, Any] = {"methods": METHODS, "steps": 2}
+STAGES = ("blocks.0.attention.probs", "blocks.1.attention.heads")
+EVERYTHING: dict[str, Any] = {"methods": METHODS, "steps": 2, "stages": STAGES}
 
 
 def ask(
@@ -97,7 +99,12 @@ def test_attribution_and_batch_change_no_bit_of_each_other(
     together = run(copy.deepcopy(gpt), *requests, **how)
     for key, outcome in without.items():
         assert together[key].computed == outcome.computed, key
-    assert together["why", 0].attribution == together["and why", 0].attribution == alone
+    for name in ("why", "and why"):
+        attribution = together[name, 0].attribution
+        assert attribution is not None
+        assert attribution == alone
+        for stage in STAGES:
+            assert np.array_equal(attribution.gradients[stage], alone.gradients[stage])
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
