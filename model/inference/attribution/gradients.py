@@ -56,11 +56,11 @@ class TextPasses:
         self.row = row
         self._ids = torch.tensor([token_ids], device=weight.device)  # (1, T)
         self.watched: Watch = watched or (lambda rows: nullcontext())
-        self._rotation = None
+        self.rotation: tuple[Tensor, Tensor] | None = None
         if gpt.config.positions == "rotary":
             tables = gpt.rope_cos, gpt.rope_sin
             cos, sin = (_wide(table[: len(token_ids)], self.dtype) for table in tables)
-            self._rotation = cos[None, None], sin[None, None]  # (1, 1, T, D / 2)
+            self.rotation = cos[None, None], sin[None, None]  # (1, 1, T, D / 2)
 
     def embedding(self, baseline: int | None = None) -> Tensor:
         """The stream (1, T, C) that enters the first block: of the text, or of the token `baseline`
@@ -87,8 +87,8 @@ class TextPasses:
         return of_stream * x + of_embedding * embedding
 
     def forward(self, layer: int, x: Tensor, tap: Tap = UNTAPPED) -> Tensor:
-        """The stream (1, T, C) after a block. Autograd is on, so that torch runs the same
-        operations as in `backward`."""
+        """The stream (1, T, C) after a block, or (B, T, C) of several versions of the text.
+        Autograd is on, so that torch runs the same operations as in `backward`."""
         with self.watched(x.shape[1]), torch.enable_grad():
             return self.block(layer, x.detach().requires_grad_(), tap).detach()
 
@@ -100,9 +100,9 @@ class TextPasses:
             (result,) = torch.autograd.grad(self.block(layer, x, UNTAPPED), x, gradient)
         return result
 
-    def likeliest(self, x: Tensor) -> int:
-        """The id of the row's largest logit, given the last stream (1, T, C). The lowest id wins a
-        tie."""
+    def likeliest(self, x: Tensor, without: int | None = None) -> int:
+        """The id of the row's largest logit, given the last stream (1, T, C), or of all ids but
+        `without`. The lowest id wins a tie."""
         config = self._gpt.config
         weight, bias = self._gpt.head_parameters()
         row = self.normed(self._gpt.final_norm, x[0, self.row])
@@ -114,7 +114,11 @@ class TextPasses:
         )
         if bias is not None:
             logits = logits + _wide(bias[: config.vocab_size], self.dtype)
-        return int((logits == logits.max()).nonzero()[0]) if logits.isfinite().all() else 0
+        if not logits.isfinite().all():
+            return 0
+        if without is not None:
+            logits[without] = -torch.inf
+        return int((logits == logits.max()).nonzero()[0])
 
     def logit(self, x: Tensor, token_id: int) -> float:
         """A token's logit in the row, given the last stream (1, T, C), summed in float64."""
@@ -143,7 +147,7 @@ class TextPasses:
         """The stream (1, T, C) after a block, in the caller's context. `attend` computes the
         attention (None: `fused_attend`)."""
         block = self._gpt.blocks[layer]
-        arguments = (x, self._ids, self._rotation, attend or fused_attend, tap)
+        arguments = (x, self._ids, self.rotation, attend or fused_attend, tap)
         result: Tensor = functional_call(block, wide_parameters(block, self.dtype), arguments)
         return result
 

@@ -1,0 +1,66 @@
+"""Ablations: the forward with parts set to their means, nothing frozen.
+
+Three texts are computed together: the circuit alone (all other parts have their means), the text
+without the circuit, and the text without any part. Biases and value embeddings stay.
+
+Shapes: T positions, C = d_model, H = n_head, D = head_dim, F = d_ff.
+"""
+
+from collections.abc import Generator
+
+import torch
+from torch import Tensor
+
+from logitd.model.inference.attribution.gradients import backout
+from logitd.model.inference.circuit.frozen import Chosen, FrozenBlock
+from logitd.model.inference.circuit.text import FrozenText, Kept
+
+
+def ablate(text: FrozenText, kept: Kept) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
+    """The last streams (T, C) with the circuit alone, without it, and without any part. A block per
+    piece."""
+    gpt, passes, chosen = text.gpt, text.passes, kept.choice.chosen
+    x = embedding = middle = torch.where(
+        _keeping(kept.tokens)[..., None], text.tokens, text.mean_token
+    )
+    for block in text.blocks:
+        layer = block.layer
+        tap = _Ablation(block, chosen[layer, "heads"], chosen[layer, "mlp"])
+        x = passes.forward(layer, passes.block_input(layer, x, embedding), tap)
+        if layer == gpt.config.backout_layer:
+            middle = x
+        yield
+    alone, without, none = x - backout(gpt) * middle if gpt.config.backout else x
+    return alone, without, none
+
+
+class _Ablation:
+    """A tap that sets heads and neurons of one block to their means."""
+
+    def __init__(self, block: FrozenBlock, heads: Chosen, neurons: Chosen) -> None:
+        kept = _keeping(_mask(heads, block.heads[..., 0]))  # (3, T, H)
+        self._kept = {
+            "attention.heads": (kept.transpose(1, 2)[..., None], block.mean_heads[:, None]),
+            "mlp.hidden": (_keeping(_mask(neurons, block.hidden)), block.mean_hidden),
+        }
+
+    def wants(self, layer: int | None, stage: str) -> bool:
+        return stage in self._kept
+
+    def __call__(self, layer: int | None, stage: str, value: Tensor, offset: int = 0) -> Tensor:
+        if stage not in self._kept:
+            return value
+        kept, mean = self._kept[stage]
+        return torch.where(kept, value, mean)
+
+
+def _mask(chosen: Chosen, like: Tensor) -> Tensor:
+    """The mask of a sublayer's parts, with the shape of `like` (T, parts)."""
+    mask = torch.zeros_like(like, dtype=torch.bool)
+    mask[chosen.positions, chosen.indices] = True
+    return mask
+
+
+def _keeping(circuit: Tensor) -> Tensor:
+    """The masks (3, ...) of what the three texts keep, from the circuit's (...)."""
+    return torch.stack((circuit, ~circuit, torch.zeros_like(circuit)))

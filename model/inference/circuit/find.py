@@ -1,0 +1,145 @@
+"""Finding: computes the circuit of one prompt in pieces.
+
+A piece is one block forward, back, or with ablations. The threshold of the parts is searched from
+the whole difference downwards, by steps of a factor and then by bisection: passes with a high
+threshold follow few parts and are fast.
+"""
+
+import math
+from collections.abc import Generator, Sequence
+
+import torch
+from torch import Tensor
+
+from logitd.model.inference.attribution.gradients import TextPasses, Watch
+from logitd.model.inference.circuit.ablate import ablate
+from logitd.model.inference.circuit.edges import Graph
+from logitd.model.inference.circuit.frozen import ATTENTION, VALUES
+from logitd.model.inference.circuit.task import (
+    MOST_SEARCHES,
+    Circuit,
+    CircuitTask,
+    explained_share,
+)
+from logitd.model.inference.circuit.text import FrozenText, Kept
+from logitd.model.transformer.gpt import GPT
+
+FACTOR = 8.0
+"""Ratio of two thresholds before one keeps enough."""
+CLOSE = 2.0
+"""The search ends if a threshold that keeps too few parts and one that keeps enough, or too many,
+have this ratio or less."""
+
+
+class Finding:
+    """A circuit in progress. Each block runs forward in the context that `watched` makes."""
+
+    def __init__(
+        self,
+        gpt: GPT,
+        token_ids: Sequence[int],
+        task: CircuitTask,
+        watched: Watch | None = None,
+    ) -> None:
+        self._pieces = _pieces(gpt, token_ids, task, watched)
+
+    def advance(self) -> Circuit | None:
+        """Compute one piece. The last call returns the result, all others None."""
+        # Autograd, which the forward turns on, does not take tensors of inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                next(self._pieces)
+            except StopIteration as end:
+                circuit: Circuit = end.value
+                return circuit
+        return None
+
+
+def find_circuit(gpt: GPT, token_ids: Sequence[int], task: CircuitTask) -> Circuit:
+    """Compute all pieces of a prompt's circuit."""
+    finding = Finding(gpt, token_ids, task)
+    while (circuit := finding.advance()) is None:
+        pass
+    return circuit
+
+
+def _pieces(
+    gpt: GPT, token_ids: Sequence[int], task: CircuitTask, watched: Watch | None
+) -> Generator[None, None, Circuit]:
+    # 1) The text forward, and the target.
+    passes = TextPasses(gpt, token_ids[: task.position + 1], task.position, watched)
+    text = FrozenText(gpt, passes)
+    yield from text.freeze()
+    token_id, minus_id = _compared(passes, text.last[None], task)
+    yield
+    direction = passes.direction(token_id, minus_id)
+
+    def difference(last: Tensor) -> float:
+        return passes.logit(last[None], token_id) - passes.logit(last[None], minus_id)
+
+    # 2) The parts. If none is kept, the parts left out are all that write to the logits.
+    nothing = yield from text.search(direction, math.inf, task.parts)
+    assert nothing is not None
+    whole = nothing.choice.left_out[VALUES].item()
+    kept = nothing
+    if whole and math.isfinite(whole):
+        kept = yield from _search(text, direction, whole, nothing, task)
+    # 3) The edges between them.
+    graph = Graph(text, kept, task.edges)
+    yield from graph.build(direction)
+    # 4) The ablations.
+    streams = yield from ablate(text, kept)
+    alone, without, none = map(difference, streams)
+    left_out = kept.choice.left_out
+    return Circuit(
+        token_id=token_id,
+        minus_id=minus_id,
+        logit=passes.logit(text.last[None], token_id),
+        minus_logit=passes.logit(text.last[None], minus_id),
+        baseline=difference(text.last) - whole,
+        left_out=left_out[VALUES].item(),
+        left_out_attention=left_out[ATTENTION].item(),
+        nodes=tuple(graph.nodes),
+        edges=graph.edges,
+        edge_count=graph.edge_count,
+        circuit_alone=alone,
+        without_circuit=without,
+        without_all=none,
+    )
+
+
+def _compared(passes: TextPasses, last: Tensor, task: CircuitTask) -> tuple[int, int]:
+    """The ids of both tokens; absent ones are the likeliest."""
+    token_id, minus_id = task.token_id, task.minus_id
+    if token_id is None:
+        token_id = passes.likeliest(last, without=minus_id)
+    if minus_id is None:
+        minus_id = passes.likeliest(last, without=token_id)
+    return token_id, minus_id
+
+
+def _search(
+    text: FrozenText, direction: Tensor, whole: float, nothing: Kept, task: CircuitTask
+) -> Generator[None, None, Kept]:
+    """The parts with the highest threshold found that explain the share of `whole`; if the limit of
+    parts allows none, those that explain most."""
+    best, most = nothing, -math.inf
+    # Thresholds that keep too few parts, and enough or too many. A part may carry more than the
+    # whole, if others carry the opposite.
+    above, below, threshold = abs(whole) * FACTOR**2, 0.0, abs(whole) / FACTOR
+    for _ in range(MOST_SEARCHES):
+        if best is not nothing and below and above / below <= CLOSE:
+            break
+        kept = yield from text.search(direction, threshold, task.parts)
+        share = -math.inf
+        if kept is not None:
+            left_out = kept.choice.left_out.tolist()
+            share = explained_share(whole, left_out[VALUES], left_out[ATTENTION]) or 0.0
+            if kept.choice.count and (share > most or share >= task.share):
+                best, most = kept, max(most, share)
+        if kept is None or share >= task.share:
+            below = threshold
+        else:
+            above = threshold
+        threshold = math.sqrt(above * below) if below else above / FACTOR
+    return best

@@ -1,0 +1,351 @@
+"""Frozen blocks: a block whose attention weights, norm scales and gates keep their values.
+
+With these held, a block is a linear map of its input, up to constants (biases, value embeddings):
+
+    norm         x -> w (x - mean(x)) / s + b with the s of this forward (RMSNorm: no mean)
+    attention    z_t = sum_s p_ts v_s with the weights p of this forward
+    activation   act(u) = (act(u) / u) u with the ratio of this forward; in swiglu, gate and up get
+                 half of silu(gate) up each
+
+These are the rules of RelP (Jafari et al., 2025), with which Arora et al. (2026, arXiv 2601.22594)
+trace single neurons. A ratio, unlike a slope, leaves no remainder.
+
+A part is a token's vector, a head or a neuron at one position. It carries <g, o - m> of the target:
+g is the gradient of the target with respect to the part's output o, m the mean of o over the
+positions. There are two gradients. `VALUES` follows the values alone. `ATTENTION` follows every
+path that changes an attention weight at least once: weights have an effect on the target too,
+compared with those p' that a text of means would have. With a_s = <g, v_s> that effect is exactly
+
+    sum_s (p_s - p'_s) a_s = sum_s w_s (score_s - score'_s),   w_s = l_s (a_s - sum l a / sum l)
+
+where l_s = (p_s - p'_s) / (log p_s - log p'_s) is the logarithmic mean. A difference of scores
+divides evenly between query and key: q k - q' k' = (q + q')(k - k')/2 + (q - q')(k + k')/2. For
+small changes w is the gradient of the softmax; unlike that, it does not vanish if a head attends to
+one position alone.
+
+Shapes: T positions, n of them active, G = 2 gradients, C = d_model, H = n_head, K = n_kv_head, D =
+head_dim, F = d_ff.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from logitd.model.transformer.attention import attention_scores, visible_keys
+from logitd.model.transformer.config import Activation
+from logitd.model.transformer.gpt import GPT, Block
+from logitd.model.transformer.rotary import rotate
+
+VALUES, ATTENTION = 0, 1
+GRADIENTS = 2
+
+STAGES = frozenset(
+    (
+        *(f"attention.{name}" for name in ("q_raw", "k_raw", "q", "k", "v", "heads", "out")),
+        *("middle", "mlp.pre", "mlp.up", "mlp.hidden", "mlp.out"),
+    )
+)
+
+
+class BlockValues:
+    """A tap that keeps the stages of one block that `FrozenBlock` needs, for one text."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Tensor] = {}
+
+    def wants(self, layer: int | None, stage: str) -> bool:
+        return stage in STAGES
+
+    def __call__(self, layer: int | None, stage: str, value: Tensor, offset: int = 0) -> Tensor:
+        if stage in STAGES:
+            self.kept[stage] = value[0].detach()
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenNorm:
+    """A norm without its bias, with the scale (T, 1) held: a linear map of each row."""
+
+    weight: Tensor | None
+    scale: Tensor
+    centred: bool
+
+    def forward(self, x: Tensor, positions: Tensor | slice = slice(None)) -> Tensor:
+        """Rows (..., C) at the given positions, after the norm."""
+        x = x - x.mean(-1, keepdim=True) if self.centred else x
+        x = x if self.weight is None else x * self.weight
+        return x / self.scale[positions]
+
+    def backward(self, g: Tensor) -> Tensor:
+        """The gradient (G, T, C) with respect to the norm's input."""
+        g = g if self.weight is None else g * self.weight
+        g = g - g.mean(-1, keepdim=True) if self.centred else g
+        return g / self.scale
+
+
+def freeze_norm(norm: nn.Module, x: Tensor) -> FrozenNorm:
+    """A norm with the scale that it has for the input x (T, C)."""
+    assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
+    centred = isinstance(norm, nn.LayerNorm)
+    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    spread = x - x.mean(-1, keepdim=True) if centred else x
+    weight = None if norm.weight is None else norm.weight.detach().to(x.dtype)
+    return FrozenNorm(weight, _root_mean_square(spread, eps), centred)
+
+
+@dataclass(slots=True)
+class Chosen:
+    """The P parts of a sublayer that belong to a circuit, in the order of their positions.
+
+    positions  their positions (P)
+    indices    their heads or neurons (P)
+    carried    what each carries (G, P)
+    gradients  sum of both gradients with respect to a head's output (P, D) or a neuron's (P)
+    """
+
+    positions: Tensor
+    indices: Tensor
+    carried: Tensor
+    gradients: Tensor
+
+
+class Choice:
+    """Chooses the parts that carry more than `threshold`, by either gradient.
+
+    count     number of chosen parts
+    left_out  sums of what all others carry (G)
+    chosen    the heads ("heads") and neurons ("mlp") of each layer
+    """
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+        self.count = 0
+        self.left_out = torch.zeros(GRADIENTS, dtype=torch.float64)
+        self.chosen: dict[tuple[int, str], Chosen] = {}
+
+    def keep(self, carried: Tensor) -> Tensor:
+        """The mask (...) of parts that carry (G, ...)."""
+        kept = (carried.abs() > self.threshold).any(0)
+        self.count += int(kept.sum())
+        self.leave_out(carried * ~kept)
+        return kept
+
+    def leave_out(self, carried: Tensor) -> None:
+        """Leave out what parts carry (G, ...)."""
+        self.left_out += carried.flatten(1).sum(1, dtype=torch.float64).cpu()
+
+    def keep_sublayer(
+        self, key: tuple[int, str], rows: Tensor, carried: Tensor, gradients: Tensor
+    ) -> Tensor:
+        """The mask (n, parts) of a sublayer's parts at the positions `rows` that carry (G, n,
+        parts). Remembers them with their gradients (G, n, parts, ...)."""
+        kept = self.keep(carried)
+        at, indices = kept.nonzero(as_tuple=True)
+        self.chosen[key] = Chosen(
+            rows[at], indices, carried[:, at, indices], gradients[:, at, indices].sum(0)
+        )
+        return kept
+
+
+class FrozenBlock:
+    """One block with the values of one text's forward. `x` (T, C) is its input."""
+
+    def __init__(
+        self,
+        gpt: GPT,
+        layer: int,
+        x: Tensor,
+        kept: Mapping[str, Tensor],
+        rotation: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        block, config = gpt.blocks[layer], gpt.config
+        assert isinstance(block, Block)
+        self.config, self.layer = config, layer
+        self.group = config.n_head // config.n_kv_head
+        self.block, self._dtype = block, x.dtype
+        self._rotation = None if rotation is None else (rotation[0][0, 0], rotation[1][0, 0])
+        self.is_post = config.norm_position == "post"
+        self.is_parallel = config.residual == "parallel"
+        middle = kept["middle"]
+        normed = x, x if self.is_parallel else middle
+        if self.is_post:
+            normed = x + kept["attention.out"], middle + kept["mlp.out"]
+        self.attention_norm = freeze_norm(block.attention_norm, normed[0])
+        self.mlp_norm = freeze_norm(block.mlp_norm, normed[1])
+        self.q, self.k, self.v = (kept[f"attention.{name}"] for name in "qkv")  # (H or K, T, D)
+        self.heads = kept["attention.heads"].transpose(0, 1)  # (T, H, D)
+        self.mean_heads = self.heads.mean(0)
+        self.hidden = kept["mlp.hidden"]  # (T, F)
+        self.mean_hidden = self.hidden.mean(0)
+        # What heads and neurons write beyond their means, and the most that one of them can carry
+        # with a gradient of length 1 (T), by the Cauchy-Schwarz inequality.
+        self._written = [out - out.mean(0) for out in (kept["attention.out"], kept["mlp.out"])]
+        lengths = (self.heads - self.mean_heads).norm(dim=-1)
+        columns = self.weight(block.attention_out).unflatten(1, (config.n_head, -1))
+        most_of_heads = (lengths * columns.norm(dim=(0, 2))).amax(-1)
+        columns = self.weight(block.mlp_down).norm(dim=0)
+        most_of_neurons = ((self.hidden - self.mean_hidden).abs() * columns).amax(-1)
+        self.bounds = most_of_heads, most_of_neurons
+        self.ratios = frozen_ratios(config.activation, kept["mlp.pre"], kept.get("mlp.up"))
+        self._qk_scales: tuple[Tensor, Tensor] | None = None
+        if config.qk_norm:
+            raw = kept["attention.q_raw"], kept["attention.k_raw"]
+            scale_q, scale_k = (_root_mean_square(each, config.norm_eps) for each in raw)
+            self._qk_scales = scale_q, scale_k
+        self.mean_q, self.mean_k = self._of_means(x)
+
+    def weight(self, layer: nn.Linear, rows: Tensor | slice = slice(None)) -> Tensor:
+        """Rows of a layer's matrix, in float32 or wider."""
+        return layer.weight.detach()[rows].to(self._dtype)
+
+    def backward(self, g: Tensor, choice: Choice) -> Tensor:
+        """The gradients (G, T, C) with respect to the block's input, through the parts that
+        `choice` keeps; `g` is with respect to its output."""
+        before_attention, before_mlp = self.attention_norm.backward, self.mlp_norm.backward
+        if self.is_post:
+            g = before_mlp(g)
+            g = before_attention(g + self._through_mlp(g, choice))
+            return g + self._through_attention(g, choice)
+        after = g + before_mlp(self._through_mlp(g, choice))
+        read = g if self.is_parallel else after
+        return after + before_attention(self._through_attention(read, choice))
+
+    def project(
+        self, q: Tensor, k: Tensor, positions: Tensor | slice = slice(None)
+    ) -> tuple[Tensor, Tensor]:
+        """Queries (H, n, D) and keys (K, n, D) at the given positions, after the scaled norm and
+        the rotation."""
+        if self._qk_scales is not None:
+            q = q * self.block.query_norm.weight / self._qk_scales[0][:, positions]
+            k = k * self.block.key_norm.weight / self._qk_scales[1][:, positions]
+        if self._rotation is not None:
+            cos, sin = self._rotation[0][positions], self._rotation[1][positions]
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return q, k
+
+    def log_probs(self, q: Tensor, k: Tensor, rows: Tensor) -> Tensor:
+        """Logarithms (H, n, T) of the attention weights of the queries (H, T, D) in `rows`."""
+        length = self.q.shape[1]
+        visible = visible_keys(length, length, q.device, self.config.window(self.layer))[rows]
+        scores = attention_scores(q[None, :, rows], k[None])[0]
+        return scores.masked_fill(~visible, -math.inf).log_softmax(-1)
+
+    def score_weights(self, of_heads: Tensor, logs: Tensor, rows: Tensor) -> Tensor:
+        """w (H, n, T): the effect of each score on the target, with the gradient `of_heads` (n, H,
+        D) and the logarithms `logs` of the attention weights."""
+        v = self.v.repeat_interleave(self.group, dim=0)
+        aligned = torch.einsum("nhd,hsd->hns", of_heads, v)
+        means = self.log_probs(self.mean_q, self.mean_k, rows)
+        apart = (logs - means).masked_fill(logs.isneginf(), 0.0).abs().clamp(min=1e-6)
+        mean = torch.maximum(logs, means).exp() * (-torch.expm1(-apart) / apart)
+        centre = (mean * aligned).sum(-1, keepdim=True) / mean.sum(-1, keepdim=True)
+        return mean * (aligned - centre)
+
+    def _of_means(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries (H, T, D) and keys (K, T, D) if the input (T, C) had its mean everywhere."""
+        config, block = self.config, self.block
+        mean = x.mean(0).expand_as(x)
+        if not self.is_post:
+            mean = self.attention_norm.forward(mean)
+            if (bias := getattr(block.attention_norm, "bias", None)) is not None:
+                mean = mean + bias
+        rows = slice((config.n_head + config.n_kv_head) * config.head_dim)
+        qk = mean @ self.weight(block.qkv, rows).T
+        if block.qkv.bias is not None:
+            qk = qk + block.qkv.bias[rows]
+        heads = qk.unflatten(-1, (-1, config.head_dim)).transpose(0, 1)  # (H + K, T, D)
+        q, k = heads.split([config.n_head, config.n_kv_head])
+        return self.project(q, k)
+
+    def _strong(self, g: Tensor, choice: Choice, sublayer: int) -> Tensor:
+        """The positions at which a part of attention (0) or of the MLP (1) may carry more than the
+        threshold. The parts at all other positions are left out at once."""
+        strong = g.norm(dim=-1).amax(0) * self.bounds[sublayer] > choice.threshold
+        choice.leave_out(g[:, ~strong] * self._written[sublayer][~strong])
+        return strong.nonzero()[:, 0]
+
+    def _through_mlp(self, g: Tensor, choice: Choice) -> Tensor:
+        """The gradients (G, T, C) with respect to the (normed) input of the MLP."""
+        rows, result = self._strong(g, choice, 1), torch.zeros_like(g)
+        of_hidden = g[:, rows] @ self.weight(self.block.mlp_down)
+        carried = of_hidden * (self.hidden[rows] - self.mean_hidden)
+        kept = choice.keep_sublayer((self.layer, "mlp"), rows, carried, of_hidden)
+        if kept.any():
+            columns = kept.any(0).nonzero()[:, 0]
+            of_hidden = (of_hidden * kept)[..., columns]
+            result[:, rows] = self.through_units(of_hidden, rows, columns)
+        return result
+
+    def through_units(self, of_hidden: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """The gradients (..., n, C) with respect to the MLP's input, from those of some of its
+        neurons (..., n, columns)."""
+        parts = [
+            (of_hidden * ratio[rows][:, columns])
+            @ self.weight(self.block.mlp_up, columns + index * self.config.d_ff)
+            for index, ratio in enumerate(self.ratios)
+        ]
+        return torch.stack(parts).sum(0)
+
+    def _through_attention(self, g: Tensor, choice: Choice) -> Tensor:
+        """The gradients (G, T, C) with respect to the (normed) input of attention."""
+        config, rows = self.config, self._strong(g, choice, 0)
+        of_heads = g[:, rows] @ self.weight(self.block.attention_out)
+        of_heads = of_heads.unflatten(-1, (config.n_head, config.head_dim))
+        carried = (of_heads * (self.heads[rows] - self.mean_heads)).sum(-1)
+        kept = choice.keep_sublayer((self.layer, "heads"), rows, carried, of_heads)
+        if not kept.any():
+            return torch.zeros_like(g)
+        at = kept.any(1)
+        rows, of_heads = rows[at], (of_heads * kept[..., None])[:, at]
+        logs = self.log_probs(self.q, self.k, rows)
+        of_v = torch.einsum("hns,gnhd->ghsd", logs.exp(), of_heads)
+        of_v = of_v.unflatten(1, (config.n_kv_head, self.group)).sum(2)  # (G, K, T, D)
+        of_qk = self._of_queries_and_keys(self.score_weights(of_heads.sum(0), logs, rows), rows)
+        start = len(of_qk) * config.head_dim
+        qkv = self.weight(self.block.qkv)
+        result = of_v.transpose(1, 2).flatten(2) @ qkv[start:]
+        result[ATTENTION] += of_qk.transpose(0, 1).flatten(1) @ qkv[:start]
+        return result
+
+    def _of_queries_and_keys(self, effects: Tensor, rows: Tensor) -> Tensor:
+        """The gradient (H + K, T, D) with respect to queries and keys before their norm and
+        rotation, from the effects of the scores (H, n, T)."""
+        config, root = self.config, 2 * math.sqrt(self.config.head_dim)
+        keys = (self.k + self.mean_k).repeat_interleave(self.group, dim=0)
+        of_q, of_k = torch.zeros_like(self.q), (self.q + self.mean_q)[:, rows]
+        of_q[:, rows] = effects @ keys / root
+        of_k = effects.transpose(1, 2) @ of_k / root
+        of_k = of_k.unflatten(0, (config.n_kv_head, self.group)).sum(1)
+        if self._rotation is not None:
+            cos, sin = self._rotation
+            of_q, of_k = rotate(of_q, cos, -sin), rotate(of_k, cos, -sin)
+        if self._qk_scales is not None:
+            of_q = of_q * self.block.query_norm.weight / self._qk_scales[0]
+            of_k = of_k * self.block.key_norm.weight / self._qk_scales[1]
+        return torch.cat((of_q, of_k))
+
+
+def frozen_ratios(kind: Activation, pre: Tensor, up: Tensor | None) -> tuple[Tensor, ...]:
+    """The ratio (T, F) of a neuron's value to its unit. Of swiglu there are two, each for half of
+    the value: one to the gate, one to the unit that the gate multiplies."""
+    match kind:
+        case "relu":
+            return ((pre > 0).to(pre.dtype),)
+        case "relu2":
+            return (pre.relu(),)
+        case "gelu":
+            return ((1 + torch.erf(pre * math.sqrt(0.5))) / 2,)
+        case "gelu_tanh":
+            inner = math.sqrt(2 / math.pi) * (pre + 0.044715 * pre**3)
+            return ((1 + torch.tanh(inner)) / 2,)
+        case "swiglu":
+            assert up is not None
+            gate = torch.sigmoid(pre)
+            return gate * up / 2, gate * pre / 2
+
+
+def _root_mean_square(x: Tensor, eps: float) -> Tensor:
+    return (x.square().mean(-1, keepdim=True) + eps).sqrt()

@@ -1,0 +1,155 @@
+"""Tasks and results of circuits: frozen plain data, without torch.
+
+The target is the difference of two tokens' logits at one position of a prompt. `frozen.py` defines
+what a part carries of it.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from logitd.model.transformer.config import GPTConfig
+
+Reading = Literal["value", "query", "key", "mlp", "logits"]
+
+DEFAULT_SHARE = 0.9
+DEFAULT_PARTS = 500
+DEFAULT_EDGES = 1000
+MOST_SEARCHES = 8
+"""Most passes backward that look for the threshold of a circuit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CircuitTask:
+    """A circuit to find.
+
+    position  position in the prompt, from 0; its logits are for the next token
+    token_id  token whose logit is explained; None: the likeliest next token
+    minus_id  token whose logit is subtracted; None: the likeliest other token
+    share     least share of the difference that the circuit explains
+    parts     most tokens, heads and neurons of the circuit
+    edges     most edges that are listed
+    """
+
+    position: int
+    token_id: int | None = None
+    minus_id: int | None = None
+    share: float = DEFAULT_SHARE
+    parts: int = DEFAULT_PARTS
+    edges: int = DEFAULT_EDGES
+
+    @property
+    def passes(self) -> int:
+        """Cost in forward passes over the prompt: one forward, those backward with two gradients
+        each, and three with ablations."""
+        return 1 + 2 * MOST_SEARCHES + 3
+
+
+@dataclass(frozen=True, slots=True)
+class Neuron:
+    index: int
+    values: float
+    attention: float
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A part of the circuit at one position. `stage` is embedding, blocks.N.attention.heads (with
+    `head`) or blocks.N.mlp.hidden (with the neurons that belong to the circuit). `values` and
+    `attention` are what it carries of the difference through values and through attention
+    weights."""
+
+    stage: str
+    head: int | None
+    position: int
+    values: float
+    attention: float
+    neurons: tuple[Neuron, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """What a node carries of the difference through another one, by indices of nodes. The target
+    None is the logits."""
+
+    source: int
+    target: int | None
+    reads: Reading
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Circuit:
+    """The circuit of one prompt.
+
+    baseline             the difference if every part has its mean, with everything frozen
+    left_out, _attention  sums of what all other parts carry through values and attention weights
+    edge_count           number of edges, of which `edges` are the strongest
+    circuit_alone        the difference if all other parts have their mean
+    without_circuit      the difference if the circuit has its mean
+    without_all          the difference if every part has its mean
+    """
+
+    token_id: int
+    minus_id: int
+    logit: float
+    minus_logit: float
+    baseline: float
+    left_out: float
+    left_out_attention: float
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+    edge_count: int
+    circuit_alone: float
+    without_circuit: float
+    without_all: float
+
+    @property
+    def difference(self) -> float:
+        return self.logit - self.minus_logit
+
+    @property
+    def share(self) -> float | None:
+        """Share of difference - baseline that the circuit explains; None if that is 0."""
+        return explained_share(
+            self.difference - self.baseline, self.left_out, self.left_out_attention
+        )
+
+    def surviving(self, difference: float) -> float | None:
+        """Share of difference - without_all that an ablation leaves; None if that is 0, or if
+        nothing carries the difference."""
+        whole = self.difference - self.without_all
+        return (difference - self.without_all) / whole if whole and self.nodes else None
+
+    @property
+    def is_finite(self) -> bool:
+        return self.token_id != self.minus_id and all(map(math.isfinite, self._numbers()))
+
+    def _numbers(self) -> Iterator[float]:
+        yield from (self.logit, self.minus_logit, self.baseline, self.left_out)
+        yield from (self.left_out_attention, self.circuit_alone)
+        yield from (self.without_circuit, self.without_all)
+        for node in self.nodes:
+            yield from (node.values, node.attention)
+        yield from (edge.weight for edge in self.edges)
+
+
+def explained_share(whole: float, left_out: float, left_out_attention: float) -> float | None:
+    """1 minus the error of leaving parts out, relative to the whole. The error is the larger one of
+    two: that of values alone, and that of values and attention weights together."""
+    error = max(abs(left_out), abs(left_out + left_out_attention))
+    return 1 - error / abs(whole) if whole else None
+
+
+def circuit_elements(task: CircuitTask, config: GPTConfig) -> int:
+    """Largest number of elements that a circuit keeps: what the frozen blocks hold, and the
+    attention weights, gradients and ablated streams of one block."""
+    length = task.position + 1
+    heads = config.n_head * config.head_dim
+    ratios = 2 if config.activation == "swiglu" else 1
+    block = 2 * config.d_model + 3 * heads + 3 * config.kv_width + (1 + ratios) * config.d_ff
+    weights = min(length, task.parts) * config.n_head * 8
+    working = 16 * config.d_model + 12 * heads + 12 * config.d_ff + weights
+    chosen = task.parts * (3 * config.d_model + 2 * config.qkv_width)
+    return length * (config.n_layer * block + working) + chosen

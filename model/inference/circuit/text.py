@@ -1,0 +1,90 @@
+"""A frozen text: a forward over one text, and the passes back through it.
+
+`FrozenText.search` is one pass back from the target through the parts that a threshold keeps. What
+the others carry is the error of leaving them out, exactly: in the frozen model the difference is
+
+    difference = baseline + (what the kept parts carry) + (what the parts left out carry).
+
+`find.py` looks for the threshold.
+"""
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from logitd.model.inference.attribution.gradients import TextPasses, backout, mixture
+from logitd.model.inference.circuit.frozen import (
+    GRADIENTS,
+    VALUES,
+    BlockValues,
+    Choice,
+    FrozenBlock,
+    FrozenNorm,
+    freeze_norm,
+)
+from logitd.model.transformer.gpt import GPT
+
+
+@dataclass(slots=True)
+class Kept:
+    """The result of a pass: the choice of heads and neurons, and of tokens by the mask `tokens`
+    (T); `carried` (G, T) is what each token carries."""
+
+    choice: Choice
+    tokens: Tensor
+    carried: Tensor
+
+
+class FrozenText:
+    """A text whose last position has the target. `freeze` computes its forward first."""
+
+    def __init__(self, gpt: GPT, passes: TextPasses) -> None:
+        self.gpt, self.passes = gpt, passes
+        self.tokens = passes.embedding()[0]  # (T, C)
+        self.mean_token = self.tokens.mean(0)
+        self.blocks: list[FrozenBlock] = []
+        self.last = self.tokens  # (T, C), the last stream, after `backout`
+        self.final_norm: FrozenNorm | None = None
+
+    def freeze(self) -> Generator[None]:
+        """Run the text forward, a block per piece."""
+        gpt, embedding = self.gpt, self.tokens[None]
+        x = middle = embedding
+        for layer in range(gpt.config.n_layer):
+            x, tap = self.passes.block_input(layer, x, embedding), BlockValues()
+            after = self.passes.forward(layer, x, tap)
+            self.blocks.append(FrozenBlock(gpt, layer, x[0], tap.kept, self.passes.rotation))
+            x = after
+            if layer == gpt.config.backout_layer:
+                middle = x
+            yield
+        self.last = (x - backout(gpt) * middle if gpt.config.backout else x)[0]
+        if gpt.config.final_norm:
+            self.final_norm = freeze_norm(gpt.final_norm, self.last)
+
+    def search(
+        self, direction: Tensor, threshold: float, most: int
+    ) -> Generator[None, None, Kept | None]:
+        """Choose the parts that carry more than `threshold` of the target, whose product with the
+        final hidden state has the vector `direction` (C). A block per piece. Returns None if there
+        are more than `most` parts."""
+        gpt, choice = self.gpt, Choice(threshold)
+        g = self.tokens.new_zeros(GRADIENTS, *self.tokens.shape)
+        g[VALUES, -1] = direction
+        if self.final_norm is not None:
+            g = self.final_norm.backward(g)
+        after, of_tokens = g, torch.zeros_like(g)
+        for layer in reversed(range(gpt.config.n_layer)):
+            if layer == gpt.config.backout_layer:
+                g = g - backout(gpt) * after
+            g = self.blocks[layer].backward(g, choice)
+            if choice.count > most:
+                return None
+            stream, first = mixture(gpt, layer)
+            of_tokens, g = of_tokens + first * g, stream * g
+            yield
+        carried = ((of_tokens + g) * (self.tokens - self.mean_token)).sum(-1)
+        tokens = choice.keep(carried)
+        return Kept(choice, tokens, carried) if choice.count <= most else None
