@@ -47,6 +47,7 @@ ROOMS: dict[str, set[str]] = {
         "model.inference.errors", "model.inference.interventions", "model.transformer",
     },
     "model.inference.attribution": {"model.device", "model.transformer"},
+    "model.inference.circuit": {"model.inference.attribution", "model.transformer"},
     "model.inference.kv_cache": {"model.inference.options", "model.transformer"},
     "model.inference.kernels": {
         "model.device", "model.dtypes", "model.inference.interventions", "model.inference.kv_cache",
@@ -54,8 +55,9 @@ ROOMS: dict[str, set[str]] = {
         "model.processor", "model.transformer",
     },
     "model.inference.engine": {
-        "model.device", "model.inference.attribution", "model.inference.constraints.protocol",
-        "model.inference.errors", "model.inference.interventions", "model.inference.kernels.base",
+        "model.device", "model.inference.attribution", "model.inference.circuit",
+        "model.inference.constraints.protocol", "model.inference.errors",
+        "model.inference.interventions", "model.inference.kernels.base",
         "model.inference.kernels.code", "model.inference.kernels.eager", "model.inference.kv_cache",
         "model.inference.options", "model.inference.sampling", "model.inference.selection",
         "model.owner_code", "model.plural", "model.transformer",
@@ -71,10 +73,11 @@ ROOMS: dict[str, set[str]] = {
     },
     "model.inference.reference": {"model.inference.sampling", "model.transformer"},
     "model.operations": {
-        "model.checkpoint", "model.inference.attribution", "model.inference.constraints.compiler",
-        "model.inference.engine", "model.inference.errors", "model.inference.interventions",
-        "model.inference.sampling", "model.inference.selection", "model.inference.sweep",
-        "model.owner_code.config", "model.plural", "model.text", "model.transformer",
+        "model.checkpoint", "model.inference.attribution", "model.inference.circuit",
+        "model.inference.constraints.compiler", "model.inference.engine", "model.inference.errors",
+        "model.inference.interventions", "model.inference.sampling", "model.inference.selection",
+        "model.inference.sweep", "model.owner_code.config", "model.plural", "model.text",
+        "model.transformer",
     },
     "model.hooked": {"model.inference.errors", "model.text", "model.transformer"},
     "model.llm": {

@@ -20,12 +20,14 @@ from logitd.model.checkpoint.adapter import read_adapter
 from logitd.model.checkpoint.checkpoint import CONFIG, RANKS, WEIGHTS, load_checkpoint
 from logitd.model.device import choose_placement
 from logitd.model.inference.attribution.task import AttributionTask
+from logitd.model.inference.circuit.task import CircuitTask
 from logitd.model.inference.constraints.compiler import Compiler, Source
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.requests import (
     Activations,
     AttentionWeights,
     AttributionRequest,
+    CircuitRequest,
     HiddenStates,
     Lens,
     Logits,
@@ -83,6 +85,11 @@ def change(**fields: Any) -> None:
 def attribute(**fields: Any) -> None:
     task = AttributionTask(**({"position": 1} | fields))
     ask(AttributionRequest(request_id="a", token_ids=(1, 2), task=task))
+
+
+def trace(**fields: Any) -> None:
+    task = CircuitTask(**({"position": 1} | fields))
+    ask(CircuitRequest(request_id="a", token_ids=(1, 2), task=task))
 
 
 def compiled(kind: Any, text: str) -> None:
@@ -143,6 +150,8 @@ MESSAGES: dict[str, Callable[[], Any]] = {
     "attribution, position": partial(attribute, position=2),
     "attribution, steps": partial(attribute, steps=0),
     "attribution, tokens": partial(attribute, token_id=7, minus_id=7),
+    "circuit, share": partial(trace, share=1.0),
+    "circuit, parts": partial(trace, parts=0),
     "regex": partial(compiled, "regex", "(?=a)a"),
     "schema": partial(compiled, "json_schema", '{"type": "array", "uniqueItems": true}'),
     "schema, control character": partial(compiled, "json_schema", '{"const": "\\u001f"}'),

@@ -3,6 +3,7 @@
 from logitd.model.operations.activations import ACTIVATIONS
 from logitd.model.operations.attention import ATTENTION
 from logitd.model.operations.attributions import ATTRIBUTIONS
+from logitd.model.operations.circuit import CIRCUIT
 from logitd.model.operations.generate import GENERATE
 from logitd.model.operations.hidden_states import HIDDEN_STATES
 from logitd.model.operations.lens import LENS
@@ -24,6 +25,7 @@ OPERATIONS: tuple[Operation, ...] = (
     SWEEP,
     LENS,
     ATTRIBUTIONS,
+    CIRCUIT,
     TOKENIZE,
     DETOKENIZE,
 )

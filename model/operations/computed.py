@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from logitd.model.inference.attribution.task import Attribution
+from logitd.model.inference.circuit.task import Circuit
 from logitd.model.inference.engine.events import (
     AttributionEvent,
+    CircuitEvent,
     Event,
     FinishEvent,
     OutputsChunk,
@@ -21,12 +23,13 @@ MOST_NATS = 700.0
 
 @dataclass(slots=True)
 class Computed:
-    """The results of several requests: rows and attributions by request, scored tokens by request
-    and sequence, and the final event of each sequence."""
+    """The results of several requests: rows, attributions and circuits by request, scored tokens by
+    request and sequence, and the final event of each sequence."""
 
     rows: dict[str, list[Any]] = field(default_factory=dict)
     tokens: dict[tuple[str, int], list[ScoredToken]] = field(default_factory=dict)
     attributions: dict[str, Attribution] = field(default_factory=dict)
+    circuits: dict[str, Circuit] = field(default_factory=dict)
     finishes: list[FinishEvent] = field(default_factory=list)
 
     def add(self, event: Event) -> None:
@@ -38,6 +41,8 @@ class Computed:
                 self.tokens.setdefault((request_id, index), []).extend(tokens)
             case AttributionEvent(request_id=request_id, attribution=attribution):
                 self.attributions[request_id] = attribution
+            case CircuitEvent(request_id=request_id, circuit=circuit):
+                self.circuits[request_id] = circuit
             case FinishEvent():
                 self.finishes.append(event)
 

@@ -139,6 +139,7 @@ class Client:
     sweep = _blocking(endpoints.sweep)
     lens = _blocking(endpoints.lens)
     attributions = _blocking(endpoints.attributions)
+    circuit = _blocking(endpoints.circuit)
     # end: generated
 
 
@@ -207,4 +208,5 @@ class AsyncClient:
     sweep = _awaited(endpoints.sweep)
     lens = _awaited(endpoints.lens)
     attributions = _awaited(endpoints.attributions)
+    circuit = _awaited(endpoints.circuit)
     # end: generated

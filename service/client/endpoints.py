@@ -273,4 +273,13 @@ def attributions(prompt: Prompt, **fields: Unpack[AttributionsFields]) -> Call[A
     return record("/attributions", Attributions, {"prompt": prompt, **fields})
 
 
+def circuit(prompt: Prompt, **fields: Unpack[CircuitFields]) -> Call[Circuit]:
+    """The strongest tokens, heads and neurons that explain a share of the difference of two logits.
+    With attention weights, norm scales and gates frozen the model is linear, so an edge is a
+    product of weights, and what the parts carry adds up. The circuit is then verified without
+    freezing anything: `verification` has the difference with the circuit alone, and without it. A
+    step of the engine computes one block of one prompt."""
+    return record("/circuit", Circuit, {"prompt": prompt, **fields})
+
+
 # end: generated

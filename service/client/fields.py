@@ -182,6 +182,19 @@ class AttributionsFields(TypedDict, total=False):
     baseline: Literal["zero"] | int | None
 
 
+class CircuitFields(TypedDict, total=False):
+    timeout: float | None
+    model: str | None
+    token: str | None
+    token_id: int | None
+    minus: str | None
+    minus_id: int | None
+    position: int
+    share: float
+    max_parts: int
+    max_edges: int
+
+
 class TokenizeFields(TypedDict, total=False):
     special_tokens: Literal["ids", "text"]
     pieces: bool | None

@@ -311,6 +311,81 @@ class Attributions(Reply):
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOut:
+    """What all parts outside the circuit carry."""
+
+    values: float
+    attention: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The difference with parts set to their means over the positions, nothing frozen. A share is
+    0 without all parts, and 1 with all of them; null if there is nothing to explain."""
+
+    circuit_alone: float  # All parts outside the circuit have their means.
+    circuit_alone_share: float | None
+    without_circuit: float  # The circuit has its means.
+    without_circuit_share: float | None
+    without_all: float  # All parts have their means.
+
+
+@dataclass(frozen=True, slots=True)
+class CircuitNeuron:
+    index: int
+    values: float
+    attention: float
+
+
+@dataclass(frozen=True, slots=True)
+class CircuitNode:
+    """A token's vector (`stage` is embedding), a head (blocks.N.attention.heads, with `head`) or
+    neurons (blocks.N.mlp.hidden, with `neurons`) at one position."""
+
+    stage: str
+    head: int | None
+    position: int
+    # What the node carries of the difference with all attention weights frozen, compared with its
+    # mean over the positions.
+    values: float
+    attention: float  # What it carries by the attention weights that depend on it.
+    neurons: tuple[CircuitNeuron, ...]  # Of an MLP, the strongest first; else empty.
+
+
+@dataclass(frozen=True, slots=True)
+class CircuitEdge:
+    """The edges that leave a node add up to its values + attention."""
+
+    source: int  # Index of a node.
+    target: int | None  # Index of a node; null for the logits.
+    # What the target computes from the source. Queries and keys decide where a head looks.
+    reads: str
+    weight: float  # What the source carries of the difference by this edge.
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCircuit(PromptResult):
+    position: int
+    token: TargetToken
+    minus: TargetToken
+    difference: float  # The logit of `token` minus that of `minus`.
+    baseline: float  # The difference if all parts had their means and norms stayed frozen.
+    left_out: LeftOut
+    # The explained share of difference - baseline: 1 minus left_out.values, or minus the sum of
+    # left_out if that is larger; it may be negative. null if there is nothing to explain.
+    share: float | None
+    verification: Verification
+    nodes: tuple[CircuitNode, ...]  # In the order of the forward.
+    edges: tuple[CircuitEdge, ...]
+    edge_count: int  # Number of edges, of which `edges` are the strongest.
+
+
+@dataclass(frozen=True, slots=True)
+class Circuit(Reply):
+    prompts: tuple[PromptCircuit, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Piece(NamedToken):
     """A token. It may consist of only a part of a character."""
 

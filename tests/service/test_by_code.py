@@ -230,6 +230,7 @@ def test_lens_reads_the_named_norm_and_head(server: Serving) -> None:
         ("/hidden_states", "hidden states"),
         ("/attention", "attention weights"),
         ("/attributions", "attributions"),
+        ("/circuit", "circuits"),
     ],
 )
 def test_unsupported_output_of_the_code_is_refused(path: str, what: str, server: Serving) -> None:

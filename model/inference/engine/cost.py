@@ -20,10 +20,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from logitd.model.inference.attribution.task import kept_elements
+from logitd.model.inference.circuit.task import circuit_elements
 from logitd.model.inference.engine.requests import (
     Activations,
     AttentionWeights,
     AttributionRequest,
+    CircuitRequest,
     GenerationRequest,
     HiddenStates,
     Lens,
@@ -95,7 +97,7 @@ def step_cost(request: Request, config: ModelConfig) -> StepCost:
 
 def prices(request: Request, config: ModelConfig) -> list[int]:
     """The price of each sequence of a request: the length of a plain prompt that takes as long."""
-    if isinstance(request, AttributionRequest):
+    if isinstance(request, AttributionRequest | CircuitRequest):
         return [max(SHORTEST_PASS, request.task.position + 1) * request.task.passes]
     lengths = sequence_lengths(request)
     if not is_tapped(request) and not _is_processed(request):
@@ -207,6 +209,8 @@ def _computed_elements(request: Request, config: ModelConfig) -> int:
             return 0
         case AttributionRequest(task=task):
             return kept_elements(task, gpt_only(config, "attributions"))
+        case CircuitRequest(task=circuit):
+            return circuit_elements(circuit, gpt_only(config, "circuits"))
         case ScoreRequest(continuations=continuations) if continuations:
             scored = sum(map(len, continuations))
         case _:  # the prompt without its first token

@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from logitd.model.inference.circuit.task import Circuit
 from logitd.model.inference.constraints.protocol import TokenMatcher
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.cost import prices, step_cost
 from logitd.model.inference.engine.events import (
     AttributionEvent,
+    CircuitEvent,
     EngineStats,
     Event,
     FinishEvent,
@@ -331,7 +333,10 @@ class Engine:
         if not attribution.is_finite:
             message = "the model's logits or their gradients are not finite"
             return [self._finish_with_error(sequence, message)]
-        event = AttributionEvent(sequence.request_id, sequence.index, attribution)
+        if isinstance(attribution, Circuit):
+            event: Event = CircuitEvent(sequence.request_id, sequence.index, attribution)
+        else:
+            event = AttributionEvent(sequence.request_id, sequence.index, attribution)
         return [event, self._finish(sequence, FinishReason.STOP)]
 
     def _append(self, sequence: Sequence, result: SampleResult, events: list[Event]) -> None:

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from logitd.model.inference.attribution.task import Attribution
+from logitd.model.inference.circuit.task import Circuit
 from logitd.model.inference.sampling.params import TokenLogprob
 from logitd.model.inference.sampling.results import ScoredRows, ScoredToken
 
@@ -76,6 +77,13 @@ class AttributionEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class CircuitEvent:
+    request_id: str
+    index: int
+    circuit: Circuit
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceTimes:
     """Times of a sequence in seconds of the engine's clock; None for stages that it did not
     reach."""
@@ -109,7 +117,15 @@ class FinishEvent:
         return self.index == 0
 
 
-Event = TokenEvent | PromptEvent | ScoresChunk | OutputsChunk | AttributionEvent | FinishEvent
+Event = (
+    TokenEvent
+    | PromptEvent
+    | ScoresChunk
+    | OutputsChunk
+    | AttributionEvent
+    | CircuitEvent
+    | FinishEvent
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from logitd.model.inference.attribution.task import AttributionTask
+from logitd.model.inference.circuit.task import CircuitTask
 from logitd.model.inference.interventions import Intervention
 from logitd.model.inference.sampling.params import SamplingParams
 
@@ -166,7 +167,23 @@ class AttributionRequest:
     deadline: float | None = None
 
 
-Request = GenerationRequest | OutputsRequest | ScoreRequest | AttributionRequest
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CircuitRequest:
+    """The circuit of a difference of logits (`model/inference/circuit/`), returned as one
+    `CircuitEvent`. Is computed like an AttributionRequest."""
+
+    interventions: ClassVar[tuple[Intervention, ...]] = ()
+    prefix_reuse: ClassVar[bool] = False
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    task: CircuitTask
+    priority: int = 0
+    caller: str = ""
+    deadline: float | None = None
+
+
+Request = GenerationRequest | OutputsRequest | ScoreRequest | AttributionRequest | CircuitRequest
 
 
 def sequence_lengths(request: Request) -> list[int]:

@@ -23,6 +23,8 @@ from logitd.model.device import one_thread
 from logitd.model.inference.attribution import gradients
 from logitd.model.inference.attribution.attribute import Attributing
 from logitd.model.inference.attribution.task import Attribution
+from logitd.model.inference.circuit.find import Finding
+from logitd.model.inference.circuit.task import Circuit
 from logitd.model.inference.engine.ngram import Draft
 from logitd.model.inference.engine.outputs import (
     Outputs,
@@ -35,6 +37,7 @@ from logitd.model.inference.engine.outputs import (
     prefill_input,
 )
 from logitd.model.inference.engine.overlap import OverlapScheduler
+from logitd.model.inference.engine.requests import CircuitRequest
 from logitd.model.inference.engine.scheduler import PrefillChunk, StepPlan
 from logitd.model.inference.engine.sequence import Scoring, Sequence
 from logitd.model.inference.errors import ConstraintError
@@ -140,7 +143,7 @@ class Runner:
         self._clock = clock
         self._make_decoder = make_decoder
         self._sampling = SamplingState(slots)
-        self._attributing: dict[Sequence, Attributing] = {}
+        self._attributing: dict[Sequence, Attributing | Finding] = {}
         self.cache: KVCache | TokenCache
         if isinstance(network, CodeModel):
             self.device = torch.device("cpu")
@@ -225,17 +228,20 @@ class Runner:
             output.sampled |= in_flight.collect(s for s in plan.decode if not s.tapped)
         return output
 
-    def attribute(self, sequence: Sequence) -> Attribution | None:
-        """Compute the next piece of a sequence's attributions. Returns None before the last
-        piece."""
+    def attribute(self, sequence: Sequence) -> Attribution | Circuit | None:
+        """Compute the next piece of a sequence's attributions or circuit. Returns None before the
+        last piece."""
         request = sequence.attribution
         assert request is not None
         gpt, contention = self.whole_gpt(), self.model.contention
         assert contention is not None
         if sequence not in self._attributing:
-            self._attributing[sequence] = Attributing(
-                gpt, request.token_ids, request.task, contention.watched
-            )
+            begun: Attributing | Finding
+            if isinstance(request, CircuitRequest):
+                begun = Finding(gpt, request.token_ids, request.task, contention.watched)
+            else:
+                begun = Attributing(gpt, request.token_ids, request.task, contention.watched)
+            self._attributing[sequence] = begun
         return self._attributing[sequence].advance()
 
     def whole_gpt(self) -> GPT:

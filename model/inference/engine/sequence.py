@@ -15,6 +15,7 @@ from logitd.model.inference.engine.cost import StepCost
 from logitd.model.inference.engine.ngram import Drafter
 from logitd.model.inference.engine.requests import (
     AttributionRequest,
+    CircuitRequest,
     GenerationRequest,
     OutputsRequest,
     Request,
@@ -129,9 +130,10 @@ class Sequence:
         return self.request if isinstance(self.request, OutputsRequest) else None
 
     @property
-    def attribution(self) -> AttributionRequest | None:
-        """The request if it is an AttributionRequest."""
-        return self.request if isinstance(self.request, AttributionRequest) else None
+    def attribution(self) -> AttributionRequest | CircuitRequest | None:
+        """The request if it asks for attributions or a circuit."""
+        request = self.request
+        return request if isinstance(request, AttributionRequest | CircuitRequest) else None
 
     @property
     def first_needed(self) -> int:

@@ -12,11 +12,13 @@ from collections import Counter
 from collections.abc import Collection
 
 from logitd.model.inference.attribution.task import METHODS, AttributionTask
+from logitd.model.inference.circuit.task import CircuitTask
 from logitd.model.inference.engine.requests import (
     LARGEST_LENS_VOCABULARY,
     Activations,
     AttentionWeights,
     AttributionRequest,
+    CircuitRequest,
     GenerationRequest,
     HiddenStates,
     Lens,
@@ -63,6 +65,8 @@ def _check(request: Request, config: ModelConfig) -> None:
             _check_scores(request, config)
         case AttributionRequest(task=task):
             _check_attribution(task, len(request.token_ids), config)
+        case CircuitRequest(task=circuit):
+            _check_circuit(circuit, len(request.token_ids), config)
 
 
 def check_generation_fits(length: int, max_tokens: int, context_length: int) -> None:
@@ -231,17 +235,9 @@ def _check_lens(lens: Lens, config: ModelConfig) -> None:
 
 def _check_attribution(task: AttributionTask, length: int, config: ModelConfig) -> None:
     gpt_only(config, "attributions")
-    check_prompt_fits(length, config.context_length)
-    _check_indices(
-        "position", (task.position,), length, f"the prompt has {pluralize(length, 'token')}"
-    )
-    for param in ("token_id", "minus_id", "baseline"):
-        token_id = getattr(task, param)
-        check_token_ids(param, () if token_id is None else (token_id,), config.vocab_size)
-    if task.token_id is not None and task.token_id == task.minus_id:
-        raise InvalidRequest(
-            f"token and minus are both {task.token_id}: their difference is 0", "minus"
-        )
+    _check_target(task, length, config)
+    if task.baseline is not None:
+        check_token_ids("baseline", (task.baseline,), config.vocab_size)
     _check_gradients(task, length, config)
     methods = set(task.methods)
     if not methods or len(methods) < len(task.methods) or not methods.issubset(METHODS):
@@ -251,6 +247,30 @@ def _check_attribution(task: AttributionTask, length: int, config: ModelConfig) 
             "methods",
         )
     _check_positive("steps", task.steps)
+
+
+def _check_circuit(task: CircuitTask, length: int, config: ModelConfig) -> None:
+    gpt_only(config, "circuits")
+    _check_target(task, length, config)
+    if not 0 < task.share < 1:
+        raise InvalidRequest(f"share is {task.share}; it must be above 0 and below 1", "share")
+    _check_positive("max_parts", task.parts)
+    _check_positive("max_edges", task.edges)
+
+
+def _check_target(task: AttributionTask | CircuitTask, length: int, config: ModelConfig) -> None:
+    """Check the position and the compared tokens of a task."""
+    check_prompt_fits(length, config.context_length)
+    _check_indices(
+        "position", (task.position,), length, f"the prompt has {pluralize(length, 'token')}"
+    )
+    for param in ("token_id", "minus_id"):
+        token_id = getattr(task, param)
+        check_token_ids(param, () if token_id is None else (token_id,), config.vocab_size)
+    if task.token_id is not None and task.token_id == task.minus_id:
+        raise InvalidRequest(
+            f"token and minus are both {task.token_id}: their difference is 0", "minus"
+        )
 
 
 def _check_gradients(task: AttributionTask, length: int, config: ModelConfig) -> None:

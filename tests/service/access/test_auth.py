@@ -31,7 +31,7 @@ ALICE, CI = "alices-secret-key", "0123456789=#/+~"
 KEYS = f"alice={ALICE},ci={CI}"
 PROTECTED = (
     *("/generate", "/logits", "/probs", "/score", "/hidden_states"),
-    *("/attention", "/activations", "/stages", "/sweep", "/lens", "/attributions"),
+    *("/attention", "/activations", "/stages", "/sweep", "/lens", "/attributions", "/circuit"),
     *("/tokenize", "/detokenize", "/tokenizer_info"),
     *("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}"),
     *("/info", "/card", "/metrics", "/nothing", "/openapi", "/versions", "/healthz", "/static.js"),

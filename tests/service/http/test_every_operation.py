@@ -133,6 +133,7 @@ LARGE: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("attributions", {"prompt": "x" * 100}, {"prompt": ["x" * 100, "y"]},
      "101 tokens and parts, but the limit is 100"),
     ("attributions", {"prompt": "x" * 74}, {"methods": ["direct"]}, "101 tokens and parts"),
+    ("circuit", {"max_parts": 60, "max_edges": 40}, {"max_edges": 41}, "101 parts and edges"),
     ("hidden_states", {"prompt": "x" * 50, **ALL}, {"prompt": ["x" * 50] * 2}, "12800 elements"),
     ("attention", {"prompt": "x" * 32, **ALL, "dtype": "float16"}, {"dtype": "float32"},
      "12288 elements, but the limit is 6400"),

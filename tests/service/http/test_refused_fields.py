@@ -264,6 +264,20 @@ REFUSED: dict[str, list[Row]] = {
         ({**PATH, "baseline": "mean"}, "baseline", "zero"),
         ({"interventions": []}, "interventions", "unknown field"),
     ],
+    "circuit": [
+        *PROMPTS,
+        ({"token": "ab"}, "token", "'ab' is 2 tokens"),
+        ({"token": "a", "token_id": 1}, None, "give one of them"),
+        ({"token_id": 257}, "token_id", "outside the vocabulary of 257 ids"),
+        ({"token": "a", "minus": "a"}, "minus", "token and minus are both 97"),
+        ({"position": 59}, "position", "the prompt has 59 tokens"),
+        ({"share": 1}, "share", "less than 1"),
+        ({"share": 0}, "share", "greater than 0"),
+        ({"max_parts": 0}, "max_parts", "1"),
+        ({"max_edges": 10_001}, "max_edges", "10000"),
+        ({"methods": ["direct"]}, "methods", "unknown field"),
+        ({"interventions": []}, "interventions", "unknown field"),
+    ],
     "tokenize": [
         *(
             ({"prompt": prompt}, "prompt", "prompt must be a text or a list of 1 to 4096 texts; "
@@ -316,6 +330,7 @@ SERVED_ALONE: dict[str, list[Row]] = {
     ],
     "lens": [({"prompt": ["x"] * 65, "tokens": ["ab"]}, "prompt", "--max-sequences")],
     "attributions": [({"prompt": ["x"] * 65}, "prompt", "65 sequences")],
+    "circuit": [({"prompt": ["x"] * 65}, "prompt", "65 sequences")],
 }
 """Fields of a reply, and numbers that only a queue limits."""
 NOT_NPY: list[tuple[str, dict[str, Any], str, str]] = [

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from logitd.model.inference.attribution.task import Attribution
+from logitd.model.inference.circuit.task import Circuit
 from logitd.model.inference.constraints.compiler import Compiler, Source
 from logitd.model.inference.constraints.protocol import TokenConstraint, TokenMatcher
 from logitd.model.inference.engine.attributions import AT_ONCE
@@ -24,6 +25,7 @@ from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.engine.events import (
     AttributionEvent,
+    CircuitEvent,
     Event,
     FinishEvent,
     FinishReason,
@@ -192,6 +194,7 @@ class Outcome:
     scores: list[ScoresChunk] = field(default_factory=list)
     prompt_start: int = 0
     attribution: Attribution | None = None
+    circuit: Circuit | None = None
     finish: FinishEvent | None = None
 
     @property
@@ -212,7 +215,7 @@ class Outcome:
         """Everything computed for the sequence, to the bit, and its end."""
         rows = b"".join(event.rows.tobytes() for event in self.rows)
         end = self.ended.reason, self.ended.stop_token_id, self.ended.error
-        return self.tokens, self.prompt, self.positions, rows, self.attribution, end
+        return self.tokens, self.prompt, self.positions, rows, self.attribution, self.circuit, end
 
     @property
     def values(self) -> Tensor:
@@ -308,6 +311,9 @@ class Driven:
             elif isinstance(event, AttributionEvent):
                 assert outcome.attribution is None, "attributions are told once"
                 outcome.attribution = event.attribution
+            elif isinstance(event, CircuitEvent):
+                assert outcome.circuit is None, "circuits are told once"
+                outcome.circuit = event.circuit
             else:
                 outcome.finish = event
                 assert event.completion_tokens == len(outcome.tokens)

@@ -16,11 +16,13 @@ import torch
 
 from logitd.model.inference.attribution.attribute import Attributing, attribute
 from logitd.model.inference.attribution.task import METHODS, AttributionTask, kept_elements
+from logitd.model.inference.circuit.find import find_circuit
+from logitd.model.inference.circuit.task import CircuitTask, circuit_elements
 from logitd.model.inference.engine import runner
 from logitd.model.inference.engine.attributions import AT_ONCE
 from logitd.model.inference.engine.cost import SHORTEST_PASS, output_elements, prices
 from logitd.model.inference.engine.events import FinishReason
-from logitd.model.inference.engine.requests import AttributionRequest, Request
+from logitd.model.inference.engine.requests import AttributionRequest, CircuitRequest, Request
 from logitd.model.inference.kernels.cpu.decoder import NativeDecoder
 from logitd.model.inference.options import Quantization
 from logitd.model.transformer.gpt import GPT
@@ -81,6 +83,19 @@ def test_attribution_of_the_engine_has_the_bits_of_attribute(family: str) -> Non
     assert outcome.attribution == expected
     assert outcome.ended.reason is FinishReason.STOP
     assert (outcome.ended.prompt_tokens, outcome.ended.completion_tokens) == (len(PROMPT), 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_circuit_of_the_engine_has_the_bits_of_find_circuit(family: str) -> None:
+    """Next to other requests."""
+    gpt = tiny_gpt(tiny_config(**FAMILIES[family]))
+    task = CircuitTask(position=len(PROMPT) - 1, parts=30)
+    expected = find_circuit(gpt, PROMPT, task)
+    request = CircuitRequest(request_id="circuit", token_ids=tuple(PROMPT), task=task)
+    outcomes = run(gpt, request, *others(), ask())
+    assert outcomes["circuit", 0].circuit == expected
+    assert outcomes["circuit", 0].ended.reason is FinishReason.STOP
+    assert outcomes["why", 0].attribution == attribute(gpt, PROMPT, ask().task)
 
 
 @pytest.mark.parametrize("native", [False, True])
@@ -246,6 +261,14 @@ def test_attribution_that_is_not_finite_is_an_error(method: str) -> None:
     assert "not finite" in (outcome.ended.error or "")
 
 
+def test_circuit_that_is_not_finite_is_an_error() -> None:
+    gpt = small_gpt()
+    gpt.token_embedding.weight[PROMPT[3]] = float("nan")
+    task = CircuitTask(position=len(PROMPT) - 1)
+    request = CircuitRequest(request_id="circuit", token_ids=tuple(PROMPT), task=task)
+    assert "not finite" in (run(gpt, request)["circuit", 0].ended.error or "")
+
+
 def test_attributions_end_before_weights_are_swapped() -> None:
     old, new = small_gpt(), tiny_gpt(small_gpt().config, seed=5)
     driven = Driven(old)
@@ -272,6 +295,10 @@ def test_price_is_the_passes_over_the_text(gpt: GPT) -> None:
         assert prices(request, gpt.config) == [passes * counted]
         assert run(gpt, request)["why", 0].ended.price == passes * counted
     task = ask().task
+    circuit = CircuitTask(position=text - 1)
+    traced = CircuitRequest(request_id="circuit", token_ids=tuple(PROMPT), task=circuit)
+    assert prices(traced, gpt.config) == [circuit.passes * counted]
+    assert output_elements(traced, gpt.config) == circuit_elements(circuit, gpt.config)
     assert output_elements(ask(), gpt.config) == kept_elements(task, gpt.config)
     assert kept_elements(task, gpt.config) > text * gpt.config.n_layer * gpt.config.d_model
 

@@ -1,0 +1,221 @@
+"""Circuit: the tokens, heads and neurons that carry a difference of logits, as a graph."""
+
+from dataclasses import asdict
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from logitd.model.inference.circuit.task import (
+    DEFAULT_EDGES,
+    DEFAULT_PARTS,
+    DEFAULT_SHARE,
+    Circuit,
+    CircuitTask,
+)
+from logitd.model.inference.engine.requests import CircuitRequest as EngineRequest
+from logitd.model.inference.selection import gpt_only
+from logitd.model.operations.attributions import TargetToken
+from logitd.model.operations.body import Examples, Place, PromptBody, PromptReply, Reply, ReplyBody
+from logitd.model.operations.computed import Computed
+from logitd.model.operations.operation import Operation, Planning, Record, Subject, new_id
+from logitd.model.operations.prompts import encode_all, resolve_position
+from logitd.model.operations.tokens import ComparedTokens, token_json
+from logitd.model.text.tokenizer import Tokenizer
+
+
+class CircuitRequest(ComparedTokens, PromptBody):
+    """The tokens, heads and neurons that carry the difference of two logits, the edges between
+    them, and what is left of the difference without them or with them alone. Without tokens: the
+    likeliest next token and the second likeliest. Computed in float32 from the served weights."""
+
+    examples: ClassVar[Examples] = {
+        "Why the likeliest next token rather than the second": {"prompt": "for i in range(10"},
+        "The strongest parts of a given difference": {
+            "prompt": "for i in range(10",
+            "token": ")",
+            "minus": ",",
+            "share": 0.8,
+            "max_parts": 100,
+            "max_edges": 50,
+        },
+    }
+
+    position: Place = Field(
+        -1,
+        description="Position of the prompt whose logits are explained; negative numbers count "
+        "from the end.",
+    )
+    share: float = Field(
+        DEFAULT_SHARE,
+        gt=0,
+        lt=1,
+        description="Share of the difference that the circuit explains. The circuit has the "
+        "strongest parts that suffice.",
+    )
+    max_parts: int = Field(
+        DEFAULT_PARTS,
+        ge=1,
+        le=10_000,
+        description="Most tokens, heads and neurons. If they do not suffice, the circuit has those "
+        "that explain most.",
+    )
+    max_edges: int = Field(
+        DEFAULT_EDGES, ge=1, le=10_000, description="Most edges in the reply, the strongest first."
+    )
+
+
+class CircuitNeuron(ReplyBody):
+    index: int
+    values: float
+    attention: float
+
+
+class CircuitNode(ReplyBody):
+    """A token's vector (`stage` is embedding), a head (blocks.N.attention.heads, with `head`) or
+    neurons (blocks.N.mlp.hidden, with `neurons`) at one position."""
+
+    stage: str
+    head: int | None
+    position: int
+    values: float = Field(
+        description="What the node carries of the difference with all attention weights frozen, "
+        "compared with its mean over the positions."
+    )
+    attention: float = Field(
+        description="What it carries by the attention weights that depend on it."
+    )
+    neurons: list[CircuitNeuron] = Field(description="Of an MLP, the strongest first; else empty.")
+
+
+class CircuitEdge(ReplyBody):
+    """The edges that leave a node add up to its values + attention."""
+
+    source: int = Field(description="Index of a node.")
+    target: int | None = Field(description="Index of a node; null for the logits.")
+    reads: Literal["value", "query", "key", "mlp", "logits"] = Field(
+        description="What the target computes from the source. Queries and keys decide where a "
+        "head looks."
+    )
+    weight: float = Field(description="What the source carries of the difference by this edge.")
+
+
+class LeftOut(ReplyBody):
+    """What all parts outside the circuit carry."""
+
+    values: float
+    attention: float
+
+
+class Verification(ReplyBody):
+    """The difference with parts set to their means over the positions, nothing frozen. A share is
+    0 without all parts, and 1 with all of them; null if there is nothing to explain."""
+
+    circuit_alone: float = Field(description="All parts outside the circuit have their means.")
+    circuit_alone_share: float | None
+    without_circuit: float = Field(description="The circuit has its means.")
+    without_circuit_share: float | None
+    without_all: float = Field(description="All parts have their means.")
+
+
+class PromptCircuit(PromptReply):
+    position: int
+    token: TargetToken
+    minus: TargetToken
+    difference: float = Field(description="The logit of `token` minus that of `minus`.")
+    baseline: float = Field(
+        description="The difference if all parts had their means and norms stayed frozen."
+    )
+    left_out: LeftOut
+    share: float | None = Field(
+        description="The explained share of difference - baseline: 1 minus left_out.values, or "
+        "minus the sum of left_out if that is larger; it may be negative. null if there is nothing "
+        "to explain."
+    )
+    verification: Verification
+    nodes: list[CircuitNode] = Field(description="In the order of the forward.")
+    edges: list[CircuitEdge]
+    edge_count: int = Field(description="Number of edges, of which `edges` are the strongest.")
+
+
+class CircuitReply(Reply):
+    prompts: list[PromptCircuit]
+
+
+def plan(body: CircuitRequest, subject: Subject) -> Planning:
+    yield from ()
+    config = gpt_only(subject.config, "circuits")
+    prompts = encode_all(body.prompts, "prompt", subject)
+    token, minus = body.compared(subject.tokenizer)
+    requests = [
+        EngineRequest(
+            request_id=new_id("circuit"),
+            token_ids=prompt,
+            task=CircuitTask(
+                position=next(iter(resolve_position(body.position, len(prompt))), 0),
+                token_id=token,
+                minus_id=minus,
+                share=body.share,
+                parts=body.max_parts,
+                edges=body.max_edges,
+            ),
+        )
+        for prompt in prompts
+    ]
+    parts_at_a_position = 1 + config.n_layer * (config.n_head + config.d_ff)
+    listed = sum(
+        min(body.max_parts, len(prompt) * parts_at_a_position) + body.max_edges
+        for prompt in prompts
+    )
+    subject.check_listed(listed, "parts and edges", "max_parts")
+
+    def reply(computed: Computed) -> dict[str, Any]:
+        prompts = [
+            {
+                "index": index,
+                "token_ids": request.token_ids,
+                "position": request.task.position,
+                **_circuit_json(computed.circuits[request.request_id], subject.tokenizer),
+            }
+            for index, request in enumerate(requests)
+        ]
+        return {"prompts": prompts}
+
+    return Record(requests, reply)
+
+
+def _circuit_json(circuit: Circuit, tokenizer: Tokenizer) -> dict[str, Any]:
+    alone, without = circuit.circuit_alone, circuit.without_circuit
+    return {
+        "token": {**token_json(tokenizer, circuit.token_id), "logit": circuit.logit},
+        "minus": {**token_json(tokenizer, circuit.minus_id), "logit": circuit.minus_logit},
+        "difference": circuit.difference,
+        "baseline": circuit.baseline,
+        "left_out": {"values": circuit.left_out, "attention": circuit.left_out_attention},
+        "share": circuit.share,
+        "verification": {
+            "circuit_alone": alone,
+            "circuit_alone_share": circuit.surviving(alone),
+            "without_circuit": without,
+            "without_circuit_share": circuit.surviving(without),
+            "without_all": circuit.without_all,
+        },
+        "nodes": [asdict(node) for node in circuit.nodes],
+        "edges": [asdict(edge) for edge in circuit.edges],
+        "edge_count": circuit.edge_count,
+    }
+
+
+CIRCUIT = Operation(
+    name="circuit",
+    body=CircuitRequest,
+    reply=CircuitReply,
+    plan=plan,
+    form="record",
+    summary="Tokens, heads and neurons that carry a difference of logits, with edges",
+    description="""\
+The strongest tokens, heads and neurons that explain a share of the difference of two logits. With
+attention weights, norm scales and gates frozen the model is linear, so an edge is a product of
+weights, and what the parts carry adds up. The circuit is then verified without freezing anything:
+`verification` has the difference with the circuit alone, and without it. A step of the engine
+computes one block of one prompt.""",
+)
