@@ -31,7 +31,7 @@ from tests.service.application.test_playground_files import LEAST_CONTRAST, cont
 pytestmark = pytest.mark.slow
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-TABS = ("generate", "attention", "lens", "inside", "tokens", "model")
+TABS = ("generate", "attention", "lens", "circuit", "inside", "tokens", "model")
 SIDES = ("A", "B")
 PROMPT = "import os\nimport sys\n"
 Page = Any
@@ -523,6 +523,43 @@ def test_lens_equals_the_api(server: ServedProcess, page: Page) -> None:
     assert rows[::-1] == [list(layer) for layer in zip(*likeliest, strict=True)]
     page.locator(".lens tbody tr").nth(2).locator("td").nth(1).click()
     assert "After block 3" in page.inner_text("#lens")
+
+
+def test_circuit_equals_the_api_and_its_parts_switch_off(server: ServedProcess, page: Page) -> None:
+    open_tab(page, "circuit", "#circuit .part")
+    (circuit,) = asked(server, "/circuit", prompt=PROMPT, max_parts=150)["prompts"]
+    nodes, alone = circuit["nodes"], circuit["verification"]["circuit_alone"]
+    assert page.locator("#circuit .part").count() == len(nodes)
+    assert f"{abs(alone):.2f}" in page.inner_text("#circuit")
+    index = next(index for index, node in enumerate(nodes) if node["head"] is not None)
+    stage, head, position = (nodes[index][name] for name in ("stage", "head", "position"))
+    part = page.locator(f"#circuit .part[data-index='{index}']")
+    part.focus()
+    page.keyboard.press("Enter")
+    status = "document.querySelector('#circuit [role=status]').textContent"
+    page.wait_for_function(f"{status}.includes('instead')")
+    assert part.get_attribute("aria-pressed") == "true"
+    ids = circuit["token_ids"]
+    (values,) = asked(server, "/activations", prompt=ids, positions="all", stages=[stage])[
+        "prompts"
+    ]
+    mean = torch.tensor(values["stages"][stage])[:, head].mean(0).tolist()
+    change = {"stage": stage, "operation": "set", "heads": [head], "values": [mean]}
+    (row,) = asked(
+        server,
+        "/logits",
+        prompt=ids,
+        token_ids=[circuit["token"]["id"], circuit["minus"]["id"]],
+        interventions=[{**change, "positions": [position]}],
+    )["prompts"][0]["logits"]
+    shown_difference = re.search(
+        r"is .?([0-9.]+) instead", page.inner_text("#circuit [role=status]")
+    )
+    assert shown_difference is not None
+    assert float(shown_difference[1]) == pytest.approx(abs(row[0] - row[1]), abs=0.0051)
+    page.keyboard.press("Enter")
+    page.wait_for_function(f"{status}.includes('Nothing')")
+    assert part.get_attribute("aria-pressed") == "false"
 
 
 def test_switching_off_a_head_moves_the_distribution(server: ServedProcess, page: Page) -> None:

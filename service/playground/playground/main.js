@@ -3,6 +3,7 @@
 
 import { apiKey, chooseModel, chosenModel, get, Problem, post, setApiKey } from "./api.js";
 import { Attention } from "./attention.js";
+import { Circuit } from "./circuit.js";
 import { Compare } from "./compare.js";
 import { Vocabulary } from "./distribution.js";
 import { debounced, element, fill, find, roving, showProblem } from "./dom.js";
@@ -17,7 +18,7 @@ const NUMBERS = ["temperature", "top_k", "top_p", "min_p", "max_tokens", "seed"]
 const RETRY_MS = 500;
 const SWAP_MS = 2000; // between two checks for new weights
 const CHOOSING = "logitd-choosing"; // set while the list of models reloads the page
-const LOOKING = ["attention", "lens", "inside", "tokens"]; // tabs that show a text
+const LOOKING = ["attention", "lens", "circuit", "inside", "tokens"]; // tabs that show a text
 
 // The numbers that a form contains.
 const numbers = (form) => Object.fromEntries(NUMBERS.filter((name) => form[name]).map((name) => [name, Number(form[name])]));
@@ -43,14 +44,15 @@ class App {
       generate: new Generate(this),
       attention: new Attention(this),
       lens: new Lens(this),
+      circuit: new Circuit(this),
       inside: new Inside(this),
       tokens: new Tokens(this),
       compare: new Compare(this, models),
       model: new ModelTab(this),
     };
     find("tab-compare").hidden = models.length < 2;
-    const byCode = info.config.kind === "code"; // an owner's code returns no attention weights
-    find("tab-attention").hidden = byCode;
+    const byCode = info.config.kind === "code"; // an owner's code returns neither attention weights nor circuits
+    for (const name of ["attention", "circuit"]) find(`tab-${name}`).hidden = byCode;
     find("tab-lens").hidden = byCode && !info.config.lens;
     this.tab = null;
   }

@@ -54,7 +54,17 @@ def test_text_is_legible_in_both_schemes(scheme: str, text: str, behind: str) ->
 def test_both_schemes_declare_the_same_colours() -> None:
     assert colours("light").keys() == colours("dark").keys()
     used = set(re.findall(r"var\((--[a-z-]+)", STYLES))
-    set_elsewhere = {"--share", "--columns", "--rows", "--wide", "--high", "--heads", "--series"}
+    set_elsewhere = {
+        "--share",
+        "--columns",
+        "--rows",
+        "--wide",
+        "--high",
+        "--heads",
+        "--series",
+        "--side",
+        "--strength",
+    }
     assert used - set_elsewhere <= colours("light").keys()
 
 
