@@ -1,10 +1,13 @@
-"""Card and curve: reads a checkpoint's card and the loss curve of its run, for display.
+"""Card and curve: reads a checkpoint's card, and the loss curve, progress and samples of its run,
+for display.
 
-The curve comes from the log of the checkpoint's run, or else from the table in the card. Both may
-be missing, edited or damaged. Unreadable parts are skipped, because they are only displayed.
+The curve comes from the log of the checkpoint's run, or else from the table in the card. All files
+may be missing, edited or damaged. Unreadable parts are skipped, because they are only displayed.
 """
 
+import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +18,14 @@ from logitd.model.files import open_regular, parse_json, read_text
 
 METRICS = "metrics.jsonl"
 """Log of a run: one JSON object per line."""
+SAMPLES = "samples.txt"
+"""Samples of a run, oldest first."""
+SAMPLE = re.compile(r"^=== step (\d+)$", re.MULTILINE)
+"""First line of a sample."""
 METRICS_BYTES = 2**23
 """Maximum number of bytes read from the end of a log, enough for 25,000 reports."""
+TAIL_BYTES = 2**16
+"""Number of bytes of the newest reports, and of the newest samples."""
 CARD_BYTES = 2**20
 MOST_POINTS = 1000
 
@@ -43,6 +52,26 @@ class Curve:
     validation: tuple[Point, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The newest report of a run, and its newest samples, including prompts. Times in seconds.
+
+    done          completed share of the run
+    seconds_left  expected time from the report until the last step is saved
+    idle_seconds  time since something was written to the log
+    sampled_at    step of the samples; None if there are none
+    """
+
+    step: int
+    done: float
+    loss: float
+    tokens_per_second: float
+    seconds_left: float
+    idle_seconds: float
+    sampled_at: int | None
+    samples: tuple[str, ...]
+
+
 def read_card(path: Path) -> str | None:
     """The card of the checkpoint at `path`; None if it is missing or unreadable."""
     try:
@@ -59,7 +88,7 @@ def sampled_prompt(card: str | None) -> str | None:
 def read_curve(path: Path, card: str | None) -> Curve:
     """The curve of the checkpoint at `path`, with at most MOST_POINTS training and validation
     points each."""
-    records = list(_records(path.resolve().parent / METRICS))
+    records = list(_records(path.resolve().parent / METRICS, METRICS_BYTES))
     training = _points(records, "train", "smoothed_loss")
     validation = _points(records, "eval", "val_loss")
     if not training and not validation and card is not None:
@@ -70,18 +99,58 @@ def read_curve(path: Path, card: str | None) -> Curve:
     return Curve(_thinned(training), _thinned(validation))
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records in the complete lines at the end of a log."""
+def read_progress(path: Path) -> Progress | None:
+    """The progress of the run of the checkpoint at `path`; None without a report that states it."""
+    run = path.resolve().parent
+    reports = [each for each in _records(run / METRICS, TAIL_BYTES) if each.get("kind") == "train"]
+    if not reports:
+        return None
+    names = {"done": "done", "loss": "smoothed_loss", "tokens_per_second": "tokens_per_second",
+             "seconds_left": "seconds_left"}  # fmt: skip
+    numbers = {name: reports[-1].get(key) for name, key in names.items()}
+    step = reports[-1].get("step")
+    if not isinstance(step, int) or not all(isinstance(each, float) for each in numbers.values()):
+        return None
+    try:
+        idle = time.time() - os.stat(run / METRICS).st_mtime
+    except OSError:
+        return None
+    sampled_at, samples = read_samples(run)
+    return Progress(
+        step=step,
+        idle_seconds=max(0.0, idle),
+        sampled_at=sampled_at,
+        samples=samples,
+        **numbers,  # type: ignore[arg-type]
+    )
+
+
+def read_samples(run: Path) -> tuple[int | None, tuple[str, ...]]:
+    """The last step that a run sampled, and its samples."""
+    parts = SAMPLE.split(_tail(run / SAMPLES, TAIL_BYTES)[1].decode(errors="replace"))[1:]
+    if not parts:
+        return None, ()
+    steps, texts = [int(step) for step in parts[::2]], parts[1::2]
+    return steps[-1], tuple(
+        text.strip("\n") for step, text in zip(steps, texts, strict=True) if step == steps[-1]
+    )
+
+
+def _tail(path: Path, size: int) -> tuple[int, bytes]:
+    """The bytes at the end of a file, and where they start. Empty if it cannot be read."""
     try:
         with open_regular(path) as file:
-            size = file.seek(0, 2)
-            start = file.seek(max(0, size - METRICS_BYTES))
-            lines = file.read(METRICS_BYTES).split(b"\n")
+            start = file.seek(max(0, file.seek(0, 2) - size))
+            return start, file.read(size)
     except (OSError, ValueError):
-        return
-    for line in lines[
-        1 if start else 0 : -1
-    ]:  # the first line may be incomplete, the last one always is
+        return 0, b""
+
+
+def _records(path: Path, size: int) -> Iterator[dict[str, Any]]:
+    """The records in the complete lines among the last `size` bytes of a log."""
+    start, tail = _tail(path, size)
+    # The first line may be incomplete, the last one always is.
+    for line in tail.split(b"\n")[1 if start else 0 : -1]:
         try:
             record = parse_json(line)
         except ValueError:

@@ -1,26 +1,34 @@
-"""Text loss: the loss of a checkpoint on a text, computed as the trainer computes it.
+"""Text loss: the loss of a checkpoint on a text.
 
 Every token of the text counts exactly once (`rolling_windows` in `model/data/windows.py`); the end
-of a document is a token of zero bytes. On the held-out text of a run, in the dtype of training, the
-result equals the trainer's if the trainer evaluated on the whole text (`eval_batches`). Overlapping
-windows (`stride`) give a lower loss, because tokens have more context. If weights, keys or values
-are quantized, the serving decoders compute the loss token by token.
+of a document is a token of zero bytes. Overlapping windows (`stride`) give a lower loss, because
+tokens have more context. The computation depends on the dtype:
+
+    float32 on a CPU    as served: a token has the bits of `LLM.score` and POST /score
+    bfloat16, or a GPU  the forward of the trainer's evaluations, with the weights in float32
+    quantized weights,  the serving decoders, token by token
+    keys or values
+
+On the held-out text of a run, in the dtype of training, the result equals the trainer's if the
+trainer evaluated on the whole text (`eval_batches`), in float32 except for rounding.
 
 The tokens are written to disk, so the text may be larger than memory. A window may contain the end
 of one document and the start of the next, as in training. `model/evaluation/quantization_loss.py`
 compares two losses.
 """
 
+import math
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from logitd.model.checkpoint.checkpoint import CheckpointError, CheckpointInfo
 from logitd.model.data.errors import DataError
@@ -29,16 +37,19 @@ from logitd.model.data.sources.open_text import open_text
 from logitd.model.data.sources.read_options import AS_USUAL, ReadOptions
 from logitd.model.data.vocabulary import encode, tokenizer_sha256
 from logitd.model.data.windows import UNCOUNTED, Windows, rolling_windows
-from logitd.model.device import Placement, use_threads
+from logitd.model.device import Placement, one_thread, use_threads
 from logitd.model.evaluation.held_out import held_out_text, require_vocabulary
 from logitd.model.evaluation.quantization_loss import new_decoder, step_nats
+from logitd.model.inference.kernels.base import Decoder, PrefillInput
 from logitd.model.inference.kernels.select import KernelError, check_kv_cache_dtype
 from logitd.model.inference.load import LoadedModel, load_model
 from logitd.model.inference.options import ComputeOptions, KVCacheDType, Quantization
+from logitd.model.inference.sampling.sampler import score_rows
 from logitd.model.owner_code.connection import CodeError, CodeModel, Wanted
 from logitd.model.training.configuration.presets import TrainingDType
 from logitd.model.training.step.forward import Forward, training_placement
 from logitd.model.training.step.validate import ValidationLoss, validate
+from logitd.model.transformer.config import BLOCK
 
 
 @dataclass(frozen=True)
@@ -83,13 +94,14 @@ def text_loss(
     placement = training_placement(device, dtype, threads)
     check_kv_cache_dtype(kv_cache_dtype, placement.device)
     decodes = quantize != "none" or kv_cache_dtype != "auto"
+    as_served = placement.device.type == "cpu" and placement.dtype == torch.float32
     options = ComputeOptions(
         device=device,
         # The trainer's forward pass keeps the weights in float32; decoders convert them to the
         # dtype.
         dtype="bfloat16" if decodes and placement.dtype == torch.bfloat16 else "float32",
         threads=threads,
-        kernels="auto" if decodes else "torch",
+        kernels="auto" if decodes or as_served else "torch",
         quantize=quantize,
         kv_cache_dtype=kv_cache_dtype,
         run_code=run_code,
@@ -112,6 +124,8 @@ def text_loss(
                 evaluation = _by_code(loaded.network, windows)
             elif decodes:
                 evaluation = _decoded(loaded, windows, batch_size, kv_cache_dtype)
+            elif as_served:
+                evaluation = _as_served(loaded, windows, batch_size)
             else:
                 evaluation = _as_in_training(loaded, windows, placement)
             seconds = time.monotonic() - began
@@ -186,6 +200,31 @@ def _as_in_training(loaded: LoadedModel, windows: Windows, placement: Placement)
         # As in `train`, torch warns that autocast's norms take its unfused path.
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
         return validate(loaded.gpt, windows, Forward(loaded.gpt, placement, dropout=0.0))
+
+
+def _as_served(loaded: LoadedModel, windows: Windows, batch_size: int) -> ValidationLoss:
+    """The loss with one prefill for each batch. A window is a prompt in a slot of its own, and its
+    tokens are scored as by the engine, in blocks of rows and float64."""
+    make, nats, tokens, text_bytes = loaded.decode_path.make_decoder, 0.0, 0, 0
+    context = loaded.gpt.config.context_length
+    with new_decoder(loaded.gpt, make, batch_size, context, "auto") as decoder:
+        for inputs, targets in windows:
+            counted = targets != UNCOUNTED
+            pieces = [PrefillInput(row.tolist(), slot, 0) for slot, row in enumerate(inputs)]
+            with torch.inference_mode():
+                hidden = torch.cat([piece.hidden for piece in decoder.prefill(pieces)])
+                nats -= math.fsum(_logprobs(decoder, hidden[counted.flatten()], targets[counted]))
+            tokens += int(counted.sum())
+            text_bytes += int(windows.byte_lengths[targets[counted].numpy()].sum())
+    return ValidationLoss(loss=nats / tokens, tokens=tokens, text_bytes=text_bytes)
+
+
+def _logprobs(decoder: Decoder, hidden: Tensor, targets: Tensor) -> Iterator[float]:
+    """Logprobs of targets (N,) after the final hidden states (N, d_model)."""
+    for rows, following in zip(hidden.split(BLOCK), targets.split(BLOCK), strict=True):
+        logits = decoder.head(rows)
+        with one_thread() if decoder.has_threads else nullcontext():
+            yield from score_rows(logits, following.tolist(), 1).logprobs.tolist()
 
 
 def _by_code(model: CodeModel, windows: Windows) -> ValidationLoss:

@@ -19,7 +19,7 @@ import warnings
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -55,8 +55,10 @@ MILESTONES = (0.01, 0.03, 0.1, 0.3)
 written before the first and after the last step."""
 MOST_FOR_A_MILESTONE = 0.02
 """Largest share of the minutes that a checkpoint at a milestone may take."""
-ENDING = 1.5
-"""Time reserved for saving the last step, as a multiple of the time of the latest checkpoint."""
+CLOCK = ("seconds", "setup", "ending", "pace", "ending_pace", "share")
+"""Counters that the main process sets for all."""
+SHORTER = 0.8
+"""Share of the expected steps below which a notice says that the minutes suffice for fewer."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,9 @@ class Trainer:
         self.optimizers = Optimizers(self.gpt, self.recipe, ranks)
         # 3) The work between steps.
         self.counters = Counters()
+        self.first = 0  # step at which this command began
+        self.planned = Counters()  # with the share of the minutes that the next step completes
+        self.expected = self.length.steps  # number of steps of the whole run; None: unknown
         self.done_before = 0.0  # completed share of the run before the last step
         self.log = StepLog(flops_per_token(training.model), machine_rate(placement))
         self.divergence = DivergenceMonitor(self.recipe.warmup)
@@ -160,40 +165,40 @@ class Trainer:
                 self._notice(f"resuming, but with other bits than an uninterrupted run: {changed}")
             self.log.restore(reports["log"])
             self.divergence.restore(reports["health"])
+            self.recorder.seconds.update(reports.get("tasks", {}))
         self.done_before = self.length.done(self.counters)
-        self.recorder.restore(self.counters.step)
+        self.first = self.counters.step
+        self.recorder.restore(self.first)
         self.began -= self.counters.seconds
 
     def fit(self) -> TrainingResult:
         """Train until the end of the run or an interrupt, and save."""
         self._report_start()
         stopping = "stopping after this step, then saving; interrupt again to stop without saving"
+        before = self.counters
         with StopSignals(lambda: self._notice(stopping)) as signals:
             # 1) Save and evaluate the untrained model, or finish the saving of a resumed run.
             if self.counters.step == 0:
                 self._record(Due(state=True))
             else:
                 self.recorder.finish(Due(state=True), self.counters)
-            self._count_setup(since=self.counters.seconds)
-            if self.counters.step == 0 and self.length.clock_left(self.counters) <= 0:
-                self._notice(
-                    f"set-up took {self.counters.setup:.0f} s and used up --minutes "
-                    f"{self.length.minutes:g}, so only one step is trained: set more minutes"
-                )
+            self._count_setup(since=before.seconds)
+            notice = self.length.setup_notice(self.counters)
+            if self.counters.step == 0 and notice:
+                self._notice(notice)
             # 2) Train, and do due tasks between steps. The log's clock runs only during steps.
             self.log.start()
             reason = self._reason_to_stop(signals)
-            first = self.counters.step
-            if first and reason in ("finished", "time is up"):
+            if self.first and reason in ("finished", "time is up"):
+                minutes = self.counters.seconds / 60
                 self._notice(
-                    f"the run is over at step {first:,}, after {self.counters.seconds / 60:.1f} "
-                    "minutes in total: to continue, set more --steps or --minutes, which count "
-                    "the whole run"
+                    f"the run is over at step {self.first:,}, after {minutes:.1f} minutes in "
+                    "total: to continue, set more --steps or --minutes, which count the whole run"
                 )
             while reason is None:
                 before = self.counters
                 self._step()
-                if before.step == first:  # compiling and warming up
+                if before.step == self.first:  # compiling and warming up
                     self._count_setup(since=before.seconds)
                 reason = self._reason_to_stop(signals)
                 if reason is None and self._between_steps():
@@ -205,7 +210,11 @@ class Trainer:
 
     def _step(self) -> None:
         recipe, batch, device = self.recipe, self.run.batch, self.run.placement.device
-        self.done_before = done = self.length.done(self.counters)
+        self.done_before = self.length.done(self.counters)
+        self.counters = replace(
+            self.counters, share=self.planned.share, minutes=self.planned.minutes
+        )
+        done = self.length.done(self.counters)
         scale = lr_scale(recipe, self.counters.step, done, self.run.training.rewarming)
         # 1) Compute the gradients of this process's batches. Dropout depends only on the sequence.
         loss = torch.zeros((), device=device)
@@ -223,29 +232,33 @@ class Trainer:
         # 3) Count. The loss stays on the device until a report is due.
         tokens = batch.total * self.gpt.config.context_length
         self.log.add(loss=loss, norm=norm, lr_scale=scale, tokens=tokens)
-        self.counters = replace(
-            self.counters,
-            step=self.counters.step + 1,
-            tokens=self.counters.tokens + tokens,
-            seconds=time.monotonic() - self.began,
-        )
+        warm = self.counters.step > self.first
+        self.counters = self.counters.stepped(self._now(), tokens, warm=warm)
         if self.counters.step == 1:
             self.divergence.start(float(loss))
 
+    def _now(self) -> float:
+        """Seconds of the run so far."""
+        return time.monotonic() - self.began
+
     def _count_setup(self, since: float) -> None:
-        now = time.monotonic() - self.began
+        now = self._now()
         setup = self.counters.setup + now - since
         self.counters = replace(self.counters, seconds=now, setup=setup)
 
     def _record(self, due: Due) -> None:
         """Do the tasks that are due. If the state was saved, derive the expected time of the
         ending."""
-        began = time.monotonic()
-        reports = {"log": self.log.state(), "health": self.divergence.state()}
+        began = self._now()
+        reports = {
+            "log": self.log.state(),
+            "health": self.divergence.state(),
+            "tasks": self.recorder.seconds,
+        }
         self.recorder.record(due, self.counters, reports)
-        if due.state:
-            ending = ENDING * (time.monotonic() - began)
-            self.counters = replace(self.counters, ending=ending)
+        now = self._now()
+        counters = self.counters.saved(now - began) if due.state else self.counters
+        self.counters = replace(counters, seconds=now)  # the pace does not include the tasks
 
     def _between_steps(self) -> bool:
         """Report and do the tasks that are due after a step, unless it is the last. Returns True if
@@ -263,7 +276,7 @@ class Trainer:
 
     def _due(self) -> Due:
         step, recipe = self.counters.step, self.recipe
-        if self.length.clock_left(self.counters) < self.counters.ending:
+        if self.length.clock_left(self.counters) < self.length.reserved(self.counters):
             return Due()  # the run is about to end, which saves, evaluates and samples
         return Due(
             state=step % recipe.checkpoint_every == 0 or self._at_milestone(),
@@ -275,7 +288,10 @@ class Trainer:
         """True if the last step reached one of MILESTONES, and a checkpoint does not take too much
         of the minutes."""
         counters, minutes = self.counters, self.length.minutes
-        if minutes is not None and counters.ending > MOST_FOR_A_MILESTONE * 60 * minutes:
+        if (
+            minutes is not None
+            and self.length.reserved(counters) > MOST_FOR_A_MILESTONE * 60 * minutes
+        ):
             return False
         done = self.length.done(counters)
         return any(self.done_before < milestone <= done for milestone in MILESTONES)
@@ -294,21 +310,30 @@ class Trainer:
         self.divergence.observe(counters.step, figures)
         if diagnosis := self.divergence.diagnosis():
             raise self._diverged(diagnosis)
+        self._notice_fewer_steps()
+        pace, tasks = counters.pace or figures.seconds_per_step, self.recorder.seconds_per_step()
+        share = self.length.done(counters)
+        seconds_left = self.length.seconds_left(counters, pace, tasks)
         self.recorder.write_metrics(
             {"kind": "train", "step": counters.step, "tokens": counters.tokens}
             | asdict(figures)
-            | {"seconds": round(counters.seconds, 3)}
-            # Rounded up, so that by its metrics, too, an ended run has no time left.
-            | ({"ending": round(counters.ending + 0.001, 3)} if self.length.minutes else {})
+            | {"seconds": round(counters.seconds, 3), "seconds_left": round(seconds_left, 3)}
+            | {"done": share, "minutes": self.length.minutes}
         )
-        self.report(
-            Progress(
-                step=counters.step,
-                share=self.length.done(counters),
-                figures=figures,
-                seconds_left=self.length.seconds_left(counters, figures.seconds_per_step),
-            )
-        )
+        self.report(Progress(counters.step, share, figures, seconds_left))
+
+    def _notice_fewer_steps(self) -> None:
+        """Report if the minutes suffice for fewer steps than were expected."""
+        counters, tasks = self.counters, self.recorder.seconds_per_step()
+        left = self.length.steps_left(counters, counters.pace, tasks)
+        if self.length.minutes is None or not counters.pace:
+            return
+        steps = counters.step + round(left)
+        expected = self.expected or steps
+        if steps < SHORTER * expected:
+            self._notice(self.length.shortening_notice(steps, expected))
+            expected = steps
+        self.expected = expected
 
     def _end(self, reason: Reason) -> None:
         """Save the last step unless the loss is suspect. If the run is interrupted between two
@@ -336,11 +361,15 @@ class Trainer:
         """The reason to stop, the same in all processes. The main process decides, except that a
         signal to any process stops all."""
         own, counters = self._own_reason(signals), self.counters
-        clock = [counters.seconds, counters.setup, counters.ending]
-        code, seconds, setup, ending = self.ranks.all_reduce_max(
-            [REASONS.index(own) if own else -1, *(clock if self.ranks.is_main else [0.0] * 3)]
-        )
-        self.counters = replace(counters, seconds=seconds, setup=setup, ending=ending)
+        planned = self.length.plan(counters, self.recorder.seconds_per_step())
+        clock = [*(getattr(counters, name) for name in CLOCK), planned.share]
+        if not self.ranks.is_main:
+            clock = [0.0] * len(clock)
+        reason = REASONS.index(own) if own else -1
+        code, *clock, share = self.ranks.all_reduce_max([reason, *clock])
+        shared: dict[str, Any] = dict(zip(CLOCK, clock, strict=True))
+        self.counters = replace(counters, **shared)
+        self.planned = replace(planned, share=share)
         return REASONS[int(code)] if code >= 0 else None
 
     def _own_reason(self, signals: StopSignals) -> Reason | None:
@@ -349,10 +378,9 @@ class Trainer:
             return "interrupted"
         if not self.ranks.is_main:
             return None
-        if self.length.out_of_steps(self.counters):
-            return "finished"
-        if self.counters.step and self.length.clock_left(self.counters) <= 0:
-            return "time is up"
+        if self.length.is_over(self.counters):
+            by_clock = self.length.is_over_by_clock(self.counters)
+            return "time is up" if by_clock else "finished"
         if patience is not None and self.recorder.evaluations_since_best() >= patience:
             return "no improvement"
         return None

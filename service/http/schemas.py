@@ -120,11 +120,27 @@ class TrainingCurve(ReplyBody):
     validation: list[CurvePoint]
 
 
+class TrainingProgress(ReplyBody):
+    """The newest report of the checkpoint's run, which may be going on."""
+
+    step: int
+    done: float = Field(description="Completed share of the run, 0 to 1.")
+    loss: float = Field(description="Smoothed training loss, nats per token.")
+    tokens_per_second: float
+    seconds_left: float = Field(
+        description="Expected seconds from the report until the last step is saved."
+    )
+    idle_seconds: float = Field(description="Seconds since the run wrote to its log.")
+    sampled_at: int | None = Field(description="Step of the samples; null if there are none.")
+    samples: list[str] = Field(description="The newest samples, including their prompts.")
+
+
 class CardReply(ReplyBody):
     model: str
     checkpoint: CheckpointName
     card: str | None = Field(description="Markdown; null if the checkpoint has none.")
     curve: TrainingCurve
+    progress: TrainingProgress | None = Field(description="null without a report of the run.")
 
 
 class Version(ReplyBody):

@@ -35,8 +35,15 @@ class TrainSettings(CommandSettings, TrainingConfig):
         "dropout": "recipe (default: the preset's)",
         "tokenizer": "vocabulary",
         "eval_every": "evaluations and checkpoints",
+        "watch": "reports and samples",
     }
     flag_names: ClassVar = {"from_checkpoint": "from"}
+
+    watch: bool = Field(
+        False,
+        description="draw the loss curve, the figures, the time left and the newest samples on the "
+        "terminal, in place of a line for each",
+    )
 
 
 class EvalSettings(CommandSettings):

@@ -394,13 +394,18 @@ def test_tabs_show_the_whole_text_or_the_prompt_alone(server: ServedProcess, pag
 def test_open_pages_follow_a_run(new_page: NewPage, tmp_path: Path) -> None:
     run = tmp_path / "run"
 
+    def report(step: int) -> None:
+        figures = {"smoothed_loss": 2.0, "tokens_per_second": 1234.0, "seconds": 1.0}
+        plan = {"done": step / 400, "seconds_left": 3700.0}
+        with (run / "metrics.jsonl").open("a") as log:
+            log.write(json.dumps({"kind": "train", "step": step, **figures, **plan}) + "\n")
+
     def save(step: int) -> None:
         gpt = tiny_gpt(tiny_config(n_layer=2, n_head=4), seed=step)
         record = training_record(step=step, val_loss=step / 100)
         save_tiny_checkpoint(run / f"step-{step:06d}", gpt, training=record)
-        point = {"kind": "train", "smoothed_loss": 2.0, "seconds": 1.0}
-        with (run / "metrics.jsonl").open("a") as log:
-            log.writelines(json.dumps(point | {"step": at}) + "\n" for at in (step - 50, step))
+        report(step - 50)
+        report(step)
         (run / "new").symlink_to(f"step-{step:06d}")
         (run / "new").rename(run / "latest")
 
@@ -428,6 +433,14 @@ def test_open_pages_follow_a_run(new_page: NewPage, tmp_path: Path) -> None:
             "/step\\s+300/.test(document.getElementById('facts').innerText) && "
             "document.querySelectorAll('#training circle').length === 6"
         )
+        (run / "samples.txt").write_text("=== step 350\nonce upon\n\n")
+        report(350)  # without a new checkpoint
+        page.wait_for_function(
+            "/350, 88 % of the run/.test(document.getElementById('training').innerText)"
+        )
+        shown = page.inner_text("#training")
+        assert re.search(r"time left\s+1:01:\d\d", shown)
+        assert re.search(r"1,234 tokens/s[^$]*Samples at step 350\s+once upon", shown)
         page.close()
 
 

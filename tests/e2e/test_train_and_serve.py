@@ -3,6 +3,10 @@
 import io
 import json
 import math
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,3 +144,27 @@ def test_classroom_model_is_served(tmp_path: Path) -> None:
     ):
         reply = generate(http, temperature=0, ignore_eos=True)
     assert reply["choices"][0]["token_ids"] == reference.generate(gpt, prompt, params)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("run")  # has started the process that later ones are forked from
+def test_minutes_hold_next_to_busy_programs(tmp_path: Path) -> None:
+    """A minute once took more than two: the samples of one step took two thirds of it."""
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    spin = [sys.executable, "-c", "while True: pass"]
+    busy = [subprocess.Popen(spin) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        began = time.monotonic()
+        flags = ["--minutes", "1", "--data", "text.txt", "--out", "run"]
+        done = completed(["train", *flags], cwd=tmp_path, without=[MATPLOTLIB])
+        took = time.monotonic() - began
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert done.returncode == 0, done.stderr
+    assert 48 < took < 72
+    records = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    reports = [record for record in map(json.loads, records) if record["kind"] == "train"]
+    assert reports[-1]["step"] > 10
+    assert (reports[-1]["done"], reports[-1]["learning_rate"]) == (1, 0)

@@ -244,7 +244,7 @@ def resolve_resumed(
 def _refuse_ended(given: Mapping[str, Any], length: Length, saved: Counters) -> None:
     """Raise TrainingError if the run has already reached the one of its two limits that is not set
     again."""
-    over = {"minutes": length.clock_left(saved) <= 0, "steps": length.out_of_steps(saved)}
+    over = {"minutes": length.is_over_by_clock(saved), "steps": length.is_over_by_steps(saved)}
     for name, other in (("steps", "minutes"), ("minutes", "steps")):
         if name in given and other not in given and over[other]:
             raise TrainingError(

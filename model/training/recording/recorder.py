@@ -12,10 +12,12 @@ due.
 """
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -36,6 +38,10 @@ from logitd.model.training.stopping.length import Counters
 from logitd.model.training.stopping.worsening import worsening
 from logitd.model.transformer.gpt import GPT
 
+Task = Literal["state", "evaluation", "samples", "checkpoint"]
+SAMPLING = 0.02
+"""Largest share of the minutes that the samples of a step take; longer ones are cut."""
+
 
 @dataclass(frozen=True)
 class Due:
@@ -50,6 +56,7 @@ class RunRecorder:
     """Evaluates, samples and saves a model in training.
 
     evaluations  evaluation records of metrics.jsonl, oldest first
+    seconds      time of each task when it was done last
     """
 
     def __init__(self, run: Run, gpt: GPT, optimizers: Optimizers, report: EventHandler) -> None:
@@ -63,6 +70,7 @@ class RunRecorder:
             batches=run.training.recipe.eval_batches,
         )
         self.evaluations: list[dict[str, Any]] = []
+        self.seconds: dict[Task, float] = {}
         self._state_step: int | None = None  # step of the saved state
         self._sample_step: int | None = None  # step of the latest samples
         self._samples: list[tuple[str, str]] = []  # prompts with the text that the model wrote
@@ -100,9 +108,13 @@ class RunRecorder:
     def evaluate(self, counters: Counters) -> bool:
         """Compute and record the validation loss, unless this step was already evaluated. Returns
         True if it is the best so far, except at step 0."""
-        run, step = self._run, counters.step
-        if self.evaluations and self.evaluations[-1]["step"] == step:
+        if self.evaluations and self.evaluations[-1]["step"] == counters.step:
             return False
+        with self._timed("evaluation"):
+            return self._evaluate(counters)
+
+    def _evaluate(self, counters: Counters) -> bool:
+        run, step = self._run, counters.step
         result = validate(self._gpt, self._windows, self._forward, run.ranks, sharded=run.sharded)
         if not math.isfinite(result.loss):
             raise run.directory.diverged(
@@ -137,6 +149,25 @@ class RunRecorder:
         losses = [record["val_loss"] for record in self.evaluations]
         return len(losses) - 1 - losses.index(min(losses))
 
+    def seconds_per_step(self) -> float:
+        """Time of the tasks between two steps, on average, if they take as long as the last time
+        and every evaluation is the best."""
+        recipe, seconds = self._run.training.recipe, self.seconds
+        saves = recipe.checkpoint_every
+        evaluations = _frequency(saves, recipe.eval_every)
+        return (
+            seconds.get("state", 0.0) / saves
+            + (seconds.get("evaluation", 0.0) + seconds.get("checkpoint", 0.0)) * evaluations
+            + seconds.get("samples", 0.0)
+            * _frequency(saves, recipe.sample_every or recipe.eval_every)
+        )
+
+    @contextmanager
+    def _timed(self, task: Task) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.seconds[task] = time.monotonic() - began
+
     def write_metrics(self, record: Mapping[str, Any]) -> None:
         if self._run.ranks.is_main:
             with self._run.directory.saving(record["step"]):
@@ -145,7 +176,7 @@ class RunRecorder:
     def _save_state(self, counters: Counters, reports: Mapping[str, Any]) -> None:
         run, ranks = self._run, self._run.ranks
         self._require_finite(counters.step)
-        with run.directory.saving(counters.step):
+        with self._timed("state"), run.directory.saving(counters.step):
             save_state(
                 run.directory.state,
                 gpt=self._gpt,
@@ -179,12 +210,14 @@ class RunRecorder:
         if self._sample_step == step or not (run.ranks.is_main or run.sharded):
             return
         self._samples, self._sample_step = [], step
-        for prompt, text in samples(run, self._gpt, self._forward):
-            self._samples.append((prompt, text))
-            if run.ranks.is_main:
-                with run.directory.saving(step):
-                    run.directory.append_sample(step, prompt, text)
-            self._report(Sampled(step, prompt, text))
+        allowed = SAMPLING * 60 * (run.training.length.minutes or math.inf)
+        with self._timed("samples"):
+            for prompt, text in samples(run, self._gpt, self._forward, allowed):
+                self._samples.append((prompt, text))
+                if run.ranks.is_main:
+                    with run.directory.saving(step):
+                        run.directory.append_sample(step, prompt, text)
+                self._report(Sampled(step, prompt, text))
 
     def _write_checkpoint(self, counters: Counters) -> None:
         """Write a checkpoint with the last evaluation and the latest samples, update the links
@@ -193,7 +226,7 @@ class RunRecorder:
         weights = gather_weights(self._gpt, run.ranks)
         if run.ranks.is_main:
             path = directory.checkpoint(counters.step)
-            with directory.saving(counters.step):
+            with self._timed("checkpoint"), directory.saving(counters.step):
                 about: dict[str, Any] = {
                     "weights": weights,
                     "training": self._training_record(counters),
@@ -226,3 +259,8 @@ class RunRecorder:
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             base=None if base is None else base.record,
         )
+
+
+def _frequency(first: int, second: int) -> float:
+    """Share of all steps that are multiples of one of two numbers."""
+    return 1 / first + 1 / second - 1 / math.lcm(first, second)

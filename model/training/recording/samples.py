@@ -6,6 +6,7 @@ a separate random generator, so they never disturb training. If several processe
 all of them compute, and the main process samples. `recorder.py` writes the files.
 """
 
+import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -23,23 +24,32 @@ INCOMPLETE = "\ufffd"
 """Result of decoding an incomplete character, such as one that the last token cuts."""
 
 
-def samples(run: Run, gpt: GPT, forward: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, str]]:
-    """Yield each prompt with the text that the model generates after it. `forward` maps ids (B, T)
-    to logits (B, T, V)."""
-    prompts, seed = run.training.config.prompts, run.training.recipe.seed
-    for index, prompt in enumerate(prompts or default_prompts(run.text)):
-        yield prompt, _text_after(prompt, seed + index, run, gpt, forward)
+def samples(
+    run: Run, gpt: GPT, forward: Callable[[Tensor], Tensor], seconds: float
+) -> Iterator[tuple[str, str]]:
+    """Yield each prompt with the text that the model generates after it, in about `seconds`
+    altogether. `forward` maps ids (B, T) to logits (B, T, V)."""
+    prompts = run.training.config.prompts or default_prompts(run.text)
+    for index, prompt in enumerate(prompts):
+        seed = run.training.recipe.seed + index
+        yield prompt, _text_after(prompt, seed, run, gpt, forward, seconds / len(prompts))
 
 
 def _text_after(
-    prompt: str, seed: int, run: Run, gpt: GPT, forward: Callable[[Tensor], Tensor]
+    prompt: str,
+    seed: int,
+    run: Run,
+    gpt: GPT,
+    forward: Callable[[Tensor], Tensor],
+    seconds: float,
 ) -> str:
-    """The generated text after a prompt: `sample_tokens` tokens, or fewer if the document ends. The
-    model sees only the last `context_length` ids."""
+    """The generated text after a prompt: `sample_tokens` tokens, or fewer if the document ends or
+    `seconds` are over. The model sees only the last `context_length` ids."""
     tokenizer, ranks = run.text.tokenizer, run.ranks if run.sharded else ALONE
     draw = torch.Generator().manual_seed(seed)
     ids = tokenizer.encode(prompt, special_ids=run.text.special_ids)
     start, device, training = len(ids), gpt.token_embedding.weight.device, gpt.training
+    end = time.monotonic() + seconds
     gpt.eval()
     try:
         with torch.no_grad():
@@ -52,6 +62,8 @@ def _text_after(
                 if token_id == tokenizer.end_of_text:
                     break
                 ids.append(token_id)
+                if ranks.broadcast(time.monotonic() >= end):
+                    break
     finally:
         gpt.train(training)
     return tokenizer.decode(ids[start:]).rstrip(INCOMPLETE)

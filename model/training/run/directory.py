@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from logitd.model.checkpoint.card_and_curve import METRICS
+from logitd.model.checkpoint.card_and_curve import METRICS, SAMPLE, SAMPLES
 from logitd.model.checkpoint.run_folder import BEST, LATEST, LOCK, RUN, is_run
 from logitd.model.data.shards import DATA
 from logitd.model.files import CONFIG_BYTES, parse_json, read_regular, write_whole
@@ -33,12 +33,10 @@ from logitd.model.folder_lock import FolderLock, FolderLocked
 from logitd.model.training.configuration.config import TrainingError
 from logitd.model.training.configuration.resolve import ResolvedTraining
 
-SAMPLES, PLOT = "samples.txt", "loss.png"
+PLOT = "loss.png"
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a full disk, a quota, or a limit on the size of a file."""
 _STEP = re.compile(r"step-(\d{6,})")
-SAMPLE = re.compile(r"^=== step (\d+)$", re.MULTILINE)
-"""First line of a sample."""
 
 
 class RunDirectory:

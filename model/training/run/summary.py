@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from logitd.model.checkpoint.card_and_curve import METRICS
+from logitd.model.checkpoint.card_and_curve import METRICS, SAMPLES, read_samples
 from logitd.model.checkpoint.run_folder import RUN, is_run
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.configuration.presets import PRESETS
-from logitd.model.training.run.directory import SAMPLE, SAMPLES, RunDirectory
+from logitd.model.training.run.directory import RunDirectory
 from logitd.model.training.stopping.length import Counters
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.size import parameter_count
@@ -62,9 +62,14 @@ def summarise(path: Path) -> RunSummary:
     last: Mapping[str, Any] = records[-1] if records else {"step": 0, "seconds": 0.0}
     best = min(evals, key=lambda record: float(record["val_loss"]), default={})
     report, evaluation = train[-1] if train else {}, evals[-1] if evals else {}
-    ending = report.get("ending", 0.0)
-    done = length.done(Counters(step=last["step"], seconds=last["seconds"], ending=ending))
-    sampled_at, samples = _samples(path / SAMPLES)
+    counters = Counters(
+        step=last["step"],
+        seconds=last["seconds"],
+        ending=report.get("ending", 0.0),  # written by earlier versions
+        share=report.get("done", 0.0),
+        minutes=report.get("minutes"),
+    )
+    sampled_at, samples = read_samples(path)
     settings = {**asdict(training.recipe), **model.to_dict()}
     if (lora := training.lora) is not None:
         settings |= {"lora": lora.rank, "lora_alpha": lora.alpha, "lora_targets": [*lora.targets]}
@@ -76,7 +81,7 @@ def summarise(path: Path) -> RunSummary:
         parameters=parameter_count(model),
         settings=settings,
         changes=_changes(config, settings, model, shape=base is None),
-        finished=done >= 1,
+        finished=length.done(counters) >= 1,
         idle_seconds=max(0.0, time.time() - _last_written(path)),
         step=last["step"],
         steps=length.steps,
@@ -130,19 +135,6 @@ def _metrics(path: Path) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
         where = ", ".join(map(str, damaged[:5])) + (" and more" if len(damaged) > 5 else "")
         notes.append(f"{len(damaged)} lines of {METRICS} are damaged and were skipped: {where}")
     return records, tuple(notes)
-
-
-def _samples(path: Path) -> tuple[int | None, tuple[str, ...]]:
-    """The last step that was sampled, and its samples."""
-    if not path.is_file():
-        return None, ()
-    parts = SAMPLE.split(path.read_text(encoding="utf-8", errors="replace"))[1:]
-    if not parts:
-        return None, ()
-    steps, texts = [int(step) for step in parts[::2]], parts[1::2]
-    return steps[-1], tuple(
-        text.strip("\n") for step, text in zip(steps, texts, strict=True) if step == steps[-1]
-    )
 
 
 def _changes(

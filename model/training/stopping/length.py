@@ -1,22 +1,39 @@
 """Length: the progress and the end of a run, by steps, by the clock, or by whichever comes first.
 
 The minutes include set-up and saving the last step. The learning rate depends on the completed
-share of the run (`model/training/optim/schedule.py`), so it also decays in a run that only the
-clock ends. But the number of steps of such a run depends on the machine's speed: only a run with a
-set number of steps can be repeated exactly.
+share of the run (`model/training/optim/schedule.py`). If the clock ends a run, the share is planned
+again before each step: with time for n more steps, the next one completes an n-th of the rest. So
+the share never falls, the learning rate comes down in time even if the machine becomes slower, and
+the last step has the last learning rate. The plan is a part of the counters, so a resumed run
+continues with it: together with the recorded shares, seed and step determine every bit. Only a run
+with a set number of steps can be repeated exactly.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from logitd.model.plural import pluralize
+
+WINDOW = 5
+"""Fewest steps over which the time of a step is averaged; later it is a fifth of all steps."""
+RESERVE = 1.5
+"""Time reserved for saving the last step, relative to the time of the latest checkpoint."""
+MORE_FOR_SLOWER = 0.1
+"""Largest share of the minutes that is reserved in addition if steps have become slower."""
 
 
 @dataclass(frozen=True)
 class Counters:
     """Progress of a run, over all commands that trained it.
 
-    seconds  wall-clock time
-    setup    part of `seconds` before the second step of each command: text, measuring, compiling
-    ending   expected seconds of saving the last step
+    seconds      wall-clock time
+    setup        part of `seconds` before the second step of each command: text, measuring,
+                 compiling
+    ending       seconds reserved for saving the last step
+    pace         seconds of a recent step, without the tasks between steps; 0 if unknown
+    ending_pace  the pace when `ending` was measured; 0 if unknown
+    share        completed share of the minutes, as it was planned
+    minutes      the minutes for which `share` was planned; None if it was not
     """
 
     step: int = 0
@@ -24,31 +41,133 @@ class Counters:
     seconds: float = 0.0
     setup: float = 0.0
     ending: float = 0.0
+    pace: float = 0.0
+    ending_pace: float = 0.0
+    share: float = 0.0
+    minutes: float | None = None
+
+    def stepped(self, seconds: float, tokens: int, *, warm: bool) -> "Counters":
+        """Count a step that ended at `seconds`. Its time counts for the pace if it was `warm`: not
+        the first one of a command."""
+        took, pace = seconds - self.seconds, self.pace
+        if warm:
+            pace += (took - pace) / max(WINDOW, self.step / WINDOW) if pace else took
+        return replace(
+            self,
+            step=self.step + 1,
+            tokens=self.tokens + tokens,
+            seconds=seconds,
+            pace=pace,
+            # One step may be an exception, so it is no measure.
+            ending_pace=self.ending_pace or (pace if self.step > WINDOW else 0.0),
+        )
+
+    def saved(self, took: float) -> "Counters":
+        """Reserve time for the ending, after a checkpoint that took `took` seconds."""
+        ending_pace = self.pace if self.step > WINDOW else 0.0
+        return replace(self, ending=RESERVE * took, ending_pace=ending_pace)
+
+    @property
+    def slowdown(self) -> float:
+        """Time of a step relative to that when `ending` was measured, at least 1."""
+        return max(1.0, self.pace / self.ending_pace) if self.ending_pace else 1.0
 
 
 @dataclass(frozen=True)
 class Length:
-    """The length of a run. At least one of the fields is set."""
+    """The length of a run. At least one of the fields is set. In all methods, `tasks` are the
+    seconds of the tasks between two steps, on average."""
 
     steps: int | None
     minutes: float | None  # wall-clock time over all commands
 
     def done(self, counters: Counters) -> float:
         """The completed share of the run, 0 to 1."""
+        if self.is_over_by_clock(counters):
+            return 1.0
         by_steps = counters.step / self.steps if self.steps else 0.0
-        trained = max(0.0, counters.seconds - counters.setup)
-        by_clock = trained and trained / max(trained, trained + self.clock_left(counters))
-        return min(1.0, max(by_steps, by_clock))
+        return min(1.0, max(by_steps, self._share(counters)))
+
+    def plan(self, counters: Counters, tasks: float) -> Counters:
+        """The counters with the share of the minutes that the next step completes. It stays 0
+        until the pace is known."""
+        if self.minutes is None:
+            return counters
+        share, left = self._share(counters), self._clock_steps(counters, counters.pace, tasks)
+        planned = 1.0 if left == 1 else share + (1 - share) / left
+        return replace(counters, share=planned, minutes=self.minutes)
 
     def clock_left(self, counters: Counters) -> float:
         """Seconds left for steps; infinite if no minutes are set."""
         if self.minutes is None:
             return math.inf
-        return self.minutes * 60 - counters.ending - counters.seconds
+        return self.minutes * 60 - self.reserved(counters) - counters.seconds
 
-    def seconds_left(self, counters: Counters, seconds_per_step: float) -> float:
-        by_steps = (self.steps - counters.step) * seconds_per_step if self.steps else math.inf
-        return max(0.0, min(by_steps, self.clock_left(counters)))
+    def reserved(self, counters: Counters) -> float:
+        """Seconds reserved for the ending: more if steps have become slower since it was
+        measured."""
+        more = counters.ending * (counters.slowdown - 1)
+        return counters.ending + min(more, MORE_FOR_SLOWER * 60 * (self.minutes or math.inf))
 
-    def out_of_steps(self, counters: Counters) -> bool:
+    def steps_left(self, counters: Counters, pace: float, tasks: float) -> float:
+        """Expected number of steps until the end; infinite if the pace is 0 and only the clock ends
+        the run."""
+        by_steps = self.steps - counters.step if self.steps else math.inf
+        return (
+            0.0
+            if self.is_over(counters)
+            else min(by_steps, self._clock_steps(counters, pace, tasks))
+        )
+
+    def seconds_left(self, counters: Counters, pace: float, tasks: float) -> float:
+        """Expected seconds until the last step is saved, with steps of `pace` seconds."""
+        steps = self.steps_left(counters, pace, tasks)
+        return steps * (pace + tasks) + counters.ending / RESERVE * counters.slowdown
+
+    def is_over(self, counters: Counters) -> bool:
+        """True if no further step is due."""
+        return self.is_over_by_steps(counters) or self.is_over_by_clock(counters)
+
+    def is_over_by_steps(self, counters: Counters) -> bool:
         return self.steps is not None and counters.step >= self.steps
+
+    def is_over_by_clock(self, counters: Counters) -> bool:
+        planned = counters.pace > 0 and counters.minutes == self.minutes
+        over = counters.share >= 1 if planned else self.clock_left(counters) <= 0
+        return self.minutes is not None and counters.step > 0 and over
+
+    def setup_notice(self, counters: Counters) -> str | None:
+        """A notice before the first step if set-up took most of the minutes."""
+        minutes, left = self.minutes, self.clock_left(counters)
+        if minutes is None or left > 60 * minutes / 2:
+            return None
+        took = f"set-up took {counters.setup:.0f} s"
+        if left > 0:
+            return f"{took}, so {left:.0f} s of --minutes {minutes:g} are left for training"
+        return (
+            f"{took} and used up --minutes {minutes:g}, so only one step is trained: set more "
+            "minutes"
+        )
+
+    def shortening_notice(self, steps: int, expected: int) -> str:
+        """A notice if the minutes suffice for fewer steps than were expected."""
+        return (
+            f"--minutes {self.minutes:g} suffice for about {pluralize(steps, 'step', ',')} instead "
+            f"of {expected:,}: the learning rate falls sooner, so that it is down at the end"
+        )
+
+    def _share(self, counters: Counters) -> float:
+        """The completed share of the minutes: the planned one, or that of the time if none was
+        planned for these minutes."""
+        if self.minutes is None:
+            return 0.0
+        if counters.minutes == self.minutes:
+            return counters.share
+        trained = max(0.0, counters.seconds - counters.setup)
+        return trained and trained / max(trained, trained + self.clock_left(counters))
+
+    def _clock_steps(self, counters: Counters, pace: float, tasks: float) -> float:
+        """Number of steps for which the minutes suffice, at least 1; infinite if unknown."""
+        if self.minutes is None or not pace:
+            return math.inf
+        return max(1, round(self.clock_left(counters) / (pace + tasks)))

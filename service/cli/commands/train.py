@@ -2,16 +2,20 @@
 
 import os
 import sys
+from contextlib import ExitStack
+
+from rich.console import Console
 
 from logitd.model.data.errors import DataError
 from logitd.model.data.sources.download import Downloading
 from logitd.model.device import DeviceError, keep_freed_memory
 from logitd.model.training.configuration.config import TrainingError
-from logitd.model.training.events import Event, Noticed, Progress, line
+from logitd.model.training.events import Event, EventHandler, Noticed, Progress, line
 from logitd.model.training.stopping.signals import errors_outlive_sigterm
 from logitd.model.training.trainer import train
 from logitd.model.transformer.config import ConfigError
 from logitd.service.cli.busy import busy_notice
+from logitd.service.cli.commands.training_view import TrainingView
 from logitd.service.cli.program_name import command
 from logitd.service.cli.terminal import ProgressLine, say
 from logitd.service.settings.train import TrainSettings
@@ -35,11 +39,22 @@ def run(settings: TrainSettings, began: float) -> int:
     """Train, and return the exit code. `began` is the time when the command started, by the
     monotonic clock."""
     keep_freed_memory()  # each step allocates and frees the same pieces of memory
-    reporter = TerminalReporter()
-    if os.environ.get("RANK", "0") == "0" and (notice := busy_notice()):
-        reporter(Noticed(notice))
+    if settings.watch and not sys.stdout.isatty():
+        say(
+            "logitd train: --watch draws on a terminal, but the output is not one: remove it, and "
+            "read the lines",
+            file=sys.stderr,
+        )
+        return 2
+    is_main = os.environ.get("RANK", "0") == "0"
     try:
-        result = train(settings, reporter, began)
+        with ExitStack() as stack:
+            reporter: EventHandler = TerminalReporter()
+            if settings.watch and is_main:
+                reporter = stack.enter_context(TrainingView(Console(highlight=False)))
+            if is_main and (notice := busy_notice()):
+                reporter(Noticed(notice))
+            result = train(settings, reporter, began)
     except ERRORS as error:  # print before a SIGTERM may end the process
         say(f"logitd train: {error}", file=sys.stderr)
         return 1

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 
-from logitd.model.checkpoint.card_and_curve import read_card, read_curve
+from logitd.model.checkpoint.card_and_curve import read_card, read_curve, read_progress
 from logitd.model.operations.operation import checkpoint_name
 from logitd.model.version import VERSION
 from logitd.service.errors import errors
@@ -124,7 +124,7 @@ async def info(models: Ready, model: AskedModel = None) -> Info:
 @router.get(
     "/card",
     responses=errors(401, 404, 503),
-    summary="Read the model card and the training curve",
+    summary="Read the model card, the training curve and the progress of the training",
 )
 def card(context: Chosen) -> CardReply:
     """The files next to the checkpoint, read anew for each request because training may still be
@@ -138,6 +138,7 @@ def card(context: Chosen) -> CardReply:
             "checkpoint": checkpoint_name(checkpoint),
             "card": text,
             "curve": curve,
+            "progress": read_progress(checkpoint.path),
         },
         from_attributes=True,
     )

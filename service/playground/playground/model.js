@@ -5,6 +5,7 @@ import { lineChart } from "./chart.js";
 import { element, fill, find, heading, hint, plainTable } from "./dom.js";
 
 const EVERY_MS = 2000;
+const TRAINING_MS = 5000;
 const KEPT = 60;
 
 // The samples of a model in Prometheus' text format: those with the label `model` and no other.
@@ -17,9 +18,18 @@ export function readMetrics(text, model) {
   return values;
 }
 
+// Seconds as 1:02:03 or 2:03.
+export function clock(seconds) {
+  const whole = Math.floor(seconds);
+  const [hours, minutes] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60];
+  const two = (number) => String(number).padStart(2, "0");
+  return hours ? `${hours}:${two(minutes)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`;
+}
+
 export class ModelTab {
   #app;
   #timer = null;
+  #trainingTimer = null;
   #before = null; // { time, tokens, prompt }
   #rates = [];
 
@@ -35,12 +45,25 @@ export class ModelTab {
 
   close() {
     clearTimeout(this.#timer);
+    clearTimeout(this.#trainingTimer);
   }
 
   update() {
     const key = JSON.stringify(this.#app.info);
     fill(find("facts"), () => this.#facts(), key);
-    fill(find("training"), (signal) => this.#training(signal), key);
+    this.#follow(key);
+  }
+
+  // Draw the training, again and again while it is going on.
+  async #follow(key = null) {
+    clearTimeout(this.#trainingTimer);
+    let going = false;
+    await fill(find("training"), async (signal) => {
+      const { progress, ...rest } = await get("/card", signal);
+      going = progress !== null && progress.done < 1;
+      return this.#training(progress, rest);
+    }, key);
+    if (going && !find("panel-model").hidden) this.#trainingTimer = setTimeout(() => this.#follow(), TRAINING_MS);
   }
 
   #facts() {
@@ -64,8 +87,7 @@ export class ModelTab {
     ];
   }
 
-  async #training(signal) {
-    const { card, curve } = await get("/card", signal);
+  #training(progress, { card, curve }) {
     const made = [];
     const points = (list) => list.filter(({ loss }) => loss !== null).map(({ step, loss }) => [step, loss]);
     const series = [
@@ -73,10 +95,24 @@ export class ModelTab {
       { name: "validation", points: points(curve.validation) },
     ].filter((line) => line.points.length > 1);
     if (series.length) made.push(heading("Training"), lineChart({ label: "Loss by step", series, x: "step", y: "nats per token" }));
+    if (progress !== null) made.push(...this.#progress(progress, made.length > 0));
     const open = find("training").querySelector("details")?.open ?? false; // stays open when the curve changes
     if (card !== null) made.push(element("details", { open }, element("summary", {}, "Model card"), element("pre", { class: "card" }, card)));
     if (!made.length) made.push(hint("This checkpoint has no card and no log of its run."));
     return made;
+  }
+
+  #progress({ step, done, loss, tokens_per_second, seconds_left, idle_seconds, sampled_at, samples }, headed) {
+    const left = Math.max(0, seconds_left - idle_seconds);
+    const rows = [
+      ["step", `${step.toLocaleString("en")}, ${(100 * done).toFixed(0)} % of the run`],
+      ["training loss", `${loss.toFixed(4)} nats per token`],
+      ["speed", `${tokens_per_second.toLocaleString("en", { maximumFractionDigits: 0 })} tokens/s`],
+    ];
+    if (done < 1) rows.push(["time left", clock(left)], ["last report", `${clock(idle_seconds)} ago`]);
+    const texts = samples.map((text) => element("pre", { class: "card" }, text));
+    const sampled = texts.length ? [element("h4", {}, `Samples at step ${sampled_at.toLocaleString("en")}`), ...texts] : [];
+    return [...(headed ? [] : [heading("Training")]), plainTable(rows), ...sampled];
   }
 
   async #watch() {

@@ -14,6 +14,7 @@ from logitd.model.checkpoint.card_and_curve import (
     Point,
     read_card,
     read_curve,
+    read_progress,
     sampled_prompt,
 )
 from logitd.model.training.recording.card import _curve
@@ -54,6 +55,20 @@ def test_curve_without_a_run_comes_from_the_card(tmp_path: Path) -> None:
     points = (Point(0, 3.0, 1.5), Point(500, 2.5, 1.5), Point(1500, 1.5, 1.5))
     assert read_curve(tmp_path, card) == Curve(validation=points)
     assert read_curve(tmp_path, None) == Curve()
+
+
+def test_progress_is_the_newest_report_with_its_samples(tmp_path: Path) -> None:
+    plan = {"done": 0.25, "seconds_left": 90.5, "tokens_per_second": 1000.0}
+    (tmp_path / "samples.txt").write_text("=== step 1\na\n\n=== step 5\nb\n\n=== step 5\nc\nd\n\n")
+    path = checkpoint_in(tmp_path, train(5) | plan, train(10, 2.25) | plan, evaluation(10))
+    found = read_progress(path)
+    assert found is not None
+    assert (found.step, found.done, found.loss, found.seconds_left) == (10, 0.25, 2.25, 90.5)
+    assert (found.sampled_at, found.samples) == (5, ("b", "c\nd"))
+    assert 0 <= found.idle_seconds < 600
+    assert read_progress(checkpoint_in(tmp_path, train(5))) is None, "an earlier version's report"
+    (tmp_path / METRICS).unlink()
+    assert read_progress(path) is None
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ import math
 import re
 import resource
 import shutil
+from itertools import count
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,6 +38,25 @@ def test_weights_spoiled_by_the_last_update_are_not_saved(
     assert "step-000006" in str(error.value)
     monkeypatch.undo()
     assert train(TrainingConfig(out=config.out, resume=True)).step == 12
+
+
+def test_samples_take_a_small_share_of_the_minutes(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They took 40 of 60 seconds on a busy machine. On a clock on which a token takes a second, two
+    percent of two minutes suffice for three tokens."""
+    seconds = SimpleNamespace(monotonic=count(0.0).__next__)
+    monkeypatch.setattr("logitd.model.training.recording.samples.time", seconds)
+    texts = []
+    for minutes in (None, 2):
+        events: list[Event] = []
+        out = tmp_path / str(minutes)
+        config = configure(steps=1, minutes=minutes, sample_tokens=40, prompts=("a",), out=out)
+        train(config, events.append)
+        texts.append(next(event.text for event in events if isinstance(event, Sampled)))
+    whole, cut = texts
+    assert whole.startswith(cut)
+    assert 0 < len(cut) < len(whole) / 3
 
 
 def _train_with_little_room(config: TrainingConfig, limit: int, sentence: Path) -> None:
