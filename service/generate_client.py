@@ -26,7 +26,7 @@ from pydantic.fields import FieldInfo
 from logitd.model.operations.all import OPERATIONS
 from logitd.model.operations.attributions import Direction
 from logitd.model.operations.body import PositionRange, Reply
-from logitd.model.operations.interventions import Intervention, Source
+from logitd.model.operations.interventions import Difference, Intervention, Source
 from logitd.model.operations.operation import Operation
 from logitd.model.operations.processing import Processing
 from logitd.service.http.schemas import Health, Info, StagesReply, TokenizerInfo
@@ -148,7 +148,7 @@ def _generated_operations() -> Iterator[Operation]:
 
 def fields_source() -> str:
     """TypedDicts of the nested objects, of the shared fields, and of each operation's fields."""
-    parts = (PositionRange, Source, Intervention, Processing, Direction)
+    parts = (PositionRange, Source, Difference, Intervention, Processing, Direction)
     found = {model.__name__: typed_dict(model.__name__, _members(model)) for model in parts}
     shared = {name: _members(OPERATIONS[0].body)[name] for name in SHARED}
     found["SharedFields"] = typed_dict("SharedFields", shared)
@@ -178,7 +178,9 @@ def _members(model: type[BaseModel]) -> dict[str, str]:
     kinds = {
         field.alias or key: _field_type(key, field) for key, field in model.model_fields.items()
     }
-    required = {key for key, field in model.model_fields.items() if field.is_required()}
+    required = {
+        field.alias or key for key, field in model.model_fields.items() if field.is_required()
+    }
     return {key: f"Required[{kind}]" if key in required else kind for key, kind in kinds.items()}
 
 
@@ -193,7 +195,13 @@ def typed_dict(name: str, members: Mapping[str, str], base: str = "TypedDict") -
 
 def _field_type(key: str, field: FieldInfo) -> str:
     """The type of a field in the client, wider than the server's, which takes only lists."""
-    special = {"values": "Values | None", "logit_bias": "LogitBias"}
+    direction = "Values | Difference | None"
+    special = {
+        "values": "Values | None",
+        "along": direction,
+        "proportional_to": direction,
+        "logit_bias": "LogitBias",
+    }
     return special.get(key) or _argument(field.annotation)
 
 

@@ -41,17 +41,32 @@ class Source(TypedDict, total=False):
     positions: Literal["last", "all"] | TokenIds | PositionRange | None
 
 
+Difference = TypedDict(
+    "Difference",
+    {
+        "from": Required[Source],
+        "minus": Source | None,
+    },
+    total=False,
+)
+
+
 Intervention = TypedDict(
     "Intervention",
     {
         "stage": Required[str],
-        "operation": Required[Literal["zero", "scale", "add", "set"]],
+        "operation": Required[Literal["zero", "scale", "add", "set", "clamp"]],
         "positions": Literal["all", "prompt", "generated", "last"] | TokenIds | PositionRange,
         "heads": TokenIds | None,
+        "units": TokenIds | None,
+        "along": Values | Difference | None,
         "factor": float | None,
         "values": Values | None,
         "from": Source | None,
         "minus": Source | None,
+        "proportional_to": Values | Difference | None,
+        "minimum": float | None,
+        "maximum": float | None,
     },
     total=False,
 )
