@@ -53,6 +53,8 @@ SEVERAL_FORMS = {
     "{'from': first, 'to': first left out}",
     "tokens": f"a list of {IDS}, or a list of such lists ({MAX_PROMPTS} at most)",
     "baseline": "'zero' or a token id",
+    **dict.fromkeys(("token", "minus"), "a text, or a list with one for each prompt"),
+    **dict.fromkeys(("token_id", "minus_id"), "a token id, or a list with one for each prompt"),
     "tool_choice": "'none', 'auto', 'required' or a function's name in an object",
     "guided_json": SCHEMA,
     "structured_outputs.json": SCHEMA,

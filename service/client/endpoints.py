@@ -242,16 +242,15 @@ def attention(prompt: Prompt, **fields: Unpack[AttentionFields]) -> Call[Any]:
 
 
 def sweep(
-    prompt: OnePrompt,
+    prompt: Prompt,
     vary: Intervention,
     over: Sequence[Literal["layers", "heads", "positions"]],
     **fields: Unpack[SweepFields],
 ) -> Call[Sweep]:
-    """Carry out an intervention in one layer, head or position after another, and return the logit
-    of a token each time, or the difference of two logits: for example, ablate each head in turn, or
-    patch each layer at each position. With `stream`, the first event has the members that are known
-    before the cells; then follow `{"cell": ...}` for each cell as soon as it is computed, and
-    `[DONE]`."""
+    """Carry out an intervention in one layer, head or position after another, and return a metric
+    each time: a token's logit, probability or loss, a difference of two tokens, or the divergence
+    of the distribution. For example, ablate each head in turn, or patch each layer at each
+    position. Several prompts give the mean and the spread."""
     return record("/sweep", Sweep, {"prompt": prompt, "vary": vary, "over": over, **fields})
 
 

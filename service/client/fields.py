@@ -167,11 +167,12 @@ class ActivationsFields(SharedFields, total=False):
 
 
 class SweepFields(SharedFields, total=False):
-    token: str | None
-    token_id: int | None
-    minus: str | None
-    minus_id: int | None
     position: int
+    metric: Literal["logit", "probability", "loss", "kl"]
+    token: str | Sequence[str] | None
+    token_id: int | TokenIds | None
+    minus: str | Sequence[str] | None
+    minus_id: int | TokenIds | None
 
 
 class LensFields(SharedFields, total=False):

@@ -173,30 +173,39 @@ class SweptToken(NamedToken):
 
 
 @dataclass(frozen=True, slots=True)
+class SweptPrompt(PromptResult):
+    token: SweptToken | None  # null for metric kl.
+    minus: SweptToken | None
+
+
+@dataclass(frozen=True, slots=True)
 class SweepAxis:
     name: str
     values: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class SweepCell:
-    """`value` is the logit of `token`, minus that of `minus` if given."""
+class SweepValue:
+    """The metric: its mean over the prompts, and its value for each."""
 
+    value: float
+    spread: float | None  # Standard deviation over the prompts (with n - 1); null for one prompt.
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SweepCell(SweepValue):
     layer: int | None  # null if the sweep has no such axis.
     head: int | None
     position: int | None
-    logit: float
-    minus_logit: float | None
-    value: float
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep(Reply):
-    token_ids: tuple[int, ...]  # Token ids of the prompt.
-    token: SweptToken
-    minus: SweptToken | None
+    metric: str
+    prompts: tuple[SweptPrompt, ...]
     axes: tuple[SweepAxis, ...]
-    unchanged: SweepCell  # The result without `vary`.
+    unchanged: SweepValue  # The result without `vary`.
     cells: tuple[SweepCell, ...]  # In the order of the axes; the last axis changes fastest.
 
     @property

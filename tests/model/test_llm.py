@@ -265,6 +265,10 @@ def test_sweeps_are_interventions_in_one_place_after_another(llm: LLM) -> None:
     zero = Intervention(stage="blocks.1.attention.heads", operation="zero", heads=(2,))
     row = llm.logits("a prompt", interventions=[zero])[-1].astype(np.float64)
     assert grid[1, 2] == row[97] - row[98]
+    assert np.array_equal(grid, llm.sweep("a prompt", ablate, ["layers", "heads"], "a", "b"))
+    several = llm.sweep(["a prompt", "b"], ablate, ["layers", "heads"], ["a", "c"], [98, 100])
+    other = llm.sweep("b", ablate, ["layers", "heads"], "c", "d")
+    np.testing.assert_allclose(several, (grid + other) / 2)
     patched = llm.patch("a prompt", "b prompt", token=97)
     assert patched.shape == (3, 8)
     assert len(set(patched[-1, :-1])) == 1, "no later block carries another position to the last"
