@@ -24,8 +24,8 @@ import math
 import operator
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -37,6 +37,7 @@ import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError, create_model
 
 from logitd.model.checkpoint.checkpoint import CheckpointError
+from logitd.model.checkpoint.stored_weights import StoredWeights, Weight, parse_part
 from logitd.model.device import DeviceError, use_threads
 from logitd.model.dtypes import DTypeName
 from logitd.model.hooked.model import HookedGPT
@@ -404,12 +405,41 @@ class LLM:
             return getattr(self.hooked, name)
         raise AttributeError(f"LLM has no attribute {name!r}")
 
+    def weights(self) -> list[Weight]:
+        """The names and shapes of the weights: those of the checkpoint, then derived ones such as
+        `blocks.0.attention.W_OV` (`model/checkpoint/stored_weights.py`)."""
+        with self._stored_weights() as stored:
+            return stored.all()
+
+    def weight(self, name: str, slice: str | None = None) -> Floats:
+        """A weight of the checkpoint in float32, or a part of it: "3,:,0:64" has indices for each
+        axis, in steps of 1. Raises LoadError if the checkpoint's folder has changed."""
+        with self._stored_weights() as stored:
+            if (shape := stored.shape_of(name)) is None:
+                raise InvalidRequest(
+                    f"there is no weight {name[:100]!r}; LLM.weights lists those of the model",
+                    "name",
+                )
+            try:
+                part, kept = parse_part(slice, shape)
+            except ValueError as error:
+                raise InvalidRequest(str(error), "slice") from error
+            return stored.read(name, part).reshape(kept)
+
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The token ids of a prompt. The name of a special token in a text is encoded as plain
         text. Raises InvalidRequest for a text if the model has no vocabulary."""
         if not isinstance(prompt, str):
             return tuple(map(operator.index, prompt))
         return tuple(encode_text(prompt, self.tokenizer))
+
+    @contextmanager
+    def _stored_weights(self) -> Iterator[StoredWeights]:
+        try:
+            with StoredWeights(self.checkpoint) as stored:
+                yield stored
+        except CheckpointError as error:
+            raise LoadError(str(error)) from error
 
     # Running operations
 
