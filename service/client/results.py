@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from logitd.service.client.frames import array_frame, heat_map, record_frame
+
 Bytes = bytes  # alias for classes that have a member `bytes`
 
 
@@ -107,6 +109,10 @@ class Generation(Reply):
         """The first completion."""
         return self.choices[0].text
 
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame with a row for each of the choices."""
+        return record_frame(self, "choices")
+
 
 @dataclass(frozen=True, slots=True)
 class TokenProb(NamedToken):
@@ -137,6 +143,10 @@ class Probs(Reply):
     stage: str
     prompts: tuple[PromptProbs, ...]
 
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame with a row for each of the tokens."""
+        return record_frame(self, "prompts.tokens")
+
 
 @dataclass(frozen=True, slots=True)
 class TextScore(PromptResult):
@@ -165,6 +175,10 @@ class ScoreUsage:
 class Scores(Reply):
     prompts: tuple[PromptScores, ...]
     usage: ScoreUsage
+
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame with a row for each of the score and continuations."""
+        return record_frame(self, "prompts.score", "prompts.continuations")
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +233,18 @@ class Sweep(Reply):
         """The effect of each cell: its value minus the value without intervention."""
         return self.grid - self.unchanged.value
 
+    def heat_map(self, axes: Any = None) -> Any:
+        """Draw the effect of each cell of a sweep over one or two axes, on matplotlib's `axes`
+        (None: a new figure). Returns the axes."""
+        *rows, columns = [axis.values for axis in self.axes]
+        title = " by ".join(axis.name for axis in self.axes)
+        labels = rows[0] if rows else None
+        return heat_map(self.effect, rows=labels, columns=columns, title=title, axes=axes)
+
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame with a row for each of the cells."""
+        return record_frame(self, "cells")
+
 
 @dataclass(frozen=True, slots=True)
 class LensLayer:
@@ -247,6 +273,10 @@ class PromptLens(PromptResult):
 @dataclass(frozen=True, slots=True)
 class LensReadings(Reply):
     prompts: tuple[PromptLens, ...]
+
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame with a row for each of the top and tokens."""
+        return record_frame(self, "prompts.positions.layers.top", "prompts.positions.layers.tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +348,10 @@ class PromptAttributions(PromptResult):
 class Attributions(Reply):
     prompts: tuple[PromptAttributions, ...]
 
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame with a row for each of the tokens and parts."""
+        return record_frame(self, "prompts.tokens", "prompts.direct.parts")
+
 
 @dataclass(frozen=True, slots=True)
 class Piece(NamedToken):
@@ -365,6 +399,29 @@ class Stages:
     model: str
     stages: tuple[StageInfo, ...]
     request_id: str
+
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame with a row for each of the stages."""
+        return record_frame(self, "stages")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightInfo:
+    name: str
+    shape: tuple[int, ...]
+    dtype: str | None  # dtype in the checkpoint; null: derived from others.
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    model: str
+    checkpoint: Checkpoint
+    weights: tuple[WeightInfo, ...]
+    request_id: str
+
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame with a row for each of the weights."""
+        return record_frame(self, "weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -508,6 +565,10 @@ class Logits(ArrayResult):
     logits: Floats
     stage: str
 
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame with a row for each position."""
+        return array_frame(self.logits, {"position": self.positions})
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopLogits(ArrayResult):
@@ -526,12 +587,24 @@ class HiddenStates(ArrayResult):
 
     hidden_states: Floats
 
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame with a row for each layer, by its place, and position."""
+        layers = range(len(self.hidden_states))
+        return array_frame(self.hidden_states, {"layer": layers, "position": self.positions})
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attention(ArrayResult):
     """`attention` (layers, heads, P, T); each row sums to 1."""
 
     attention: Floats
+
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame with a row for each layer and head, by their places, and position."""
+        layers, heads = (range(count) for count in self.attention.shape[:2])
+        return array_frame(
+            self.attention, {"layer": layers, "head": heads, "position": self.positions}
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -542,3 +615,10 @@ class Activations(ArrayResult):
 
     def __getitem__(self, stage: str) -> Floats:
         return self.stages[stage]
+
+    def to_dataframe(self, stage: str) -> Any:
+        """A pandas DataFrame of a stage, with a row for each position, or each position and head by
+        its place."""
+        values = self.stages[stage]
+        places = {"head": range(values.shape[1])} if values.ndim > 2 else {}
+        return array_frame(values, {"position": self.positions, **places})

@@ -16,7 +16,8 @@ from logitd.model.operations.processing import Processing
 from logitd.service import client
 from logitd.service.client import fields as client_fields
 from logitd.service.client import results
-from logitd.service.generate_client import FACTS, FOLDER, PROPERTIES, result_name, sources
+from logitd.service.client_methods import PROPERTIES
+from logitd.service.generate_client import FACTS, FOLDER, result_name, sources
 
 DECIDED = {"logits": {"top_k", "stream"}}
 """Fields that a method decides; those of other operations decide `stream` alone."""
