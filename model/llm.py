@@ -24,8 +24,8 @@ import math
 import operator
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -37,6 +37,7 @@ import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError, create_model
 
 from logitd.model.checkpoint.checkpoint import CheckpointError
+from logitd.model.checkpoint.stored_weights import StoredWeights, Weight, parse_part
 from logitd.model.device import DeviceError, use_threads
 from logitd.model.dtypes import DTypeName
 from logitd.model.hooked.model import HookedGPT
@@ -102,6 +103,8 @@ __all__ = [
 Prompt = str | Sequence[int] | npt.NDArray[np.integer[Any]]
 """A text or its token ids."""
 Prompts = Prompt | Sequence[Prompt]
+Token = str | int
+"""The text of a token, or its id."""
 Floats = npt.NDArray[np.float32]
 Change = Intervention | dict[str, Any]
 """An intervention, as an object or with the fields of a request."""
@@ -303,7 +306,11 @@ class LLM:
         return [[read_lens(numbers, lens.top_k, lens.named) for numbers in at] for at in rows]
 
     def attributions(
-        self, prompt: Prompt, token: int | None = None, minus: int | None = None, **fields: Any
+        self,
+        prompt: Prompt,
+        token: Token | None = None,
+        minus: Token | None = None,
+        **fields: Any,
     ) -> Attribution:
         """How much each part contributes to the logit of `token` (None: the likeliest next token),
         minus the logit of `minus` if given. The parts are the tokens of the prompt (methods
@@ -311,23 +318,24 @@ class LLM:
 
         With the field `stages`, `gradients` has the gradients with respect to these stages; with
         `direction`, the target is a direction at a stage instead of a logit."""
-        given = {"prompt": prompt, "token_id": token, "minus_id": minus, **fields}
+        given = {"prompt": prompt, **_tokens(token=token, minus=minus), **fields}
         request = _only(cast(Record, self._plan("attributions", **given)).requests)
         return self._compute([request]).attributions[request.request_id]
 
     def sweep(
         self,
-        prompt: Prompt,
+        prompt: Prompts,
         vary: Change,
         over: Sequence[Axis],
-        token: int,
-        minus: int | None = None,
+        token: Token | Sequence[Token] | None = None,
+        minus: Token | Sequence[Token] | None = None,
         **fields: Any,
     ) -> npt.NDArray[np.float64]:
         """The logit of `token` after the prompt, minus the logit of `minus` if given, while the
-        intervention `vary` is carried out in one place after another. The result has an axis for
-        each of `over` ("layers", "heads", "positions")."""
-        given = {"vary": vary, "over": over, "token_id": token, "minus_id": minus, **fields}
+        intervention `vary` is carried out in one place after another. The result has an axis
+        for each of `over` ("layers", "heads", "positions"). `metric` chooses another metric; of
+        several prompts, with a token each or one for all, the result is the mean."""
+        given = {"vary": vary, "over": over, **_tokens(token=token, minus=minus), **fields}
         plan = cast(Series, self._plan("sweep", prompt=prompt, **given))
         return np.array(plan.members(self._parts(plan))["grid"])
 
@@ -335,8 +343,8 @@ class LLM:
         self,
         prompt: Prompt,
         source: Prompt,
-        token: int,
-        minus: int | None = None,
+        token: Token | None = None,
+        minus: Token | None = None,
         *,
         stage: str = "blocks.*.output",
         over: Sequence[Axis] = ("layers", "positions"),
@@ -397,12 +405,41 @@ class LLM:
             return getattr(self.hooked, name)
         raise AttributeError(f"LLM has no attribute {name!r}")
 
+    def weights(self) -> list[Weight]:
+        """The names and shapes of the weights: those of the checkpoint, then derived ones such as
+        `blocks.0.attention.W_OV` (`model/checkpoint/stored_weights.py`)."""
+        with self._stored_weights() as stored:
+            return stored.all()
+
+    def weight(self, name: str, slice: str | None = None) -> Floats:
+        """A weight of the checkpoint in float32, or a part of it: "3,:,0:64" has indices for each
+        axis, in steps of 1. Raises LoadError if the checkpoint's folder has changed."""
+        with self._stored_weights() as stored:
+            if (shape := stored.shape_of(name)) is None:
+                raise InvalidRequest(
+                    f"there is no weight {name[:100]!r}; LLM.weights lists those of the model",
+                    "name",
+                )
+            try:
+                part, kept = parse_part(slice, shape)
+            except ValueError as error:
+                raise InvalidRequest(str(error), "slice") from error
+            return stored.read(name, part).reshape(kept)
+
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The token ids of a prompt. The name of a special token in a text is encoded as plain
         text. Raises InvalidRequest for a text if the model has no vocabulary."""
         if not isinstance(prompt, str):
             return tuple(map(operator.index, prompt))
         return tuple(encode_text(prompt, self.tokenizer))
+
+    @contextmanager
+    def _stored_weights(self) -> Iterator[StoredWeights]:
+        try:
+            with StoredWeights(self.checkpoint) as stored:
+                yield stored
+        except CheckpointError as error:
+            raise LoadError(str(error)) from error
 
     # Running operations
 
@@ -482,7 +519,8 @@ class LLM:
     def _parts(self, plan: Series) -> list[dict[str, Any]]:
         jobs = list(plan.jobs)
         rows = self._compute(jobs).rows
-        return [plan.part(Computed(rows={job.request_id: rows[job.request_id]})) for job in jobs]
+        parts = (plan.part(Computed(rows={job.request_id: rows[job.request_id]})) for job in jobs)
+        return [part for part in parts if part is not None]
 
     def _arrays(self, name: str, /, **fields: Any) -> dict[str, Floats]:
         """The arrays of one prompt, by default at all positions."""
@@ -539,6 +577,16 @@ def _refuse(fields: Mapping[str, Any], *names: str) -> None:
         value = fields.get(name)
         if value is not None and value is not False:
             raise InvalidRequest(f"{name} has no meaning in this call; leave it out", name)
+
+
+def _tokens(**named: Any) -> dict[str, Any]:
+    """The fields for tokens that are given as texts or as ids, one or one for each prompt."""
+    fields = {}
+    for name, value in named.items():
+        if value is not None:
+            is_text = isinstance(value, str) or (np.ndim(value) and isinstance(value[0], str))
+            fields[name if is_text else f"{name}_id"] = value
+    return fields
 
 
 def _only(requests: Sequence[Any]) -> Any:

@@ -144,7 +144,10 @@ ROOMS: dict[str, set[str]] = {
     "service.openai": {
         "model", "service.access", "service.errors", "service.http", "service.models",
     },
-    "service.generate_client": {"model.operations", "service.http.schemas"},
+    "service.client_methods": set(),
+    "service.generate_client": {
+        "model.operations", "service.client_methods", "service.http.schemas",
+    },
     "service.connections": {"service.errors", "service.metrics", "service.settings"},
     "service.tracing": {
         "model", "service.access", "service.engine", "service.http", "service.metrics",

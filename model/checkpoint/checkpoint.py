@@ -496,6 +496,12 @@ def _read_document(path: Path) -> dict[str, Any]:
     return document
 
 
+def read_files(path: Path) -> Mapping[str, Any]:
+    """The sha256 of a checkpoint's files by name, as they are now. Raises CheckpointError."""
+    files = _read_document(path).get("files")
+    return files if isinstance(files, dict) else {}
+
+
 def _chat_template(source: Any, path: Path) -> ChatTemplate | None:
     if source is None:
         return None

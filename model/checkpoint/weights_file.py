@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -68,7 +68,19 @@ class StoredTensor:
         return self.start + self.elements * self.dtype.itemsize
 
 
-def read_header(file: HashedFile) -> tuple[StoredTensor, ...]:
+class HeaderFile(Protocol):
+    """A newly opened file."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def taken(self) -> int: ...
+
+    def take_all(self, count: int) -> bytes: ...
+
+
+def read_header(file: HeaderFile) -> tuple[StoredTensor, ...]:
     """Read the tensors' descriptions from a newly opened file, in its order. Raises
     WeightsFileError, also if there is data after the last tensor."""
     prefix = file.take_all(8)

@@ -6,11 +6,13 @@ the chunks of the reply. A request that the model cannot compute is refused befo
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from logitd.model.extraction.errors import ExtractionError
 from logitd.model.extraction.plan import Unit
@@ -32,9 +34,16 @@ from logitd.model.inference.engine.requests import (
 )
 from logitd.model.inference.engine.validation import check_request
 from logitd.model.inference.sampling.lens import lens_width
+from logitd.model.inference.sampling.philox import uniforms
 from logitd.model.inference.selection import lens_layers, resolve_stages
 from logitd.model.transformer.config import GPTConfig, ModelConfig
 
+StoredDType = Literal["float32", "float16", "bfloat16"]
+TORCH_DTYPES: Mapping[StoredDType, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
 SHARD_TOKENS = 2**18
 """Upper bound of the default number of tokens in a shard: some megabytes of logprobs."""
 SHARD_BYTES = 2**28
@@ -55,6 +64,7 @@ class Logprobs:
     top_k: int = 0
 
     suffix = ".parquet"
+    share = 1.0
     predicts = True  # each token is predicted from those before it, so the first has no logprob
 
     def shard_tokens(self, config: ModelConfig) -> int:
@@ -86,30 +96,53 @@ class Logprobs:
                 columns[name] = list_column(_joined(chunks, attribute, kind), counts, predicted)
         return parquet_file(units, columns)
 
+    def rows(self, units: Sequence[Unit]) -> int:
+        """Number of rows in the file of the units."""
+        return sum(unit.counted for unit in units)
+
     def settings(self) -> dict[str, Any]:
         return {"kind": "logprobs", "top_k": self.top_k}
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """The values of named stages at each token."""
+    """The values of named stages at each token, or at a sample of tokens.
+
+    dtype  of the stored values
+    share  part of the tokens, by their random numbers in [0, 1): a function of `seed`, document and
+           position, so the sample does not depend on windows and shards
+    """
 
     names: tuple[str, ...]
+    dtype: StoredDType = "float32"
+    share: float = 1.0
+    seed: int = 0
 
     suffix = ".safetensors"
     predicts = False
 
     def shard_tokens(self, config: ModelConfig) -> int:
         shapes = activation_shapes(self.output, config, 1)
-        return _shard_tokens(4 * sum(map(math.prod, shapes)))
+        row_bytes = TORCH_DTYPES[self.dtype].itemsize * sum(map(math.prod, shapes))
+        return max(1, min(SHARD_TOKENS, int(SHARD_BYTES / (row_bytes * self.share))))
 
     @property
     def output(self) -> Activations:
         return Activations(stages=self.names)
 
-    def request(self, request_id: str, unit: Unit) -> Request:
-        """A request for the values at the counted tokens."""
-        positions = tuple(range(unit.context, len(unit.token_ids)))
+    def sampled(self, unit: Unit) -> npt.NDArray[np.bool_]:
+        """True for each counted token of a unit that belongs to the sample."""
+        if self.share == 1:
+            return np.ones(unit.counted, dtype=np.bool_)
+        positions = np.arange(unit.place[1], unit.end[1], dtype=np.uint64)
+        seeds, documents = (np.full_like(positions, n) for n in (self.seed, unit.document))
+        return uniforms(seeds, positions, documents) < self.share
+
+    def request(self, request_id: str, unit: Unit) -> OutputsRequest | None:
+        """A request for the values at the counted tokens of the sample; None if there are none."""
+        positions = tuple(int(place) for place in unit.context + self.sampled(unit).nonzero()[0])
+        if not positions:
+            return None
         return OutputsRequest(
             request_id=request_id,
             token_ids=unit.token_ids,
@@ -119,12 +152,25 @@ class Stages:
 
     def file(self, units: Sequence[Unit], chunks: Sequence[Any], config: ModelConfig) -> bytes:
         """The safetensors file of units; `chunks` are their OutputsChunks, in order."""
-        rows = np.concatenate([chunk.rows for chunk in chunks])  # (tokens, elements)
         # The length (1) has no effect: `choose_stages` refuses stages whose shape depends on it.
-        return safetensors_file(units, split_activations(rows, self.output, config, 1))
+        width = sum(map(math.prod, activation_shapes(self.output, config, 1)))
+        empty = np.empty((0, width), dtype=np.float32)
+        rows = np.concatenate([empty, *(chunk.rows for chunk in chunks)])  # (tokens, elements)
+        values = split_activations(rows, self.output, config, 1)
+        kept = np.concatenate([self.sampled(unit) for unit in units])
+        return safetensors_file(units, values, kept, TORCH_DTYPES[self.dtype])
+
+    def rows(self, units: Sequence[Unit]) -> int:
+        """Number of tokens in the file of the units."""
+        return sum(int(self.sampled(unit).sum()) for unit in units)
 
     def settings(self) -> dict[str, Any]:
-        return {"kind": "stages", "stages": list(self.names)}
+        settings: dict[str, Any] = {"kind": "stages", "stages": list(self.names)}
+        if self.dtype != "float32":
+            settings["stored_dtype"] = self.dtype
+        if self.share < 1:
+            settings |= {"sample": self.share, "sample_seed": self.seed}
+        return settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +183,7 @@ class LensFigures:
     top_k: int
 
     suffix = ".parquet"
+    share = 1.0
     predicts = True
 
     def shard_tokens(self, config: ModelConfig) -> int:
@@ -181,6 +228,10 @@ class LensFigures:
             for name, value in values.items()
         }
         return parquet_file(units, columns)
+
+    def rows(self, units: Sequence[Unit]) -> int:
+        """Number of rows in the file of the units."""
+        return sum(unit.counted for unit in units)
 
     def settings(self) -> dict[str, Any]:
         return {"kind": "lens", "top_k": self.top_k}
@@ -237,7 +288,13 @@ def _require_prediction(config: ModelConfig) -> None:
         )
 
 
-def choose_stages(patterns: Sequence[str], config: ModelConfig) -> Stages:
+def choose_stages(
+    patterns: Sequence[str],
+    config: ModelConfig,
+    dtype: StoredDType = "float32",
+    share: float = 1.0,
+    seed: int = 0,
+) -> Stages:
     """The stages that match the names and patterns. Raises InvalidRequest if there are none, and
     ExtractionError for stages that are too large to extract for a whole text."""
     stages = resolve_stages(patterns, config)
@@ -258,4 +315,4 @@ def choose_stages(patterns: Sequence[str], config: ModelConfig) -> Stages:
                 f"logprobs of the K likeliest, or {source}, from which the head computes them; "
                 "POST /logits and LLM.logits return them for a prompt"
             )
-    return Stages(tuple(stage.name for stage in stages))
+    return Stages(tuple(stage.name for stage in stages), dtype, share, seed)

@@ -33,6 +33,7 @@ from logitd.model.extraction.plan import (
 from logitd.model.extraction.quantities import (
     LENS_TOP_K,
     Quantity,
+    StoredDType,
     choose_lens,
     choose_logprobs,
     choose_stages,
@@ -54,7 +55,9 @@ class ExtractionRequest:
     top_k         number of likeliest tokens per row of logprobs or lens (0, lens: the default)
     lens          extract the lens instead of logprobs
     stride        tokens between the starts of two windows; None: as many as possible
-    shard_tokens  most tokens of a shard; None: the default of the quantity
+    shard_tokens  most tokens of a shard, before sampling; None: the default of the quantity
+    stored_dtype  dtype of the values of stages
+    sample        share of the tokens whose stages are written; `sample_seed` chooses which
     """
 
     stages: tuple[str, ...] = ()
@@ -62,6 +65,9 @@ class ExtractionRequest:
     lens: bool = False
     stride: int | None = None
     shard_tokens: int | None = None
+    stored_dtype: StoredDType = "float32"
+    sample: float = 1.0
+    sample_seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +164,14 @@ def extract(
             folder.begin(facts, text.name)
             tell(Surveyed(surveyed, len(folder.shards), folder.rows))
             reader = DataReader(text.documents)
-            meter = _Meter(folder, surveyed, reader, tell)
+            meter = _Meter(folder, quantity.share, surveyed, reader, tell)
             begin = folder.shards[-1].end if folder.shards else (0, 0)
             units = units_of(
                 reader, checkpoint.tokenizer, windows, begin, special_ids=checkpoint.special_ids
             )
             groups = meter.planned(shards_of(units, shard_tokens))
             for group, content in computer.shards(groups, meter.computed):
-                rows = sum(unit.counted for unit in group)
+                rows = quantity.rows(group)
                 folder.add(content, quantity.suffix, rows=rows, end=group[-1].end)
         _check_unchanged(surveyed, reader.survey(), text, folder)
         folder.complete()
@@ -180,7 +186,13 @@ def _choose_quantity(checkpoint: CheckpointInfo, request: ExtractionRequest) -> 
             "LLM.score and LLM.activations (model/llm.py)"
         )
     if request.stages:
-        return choose_stages(request.stages, checkpoint.shape)
+        return choose_stages(
+            request.stages,
+            checkpoint.shape,
+            request.stored_dtype,
+            request.sample,
+            request.sample_seed,
+        )
     _require_package("pyarrow", "parquet", "Parquet")
     if request.lens:
         return choose_lens(request.top_k or LENS_TOP_K, checkpoint.shape)
@@ -204,7 +216,7 @@ def _open_data(data: Sequence[str], reading: ReadOptions, tell: Tell) -> Text:
 
 
 def _check_unchanged(before: Survey, after: Survey, text: Text, folder: ExtractionFolder) -> None:
-    if not folder.rows:
+    if not folder.shards:
         raise ExtractionError(
             f"{text.name} has no token: {pluralize(before.documents, 'document')} of "
             f"{before.bytes} bytes"
@@ -223,11 +235,16 @@ class _Meter:
     ones."""
 
     def __init__(
-        self, folder: ExtractionFolder, surveyed: Survey, reader: DataReader, tell: Tell
+        self,
+        folder: ExtractionFolder,
+        share: float,
+        surveyed: Survey,
+        reader: DataReader,
+        tell: Tell,
     ) -> None:
         self._folder, self._reader, self._tell = folder, reader, tell
         self._bytes = surveyed.bytes
-        self._before = self._planned = folder.rows  # tokens
+        self._before = self._planned = round(folder.rows / share)  # tokens
         self._planned_bytes = 0
         self._began: float | None = None  # time at which the reader passed the finished shards
         self._reported = time.monotonic()

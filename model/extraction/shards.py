@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors.numpy import save
+import torch
+from safetensors.torch import save
 
+from logitd.model.extraction.errors import ExtractionError
 from logitd.model.extraction.plan import Unit
 
 Column = Any
@@ -72,17 +74,28 @@ def parquet_file(units: Sequence[Unit], columns: Mapping[str, Column]) -> bytes:
     return bytes(stream.getvalue())
 
 
-def safetensors_file(units: Sequence[Unit], tensors: Mapping[str, Values]) -> bytes:
-    """A safetensors file for the counted tokens of the units: `tensors` (tokens, ...), and the
-    tensors `document`, `position` and `token` (tokens,)."""
-    return save(
-        {
-            **{name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()},
-            "document": _document_column(units),
-            "position": position_column(units),
-            "token": _token_column(units),
-        }
-    )
+def safetensors_file(
+    units: Sequence[Unit], tensors: Mapping[str, Values], kept: Booleans, dtype: torch.dtype
+) -> bytes:
+    """A safetensors file for the counted tokens of the units that are `kept`: `tensors` (tokens,
+    ...) in `dtype`, and the tensors `document`, `position` and `token` (tokens,). Raises
+    ExtractionError for values that the dtype cannot hold."""
+    stored = {}
+    for name, values in tensors.items():
+        whole = torch.from_numpy(np.ascontiguousarray(values))
+        stored[name] = whole.to(dtype)
+        if dtype is not torch.float32 and (stored[name].isinf() & whole.isfinite()).any():
+            raise ExtractionError(
+                f"{name} has the value {float(whole.abs().max()):.6g}, which {dtype} cannot hold: "
+                "store bfloat16 or float32 (--stored-dtype)"
+            )
+    columns: dict[str, Values] = {
+        "document": _document_column(units),
+        "position": position_column(units),
+        "token": _token_column(units),
+    }
+    stored |= {name: torch.from_numpy(column[kept]) for name, column in columns.items()}
+    return save(stored)
 
 
 def _document_column(units: Sequence[Unit]) -> npt.NDArray[np.int64]:

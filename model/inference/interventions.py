@@ -1,8 +1,11 @@
 """Interventions: changes of a stage at some positions, inside the forward pass.
 
-`check_interventions` checks them against the model's shape; `model/inference/kernels/eager/taps.py`
-applies them. The caller computes their values (from another prompt, or as the difference of two
-prompts) before it submits the request.
+An intervention names the part of the stage that changes (positions, heads, and units or the
+coordinate along a direction) and the operation on this part.
+
+`check_interventions` checks them against the model's shape; `AppliedChange`
+(`model/inference/kernels/eager/change.py`) applies them. The caller computes their values (from
+another prompt, or as the difference of two prompts) before it submits the request.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +19,7 @@ from logitd.model.plural import pluralize
 from logitd.model.transformer.config import ModelConfig
 from logitd.model.transformer.stages import Stage, UnknownStage, match_stages
 
-Operation = Literal["zero", "scale", "add", "set"]
+Operation = Literal["zero", "scale", "add", "set", "clamp"]
 Span = Literal["all", "prompt", "generated"]
 
 PARAM = "interventions"
@@ -29,10 +32,19 @@ class Intervention:
     stage      name of a stage that may be changed
     positions  ascending positions of the prompt, or all positions of a span
     heads      ascending heads; None: all, or the stage has no heads
-    operation  zero; scale by `factor`; add `factor` times `values`; set to `values`
+    units      ascending indices of the stage's last axis; None: all
+    along      a direction: only the coordinate of the stage along it changes, which is the dot
+               product with the direction at length 1. A NumPy array of float32 with the stage's
+               last axis, or with the chosen `heads` before it. None: the units change
+    operation  zero; scale by `factor`; add `factor` times `values`; set to `values`; clamp between
+               `minimum` and `maximum` (None: no limit)
     values     NumPy array of float32 (P, ...): P is 1 for the same values at every position, or
-               len(positions); the rest is the stage's shape with only the chosen `heads`. An axis
-               over keys (T) is as long as the prompt
+               len(positions); the rest is the stage's shape with only the chosen `heads` and
+               `units`; with `along` the last axis has one number. An axis over keys (T) is as long
+               as the prompt
+    proportional_to
+               with add: a direction as in `along`; the values are multiplied by the coordinate of
+               the stage along it
     field      the caller's name of the intervention, for messages; None: its index
     """
 
@@ -40,9 +52,26 @@ class Intervention:
     operation: Operation
     positions: tuple[int, ...] | Span = "all"
     heads: tuple[int, ...] | None = None
+    units: tuple[int, ...] | None = None
+    along: Any = None
     factor: float = 1.0
     values: Any = None
+    proportional_to: Any = None
+    minimum: float | None = None
+    maximum: float | None = None
     field: str | None = None
+
+    @property
+    def directions(self) -> dict[str, Any]:
+        """The directions, by the names of their fields."""
+        named = {"along": self.along, "proportional_to": self.proportional_to}
+        return {name: array for name, array in named.items() if array is not None}
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of the arrays."""
+        given = 0 if self.values is None else self.values.size
+        return given + sum(direction.size for direction in self.directions.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,30 +118,61 @@ def about(field: str) -> Iterator[None]:
         yield
     except InvalidRequest as error:
         param = field.partition("[")[0]
-        raise InvalidRequest(f"{field}: {error}", param) from error
+        raise InvalidRequest(f"{field}: {error}", param, error.code) from error
+
+
+def resolve_units(
+    units: Sequence[int], stage: Stage, width: int, **options: bool
+) -> tuple[int, ...]:
+    """Resolve indices of a stage's last axis, which has `width` units. `options` are those of
+    `resolve_indices`."""
+    return resolve_indices("units", units, width, f"{stage.name} has {width}", **options)
 
 
 def _check_intervention(intervention: Intervention, config: ModelConfig, length: int) -> None:
-    heads, positions = intervention.heads, intervention.positions
+    heads, positions, units = intervention.heads, intervention.positions, intervention.units
     stages = resolve_target(intervention.stage, None, config).stages
     if len(stages) > 1:
         raise InvalidRequest(f"{intervention.stage!r} matches {len(stages)} stages; name one")
+    (stage,) = stages
     if not isinstance(positions, str):
         what = f"the prompt has {pluralize(length, 'token')}"
         resolve_indices("positions", positions, length, what, from_end=False)
-    shape = stages[0].shape(config, length)
+    shape = stage.shape(config, length)
     if heads is not None:
-        if stages[0].heads_axis is None:
-            raise InvalidRequest(f"{stages[0].name} has no heads: remove heads")
-        what = f"{stages[0].name} has {pluralize(shape[0], 'head')}"
+        if stage.heads_axis is None:
+            raise InvalidRequest(f"{stage.name} has no heads: remove heads")
+        what = f"{stage.name} has {pluralize(shape[0], 'head')}"
         resolve_indices("heads", heads, shape[0], what, from_end=False)
         shape = (len(heads), *shape[1:])
+    for name, direction in intervention.directions.items():
+        _check_direction(name, direction, stage, shape)
+    if units is not None:
+        if intervention.along is not None:
+            raise InvalidRequest("units and along are alternatives; give one of them")
+        resolve_units(units, stage, shape[-1], from_end=False)
+        shape = (*shape[:-1], len(units))
+    if intervention.along is not None:
+        shape = (*shape[:-1], 1)
     if intervention.operation in ("add", "set"):
         _check_values(intervention, shape)
 
 
+def _check_direction(name: str, direction: Any, stage: Stage, shape: tuple[int, ...]) -> None:
+    """Check a direction. `shape` is that of the chosen heads of its stage at one position."""
+    if stage.kind.axes[-1] == "T":
+        raise InvalidRequest(f"{stage.name} has no directions, only keys: name them in units")
+    if direction.shape not in (shape, shape[-1:]):
+        raise InvalidRequest(
+            f"{name} has the shape {list(direction.shape)}; {stage.name} takes "
+            + " or ".join(str([*each]) for each in dict.fromkeys((shape[-1:], shape)))
+        )
+    if not direction.any(axis=-1).all():
+        raise InvalidRequest(f"{name} is zero, which is no direction")
+
+
 def _check_values(intervention: Intervention, shape: tuple[int, ...]) -> None:
-    """Check the values of an intervention. `shape` is that of its stage's chosen heads at one
+    """Check the values of an intervention. `shape` is that of the chosen part of its stage at one
     position."""
     values, positions = intervention.values, intervention.positions
     rows = {1} if isinstance(positions, str) else {1, len(positions)}

@@ -5,6 +5,8 @@ the valid choices. `model/inference/engine/validation.py` checks whether the mod
 result.
 """
 
+import itertools
+import operator
 from collections.abc import Sequence
 
 from logitd.model.inference.errors import InvalidRequest
@@ -27,6 +29,8 @@ def resolve_indices(
     unless there is at least one index and all are in range, ascending and distinct."""
     if indices is None:
         return tuple(range(count))
+    if indices and indices[0] >= 0 and indices[-1] < count and _ascends(indices):  # much faster
+        return tuple(indices)
     for index in indices:
         if not (-count if from_end else 0) <= index < count:
             more = f", or -{count} to -1 from the end" if from_end else ""
@@ -38,6 +42,10 @@ def resolve_indices(
             param,
         )
     return resolved
+
+
+def _ascends(indices: Sequence[int]) -> bool:
+    return all(map(operator.lt, indices, itertools.islice(indices, 1, None)))
 
 
 def gpt_only(config: ModelConfig, what: str) -> GPTConfig:

@@ -98,10 +98,14 @@ def _places(
 
 def _at(intervention: Intervention, cell: Cell) -> Intervention:
     values, heads, positions = intervention.values, intervention.heads, intervention.positions
+    directions = intervention.directions
     if cell.head is not None:
+        index = cell.head if heads is None else heads.index(cell.head)
         if values is not None:  # (1 or positions, heads, ...)
-            index = cell.head if heads is None else heads.index(cell.head)
             values = values[:, index : index + 1]
+        for name, direction in directions.items():
+            if direction.ndim > 1:  # (heads, width)
+                directions[name] = direction[index : index + 1]
         heads = (cell.head,)
     if cell.position is not None:
         if values is not None and len(values) > 1:
@@ -109,4 +113,5 @@ def _at(intervention: Intervention, cell: Cell) -> Intervention:
             index = positions.index(cell.position)
             values = values[index : index + 1]
         positions = (cell.position,)
-    return replace(intervention, values=values, heads=heads, positions=positions)
+    changed = {"values": values, "heads": heads, "positions": positions, **directions}
+    return replace(intervention, **changed)

@@ -1,29 +1,29 @@
 """Interventions: turn the fields of a body into interventions of the engine.
 
 A name with `*` becomes one intervention per layer. Negative indices count from the end. `from` and
-`minus` become the values that the stage has in another prompt. These values are computed first,
-with the same weights, and only once if several interventions need them. Each intervention keeps the
-name of its field for later errors. The engine checks whether an intervention fits the model
+`minus` become values that the stage has in other prompts (`readings.py`). Each intervention keeps
+the name of its field for later errors. The engine checks whether an intervention fits the model
 (`model/inference/interventions.py`).
 """
 
-from collections.abc import Generator, Mapping, Sequence
+import itertools
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import ConfigDict, Field, model_validator
 
-from logitd.model.inference.engine.cost import output_elements, split_activations
-from logitd.model.inference.engine.requests import Activations, OutputsRequest
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.interventions import (
     PARAM,
+    Operation,
     Span,
     Target,
     about,
     resolve_target,
+    resolve_units,
 )
 from logitd.model.inference.interventions import Intervention as EngineIntervention
 from logitd.model.operations.body import (
@@ -35,8 +35,16 @@ from logitd.model.operations.body import (
     TokenIds,
 )
 from logitd.model.operations.computed import Computed
-from logitd.model.operations.operation import Compute, Subject, new_id
+from logitd.model.operations.operation import Compute, Subject
 from logitd.model.operations.prompts import encode_all, resolve_positions
+from logitd.model.operations.readings import (
+    Ids,
+    Mean,
+    Reading,
+    Readings,
+    Values,
+    compute_readings,
+)
 from logitd.model.plural import pluralize
 from logitd.model.transformer.config import ModelConfig
 from logitd.model.transformer.stages import Stage
@@ -57,10 +65,12 @@ StageName = Annotated[
 TAKES: Mapping[str, Sequence[str]] = {
     "zero": (),
     "scale": ("factor",),
-    "add": ("factor", "values", "from", "minus"),
+    "add": ("factor", "values", "from", "minus", "proportional_to"),
     "set": ("values", "from"),
+    "clamp": ("minimum", "maximum"),
 }
 """Fields that each operation takes."""
+Bound = Annotated[float, Field(ge=-1e30, le=1e30)]
 Row = Annotated[list[float], Field(min_length=1, fail_fast=True)]
 Rows = Annotated[list[Row], Field(min_length=1, fail_fast=True)]
 RowsOfHeads = Annotated[list[Rows], Field(min_length=1, fail_fast=True)]
@@ -76,29 +86,52 @@ class Source(RequestBody):
     )
 
 
-class Intervention(RequestBody):
-    """A change of the values of one stage, at some positions and heads."""
+class Difference(RequestBody):
+    """The mean of the stage over the positions of a prompt, minus that of another prompt."""
 
     model_config = ConfigDict(validate_by_name=False, serialize_by_alias=True)
 
+    source: Source = Field(alias="from")
+    minus: Source | None = None
+
+
+DirectionChoice = Row | Rows | Difference
+
+
+class Intervention(RequestBody):
+    """A change of one stage, at some positions, heads and units or along a direction."""
+
+    alternatives = (("units", "along"),)
+    model_config = ConfigDict(validate_by_name=False, serialize_by_alias=True)
+
     stage: StageName
-    operation: Literal["zero", "scale", "add", "set"]
+    operation: Operation
     positions: Literal["all", "prompt", "generated", "last"] | Places | PositionRange = Field(
         "all",
         description="All positions, those of the prompt, those of generated tokens, the last one "
         "of the prompt, or chosen positions of the prompt.",
     )
     heads: Places | None = Field(None, description="Heads, from 0. Absent: all.")
-    factor: float | None = Field(
+    units: Places | None = Field(
         None,
-        ge=-1e30,
-        le=1e30,
+        description="Neurons or columns: indices of the stage's last axis, from 0. Absent: all. Of "
+        "attention scores and weights: keys.",
+    )
+    along: DirectionChoice | None = Field(
+        None,
+        description="A direction: change only the stage's coordinate along it, and nothing at "
+        "right angles to it. Numbers of any length, one list or one for each head, or the "
+        "difference of two prompts.",
+    )
+    factor: Bound | None = Field(
+        None,
         description="With scale: the factor. With add: a factor for the added values (absent: 1).",
     )
     values: Row | Rows | RowsOfHeads | None = Field(
         None,
         description="With add and set: values of the stage, either once for all positions or one "
-        "list for each position.",
+        "list for each position; only those of the chosen heads and units, and one number if "
+        "`along` is given.",
     )
     source: Source | None = Field(
         None,
@@ -109,25 +142,39 @@ class Intervention(RequestBody):
     minus: Source | None = Field(
         None, description="With add and from: a prompt whose mean is subtracted (steering)."
     )
+    proportional_to: DirectionChoice | None = Field(
+        None,
+        description="With add: multiply what is added by the stage's coordinate along this "
+        "direction.",
+    )
+    minimum: Bound | None = Field(None, description="With clamp: the lower limit.")
+    maximum: Bound | None = Field(None, description="With clamp: the upper limit.")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        taken = {name for names in TAKES.values() for name in names}
         given = {
-            "factor": self.factor is not None,
-            "values": self.values is not None,
-            "from": self.source is not None,
-            "minus": self.minus is not None,
+            name: getattr(self, "source" if name == "from" else name) is not None for name in taken
         }
-        for name in given:
+        for name in sorted(taken):
             if given[name] and name not in TAKES[self.operation]:
                 raise ValueError(f"{self.operation!r} takes no {name}; leave it out")
         if self.operation == "scale" and not given["factor"]:
             raise ValueError("'scale' needs a factor")
         if self.operation in ("add", "set") and given["values"] == given["from"]:
             raise ValueError(f"{self.operation!r} needs either values or from")
+        if self.operation == "clamp":
+            _check_bounds(self.minimum, self.maximum)
         if given["minus"] and not given["from"]:
             raise ValueError("minus is subtracted from the mean of 'from': give from as well")
         return self
+
+
+def _check_bounds(minimum: float | None, maximum: float | None) -> None:
+    if minimum is None and maximum is None:
+        raise ValueError("'clamp' needs minimum, maximum or both")
+    if minimum is not None and maximum is not None and minimum > maximum:
+        raise ValueError(f"minimum is {minimum}, above maximum, which is {maximum}")
 
 
 Interventions = Annotated[
@@ -142,41 +189,33 @@ Interventions = Annotated[
 
 # From fields to interventions of the engine
 
-Values = npt.NDArray[np.float32]
-"""Values of a stage: (positions, ...)."""
-Ids = tuple[int, ...]
 Positions = tuple[int, ...] | Span
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """The stages whose values are taken from another prompt, at some positions and heads."""
-
-    token_ids: Ids
-    positions: tuple[int, ...]
-    stages: tuple[str, ...]
-    heads: tuple[int, ...] | None
-
-
-Readings = Mapping[Reading, Mapping[str, Values]]
-"""The values of each reading, by stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
     """An intervention of a body, for all prompts.
 
-    field          its place in the body
-    positions      its positions in each prompt
-    source, minus  the readings for `from` and `minus`
+    field       its place in the body
+    positions   its positions in each prompt
+    units       its units, by the length of the stage's last axis
+    values      the values, or the prompts from which they are taken
+    directions  the directions, by their fields
     """
 
     field: str
     body: Intervention
     target: Target
     positions: Sequence[Positions]
-    source: Reading | None
-    minus: Reading | None
+    units: Mapping[int, tuple[int, ...]]
+    values: Values | Mean | None
+    directions: Mapping[str, Values | Mean]
+
+    @property
+    def readings(self) -> Iterator[Reading]:
+        for each in (self.values, *self.directions.values()):
+            if isinstance(each, Mean):
+                yield from each.readings
 
 
 Resolving = Generator[Compute, Computed, list[tuple[EngineIntervention, ...]]]
@@ -210,7 +249,11 @@ def resolve_interventions(
         _change(place, body, targets[place], lengths, subject, generates=generates)
         for place, body in named.items()
     ]
-    readings = yield from _read(changes, subject)
+    fields: dict[Reading, str] = {}
+    for change in changes:
+        for reading in change.readings:
+            fields.setdefault(reading, change.field)
+    readings = yield from compute_readings(fields, subject)
     return [
         tuple(
             _intervention(change, stage, index, length, readings, subject.config)
@@ -230,24 +273,40 @@ def _change(
     *,
     generates: bool,
 ) -> _Change:
-    sources = [
-        None if source is None else encode_all([source.prompt], PARAM, subject)[0]
-        for source in (body.source, body.minus)
-    ]
     with about(field):
         if body.positions == "generated" and not generates:
             raise InvalidRequest("positions are 'generated', but nothing is generated here")
         positions = [_positions(body.positions, length) for length in lengths]
-        source, minus = [
-            None if ids is None else _reading(body, source, ids, target)
-            for source, ids in zip((body.source, body.minus), sources, strict=True)
-        ]
-    return _Change(field, body, target, positions, source, minus)
+        units: dict[int, tuple[int, ...]] = {}
+        for stage, length in itertools.product(target.stages, set(lengths) if body.units else ()):
+            width = stage.shape(subject.config, length)[-1]
+            if width not in units:
+                units[width] = resolve_units(body.units or (), stage, width)
+        values: Values | Mean | None = None
+        if body.values is not None:
+            values = as_array(body.values)
+        elif body.source is not None:
+            values = _mean(body, body.source, body.minus, target, subject)
+        directions: dict[str, Values | Mean] = {}
+        for name in ("along", "proportional_to"):
+            match getattr(body, name):
+                case Difference(source=source, minus=minus):
+                    directions[name] = _mean(body, source, minus, target, subject)
+                case list(numbers):
+                    directions[name] = as_array(numbers, name)
+    return _Change(field, body, target, positions, units, values, directions)
 
 
-def _reading(body: Intervention, source: Source | None, token_ids: Ids, target: Target) -> Reading:
-    chosen = body.positions if source is None or source.positions is None else source.positions
-    positions = _positions(chosen, len(token_ids))
+def _mean(
+    body: Intervention, source: Source, minus: Source | None, target: Target, subject: Subject
+) -> Mean:
+    read = partial(_reading, body=body, target=target, subject=subject)
+    return Mean(read(source), None if minus is None else read(minus))
+
+
+def _reading(source: Source, *, body: Intervention, target: Target, subject: Subject) -> Reading:
+    (token_ids,) = encode_all([source.prompt], PARAM, subject)
+    positions = _positions(source.positions or body.positions, len(token_ids))
     if isinstance(positions, str):
         positions = tuple(range(len(token_ids)))
     names = tuple(stage.name for stage in target.stages)
@@ -261,58 +320,21 @@ def _positions(positions: Any, length: int) -> Positions:
     return resolve_positions(positions, length)
 
 
-def _read(changes: Sequence[_Change], subject: Subject) -> Generator[Compute, Computed, Readings]:
-    """Compute all readings of the changes. Raises InvalidRequest for a reading that the model
-    cannot compute; the error names the field that asks for it."""
-    fields: dict[Reading, str] = {}
-    for change in changes:
-        for reading in (change.source, change.minus):
-            if reading is not None:
-                fields.setdefault(reading, change.field)
-    if not fields:
-        return {}
-    requests = {
-        reading: OutputsRequest(
-            request_id=new_id("reading"),
-            token_ids=reading.token_ids,
-            positions=reading.positions,
-            output=Activations(stages=reading.stages, heads=reading.heads),
-        )
-        for reading in fields
-    }
-    elements = sum(output_elements(each, subject.config) for each in requests.values())
-    if subject.max_elements is not None and elements > subject.max_elements:
-        raise InvalidRequest(
-            f"the values read from other prompts have {elements} elements, but the limit is "
-            f"{subject.max_elements}. Read fewer prompts, stages, heads or positions, or raise "
-            "--max-reply-elements",
-            PARAM,
-        )
-    try:
-        computed = yield Compute(list(requests.values()))
-    except InvalidRequest as error:
-        asking = {requests[reading].request_id: field for reading, field in fields.items()}
-        if error.request_id is None:  # all readings together exceed the queue
-            raise
-        with about(asking[error.request_id]):
-            raise InvalidRequest(f"the prompt of from or minus: {error}") from error
-    return {
-        reading: split_activations(
-            np.stack(computed.rows[request.request_id]),  # (positions, elements)
-            Activations(stages=reading.stages, heads=reading.heads),
-            subject.config,
-            len(reading.token_ids),
-        )
-        for reading, request in requests.items()
-    }
-
-
 def _intervention(
     change: _Change, stage: Stage, index: int, length: int, readings: Readings, config: ModelConfig
 ) -> EngineIntervention:
-    body, positions = change.body, change.positions[index]
+    body, positions, shape = change.body, change.positions[index], stage.shape(config, length)
     with about(change.field):
-        values = _values(change, stage, readings, axes=len(stage.shape(config, length)))
+        units = change.units.get(shape[-1])
+        directions = {
+            name: each.of(stage, readings) if isinstance(each, Mean) else each
+            for name, each in change.directions.items()
+        }
+        values = change.values
+        if isinstance(values, Mean):
+            values = _read_values(values, body, stage, readings, units, directions.get("along"))
+        elif values is not None and values.ndim <= len(shape):
+            values = values[None]
         if values is not None and len(values) > 1 and positions in ("all", "prompt"):
             if len(values) != length:
                 raise InvalidRequest(
@@ -325,49 +347,46 @@ def _intervention(
         operation=body.operation,
         positions=positions,
         heads=change.target.heads,
+        units=units,
         factor=1.0 if body.factor is None else body.factor,
         values=values,
+        minimum=body.minimum,
+        maximum=body.maximum,
         field=change.field,
+        **directions,
     )
 
 
-def _values(change: _Change, stage: Stage, readings: Readings, *, axes: int) -> Values | None:
-    """The values of an intervention at the chosen heads, (1, ...) or (positions, ...), with `axes`
-    axes after the first; None if the operation needs no values."""
-    body = change.body
-    if body.values is not None:
-        return _given_values(body.values, axes)
-    if change.source is None:
-        return None
-    rows = readings[change.source][stage.name]
-    if body.operation == "set":
-        return rows
-    mean = rows.mean(axis=0, dtype=np.float64)
-    if change.minus is not None:
-        other = readings[change.minus][stage.name].mean(axis=0, dtype=np.float64)
-        if other.shape != mean.shape:
-            raise InvalidRequest(
-                f"{stage.name} has the shape {list(mean.shape)} in `from` and {list(other.shape)} "
-                "in `minus`; give prompts with equally many tokens"
-            )
-        mean -= other
-    return mean[None].astype(np.float32)
+def _read_values(
+    mean: Mean,
+    body: Intervention,
+    stage: Stage,
+    readings: Readings,
+    units: tuple[int, ...] | None,
+    along: Values | None,
+) -> Values:
+    """The values of other prompts at the chosen units or along a direction: (1, ...) or
+    (positions, ...)."""
+    values = (
+        mean.rows(stage, readings) if body.operation == "set" else mean.of(stage, readings)[None]
+    )
+    if along is not None and along.shape in (values.shape[1:], values.shape[-1:]):
+        unit = along.astype(np.float64)
+        with np.errstate(invalid="ignore"):  # the engine refuses a direction of length 0
+            unit /= np.linalg.norm(unit, axis=-1, keepdims=True)
+            return (values * unit).sum(axis=-1, keepdims=True).astype(np.float32)
+    if units is not None and units[-1] < values.shape[-1]:
+        return values[..., units]
+    return values
 
 
-def _given_values(values: object, axes: int) -> Values:
-    """The values in a body as an array (positions, ...), or (1, ...) if they are given once for all
-    positions."""
-    array = as_array(values)
-    return array[None] if array.ndim <= axes else array
-
-
-def as_array(values: object) -> Values:
+def as_array(values: object, field: str = "values") -> Values:
     """Nested lists as an array. Raises InvalidRequest unless it is regular and finite."""
     try:
         with np.errstate(over="ignore"):
             array = np.array(values, dtype=np.float32)
     except ValueError as error:
-        raise InvalidRequest("values are lists of different lengths") from error
+        raise InvalidRequest(f"{field} are lists of different lengths") from error
     if not np.isfinite(array).all():
-        raise InvalidRequest("values have a number that is too large for float32 (3.4e38)")
+        raise InvalidRequest(f"{field} have a number that is too large for float32 (3.4e38)")
     return array

@@ -235,7 +235,8 @@ class Series:
 
     head      members of the reply that are known before the jobs run
     jobs      the requests, made lazily
-    part      makes a part of the reply from a job's results; called in the order of `jobs`
+    part      takes the results of the next job, and returns a part of the reply, or None if the
+              part needs further jobs
     event     name of a part in a stream
     members   makes the other members of the reply from all parts
     held      number of elements of the values that the jobs share
@@ -244,7 +245,7 @@ class Series:
 
     head: Mapping[str, Any]
     jobs: Iterator[OutputsRequest]
-    part: Callable[[Computed], dict[str, Any]]
+    part: Callable[[Computed], dict[str, Any] | None]
     event: str
     members: Callable[[list[dict[str, Any]]], dict[str, Any]]
     held: int

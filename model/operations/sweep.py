@@ -1,12 +1,15 @@
 """Sweep: an intervention carried out in one place after another.
 
-The places form a grid of cells, which `model/inference/sweep.py` lists. The values of a `from`
-prompt are computed only once, for all layers and positions, and each cell takes its part of them.
+The places form a grid of cells, which `model/inference/sweep.py` lists. Each cell is computed for
+every prompt, and a metric of the logits is averaged over the prompts. The values of a `from` prompt
+are computed only once, for all layers and positions, and each cell takes its part of them.
 """
 
-from collections.abc import Generator, Iterator
+import itertools
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import Annotated, Any, ClassVar, Self
+from statistics import fmean, stdev
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -15,17 +18,20 @@ from logitd.model.inference.engine.cost import prices
 from logitd.model.inference.engine.requests import Logits, OutputsRequest
 from logitd.model.inference.engine.validation import check_token_ids
 from logitd.model.inference.errors import InvalidRequest
-from logitd.model.inference.sampling.distribution import largest
+from logitd.model.inference.sampling.distribution import largest, log_softmax
+from logitd.model.inference.sampling.metric import TOKENS, Measure, Metric
 from logitd.model.inference.sweep import Axis, Cell, Grid, make_grid
 from logitd.model.operations.body import (
+    MAX_PROMPTS,
+    ChosenIds,
     Examples,
-    ModelName,
     Place,
+    PromptBody,
+    PromptReply,
     Reply,
     ReplyBody,
     Text,
-    Timeout,
-    TokenIds,
+    TokenId,
 )
 from logitd.model.operations.computed import Computed
 from logitd.model.operations.interventions import (
@@ -41,14 +47,21 @@ from logitd.model.operations.operation import (
     Subject,
     new_id,
 )
-from logitd.model.operations.prompts import encode_all, resolve_position
-from logitd.model.operations.tokens import ComparedTokens, NamedToken, token_json
+from logitd.model.operations.prompts import encode_all, resolve_position, single_token
+from logitd.model.operations.tokens import NamedToken, token_json
+from logitd.model.plural import pluralize
+from logitd.model.text.tokenizer import Tokenizer
+
+AT_ONCE = 8
+"""Number of prompts whose logits without `vary` are computed at a time."""
+OneOrManyTexts = Text | Annotated[list[Text], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
 
-class SweepRequest(ComparedTokens):
-    """The logit of a token, or the difference of two logits, while an intervention is carried out
-    in one layer, head or position after another. The results form a grid."""
+class SweepRequest(PromptBody):
+    """A metric of the next token's logits, while an intervention is carried out in one layer, head
+    or position after another. The results form a grid; of several prompts, a grid of means."""
 
+    alternatives = (("token", "token_id"), ("minus", "minus_id"))
     examples: ClassVar[Examples] = {
         "Without each head in turn": {
             "prompt": "for i in range(10",
@@ -67,10 +80,36 @@ class SweepRequest(ComparedTokens):
             "over": ["layers", "positions"],
             "stream": True,
         },
+        "The loss of a token of each prompt without each layer's MLP, averaged": {
+            "prompt": ["for i in range(10", "print(names[0"],
+            "token": [")", "]"],
+            "metric": "loss",
+            "vary": {"stage": "blocks.*.mlp.out", "operation": "zero"},
+            "over": ["layers"],
+        },
     }
 
-    prompt: Text | TokenIds = Field(description="One text, or the token ids of one text.")
-    position: Place = Field(-1, description="Position of the prompt whose logits are compared.")
+    position: Place = Field(-1, description="Position of each prompt whose logits are compared.")
+    metric: Metric = Field(
+        "logit",
+        description="logit or probability of `token`, minus that of `minus` if given; loss: minus "
+        "the logprob of `token`, in nats; kl: divergence of the distribution from the one without "
+        "`vary`, in nats.",
+    )
+    token: OneOrManyTexts | None = Field(
+        None, description="Text of the token, or one for each prompt."
+    )
+    token_id: TokenId | ChosenIds | None = Field(
+        None,
+        description="Id of the token, or one for each prompt. Without token and token_id: the "
+        "likeliest next token of each prompt.",
+    )
+    minus: OneOrManyTexts | None = Field(
+        None, description="Text of the subtracted token, or one for each prompt."
+    )
+    minus_id: TokenId | ChosenIds | None = Field(
+        None, description="Id of the subtracted token, or one for each prompt."
+    )
     vary: Intervention = Field(
         description="The intervention carried out in each place. Its heads and positions limit "
         "the places."
@@ -83,8 +122,6 @@ class SweepRequest(ComparedTokens):
         description="Additional interventions in every cell, carried out before `vary`.",
     )
     stream: bool = Field(False, description="Send each cell as it is computed.")
-    timeout: Timeout = None
-    model: ModelName = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -92,11 +129,38 @@ class SweepRequest(ComparedTokens):
             raise ValueError(f"over names an axis twice: {self.over}")
         if self.vary.positions == "generated":
             raise ValueError("vary.positions are 'generated', but nothing is generated here")
+        for name in ("token", "minus"):
+            given = (getattr(self, name), getattr(self, f"{name}_id")) != (None, None)
+            if given and name not in TOKENS[self.metric]:
+                raise ValueError(f"metric {self.metric!r} takes no {name}; leave it out")
         return self
+
+    def named(self, name: Literal["token", "minus"], tokenizer: Tokenizer) -> list[int | None]:
+        """The ids of the tokens or of the subtracted ones, one for each prompt; None: not named."""
+        count, texts, ids = len(self.prompts), getattr(self, name), getattr(self, f"{name}_id")
+        field = name if ids is None else f"{name}_id"
+        if isinstance(texts, str):
+            ids = single_token(texts, tokenizer, name)
+        elif texts is not None:
+            ids = [single_token(text, tokenizer, name) for text in texts]
+        if not isinstance(ids, list):
+            return [ids] * count
+        if len(ids) != count:
+            raise InvalidRequest(
+                f"{field} has {len(ids)}, for {pluralize(count, 'prompt')}; give one for each "
+                "prompt, or one for all, not in a list",
+                field,
+            )
+        return [*ids]
 
 
 class SweptToken(NamedToken):
     """A token whose logit is compared."""
+
+
+class SweptPrompt(PromptReply):
+    token: SweptToken | None = Field(description="null for metric kl.")
+    minus: SweptToken | None
 
 
 class SweepAxis(ReplyBody):
@@ -104,94 +168,150 @@ class SweepAxis(ReplyBody):
     values: list[int]
 
 
-class SweepCell(ReplyBody):
-    """`value` is the logit of `token`, minus that of `minus` if given."""
+class SweepValue(ReplyBody):
+    """The metric: its mean over the prompts, and its value for each."""
 
+    value: float
+    spread: float | None = Field(
+        description="Standard deviation over the prompts (with n - 1); null for one prompt."
+    )
+    values: list[float]
+
+
+class SweepCell(SweepValue):
     layer: int | None = Field(description="null if the sweep has no such axis.")
     head: int | None
     position: int | None
-    logit: float
-    minus_logit: float | None
-    value: float
 
 
 class SweepReply(Reply):
-    token_ids: list[int] = Field(description="Token ids of the prompt.")
-    token: SweptToken
-    minus: SweptToken | None
+    metric: Metric
+    prompts: list[SweptPrompt]
     axes: list[SweepAxis]
-    unchanged: SweepCell = Field(description="The result without `vary`.")
+    unchanged: SweepValue = Field(description="The result without `vary`.")
     cells: list[SweepCell] = Field(
         description="In the order of the axes; the last axis changes fastest."
     )
     grid: list[Any] = Field(description="Values of the cells as nested lists, one level per axis.")
 
 
+class _Parts:
+    """Makes cells of the reply from the rows of one prompt after another."""
+
+    def __init__(self, cells: Iterator[Cell], measures: Sequence[Measure]) -> None:
+        self._cells = cells
+        self._measures = measures
+        self._values: list[float] = []
+
+    def add(self, computed: Computed) -> dict[str, Any] | None:
+        """Add the row of the next prompt. Returns the SweepCell after that of the last one."""
+        measure = self._measures[len(self._values)]
+        self._values.append(measure.of(_row(computed)))
+        if len(self._values) < len(self._measures):
+            return None
+        values, self._values = self._values, []
+        return {**_value_json(values), **asdict(next(self._cells))}
+
+
 def plan(body: SweepRequest, subject: Subject) -> Planning:
-    """Make the grid. The logits without `vary` are computed before any cell."""
-    (prompt,) = encode_all([body.prompt], "prompt", subject)
-    (constant,) = yield from resolve_interventions(body.interventions, [prompt], subject)
-    (varied,) = yield from resolve_interventions([body.vary], [prompt], subject, field="vary")
-    row = OutputsRequest(
-        request_id=new_id("outputs"),
-        token_ids=prompt,
-        positions=resolve_position(body.position, len(prompt)),
-        output=Logits(),
-        interventions=constant,
-    )
-    grid = make_grid(varied, body.over, len(prompt), subject.config)
-    subject.check_listed(grid.count, "cells", "over")
-    columns = yield from _columns(body, row, subject)
-    unchanged = replace(row, output=Logits(columns=columns))
-    held = sum(change.values.size for change in varied if change.values is not None)
+    """Make a grid for each prompt. The logits without `vary` are computed before any cell."""
+    prompts = encode_all(body.prompts, "prompt", subject)
+    constant = yield from resolve_interventions(body.interventions, prompts, subject)
+    varied = yield from resolve_interventions([body.vary], prompts, subject, field="vary")
+    grids = [
+        make_grid(changes, body.over, len(prompt), subject.config)
+        for prompt, changes in zip(prompts, varied, strict=True)
+    ]
+    _check_alike(grids, prompts)
+    subject.check_listed(grids[0].count * len(prompts), "cells", "over")
+    rows = [
+        OutputsRequest(
+            request_id=new_id("outputs"),
+            token_ids=prompt,
+            positions=resolve_position(body.position, len(prompt)),
+            output=Logits(),
+            interventions=changes,
+        )
+        for prompt, changes in zip(prompts, constant, strict=True)
+    ]
+    held = sum(change.elements for changes in varied for change in changes)
+    if body.metric == "kl":
+        held += 2 * len(prompts) * subject.config.vocab_size  # of float64
     subject.check_array(held)
-    computed: Computed = yield Compute([unchanged])
-    cells = (cell for cell, _ in grid.cells())
-    tokens = [token_json(subject.tokenizer, token_id) for token_id in columns]
-
-    def part(computed: Computed) -> dict[str, Any]:
-        return _cell_json(next(cells), _row(computed))
-
+    measures, unchanged = yield from _measures(body, rows, subject)
+    jobs = [
+        replace(row, output=Logits(columns=measure.columns))
+        for row, measure in zip(rows, measures, strict=True)
+    ]
+    first = itertools.islice(_jobs(grids, jobs), len(jobs))
     return Series(
         head={
-            "token_ids": list(prompt),
-            "token": tokens[0],
-            "minus": tokens[1] if len(tokens) > 1 else None,
-            "axes": [{"name": name, "values": list(at)} for name, at in grid.axes.items()],
-            "unchanged": _cell_json(Cell(None, None, None), _row(computed)),
+            "metric": body.metric,
+            "prompts": [
+                {
+                    "index": index,
+                    "token_ids": list(prompt),
+                    "token": _token_json(measure.token, subject),
+                    "minus": _token_json(measure.minus, subject),
+                }
+                for index, (prompt, measure) in enumerate(zip(prompts, measures, strict=True))
+            ],
+            "axes": [{"name": name, "values": list(at)} for name, at in grids[0].axes.items()],
+            "unchanged": _value_json(unchanged),
         },
-        jobs=_jobs(grid, unchanged),
-        part=part,
+        jobs=_jobs(grids, jobs),
+        part=_Parts((cell for cell, _ in grids[0].cells()), measures).add,
         event="cell",
-        members=lambda parts: {"cells": parts, "grid": _nested(parts, grid)},
+        members=lambda parts: {"cells": parts, "grid": _nested(parts, grids[0])},
         held=held,
-        tokens=grid.count * sum(prices(next(_jobs(grid, unchanged)), subject.config)),
+        tokens=grids[0].count * sum(sum(prices(job, subject.config)) for job in first),
     )
 
 
-def _columns(
-    body: SweepRequest, row: OutputsRequest, subject: Subject
-) -> Generator[Compute, Computed, tuple[int, ...]]:
-    """The ids whose logits are compared: the token, and the subtracted one if there is any."""
-    token, minus = body.compared(subject.tokenizer)
-    if token is None:
-        token = int(largest(_row((yield Compute([row]))), 1)[0])
-    check_token_ids("token_id", [token], subject.config.vocab_size)
-    if minus is None:
-        return (token,)
-    check_token_ids("minus_id", [minus], subject.config.vocab_size)
-    if minus == token:
-        raise InvalidRequest(f"token and minus are both {token}: their difference is 0", "minus")
-    return token, minus
+def _check_alike(grids: Sequence[Grid], prompts: Sequence[Sequence[int]]) -> None:
+    for index, grid in enumerate(grids):
+        if grid.axes != grids[0].axes:
+            raise InvalidRequest(
+                f"prompts 0 and {index} have {len(prompts[0])} and {len(prompts[index])} tokens, "
+                "so positions differ: give prompts of one length, or sweep over layers or heads",
+                "over",
+            )
 
 
-def _jobs(grid: Grid, unchanged: OutputsRequest) -> Iterator[OutputsRequest]:
-    for _, changes in grid.cells():
-        yield replace(
-            unchanged,
-            request_id=new_id("cell"),
-            interventions=(*unchanged.interventions, *changes),
-        )
+def _measures(
+    body: SweepRequest, rows: Sequence[OutputsRequest], subject: Subject
+) -> Generator[Compute, Computed, tuple[list[Measure], list[float]]]:
+    """The measure of each prompt, and the metric without `vary`."""
+    named = [body.named(name, subject.tokenizer) for name in ("token", "minus")]
+    for name, ids in zip(("token_id", "minus_id"), named, strict=True):
+        check_token_ids(name, [each for each in ids if each is not None], subject.config.vocab_size)
+    measures: list[Measure] = []
+    values: list[float] = []
+    computed = Computed()
+    for index, (row, token, minus) in enumerate(zip(rows, *named, strict=True)):
+        if index % AT_ONCE == 0:  # whole rows of logits: a few at a time
+            computed = yield Compute(rows[index : index + AT_ONCE])
+        (logits,) = computed.rows[row.request_id]
+        if token is None and TOKENS[body.metric]:
+            token = int(largest(logits, 1)[0])
+        if minus is not None and minus == token:
+            raise InvalidRequest(
+                f"token and minus are both {token}: their difference is 0", "minus"
+            )
+        unchanged = log_softmax(logits) if body.metric == "kl" else None
+        measure = Measure(body.metric, token, minus, unchanged)
+        columns = measure.columns
+        measures.append(measure)
+        values.append(measure.of(logits if columns is None else logits[[*columns]]))
+    return measures, values
+
+
+def _jobs(grids: Sequence[Grid], rows: Sequence[OutputsRequest]) -> Iterator[OutputsRequest]:
+    """The requests of each cell, one for each prompt."""
+    for cells in zip(*(grid.cells() for grid in grids), strict=True):
+        for row, (_, changes) in zip(rows, cells, strict=True):
+            interventions = (*row.interventions, *changes)
+            yield replace(row, request_id=new_id("cell"), interventions=interventions)
 
 
 def _row(computed: Computed) -> Any:
@@ -200,14 +320,17 @@ def _row(computed: Computed) -> Any:
     return row
 
 
-def _cell_json(cell: Cell, logits: Any) -> dict[str, Any]:
-    """The SweepCell for a row of one or two logits."""
-    logit, minus = float(logits[0]), float(logits[1]) if len(logits) > 1 else None
+def _token_json(token_id: int | None, subject: Subject) -> dict[str, Any] | None:
+    return None if token_id is None else token_json(subject.tokenizer, token_id)
+
+
+def _value_json(values: Sequence[float]) -> dict[str, Any]:
+    """The SweepValue of one value for each prompt."""
+    several = len(values) > 1
     return {
-        **asdict(cell),
-        "logit": logit,
-        "minus_logit": minus,
-        "value": logit if minus is None else logit - minus,
+        "value": fmean(values) if several else values[0],
+        "spread": stdev(values) if several else None,
+        "values": list(values),
     }
 
 
@@ -226,8 +349,11 @@ SWEEP = Operation(
     form="series",
     summary="An intervention at each layer, head or position in turn",
     description="""\
-Carry out an intervention in one layer, head or position after another, and return the logit of a
-token each time, or the difference of two logits: for example, ablate each head in turn, or patch
-each layer at each position. With `stream`, the first event has the members that are known before
-the cells; then follow `{"cell": ...}` for each cell as soon as it is computed, and `[DONE]`.""",
+Carry out an intervention in one layer, head or position after another, and return a metric each
+time: a token's logit, probability or loss, a difference of two tokens, or the divergence of the
+distribution. For example, ablate each head in turn, or patch each layer at each position. Several
+prompts give the mean and the spread.
+
+With `stream`, the first event has the members that are known before the cells; then follow
+`{"cell": ...}` for each cell as soon as it is computed, and `[DONE]`.""",
 )

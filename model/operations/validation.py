@@ -4,6 +4,7 @@ There is one sentence for each wrong field. It names the field, its value and wh
 be. It repeats at most the beginning of a value, and of an unknown field only the name.
 """
 
+import dataclasses
 import json
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
@@ -39,6 +40,9 @@ COMMON_NAMES = {
 
 IDS = f"token ids (integers from 0, {MAX_IDS} at most)"
 PLACES = "a list of integers or {'from': first, 'to': first left out}"
+DIRECTION = (
+    "a list of numbers, a list of such lists (one for each head), or {'from': ..., 'minus': ...}"
+)
 SCHEMA = "a JSON schema, as an object or as a string of JSON"
 SEVERAL_FORMS = {
     "prompt": f"a string, a list of {IDS}, or a list of either ({MAX_PROMPTS} at most)",
@@ -49,11 +53,15 @@ SEVERAL_FORMS = {
     "{'from': first, 'to': first left out}",
     "tokens": f"a list of {IDS}, or a list of such lists ({MAX_PROMPTS} at most)",
     "baseline": "'zero' or a token id",
+    **dict.fromkeys(("token", "minus"), "a text, or a list with one for each prompt"),
+    **dict.fromkeys(("token_id", "minus_id"), "a token id, or a list with one for each prompt"),
     "tool_choice": "'none', 'auto', 'required' or a function's name in an object",
     "guided_json": SCHEMA,
     "structured_outputs.json": SCHEMA,
     "interventions.positions": f"'all', 'prompt', 'generated', 'last', {PLACES}",
     "interventions.values": "a list of numbers, or a list of such lists, up to three deep",
+    "interventions.along": DIRECTION,
+    "interventions.proportional_to": DIRECTION,
     "interventions.from.prompt": "a string or a list of ids",
     "interventions.minus.prompt": "a string or a list of ids",
     "interventions.from.positions": f"'last', 'all', {PLACES}",
@@ -93,10 +101,11 @@ def _plain(value: Any) -> Any:
         case frozenset() | set():
             return sorted(value)
         case Intervention():
-            names = ["stage", "operation", "positions", "heads", "values"]
-            if value.operation in ("scale", "add"):
-                names.append("factor")
-            return {name: getattr(value, name) for name in names}
+            fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+            del fields["field"]
+            if value.operation not in ("scale", "add"):
+                del fields["factor"]
+            return fields
         case _ if hasattr(value, "tolist"):
             return value.tolist()
         case Mapping():

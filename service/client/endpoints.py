@@ -8,10 +8,12 @@ by hand.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Unpack, overload
+from urllib.parse import quote
 
 from logitd.service.client import errors
 from logitd.service.client.calls import (
     EVENTS,
+    SAFETENSORS,
     Answer,
     Call,
     Request,
@@ -25,7 +27,7 @@ from logitd.service.client.calls import (
 from logitd.service.client.fields import *
 from logitd.service.client.reading import WrongShape, read
 from logitd.service.client.results import *
-from logitd.service.client.tensors import TensorFile
+from logitd.service.client.tensors import Array, TensorFile
 
 Result = TypeVar("Result")
 
@@ -107,6 +109,25 @@ def patch(
 def stages(*, model: str | None = None) -> Call[Stages]:
     """Names, shapes and meanings of the stages."""
     return _get("/stages", Stages, model)
+
+
+def weights(*, model: str | None = None) -> Call[Weights]:
+    """Names and shapes of the weights, among them derived ones such as the matrices of heads."""
+    return _get("/weights", Weights, model)
+
+
+def weight(
+    name: str,
+    slice: str | None = None,
+    *,
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32",
+    model: str | None = None,
+) -> Call[Array]:
+    """A weight, or a part of it: "3,:,0:64" has indices for each axis, in steps of 1."""
+    given = {"slice": slice, "dtype": dtype, "model": model}
+    fields = {key: value for key, value in given.items() if value is not None}
+    request = Request("GET", f"/weights/{quote(name, safe='')}", fields, SAFETENSORS)
+    return Call(request, lambda answer: TensorFile(answer.body).array(name))
 
 
 @overload
@@ -242,16 +263,15 @@ def attention(prompt: Prompt, **fields: Unpack[AttentionFields]) -> Call[Any]:
 
 
 def sweep(
-    prompt: OnePrompt,
+    prompt: Prompt,
     vary: Intervention,
     over: Sequence[Literal["layers", "heads", "positions"]],
     **fields: Unpack[SweepFields],
 ) -> Call[Sweep]:
-    """Carry out an intervention in one layer, head or position after another, and return the logit
-    of a token each time, or the difference of two logits: for example, ablate each head in turn, or
-    patch each layer at each position. With `stream`, the first event has the members that are known
-    before the cells; then follow `{"cell": ...}` for each cell as soon as it is computed, and
-    `[DONE]`."""
+    """Carry out an intervention in one layer, head or position after another, and return a metric
+    each time: a token's logit, probability or loss, a difference of two tokens, or the divergence
+    of the distribution. For example, ablate each head in turn, or patch each layer at each
+    position. Several prompts give the mean and the spread."""
     return record("/sweep", Sweep, {"prompt": prompt, "vary": vary, "over": over, **fields})
 
 

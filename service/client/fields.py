@@ -41,17 +41,32 @@ class Source(TypedDict, total=False):
     positions: Literal["last", "all"] | TokenIds | PositionRange | None
 
 
+Difference = TypedDict(
+    "Difference",
+    {
+        "from": Required[Source],
+        "minus": Source | None,
+    },
+    total=False,
+)
+
+
 Intervention = TypedDict(
     "Intervention",
     {
         "stage": Required[str],
-        "operation": Required[Literal["zero", "scale", "add", "set"]],
+        "operation": Required[Literal["zero", "scale", "add", "set", "clamp"]],
         "positions": Literal["all", "prompt", "generated", "last"] | TokenIds | PositionRange,
         "heads": TokenIds | None,
+        "units": TokenIds | None,
+        "along": Values | Difference | None,
         "factor": float | None,
         "values": Values | None,
         "from": Source | None,
         "minus": Source | None,
+        "proportional_to": Values | Difference | None,
+        "minimum": float | None,
+        "maximum": float | None,
     },
     total=False,
 )
@@ -152,11 +167,12 @@ class ActivationsFields(SharedFields, total=False):
 
 
 class SweepFields(SharedFields, total=False):
-    token: str | None
-    token_id: int | None
-    minus: str | None
-    minus_id: int | None
     position: int
+    metric: Literal["logit", "probability", "loss", "kl"]
+    token: str | Sequence[str] | None
+    token_id: int | TokenIds | None
+    minus: str | Sequence[str] | None
+    minus_id: int | TokenIds | None
 
 
 class LensFields(SharedFields, total=False):

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from logitd.service.client.frames import array_frame, heat_map, record_frame
+
 Bytes = bytes  # alias for classes that have a member `bytes`
 
 
@@ -107,6 +109,10 @@ class Generation(Reply):
         """The first completion."""
         return self.choices[0].text
 
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame with a row for each of the choices."""
+        return record_frame(self, "choices")
+
 
 @dataclass(frozen=True, slots=True)
 class TokenProb(NamedToken):
@@ -137,6 +143,10 @@ class Probs(Reply):
     stage: str
     prompts: tuple[PromptProbs, ...]
 
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame with a row for each of the tokens."""
+        return record_frame(self, "prompts.tokens")
+
 
 @dataclass(frozen=True, slots=True)
 class TextScore(PromptResult):
@@ -166,10 +176,20 @@ class Scores(Reply):
     prompts: tuple[PromptScores, ...]
     usage: ScoreUsage
 
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame with a row for each of the score and continuations."""
+        return record_frame(self, "prompts.score", "prompts.continuations")
+
 
 @dataclass(frozen=True, slots=True)
 class SweptToken(NamedToken):
     """A token whose logit is compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class SweptPrompt(PromptResult):
+    token: SweptToken | None  # null for metric kl.
+    minus: SweptToken | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,24 +199,27 @@ class SweepAxis:
 
 
 @dataclass(frozen=True, slots=True)
-class SweepCell:
-    """`value` is the logit of `token`, minus that of `minus` if given."""
+class SweepValue:
+    """The metric: its mean over the prompts, and its value for each."""
 
+    value: float
+    spread: float | None  # Standard deviation over the prompts (with n - 1); null for one prompt.
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SweepCell(SweepValue):
     layer: int | None  # null if the sweep has no such axis.
     head: int | None
     position: int | None
-    logit: float
-    minus_logit: float | None
-    value: float
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep(Reply):
-    token_ids: tuple[int, ...]  # Token ids of the prompt.
-    token: SweptToken
-    minus: SweptToken | None
+    metric: str
+    prompts: tuple[SweptPrompt, ...]
     axes: tuple[SweepAxis, ...]
-    unchanged: SweepCell  # The result without `vary`.
+    unchanged: SweepValue  # The result without `vary`.
     cells: tuple[SweepCell, ...]  # In the order of the axes; the last axis changes fastest.
 
     @property
@@ -209,6 +232,18 @@ class Sweep(Reply):
     def effect(self) -> npt.NDArray[np.float64]:
         """The effect of each cell: its value minus the value without intervention."""
         return self.grid - self.unchanged.value
+
+    def heat_map(self, axes: Any = None) -> Any:
+        """Draw the effect of each cell of a sweep over one or two axes, on matplotlib's `axes`
+        (None: a new figure). Returns the axes."""
+        *rows, columns = [axis.values for axis in self.axes]
+        title = " by ".join(axis.name for axis in self.axes)
+        labels = rows[0] if rows else None
+        return heat_map(self.effect, rows=labels, columns=columns, title=title, axes=axes)
+
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame with a row for each of the cells."""
+        return record_frame(self, "cells")
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +273,10 @@ class PromptLens(PromptResult):
 @dataclass(frozen=True, slots=True)
 class LensReadings(Reply):
     prompts: tuple[PromptLens, ...]
+
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame with a row for each of the top and tokens."""
+        return record_frame(self, "prompts.positions.layers.top", "prompts.positions.layers.tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +347,10 @@ class PromptAttributions(PromptResult):
 @dataclass(frozen=True, slots=True)
 class Attributions(Reply):
     prompts: tuple[PromptAttributions, ...]
+
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame with a row for each of the tokens and parts."""
+        return record_frame(self, "prompts.tokens", "prompts.direct.parts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,6 +474,29 @@ class Stages:
     model: str
     stages: tuple[StageInfo, ...]
     request_id: str
+
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame with a row for each of the stages."""
+        return record_frame(self, "stages")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightInfo:
+    name: str
+    shape: tuple[int, ...]
+    dtype: str | None  # dtype in the checkpoint; null: derived from others.
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    model: str
+    checkpoint: Checkpoint
+    weights: tuple[WeightInfo, ...]
+    request_id: str
+
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame with a row for each of the weights."""
+        return record_frame(self, "weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -574,6 +640,10 @@ class Logits(ArrayResult):
     logits: Floats
     stage: str
 
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame with a row for each position."""
+        return array_frame(self.logits, {"position": self.positions})
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopLogits(ArrayResult):
@@ -592,12 +662,24 @@ class HiddenStates(ArrayResult):
 
     hidden_states: Floats
 
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame with a row for each layer, by its place, and position."""
+        layers = range(len(self.hidden_states))
+        return array_frame(self.hidden_states, {"layer": layers, "position": self.positions})
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attention(ArrayResult):
     """`attention` (layers, heads, P, T); each row sums to 1."""
 
     attention: Floats
+
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame with a row for each layer and head, by their places, and position."""
+        layers, heads = (range(count) for count in self.attention.shape[:2])
+        return array_frame(
+            self.attention, {"layer": layers, "head": heads, "position": self.positions}
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -608,3 +690,10 @@ class Activations(ArrayResult):
 
     def __getitem__(self, stage: str) -> Floats:
         return self.stages[stage]
+
+    def to_dataframe(self, stage: str) -> Any:
+        """A pandas DataFrame of a stage, with a row for each position, or each position and head by
+        its place."""
+        values = self.stages[stage]
+        places = {"head": range(values.shape[1])} if values.ndim > 2 else {}
+        return array_frame(values, {"position": self.positions, **places})

@@ -179,6 +179,18 @@ class StagesReply(ReplyBody):
     stages: list[StageInfo]
 
 
+class WeightInfo(ReplyBody):
+    name: str
+    shape: list[int]
+    dtype: str | None = Field(description="dtype in the checkpoint; null: derived from others.")
+
+
+class WeightsReply(ReplyBody):
+    model: str
+    checkpoint: CheckpointName
+    weights: list[WeightInfo]
+
+
 class TokenizerInfo(ReplyBody):
     model: str
     checkpoint: CheckpointName

@@ -90,7 +90,8 @@ class RunningSeries:
                     upcoming = next(jobs, None)
                 computed = await gather(self._running[0])
                 self._running.popleft()
-                yield self._plan.part(computed)
+                if (part := self._plan.part(computed)) is not None:
+                    yield part
         finally:
             self.end()
 

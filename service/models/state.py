@@ -39,6 +39,7 @@ class ServiceState:
         self.reload_lock = asyncio.Lock()  # held while a second set of weights is in memory
         self.settled = asyncio.Event()  # loading has ended, successfully or not
         self.long_texts = asyncio.Lock()  # held while a long text is encoded or decoded
+        self.weight_reads = asyncio.Lock()  # held while weights are read from a file
         self.waits_for: str | None = None  # a checkpoint that a training run has not saved yet
         self._steps: StepThread | None = None
         self._failure: str | None = None

@@ -101,6 +101,18 @@ class ExtractSettings(ComputeSettings):
             lambda given: given.get("ray"),
             "it is a number of processes of a Ray cluster: add --ray",
         ),
+        "stored_dtype": (
+            lambda given: given.get("stages"),
+            "it is the dtype of values of stages: add --stages",
+        ),
+        "sample": (
+            lambda given: given.get("stages"),
+            "it is a share of the tokens whose stages are written: add --stages",
+        ),
+        "sample_seed": (
+            lambda given: given.get("sample", 1.0) < 1,
+            "it chooses the tokens of a sample: add --sample",
+        ),
     }
 
     checkpoint: CliPositionalArg[CheckpointPath]
@@ -126,6 +138,18 @@ class ExtractSettings(ComputeSettings):
         "divergence from the last layer",
     )
     stages: StageNames = ()
+    stored_dtype: Literal["float32", "float16", "bfloat16"] = Field(
+        "float32", description="dtype of the written values of --stages"
+    )
+    sample: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="share of the tokens whose --stages are written, chosen at random",
+    )
+    sample_seed: int = Field(
+        0, ge=0, lt=2**64, description="seed of --sample: the same seed chooses the same tokens"
+    )
     stride: int | None = Field(
         None,
         ge=1,

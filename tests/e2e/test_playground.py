@@ -575,13 +575,17 @@ def test_circuit_equals_the_api_and_its_parts_switch_off(server: ServedProcess, 
     assert part.get_attribute("aria-pressed") == "false"
 
 
-def test_switching_off_a_head_moves_the_distribution(server: ServedProcess, page: Page) -> None:
+def test_switching_off_units_of_heads_moves_the_distribution(
+    server: ServedProcess, page: Page
+) -> None:
     open_tab(page, "inside", "#view .heat")
     page.select_option("#change-layer", "5")
     page.fill("#change-heads", "1, 3")
+    page.fill("#change-units", "0, 3, 4, 5, 6, 7, 20")
     page.click("#change button[type=submit]")
     page.wait_for_function("document.querySelector('#effect .hint').textContent.includes('bits')")
     change = {"stage": "blocks.5.attention.heads", "heads": [1, 3], "operation": "zero"}
+    change["units"] = [0, 3, 4, 5, 6, 7, 20]
     before = asked(server, "/probs", prompt=PROMPT, top_k=12)["prompts"][0]["tokens"]
     ids = [entry["id"] for entry in before]
     after = asked(server, "/probs", prompt=PROMPT, token_ids=ids, interventions=[change])

@@ -229,6 +229,17 @@ def test_intervention_object_has_the_effect_of_its_fields(llm: LLM) -> None:
     assert completion.token_ids == (changed[-1].argmax(),)
 
 
+def test_intervention_object_along_a_direction_has_the_effect_of_its_fields(llm: LLM) -> None:
+    stage, direction = "blocks.1.output", np.arange(32, dtype=np.float32)
+    change: Any = {"stage": stage, "operation": "clamp", "along": direction, "minimum": -0.5}
+    (values,) = llm.activations("a prompt", stage, interventions=[Intervention(**change)]).values()
+    (named,) = llm.activations("a prompt", stage, interventions=[change]).values()
+    assert np.array_equal(values, named)
+    assert (values @ direction / np.linalg.norm(direction) >= -0.5 - 1e-5).all()
+    plain = llm.activations("a prompt", stage)[stage]
+    assert not np.array_equal(values, plain)
+
+
 def test_attributions_are_by_default_of_the_likeliest_token(llm: LLM) -> None:
     assert llm.attributions("a prompt").token_id == llm.probs("a prompt").argmax()
     with pytest.raises(InvalidRequest, match=r"position.*8.*8"):
@@ -254,6 +265,10 @@ def test_sweeps_are_interventions_in_one_place_after_another(llm: LLM) -> None:
     zero = Intervention(stage="blocks.1.attention.heads", operation="zero", heads=(2,))
     row = llm.logits("a prompt", interventions=[zero])[-1].astype(np.float64)
     assert grid[1, 2] == row[97] - row[98]
+    assert np.array_equal(grid, llm.sweep("a prompt", ablate, ["layers", "heads"], "a", "b"))
+    several = llm.sweep(["a prompt", "b"], ablate, ["layers", "heads"], ["a", "c"], [98, 100])
+    other = llm.sweep("b", ablate, ["layers", "heads"], "c", "d")
+    np.testing.assert_allclose(several, (grid + other) / 2)
     patched = llm.patch("a prompt", "b prompt", token=97)
     assert patched.shape == (3, 8)
     assert len(set(patched[-1, :-1])) == 1, "no later block carries another position to the last"

@@ -47,6 +47,8 @@ from logitd.model.transformer.stages import match_stages, stages_of
 # Rates measured on a CPU with the bundled checkpoint. An element takes about 1 ns.
 CHANGE_ELEMENTS = 2**14
 """Fixed cost of one change of one stage, in elements."""
+PART_ELEMENTS = 2**2
+"""Cost of each chosen unit of a stage, and of each number of a direction, in elements."""
 PROCESSED_ELEMENTS = 2**6
 """Cost of each logit that the sampler filters, in elements."""
 LISTED_ELEMENTS = 2**7
@@ -85,13 +87,14 @@ def step_cost(request: Request, config: ModelConfig) -> StepCost:
     position, row = float(LISTED_ELEMENTS * _listed(request)), 0
     for change in request.interventions:
         width, changed = _width(change, config, length), change.positions
+        fixed = CHANGE_ELEMENTS * (1 + 2 * len(change.directions))
         if changed in ("all", "generated"):
-            row += width + CHANGE_ELEMENTS
-        everywhere = width + CHANGE_ELEMENTS / BLOCK
+            row += width + fixed
+        everywhere = width + fixed / BLOCK
         if changed in ("all", "prompt"):
             position += everywhere
         elif changed != "generated":  # listed positions, averaged over the prompt
-            position += min(everywhere, len(changed) * (width + CHANGE_ELEMENTS) / length)
+            position += min(everywhere, len(changed) * (width + fixed) / length)
     return StepCost(output, math.ceil(position), row)
 
 
@@ -141,10 +144,14 @@ def _generated(request: Request) -> int:
 
 
 def _width(change: Intervention, config: ModelConfig, length: int) -> int:
-    """Number of elements that a change reads at one position."""
+    """Elements of a change at one position, without its fixed cost."""
     (stage,) = match_stages([change.stage], config)
     shape = stage.shape(config, length)
-    return math.prod(shape if change.heads is None else (len(change.heads), *shape[1:]))
+    whole = math.prod(shape if change.heads is None else (len(change.heads), *shape[1:]))
+    chosen = whole
+    if change.units is not None:
+        chosen = PART_ELEMENTS * (whole // shape[-1]) * len(change.units)
+    return chosen + PART_ELEMENTS * whole * len(change.directions)
 
 
 def position_elements(request: OutputsRequest, config: ModelConfig) -> int:
@@ -196,9 +203,9 @@ def split_activations(
 
 def output_elements(request: Request, config: ModelConfig) -> int:
     """Elements of memory that a request needs: returned values, logits for scores, tensors kept for
-    gradients, and the values of its interventions. 0 for plain generation."""
-    brought = [change.values.size for change in request.interventions if change.values is not None]
-    return sum(brought) + _computed_elements(request, config)
+    gradients, and the arrays of its interventions. 0 for plain generation."""
+    brought = sum(change.elements for change in request.interventions)
+    return brought + _computed_elements(request, config)
 
 
 def _computed_elements(request: Request, config: ModelConfig) -> int:

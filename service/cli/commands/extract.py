@@ -115,6 +115,9 @@ def _extract(settings: ExtractSettings, progress: ProgressLines) -> Extracted:
             lens=settings.lens,
             stride=settings.stride,
             shard_tokens=settings.shard_tokens,
+            stored_dtype=settings.stored_dtype,
+            sample=settings.sample,
+            sample_seed=settings.sample_seed,
         ),
         options=ComputeOptions.of(settings),
         ray=settings.ray or None,
@@ -152,7 +155,7 @@ def _summary(result: Extracted) -> str:
     if not result.tokens:
         return f"{result.path}: {rows}; all of them were already computed"
     rate = f"{result.tokens_per_second:,.0f} tok/s"
-    now = "" if result.tokens == result.rows else f", {result.tokens:,} of them now"
+    now = "" if result.tokens >= result.rows else f", {result.tokens:,} of them now"
     return f"{result.path}: {rows}{now}, in {result.seconds:,.1f} s, {rate}"
 
 

@@ -47,6 +47,7 @@ export class Inside {
       stage: labelled("stage", choice(changeable.map(({ name }) => [name, name]), { id: "change-stage" })),
       layer: labelled("layer", choice([["*", "all"], ...this.#layers()], { id: "change-layer" })),
       heads: labelled("heads", element("input", { id: "change-heads", placeholder: "all, or 0, 3", size: 10 })),
+      units: labelled("units", element("input", { id: "change-units", placeholder: "all, or 17, 300", size: 10 })),
       positions: labelled("positions", choice(PLACES, { id: "change-positions" })),
       factor: labelled("factor", element("input", { id: "change-factor", type: "number", step: "0.1", value: 2 })),
       from: labelled("from the prompt", element("input", { id: "change-from", placeholder: "another prompt" })),
@@ -84,10 +85,11 @@ export class Inside {
     const given = (name) => (labels[name].hidden ? "" : labels[name].control.value);
     const operation = { zero: "zero", scale: "scale", steer: "add", patch: "set" }[given("way")];
     const made = { stage: given("stage").replace("N", given("layer")), operation, positions: given("positions") };
-    const heads = given("heads").trim();
-    if (heads !== "" && heads !== "all") {
-      made.heads = heads.split(/[\s,]+/).map(Number);
-      if (made.heads.some((head) => !Number.isInteger(head) || head < 0)) throw new Error(`heads are "${heads}": write numbers from 0 separated by commas, or nothing for all`);
+    for (const name of ["heads", "units"]) {
+      const written = given(name).trim();
+      if (written === "" || written === "all") continue;
+      made[name] = written.split(/[\s,]+/).map(Number);
+      if (made[name].some((index) => !Number.isInteger(index) || index < 0)) throw new Error(`${name} are "${written}": write numbers from 0 separated by commas, or nothing for all`);
     }
     if (!labels.factor.hidden) made.factor = Number(given("factor"));
     if (!labels.from.hidden) {

@@ -39,8 +39,8 @@ export class Interventions {
   }
 }
 
-function inWords({ stage, operation, heads, positions, factor, from, minus }) {
-  const where = [heads ? `head ${heads.join(", ")} of ` : "", stage, positions === undefined || positions === "all" ? "" : ` (${positions})`].join("");
+function inWords({ stage, operation, heads, units, positions, factor, from, minus }) {
+  const where = [units ? `unit ${units.join(", ")} of ` : "", heads ? `head ${heads.join(", ")} of ` : "", stage, positions === undefined || positions === "all" ? "" : ` (${positions})`].join("");
   if (operation === "zero") return `switch off ${where}`;
   if (operation === "scale") return `scale ${where} by ${factor}`;
   if (operation === "set") return `patch ${where} from "${from.prompt}"`;

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from pyarrow import parquet
 from safetensors.numpy import load_file
+from safetensors.torch import load_file as load_torch
 
 from logitd.model.data.errors import DataError
 from logitd.model.device import available_processors
@@ -174,6 +176,47 @@ def test_stages_equal_activations_to_the_bit(
         whole = np.concatenate(parts)
         assert found[name].dtype == whole.dtype, name
         assert np.array_equal(found[name], whole), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_sample_is_rows_of_the_whole_in_the_stored_dtype(
+    extracting: Extract, tmp_path: Path, dtype: Any
+) -> None:
+    """The same tokens are chosen for other windows and shards."""
+    stage = "blocks.1.output"
+
+    def tokens(name: str, **asked: Any) -> dict[tuple[int, int], Any]:
+        result = extracting(tmp_path / name, stages=(stage,), **asked)
+        shards = [load_torch(path) for path in sorted(result.path.glob("shard-*.safetensors"))]
+        whole = {key: torch.cat([shard[key] for shard in shards]) for key in shards[0]}
+        assert len(whole[stage]) == result.rows
+        places = zip(whole["document"].tolist(), whole["position"].tolist(), strict=True)
+        return dict(zip(places, zip(whole["token"], whole[stage], strict=True), strict=True))
+
+    sampled = {"sample": 0.25, "sample_seed": 7, "stored_dtype": dtype}
+    every, some = tokens("every"), tokens("some", shard_tokens=99, **sampled)
+    assert 0.15 < len(some) / len(every) < 0.35
+    for place, (token, values) in some.items():
+        assert token == every[place][0]
+        assert torch.equal(values, every[place][1].to(getattr(torch, dtype)))
+    assert tokens("windows", stride=50, **sampled).keys() == some.keys()
+    assert tokens("seed", **{**sampled, "sample_seed": 8}).keys() != some.keys()
+    index = json.loads((tmp_path / "some" / "index.json").read_text())
+    assert (index["settings"]["sample"], index["settings"]["sample_seed"]) == (0.25, 7)
+    with pytest.raises(ExtractionError, match=r"settings\.sample was 0.25 and is 0.5"):
+        extracting(
+            tmp_path / "some", stages=(stage,), shard_tokens=99, **{**sampled, "sample": 0.5}
+        )
+
+
+def test_values_that_a_dtype_cannot_hold_are_refused(extracting: Extract, tmp_path: Path) -> None:
+    gpt = tiny_gpt()
+    gpt.token_embedding.weight.data *= 1e7
+    large = save_tiny_checkpoint(tmp_path / "large", gpt).path
+    asked = {"checkpoint": large, "stages": ("embedding",)}
+    with pytest.raises(ExtractionError, match=r"embedding .*float16 cannot hold.*--stored-dtype"):
+        extracting(**asked, stored_dtype="float16")
+    assert extracting(tmp_path / "wide", **asked, stored_dtype="bfloat16").rows
 
 
 def test_finished_extraction_is_unchanged(extracting: Extract, texts: Path) -> None:

@@ -22,6 +22,8 @@ UNQUEUED = {one.path for one in OPERATIONS if one.form == "vocabulary"}
 GETS = (
     *("/health", "/health/live", "/health/ready", "/info", "/card", "/version", "/metrics"),
     "/tokenizer_info",
+    "/weights",
+    "/weights/{name}",
     "/stages",
     *("/v1/models", "/v1/models/{model}"),
 )

@@ -10,13 +10,14 @@ from pydantic import BaseModel
 
 from logitd.model.operations.all import OPERATIONS
 from logitd.model.operations.body import PositionRange
-from logitd.model.operations.interventions import Intervention, Source
+from logitd.model.operations.interventions import Difference, Intervention, Source
 from logitd.model.operations.operation import Operation
 from logitd.model.operations.processing import Processing
 from logitd.service import client
 from logitd.service.client import fields as client_fields
 from logitd.service.client import results
-from logitd.service.generate_client import FACTS, FOLDER, PROPERTIES, result_name, sources
+from logitd.service.client_methods import PROPERTIES
+from logitd.service.generate_client import FACTS, FOLDER, result_name, sources
 
 DECIDED = {"logits": {"top_k", "stream"}}
 """Fields that a method decides; those of other operations decide `stream` alone."""
@@ -52,7 +53,7 @@ def test_fields_match_the_operation(operation: Operation) -> None:
     assert known == set(operation.body.model_fields) - required - decided
 
 
-@pytest.mark.parametrize("model", [Source, Processing, PositionRange, Intervention])
+@pytest.mark.parametrize("model", [Source, Difference, Processing, PositionRange, Intervention])
 def test_fields_match_the_object(model: type[BaseModel]) -> None:
     aliases = {field.alias or name for name, field in model.model_fields.items()}
     assert set(getattr(client_fields, model.__name__).__annotations__) == aliases

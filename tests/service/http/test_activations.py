@@ -219,3 +219,51 @@ def test_values_count_in_the_queue(checkpoint_path: Path) -> None:
         assert response.status_code == 400, response.text
         assert "60000" in response.text
         assert small.served.engine.admission.elements == 0
+
+
+def test_direction_between_prompts_equals_its_numbers(server: Serving) -> None:
+    """A direction that is read from two prompts, at every layer, and the same one as numbers."""
+    stages = ["blocks.*.output"]
+
+    def values(prompt: str, *interventions: Any) -> dict[str, Any]:
+        body = {"prompt": prompt, "stages": stages, "positions": "all"}
+        reply = server.json("/activations", {**body, "interventions": interventions})
+        named = reply["prompts"][0]["stages"]
+        return {name: np.array(rows) for name, rows in named.items()}
+
+    read = {"from": {"prompt": "one of them"}, "minus": {"prompt": "another"}}
+    one, other = values("one of them"), values("another")
+    given = {name: one[name].mean(axis=0) - other[name].mean(axis=0) for name in one}
+    changed = values(PROMPT, {"stage": stages[0], "operation": "zero", "along": read})
+    by_numbers = values(
+        PROMPT,
+        *(
+            {"stage": name, "operation": "zero", "along": each.tolist()}
+            for name, each in given.items()
+        ),
+    )
+    for name, direction in given.items():
+        np.testing.assert_allclose(changed[name], by_numbers[name], atol=1e-4)
+        np.testing.assert_allclose(changed[name] @ direction, 0, atol=1e-3)
+
+
+@pytest.mark.parametrize("part", [{"units": [0, 5, -1]}, {"along": [1.0, -2.0] + [0.0] * 30}])
+def test_patch_of_a_part_takes_only_this_part_of_the_other_prompt(
+    server: Serving, part: dict[str, Any]
+) -> None:
+    stage, other = "blocks.1.output", "that other one"
+    patch = {"stage": stage, "operation": "set", "from": {"prompt": other}, **part}
+
+    def values(prompt: str, *interventions: Any) -> Any:
+        body = {"prompt": prompt, "stages": [stage], "positions": "all"}
+        reply = server.json("/activations", {**body, "interventions": interventions})
+        return np.array(reply["prompts"][0]["stages"][stage])
+
+    plain, source = values(other[::-1]), values(other)
+    expected = plain.copy()
+    if "units" in part:
+        expected[:, part["units"]] = source[:, part["units"]]
+    else:
+        unit = np.array(part["along"]) / np.sqrt(5)
+        expected += ((source - plain) @ unit)[:, None] * unit
+    np.testing.assert_allclose(values(other[::-1], patch), expected, atol=1e-5)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from logitd.model.operations.sweep import SweepReply
 from tests.service.serving import Serving, serving
@@ -17,7 +18,7 @@ ABLATE: dict[str, Any] = {"stage": "blocks.*.attention.heads", "operation": "zer
 PATCH: dict[str, Any] = {"stage": "blocks.*.output", "operation": "set", "from": {"prompt": OTHER}}
 
 
-def sweep(server: Serving, prompt: str = PROMPT, **fields: Any) -> SweepReply:
+def sweep(server: Serving, prompt: Any = PROMPT, **fields: Any) -> SweepReply:
     return SweepReply.model_validate(server.json("/sweep", {"prompt": prompt, **fields}))
 
 
@@ -39,10 +40,10 @@ def test_each_head_in_turn_is_that_head_by_hand(server: Serving) -> None:
     for cell in reply.cells:
         change = {"stage": f"blocks.{cell.layer}.attention.heads", "heads": [cell.head]}
         expected = logits(server, [97, 98], {**change, "operation": "zero"})
-        assert [cell.logit, cell.minus_logit] == expected, "to the bit"
-        assert cell.value == cell.logit - expected[1]
+        assert cell.value == expected[0] - expected[1], "to the bit"
+        assert (cell.values, cell.spread) == ([cell.value], None)
     unchanged = logits(server, [97, 98])
-    assert [reply.unchanged.logit, reply.unchanged.minus_logit] == unchanged
+    assert reply.unchanged.value == unchanged[0] - unchanged[1]
     assert np.array(reply.grid).shape == (3, 4)
     assert np.array(reply.grid).ravel().tolist() == [cell.value for cell in reply.cells]
 
@@ -51,12 +52,12 @@ def test_each_layer_and_position_in_turn_is_that_patch_by_hand(server: Serving) 
     vary = {**PATCH, "positions": [2, -1]}
     reply = sweep(server, vary=vary, over=["positions", "layers"], token_id=97)
     assert np.array(reply.grid).shape == (2, 3)
-    assert reply.minus is None
+    assert reply.prompts[0].minus is None
     for cell in reply.cells:
         source = {"prompt": OTHER, "positions": [cell.position]}
         change = {**PATCH, "stage": f"blocks.{cell.layer}.output", "positions": [cell.position]}
-        assert logits(server, [97], {**change, "from": source}) == [cell.logit]
-    assert len({cell.logit for cell in reply.cells}) == 6
+        assert logits(server, [97], {**change, "from": source}) == [cell.value]
+    assert len({cell.value for cell in reply.cells}) == 6
 
 
 def test_heads_of_a_patch_have_their_own_values(server: Serving) -> None:
@@ -65,7 +66,16 @@ def test_heads_of_a_patch_have_their_own_values(server: Serving) -> None:
     reply = sweep(server, vary=vary, over=["heads"], token_id=97)
     assert [cell.head for cell in reply.cells] == [1, 3]
     for cell in reply.cells:
-        assert logits(server, [97], {**vary, "heads": [cell.head]}) == [cell.logit]
+        assert logits(server, [97], {**vary, "heads": [cell.head]}) == [cell.value]
+
+
+def test_heads_of_a_direction_have_their_own_part(server: Serving) -> None:
+    direction = {"from": {"prompt": OTHER}, "minus": {"prompt": PROMPT}}
+    vary = {"stage": "blocks.1.attention.heads", "operation": "zero", "along": direction}
+    reply = sweep(server, vary=vary, over=["heads"], token_id=97)
+    for cell in reply.cells:
+        assert logits(server, [97], {**vary, "heads": [cell.head]}) == [cell.value]
+    assert len({cell.value for cell in reply.cells}) == 4
 
 
 def test_axis_that_is_not_swept_is_changed_in_every_cell(server: Serving) -> None:
@@ -73,16 +83,77 @@ def test_axis_that_is_not_swept_is_changed_in_every_cell(server: Serving) -> Non
     standing = {"stage": "embedding", "operation": "scale", "factor": 2.0}
     vary = {"stage": "blocks.*.mlp.out", "operation": "zero"}
     reply = sweep(server, vary=vary, over=["positions"], token_id=97, interventions=[standing])
-    assert reply.unchanged.logit == logits(server, [97], standing)[0]
+    assert reply.unchanged.value == logits(server, [97], standing)[0]
     for cell in reply.cells[-2:]:
         change = {**vary, "positions": [cell.position]}
-        assert logits(server, [97], standing, change) == [cell.logit]
+        assert logits(server, [97], standing, change) == [cell.value]
 
 
 def test_default_token_is_the_likeliest(server: Serving) -> None:
     (likeliest,) = server.json("/probs", {"prompt": PROMPT, "top_k": 1})["prompts"][0]["tokens"]
     reply = sweep(server, vary=ABLATE, over=["layers"])
-    assert reply.token.id == likeliest["id"]
+    assert reply.prompts[0].token is not None
+    assert reply.prompts[0].token.id == likeliest["id"]
+
+
+PROMPTS = [PROMPT, "is another", [5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"token": "a", "minus_id": [3, 4, 5]},
+        {"metric": "probability", "token_id": [97, 99, 100], "minus": "b"},
+        {"metric": "loss"},
+        {"metric": "kl", "position": 2},
+    ],
+)
+def test_sweep_of_many_prompts_is_the_mean_of_single_sweeps(
+    server: Serving, fields: dict[str, Any]
+) -> None:
+    vary, over = {**PATCH, "positions": [2]}, ["layers"]
+    together = sweep(server, PROMPTS, vary=vary, over=over, **fields)
+    alone = []
+    for index, prompt in enumerate(PROMPTS):
+        own = {name: value[index] if isinstance(value, list) else value
+               for name, value in fields.items()}  # fmt: skip
+        alone.append(sweep(server, prompt, vary=vary, over=over, **own))
+    for swept, single in zip(together.prompts, alone, strict=True):
+        assert swept.model_dump(exclude={"index"}) == single.prompts[0].model_dump(
+            exclude={"index"}
+        )
+    assert together.unchanged.values == [single.unchanged.value for single in alone]
+    for place, cell in enumerate(together.cells):
+        values = [single.cells[place].value for single in alone]
+        assert cell.values == values
+        assert cell.value == pytest.approx(np.mean(values))
+        assert cell.spread == pytest.approx(np.std(values, ddof=1))
+    assert together.grid == [cell.value for cell in together.cells]
+
+
+def test_metrics_equal_their_definition_in_torch(server: Serving) -> None:
+    def row(*interventions: Any) -> torch.Tensor:
+        body = {"prompt": PROMPT, "interventions": interventions}
+        logits = server.json("/logits", body)["prompts"][0]["logits"][0]
+        return torch.tensor(logits, dtype=torch.float64)
+
+    change = {"stage": "blocks.2.mlp.out", "operation": "scale", "factor": 3.0}
+    before, after = row(), row(change)
+    expected = {
+        "logit": after[97] - after[98],
+        "probability": after.softmax(0)[97] - after.softmax(0)[98],
+        "loss": torch.nn.functional.cross_entropy(after, torch.tensor(97)),
+        "kl": torch.nn.functional.kl_div(
+            after.log_softmax(0), before.log_softmax(0), reduction="sum", log_target=True
+        ),
+    }
+    for metric, wanted in expected.items():
+        tokens = {"token_id": 97, "minus_id": 98} if metric in ("logit", "probability") else {}
+        tokens |= {"token_id": 97} if metric == "loss" else {}
+        vary = {**change, "stage": "blocks.*.mlp.out"}
+        reply = sweep(server, vary=vary, over=["layers"], metric=metric, **tokens)
+        assert reply.cells[2].value == pytest.approx(wanted.item(), rel=1e-6), metric
+    assert expected["kl"] > 1e-6
 
 
 def test_stream_gives_the_same_cells_one_by_one(server: Serving) -> None:

@@ -8,7 +8,6 @@ is used for one forward pass, `Changes` for a whole sequence.
 Shapes: T positions of a piece, H heads, S keys.
 """
 
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
@@ -18,69 +17,12 @@ from torch import Tensor
 
 from logitd.model.device import one_thread
 from logitd.model.inference.interventions import Intervention
+from logitd.model.inference.kernels.eager.change import AppliedChange
 from logitd.model.transformer.config import GPTConfig, ModelConfig
 from logitd.model.transformer.stages import HEADS_FIRST, Key, match_stages
 
 OVER_KEYS = frozenset(("attention.scores", "attention.probs"))
 """Stages whose last axis is over keys. They are computed in blocks of positions."""
-
-
-class _Change:
-    """One intervention, with its values on the model's device and in its dtype."""
-
-    def __init__(self, intervention: Intervention, like: Tensor) -> None:
-        self._intervention = intervention
-        values = intervention.values
-        self._values = None if values is None else torch.from_numpy(values).to(like)
-        self._heads = None if intervention.heads is None else _index(intervention.heads)
-
-    def rows(self, positions: range, prompt_length: int) -> Sequence[int]:
-        """The indices of the positions that the intervention changes."""
-        count, generated = len(positions), max(0, prompt_length - positions.start)
-        match self._intervention.positions:
-            case "all":
-                return range(count)
-            case "prompt":
-                return range(min(count, generated))
-            case "generated":
-                return range(generated, count)
-            case listed:
-                first, end = (bisect_left(listed, at) for at in (positions.start, positions.stop))
-                return [position - positions.start for position in listed[first:end]]
-
-    def apply(self, value: Tensor, positions: range, rows: Sequence[int]) -> None:
-        """Change some rows of `value` (positions, ...) in place."""
-        index: tuple[slice | Tensor, ...] = (_index(rows),)
-        if self._heads is not None:
-            index = (*index, self._heads)
-            if isinstance(index[0], Tensor) and isinstance(self._heads, Tensor):
-                index = (index[0][:, None], self._heads)
-        part = value[index]  # a view if all indices are slices
-        width = part.shape[-1]  # over keys, `values` may have more or fewer
-        factor = self._intervention.factor
-        match self._intervention.operation:
-            case "zero":
-                part.zero_()
-            case "scale":
-                part *= factor
-            case "add":
-                values = self._values_of(positions, rows)
-                part[..., : values.shape[-1]] += factor * values[..., :width]
-            case "set":
-                values = self._values_of(positions, rows)
-                part[..., : values.shape[-1]] = values[..., :width]
-        if any(isinstance(each, Tensor) for each in index):
-            value[index] = part
-
-    def _values_of(self, positions: range, rows: Sequence[int]) -> Tensor:
-        """The values for these rows: (1, ...) or (rows, ...)."""
-        values, listed = self._values, self._intervention.positions
-        assert values is not None
-        if len(values) == 1:
-            return values
-        assert not isinstance(listed, str)
-        first = bisect_left(listed, positions.start)
-        return values[first : first + len(rows)]
 
 
 class Changes:
@@ -95,10 +37,10 @@ class Changes:
     ) -> None:
         self._config = config
         self._prompt_length = prompt_length
-        self._changes: defaultdict[Key, list[_Change]] = defaultdict(list)
+        self._changes: defaultdict[Key, list[AppliedChange]] = defaultdict(list)
         for intervention in interventions:
             (stage,) = match_stages([intervention.stage], config)
-            self._changes[stage.key].append(_Change(intervention, like))
+            self._changes[stage.key].append(AppliedChange(intervention, like))
 
     @property
     def keys(self) -> Collection[Key]:
@@ -218,13 +160,6 @@ class RowTaps:
         """The tap of one row, for stages of shape (1, ...)."""
         changes, position = self._rows[index]
         return PieceTap(position, changes)
-
-
-def _index(indices: Sequence[int]) -> slice | Tensor:
-    """An index for ascending indices: a slice, which copies nothing, if they are consecutive."""
-    if indices[-1] - indices[0] == len(indices) - 1:
-        return slice(indices[0], indices[-1] + 1)
-    return torch.tensor(indices)
 
 
 def _is_over_keys(key: Key) -> bool:

@@ -164,57 +164,115 @@ def covered(intervention: Intervention, length: int, prompt_length: int) -> Sequ
             return positions
 
 
+def changed_by_hand(change: Intervention, numbers: Tensor, values: Tensor | None) -> Tensor:
+    """The operation on the chosen numbers of one head at one position."""
+    match change.operation:
+        case "zero":
+            return torch.zeros_like(numbers)
+        case "scale":
+            return numbers * change.factor
+        case "clamp":
+            return numbers.clip(change.minimum, change.maximum)
+    assert values is not None
+    return values if change.operation == "set" else numbers + change.factor * values
+
+
 def change_by_hand(interventions: Sequence[Intervention], prompt_length: int) -> Change:
     """The same change in plain torch, on whole texts."""
+
+    def unit(direction: Any, index: int, like: Tensor) -> Tensor:
+        row = direction if direction.ndim == 1 else direction[index]
+        return torch.nn.functional.normalize(torch.from_numpy(row).to(like.dtype), dim=0)
+
+    def of_row(change: Intervention, place: int, index: int | None, row: Tensor) -> Tensor:
+        """The changed row of a stage; `index` is that of its head among the chosen ones."""
+        values = change.values
+        if values is not None:
+            given = values[place % len(values)]
+            values = torch.from_numpy(given if index is None else given[index]).to(row.dtype)
+        if change.proportional_to is not None:
+            values = values * (row @ unit(change.proportional_to, index or 0, row))
+        if change.along is not None:
+            direction = unit(change.along, index or 0, row)
+            before = row @ direction
+            return row + (changed_by_hand(change, before, values) - before) * direction
+        chosen = range(len(row)) if change.units is None else change.units
+        units = [column for column in chosen if column < len(row)]
+        if values is not None:
+            values = values[: len(units)]
+        row = row.clone()
+        row[units] = changed_by_hand(change, row[units], values)
+        return row
 
     def change(name: str, value: Tensor) -> Tensor:
         for intervention in interventions:
             if intervention.stage != name:
                 continue
             value = value.clone()
-            heads = intervention.heads
-            columns = range(value.shape[1]) if heads is None else heads
-            values = intervention.values
             for place, position in enumerate(covered(intervention, len(value), prompt_length)):
-                for index, column in enumerate(columns):
-                    at = value[position]
-                    if intervention.operation == "zero":
-                        at[column] = 0
-                    elif intervention.operation == "scale":
-                        at[column] *= intervention.factor
-                    else:
-                        given = torch.from_numpy(values[place % len(values)])[index]
-                        adds = intervention.operation == "add"
-                        kept = at[column].clone() if adds else 0
-                        at[column] = kept + (intervention.factor if adds else 1) * given
+                if value.ndim == 2:
+                    value[position] = of_row(intervention, place, None, value[position])
+                    continue
+                for index, head in enumerate(intervention.heads or range(value.shape[1])):
+                    row = value[position, head]
+                    value[position, head] = of_row(intervention, place, index, row)
         return value
 
     return change
 
 
-def random_intervention(gpt: GPT, name: str, rng: random.Random) -> Intervention:
+PLACES: Sequence[tuple[int, ...] | Span] = ("all", "prompt", (0, 5, 33), (LENGTH - 1,), (31, 32))
+
+
+def random_intervention(
+    gpt: GPT,
+    name: str,
+    rng: random.Random,
+    places: Sequence[tuple[int, ...] | Span] = PLACES,
+    length: int = LENGTH,
+) -> Intervention:
     (stage,) = [stage for stage in stages_of(gpt.config) if stage.name == name]
-    shape = stage.shape(gpt.config, LENGTH)
-    places: list[tuple[int, ...] | Span] = ["all", "prompt", (0, 5, 33), (LENGTH - 1,), (31, 32)]
-    positions = rng.choice(places)
-    heads = None
+    shape = stage.shape(gpt.config, length)
+    generator = np.random.default_rng(rng.randrange(2**32))
+    fields: dict[str, Any] = {"operation": rng.choice(get_args(Operation))}
+    fields["positions"] = positions = rng.choice(places)
     if stage.heads_axis and rng.random() < 0.6:
-        heads = tuple(sorted(rng.sample(range(shape[0]), rng.randint(1, shape[0]))))
-        shape = (len(heads), *shape[1:])
-    operation = rng.choice(get_args(Operation))
-    rows = rng.choice([1, 1 if isinstance(positions, str) else len(positions)])
-    values = None
-    if operation in ("add", "set"):
-        generator = np.random.default_rng(rng.randrange(2**32))
-        values = generator.normal(size=(rows, *shape)).astype(np.float32)
-    return Intervention(
-        stage=name,
-        operation=operation,
-        positions=positions,
-        heads=heads,
-        factor=rng.choice([0.5, -1.0, 2.0]),
-        values=values,
-    )
+        fields["heads"] = some(shape[0], rng)
+        shape = (len(fields["heads"]), *shape[1:])
+
+    def numbers(*shape: int) -> Any:
+        return generator.normal(size=shape).astype(np.float32)
+
+    def direction() -> Any:
+        return numbers(*rng.choice([shape, shape[-1:]]))
+
+    has_directions = stage.kind.axes[-1] != "T"
+    part = rng.choice(["whole", "units", "along"] if has_directions else ["whole", "units"])
+    width = shape[-1]
+    if part == "units":
+        fields["units"] = some(width, rng)
+        width = len(fields["units"])
+    elif part == "along":
+        fields["along"], width = direction(), 1
+    match fields["operation"]:
+        case "scale":
+            fields["factor"] = rng.choice([0.5, -1.0, 2.0])
+        case "clamp":
+            fields |= rng.choice([{"minimum": 0.1}, {"maximum": -0.2}])
+            fields |= rng.choice([{}, {"minimum": -0.3, "maximum": 0.25}])
+        case "add" | "set":
+            rows = rng.choice([1, 1 if isinstance(positions, str) else len(positions)])
+            fields["values"] = numbers(rows, *shape[:-1], width)
+            if fields["operation"] == "add":
+                fields["factor"] = rng.choice([0.5, -1.0, 2.0])
+                if has_directions and rng.random() < 0.5:
+                    fields["proportional_to"] = direction()
+    return Intervention(stage=name, **fields)
+
+
+def some(count: int, rng: random.Random) -> tuple[int, ...]:
+    """Ascending, distinct indices, at least one."""
+    return tuple(sorted(rng.sample(range(count), rng.randint(1, count))))
 
 
 def changeable(gpt: GPT) -> list[str]:
@@ -240,6 +298,34 @@ def test_intervention_at_any_stage_matches_a_change_by_hand(exact: GPT, count: i
                 seen = (before >= 0) & (before < window)
                 value, wanted = (torch.where(seen, part, 0) for part in (value, wanted))
             check_close(value, wanted, f"{intervention}, at {stage}")
+
+
+def test_projecting_out_twice_equals_once(exact: GPT) -> None:
+    gpt, stage = exact, "blocks.1.output"
+    direction = np.arange(1, gpt.config.d_model + 1, dtype=np.float32)
+    out = Intervention(stage=stage, operation="zero", along=direction)
+    once = recorded(gpt, ask(Activations(stages=(stage,)), out))[stage]
+    twice = recorded(gpt, ask(Activations(stages=(stage,)), out, out))[stage]
+    assert_close(twice, once)
+    unit = direction / np.linalg.norm(direction)
+    assert_close(once @ torch.from_numpy(unit), torch.zeros(LENGTH), atol=1e-5, rtol=0)
+    subtract = Intervention(
+        stage=stage, operation="add", factor=-1.0, values=unit[None], proportional_to=direction
+    )
+    assert_close(recorded(gpt, ask(Activations(stages=(stage,)), subtract))[stage], once)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_clamped_units_keep_their_bounds(dtype: torch.dtype) -> None:
+    gpt, stage = tiny_gpt(tiny_config()).to(dtype), "blocks.0.mlp.hidden"
+    units = (1, 2, 5)
+    clamp = Intervention(stage=stage, operation="clamp", units=units, minimum=-0.125, maximum=0.25)
+    output = Activations(stages=(stage,))
+    before, after = (recorded(gpt, ask(output, *made))[stage] for made in ((), (clamp,)))
+    expected = before.clone()
+    expected[:, units] = before[:, units].clip(-0.125, 0.25)
+    assert torch.equal(after, expected)
+    assert not torch.equal(after, before)
 
 
 def test_interventions_apply_in_order(gpt: GPT) -> None:
@@ -290,10 +376,21 @@ def test_generation_follows_the_changed_forward(exact: GPT) -> None:
         probs = Intervention(
             stage="blocks.0.attention.probs", operation="scale", factor=0.5, positions=span
         )
-        stream = Intervention(
-            stage="blocks.2.output", operation="scale", factor=1.5, positions=span
+        key = Intervention(
+            stage="blocks.1.attention.probs", operation="zero", units=(0, 7, 38), positions=span
         )
-        changes = (head, probs, stream)
+        neurons = Intervention(
+            stage="blocks.1.mlp.hidden",
+            operation="set",
+            units=(0, 3),
+            values=np.array([[1.5, -2.0]], dtype=np.float32),
+            positions=span,
+        )
+        direction = np.arange(gpt.config.d_model, dtype=np.float32)
+        stream = Intervention(
+            stage="blocks.2.output", operation="clamp", minimum=2.0, along=direction, positions=span
+        )
+        changes = (head, probs, key, neurons, stream)
         request = generation("g", prompt, max_tokens=4, interventions=changes)
         tokens = run(gpt, request)["g", 0].token_ids
         text = list(prompt)
@@ -331,7 +428,14 @@ def changed_and_plain() -> tuple[GPT, list[Any], dict[tuple[str, int], Outcome]]
     for index in range(12):
         prompt = tuple(PROMPT[: 33 + index])
         changes = tuple(
-            random_intervention_of(gpt, rng, len(prompt)) for _ in range(rng.randint(1, 3))
+            random_intervention(
+                gpt,
+                rng.choice(changeable(gpt)),
+                rng,
+                places=("all", "prompt", "generated", (0, len(prompt) - 1)),
+                length=len(prompt),
+            )
+            for _ in range(rng.randint(1, 3))
         )
         changed = index % 3 > 0
         if index % 4 == 3:
@@ -378,18 +482,6 @@ def test_changed_sequences_and_others_keep_their_bits_in_a_batch(
     for request in requests:
         if request.interventions:
             assert together[request.request_id, 0].ended.cached_tokens == 0
-
-
-def random_intervention_of(gpt: GPT, rng: random.Random, length: int) -> Intervention:
-    name = rng.choice(changeable(gpt))
-    places: list[tuple[int, ...] | Span] = ["all", "prompt", "generated", (0, length - 1)]
-    operations: list[Operation] = ["zero", "scale"]
-    return Intervention(
-        stage=name,
-        operation=rng.choice(operations),
-        positions=rng.choice(places),
-        factor=rng.choice([0.5, 2.0]),
-    )
 
 
 def test_changed_prompt_is_never_copied() -> None:
