@@ -180,7 +180,7 @@ def typed_dict(name: str, members: Mapping[str, str], base: str = "TypedDict") -
     if any(map(keyword.iskeyword, members)):
         listed = "".join(f'        "{key}": {kind},\n' for key, kind in members.items())
         return f'{name} = {base}(\n    "{name}",\n    {{\n{listed}    }},\n    total=False,\n)\n'
-    listed = "".join(f"    {key}: {kind}\n" for key, kind in members.items())
+    listed = "".join(f"    {key}: {kind}\n" for key, kind in members.items()) or "    pass\n"
     return f"class {name}({base}, total=False):\n{listed}"
 
 

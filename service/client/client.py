@@ -120,6 +120,7 @@ class Client:
     attention = _blocking(endpoints.attention)
     sweep = _blocking(endpoints.sweep)
     lens = _blocking(endpoints.lens)
+    induction = _blocking(endpoints.induction)
     attributions = _blocking(endpoints.attributions)
     # end: generated
 
@@ -188,5 +189,6 @@ class AsyncClient:
     attention = _awaited(endpoints.attention)
     sweep = _awaited(endpoints.sweep)
     lens = _awaited(endpoints.lens)
+    induction = _awaited(endpoints.induction)
     attributions = _awaited(endpoints.attributions)
     # end: generated

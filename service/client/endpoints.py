@@ -263,6 +263,15 @@ def lens(prompt: Prompt, **fields: Unpack[LensFields]) -> Call[LensReadings]:
     return record("/lens", LensReadings, {"prompt": prompt, **fields})
 
 
+def induction(prompt: Prompt, **fields: Unpack[InductionFields]) -> Call[Induction]:
+    """The prompt is given to the model twice in a row. The score of a head is the mean attention
+    weight from each token of the second time to the token after its first occurrence. An induction
+    head, which copies what followed earlier, has a score near 1; a head that attends to all earlier
+    tokens alike has about ln(2) / T for T tokens. Random token ids measure copying alone; in a
+    text, other habits add to it."""
+    return record("/induction", Induction, {"prompt": prompt, **fields})
+
+
 def attributions(prompt: Prompt, **fields: Unpack[AttributionsFields]) -> Call[Attributions]:
     """By gradients: the gradient of a token's logit, or of the difference of two logits, with
     respect to the vector of each token of the prompt, times that vector; at the prompt itself, or

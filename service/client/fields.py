@@ -162,6 +162,10 @@ class LensFields(SharedFields, total=False):
     tokens: Sequence[str] | None
 
 
+class InductionFields(SharedFields, total=False):
+    pass
+
+
 class AttributionsFields(TypedDict, total=False):
     timeout: float | None
     model: str | None

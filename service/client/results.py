@@ -241,6 +241,18 @@ class LensReadings(Reply):
 
 
 @dataclass(frozen=True, slots=True)
+class PromptInduction(PromptResult):
+    # Score of each head, by layer: 0 to 1, the mean weight that the tokens of the second time
+    # give to the token after their first occurrence.
+    scores: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Induction(Reply):
+    prompts: tuple[PromptInduction, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TargetToken(NamedToken):
     logit: float
 

@@ -148,8 +148,12 @@ def _is_long(context: RequestContext) -> bool:
 
 
 async def _record(operation: Operation, plan: Record, context: RequestContext) -> Response:
-    computed = await context.compute(plan.requests)
-    content = await _written(operation, plan, computed, context)
+    context.model.reply_budget.take(plan.held)
+    try:
+        computed = await context.compute(plan.requests)
+        content = await _written(operation, plan, computed, context)
+    finally:
+        context.model.reply_budget.give_back(plan.held)
     headers = server_timing(computed.finishes)
     return Response(content, media_type="application/json", headers=headers)
 
