@@ -19,7 +19,7 @@ from logitd.model.inference.sampling.distribution import largest
 from logitd.model.inference.sweep import Axis, Cell, Grid, make_grid
 from logitd.model.operations.body import (
     Examples,
-    ModelName,
+    ModelBody,
     Place,
     Reply,
     ReplyBody,
@@ -45,7 +45,7 @@ from logitd.model.operations.prompts import encode_all, resolve_position
 from logitd.model.operations.tokens import ComparedTokens, NamedToken, token_json
 
 
-class SweepRequest(ComparedTokens):
+class SweepRequest(ComparedTokens, ModelBody):
     """The logit of a token, or the difference of two logits, while an intervention is carried out
     in one layer, head or position after another. The results form a grid."""
 
@@ -84,7 +84,6 @@ class SweepRequest(ComparedTokens):
     )
     stream: bool = Field(False, description="Send each cell as it is computed.")
     timeout: Timeout = None
-    model: ModelName = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -110,6 +110,7 @@ class Client:
     detokenize = _blocking(endpoints.detokenize)
     tokenizer_info = _blocking(endpoints.tokenizer_info)
     info = _blocking(endpoints.info)
+    history = _blocking(endpoints.history)
     health = _blocking(endpoints.health)
     version = _blocking(endpoints.version)
 
@@ -179,6 +180,7 @@ class AsyncClient:
     detokenize = _awaited(endpoints.detokenize)
     tokenizer_info = _awaited(endpoints.tokenizer_info)
     info = _awaited(endpoints.info)
+    history = _awaited(endpoints.history)
     health = _awaited(endpoints.health)
     version = _awaited(endpoints.version)
 

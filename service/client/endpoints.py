@@ -141,6 +141,11 @@ def info(*, model: str | None = None) -> Call[Info]:
     return _get("/info", Info, model)
 
 
+def history(*, model: str | None = None) -> Call[History]:
+    """The steps of the run that the field `step` of a request may choose, and the loss curve."""
+    return _get("/history", History, model)
+
+
 def health() -> Call[Health]:
     """The state of the server. A server that loads or shuts down gives a result, not an error."""
     return Call(Request("GET", "/health", answers=frozenset({200, 503})), _health)

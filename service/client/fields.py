@@ -74,6 +74,7 @@ class SharedFields(TypedDict, total=False):
     interventions: Sequence[Intervention]
     timeout: float | None
     model: str | None
+    step: int | None
 
 
 class GenerateFields(SharedFields, total=False):
@@ -167,8 +168,9 @@ class InductionFields(SharedFields, total=False):
 
 
 class AttributionsFields(TypedDict, total=False):
-    timeout: float | None
     model: str | None
+    step: int | None
+    timeout: float | None
     token: str | None
     token_id: int | None
     minus: str | None
@@ -180,14 +182,16 @@ class AttributionsFields(TypedDict, total=False):
 
 
 class TokenizeFields(TypedDict, total=False):
+    model: str | None
+    step: int | None
     special_tokens: Literal["ids", "text"]
     pieces: bool | None
     add_special_tokens: bool
-    model: str | None
 
 
 class DetokenizeFields(TypedDict, total=False):
     model: str | None
+    step: int | None
 
 
 # end: generated

@@ -82,7 +82,7 @@ def endpoint_of(operation: Operation) -> Any:
         body: Annotated[Any, Depends(read)], models: Ready, request: Request
     ) -> Response:
         media_type = negotiation.negotiate(request, body, forms)
-        context = models.of(body.model, getattr(body, "timeout", None))
+        context = await models.answering(body)
         if operation.form == "vocabulary":
             return await context.unless_gone(_look_up(operation, body, context))
         plan = await make_plan(operation.plan(body, context.subject), body, context)
