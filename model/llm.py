@@ -109,7 +109,7 @@ Floats = npt.NDArray[np.float32]
 Change = Intervention | dict[str, Any]
 """An intervention, as an object or with the fields of a request."""
 
-SERVER_FIELDS = ("dtype", "model", "prompt_logprobs", "stream", "timeout")
+SERVER_FIELDS = ("dtype", "model", "prompt_logprobs", "step", "stream", "timeout")
 """Fields of requests that have a meaning only in the server."""
 
 RUN_CODE = "LOGITD_RUN_CODE"

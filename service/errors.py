@@ -102,9 +102,10 @@ def unavailable(message: str, retry_after: int = 1) -> ApiError:
     return ApiError(503, "unavailable_error", message, None, "unavailable", retry_after)
 
 
-def not_loaded(message: str) -> ApiError:
-    """The error for a model that could not be loaded. It will not be served before a restart."""
-    return ApiError(503, "unavailable_error", message, "model", NOT_LOADED)
+def not_loaded(message: str, param: str = "model") -> ApiError:
+    """The error for a model that could not be loaded. It will not be served before a restart.
+    `param` is the field that names it."""
+    return ApiError(503, "unavailable_error", message, param, NOT_LOADED)
 
 
 EXPECTED = (ApiError, InvalidRequest, QueueFull, EngineStopped)

@@ -4,12 +4,17 @@
 """
 
 import os
+import re
 from pathlib import Path
 
 RUN = "run.json"
 """Settings of a run; a folder with this file is a run."""
 BEST, LATEST = "best", "latest"
 """Links to the checkpoint with the lowest validation loss, and to the newest one."""
+HISTORY = "history"
+"""Folder of the checkpoints that `--keep-every` keeps."""
+STEP = re.compile(r"step-(\d{6,})")
+"""Name of a checkpoint in a run or in its history."""
 LOCK = "run.lock"
 """Lock file of the process that trains the run. It is the first file of a run."""
 
@@ -24,6 +29,16 @@ def checkpoint_of(path: Path, link: str | None = None) -> Path:
     elif not is_run(path.parent):
         return path
     return path.parent / path.readlink() if path.is_symlink() else path
+
+
+def checkpoints_in(folder: Path) -> dict[int, Path]:
+    """The checkpoints of a run, or of its history, by step in ascending order."""
+    by_step = {
+        int(match[1]): child
+        for child in (folder.iterdir() if folder.is_dir() else ())
+        if (match := STEP.fullmatch(child.name)) and child.is_dir()
+    }
+    return dict(sorted(by_step.items()))
 
 
 def may_become_run(path: Path) -> bool:
@@ -44,7 +59,9 @@ def is_run(path: Path) -> bool:
 def name_of(path: Path) -> str:
     """The name of a checkpoint in replies and log lines: that of its run, or of its folder outside
     a run. Links are followed. Characters that are not UTF-8 or not printable become U+FFFD."""
-    resolved = path.resolve()
-    folder = resolved.parent if is_run(resolved.parent) else resolved
+    folder = path.resolve()
+    parent = folder.parent.parent if folder.parent.name == HISTORY else folder.parent
+    if is_run(parent):
+        folder = parent
     name = os.fsencode(folder.name).decode("utf-8", "replace")
     return "".join(c if c.isprintable() else "\ufffd" for c in name)

@@ -6,6 +6,7 @@ from logitd.model.operations.attributions import ATTRIBUTIONS
 from logitd.model.operations.circuit import CIRCUIT
 from logitd.model.operations.generate import GENERATE
 from logitd.model.operations.hidden_states import HIDDEN_STATES
+from logitd.model.operations.induction import INDUCTION
 from logitd.model.operations.lens import LENS
 from logitd.model.operations.logits import LOGITS
 from logitd.model.operations.operation import Operation
@@ -24,6 +25,7 @@ OPERATIONS: tuple[Operation, ...] = (
     ACTIVATIONS,
     SWEEP,
     LENS,
+    INDUCTION,
     ATTRIBUTIONS,
     CIRCUIT,
     TOKENIZE,

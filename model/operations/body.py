@@ -37,6 +37,15 @@ ModelName = Annotated[
     str | None,
     Field(max_length=256, description="Name of a served model. Absent: the first one."),
 ]
+Step = Annotated[
+    int | None,
+    Field(
+        ge=0,
+        lt=2**63,
+        description="Step of the run's history whose weights answer; needs a server with --history."
+        " Absent: the served checkpoint.",
+    ),
+]
 
 Place = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Places = Annotated[list[Place], Field(min_length=1, max_length=MAX_IDS, fail_fast=True)]
@@ -86,10 +95,16 @@ class RequestBody(BaseModel):
         return 1, "prompt"
 
 
-class PromptBody(RequestBody):
+class ModelBody(RequestBody):
+    """A request to a model."""
+
+    model: ModelName = None
+    step: Step = None
+
+
+class PromptBody(ModelBody):
     prompt: Prompt
     timeout: Timeout = None
-    model: ModelName = None
 
     @property
     def queued(self) -> tuple[int, str]:

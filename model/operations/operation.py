@@ -130,10 +130,12 @@ class Record:
     """The reply is a JSON object, made from the results of all requests.
 
     reply  makes the members of the reply, without the envelope; may take seconds
+    held   number of array elements in memory until the reply is made
     """
 
     requests: Sequence[Request]
     reply: Callable[[Computed], dict[str, Any]]
+    held: int = 0
 
 
 @dataclass(frozen=True, slots=True)

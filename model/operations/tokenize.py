@@ -14,10 +14,9 @@ from logitd.model.inference.errors import InvalidRequest
 from logitd.model.operations.body import (
     MAX_PROMPTS,
     Examples,
-    ModelName,
+    ModelBody,
     Reply,
     ReplyBody,
-    RequestBody,
     TokenIds,
 )
 from logitd.model.operations.operation import Operation, Planning, Record, Subject
@@ -34,7 +33,7 @@ MAX_UNKNOWN = 2**17
 time."""
 
 
-class TokenizeRequest(RequestBody):
+class TokenizeRequest(ModelBody):
     """Turn texts into token ids. No token is added."""
 
     examples: ClassVar[Examples] = {
@@ -65,7 +64,6 @@ class TokenizeRequest(RequestBody):
     add_special_tokens: bool = Field(
         False, description="Must be false: no token is added to a text."
     )
-    model: ModelName = None
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -119,7 +117,7 @@ class TokenizeListReply(Reply):
     prompts: list[PromptTokens]
 
 
-class DetokenizeRequest(RequestBody):
+class DetokenizeRequest(ModelBody):
     """Turn token ids into text."""
 
     examples: ClassVar[Examples] = {
@@ -130,7 +128,6 @@ class DetokenizeRequest(RequestBody):
     tokens: TokenIds | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)] = (
         Field(description="A list of token ids, or a list of such lists.")
     )
-    model: ModelName = None
 
     @property
     def many(self) -> bool:

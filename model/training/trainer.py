@@ -179,9 +179,10 @@ class Trainer:
         with StopSignals(lambda: self._notice(stopping)) as signals:
             # 1) Save and evaluate the untrained model, or finish the saving of a resumed run.
             if self.counters.step == 0:
-                self._record(Due(state=True))
+                self._record(Due(state=True, history=self.recipe.keeps(0)))
             else:
-                self.recorder.finish(Due(state=True), self.counters)
+                kept = self.recipe.keeps(self.counters.step)
+                self.recorder.finish(Due(state=True, history=kept), self.counters)
             self._count_setup(since=before.seconds)
             notice = self.length.setup_notice(self.counters)
             if self.counters.step == 0 and notice:
@@ -268,7 +269,7 @@ class Trainer:
             return False
         self._log()  # first, because the loss decides whether the state may be saved
         if due.state and self.divergence.suspect:
-            self._record(replace(due, state=False, evaluation=True))
+            self._record(replace(due, state=False, evaluation=True, history=False))
             self._notice_not_saved()
         else:
             self._record(due)
@@ -282,6 +283,7 @@ class Trainer:
             state=step % recipe.checkpoint_every == 0 or self._at_milestone(),
             evaluation=step % recipe.eval_every == 0,
             samples=step % (recipe.sample_every or recipe.eval_every) == 0,
+            history=recipe.keeps(step),
         )
 
     def _at_milestone(self) -> bool:
@@ -299,7 +301,7 @@ class Trainer:
     def _reports(self, due: Due) -> bool:
         """True if a report is due: with any other task, and every `log_every` steps."""
         logs = self.counters.step % self.run.training.config.log_every == 0
-        return due.state or due.evaluation or due.samples or logs
+        return due.state or due.evaluation or due.samples or due.history or logs
 
     def _log(self) -> None:
         """Report the steps since the last report, and append them to the metrics. Only this reads
@@ -349,7 +351,8 @@ class Trainer:
             self.recorder.evaluate(self.counters)
             self._notice_not_saved()
         else:
-            self._record(Due(state=True))
+            kept = self.recipe.keep_every is not None and reason != "interrupted"
+            self._record(Due(state=True, history=kept or self.recipe.keeps(self.counters.step)))
         if (
             reason == "interrupted" or not self.ranks.is_main
         ):  # only the main process has the metrics

@@ -8,21 +8,28 @@ the models can be loaded, those are served; loading fails if none can.
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
-from logitd.model.checkpoint.run_folder import checkpoint_of, is_run
+from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.checkpoint.run_folder import HISTORY, checkpoint_of, checkpoints_in, is_run
+from logitd.model.device import use_threads
 from logitd.model.inference.constraints.sandbox import Sandbox
+from logitd.model.inference.load import check_replacement
 from logitd.service.engine.admission import MOST_TOKENS, AdmissionController, QueueLimits
 from logitd.service.engine.async_engine import AsyncEngine
 from logitd.service.engine.build import STARTUP_ERRORS, BuiltEngine, Shares, build, divide_memory
-from logitd.service.engine.driver import EngineDriver, StepThread
+from logitd.service.engine.driver import EngineDriver, StepReport, StepThread
+from logitd.service.errors import not_loaded
 from logitd.service.models.constraints import Constraints
+from logitd.service.models.history import History
 from logitd.service.models.reloader import Reloader
 from logitd.service.models.served import NotLoaded, ServedModel
 from logitd.service.models.state import ServiceState, observe_step
 from logitd.service.settings.model_source import ModelSource
-from logitd.service.settings.serve import ServeSettings
+from logitd.service.settings.serve import HISTORY_SLOTS, ServeSettings
 
 logger = logging.getLogger("logitd")
 
@@ -55,26 +62,29 @@ async def load(state: ServiceState) -> None:
     No engine may compute before all models are loaded: a thread gets its number of torch threads
     when it computes for the first time, and that number is one during loading.
     """
-    settings, steps = state.settings, None
+    settings = state.settings
+    steps = StepThread() if settings.history or len(settings.models) > 1 else None
     if len(settings.models) == 1:
-        models = [await _load_model(state, settings)]
+        models = [await _load_model(state, settings, steps)]
     else:
         try:
             shares = await asyncio.to_thread(divide_memory, settings)
         except STARTUP_ERRORS as error:
             _cannot_serve(state, str(error))
             return
-        steps = StepThread()
+        assert steps is not None
         models = [await _load_share(state, source, shares, steps) for source in settings.models]
     missing = [model for model in models if isinstance(model, NotLoaded)]
     if len(missing) < len(models):
         for model in missing:
             logger.error("%s is not served, the others are: %s", model.name, model.reason)
         state.serve(models, steps)
-    elif steps is None:
+        return
+    if steps is not None:
+        steps.close()
+    if len(models) == 1:
         _cannot_serve(state, missing[0].reason)
     else:
-        steps.close()
         reasons = "; ".join(f"{model.name}: {model.reason}" for model in missing)
         _cannot_serve(state, f"none of {len(models)} models could be loaded: {reasons}")
 
@@ -96,10 +106,12 @@ async def _load_share(
 
 
 async def _load_model(
-    state: ServiceState, settings: ServeSettings, steps: StepThread | None = None
+    state: ServiceState, settings: ServeSettings, steps: StepThread | None
 ) -> ServedModel | NotLoaded:
     source = settings.source
     name = source.served_name
+    if settings.history and (problem := _no_history(source.path, settings)) is not None:
+        return NotLoaded(name, problem)
     resolved = settings.of(replace(source, path=checkpoint_of(source.path, settings.follow)))
     try:
         built = await asyncio.to_thread(build, resolved)
@@ -109,34 +121,11 @@ async def _load_model(
     except Exception as error:
         logger.exception("a bug kept %s from being loaded", name)
         return NotLoaded(name, f"{type(error).__name__}: {error}")
-    return _served(state, settings, built, sandbox, steps)
-
-
-def _served(
-    state: ServiceState,
-    settings: ServeSettings,
-    built: BuiltEngine,
-    sandbox: Sandbox,
-    steps: StepThread | None,
-) -> ServedModel:
-    metrics = state.metrics.of(settings.source.served_name)
-    longest = settings.max_sequences * built.checkpoint.shape.context_length
-    limits = QueueLimits(
-        sequences=settings.max_queue,
-        tokens=settings.max_queue_tokens,
-        elements=settings.max_queue_elements,
-        per_request=settings.max_sequences,
-        most_tokens=settings.max_request_tokens or max(MOST_TOKENS, longest),
-    )
+    metrics = state.metrics.of(name)
     checkpoints = {0: built.checkpoint}
-    engine = AsyncEngine(
-        EngineDriver(built.engine, built.load_weights, steps),
-        AdmissionController(built.engine.model_config, built.engine.slots, limits),
-        stall_timeout=settings.stall_timeout,
-        on_step=partial(observe_step, metrics),
-    )
-    return ServedModel(
-        name=settings.source.served_name,
+    engine = _engine(settings, built, steps, metrics.observe_step)
+    served = ServedModel(
+        name=name,
         checkpoints=checkpoints,
         computation=built.computation,
         engine=engine,
@@ -148,3 +137,71 @@ def _served(
         keys=state.keys,
         reply_budget=state.reply_budget,
     )
+    if not settings.history or steps is None:
+        return served
+    # Before a step is loaded, which would leave the thread with one torch thread.
+    threads = built.computation.placement.threads
+    await asyncio.to_thread(steps.call, partial(use_threads, threads))
+    load_step = partial(_load_step, served, steps, metrics.count_step)
+    return replace(served, history=History(source.path, load_step, settings.history_steps))
+
+
+def _engine(
+    settings: ServeSettings,
+    built: BuiltEngine,
+    steps: StepThread | None,
+    observe: Callable[[StepReport], None],
+) -> AsyncEngine:
+    longest = settings.max_sequences * built.checkpoint.shape.context_length
+    limits = QueueLimits(
+        sequences=settings.max_queue,
+        tokens=settings.max_queue_tokens,
+        elements=settings.max_queue_elements,
+        per_request=settings.max_sequences,
+        most_tokens=settings.max_request_tokens or max(MOST_TOKENS, longest),
+    )
+    return AsyncEngine(
+        EngineDriver(built.engine, built.load_weights, steps),
+        AdmissionController(built.engine.model_config, built.engine.slots, limits),
+        stall_timeout=settings.stall_timeout,
+        on_step=partial(observe_step, observe),
+    )
+
+
+# Steps of a history
+
+
+def _no_history(path: Path, settings: ServeSettings) -> str | None:
+    """The reason why a path has no history to serve. A followed run may be about to begin one."""
+    if not is_run(path):
+        return f"{path} is not a run, so it has no history: serve a run, or leave out --history"
+    if settings.follow is None and not checkpoints_in(path / HISTORY):
+        return (
+            f"the run {path} has no history: train with --keep-every N to keep its steps, or leave "
+            "out --history"
+        )
+    return None
+
+
+async def _load_step(
+    base: ServedModel, steps: StepThread, observe: Callable[[StepReport], None], path: Path
+) -> ServedModel:
+    """Load a checkpoint of the history of a served model. Raises ApiError."""
+    try:
+        built = await asyncio.to_thread(_build_step, base, path)
+    except STARTUP_ERRORS as error:
+        raise not_loaded(f"the step cannot be loaded: {error}", "step") from error
+    # The tokenizers are equal; that of the served model has cached facts about its tokens.
+    checkpoint = replace(built.checkpoint, tokenizer=base.checkpoint.tokenizer)
+    return replace(
+        base,
+        checkpoints={0: checkpoint},
+        computation=built.computation,
+        engine=_engine(base.settings, built, steps, observe),
+    )
+
+
+def _build_step(base: ServedModel, path: Path) -> BuiltEngine:
+    check_replacement(base.checkpoint, read_checkpoint(path))
+    source = replace(base.settings.source, path=path)
+    return build(base.settings.of(source, slots=HISTORY_SLOTS, kv_cache_memory=None))

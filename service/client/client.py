@@ -130,6 +130,7 @@ class Client:
     detokenize = _blocking(endpoints.detokenize)
     tokenizer_info = _blocking(endpoints.tokenizer_info)
     info = _blocking(endpoints.info)
+    history = _blocking(endpoints.history)
     health = _blocking(endpoints.health)
     version = _blocking(endpoints.version)
 
@@ -140,6 +141,7 @@ class Client:
     attention = _blocking(endpoints.attention)
     sweep = _blocking(endpoints.sweep)
     lens = _blocking(endpoints.lens)
+    induction = _blocking(endpoints.induction)
     attributions = _blocking(endpoints.attributions)
     circuit = _blocking(endpoints.circuit)
     # end: generated
@@ -201,6 +203,7 @@ class AsyncClient:
     detokenize = _awaited(endpoints.detokenize)
     tokenizer_info = _awaited(endpoints.tokenizer_info)
     info = _awaited(endpoints.info)
+    history = _awaited(endpoints.history)
     health = _awaited(endpoints.health)
     version = _awaited(endpoints.version)
 
@@ -211,6 +214,7 @@ class AsyncClient:
     attention = _awaited(endpoints.attention)
     sweep = _awaited(endpoints.sweep)
     lens = _awaited(endpoints.lens)
+    induction = _awaited(endpoints.induction)
     attributions = _awaited(endpoints.attributions)
     circuit = _awaited(endpoints.circuit)
     # end: generated

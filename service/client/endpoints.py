@@ -162,6 +162,11 @@ def info(*, model: str | None = None) -> Call[Info]:
     return _get("/info", Info, model)
 
 
+def history(*, model: str | None = None) -> Call[History]:
+    """The steps of the run that the field `step` of a request may choose, and the loss curve."""
+    return _get("/history", History, model)
+
+
 def health() -> Call[Health]:
     """The state of the server. A server that loads or shuts down gives a result, not an error."""
     return Call(Request("GET", "/health", answers=frozenset({200, 503})), _health)
@@ -281,6 +286,15 @@ def lens(prompt: Prompt, **fields: Unpack[LensFields]) -> Call[LensReadings]:
     divergence from the model's own prediction, which is that of the last layer. In a model with
     `backout`, the middle block's part is subtracted from the streams after later blocks."""
     return record("/lens", LensReadings, {"prompt": prompt, **fields})
+
+
+def induction(prompt: Prompt, **fields: Unpack[InductionFields]) -> Call[Induction]:
+    """The prompt is given to the model twice in a row. The score of a head is the mean attention
+    weight from each token of the second time to the token after its first occurrence. An induction
+    head, which copies what followed earlier, has a score near 1; a head that attends to all earlier
+    tokens alike has about ln(2) / T for T tokens. Random token ids measure copying alone; in a
+    text, other habits add to it."""
+    return record("/induction", Induction, {"prompt": prompt, **fields})
 
 
 def attributions(prompt: Prompt, **fields: Unpack[AttributionsFields]) -> Call[Attributions]:

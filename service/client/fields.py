@@ -94,6 +94,7 @@ class SharedFields(TypedDict, total=False):
     interventions: Sequence[Intervention]
     timeout: float | None
     model: str | None
+    step: int | None
 
 
 class GenerateFields(SharedFields, total=False):
@@ -183,9 +184,14 @@ class LensFields(SharedFields, total=False):
     tokens: Sequence[str] | None
 
 
+class InductionFields(SharedFields, total=False):
+    pass
+
+
 class AttributionsFields(TypedDict, total=False):
-    timeout: float | None
     model: str | None
+    step: int | None
+    timeout: float | None
     token: str | None
     token_id: int | None
     minus: str | None
@@ -199,8 +205,9 @@ class AttributionsFields(TypedDict, total=False):
 
 
 class CircuitFields(TypedDict, total=False):
-    timeout: float | None
     model: str | None
+    step: int | None
+    timeout: float | None
     token: str | None
     token_id: int | None
     minus: str | None
@@ -212,14 +219,16 @@ class CircuitFields(TypedDict, total=False):
 
 
 class TokenizeFields(TypedDict, total=False):
+    model: str | None
+    step: int | None
     special_tokens: Literal["ids", "text"]
     pieces: bool | None
     add_special_tokens: bool
-    model: str | None
 
 
 class DetokenizeFields(TypedDict, total=False):
     model: str | None
+    step: int | None
 
 
 # end: generated

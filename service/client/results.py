@@ -280,6 +280,18 @@ class LensReadings(Reply):
 
 
 @dataclass(frozen=True, slots=True)
+class PromptInduction(PromptResult):
+    # Score of each head, by layer: 0 to 1, the mean weight that the tokens of the second time
+    # give to the token after their first occurrence.
+    scores: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Induction(Reply):
+    prompts: tuple[PromptInduction, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TargetToken(NamedToken):
     logit: float
 
@@ -583,7 +595,40 @@ class Info:
     # prompts take longer than `target_gap`; or `none`.
     target_ttft: str
     api_keys: bool  # True if requests need an API key.
+    # True if the field `step` of a request chooses a step of the run, of those that GET /history
+    # lists.
+    history: bool
     limits: dict[str, int]
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeptStep:
+    """A step in the history of a run."""
+
+    step: int
+    # Nats per token on the validation text; null if not evaluated at this step.
+    val_loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    step: int
+    loss: float  # Nats per token; the training loss is smoothed.
+    bits_per_byte: float | None  # null if not measured.
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingCurve:
+    training: tuple[CurvePoint, ...]
+    validation: tuple[CurvePoint, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    model: str
+    steps: tuple[KeptStep, ...]
+    curve: TrainingCurve
     request_id: str
 
 

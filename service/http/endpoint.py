@@ -82,7 +82,7 @@ def endpoint_of(operation: Operation) -> Any:
         body: Annotated[Any, Depends(read)], models: Ready, request: Request
     ) -> Response:
         media_type = negotiation.negotiate(request, body, forms)
-        context = models.of(body.model, getattr(body, "timeout", None))
+        context = await models.answering(body)
         if operation.form == "vocabulary":
             return await context.unless_gone(_look_up(operation, body, context))
         plan = await make_plan(operation.plan(body, context.subject), body, context)
@@ -148,8 +148,12 @@ def _is_long(context: RequestContext) -> bool:
 
 
 async def _record(operation: Operation, plan: Record, context: RequestContext) -> Response:
-    computed = await context.compute(plan.requests)
-    content = await _written(operation, plan, computed, context)
+    context.model.reply_budget.take(plan.held)
+    try:
+        computed = await context.compute(plan.requests)
+        content = await _written(operation, plan, computed, context)
+    finally:
+        context.model.reply_budget.give_back(plan.held)
     headers = server_timing(computed.finishes)
     return Response(content, media_type="application/json", headers=headers)
 

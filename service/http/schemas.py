@@ -106,6 +106,10 @@ class Info(ReplyBody):
         "steps with prompts take longer than `target_gap`; or `none`."
     )
     api_keys: bool = Field(description="True if requests need an API key.")
+    history: bool = Field(
+        description="True if the field `step` of a request chooses a step of the run, of those "
+        "that GET /history lists."
+    )
     limits: dict[str, int]
 
 
@@ -141,6 +145,21 @@ class CardReply(ReplyBody):
     card: str | None = Field(description="Markdown; null if the checkpoint has none.")
     curve: TrainingCurve
     progress: TrainingProgress | None = Field(description="null without a report of the run.")
+
+
+class KeptStep(ReplyBody):
+    """A step in the history of a run."""
+
+    step: int
+    val_loss: float | None = Field(
+        description="Nats per token on the validation text; null if not evaluated at this step."
+    )
+
+
+class HistoryReply(ReplyBody):
+    model: str
+    steps: list[KeptStep]
+    curve: TrainingCurve
 
 
 class Version(ReplyBody):

@@ -211,12 +211,16 @@ class ModelMetrics:
         self._checkpoints.labels(*self._checkpoint).set(1)
 
     def observe_step(self, report: StepReport) -> None:
-        """Count one step. A token's time is the end of its step, not its delivery."""
+        """Count one step, and report the sequences of its engine."""
         self.running.set(report.stats.running)
         self.waiting.set(report.stats.waiting)
         self.paused.set(report.stats.paused)
         self.slots_used.set(report.stats.slots_used)
         self.cache_use.set(report.stats.slots_used / self._slots if self._slots else 0)
+        self.count_step(report)
+
+    def count_step(self, report: StepReport) -> None:
+        """Count one step. A token's time is the end of its step, not its delivery."""
         result = report.result
         self.evicted.inc(result.evicted_sequences)
         self.attribution_pieces.inc(result.attribution_pieces)

@@ -5,8 +5,9 @@ its client leaves.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -15,12 +16,14 @@ from starlette.types import Receive
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
 from logitd.model.inference.engine import requests as engine
 from logitd.model.inference.engine.events import Event, FinishEvent
+from logitd.model.operations.body import ModelBody
 from logitd.model.operations.computed import Computed
 from logitd.model.operations.operation import Subject
+from logitd.model.operations.prompts import clip
 from logitd.service.access.callers import caller_of
 from logitd.service.engine.session import EngineSession
 from logitd.service.engine.submission import Submission
-from logitd.service.errors import client_gone, raise_failure
+from logitd.service.errors import bad_request, client_gone, raise_failure
 from logitd.service.models.served import Models, ServedModel
 
 Result = TypeVar("Result")
@@ -83,13 +86,34 @@ class ModelChoice:
         self.all = models
         self._request = request
         self._sessions: list[EngineSession] = []
+        self._ends: list[Callable[[], None]] = []
 
     def of(self, name: str | None, timeout: float | None = None) -> RequestContext:
         """The context of a request to the model with this name (None: the first one), with a
         deadline in `timeout` seconds. Raises like `Models.find`."""
         model = self.all.find(name)
+        return self._context(model, _deadline(model, timeout))
+
+    async def answering(self, body: ModelBody) -> RequestContext:
+        """The context of a body's request, to its model at its step, with its deadline. Raises like
+        `Models.find` and `History.open`, and ApiError for a step if the model has no history."""
+        timeout = getattr(body, "timeout", None)
+        if body.step is None:
+            return self.of(body.model, timeout)
+        model = self.all.find(body.model)
+        if model.history is None:
+            raise bad_request(
+                f"step is {body.step}, but only one step of the model {clip(model.name)!r} is "
+                "served: leave step out, or start the server with --history",
+                "step",
+            )
+        deadline = _deadline(model, timeout)
+        at_step = await model.history.open(body.step)
+        self._ends.append(partial(model.history.close, body.step))
+        return self._context(at_step, deadline)
+
+    def _context(self, model: ServedModel, deadline: float | None) -> RequestContext:
         caller = caller_of(self._request)
-        deadline = None if timeout is None else model.engine.now() + timeout
         session = EngineSession(model.engine, caller, deadline)
         self._sessions.append(session)
         context = RequestContext(model, session, self._request, caller)
@@ -101,6 +125,13 @@ class ModelChoice:
     def close(self) -> None:
         for session in self._sessions:
             session.close()
+        for end in self._ends:
+            end()
+
+
+def _deadline(model: ServedModel, timeout: float | None) -> float | None:
+    """The end of a timeout that begins now, on the clock of all engines."""
+    return None if timeout is None else model.engine.now() + timeout
 
 
 async def events_of(submission: Submission) -> AsyncIterator[Event]:

@@ -18,6 +18,7 @@ from logitd.service.engine.async_engine import AsyncEngine
 from logitd.service.engine.build import Computation
 from logitd.service.errors import ApiError, not_loaded, queue_full
 from logitd.service.models.constraints import Constraints
+from logitd.service.models.history import History
 from logitd.service.models.reloader import Reloader
 from logitd.service.settings.serve import ServeSettings
 
@@ -64,6 +65,7 @@ class ServedModel:
     checkpoints   the checkpoint of each version of the engine's weights
     settings      the settings of this model
     reply_budget  the budget that all models share
+    history       the steps of the model's run; None unless the server serves them
     """
 
     name: str
@@ -75,6 +77,7 @@ class ServedModel:
     settings: ServeSettings
     reply_budget: ReplyBudget
     keys: KeyRing
+    history: "History[ServedModel] | None" = None
 
     @property
     def checkpoint(self) -> CheckpointInfo:

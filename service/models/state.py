@@ -3,7 +3,7 @@ draining or failed) and its models (`served.py`). Routes get it as a FastAPI dep
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated, Literal
 
 from fastapi import Depends, Query, Request
@@ -14,7 +14,6 @@ from logitd.service.access.key_limits import KeyLimit
 from logitd.service.engine.driver import StepReport, StepThread
 from logitd.service.errors import unavailable
 from logitd.service.metrics.metrics import Metrics
-from logitd.service.metrics.model_metrics import ModelMetrics
 from logitd.service.models.context import ModelChoice, RequestContext
 from logitd.service.models.served import Models, NotLoaded, ReplyBudget, ServedModel
 from logitd.service.settings.serve import ServeSettings
@@ -49,8 +48,8 @@ class ServiceState:
     def serve(
         self, models: Sequence[ServedModel | NotLoaded], steps: StepThread | None = None
     ) -> None:
-        """Serve these models, at least one of which is loaded. If there are several, `steps` is the
-        thread that computes them."""
+        """Serve these models, at least one of which is loaded. `steps` is the thread that computes
+        them, if they share one."""
         self.models = Models(models, any_name=self.settings.any_model_name)
         self._steps = steps
         for source, model in zip(self.settings.models, models, strict=True):
@@ -80,7 +79,11 @@ class ServiceState:
         self._draining = True
         served = self.models.served
         timeout = self.settings.drain_timeout
-        await asyncio.gather(*(model.engine.stop(timeout) for model in served))
+        histories = [model.history for model in served if model.history is not None]
+        await asyncio.gather(
+            *(model.engine.stop(timeout) for model in served),
+            *(history.stop(timeout) for history in histories),
+        )
         for model in served:
             model.constraints.close()
         if self._steps is not None:
@@ -118,9 +121,10 @@ class ServiceState:
         )
 
 
-def observe_step(metrics: ModelMetrics, report: StepReport) -> None:
-    """Add a step of a model's engine to the metrics, and log sequences that ended with an error."""
-    metrics.observe_step(report)
+def observe_step(observe: Callable[[StepReport], None], report: StepReport) -> None:
+    """Add a step of a model's engine to the metrics by `observe`, and log sequences that ended with
+    an error."""
+    observe(report)
     for event in report.events:
         if isinstance(event, FinishEvent) and event.error is not None:
             if event.param is None:

@@ -51,7 +51,7 @@ async def completions(
     of server-sent events, each with one choice, and then `[DONE]`."""
     note_user(request, body.user)
     negotiate(request, body)
-    context = models.of(body.model, body.timeout)
+    context = await models.answering(body)
 
     def formatted(plan: Completions) -> CompletionFormat:
         prompts = [each.token_ids for each in plan.requests]
@@ -82,7 +82,7 @@ async def chat_completions(
     as they grow, the finish reason, and then `[DONE]`."""
     note_user(request, body.user)
     negotiate(request, body)
-    context = models.of(body.model, body.timeout)
+    context = await models.answering(body)
     constraint = constraint_of(body)
     with param_names(constraint, prompt="messages", logprobs="top_logprobs"):
         # Check the queue first, so that a full queue is reported before the template runs.

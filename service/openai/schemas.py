@@ -25,7 +25,7 @@ from logitd.model.operations.body import (
     CheckpointName,
     ChosenIds,
     Examples,
-    ModelName,
+    ModelBody,
     PromptBody,
     ReplyBody,
     RequestBody,
@@ -204,8 +204,7 @@ OTHER_SERVERS: Mapping[str, Sequence[Any]] = {
 OtherServers = create_model("OtherServers", **unsupported_fields(OTHER_SERVERS))
 
 
-class SamplingBody(Sampling, OtherServers, RequestBody):
-    model: ModelName = None
+class SamplingBody(Sampling, OtherServers, ModelBody):
     stream: bool | None = native("stream")
     stream_options: StreamOptions | None = Field(
         None, description="Additional members of a stream's chunks; no effect without `stream`."

@@ -146,10 +146,18 @@ ModelSources = Annotated[
 ]
 
 
+HISTORY_SLOTS = 4
+"""Slots of each step of a history."""
 _HAS_KEYS = (
     lambda given: given.get("api_keys") or given.get("api_key_file"),
     "it is a limit of each API key, but the server has no API keys: set --api-key-file or "
     "LOGITD_API_KEYS",
+)
+
+
+_NO_HISTORY = (
+    "a history is served unquantized, because the loss of --quantize and --kv-cache-dtype would be "
+    "measured for each step: leave out --history, or both of them"
 )
 
 
@@ -175,6 +183,12 @@ class ServeSettings(ComputeSettings):
         "follow_interval": (
             lambda given: given.get("follow"),
             "it is the interval between checks of a followed run: add --follow",
+        ),
+        "history": (lambda given: given.get("quantize") == "none", _NO_HISTORY),
+        "kv_cache_dtype": (lambda given: not given.get("history"), _NO_HISTORY),
+        "history_steps": (
+            lambda given: given.get("history"),
+            "it is the number of steps of a history in memory: add --history",
         ),
         "max_quantization_loss": (
             lambda given: (given.get("quantize"), given.get("kv_cache_dtype")) != ("none", "auto"),
@@ -222,6 +236,18 @@ class ServeSettings(ComputeSettings):
     )
     follow_interval: float = Field(
         2, gt=0, le=86400, description="seconds between two checks of a followed run"
+    )
+    history: bool = Field(
+        False,
+        description="also serve the steps that the run kept (`logitd train --keep-every`): the "
+        "field `step` of a request chooses one, GET /history lists them",
+    )
+    history_steps: int = Field(
+        4,
+        ge=1,
+        le=256,
+        description="steps of the history whose weights are in memory at once, the most recently "
+        f"used ones, with {HISTORY_SLOTS} slots each",
     )
     reload_timeout: float = Field(
         60,

@@ -75,7 +75,7 @@ class Walk:
         if command.startswith(f"{LOGITD}serve "):
             return self._serve(shlex.split(command.removeprefix(f"{LOGITD}serve ")))
         if command.startswith(LOGITD):
-            words = command.removeprefix(LOGITD).replace("--minutes 20", SHORT)
+            words = re.sub(r"--minutes \d+", SHORT, command.removeprefix(LOGITD))
             words = words.replace("~/", f"{self.folder}/")
             done = completed(shlex.split(words), cwd=self.folder)
         else:
@@ -130,6 +130,8 @@ def test_commands_work_as_the_page_says(walked: Walk) -> None:
     assert json.loads(said(walked, "curl http://127.0.0.1:8000/lens"))
     assert json.loads(said(walked, "curl http://127.0.0.1:8000/attention"))
     assert "bits per byte" in said(walked, f"{LOGITD}eval runs/mine --data")
+    early = json.loads(said(walked, "curl http://127.0.0.1:8005/generate"))
+    assert early["checkpoint"]["step"] == 16
     answer = json.loads(said(walked, "curl http://127.0.0.1:8003/v1/chat/completions"))
     assert answer["choices"][0]["message"]["role"] == "assistant"
     assert "dropout" in said(walked, f"{LOGITD}inspect runs/mine runs/other")
@@ -156,7 +158,7 @@ def test_git_ignores_the_files_of_the_page(walked: Walk) -> None:
 
 def test_page_has_the_replaced_commands() -> None:
     lines = [command for kind, block in blocks() if kind == "sh" for command in commands(block)]
-    assert sum("--minutes 20" in line for line in lines) == 2
+    assert sum("--minutes " in line for line in lines) == 3
     assert sum(line.startswith(INSTALLS) for line in lines) == 3
     assert sum("lm-eval run" in line for line in lines) == 1
 

@@ -27,6 +27,7 @@ from tests.e2e.server import STARTUP_SECONDS, ServedProcess
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt, training_record
 from tests.model.owner_code.imported import imported
 from tests.service.application.test_playground_files import LEAST_CONTRAST, contrast
+from tests.service.models.test_history import STEPS, save_run
 
 pytestmark = pytest.mark.slow
 
@@ -573,6 +574,48 @@ def test_circuit_equals_the_api_and_its_parts_switch_off(server: ServedProcess, 
     page.keyboard.press("Enter")
     page.wait_for_function(f"{status}.includes('Nothing')")
     assert part.get_attribute("aria-pressed") == "false"
+
+
+def test_film_shows_each_step_as_the_api(new_page: NewPage, tmp_path: Path) -> None:
+    prompt = "what is asked"
+    with ServedProcess(str(save_run(tmp_path / "run")), "--history", "--threads", "1") as server:
+        page = ready(new_page(f"{server.url}/#prompt={prompt}"))
+        assert page.is_visible("#tab-film")
+        open_tab(page, "film", "#film-text .tokens")
+        page.wait_for_function("document.querySelectorAll('#film-curves .dot.of-0').length === 4")
+        page.wait_for_function("!document.querySelector('#film-line').textContent.includes('load')")
+        page.focus("#film-step")
+        page.keyboard.press("Home")
+        for step in STEPS:
+            assert f"Step {step} of 16" in page.inner_text("#film-line")
+            body = {"prompt": prompt, "max_tokens": 32, "temperature": 0, "step": step}
+            (choice,) = asked(server, "/generate", **body, logprobs=8)["choices"]
+            text = page.evaluate("document.querySelector('#film-text pre').textContent")
+            assert text == prompt + choice["text"]
+            likeliest = [shown(token["text"]) for token in choice["tokens"][0]["top"]]
+            assert page.locator("#film-text th").all_inner_texts() == likeliest
+            reply = asked(server, "/lens", prompt=prompt, top_k=1, step=step)
+            best = reply["prompts"][0]["positions"][0]["layers"][-1]["top"][0]["text"]
+            assert page.inner_text("#film-lens tbody tr:first-child td:last-child") == shown(best)
+            page.keyboard.press("ArrowRight")
+        page.click("#film-play")
+        assert page.inner_text("#film-play") == "Pause"
+        page.wait_for_function(
+            "document.querySelector('#film-line').textContent.startsWith('Step 1 ')"
+        )
+        page.wait_for_function("document.querySelector('#film-play').textContent === 'Play'")
+        assert "Step 16 of 16" in page.inner_text("#film-line")
+        page.wait_for_function("location.href.includes('&step=16&')")
+        linked = ready(new_page(page.evaluate("location.href").replace("step=16", "step=1")))
+        linked.wait_for_selector("#film-text .tokens")
+        linked.wait_for_function(
+            "!document.querySelector('#film-line').textContent.includes('load')"
+        )
+        assert "Step 1 of 16" in linked.inner_text("#film-line")
+
+
+def test_film_is_hidden_without_a_history(page: Page) -> None:
+    assert not page.is_visible("#tab-film")
 
 
 def test_switching_off_units_of_heads_moves_the_distribution(

@@ -98,10 +98,25 @@ class Recipe:
         int,
         Field(ge=1, description="number of recent checkpoints to keep; the best is always kept"),
     ] = 2
+    keep_every: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="also keep the weights of every so many steps in the run's history, and "
+            "those of steps 0, 1, 2, 4, 8 and so on up to the first of them, for `logitd serve "
+            "--history`; they are never removed",
+        ),
+    ] = None
     save_dtype: Annotated[SaveDType, Field(description="dtype of saved weights")] = "float32"
     patience: Annotated[
         int | None, Field(ge=1, description="evaluations without a new best before the run stops")
     ] = None
+
+    def keeps(self, step: int) -> bool:
+        """True if the history has the weights after this step. Heads form early, so the first steps
+        are dense."""
+        every = self.keep_every
+        return every is not None and (step % every == 0 or (step < every and step.bit_count() == 1))
 
 
 @dataclass(frozen=True)

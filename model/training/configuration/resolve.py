@@ -43,6 +43,7 @@ NEEDS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "rotary_dim": ("positions", ("rotary",)),
     "rope_scaling": ("positions", ("rotary",)),
     "vocab_size": ("tokenizer", ("own", "the checkpoint's")),
+    "keep_every": ("lora", (None,)),  # adapters cannot be served
     "save_dtype": ("lora", (None,)),  # adapters are saved in float32
 }
 """Fields that have no effect unless another field has one of these values. The usual value comes
@@ -51,7 +52,8 @@ RESUMABLE = frozenset(
     (
         *("resume", "out", "minutes", "device", "threads", "shard", "steps", "log_every"),
         *("eval_every", "eval_batches", "patience", "sample_every", "sample_tokens", "prompts"),
-        *("checkpoint_every", "keep", "save_dtype", "data_licence", "chat_template", "tensorboard"),
+        *("checkpoint_every", "keep", "keep_every", "save_dtype", "data_licence", "chat_template"),
+        "tensorboard",
         "from_checkpoint",  # may have moved; the hash of its weights identifies it
     )
 )

@@ -1,6 +1,6 @@
 """RunRecorder: saves, evaluates and samples between the steps of a run, in this order:
 
-    state  ->  evaluation  ->  samples  ->  checkpoint
+    state  ->  evaluation  ->  samples  ->  checkpoint  ->  history
 
 The state comes first, so that a resumed run can repeat anything that fails after it. The checkpoint
 comes last, because it records the validation loss, and its card shows the samples. A checkpoint is
@@ -50,6 +50,7 @@ class Due:
     state: bool = False  # followed by an evaluation and a checkpoint
     evaluation: bool = False
     samples: bool = False
+    history: bool = False
 
 
 class RunRecorder:
@@ -104,6 +105,9 @@ class RunRecorder:
             self._write_checkpoint(counters)
         elif due.state and ranks.is_main:
             directory.prune(self._run.training.recipe.keep, self._state_step)
+        # 4) History.
+        if due.history and not ranks.broadcast(directory.kept(counters.step).exists()):
+            self._keep(counters)
 
     def evaluate(self, counters: Counters) -> bool:
         """Compute and record the validation loss, unless this step was already evaluated. Returns
@@ -248,13 +252,33 @@ class RunRecorder:
             self._report(Saved(counters.step, path))
         run.ranks.barrier()
 
+    def _keep(self, counters: Counters) -> None:
+        """Write a checkpoint into the history, with the loss of this step if it was evaluated."""
+        run, directory = self._run, self._run.directory
+        weights = gather_weights(self._gpt, run.ranks)
+        if run.ranks.is_main:
+            with directory.saving(counters.step):
+                directory.history.mkdir(exist_ok=True)
+                save_checkpoint(
+                    directory.kept(counters.step),
+                    config=self._gpt.config,
+                    weights=weights,
+                    tokenizer=run.text.tokenizer,
+                    training=self._training_record(counters),
+                    card=f"Step {counters.step} of the run {directory.path.name}.\n",
+                    dtype=getattr(torch, run.training.recipe.save_dtype),
+                    chat_template=run.chat_template,
+                )
+        run.ranks.barrier()
+
     def _training_record(self, counters: Counters) -> TrainingRecord:
-        evaluation, base = self.evaluations[-1], self._run.training.base
+        last, base = self.evaluations[-1], self._run.training.base
+        evaluation = last if last["step"] == counters.step else {}
         return TrainingRecord(
             step=counters.step,
             tokens=counters.tokens,
-            val_loss=evaluation["val_loss"],
-            val_bits_per_byte=evaluation["val_bits_per_byte"],
+            val_loss=evaluation.get("val_loss"),
+            val_bits_per_byte=evaluation.get("val_bits_per_byte"),
             data=self._run.text.record,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             base=None if base is None else base.record,

@@ -6,6 +6,7 @@
   loss.png         the curves, redrawn at each evaluation
   samples.txt      samples of the model, oldest first
   step-000500/     checkpoints, ready to be served
+  history/         checkpoints that are never removed, if `keep_every` is set
   latest, best     links to the newest checkpoint and to the one with the lowest validation loss
   state/state.pt   the trainer's own state, for an exact resume
   run.lock         names the process that is training the run
@@ -18,7 +19,6 @@ lock. Readers need no lock.
 import errno
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,7 +26,16 @@ from pathlib import Path
 from typing import Any
 
 from logitd.model.checkpoint.card_and_curve import METRICS, SAMPLE, SAMPLES
-from logitd.model.checkpoint.run_folder import BEST, LATEST, LOCK, RUN, is_run
+from logitd.model.checkpoint.run_folder import (
+    BEST,
+    HISTORY,
+    LATEST,
+    LOCK,
+    RUN,
+    STEP,
+    checkpoints_in,
+    is_run,
+)
 from logitd.model.data.shards import DATA
 from logitd.model.files import CONFIG_BYTES, parse_json, read_regular, write_whole
 from logitd.model.folder_lock import FolderLock, FolderLocked
@@ -36,7 +45,6 @@ from logitd.model.training.configuration.resolve import ResolvedTraining
 PLOT = "loss.png"
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a full disk, a quota, or a limit on the size of a file."""
-_STEP = re.compile(r"step-(\d{6,})")
 
 
 class RunDirectory:
@@ -45,6 +53,7 @@ class RunDirectory:
         self.data = path / DATA
         self.state = path / "state" / "state.pt"
         self.plot = path / PLOT
+        self.history = path / HISTORY
         self.latest = path / LATEST
         self.best = path / BEST
         self._lock: FolderLock | None = None
@@ -163,16 +172,15 @@ class RunDirectory:
         return self.path / f"step-{step:06d}"
 
     def checkpoints(self) -> dict[int, Path]:
-        by_step = {
-            int(match[1]): child
-            for child in self.path.iterdir()
-            if (match := _STEP.fullmatch(child.name)) and child.is_dir()
-        }
-        return dict(sorted(by_step.items()))
+        return checkpoints_in(self.path)
+
+    def kept(self, step: int) -> Path:
+        """The checkpoint of a step in the history."""
+        return self.history / self.checkpoint(step).name
 
     def linked_step(self, link: Path) -> int | None:
         """The step that `latest` or `best` points to; None if that checkpoint does not exist."""
-        match = _STEP.fullmatch(os.readlink(link)) if link.is_symlink() else None
+        match = STEP.fullmatch(os.readlink(link)) if link.is_symlink() else None
         return int(match[1]) if match and link.exists() else None
 
     def prune(self, keep: int, state_step: int | None) -> None:
@@ -202,7 +210,8 @@ class RunDirectory:
         """Remove everything written after the state of `step`, because it will be written again.
         Also remove incomplete files of a killed process."""
         state = self.state.parent.glob(f".{self.state.name}.*")
-        for left in {*self.path.glob(".step-*"), *self.path.glob(".*.part"), *state}:
+        steps = (*self.path.glob(".step-*"), *self.history.glob(".step-*"))
+        for left in {*steps, *self.path.glob(".*.part"), *state}:
             if left.is_dir() and not left.is_symlink():
                 shutil.rmtree(left)
             else:
@@ -212,7 +221,7 @@ class RunDirectory:
         write_whole(self.path / METRICS, text.encode())
         self._cut_samples(step if step in self.checkpoints() else step - 1)
         self.link_newest_and_best(last=step)  # before checkpoints are removed
-        for later, path in self.checkpoints().items():
+        for later, path in (*self.checkpoints().items(), *checkpoints_in(self.history).items()):
             if later > step:
                 _remove(path)
 

@@ -9,7 +9,7 @@ import importlib
 import json
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -145,6 +145,8 @@ def _models(models: Models) -> Iterator[tuple[str, str]]:
             yield "model", model.name
         computed = model.computation
         yield "checkpoint", _checkpoint(model)
+        if model.history is not None:
+            yield "history", _history(list(model.history.steps()), model.settings)
         if isinstance(shape := model.checkpoint.shape, CodeConfig):
             yield "runs code", f"{shape.code}, with your rights, in a process without network"
         yield "parameters", f"{computed.parameters:,}"
@@ -171,6 +173,13 @@ def _checkpoint(served: ServedModel) -> str:
     if settings.follow is not None:
         text += f"; following {settings.follow} of {settings.source.path}"
     return text
+
+
+def _history(steps: Sequence[int], settings: ServeSettings) -> str:
+    span = (
+        f"{pluralize(len(steps), 'step')} from {steps[0]:,} to {steps[-1]:,}" if steps else "empty"
+    )
+    return f"{span}; {settings.history_steps} in memory at once"
 
 
 def _decoding(served: ServedModel) -> str:

@@ -9,10 +9,18 @@ from fastapi import APIRouter, Response
 
 from logitd.model.checkpoint.card_and_curve import read_card, read_curve, read_progress
 from logitd.model.operations.operation import checkpoint_name
+from logitd.model.operations.prompts import clip
 from logitd.model.version import VERSION
-from logitd.service.errors import errors
+from logitd.service.errors import ApiError, errors
 from logitd.service.http.query import KNOWN_QUERY
-from logitd.service.http.schemas import CardReply, Health, Info, ModelStatus, Version
+from logitd.service.http.schemas import (
+    CardReply,
+    Health,
+    HistoryReply,
+    Info,
+    ModelStatus,
+    Version,
+)
 from logitd.service.metrics.metrics import CONTENT_TYPE
 from logitd.service.models.served import Models
 from logitd.service.models.state import AskedModel, Chosen, Ready, ServiceState, State
@@ -107,6 +115,7 @@ async def info(models: Ready, model: AskedModel = None) -> Info:
             "target_gap": computed.target_gap,
             "target_ttft": computed.target_ttft,
             "api_keys": bool(served.keys.names),
+            "history": served.history is not None,
             "limits": {
                 "context_length": checkpoint.shape.context_length,
                 "max_sequences": settings.max_sequences,
@@ -141,6 +150,31 @@ def card(context: Chosen) -> CardReply:
             "progress": read_progress(checkpoint.path),
         },
         from_attributes=True,
+    )
+
+
+@router.get(
+    "/history",
+    responses=errors(401, 404, 503),
+    summary="List the steps of the run that requests may choose",
+)
+def history(context: Chosen) -> HistoryReply:
+    """The steps that the run kept, and its loss curve, read for each request because a run may be
+    going on. Needs a server with --history."""
+    kept, name = context.model.history, context.model.name
+    if kept is None:
+        raise ApiError(
+            404,
+            "not_found_error",
+            f"no history of the model {clip(name)!r} is served: start the server with --history",
+            None,
+            "no_history",
+        )
+    curve = read_curve(context.checkpoint.path, None)
+    losses = {point.step: point.loss for point in curve.validation}
+    steps = [{"step": step, "val_loss": losses.get(step)} for step in kept.steps()]
+    return HistoryReply.model_validate(
+        {"model": name, "steps": steps, "curve": curve}, from_attributes=True
     )
 
 

@@ -19,11 +19,13 @@ export function ticks(low, high, count) {
   return made;
 }
 
-// series: [{ name, points: [[x, y], ...] }].
-export function lineChart({ label, series, x, y, width = 640, height = 280 }) {
+// series: [{ name, points: [[x, y], ...] }]. now: an x to mark. ends: x that the chart includes. names:
+// the side of the series' names.
+export function lineChart({ label, series, x, y, width = 640, height = 280, now = null, ends = [], names = "end" }) {
   const left = 52, right = 12, top = 14, bottom = 40;
   const all = series.flatMap(({ points }) => points);
-  const [lowX, highX] = [Math.min(...all.map(([value]) => value)), Math.max(...all.map(([value]) => value))];
+  const places = [...all.map(([value]) => value), ...ends];
+  const [lowX, highX] = [Math.min(...places), Math.max(...places)];
   const [lowY, highY] = [Math.min(...all.map(([, value]) => value)), Math.max(...all.map(([, value]) => value))];
   const across = (value) => left + ((value - lowX) / (highX - lowX || 1)) * (width - left - right);
   const down = (value) => height - bottom - ((value - lowY) / (highY - lowY || 1)) * (height - top - bottom);
@@ -41,10 +43,13 @@ export function lineChart({ label, series, x, y, width = 640, height = 280 }) {
     shape("text", { x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle" }, x),
     shape("text", { x: 12, y: (height - bottom + top) / 2, "text-anchor": "middle", transform: `rotate(-90 12 ${(height - bottom + top) / 2})` }, y),
   );
+  if (now !== null) svg.append(shape("line", { x1: across(now), x2: across(now), y1: top, y2: height - bottom, class: "now" }));
   for (const [index, { name, points }] of series.entries()) {
     const path = points.map(([px, py], at) => `${at ? "L" : "M"}${across(px).toFixed(1)} ${down(py).toFixed(1)}`).join("");
     svg.append(shape("path", { d: path, class: `line of-${index}` }));
-    svg.append(shape("text", { x: width - right, y: top + 6 + 16 * index, "text-anchor": "end", class: `name of-${index}` }, name));
+    const [side, line] = [names === "end" ? width - right : left + 30, top + 6 + 16 * index];
+    if (names === "start") svg.append(shape("path", { d: `M${left + 6} ${line - 4}h18`, class: `line of-${index}` }));
+    svg.append(shape("text", { x: side, y: line, "text-anchor": names, class: `name of-${index}` }, name));
     if (points.length < 40) {
       for (const [px, py] of points) svg.append(shape("circle", { cx: across(px), cy: down(py), r: 2.5, class: `dot of-${index}` }));
     }

@@ -7,6 +7,7 @@ import { Circuit } from "./circuit.js";
 import { Compare } from "./compare.js";
 import { Vocabulary } from "./distribution.js";
 import { debounced, element, fill, find, roving, showProblem } from "./dom.js";
+import { Film } from "./film.js";
 import { Generate } from "./generate.js";
 import { Inside } from "./inside.js";
 import { Interventions, ofPrompt, within } from "./interventions.js";
@@ -45,6 +46,7 @@ class App {
       attention: new Attention(this),
       lens: new Lens(this),
       circuit: new Circuit(this),
+      film: new Film(this),
       inside: new Inside(this),
       tokens: new Tokens(this),
       compare: new Compare(this, models),
@@ -117,7 +119,7 @@ class App {
 
   // An address that opens the page in its current state.
   link(more = {}) {
-    const state = { model: chosenModel(), tab: this.tab, ...this.form(), ...this.tabs.attention.state(), ...this.tabs.compare.state(), ...more };
+    const state = { model: chosenModel(), tab: this.tab, ...this.form(), ...this.tabs.attention.state(), ...this.tabs.film.state(), ...this.tabs.compare.state(), ...more };
     if (find("alone").checked) state.alone = true;
     const given = Object.entries(state).filter(([name, value]) => value !== null && (name !== "seed" || value !== ""));
     return `${location.origin}${location.pathname}#${new URLSearchParams(given)}`;

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from logitd.model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
+from logitd.model.checkpoint.run_folder import HISTORY, checkpoints_in
 from logitd.model.data.errors import DataError
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.events import (
@@ -190,6 +191,32 @@ def test_stopped_and_resumed_run_has_the_bits_of_one_run(
     straight, broken = _losses(tmp_path / "straight"), _losses(tmp_path / "broken")
     there = {each[:2] for each in straight}
     assert straight == [each for each in broken if each[:2] in there]
+
+
+def test_history_keeps_the_weights_of_its_steps(configure: Configure, tmp_path: Path) -> None:
+    """The first steps are dense. A stopped and resumed run keeps the same steps and weights."""
+
+    def kept(run: Path) -> dict[int, str]:
+        paths = checkpoints_in(run / HISTORY)
+        found = {step: read_checkpoint(path) for step, path in paths.items()}
+        assert all(info.training.step == step for step, info in found.items())
+        evaluations = {each["step"]: each["val_loss"] for each in RunDirectory(run).metrics()
+                       if each["kind"] == "eval"}  # fmt: skip
+        assert all(info.training.val_loss == evaluations.get(step) for step, info in found.items())
+        return {step: info.weights_sha256 for step, info in found.items()}
+
+    shared = {"steps": 11, "keep_every": 5, "keep": 99, "checkpoint_every": 4, "eval_every": 4}
+    train(configure(out=tmp_path / "straight", **shared))
+    history = kept(tmp_path / "straight")
+    assert list(history) == [0, 1, 2, 4, 5, 10, 11]
+    usual = RunDirectory(tmp_path / "straight").checkpoints()
+    same = [step for step in history if step in usual]
+    assert same == [0, 1, 2, 4, 11]
+    assert all(history[step] == read_checkpoint(usual[step]).weights_sha256 for step in same)
+    one = configure(out=tmp_path / "broken", **shared)
+    assert _train_until(7, one).reason == "interrupted"
+    train(TrainingConfig(out=one.out, resume=True))
+    assert kept(tmp_path / "broken") == history
 
 
 def test_run_stopped_at_a_report_reports_as_one_run(configure: Configure, tmp_path: Path) -> None:

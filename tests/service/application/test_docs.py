@@ -20,7 +20,8 @@ BODIES: dict[str, type[RequestBody]] = {
 UNQUEUED = {one.path for one in OPERATIONS if one.form == "vocabulary"}
 """Endpoints that do not use the engine."""
 GETS = (
-    *("/health", "/health/live", "/health/ready", "/info", "/card", "/version", "/metrics"),
+    *("/health", "/health/live", "/health/ready", "/info", "/card", "/history", "/version"),
+    "/metrics",
     "/tokenizer_info",
     "/weights",
     "/weights/{name}",

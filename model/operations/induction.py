@@ -1,0 +1,123 @@
+"""Induction scores: how strongly each head looks for what followed an earlier occurrence of a
+token.
+
+The score is that of Olsson et al. (2022), In-context Learning and Induction Heads,
+https://arxiv.org/abs/2209.11895, with one sequence instead of a mean over many.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from logitd.model.inference.engine.requests import AttentionWeights, OutputsRequest
+from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.selection import gpt_only
+from logitd.model.operations.body import Examples, PromptBody, PromptReply, Reply
+from logitd.model.operations.interventions import Interventions, resolve_interventions
+from logitd.model.operations.operation import Operation, Planning, Record, Subject, new_id
+from logitd.model.operations.prompts import encode_all
+
+
+class InductionRequest(PromptBody):
+    """Induction scores of all heads, for sequences that are given to the model twice in a row."""
+
+    examples: ClassVar[Examples] = {
+        "Scores for unrelated tokens": {"prompt": [17, 203, 94, 41, 160, 8, 77, 129]},
+        "Scores without the first layer's attention": {
+            "prompt": [17, 203, 94, 41, 160, 8, 77, 129],
+            "interventions": [{"stage": "blocks.0.attention.heads", "operation": "zero"}],
+        },
+    }
+
+    interventions: Interventions = Field(
+        default_factory=list,
+        description="Interventions; their positions are in the sequence twice.",
+    )
+
+
+class PromptInduction(PromptReply):
+    scores: list[list[float]] = Field(
+        description="Score of each head, by layer: 0 to 1, the mean weight that the tokens of the "
+        "second time give to the token after their first occurrence."
+    )
+
+
+class InductionReply(Reply):
+    prompts: list[PromptInduction]
+
+
+def induction_scores(weights: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """The scores (layers, heads) of attention weights (T, layers, heads, 2T), whose rows are the
+    second T positions of a sequence of T tokens twice. Row j looks for token j + 1."""
+    rows = np.arange(len(weights))
+    found: npt.NDArray[np.float64] = weights[rows, ..., rows + 1].mean(0, dtype=np.float64)
+    return found
+
+
+def plan(body: InductionRequest, subject: Subject) -> Planning:
+    config = gpt_only(subject.config, "attention weights")
+    prompts = encode_all(body.prompts, "prompt", subject)
+    _check_lengths(prompts, subject)
+    twice = [prompt * 2 for prompt in prompts]
+    changes = yield from resolve_interventions(body.interventions, twice, subject)
+    weights = AttentionWeights(
+        layers=tuple(range(config.n_layer)), heads=tuple(range(config.n_head))
+    )
+    requests = [
+        OutputsRequest(
+            request_id=new_id("outputs"),
+            token_ids=token_ids,
+            positions=tuple(range(len(token_ids) // 2, len(token_ids))),
+            output=weights,
+            interventions=interventions,
+        )
+        for token_ids, interventions in zip(twice, changes, strict=True)
+    ]
+    held = sum(config.n_layer * config.n_head * 2 * len(prompt) ** 2 for prompt in prompts)
+    if subject.max_elements is not None and held > subject.max_elements:
+        raise InvalidRequest(
+            f"the scores need {held} attention weights; {subject.max_elements} are allowed. Give "
+            "shorter or fewer prompts, or raise --max-reply-elements",
+            "prompt",
+        )
+
+    def reply(computed: Any) -> dict[str, Any]:
+        scores = [induction_scores(np.stack(computed.rows[each.request_id])) for each in requests]
+        return {
+            "prompts": [
+                {"index": index, "token_ids": prompt, "scores": of_heads.tolist()}
+                for index, (prompt, of_heads) in enumerate(zip(prompts, scores, strict=True))
+            ]
+        }
+
+    return Record(requests, reply, held)
+
+
+def _check_lengths(prompts: Sequence[Sequence[int]], subject: Subject) -> None:
+    most = subject.context_length // 2
+    for prompt in prompts:
+        if len(prompt) > most:
+            raise InvalidRequest(
+                f"the prompt has {len(prompt)} tokens; the model sees it twice, and the context of "
+                f"{subject.context_length} has room for {most}. Give a shorter one",
+                "prompt",
+            )
+
+
+INDUCTION = Operation(
+    name="induction",
+    body=InductionRequest,
+    reply=InductionReply,
+    plan=plan,
+    form="record",
+    summary="Induction scores of all heads",
+    description="""\
+The prompt is given to the model twice in a row. The score of a head is the mean attention weight
+from each token of the second time to the token after its first occurrence. An induction head, which
+copies what followed earlier, has a score near 1; a head that attends to all earlier tokens alike
+has about ln(2) / T for T tokens. Random token ids measure copying alone; in a text, other habits
+add to it.""",
+)

@@ -1,0 +1,121 @@
+"""History: the steps of a training run that `logitd train --keep-every` kept, each as a model.
+
+A request names a step. Its weights are read when they are first used, into an engine of their own,
+and the most recently used steps stay in memory. A step leaves memory only while no request uses it,
+so a request to a step runs and ends like a request to any other model. `lifespan.py` loads the
+steps.
+"""
+
+import asyncio
+from bisect import bisect
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from logitd.model.checkpoint.run_folder import HISTORY, checkpoints_in
+from logitd.model.plural import pluralize
+from logitd.service.engine.async_engine import SHUTTING_DOWN, AsyncEngine
+from logitd.service.engine.submission import EngineStopped
+from logitd.service.errors import bad_request, queue_full
+
+NAMED = 2
+"""Number of kept steps before an unknown step, and after it, that the message names."""
+
+
+class HasEngine(Protocol):
+    @property
+    def engine(self) -> AsyncEngine: ...
+
+
+Model = TypeVar("Model", bound=HasEngine)
+
+
+class History(Generic[Model]):
+    """The steps of one run. Belongs to the event loop."""
+
+    def __init__(self, run: Path, load: Callable[[Path], Awaitable[Model]], most: int) -> None:
+        """`load` makes a model of a checkpoint of the run. At most `most` models are in memory."""
+        self._folder = run / HISTORY
+        self._load = load
+        self._most = most
+        self._loaded: OrderedDict[int, Model] = OrderedDict()  # least recently used first
+        self._uses: Counter[int] = Counter()  # by step
+        self._lock = asyncio.Lock()  # held while `_loaded` changes
+        self._closed = False
+
+    def steps(self) -> dict[int, Path]:
+        """The checkpoints by step, read from the folder, because a run may be going on."""
+        return checkpoints_in(self._folder)
+
+    async def open(self, step: int) -> Model:
+        """The model at a step, which stays in memory until `close`. Raises ApiError: 400 if the
+        step was not kept, 429 if requests use all models in memory, 503 if it cannot be loaded;
+        EngineStopped."""
+        self._uses[step] += 1
+        try:
+            if (model := self._ready(step)) is not None:
+                return model
+            # If this client leaves, the step is loaded for the next one.
+            return await asyncio.shield(asyncio.ensure_future(self._load_step(step)))
+        except BaseException:
+            self.close(step)
+            raise
+
+    def close(self, step: int) -> None:
+        """End one use of a step."""
+        self._uses[step] -= 1
+        if not self._uses[step]:
+            del self._uses[step]
+
+    async def stop(self, drain_timeout: float) -> None:
+        """Load nothing more, and stop the engines like `AsyncEngine.stop`."""
+        async with self._lock:
+            self._closed = True
+        await asyncio.gather(*(m.engine.stop(drain_timeout) for m in self._loaded.values()))
+
+    def _ready(self, step: int) -> Model | None:
+        model = self._loaded.get(step)
+        if model is None or model.engine.failure is not None:
+            return None
+        self._loaded.move_to_end(step)
+        return model
+
+    async def _load_step(self, step: int) -> Model:
+        path = await asyncio.to_thread(self._path, step)
+        async with self._lock:
+            if self._closed:
+                raise EngineStopped(SHUTTING_DOWN)
+            if (model := self._ready(step)) is None:
+                await self._make_room()
+                model = self._loaded[step] = await self._load(path)
+            return model
+
+    def _path(self, step: int) -> Path:
+        steps = self.steps()
+        if step not in steps:
+            kept = sorted(steps)
+            at = bisect(kept, step)
+            near = ", ".join(map(str, kept[max(0, at - NAMED) : at + NAMED]))
+            raise bad_request(
+                f"step {step} is not one of the {pluralize(len(kept), 'step')} in the history; the "
+                f"nearest are {near or 'none'}. GET /history lists all",
+                "step",
+            )
+        return steps[step]
+
+    async def _make_room(self) -> None:
+        """Remove models whose engine failed, and the least recently used ones until another model
+        fits."""
+        for step, model in list(self._loaded.items()):
+            failed = model.engine.failure is not None
+            idle = not self._uses[step] and not model.engine.admission.sequences
+            if failed or (idle and len(self._loaded) >= self._most):
+                del self._loaded[step]
+                await model.engine.stop(0)
+        if len(self._loaded) >= self._most:
+            raise queue_full(
+                f"requests use all {pluralize(self._most, 'step')} in memory; try again in about "
+                "1 s, or raise --history-steps",
+                retry_after=1,
+            )

@@ -1,0 +1,188 @@
+"""The history of a run: each request is answered by the step that it names, as if a server served
+that step alone."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from logitd.model.checkpoint.run_folder import HISTORY
+from logitd.service.application.app import create_app
+from logitd.service.client.client import Client
+from logitd.service.settings.serve import ServeSettings
+from tests.model.factories import save_tiny_checkpoint, tiny_gpt, training_record
+from tests.service.http.asking import BY_NAME, PROMPT, SMALLEST
+from tests.service.models.test_reloader import ask, check_reply
+from tests.service.serving import (
+    TEST_TIMEOUT,
+    Poster,
+    Serving,
+    at_work,
+    eventually,
+    request_bytes,
+    serve_settings,
+    serving,
+    serving_app,
+)
+
+STEPS = (0, 1, 4, 16)
+BEST = 4
+LONG = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True}
+
+
+def save_run(folder: Path) -> Path:
+    """Write a run with four kept steps; the weights of a step are those of the seed with its
+    number."""
+    for step in STEPS:
+        record = training_record(step=step, val_loss=None)
+        save_tiny_checkpoint(
+            folder / HISTORY / f"step-{step:06d}", tiny_gpt(seed=step), training=record
+        )
+    save_tiny_checkpoint(
+        folder / f"step-{BEST:06d}", tiny_gpt(seed=BEST), training=training_record(step=BEST)
+    )
+    (folder / "best").symlink_to(f"step-{BEST:06d}")
+    (folder / "run.json").write_text("{}")
+    (folder / "metrics.jsonl").write_text('{"kind": "eval", "step": 4, "val_loss": 2.5}\n')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_run(tmp_path_factory.mktemp("history") / "run")
+
+
+@pytest.fixture(scope="module")
+def server(run: Path) -> Iterator[Serving]:
+    with serving(run, history=True, history_steps=2) as running:
+        yield running
+
+
+def test_step_answers_with_its_own_weights(server: Serving) -> None:
+    """More steps than fit into memory, there and back."""
+    for step in (*STEPS, *reversed(STEPS)):
+        assert check_reply(ask(server, step=step)) == step
+    reply = ask(server)
+    assert check_reply(reply) == BEST
+    assert (reply["model"], reply["checkpoint"]["name"]) == ("run", "run")
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_operation_takes_a_step(server: Serving, name: str) -> None:
+    for step in (1, 16):
+        reply = server.json(f"/{name}", {**SMALLEST[name], "step": step})
+        assert reply["checkpoint"]["step"] == step
+
+
+def test_openai_endpoints_take_a_step(server: Serving) -> None:
+    for step in (1, 16):
+        reply = server.json("/v1/completions", {"prompt": PROMPT, "max_tokens": 1, "step": step})
+        assert reply["system_fingerprint"].startswith(f"step-{step}-")
+
+
+def test_steps_that_clients_use_together_answer_as_alone(server: Serving) -> None:
+    """Two steps fit into memory, so no client has to wait for room."""
+    counts = [0, 0, 0]
+
+    def work(number: int) -> None:
+        step = (None, 1, 16)[number]
+        assert check_reply(ask(server, step=step)) == (BEST if step is None else step)
+        counts[number] += 1
+
+    with at_work(work, len(counts)):
+        eventually(lambda: min(counts) >= 5)
+
+
+def test_history_lists_its_steps(server: Serving) -> None:
+    reply = server.client.get("/history").json()
+    assert [each["step"] for each in reply["steps"]] == list(STEPS)
+    assert [each["val_loss"] for each in reply["steps"]] == [None, None, 2.5, None]
+    assert reply["curve"]["validation"] == [{"step": 4, "loss": 2.5, "bits_per_byte": None}]
+    assert server.client.get("/info").json()["history"]
+    with Client(server.url) as client:
+        assert client.history().steps[1].step == 1
+        assert client.probs("a", step=16).checkpoint.step == 16
+
+
+def test_unknown_step_is_refused_with_the_nearest(server: Serving) -> None:
+    error = server.refused("/generate", {"prompt": "a", "step": 3})
+    assert error.param == "step"
+    assert "step 3 is not one of the 4 steps" in error.message
+    assert "the nearest are 0, 1, 4, 16." in error.message
+
+
+def test_step_without_a_history_is_refused(run: Path) -> None:
+    with serving(run) as plain:
+        error = plain.refused("/probs", {"prompt": "a", "step": 4})
+        assert error.param == "step"
+        assert "--history" in error.message
+        assert plain.client.get("/history").status_code == 404
+        assert not plain.client.get("/info").json()["history"]
+
+
+def test_used_steps_stay_in_memory_and_others_wait(run: Path) -> None:
+    """A stream of a step holds its place; afterwards the place is free."""
+    with serving(run, history=True, history_steps=1) as server:
+        with ExitStack() as stack:
+            raw = stack.enter_context(server.connect(receive_buffer=4096))
+            raw.sendall(request_bytes("/generate", {**LONG, "step": 16, "n": 4}))
+            eventually(lambda: bool(server.sample("logitd_prefill_tokens_total")))
+            error = server.refused("/probs", {"prompt": "a", "step": 1}, 429)
+            assert "--history-steps" in error.message
+            assert check_reply(ask(server)) == BEST
+        eventually(lambda: server.post("/probs", {"prompt": "a", "step": 1}).status_code == 200)
+
+
+def test_damaged_step_is_refused_and_others_are_served(run: Path, tmp_path: Path) -> None:
+    (tmp_path / HISTORY).mkdir()
+    for child in run.iterdir():
+        if child.name != HISTORY:
+            (tmp_path / child.name).symlink_to(child)
+    (tmp_path / HISTORY / "step-000001").symlink_to(run / HISTORY / "step-000001")
+    save_tiny_checkpoint(
+        tmp_path / HISTORY / "step-000009", tiny_gpt(), training=training_record(step=9)
+    )
+    weights = tmp_path / HISTORY / "step-000009" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with serving(tmp_path, history=True) as server:
+        error = server.refused("/probs", {"prompt": "a", "step": 9}, 503)
+        assert (error.param, error.code) == ("step", "model_not_loaded")
+        assert check_reply(ask(server, step=1)) == 1
+
+
+def test_drain_waits_for_requests_to_a_step(run: Path) -> None:
+    with serving(run, history=True, drain_timeout=60.0) as server:
+        body = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "step": 16}
+        poster = Poster(server, "/generate", body)
+        eventually(lambda: bool(server.sample("logitd_prefill_tokens_total")))
+        draining = asyncio.run_coroutine_threadsafe(server.state.drain(), server.loop)
+        assert poster.response().json()["usage"]["completion_tokens"] == 100
+        draining.result(TEST_TIMEOUT)
+        assert server.refused("/probs", {"prompt": "a", "step": 16}, 503).code == "unavailable"
+
+
+def test_history_needs_a_run_that_kept_steps(
+    run: Path, tmp_path: Path, logged_errors: list[str]
+) -> None:
+    for child in run.iterdir():
+        if child.name != HISTORY:
+            (tmp_path / child.name).symlink_to(child)
+    for path, reason in (
+        (run / HISTORY / "step-000001", "is not a run"),
+        (tmp_path, "--keep-every"),
+    ):
+        with serving_app(create_app(serve_settings(path, history=True))) as server:
+            eventually(server.state.settled.is_set)
+            status, problem = server.state.status()
+            assert status == "failed"
+            assert reason in str(problem)
+    logged_errors.clear()
+
+
+@pytest.mark.parametrize("other", [{"quantize": "int8"}, {"kv_cache_dtype": "int8"}])
+def test_history_is_not_quantized(run: Path, other: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="unquantized"):
+        ServeSettings(_env_file=None, checkpoint=[str(run)], history=True, **other)
