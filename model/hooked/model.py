@@ -17,7 +17,6 @@ Shapes: B sequences, T positions, V = vocab_size.
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any, Literal, Self
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 
 from logitd.model.hooked.cache import ActivationCache, Where, take
+from logitd.model.hooked.config import HookedConfig
 from logitd.model.hooked.names import point_names, positions_axis, usual_name
 from logitd.model.hooked.network import Norm, fold_weights, hooked_copy, run
 from logitd.model.hooked.points import Direction, Hook, HookPoint
@@ -33,7 +33,6 @@ from logitd.model.hooked.tokens import Tokens, beginning
 from logitd.model.hooked.weights import OF_ATTENTION, OF_MLP, nested_blocks
 from logitd.model.inference.errors import ContextLengthExceeded, InvalidRequest
 from logitd.model.text.tokenizer import Tokenizer
-from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.gpt import GPT
 
 NamesFilter = str | Sequence[str] | Callable[[str], bool] | None
@@ -43,64 +42,6 @@ Input = str | Sequence[str] | Tensor | Sequence[int] | Any
 ReturnType = Literal["logits", "loss", "both"] | None
 
 RESULT = "hook_result"
-ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu", "swiglu": "silu"}
-
-
-@dataclass(slots=True)
-class HookedConfig:
-    """The model's shape by TransformerLens' names. `use_attn_result` and `default_prepend_bos` may
-    be set."""
-
-    model_name: str
-    n_layers: int
-    d_model: int
-    n_ctx: int
-    n_heads: int
-    n_key_value_heads: int | None
-    d_head: int
-    d_mlp: int
-    d_vocab: int
-    act_fn: str
-    gated_mlp: bool
-    eps: float
-    normalization_type: str
-    positional_embedding_type: str
-    parallel_attn_mlp: bool
-    device: torch.device
-    dtype: torch.dtype
-    default_prepend_bos: bool
-    attn_only: bool = False
-    use_attn_result: bool = False
-
-    @property
-    def d_vocab_out(self) -> int:
-        return self.d_vocab
-
-    @classmethod
-    def of(cls, config: GPTConfig, like: Tensor, name: str, *, bos: bool) -> Self:
-        shared = config.n_kv_head != config.n_head
-        return cls(
-            model_name=name,
-            n_layers=config.n_layer,
-            d_model=config.d_model,
-            n_ctx=config.context_length,
-            n_heads=config.n_head,
-            n_key_value_heads=config.n_kv_head if shared else None,
-            d_head=config.head_dim,
-            d_mlp=config.d_ff,
-            d_vocab=config.vocab_size,
-            act_fn=ACTIVATIONS.get(config.activation, config.activation),
-            gated_mlp=config.activation == "swiglu",
-            eps=config.norm_eps,
-            normalization_type="LN" if config.norm == "layernorm" else "RMS",
-            positional_embedding_type={"learned": "standard"}.get(
-                config.positions, config.positions
-            ),
-            parallel_attn_mlp=config.residual == "parallel",
-            device=like.device,
-            dtype=like.dtype,
-            default_prepend_bos=bos,
-        )
 
 
 class HookedGPT:

@@ -1,6 +1,7 @@
 """HookedGPT against TransformerLens: the same random weights in the shapes of GPT-2 and Pythia,
 with the calls of its demos. Needs `pip install transformer-lens`, 3 or 4; nothing is downloaded."""
 
+import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch.testing import assert_close
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from logitd.model.hooked.model import HookedGPT
-from logitd.model.hooked.weights import OF_ATTENTION
+from logitd.model.hooked.weights import OF_ATTENTION, OF_MLP
 from tests.model.factories import byte_tokenizer
 from tests.model.transformer.test_against_transformers import VOCAB_SIZE, Case, gpt2, neox
 
@@ -27,6 +28,10 @@ IDS = torch.randint(VOCAB_SIZE, (2, 14), generator=torch.Generator().manual_seed
 CORRUPTED = IDS.roll(3, dims=1)
 CASES: dict[str, Callable[[], Case]] = {"gpt2": gpt2, "neox": neox}
 ATOL = 1e-5
+SHARED_SETTINGS = (
+    *("n_layers", "d_model", "n_ctx", "d_head", "n_heads", "d_vocab", "d_mlp", "act_fn", "eps"),
+    *("normalization_type", "positional_embedding_type", "parallel_attn_mlp"),
+)
 
 
 @pytest.fixture(
@@ -197,6 +202,41 @@ def test_direct_logit_attribution_and_logit_lens(pair: tuple[HookedGPT, Any]) ->
         "embed",
     ):
         near(caches[0][short], caches[1][short], str(short))
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_points_and_hooks_equal_those_of_version_3(case: str) -> None:
+    """HookedTransformer also has the points that the bridge lacks: `hook_rot_q`, `hook_result`."""
+    transformer = pytest.importorskip("transformer_lens.HookedTransformer", reason="not in 4")
+    gpt, config = CASES[case]()[0], importlib.import_module("transformer_lens.config")
+    model = HookedGPT(gpt, byte_tokenizer(), case)
+    model.enable_compatibility_mode()
+    rotary = {"rotary_dim": gpt.config.rotary_dim, "rotary_base": int(gpt.config.rope_theta)}
+    theirs = transformer.HookedTransformer(
+        config.HookedTransformerConfig(
+            **{name: getattr(model.cfg, name) for name in SHARED_SETTINGS},
+            **(rotary if case == "neox" else {}),
+            default_prepend_bos=False,
+        )
+    )
+    weights = {"embed.W_E": model.W_E, "unembed.W_U": model.W_U, "unembed.b_U": model.b_U}
+    if case == "gpt2":
+        weights["pos_embed.W_pos"] = model.W_pos
+    for layer, block in enumerate(model.blocks):
+        for part, names in (("attn", OF_ATTENTION), ("mlp", OF_MLP)):
+            for name in names:
+                if (value := getattr(getattr(block, part), name, None)) is not None:
+                    weights[f"blocks.{layer}.{part}.{name}"] = value
+    assert not theirs.load_state_dict(weights, strict=False).unexpected_keys
+    for each in (model, theirs):
+        each.set_use_attn_result(True)
+    cache, their_cache = model.run_with_cache(IDS)[1], theirs.run_with_cache(IDS)[1]
+    for name, value in their_cache.items():
+        near(cache[name], value, name)
+        hooks = [(name, move)]
+        changed = theirs.run_with_hooks(IDS, fwd_hooks=hooks)
+        near(model.run_with_hooks(IDS, fwd_hooks=hooks), changed, name)
 
 
 def test_gradients(pair: tuple[HookedGPT, Any]) -> None:

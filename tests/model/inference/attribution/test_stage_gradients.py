@@ -77,10 +77,12 @@ def test_gradients_of_a_logit_difference_are_those_of_the_definition(gpt: GPT) -
     check(gpt, task, row[TOKEN] - row[MINUS], stages)
 
 
+@pytest.mark.parametrize("gpt", ["original", "neox", "nanochat"], indirect=True)
 def test_gradients_of_a_probe_are_those_of_the_definition(gpt: GPT) -> None:
-    wanted = gradient_stages(gpt)
-    for name in wanted:
-        if name.startswith(("blocks.0", "blocks.2")) or name.endswith("head_out"):
+    names = [name for name in gradient_stages(gpt) if not name.endswith("head_out")]
+    wanted = tuple(names[::5])
+    for name in names:
+        if name.startswith(("blocks.0", "blocks.2")):
             continue
         stages = by_definition(gpt)
         at = stages[name][POSITION]
