@@ -147,4 +147,5 @@ def _served(
         settings=settings,
         keys=state.keys,
         reply_budget=state.reply_budget,
+        autoencoders=built.autoencoders,
     )

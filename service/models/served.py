@@ -12,6 +12,8 @@ from typing import Literal
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
 from logitd.model.evaluation.quantization_cost import QuantizationCost
 from logitd.model.operations.prompts import clip
+from logitd.model.sae.files import StoredAutoencoder
+from logitd.model.transformer.config import Features
 from logitd.service.access.auth import KeyRing
 from logitd.service.engine.admission import Limit
 from logitd.service.engine.async_engine import AsyncEngine
@@ -64,6 +66,7 @@ class ServedModel:
     checkpoints   the checkpoint of each version of the engine's weights
     settings      the settings of this model
     reply_budget  the budget that all models share
+    autoencoders  those whose features are stages
     """
 
     name: str
@@ -75,6 +78,7 @@ class ServedModel:
     settings: ServeSettings
     reply_budget: ReplyBudget
     keys: KeyRing
+    autoencoders: Mapping[Features, StoredAutoencoder]
 
     @property
     def checkpoint(self) -> CheckpointInfo:

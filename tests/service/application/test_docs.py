@@ -22,7 +22,7 @@ UNQUEUED = {one.path for one in OPERATIONS if one.form == "vocabulary"}
 GETS = (
     *("/health", "/health/live", "/health/ready", "/info", "/card", "/version", "/metrics"),
     "/tokenizer_info",
-    "/stages",
+    *("/stages", "/features", "/features/{index}"),
     *("/v1/models", "/v1/models/{model}"),
 )
 
