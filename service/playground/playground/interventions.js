@@ -39,10 +39,12 @@ export class Interventions {
   }
 }
 
-function inWords({ stage, operation, heads, positions, factor, from, minus }) {
-  const where = [heads ? `head ${heads.join(", ")} of ` : "", stage, positions === undefined || positions === "all" ? "" : ` (${positions})`].join("");
+function inWords({ stage, operation, heads, units, positions, factor, values, from, minus }) {
+  const part = heads ? `head ${heads.join(", ")} of ` : units ? `${units.join(", ")} of ` : "";
+  const where = [part, stage, positions === undefined || positions === "all" ? "" : ` (${positions})`].join("");
   if (operation === "zero") return `switch off ${where}`;
   if (operation === "scale") return `scale ${where} by ${factor}`;
+  if (operation === "add" && values) return `add ${values.join(", ")} to ${where}`;
   if (operation === "set") return `patch ${where} from "${from.prompt}"`;
   return `add ${factor ?? 1} × ("${from.prompt}"${minus ? ` − "${minus.prompt}"` : ""}) to ${where}`;
 }
