@@ -87,6 +87,7 @@ from logitd.model.operations.operation import (
 )
 from logitd.model.operations.prompts import encode_text
 from logitd.model.operations.validation import describe_errors, parse
+from logitd.model.sae.files import AutoencoderError, placed, read_autoencoders
 from logitd.model.text.tokenizer import Tokenizer
 
 __all__ = [
@@ -175,6 +176,7 @@ class LLM:
     run_code            run the code of a checkpoint that is computed by its owner's code; default:
                         True if LOGITD_RUN_CODE is 1
     batch_code          compute its sequences in batches, whose last bits may differ
+    saes                folders of sparse autoencoders by name, whose features are stages
     log                 is called with a line when native kernels are built
 
     Raises LoadError. Methods raise InvalidRequest, a ValueError, for requests that cannot be
@@ -195,6 +197,7 @@ class LLM:
         slots: int | None = None,
         run_code: bool | None = None,
         batch_code: bool = False,
+        saes: Mapping[str, str | Path] | None = None,
         log: Callable[[str], None] = logger.info,
     ) -> None:
         budget = SlotBudget(slots, default=SlotDefault(EngineConfig().slots))
@@ -215,10 +218,23 @@ class LLM:
             use_threads(loaded.placement.threads)
             count, _ = choose_slots(loaded, budget)
             config = EngineConfig(slots=count, kv_cache_dtype=kv_cache_dtype)
-        except (CheckpointError, DeviceError, KernelError, InvalidRequest) as error:
+            folders = {name: Path(path) for name, path in (saes or {}).items()}
+            stored = read_autoencoders(folders, loaded.checkpoint)
+        except (
+            AutoencoderError,
+            CheckpointError,
+            DeviceError,
+            KernelError,
+            InvalidRequest,
+        ) as error:
             raise LoadError(str(error)) from error
-        self.checkpoint = loaded.checkpoint
-        self._engine = Engine(loaded.network, config, make_decoder=loaded.decode_path.make_owner)
+        self._engine = Engine(
+            loaded.network,
+            config,
+            make_decoder=loaded.decode_path.make_owner,
+            autoencoders=placed(stored, loaded.placement.device),
+        )
+        self.checkpoint = replace(loaded.checkpoint, shape=self._engine.model_config)
         self._mailboxes: dict[str, deque[Event]] = {}  # of unfinished requests
 
     @property

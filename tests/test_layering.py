@@ -49,10 +49,11 @@ ROOMS: dict[str, set[str]] = {
     "model.inference.attribution": {"model.device", "model.transformer"},
     "model.inference.circuit": {"model.inference.attribution", "model.transformer"},
     "model.inference.kv_cache": {"model.inference.options", "model.transformer"},
+    "model.sae": {"model.checkpoint", "model.device", "model.files", "model.transformer"},
     "model.inference.kernels": {
         "model.device", "model.dtypes", "model.inference.interventions", "model.inference.kv_cache",
         "model.inference.options", "model.inference.sampling", "model.owner_code",
-        "model.processor", "model.transformer",
+        "model.processor", "model.sae.autoencoder", "model.transformer",
     },
     "model.inference.engine": {
         "model.device", "model.inference.attribution", "model.inference.circuit",
@@ -60,7 +61,7 @@ ROOMS: dict[str, set[str]] = {
         "model.inference.interventions", "model.inference.kernels.base",
         "model.inference.kernels.code", "model.inference.kernels.eager", "model.inference.kv_cache",
         "model.inference.options", "model.inference.sampling", "model.inference.selection",
-        "model.owner_code", "model.plural", "model.transformer",
+        "model.owner_code", "model.plural", "model.sae.autoencoder", "model.transformer",
     },
     "model.inference.memory": {
         "model.device", "model.inference.options", "model.memory", "model.owner_code.config",
@@ -76,13 +77,13 @@ ROOMS: dict[str, set[str]] = {
         "model.checkpoint", "model.inference.attribution", "model.inference.circuit",
         "model.inference.constraints.compiler", "model.inference.engine", "model.inference.errors",
         "model.inference.interventions", "model.inference.sampling", "model.inference.selection",
-        "model.inference.sweep", "model.owner_code.config", "model.plural", "model.text",
-        "model.transformer",
+        "model.inference.sweep", "model.owner_code.config", "model.plural", "model.sae",
+        "model.text", "model.transformer",
     },
     "model.hooked": {"model.inference.errors", "model.text", "model.transformer"},
     "model.llm": {
         "model.checkpoint", "model.device", "model.dtypes", "model.hooked", "model.inference",
-        "model.operations", "model.text",
+        "model.operations", "model.sae", "model.text",
     },
     "model.benchmark": {"model.inference", "model.machine", "model.transformer"},
     # Data: what finds documents, which imports of models use too, is below what prepares them.
@@ -113,6 +114,10 @@ ROOMS: dict[str, set[str]] = {
         "model.checkpoint", "model.data", "model.device", "model.dtypes", "model.extras",
         "model.files", "model.folder_lock", "model.inference", "model.openmp", "model.plural",
         "model.text", "model.transformer", "model.version",
+    },
+    "model.sae.training": {
+        "model.checkpoint", "model.data", "model.evaluation", "model.extraction", "model.files",
+        "model.inference", "model.sae", "model.transformer",
     },
     "service.log": set(),
     "service.client": set(),

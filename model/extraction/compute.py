@@ -24,6 +24,7 @@ from logitd.model.inference.engine.events import (
     OutputsChunk,
     ScoresChunk,
 )
+from logitd.model.inference.engine.requests import Request
 from logitd.model.inference.load import LoadedModel, choose_slots, load_model
 from logitd.model.inference.memory import SlotBudget
 from logitd.model.inference.options import ComputeOptions, SlotDefault
@@ -70,11 +71,22 @@ class ShardComputer:
     def shard(self, units: Group, tell: Counted = lambda tokens: None) -> bytes:
         """The content of the file of these units. `tell` is called with the number of counted
         tokens of each finished unit. Raises ExtractionError if the model fails."""
+        chunks = self.chunks(units, self._quantity.request, tell)
+        return self._quantity.file(units, [c for unit in chunks for c in unit], self._config)
+
+    def chunks(
+        self,
+        units: Group,
+        request_of: Callable[[str, Unit], Request | None],
+        tell: Counted = lambda tokens: None,
+    ) -> list[list[Any]]:
+        """The chunks of each unit, for the request that `request_of` makes from an id and the unit.
+        Raises ExtractionError if the model fails."""
         chunks: list[list[Any]] = [[] for _ in units]
         added = unfinished = 0
         while added < len(units) or unfinished:
             while added < len(units) and unfinished < 2 * self._engine.slots:
-                request = self._quantity.request(str(added), units[added])
+                request = request_of(str(added), units[added])
                 if request is None:
                     tell(units[added].counted)
                 else:
@@ -95,7 +107,7 @@ class ShardComputer:
                         )
                     tell(units[index].counted)
                     unfinished -= 1
-        return self._quantity.file(units, [c for unit in chunks for c in unit], self._config)
+        return chunks
 
 
 def open_computer(

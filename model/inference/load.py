@@ -225,8 +225,8 @@ def load_replacement(
 def check_replacement(served: CheckpointInfo, other: CheckpointInfo) -> None:
     """Raise CheckpointError unless a checkpoint has the shape of the served one, on which the cache
     depends, and the same vocabulary, because prompts are encoded before the swap."""
-    if other.shape != served.shape:
-        ours, theirs = served.shape.to_dict(), other.shape.to_dict()
+    ours, theirs = served.shape.to_dict(), other.shape.to_dict()
+    if ours != theirs:
         name = next(name for name in theirs if ours.get(name) != theirs[name])
         raise CheckpointError(
             f"{other.path} has a different shape from the served {served.path} ({name} is "

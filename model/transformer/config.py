@@ -9,7 +9,7 @@ refused with the reason. `model/training/configuration/presets.py` has shapes wi
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
@@ -343,7 +343,8 @@ class GPTConfig:
 
     def to_dict(self) -> dict[str, Any]:
         scaling = self.rope_scaling
-        return asdict(self) | {"rope_scaling": None if scaling is None else scaling.to_dict()}
+        values = {field.name: getattr(self, field.name) for field in fields(GPTConfig)}
+        return values | {"rope_scaling": None if scaling is None else scaling.to_dict()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "GPTConfig":
@@ -360,6 +361,44 @@ class GPTConfig:
             "windows": read_windows(values["windows"]),
         }
         return cls(**{**values, **read})
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """The features of a sparse autoencoder, which are a stage of a model that is served with it.
+
+    layer, stage  the block (None: outside the blocks) and the kind of the stage that it reads
+    count         number of features
+    width         width of the stage that it reads
+    """
+
+    name: str
+    layer: int | None
+    stage: str
+    count: int
+    width: int
+
+    @property
+    def reads(self) -> tuple[int | None, str]:
+        """The stage that the autoencoder reads."""
+        return self.layer, self.stage
+
+    @property
+    def key(self) -> tuple[int | None, str]:
+        """The stage of the features."""
+        return self.layer, f"{self.stage}.sae.{self.name}"
+
+    @property
+    def stage_name(self) -> str:
+        """The full name of the stage of the features."""
+        return self.key[1] if self.layer is None else f"blocks.{self.layer}.{self.key[1]}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GPTWithFeatures(GPTConfig):
+    """The shape of a GPT that is served with sparse autoencoders. `to_dict` leaves them out."""
+
+    features: tuple[Features, ...]
 
 
 WITHOUT_PARTS: Mapping[str, Any] = {
@@ -383,6 +422,19 @@ def parts_of(config: GPTConfig) -> dict[str, Any]:
 
 ModelConfig = GPTConfig | CodeConfig
 """The shape of any model that can be served."""
+
+
+def with_features(config: ModelConfig, features: tuple[Features, ...]) -> ModelConfig:
+    """The shape with these features. Raises ConfigError for a model by its owner's code."""
+    if not features:
+        return config
+    if isinstance(config, CodeConfig):
+        raise ConfigError(
+            f"the model is computed by its owner's code ({config.code}), which is not served with "
+            "sparse autoencoders"
+        )
+    values = {field.name: getattr(config, field.name) for field in fields(GPTConfig)}
+    return GPTWithFeatures(**values, features=features)
 
 
 def read_config(values: Mapping[str, Any]) -> ModelConfig:

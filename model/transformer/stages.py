@@ -4,7 +4,9 @@
 value of each. The stages of a model depend on its `GPTConfig`: without rotary positions and QK-norm
 there is no `q_raw`, and with norms after the residual addition there is no `attention.norm`.
 
-The stages of a model computed by its owner's code are its submodules, under their own names.
+The stages of a model computed by its owner's code are its submodules, under their own names. In a
+model that is served with sparse autoencoders, the features of each are a stage after the stage that
+it reads.
 
 Axes: T tokens of the prompt; the others as in `GPTConfig`. The axis of positions comes first and is
 not listed. TransformerLens' names are those of its TransformerBridge, version 4.
@@ -18,7 +20,7 @@ from functools import lru_cache
 from typing import Literal
 
 from logitd.model.owner_code.config import CodeConfig, ModuleStage
-from logitd.model.transformer.config import GPTConfig, ModelConfig
+from logitd.model.transformer.config import Features, GPTConfig, GPTWithFeatures, ModelConfig
 
 Axis = Literal["n_head", "n_kv_head", "head_dim", "T", "d_model", "d_ff", "vocab_size"] | int
 """The name of an axis, or the size of an axis without a name."""
@@ -92,6 +94,11 @@ class Stage:
     def shape(self, config: ModelConfig, length: int) -> tuple[int, ...]:
         """Shape of the value at one position of a prompt of `length` tokens."""
         return tuple(length if axis == "T" else axis_size(axis, config) for axis in self.kind.axes)
+
+    @property
+    def has_features(self) -> bool:
+        """True for the features of a sparse autoencoder, which are float32 in any model."""
+        return ".sae." in self.kind.name
 
     @property
     def heads_axis(self) -> Literal["n_head", "n_kv_head"] | None:
@@ -292,7 +299,34 @@ def stages_of(config: ModelConfig) -> tuple[Stage, ...]:
         Stage(kind, layer) for layer in range(config.n_layer) for kind in kinds if kind.in_block
     ]
     last = [Stage(kind, None) for kind in kinds if not kind.in_block and kind.name != "embedding"]
-    return (*first, *blocks, *last)
+    plain = (*first, *blocks, *last)
+    features = feature_stages(config)
+    return (
+        tuple(each for stage in plain for each in (stage, *features.get(stage.key, ())))
+        if features
+        else plain
+    )
+
+
+def feature_stages(config: ModelConfig) -> dict[Key, list[Stage]]:
+    """The stages of features by the stage that their autoencoders read."""
+    found: dict[Key, list[Stage]] = {}
+    for features in config.features if isinstance(config, GPTWithFeatures) else ():
+        stage = Stage(_feature_kind(features), features.layer)
+        found.setdefault(features.reads, []).append(stage)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _feature_kind(features: Features) -> StageKind:
+    (read,) = [kind for kind in STAGES if kind.name == features.stage]
+    return StageKind(
+        features.key[1],
+        (features.count,),
+        f"features of the sparse autoencoder {features.name}; a change of them moves {read.name}",
+        read.lens and f"{read.lens}.hook_sae_acts_post",
+        in_block=read.in_block,
+    )
 
 
 @lru_cache(maxsize=8)
@@ -365,6 +399,11 @@ def _named(name: str, config: ModelConfig) -> Stage | None:
     thousands, one by one."""
     if isinstance(config, CodeConfig):
         return next((stage for stage in stages_of(config) if stage.name == name), None)
+    if isinstance(config, GPTWithFeatures):
+        for stages in feature_stages(config).values():
+            for stage in stages:
+                if stage.name == name:
+                    return stage
     if HOOK in name:
         return lens_stages(config).get(name)
     layer: int | None = None
@@ -390,7 +429,8 @@ def _unknown(pattern: str, config: ModelConfig) -> str:
     for kind in STAGES:
         if kind not in kinds and pattern.endswith(kind.name):
             return f"this model has no stage {kind.name!r}: GET /stages lists its stages"
-    names = ", ".join(kind.pattern for kind in kinds)
+    features = [stage.name for stages in feature_stages(config).values() for stage in stages]
+    names = ", ".join([*(kind.pattern for kind in kinds), *features])
     return (
         f"no stage matches {pattern[:100]!r}; the stages are {names}, with N from 0 to "
         f"{config.n_layer - 1} or * for all"

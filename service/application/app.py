@@ -27,7 +27,7 @@ from logitd.service.application import docs
 from logitd.service.application.lifespan import live
 from logitd.service.application.middleware import EXPOSED_HEADERS, BugAnswer, HeadAsGet, RequestLog
 from logitd.service.http import endpoint
-from logitd.service.http.routes import admin, facts, status, weights
+from logitd.service.http.routes import admin, facts, features, status, weights
 from logitd.service.models.state import ServiceState
 from logitd.service.openai import routes as openai_routes
 from logitd.service.settings.serve import ServeSettings
@@ -77,7 +77,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
     errors.install(app)
     guarded, public = bool(state.keys.names), settings.public_endpoints
     docs.install(app, needs_key=lambda path: guarded and not is_public(path, public))
-    others = (facts, weights, openai_routes, status, admin)
+    others = (facts, features, weights, openai_routes, status, admin)
     routers = [endpoint.router(), *(routes.router for routes in others)]
     for router in routers:
         # include_router would prepare the routes at the first request, which delays all requests.

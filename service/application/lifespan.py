@@ -136,6 +136,7 @@ async def _load_model(
         settings=settings,
         keys=state.keys,
         reply_budget=state.reply_budget,
+        autoencoders=built.autoencoders,
     )
     if not settings.history or steps is None:
         return served

@@ -86,7 +86,7 @@ def _parameter(settings: type[CommandSettings], name: str, field: FieldInfo) -> 
     metavar = _METAVARS.get(items[0], "TEXT")
     if choices:
         kind, metavar = Word(choices), "|".join(choices)
-    elif is_dataclass(items[0]) and not positional:
+    elif is_dataclass(items[0]) and not (positional or several):
         kind, metavar = Json(), "JSON"
     if positional:
         metavar = name.upper() if field.is_required() else f"[{name.upper()}]"

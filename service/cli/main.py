@@ -81,6 +81,12 @@ COMMANDS = (
         "logitd extract checkpoints/python-small --data my-texts/ --out scored --logprobs",
     ),
     SettingsCommand(
+        "sae",
+        "sae:SaeSettings",
+        "Train a sparse autoencoder, whose features a server shows, steers and ablates.",
+        "logitd sae train runs/mine --stage blocks.3.output --data my-texts/ --out saes/mine",
+    ),
+    SettingsCommand(
         "inspect",
         "tools:InspectSettings",
         "Show a checkpoint and the shapes of its forward pass, or the course of training runs.",

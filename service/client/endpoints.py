@@ -130,6 +130,16 @@ def weight(
     return Call(request, lambda answer: TensorFile(answer.body).array(name))
 
 
+def features(sae: str | None = None, *, model: str | None = None) -> Call[FeaturesOfModel]:
+    """The sparse autoencoders, and figures of all features of `sae` (default: the first)."""
+    return _get("/features", FeaturesOfModel, model, sae=sae)
+
+
+def feature(index: int, sae: str | None = None, *, model: str | None = None) -> Call[Feature]:
+    """A feature of `sae`: its density, its examples, and the tokens that it promotes."""
+    return _get(f"/features/{index}", Feature, model, sae=sae)
+
+
 @overload
 def tokenize(  # type: ignore[overload-overlap]
     text: str, **fields: Unpack[TokenizeFields]
@@ -177,8 +187,9 @@ def version() -> Call[str]:
     return Call(Request("GET", "/version"), lambda answer: answer.read(_Version).version)
 
 
-def _get(path: str, form: type[Result], model: str | None) -> Call[Result]:
-    fields = {} if model is None else {"model": model}
+def _get(path: str, form: type[Result], model: str | None, **more: str | None) -> Call[Result]:
+    given = {"model": model, **more}
+    fields = {name: value for name, value in given.items() if value is not None}
     return Call(Request("GET", path, fields), lambda answer: answer.read(form))
 
 

@@ -512,6 +512,66 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
+class SaeInfo:
+    """A sparse autoencoder."""
+
+    name: str
+    stage: str  # Name of the features in /activations and in interventions.
+    architecture: str
+    features: int
+    k: int | None  # Largest number of features at a position; null: no limit.
+    # Record of `logitd sae train`: checkpoint, text, figures. Empty for others.
+    training: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class FeaturesOfModel:
+    model: str
+    saes: tuple[SaeInfo, ...]
+    sae: str | None  # Name of the autoencoder that the lists are about.
+    density: tuple[float, ...] | None  # Share of the tokens at which each feature is not zero.
+    strongest: tuple[float, ...] | None  # Largest activation of each feature.
+    # Text of the token there; null for a feature that was never active.
+    tokens: tuple[str | None, ...] | None
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleToken:
+    id: int
+    text: str
+    activation: float
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureExample:
+    """A part of a text where a feature is strong."""
+
+    strongest: float
+    tokens: tuple[ExampleToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogit:
+    id: int
+    text: str
+    logit: float  # Change of the logit for an activation of 1, up to the norm.
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    model: str
+    sae: str
+    stage: str
+    index: int
+    density: float | None
+    examples: tuple[FeatureExample, ...]
+    promoted: tuple[TokenLogit, ...] | None
+    suppressed: tuple[TokenLogit, ...] | None
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class TokenizerInfo:
     model: str
     checkpoint: Checkpoint

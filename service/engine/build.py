@@ -6,7 +6,7 @@ quantization, and makes the engine. `model/inference/memory.py` divides the memo
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -56,6 +56,14 @@ from logitd.model.inference.options import (
 )
 from logitd.model.memory import Available, available, format_bytes
 from logitd.model.owner_code.connection import CodeModel
+from logitd.model.sae.files import (
+    AutoencoderError,
+    StoredAutoencoder,
+    foreign_weights,
+    placed,
+    read_autoencoders,
+)
+from logitd.model.transformer.config import Features
 from logitd.model.transformer.size import parameter_count
 from logitd.service.engine.driver import WeightsLoader
 from logitd.service.settings.model_source import ModelSource
@@ -63,7 +71,14 @@ from logitd.service.settings.serve import ServeSettings
 
 logger = logging.getLogger("logitd")
 
-STARTUP_ERRORS = (CheckpointError, DeviceError, InvalidRequest, KernelError, DataError)
+STARTUP_ERRORS = (
+    AutoencoderError,
+    CheckpointError,
+    DataError,
+    DeviceError,
+    InvalidRequest,
+    KernelError,
+)
 """Expected errors of `build`; their messages say what to do."""
 
 
@@ -97,13 +112,15 @@ class Computation:
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
     """An engine, and how it computes. `compiler` compiles constraints for its vocabulary, or is the
-    error that says why that is impossible. `load_weights` reads other weights of the same shape."""
+    error that says why that is impossible. `load_weights` reads other weights of the same shape.
+    The stages of the `checkpoint` include the features of the `autoencoders`."""
 
     engine: Engine
     computation: Computation
     checkpoint: CheckpointInfo
     compiler: Compiler | ConstraintsUnavailable
     load_weights: WeightsLoader
+    autoencoders: Mapping[Features, StoredAutoencoder]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +191,11 @@ def _build(settings: ServeSettings) -> BuiltEngine:
     if quantization is not None:
         level = logging.WARNING if quantization.deserves_warning else logging.INFO
         logger.log(level, "%s", quantization.sentence())
+    folders = {each.served_name: each.path for each in settings.sae}
+    autoencoders = read_autoencoders(folders, model.checkpoint)
+    for features, stored in autoencoders.items():
+        if (warning := foreign_weights(stored, model.checkpoint)) is not None:
+            logger.warning("--sae %s: %s", features.name, warning)
     slots, memory = choose_slots(model, budget)
     gap = _target_gap(settings, model.placement)
     config = EngineConfig(
@@ -190,7 +212,12 @@ def _build(settings: ServeSettings) -> BuiltEngine:
         compiler = Compiler(model.checkpoint.tokenizer)
     except ConstraintsUnavailable as error:
         compiler = ConstraintsUnavailable(str(error))  # without the traceback, which has the model
-    engine = Engine(model.network, config, make_decoder=path.make_owner)
+    engine = Engine(
+        model.network,
+        config,
+        make_decoder=path.make_owner,
+        autoencoders=placed(autoencoders, model.placement.device),
+    )
     release_memory()
     computation = Computation(
         weights_sha256=model.checkpoint.weights_sha256,
@@ -209,7 +236,8 @@ def _build(settings: ServeSettings) -> BuiltEngine:
     )
     # Without a reference to the model, so that a reload frees its weights.
     load_weights = partial(_load_weights, model.checkpoint, model.placement, settings.batch_code)
-    return BuiltEngine(engine, computation, model.checkpoint, compiler, load_weights)
+    checkpoint = replace(model.checkpoint, shape=engine.model_config)
+    return BuiltEngine(engine, computation, checkpoint, compiler, load_weights, autoencoders)
 
 
 def _why_slots(slots: int, budget: SlotBudget, memory: Available) -> str | None:

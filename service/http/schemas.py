@@ -210,6 +210,62 @@ class WeightsReply(ReplyBody):
     weights: list[WeightInfo]
 
 
+class SaeInfo(ReplyBody):
+    """A sparse autoencoder."""
+
+    name: str
+    stage: str = Field(description="Name of the features in /activations and in interventions.")
+    architecture: str
+    features: int
+    k: int | None = Field(description="Largest number of features at a position; null: no limit.")
+    training: dict[str, Any] = Field(
+        description="Record of `logitd sae train`: checkpoint, text, figures. Empty for others."
+    )
+
+
+class FeaturesReply(ReplyBody):
+    model: str
+    saes: list[SaeInfo]
+    sae: str | None = Field(description="Name of the autoencoder that the lists are about.")
+    density: list[float] | None = Field(
+        description="Share of the tokens at which each feature is not zero."
+    )
+    strongest: list[float] | None = Field(description="Largest activation of each feature.")
+    tokens: list[str | None] | None = Field(
+        description="Text of the token there; null for a feature that was never active."
+    )
+
+
+class ExampleToken(ReplyBody):
+    id: int
+    text: str
+    activation: float
+
+
+class FeatureExample(ReplyBody):
+    """A part of a text where a feature is strong."""
+
+    strongest: float
+    tokens: list[ExampleToken]
+
+
+class TokenLogit(ReplyBody):
+    id: int
+    text: str
+    logit: float = Field(description="Change of the logit for an activation of 1, up to the norm.")
+
+
+class FeatureReply(ReplyBody):
+    model: str
+    sae: str
+    stage: str
+    index: int
+    density: float | None
+    examples: list[FeatureExample]
+    promoted: list[TokenLogit] | None
+    suppressed: list[TokenLogit] | None
+
+
 class TokenizerInfo(ReplyBody):
     model: str
     checkpoint: CheckpointName

@@ -114,8 +114,9 @@ class Reloader:
         if checkpoint.weights_sha256 == before.weights_sha256:
             return False
         check_replacement(before, checkpoint)
-        # The tokenizers are equal, and the old one has cached facts about its tokens.
-        checkpoint = replace(checkpoint, tokenizer=before.tokenizer)
+        # Both are equal, but the old tokenizer has cached facts about its tokens, and the old shape
+        # has the features of autoencoders.
+        checkpoint = replace(checkpoint, tokenizer=before.tokenizer, shape=before.shape)
         version = self._engine.version + 1
         self._checkpoints[version] = checkpoint  # before the first request to that version
         try:

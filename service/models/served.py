@@ -12,6 +12,8 @@ from typing import Literal
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
 from logitd.model.evaluation.quantization_cost import QuantizationCost
 from logitd.model.operations.prompts import clip
+from logitd.model.sae.files import StoredAutoencoder
+from logitd.model.transformer.config import Features
 from logitd.service.access.auth import KeyRing
 from logitd.service.engine.admission import Limit
 from logitd.service.engine.async_engine import AsyncEngine
@@ -65,6 +67,7 @@ class ServedModel:
     checkpoints   the checkpoint of each version of the engine's weights
     settings      the settings of this model
     reply_budget  the budget that all models share
+    autoencoders  those whose features are stages
     history       the steps of the model's run; None unless the server serves them
     """
 
@@ -77,6 +80,7 @@ class ServedModel:
     settings: ServeSettings
     reply_budget: ReplyBudget
     keys: KeyRing
+    autoencoders: Mapping[Features, StoredAutoencoder]
     history: "History[ServedModel] | None" = None
 
     @property

@@ -146,6 +146,32 @@ ModelSources = Annotated[
 ]
 
 
+def _names_of_stages(sources: tuple[ModelSource, ...]) -> tuple[ModelSource, ...]:
+    """Check that each name can be part of a stage's name, and is given once. Raises ValueError."""
+    names = [source.served_name for source in sources]
+    for name in names:
+        if not re.fullmatch(r"[\w-]{1,60}", name):
+            raise ValueError(
+                f"{name!r} is the name of a stage: write NAME=DIR with letters, digits, _ and -"
+            )
+        if names.count(name) > 1:
+            raise ValueError(
+                f"two autoencoders have the name {name!r}: give each its own name, as NAME=DIR"
+            )
+    return sources
+
+
+AutoencoderSources = Annotated[
+    tuple[
+        Annotated[ModelSource, PlainValidator(model_source), PlainSerializer(str)],
+        ...,
+    ],
+    NoDecode,
+    BeforeValidator(listed),
+    AfterValidator(_names_of_stages),
+]
+
+
 HISTORY_SLOTS = 4
 """Slots of each step of a history."""
 _HAS_KEYS = (
@@ -180,6 +206,10 @@ class ServeSettings(ComputeSettings):
     }
     flag_names: ClassVar = {"import_model": "import"}
     needs: ClassVar = {
+        "sae": (
+            lambda given: len(given.get("checkpoint", ())) == 1,
+            "an autoencoder belongs to one model, but several models are served: serve one",
+        ),
         "follow_interval": (
             lambda given: given.get("follow"),
             "it is the interval between checks of a followed run: add --follow",
@@ -228,6 +258,12 @@ class ServeSettings(ComputeSettings):
         None,
         description="name of the model in requests, replies and metrics (default: the name of the "
         "checkpoint's folder or run). For a single model; the same as NAME=PATH",
+    )
+    sae: AutoencoderSources = Field(
+        (),
+        description="directory of a sparse autoencoder of the model, as NAME=DIR: its features are "
+        "a stage named STAGE.sae.NAME. `logitd sae train` makes one; SAELens' standard, topk and "
+        "jumprelu are read too. Can be given several times",
     )
     follow: Literal["best", "latest"] | None = Field(
         None,

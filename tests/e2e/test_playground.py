@@ -26,6 +26,7 @@ from logitd.service.settings.common import BUNDLED_CHECKPOINT
 from tests.e2e.server import STARTUP_SECONDS, ServedProcess
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt, training_record
 from tests.model.owner_code.imported import imported
+from tests.model.sae.dictionaries import write_random_autoencoder
 from tests.service.application.test_playground_files import LEAST_CONTRAST, contrast
 from tests.service.models.test_history import STEPS, save_run
 
@@ -78,6 +79,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
     )
     named = (f"small={BUNDLED_CHECKPOINT}", f"other={folder / 'other'}", "gone=nowhere")
     with ServedProcess(*named, "--threads", "1") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def featured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
+    """The bundled model with an autoencoder of 64 random features."""
+    folder = tmp_path_factory.mktemp("saes") / "mine"
+    write_random_autoencoder(folder, hook="blocks.3.hook_resid_post", width=256, features=64)
+    with ServedProcess("--sae", f"mine={folder}", "--threads", "1") as running:
         yield running
 
 
@@ -150,6 +160,12 @@ def asked(server: ServedProcess, path: str, **body: Any) -> dict[str, Any]:
     return dict(reply.json())
 
 
+def got(server: ServedProcess, path: str) -> dict[str, Any]:
+    reply = httpx.get(f"{server.url}{path}", timeout=60, trust_env=False)
+    reply.raise_for_status()
+    return dict(reply.json())
+
+
 def wait_for_slots(page: Page, slots: int) -> None:
     """Wait until the Model tab shows the number of slots."""
     text = f"of {slots} in use"
@@ -157,8 +173,7 @@ def wait_for_slots(page: Page, slots: int) -> None:
 
 
 def slots_of(server: ServedProcess) -> int:
-    reply = httpx.get(f"{server.url}/info", timeout=60, trust_env=False)
-    return int(reply.json()["slots"])
+    return int(got(server, "/info")["slots"])
 
 
 def generate(page: Page, **fields: Any) -> str:
@@ -935,3 +950,39 @@ def test_owner_code_model_has_tabs_of_logits_and_stages(tmp_path: Path, new_page
         open_tab(page, "inside", "#change-stage")
         stages = page.locator("#change-stage option").all_inner_texts()
         assert "blocks.N.qkv" in stages
+
+
+def test_features_of_the_text_are_those_of_the_api(
+    featured: ServedProcess, new_page: NewPage, page: Page
+) -> None:
+    assert page.locator("#tab-features").is_hidden()
+    page = ready(new_page(f"{featured.url}/#prompt={PROMPT.replace(chr(10), '%0A')}&tab=features"))
+    page.wait_for_selector("#feature:not([aria-busy]) h3")
+    stage = "blocks.3.output.sae.mine"
+    body = {"prompt": PROMPT, "positions": "all", "stages": [stage]}
+    rows = asked(featured, "/activations", **body)["prompts"][0]["stages"][stage]
+    for place in (len(rows) - 1, 1):
+        page.locator("#feature-text .token").nth(place).click()
+        page.wait_for_function(
+            f"document.querySelector('#feature-text h3').textContent.includes('token {place},')"
+        )
+        strongest = sorted(range(64), key=lambda index: -rows[place][index])
+        listed = page.locator("#feature-text .features button").all_inner_texts()
+        active = sum(value > 0 for value in rows[place])
+        assert [int(text.split()[0]) for text in listed] == strongest[:active]
+    page.locator("#feature-text .features button").nth(1).click()
+    page.wait_for_function(
+        f"document.querySelector('#feature h3').textContent === 'Feature {strongest[1]}'"
+    )
+    reply = got(featured, f"/features/{strongest[1]}")
+    page.wait_for_selector("#feature:not([aria-busy]) table")
+    promoted = page.locator("#feature table").first.locator("th").all_inner_texts()
+    assert promoted == [shown(token["text"]) for token in reply["promoted"]]
+    shades = page.locator("#feature-text .token").evaluate_all(
+        "spans => spans.map((span) => Number(span.style.getPropertyValue('--share')))"
+    )
+    column = [row[strongest[1]] for row in rows]
+    assert shades == pytest.approx([value / max(column) for value in column], abs=0.001)
+    page.fill("#feature-search", "17")
+    token = shown(got(featured, "/features")["tokens"][17])
+    assert page.locator("#feature-list .features button").all_inner_texts() == [f"17  {token}"]

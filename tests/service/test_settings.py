@@ -126,6 +126,7 @@ def test_values_out_of_range_are_refused(field: str, value: object) -> None:
         ("serve", "--max-quantization-loss 1%", "--max-quantization-loss 1% --quantize int4"),
         ("serve", "--max-quantization-loss any",
          "--max-quantization-loss any --kv-cache-dtype int8"),
+        ("sae train a --stage b --data c --out d", "--tokens 9 --minutes 3", "--minutes 3"),
         ("serve", "--slots 3 --kv-cache-memory 50%", "--kv-cache-memory 50%"),
         ("serve", "--key-at-once 3", "--key-at-once 3 --api-key-file a"),
         ("serve", "--trace-ratio 0.5", "--trace-ratio 0.5 --otlp-endpoint http://a:4318"),
@@ -144,6 +145,7 @@ def test_settings_are_frozen(command: str) -> None:
     arguments = {"generate": ["text"], "import": ["a", "b"], "export": ["a", "b"]}
     arguments["merge"] = ["base", "adapter", "dest"]
     arguments["extract"] = ["checkpoint", "--data", "x", "--out", "folder", "--logprobs"]
+    arguments["sae"] = ["train", "checkpoint", *["--stage", "x", "--data", "y", "--out", "z"]]
     settings = parsed(command, *arguments.get(command, []))
     with pytest.raises(ValidationError, match="frozen"):
         settings.device = "cpu"

@@ -40,7 +40,7 @@ from logitd.model.inference.interventions import Intervention
 from logitd.model.inference.sampling.lens import lens_width
 from logitd.model.inference.selection import gpt_only
 from logitd.model.owner_code.config import CodeConfig
-from logitd.model.transformer.config import BLOCK, ModelConfig
+from logitd.model.transformer.config import BLOCK, GPTWithFeatures, ModelConfig
 from logitd.model.transformer.size import count_elements
 from logitd.model.transformer.stages import match_stages, stages_of
 
@@ -84,7 +84,8 @@ def step_cost(request: Request, config: ModelConfig) -> StepCost:
         each = PROCESSED_ELEMENTS if _is_processed(request) else 1
         output = position_elements(request, config) * each
     length = max(sequence_lengths(request)) + _generated(request)
-    position, row = float(LISTED_ELEMENTS * _listed(request)), 0
+    recorded, row = _encodings(request, config)
+    position = float(LISTED_ELEMENTS * _listed(request) + recorded)
     for change in request.interventions:
         width, changed = _width(change, config, length), change.positions
         fixed = CHANGE_ELEMENTS * (1 + 2 * len(change.directions))
@@ -123,6 +124,26 @@ def _products(config: ModelConfig) -> int:
     if isinstance(config, CodeConfig):
         return max(1, config.parameters)
     return count_elements(config).block_matrices
+
+
+def _encodings(request: Request, config: ModelConfig) -> tuple[int, int]:
+    """Elements that take as long as the features of one position of the prompt, and of one
+    generated position."""
+    if not isinstance(config, GPTWithFeatures):
+        return 0, 0
+    each = {
+        features.key: 2 * features.count * features.width // PRODUCTS_PER_ELEMENT
+        for features in config.features
+    }
+    names = [change.stage for change in request.interventions]
+    recorded = names
+    if isinstance(request, OutputsRequest) and isinstance(request.output, Activations):
+        recorded = [*names, *request.output.stages]
+    prompt, generated = (
+        sum(each.get(stage.key, 0) for stage in match_stages(stages, config)) if stages else 0
+        for stages in (recorded, names)
+    )
+    return prompt, generated
 
 
 def _listed(request: Request) -> int:

@@ -57,6 +57,8 @@ from logitd.model.inference.sampling.results import (
 )
 from logitd.model.inference.sampling.sampler import NOT_FINITE
 from logitd.model.owner_code.config import CodeConfig
+from logitd.model.sae.autoencoder import WITHOUT, Autoencoders
+from logitd.model.transformer.config import with_features
 from logitd.model.transformer.gpt import GPT
 
 
@@ -70,8 +72,10 @@ class Engine:
         *,
         make_decoder: DecoderMaker = PlainDecoder,
         clock: Callable[[], float] = time.monotonic,
+        autoencoders: Autoencoders = WITHOUT,
     ) -> None:
-        self.model_config = network.config
+        """`autoencoders` are on the network's device; their features are stages."""
+        self.model_config = with_features(network.config, tuple(autoencoders))
         self.clock = clock
         if isinstance(network.config, CodeConfig):  # its cache has nothing to reuse
             config = replace(config, prefix_reuse=False)
@@ -81,6 +85,7 @@ class Engine:
             make_decoder,
             clock=clock,
             kv_cache_dtype=config.kv_cache_dtype,
+            autoencoders=autoencoders,
         )
         if config.target_gap is not None and not self._runner.computes_at_once:
             raise InvalidRequest(

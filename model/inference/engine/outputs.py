@@ -32,7 +32,7 @@ from logitd.model.inference.engine.scheduler import PrefillChunk
 from logitd.model.inference.kernels.base import AttentionSelection, Decoder, PrefillInput
 from logitd.model.inference.kernels.code.decoder import CodeDecoder
 from logitd.model.inference.kernels.eager.tapped import TappedDecoder
-from logitd.model.inference.kernels.eager.taps import Changes, PieceTap
+from logitd.model.inference.kernels.eager.taps import Changes, PieceTap, Readers
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.sampling.lens import LensDigest, lens_width
 from logitd.model.inference.sampling.params import SamplingParams
@@ -83,11 +83,21 @@ class TappedPasses(Protocol):
 class TappedGPT:
     """Tapped passes of a GPT."""
 
-    def __init__(self, gpt: GPT, cache: KVCache, prepare: Callable[[], None]) -> None:
-        """`prepare` restores weights that the decoder holds only in a packed form."""
+    def __init__(
+        self,
+        gpt: GPT,
+        config: ModelConfig,
+        cache: KVCache,
+        prepare: Callable[[], None],
+        readers: Readers,
+    ) -> None:
+        """`config` has the stages of the model, `prepare` restores weights that the decoder holds
+        only in a packed form, and `readers` compute features."""
         self._prepare = prepare
         self._gpt = gpt
-        self._decoder = TappedDecoder(gpt, cache)
+        self._config = config
+        self._readers = readers
+        self._decoder = TappedDecoder(gpt, cache, readers)
         self._changes: WeakKeyDictionary[engine_sequence.Sequence, Changes] = WeakKeyDictionary()
 
     def prefill(
@@ -101,6 +111,7 @@ class TappedGPT:
             record,
             rows=rows,
             length=sequence.prompt_length,
+            readers=self._readers,
         )
         token_ids = sequence.tokens[chunk.start : chunk.end]
         return self._decoder.prefill(token_ids, sequence.held_slot, chunk.start, tap), tap
@@ -117,7 +128,7 @@ class TappedGPT:
     def _changes_of(self, sequence: engine_sequence.Sequence) -> Changes:
         if sequence not in self._changes:
             self._changes[sequence] = changes_of(
-                sequence, self._gpt.config, self._gpt.token_embedding.weight
+                sequence, self._config, self._gpt.token_embedding.weight
             )
         return self._changes[sequence]
 

@@ -57,8 +57,10 @@ from logitd.model.inference.sampling.results import (
 from logitd.model.inference.sampling.sampler import RowContext, sample, score, score_rows
 from logitd.model.inference.sampling.state import SamplingState
 from logitd.model.owner_code.connection import CodeModel
-from logitd.model.transformer.config import BLOCK
+from logitd.model.sae.autoencoder import WITHOUT, Autoencoder, Autoencoders
+from logitd.model.transformer.config import BLOCK, with_features
 from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.stages import Key
 
 Network = GPT | CodeModel
 """A model that computes: a GPT, or the process of an owner's code."""
@@ -138,8 +140,13 @@ class Runner:
         *,
         clock: Callable[[], float] = time.monotonic,
         kv_cache_dtype: KVCacheDType = "auto",
+        autoencoders: Autoencoders = WITHOUT,
     ) -> None:
         """`make_decoder` makes the decoder of a GPT."""
+        self._config = with_features(network.config, tuple(autoencoders))
+        self._readers: dict[Key, list[tuple[Key, Autoencoder]]] = {}
+        for features, autoencoder in autoencoders.items():
+            self._readers.setdefault(features.reads, []).append((features.key, autoencoder))
         self._clock = clock
         self._make_decoder = make_decoder
         self._sampling = SamplingState(slots)
@@ -198,7 +205,9 @@ class Runner:
                 )
             assert isinstance(self.cache, KVCache)
             decoder = self._make_decoder(network, self.cache)
-            tapped = TappedGPT(network, self.cache, decoder.restore_weights)
+            tapped = TappedGPT(
+                network, self._config, self.cache, decoder.restore_weights, self._readers
+            )
             normed = partial(final_norm, network)
             backout_scale = network.backout_scale if network.config.backout else None
             contention = ContentionMonitor(network, keep_bits=gradients.threads_keep_bits)
@@ -207,7 +216,7 @@ class Runner:
             decoder=decoder,
             overlap=OverlapScheduler(decoder.launcher, self._sampling),
             tapped=tapped,
-            outputs=OutputsComputer(network.config, decoder, tapped, normed, backout_scale),
+            outputs=OutputsComputer(self._config, decoder, tapped, normed, backout_scale),
             contention=contention,
         )
 

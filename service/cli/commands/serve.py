@@ -154,6 +154,8 @@ def _models(models: Models) -> Iterator[tuple[str, str]]:
         yield "decoding", _decoding(model)
         if (cost := computed.quantization) is not None:
             yield "quantized", cost.sentence()
+        for features in model.autoencoders:
+            yield "features", f"{features.count:,} as the stage {features.stage_name}"
         yield "context", f"{model.checkpoint.shape.context_length} tokens"
         yield "slots", _slots(model)
     computed = models.served[0].computation

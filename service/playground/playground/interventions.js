@@ -43,6 +43,7 @@ function inWords({ stage, operation, heads, units, positions, factor, from, minu
   const where = [units ? `unit ${units.join(", ")} of ` : "", heads ? `head ${heads.join(", ")} of ` : "", stage, positions === undefined || positions === "all" ? "" : ` (${positions})`].join("");
   if (operation === "zero") return `switch off ${where}`;
   if (operation === "scale") return `scale ${where} by ${factor}`;
+  if (operation === "add" && values) return `add ${values.join(", ")} to ${where}`;
   if (operation === "set") return `patch ${where} from "${from.prompt}"`;
   return `add ${factor ?? 1} × ("${from.prompt}"${minus ? ` − "${minus.prompt}"` : ""}) to ${where}`;
 }

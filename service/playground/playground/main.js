@@ -7,6 +7,7 @@ import { Circuit } from "./circuit.js";
 import { Compare } from "./compare.js";
 import { Vocabulary } from "./distribution.js";
 import { debounced, element, fill, find, roving, showProblem } from "./dom.js";
+import { Features } from "./features.js";
 import { Film } from "./film.js";
 import { Generate } from "./generate.js";
 import { Inside } from "./inside.js";
@@ -19,7 +20,7 @@ const NUMBERS = ["temperature", "top_k", "top_p", "min_p", "max_tokens", "seed"]
 const RETRY_MS = 500;
 const SWAP_MS = 2000; // between two checks for new weights
 const CHOOSING = "logitd-choosing"; // set while the list of models reloads the page
-const LOOKING = ["attention", "lens", "circuit", "inside", "tokens"]; // tabs that show a text
+const LOOKING = ["attention", "lens", "circuit", "inside", "features", "tokens"]; // tabs that show a text
 
 // The numbers that a form contains.
 const numbers = (form) => Object.fromEntries(NUMBERS.filter((name) => form[name]).map((name) => [name, Number(form[name])]));
@@ -33,7 +34,7 @@ function showNumber(name) {
 class App {
   place = null; // index of the last chosen token, in the shown text
 
-  constructor(info, restored) {
+  constructor(info, saes, restored) {
     this.info = info;
     this.restored = restored;
     this.vocabulary = new Vocabulary(info.vocabulary === "none");
@@ -48,11 +49,13 @@ class App {
       circuit: new Circuit(this),
       film: new Film(this),
       inside: new Inside(this),
+      features: new Features(this, saes),
       tokens: new Tokens(this),
       compare: new Compare(this, models),
       model: new ModelTab(this),
     };
     find("tab-compare").hidden = models.length < 2;
+    find("tab-features").hidden = saes.length === 0;
     const byCode = info.config.kind === "code"; // an owner's code returns neither attention weights nor circuits
     for (const name of ["attention", "circuit"]) find(`tab-${name}`).hidden = byCode;
     find("tab-lens").hidden = byCode && !info.config.lens;
@@ -241,8 +244,10 @@ async function chosenInfo() {
 async function start() {
   find("page-problem").replaceChildren();
   let info;
+  let saes;
   try {
     info = await chosenInfo();
+    ({ saes } = await get("/features"));
   } catch (error) {
     if (error.status === 503) {
       find("model-line").textContent = "loading the checkpoint …";
@@ -257,7 +262,7 @@ async function start() {
   describe(info);
   const restored = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
   find("alone").checked = restored.alone === "true";
-  const app = new App(info, restored);
+  const app = new App(info, saes, restored);
   try {
     if (restored.prompt === undefined) find("prompt").value = await firstPrompt(info);
   } catch (error) {

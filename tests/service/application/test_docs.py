@@ -23,9 +23,7 @@ GETS = (
     *("/health", "/health/live", "/health/ready", "/info", "/card", "/history", "/version"),
     "/metrics",
     "/tokenizer_info",
-    "/weights",
-    "/weights/{name}",
-    "/stages",
+    *("/weights", "/weights/{name}", "/stages", "/features", "/features/{index}"),
     *("/v1/models", "/v1/models/{model}"),
 )
 

@@ -98,6 +98,13 @@ def test_unknown_commands_exit_2_with_the_nearest(
         (("serve", "a="), "CHECKPOINT: 'a=' .*NAME=PATH"),
         (("serve", "a=x", "--served-model-name", "b"), "--served-model-name: .*'a'.*given: 'b'"),
         (("serve", "x", "y", "--served-model-name", "b"), "--served-model-name: .* 2 .*NAME=PATH"),
+        (("serve", "a=x", "b=y", "--sae", "c=z"), "--sae: .*several models"),
+        (("serve", "--sae", "c=y", "--sae", "c=z"), "--sae: .*'c'.*NAME=DIR"),
+        (("serve", "--sae", "c.d=z"), "--sae: 'c.d'.*NAME=DIR"),
+        (
+            ("sae", "learn", "a", "--stage", "b", "--data", "c", "--out", "d"),
+            "ACTION: .*'train'.*'learn'",
+        ),
         (("serve", "--port", "abc"), "--port: .*integer.*given: 'abc'"),
         (("serve", "--slots", "0"), "--slots: .* 1 .*given: '0'"),
         (("serve", "--drain-timeout", "inf"), "--drain-timeout: .*finite.*given: 'inf'"),

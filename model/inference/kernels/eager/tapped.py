@@ -28,7 +28,7 @@ from logitd.model.inference.kernels.eager.row_groups import (
     decode_row_groups,
     prefill_rows,
 )
-from logitd.model.inference.kernels.eager.taps import Changes, PieceTap, RowTaps
+from logitd.model.inference.kernels.eager.taps import Changes, PieceTap, Readers, RowTaps
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.transformer.attention import Attend, attention_scores, mask_causal
 from logitd.model.transformer.config import BLOCK
@@ -41,7 +41,8 @@ ONE_OF_FOUR = RowGroups(multiple=4, most=1)
 class TappedDecoder:
     """Computes sequences of a GPT on a KV cache that another decoder also uses."""
 
-    def __init__(self, gpt: GPT, cache: KVCache) -> None:
+    def __init__(self, gpt: GPT, cache: KVCache, readers: Readers) -> None:
+        self._readers = readers
         self._gpt = gpt
         self._cache = cache
         self._on_cpu = gpt.token_embedding.weight.device.type == "cpu"
@@ -78,7 +79,8 @@ class TappedDecoder:
         `changes` applied."""
         parts = []
         for rows in self._row_groups.parts(len(token_ids)):
-            taps = RowTaps(list(zip(changes[rows], positions[rows], strict=True)))
+            row_changes = list(zip(changes[rows], positions[rows], strict=True))
+            taps = RowTaps(row_changes, self._readers)
             attend = self._attend_rows(slots[rows], positions[rows], taps)
             padding = self._row_groups.padding(len(slots[rows]))
             step = token_ids[rows], slots[rows], positions[rows]

@@ -5,11 +5,15 @@
 changes. `RowTaps` applies the changes of several sequences to a decode step with a row each. A tap
 is used for one forward pass, `Changes` for a whole sequence.
 
+Features are computed from the stage that their autoencoder reads, after its changes. If features
+change, that stage moves by the difference along the decoder.
+
 Shapes: T positions of a piece, H heads, S keys.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +22,15 @@ from torch import Tensor
 from logitd.model.device import one_thread
 from logitd.model.inference.interventions import Intervention
 from logitd.model.inference.kernels.eager.change import AppliedChange
+from logitd.model.sae.autoencoder import Autoencoder
 from logitd.model.transformer.config import GPTConfig, ModelConfig
 from logitd.model.transformer.stages import HEADS_FIRST, Key, match_stages
 
 OVER_KEYS = frozenset(("attention.scores", "attention.probs"))
 """Stages whose last axis is over keys. They are computed in blocks of positions."""
+Readers = Mapping[Key, Sequence[tuple[Key, Autoencoder]]]
+"""The autoencoders that read a stage, each with the stage of its features."""
+NO_READERS: Readers = MappingProxyType({})
 
 
 class Changes:
@@ -40,7 +48,8 @@ class Changes:
         self._changes: defaultdict[Key, list[AppliedChange]] = defaultdict(list)
         for intervention in interventions:
             (stage,) = match_stages([intervention.stage], config)
-            self._changes[stage.key].append(AppliedChange(intervention, like))
+            values_like = like.new_empty(0, dtype=torch.float32) if stage.has_features else like
+            self._changes[stage.key].append(AppliedChange(intervention, values_like))
 
     @property
     def keys(self) -> Collection[Key]:
@@ -93,6 +102,7 @@ class PieceTap:
         *,
         rows: Sequence[int] = (),
         length: int = 0,
+        readers: Readers = NO_READERS,
     ) -> None:
         """`record` lists the stages to keep, and `rows` the ascending indices of the positions to
         keep. `length` is the length of the prompt, to which axes over keys are padded."""
@@ -100,10 +110,14 @@ class PieceTap:
         self._changes = changes
         self._rows = list(rows)
         self._length = length
+        self._readers = readers
         self._kept: dict[Key, list[Tensor]] = {key: [] for key in record}
 
     def wants(self, layer: int | None, stage: str) -> bool:
         key = layer, stage
+        return self._uses(key) or any(self._uses(each) for each, _ in self._readers.get(key, ()))
+
+    def _uses(self, key: Key) -> bool:
         return key in self._kept or (self._changes is not None and key in self._changes)
 
     def __call__(self, layer: int | None, stage: str, value: Tensor, offset: int = 0) -> Tensor:
@@ -111,13 +125,30 @@ class PieceTap:
         if not self.wants(layer, stage):
             return value
         shown = _positions_first(key, value[0])  # (T, ...)
-        changed = shown
-        if self._changes is not None:
-            first = self._start + offset
-            changed = self._changes.apply(key, shown, range(first, first + len(shown)))
+        changed = self._changed(key, shown, offset)
+        for features, autoencoder in self._readers.get(key, ()):
+            if self._uses(features):
+                changed = self._through(features, autoencoder, changed, offset)
         if key in self._kept:
             self._keep(key, changed, offset)
         return value if changed is shown else _positions_first(key, changed)[None]
+
+    def _changed(self, key: Key, value: Tensor, offset: int) -> Tensor:
+        if self._changes is None:
+            return value
+        first = self._start + offset
+        return self._changes.apply(key, value, range(first, first + len(value)))
+
+    def _through(
+        self, features: Key, autoencoder: Autoencoder, value: Tensor, offset: int
+    ) -> Tensor:
+        """Record and change the features of a stage's values (T, D). Returns the moved values, or
+        `value` itself if no feature changes."""
+        encoded = autoencoder.encode(value)
+        changed = self._changed(features, encoded, offset)
+        if features in self._kept:
+            self._keep(features, changed, offset)
+        return value if changed is encoded else autoencoder.moved(value, changed - encoded)
 
     def recorded(self, layer: int | None, stage: str) -> Tensor:
         """The recorded rows of a stage: (rows, ...)."""
@@ -137,17 +168,16 @@ class RowTaps:
     """A tap on a decode step with one row per sequence, each with its own changes and position.
     Additional rows are padding."""
 
-    def __init__(self, rows: Sequence[tuple[Changes, int]]) -> None:
+    def __init__(self, rows: Sequence[tuple[Changes, int]], readers: Readers = NO_READERS) -> None:
         self._rows = rows
+        self._readers = readers
 
     def wants(self, layer: int | None, stage: str) -> bool:
-        return any((layer, stage) in changes for changes, _ in self._rows)
+        return any(self.row(row).wants(layer, stage) for row in range(len(self._rows)))
 
     def __call__(self, layer: int | None, stage: str, value: Tensor, offset: int = 0) -> Tensor:
         changed = value
-        for row, (changes, _) in enumerate(self._rows):
-            if (layer, stage) not in changes:
-                continue
+        for row in range(len(self._rows)):
             before = value[row : row + 1]
             after = self.row(row)(layer, stage, before)
             if after is not before:
@@ -159,7 +189,7 @@ class RowTaps:
     def row(self, index: int) -> PieceTap:
         """The tap of one row, for stages of shape (1, ...)."""
         changes, position = self._rows[index]
-        return PieceTap(position, changes)
+        return PieceTap(position, changes, readers=self._readers)
 
 
 def _is_over_keys(key: Key) -> bool:

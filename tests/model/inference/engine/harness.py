@@ -52,6 +52,7 @@ from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.inference.reference import generate, sample_row
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.inference.sampling.results import ScoredToken
+from logitd.model.sae.autoencoder import WITHOUT, Autoencoders
 from logitd.model.transformer.gpt import GPT
 from tests.model.factories import VOCAB_SIZE, byte_tokenizer, tiny_config, tiny_gpt
 
@@ -233,12 +234,17 @@ class Driven:
         clock: FakeClock | None = None,
         *,
         make_decoder: DecoderMaker = PlainDecoder,
+        autoencoders: Autoencoders = WITHOUT,
         **config: Any,
     ) -> None:
         values = {"slots": 4, "prefill_chunk": 64} | config
         self.clock = clock or FakeClock()
         self.engine = Engine(
-            gpt, EngineConfig(**values), make_decoder=make_decoder, clock=self.clock
+            gpt,
+            EngineConfig(**values),
+            make_decoder=make_decoder,
+            clock=self.clock,
+            autoencoders=autoencoders,
         )
         self.outcomes: dict[tuple[str, int], Outcome] = {}
         self.accepted: set[tuple[str, int]] = set()

@@ -1,0 +1,1 @@
+"""Sparse autoencoders: the features of a stage, in SAELens' format."""

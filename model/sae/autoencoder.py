@@ -1,0 +1,93 @@
+"""Autoencoder: a sparse autoencoder of one stage, in a form that serving computes.
+
+`encode` turns the values of the stage into features, of which few are not zero, and `decode` turns
+features into an approximation of the values. A change of features moves the values along the rows
+of the decoder; the part of the values that the features do not explain stays as it is.
+
+Products have a fixed number of rows, BLOCK or one, and are computed by one thread. So the bits of a
+row do not depend on the number of rows around it. Files: `files.py`.
+
+Shapes: T positions, D = width of the stage, F features.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from logitd.model.device import one_thread
+from logitd.model.transformer.config import BLOCK, Features
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Autoencoder:
+    """The weights, in float32.
+
+    encoder, encoder_bias  (D, F), (F,); the features before the activation are x @ encoder + bias
+    decoder, decoder_bias  (F, D), (D,)
+    k                      the k largest features stay, the others are zero (Gao et al., 2024);
+                           None: all stay
+    threshold              (F,): features up to their threshold are zero (JumpReLU, Rajamanoharan et
+                           al., 2024); None: there is no threshold but zero
+    """
+
+    encoder: Tensor
+    encoder_bias: Tensor
+    decoder: Tensor
+    decoder_bias: Tensor
+    k: int | None = None
+    threshold: Tensor | None = None
+
+    @property
+    def features(self) -> int:
+        return len(self.decoder)
+
+    def to(self, device: torch.device) -> "Autoencoder":
+        return replace(
+            self,
+            encoder=self.encoder.to(device),
+            encoder_bias=self.encoder_bias.to(device),
+            decoder=self.decoder.to(device),
+            decoder_bias=self.decoder_bias.to(device),
+            threshold=None if self.threshold is None else self.threshold.to(device),
+        )
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Features (T, F) of values (T, D), in float32."""
+        return _by_blocks(self._encode, x.float())
+
+    def decode(self, features: Tensor) -> Tensor:
+        """Values (T, D) of features (T, F)."""
+        return _by_blocks(lambda rows: rows @ self.decoder + self.decoder_bias, features)
+
+    def moved(self, x: Tensor, difference: Tensor) -> Tensor:
+        """Values (T, D) after a change of their features by `difference` (T, F)."""
+        step = _by_blocks(lambda rows: rows @ self.decoder, difference)
+        return (x.float() + step).to(x.dtype)
+
+    def _encode(self, x: Tensor) -> Tensor:
+        before = x @ self.encoder + self.encoder_bias
+        features = before.relu()
+        if self.k is not None:
+            kept = before.topk(self.k)
+            features = torch.zeros_like(before).scatter_(-1, kept.indices, kept.values.relu())
+        if self.threshold is not None:
+            features = features * (before > self.threshold)
+        return features
+
+
+Autoencoders = Mapping[Features, Autoencoder]
+"""The autoencoders that a model is served with."""
+WITHOUT: Autoencoders = MappingProxyType({})
+
+
+def _by_blocks(product: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """The product of rows (T, ...), BLOCK at a time; the last block is padded."""
+    with one_thread():
+        if len(rows) == 1:
+            return product(rows)
+        padded = F.pad(rows, (0, 0, 0, -len(rows) % BLOCK))
+        return torch.cat([product(block) for block in padded.split(BLOCK)])[: len(rows)]

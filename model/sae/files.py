@@ -1,0 +1,273 @@
+"""Files of a sparse autoencoder: a folder in SAELens' format, with the facts about its features.
+
+  cfg.json                  architecture, sizes and hook; `metadata.logitd` says how it was trained
+  sae_weights.safetensors   W_enc (D, F), b_enc (F), W_dec (F, D), b_dec (D), perhaps threshold (F)
+  features.safetensors      density and examples of each feature; only in folders of `logitd sae`
+
+Autoencoders of SAELens' architectures `standard`, `topk` and `jumprelu` are read, of version 6 and
+of earlier ones; SAELens saves a trained `batchtopk` as `jumprelu`. Two settings are folded into the
+weights: `apply_b_dec_to_input` into the encoder's bias, and `rescale_acts_by_decoder_norm` into
+encoder and decoder. Everything else is refused by its name.
+
+Shapes: D = width of the stage, F features, E examples of a feature, W tokens of an example.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_arrays
+from safetensors.numpy import save_file as save_arrays
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save_file
+from torch import Tensor
+
+from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.model.files import CONFIG_BYTES, atomic_folder, parse_json, read_regular
+from logitd.model.sae.autoencoder import Autoencoder
+from logitd.model.transformer.config import Features, GPTConfig
+from logitd.model.transformer.stages import lens_stages, stages_of
+
+CONFIG, WEIGHTS, FACTS = "cfg.json", "sae_weights.safetensors", "features.safetensors"
+MOST_BYTES = 2**33
+"""Limit of each file with arrays."""
+ARCHITECTURES = ("standard", "topk", "jumprelu")
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "normalize_activations": ("none", None, False),
+    "reshape_activations": ("none", None),
+    "activation_fn": ("relu", "topk", None),
+    "finetuning_scaling_factor": (False, None),
+    "noise_scale": (0, 0.0, None),
+    "hook_head_index": (None,),
+}
+"""Settings of SAELens that must have one of these values. Others would change the computation."""
+OLDER_NAMES: Mapping[Any, str] = {
+    "hook_point": "hook_name",
+    "hook_point_head_index": "hook_head_index",
+    "activation_fn_str": "activation_fn",
+}
+"""Names of settings in earlier versions of SAELens."""
+
+
+class AutoencoderError(Exception):
+    """A folder is no autoencoder that can be served; the message names the file and the reason."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FeatureFacts:
+    """Facts about features, measured on a text.
+
+    density      (F,): share of the tokens at which the feature is not zero
+    ids          (F, E, W) token ids of the text around the places where the feature is strongest,
+                 the strongest place first; -1 where there is no token
+    activations  (F, E, W) the feature at these tokens
+    """
+
+    density: npt.NDArray[Any]
+    ids: npt.NDArray[Any]
+    activations: npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredAutoencoder:
+    """The contents of a folder. `record` is `metadata.logitd`; `facts` is None without the file."""
+
+    path: Path
+    architecture: str
+    hook: str
+    autoencoder: Autoencoder
+    record: Mapping[str, Any]
+    facts: FeatureFacts | None
+
+    def direction(self, index: int) -> npt.NDArray[Any]:
+        """The row of the decoder (D,) of a feature."""
+        return self.autoencoder.decoder[index].numpy()
+
+    def features(self, name: str, config: GPTConfig) -> Features:
+        """The features as a stage of a model that is served with them under this name. Raises
+        AutoencoderError if the model lacks the stage or has another width."""
+        named = {stage.name: stage for stage in stages_of(config)}
+        host = lens_stages(config).get(self.hook) or named.get(self.hook)
+        if host is None or not host.kind.changes or len(host.kind.axes) != 1:
+            raise AutoencoderError(
+                f"{self.path / CONFIG}: hook_name is {self.hook[:100]!r}, but the model has no "
+                "stage of this name with one axis that can be changed: see GET /stages"
+            )
+        reads = self.autoencoder.decoder.shape[1]
+        (width,) = host.shape(config, 1)
+        if reads != width:
+            raise AutoencoderError(
+                f"{self.path}: the autoencoder reads {reads} numbers, but {host.name} has {width}: "
+                "it was trained on another model"
+            )
+        return Features(name, host.layer, host.kind.name, self.autoencoder.features, width)
+
+
+def read_autoencoder(path: Path) -> StoredAutoencoder:
+    """Read the folder of an autoencoder. Raises AutoencoderError."""
+    try:
+        config = _settings(parse_json(read_regular(path / CONFIG, CONFIG_BYTES)))
+        tensors = load_tensors(read_regular(path / WEIGHTS, MOST_BYTES))
+        autoencoder = _folded(config, tensors)
+        facts = None
+        if (path / FACTS).exists():
+            facts = FeatureFacts(**load_arrays(read_regular(path / FACTS, MOST_BYTES)))
+            _check_facts(facts, autoencoder.features)
+    except (OSError, ValueError, TypeError, SafetensorError, AutoencoderError) as error:
+        raise AutoencoderError(f"{path} is not a readable autoencoder: {error}") from error
+    record = config["metadata"].get("logitd")
+    return StoredAutoencoder(
+        path=path,
+        architecture=config["architecture"],
+        hook=str(config.get("hook_name")),
+        autoencoder=autoencoder,
+        record=record if isinstance(record, dict) else {},
+        facts=facts,
+    )
+
+
+def _settings(document: Any) -> dict[str, Any]:
+    """The settings in cfg.json, with the names of version 6."""
+    if not isinstance(document, dict):
+        raise AutoencoderError(f"{CONFIG} is not an object")
+    metadata = document.get("metadata")
+    config: dict[str, Any] = {
+        OLDER_NAMES.get(name, name): value for name, value in document.items()
+    }
+    config["metadata"] = metadata if isinstance(metadata, dict) else {}
+    config.setdefault("hook_name", config["metadata"].get("hook_name"))
+    config.setdefault("hook_head_index", config["metadata"].get("hook_head_index"))
+    if config.get("activation_fn") == "topk":  # before version 6
+        config["architecture"] = "topk"
+        config.setdefault("k", (config.get("activation_fn_kwargs") or {}).get("k"))
+    if config.setdefault("architecture", "standard") not in ARCHITECTURES:
+        raise AutoencoderError(
+            f"architecture is {config['architecture']!r}; {', '.join(ARCHITECTURES)} can be served"
+        )
+    for name, neutral in NEUTRAL.items():
+        if (value := config.get(name)) not in neutral:
+            raise AutoencoderError(
+                f"{name} is {value!r}, which is not supported; it must be {neutral[0]!r}"
+            )
+    return config
+
+
+def _folded(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Autoencoder:
+    """The weights in the form that serving computes."""
+    features, width = _size(config, "d_sae"), _size(config, "d_in")
+    shapes = {
+        "W_enc": (width, features),
+        "b_enc": (features,),
+        "W_dec": (features, width),
+        "b_dec": (width,),
+    }
+    if config["architecture"] == "jumprelu":
+        shapes["threshold"] = (features,)
+    if set(tensors) != set(shapes):
+        raise AutoencoderError(
+            f"{WEIGHTS} has the tensors {', '.join(sorted(tensors))}; {config['architecture']!r} "
+            f"has {', '.join(shapes)}"
+        )
+    for name, shape in shapes.items():
+        tensor = tensors[name]
+        if tuple(tensor.shape) != shape or not tensor.is_floating_point():
+            raise AutoencoderError(
+                f"{name} is {tensor.dtype} of shape {list(tensor.shape)}; by {CONFIG} it has "
+                f"{list(shape)}"
+            )
+        if not tensor.isfinite().all():
+            raise AutoencoderError(f"{name} has a number that is not finite")
+    encoder, bias, decoder, center = (
+        tensors[name].double() for name in ("W_enc", "b_enc", "W_dec", "b_dec")
+    )
+    if config.get("apply_b_dec_to_input", True):
+        bias = bias - center @ encoder
+    if config.get("rescale_acts_by_decoder_norm", False):
+        norms = decoder.norm(dim=1)
+        encoder, bias, decoder = encoder * norms, bias * norms, decoder / norms[:, None]
+    threshold = tensors.get("threshold")
+    return Autoencoder(
+        encoder=encoder.float(),
+        encoder_bias=bias.float(),
+        decoder=decoder.float(),
+        decoder_bias=center.float(),
+        k=_size(config, "k", features) if config["architecture"] == "topk" else None,
+        threshold=None if threshold is None else threshold.float(),
+    )
+
+
+def _size(config: Mapping[str, Any], name: str, most: int = 2**30) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or not 1 <= value <= most:
+        raise AutoencoderError(f"{name} is {value!r}; it must be a whole number from 1 to {most}")
+    return value
+
+
+def _check_facts(facts: FeatureFacts, features: int) -> None:
+    shape = facts.ids.shape
+    shapes = facts.density.shape, facts.activations.shape, shape[:1], len(shape)
+    if shapes != ((features,), shape, (features,), 3):
+        raise AutoencoderError(f"{FACTS} has arrays of other shapes: remove it")
+
+
+def read_autoencoders(
+    folders: Mapping[str, Path], checkpoint: CheckpointInfo
+) -> dict[Features, StoredAutoencoder]:
+    """Read the autoencoders of a checkpoint, which have names. Raises AutoencoderError, and
+    CheckpointError if the owner's code computes the checkpoint."""
+    stored = {name: read_autoencoder(path) for name, path in folders.items()}
+    return {each.features(name, checkpoint.config): each for name, each in stored.items()}
+
+
+def placed(
+    stored: Mapping[Features, StoredAutoencoder], device: torch.device
+) -> dict[Features, Autoencoder]:
+    """The autoencoders on a device."""
+    return {features: each.autoencoder.to(device) for features, each in stored.items()}
+
+
+def foreign_weights(stored: StoredAutoencoder, checkpoint: CheckpointInfo) -> str | None:
+    """A warning if the autoencoder was trained on other weights; None if not, or if unknown."""
+    trained = stored.record.get("weights_sha256")
+    if trained in (None, checkpoint.weights_sha256):
+        return None
+    return (
+        f"it was trained on other weights ({stored.record.get('checkpoint')}, sha256 "
+        f"{str(trained)[:12]}): its figures do not hold for {checkpoint.name}"
+    )
+
+
+def write_autoencoder(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    k: int,
+    hook: str,
+    record: Mapping[str, Any],
+    facts: FeatureFacts,
+) -> None:
+    """Write a TopK autoencoder at `path`, which must not exist, as a whole or not at all. `tensors`
+    have SAELens' names. Raises OSError."""
+    features, width = tensors["W_dec"].shape
+    config = {
+        "architecture": "topk",
+        "d_in": width,
+        "d_sae": features,
+        "k": k,
+        "dtype": "float32",
+        "device": "cpu",
+        "apply_b_dec_to_input": True,
+        "rescale_acts_by_decoder_norm": False,
+        "normalize_activations": "none",
+        "reshape_activations": "none",
+        "metadata": {"sae_lens_version": "6.0.0", "hook_name": hook, "logitd": record},
+    }
+    with atomic_folder(path) as aside:
+        save_file({name: t.float().contiguous() for name, t in tensors.items()}, aside / WEIGHTS)
+        save_arrays({name: getattr(facts, name) for name in FeatureFacts.__slots__}, aside / FACTS)
+        (aside / CONFIG).write_text(json.dumps(config, indent=2, allow_nan=False) + "\n")

@@ -1,0 +1,1 @@
+"""Training of sparse autoencoders: activations of a text, the fit, and the figures."""

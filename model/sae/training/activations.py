@@ -1,0 +1,115 @@
+"""Activations of a text for training: the values of one stage, in random order and without end.
+
+The text is cut into windows of the model's context (`model/extraction/plan.py`). Some windows are
+held out. The others pass through a buffer that shuffles windows, the engine of an extraction, and a
+buffer that shuffles positions; then the text begins again. So memory does not depend on the size of
+the text. The order is a function of the seed.
+"""
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.model.data.sources.document import Text
+from logitd.model.extraction.compute import ShardComputer
+from logitd.model.extraction.errors import ExtractionError
+from logitd.model.extraction.plan import DataReader, Unit, choose_windows, units_of
+from logitd.model.extraction.quantities import Stages
+
+HELD_OUT = 32
+"""Most windows that are held out."""
+SHUFFLED_WINDOWS = 2048
+SHUFFLED_POSITIONS = 2**15
+SHUFFLED_BYTES = 2**28
+"""Limit in bytes of the buffer of positions, except that it has two batches at least."""
+WINDOWS_AT_ONCE = 32
+SHORTEST = 8
+"""Fewest tokens of a window that is held out."""
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The values of a stage at each token of a text."""
+
+    computer: ShardComputer
+    stage: str
+    checkpoint: CheckpointInfo
+    text: Text
+    held_out: tuple[Unit, ...]
+
+    @classmethod
+    def of(
+        cls, computer: ShardComputer, stage: str, checkpoint: CheckpointInfo, text: Text
+    ) -> "Activations":
+        """Choose the windows that are held out, spread over the first ones of the text. Raises
+        ExtractionError if there are too few."""
+        first = [
+            unit
+            for unit in islice(_windows(checkpoint, text), SHUFFLED_WINDOWS)
+            if len(unit.token_ids) >= SHORTEST
+        ]
+        if len(first) < 2:
+            raise ExtractionError(
+                f"{text.name} has {len(first)} windows of at least {SHORTEST} tokens; training and "
+                "held-out text take one each: give more text"
+            )
+        step = max(2, len(first) // HELD_OUT)
+        return cls(computer, stage, checkpoint, text, tuple(first[step - 1 :: step][:HELD_OUT]))
+
+    def windows(self, seed: int) -> Iterator[Unit]:
+        """Windows for training, shuffled, without end."""
+        held_out, rng = {unit.place for unit in self.held_out}, random.Random(seed)
+        while True:
+            units = _windows(self.checkpoint, self.text)
+            kept = (unit for unit in units if unit.place not in held_out)
+            yield from _shuffled(kept, SHUFFLED_WINDOWS, rng)
+
+    def of_windows(self, units: Sequence[Unit]) -> list[npt.NDArray[np.float32]]:
+        """The values (tokens, D) of each window."""
+        chunks = self.computer.chunks(units, Stages((self.stage,)).request)
+        return [np.concatenate([chunk.rows for chunk in of_unit]) for of_unit in chunks]
+
+    def batches(self, windows: Iterator[Unit], size: int, seed: int) -> Iterator[Tensor]:
+        """Values (size, D) of random windows and positions, without end."""
+        generator = torch.Generator().manual_seed(seed)
+        buffer = torch.empty(0)
+        while True:
+            while len(buffer) < 2 * size or (
+                len(buffer) < SHUFFLED_POSITIONS and 4 * buffer.numel() < SHUFFLED_BYTES
+            ):
+                units = list(islice(windows, WINDOWS_AT_ONCE))
+                added = torch.from_numpy(np.concatenate(self.of_windows(units)))
+                buffer = torch.cat([buffer, added]) if len(buffer) else added
+            buffer = buffer[torch.randperm(len(buffer), generator=generator)]
+            mixed = len(buffer) // 2 // size * size
+            yield from buffer[:mixed].split(size)
+            buffer = buffer[mixed:]
+
+
+def _windows(checkpoint: CheckpointInfo, text: Text) -> Iterator[Unit]:
+    windows = choose_windows(checkpoint.shape.context_length, None, predicts=False)
+    reader = DataReader(text.documents)
+    return units_of(reader, checkpoint.tokenizer, windows, special_ids=checkpoint.special_ids)
+
+
+def _shuffled(items: Iterable[Item], size: int, rng: random.Random) -> Iterator[Item]:
+    """Items in random order, from a buffer of `size` of them."""
+    held: list[Item] = []
+    for item in items:
+        held.append(item)
+        if len(held) > size:
+            index = rng.randrange(size)
+            held[index], held[-1] = held[-1], held[index]
+            yield held.pop()
+    rng.shuffle(held)
+    yield from held

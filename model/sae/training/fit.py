@@ -1,0 +1,173 @@
+"""Fit: a TopK autoencoder learns to reconstruct the values of a stage.
+
+TopK with an auxiliary loss for dead features is that of Gao et al., "Scaling and evaluating sparse
+autoencoders" (2024): the largest k features of a position reconstruct it, and the dead ones
+reconstruct what is left over. Values are centred and divided by one number, so that their mean
+square is 1; the result is in the units of the stage. Rows of the decoder have length 1. Adam's rate
+rises, stays, and falls to 0.
+
+Shapes: B values of a batch, D = width of the stage, F features.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BATCH = 1024
+RATE = 4e-3
+"""Adam's rate for 2^11 features. It falls with the square root of their number."""
+WARM_UP, DECAY = 0.05, 0.2
+"""Shares of the training in which the rate rises and falls."""
+DEAD_TOKENS = 2**17
+"""A feature is dead if it was zero at this many tokens in a row."""
+AUXILIARY = 1 / 32
+"""Weight of the auxiliary loss."""
+SECONDS_BETWEEN = 2.0
+"""Seconds between two reports of progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """A number of tokens, or without it a time in seconds since `began` on time.monotonic()."""
+
+    tokens: int | None
+    began: float
+    seconds: float
+
+    def share(self, tokens: int) -> float:
+        """The share that is done, up to 1."""
+        if self.tokens is not None:
+            return min(1.0, tokens / self.tokens)
+        return min(1.0, (time.monotonic() - self.began) / self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """Event: the progress of the training. `explained` is the share of the variance that the last
+    batch's reconstruction explains."""
+
+    tokens: int
+    share: float
+    explained: float
+    dead: float
+    tokens_per_second: float
+    seconds_left: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fitted:
+    """The weights by SAELens' names, and the number of tokens that they were trained on."""
+
+    tensors: Mapping[str, Tensor]
+    tokens: int
+
+
+def fit(
+    batches: Iterator[Tensor],
+    features: int,
+    k: int,
+    length: Length,
+    *,
+    seed: int,
+    tell: Callable[[Fitting], None] = lambda event: None,
+) -> Fitted:
+    """Train on batches (B, D) until the length is reached. With a length in tokens the result is a
+    function of the batches and the seed."""
+    batch = next(batches)
+    center = batch.mean(dim=0)
+    scale = (batch - center).square().mean().sqrt().clamp(min=1e-12)
+    learner = _Learner(batch.shape[1], features, k, seed)
+    tokens, began = 0, time.monotonic()
+    reported = began
+    while (share := length.share(tokens)) < 1:
+        error = learner.step((batch - center) / scale, share)
+        tokens += len(batch)
+        if (now := time.monotonic()) - reported > SECONDS_BETWEEN:
+            reported = now
+            rate = tokens / (now - began)
+            left = (now - length.began) * (1 - share) / max(share, 1e-9)
+            tell(Fitting(tokens, share, 1 - error, learner.dead_share, rate, left))
+        batch = next(batches)
+    return Fitted(learner.tensors(center, scale), tokens)
+
+
+class _Learner:
+    """The weights of an autoencoder of normalised values, and their optimizer."""
+
+    def __init__(self, width: int, features: int, k: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        decoder = F.normalize(torch.randn(features, width, generator=generator), dim=1)
+        self._k = k
+        self._decoder = decoder.clone().requires_grad_()
+        self._encoder = decoder.T.contiguous().requires_grad_()
+        self._encoder_bias = torch.zeros(features, requires_grad=True)
+        self._decoder_bias = torch.zeros(width, requires_grad=True)
+        self._weights = [
+            self._encoder, self._encoder_bias, self._decoder, self._decoder_bias,
+        ]  # fmt: skip
+        self._rate = RATE * math.sqrt(2**11 / features)
+        self._adam = torch.optim.Adam(self._weights, lr=self._rate, eps=6.25e-10, fused=True)
+        self._silent = torch.zeros(features, dtype=torch.int64)  # tokens since the last activation
+
+    @property
+    def dead_share(self) -> float:
+        return float((self._silent >= DEAD_TOKENS).float().mean())
+
+    def step(self, x: Tensor, share: float) -> float:
+        """Train on a batch (B, D). Returns the mean square error as a share of the variance."""
+        for group in self._adam.param_groups:
+            group["lr"] = self._rate * min(1.0, (share + 1e-3) / WARM_UP, (1 - share) / DECAY)
+        before = (x - self._decoder_bias) @ self._encoder + self._encoder_bias
+        kept, indices = before.topk(self._k, sorted=False)
+        kept = kept.relu()
+        error = x - self._decoder_bias - self._decoded(indices, kept)
+        variance = x.square().mean()
+        loss = error.square().mean() / variance
+        total = loss + AUXILIARY * self._auxiliary(before, error.detach())
+        self._adam.zero_grad()
+        total.backward()
+        self._keep_lengths()
+        torch.nn.utils.clip_grad_norm_(self._weights, 1.0)
+        self._adam.step()
+        with torch.no_grad():
+            self._decoder.copy_(F.normalize(self._decoder, dim=1))
+            self._silent += len(x)
+            self._silent[indices[kept > 0]] = 0
+        return float(loss.detach())
+
+    def _decoded(self, indices: Tensor, values: Tensor) -> Tensor:
+        """Sums of rows of the decoder (B, D), without the bias."""
+        return F.embedding_bag(indices, self._decoder, per_sample_weights=values, mode="sum")
+
+    def _auxiliary(self, before: Tensor, error: Tensor) -> Tensor:
+        """The share of the error's squares that the dead features leave."""
+        dead = (self._silent >= DEAD_TOKENS).nonzero().flatten()
+        if not len(dead):
+            return error.new_zeros(())
+        values, places = before[:, dead].topk(min(error.shape[1] // 2, len(dead)), sorted=False)
+        left = error - self._decoded(dead[places], values.relu())
+        return (left.square().mean() / error.square().mean()).nan_to_num()
+
+    @torch.no_grad()
+    def _keep_lengths(self) -> None:
+        """Remove the part of the gradient that would only change the lengths of the decoder's
+        rows."""
+        gradient = self._decoder.grad
+        assert gradient is not None
+        along = (gradient * self._decoder).sum(dim=1, keepdim=True)
+        gradient -= along * self._decoder
+
+    @torch.no_grad()
+    def tensors(self, center: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        """The weights for values that are not normalised."""
+        return {
+            "W_enc": self._encoder.detach().clone(),
+            "b_enc": scale * self._encoder_bias,
+            "W_dec": self._decoder.detach().clone(),
+            "b_dec": center + scale * self._decoder_bias,
+        }

@@ -1,0 +1,158 @@
+"""Measures of an autoencoder: its figures on held-out windows, and the facts about its features.
+
+The loss recovered compares three losses of the model: as it is, with the stage replaced by its
+reconstruction, and with the stage set to zero.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from logitd.model.extraction.plan import Unit
+from logitd.model.inference.engine.requests import ScoreRequest
+from logitd.model.inference.interventions import Intervention
+from logitd.model.sae.autoencoder import Autoencoder
+from logitd.model.sae.files import FeatureFacts
+from logitd.model.sae.training.activations import WINDOWS_AT_ONCE, Activations
+from logitd.model.sae.training.fit import Length
+
+FACTS_TOKENS = 2**18
+"""Most tokens on which density and examples are measured."""
+EXAMPLES, BEFORE, AFTER = 10, 16, 7
+"""Number of examples of each feature, and tokens around the strongest one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Figures of an autoencoder.
+
+    explained_variance  share of the variance of held-out values that the reconstruction explains
+    active              mean number of features that are not zero at a token (L0)
+    dead                share of the features that are zero at all tokens of the facts
+    loss, loss_reconstructed, loss_zero
+                        nats per token of the held-out windows
+    loss_recovered      (loss_zero - loss_reconstructed) / (loss_zero - loss)
+    """
+
+    explained_variance: float
+    active: float
+    dead: float
+    loss: float
+    loss_reconstructed: float
+    loss_zero: float
+
+    @property
+    def loss_recovered(self) -> float:
+        gap = self.loss_zero - self.loss
+        return (self.loss_zero - self.loss_reconstructed) / gap if gap else math.nan
+
+    def to_dict(self) -> dict[str, float | None]:
+        """All figures, for JSON. A figure that is not finite is null."""
+        figures = {**asdict(self), "loss_recovered": self.loss_recovered}
+        return {name: x if math.isfinite(x) else None for name, x in figures.items()}
+
+
+@torch.inference_mode()
+def measure(
+    autoencoder: Autoencoder, activations: Activations, windows: Iterator[Unit], length: Length
+) -> tuple[Figures, FeatureFacts]:
+    """The figures on the held-out windows, and the facts on `windows` until `length`."""
+    facts = _facts(autoencoder, activations, windows, length)
+    units = activations.held_out
+    values = [torch.from_numpy(rows) for rows in activations.of_windows(units)]
+    rebuilt, active = [], 0
+    for rows in values:  # features of one window at a time are in memory
+        features = autoencoder.encode(rows)
+        active += int((features > 0).sum())
+        rebuilt.append(autoencoder.decode(features))
+    everything = torch.cat(values).double()
+    squares = (everything - everything.mean(dim=0)).square().sum()
+    error = sum((a.double() - b).square().sum() for a, b in zip(values, rebuilt, strict=True))
+    stage = activations.stage
+    replaced = [
+        Intervention(
+            stage=stage,
+            operation="set",
+            positions=tuple(range(len(rows))),
+            values=rows.numpy(),
+        )
+        for rows in rebuilt
+    ]
+    zero = Intervention(stage=stage, operation="zero")
+    figures = Figures(
+        explained_variance=float(1 - error / squares),
+        active=active / len(everything),
+        dead=float((facts.density == 0).mean()),
+        loss=_loss(activations, [()] * len(units)),
+        loss_reconstructed=_loss(activations, [(change,) for change in replaced]),
+        loss_zero=_loss(activations, [(zero,)] * len(units)),
+    )
+    return figures, facts
+
+
+def _loss(activations: Activations, changes: Sequence[tuple[Intervention, ...]]) -> float:
+    """Nats per token of the held-out windows, each with its changes."""
+
+    def request(request_id: str, unit: Unit) -> ScoreRequest:
+        return ScoreRequest(
+            request_id=request_id,
+            token_ids=unit.token_ids,
+            arrays=True,
+            interventions=changes[int(request_id)],
+        )
+
+    chunks = activations.computer.chunks(activations.held_out, request)
+    logprobs = [chunk.scores.logprobs for of_unit in chunks for chunk in of_unit]
+    return float(-np.concatenate(logprobs).mean(dtype=np.float64))
+
+
+def _facts(
+    autoencoder: Autoencoder, activations: Activations, windows: Iterator[Unit], length: Length
+) -> FeatureFacts:
+    examples = _Examples(autoencoder.features)
+    while examples.tokens < FACTS_TOKENS and (
+        not examples.tokens or length.share(examples.tokens) < 1
+    ):
+        group = list(islice(windows, WINDOWS_AT_ONCE))
+        for unit, rows in zip(group, activations.of_windows(group), strict=True):
+            examples.add(unit.token_ids, autoencoder.encode(torch.from_numpy(rows)).numpy())
+    return examples.facts()
+
+
+class _Examples:
+    """The strongest places of each feature, at most one for each window."""
+
+    def __init__(self, features: int) -> None:
+        shape = (features, EXAMPLES, BEFORE + 1 + AFTER)
+        self._strengths = np.zeros(shape[:2], dtype=np.float32)
+        self._ids = np.full(shape, -1, dtype=np.int32)
+        self._activations = np.zeros(shape, dtype=np.float32)
+        self._active = np.zeros(features, dtype=np.int64)
+        self.tokens = 0
+
+    def add(self, token_ids: Sequence[int], features: Any) -> None:
+        """Add a window with its features (tokens, F)."""
+        self.tokens += len(features)
+        self._active += (features > 0).sum(axis=0)
+        strongest, weakest = features.max(axis=0), self._strengths.argmin(axis=1)
+        chosen = np.flatnonzero(strongest > self._strengths.min(axis=1))
+        ids = np.pad(np.array(token_ids, np.int32), (BEFORE, AFTER), constant_values=-1)
+        padded = np.pad(features, ((BEFORE, AFTER), (0, 0)))
+        around = features[:, chosen].argmax(axis=0)[:, None] + np.arange(BEFORE + 1 + AFTER)
+        places = chosen, weakest[chosen]
+        self._strengths[places] = strongest[chosen]
+        self._ids[places] = ids[around]
+        self._activations[places] = padded[around, chosen[:, None]]
+
+    def facts(self) -> FeatureFacts:
+        order = np.argsort(-self._strengths, axis=1, kind="stable")[..., None]
+        return FeatureFacts(
+            density=(self._active / self.tokens).astype(np.float32),
+            ids=np.take_along_axis(self._ids, order, axis=1),
+            activations=np.take_along_axis(self._activations, order, axis=1),
+        )

@@ -1,0 +1,151 @@
+"""Run: train a sparse autoencoder of one stage of a checkpoint, measure it, and write its folder.
+
+The folder is written at the end, as a whole. The caller gets events; nothing is printed.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.data.sources.download import Downloaded, Downloading
+from logitd.model.data.sources.open_text import open_text
+from logitd.model.data.sources.read_options import AS_USUAL, ReadOptions
+from logitd.model.evaluation.held_out import require_vocabulary
+from logitd.model.extraction.compute import open_computer
+from logitd.model.extraction.quantities import Stages
+from logitd.model.files import written_to
+from logitd.model.inference.options import DEFAULTS, ComputeOptions
+from logitd.model.inference.selection import resolve_stages
+from logitd.model.sae.autoencoder import Autoencoder
+from logitd.model.sae.files import AutoencoderError, write_autoencoder
+from logitd.model.sae.training.activations import Activations
+from logitd.model.sae.training.fit import BATCH, Fitting, Length, fit
+from logitd.model.sae.training.measure import Figures, measure
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.stages import Stage
+
+EXPANSION = 8
+"""By default there are this many times as many features as the stage has numbers."""
+TRAINED, MEASURED = 0.7, 0.9
+"""Shares of the minutes after which training and the facts about features end. The rest is for the
+figures."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRequest:
+    """The autoencoder to train.
+
+    stage     name of the stage
+    features  number of features; None: EXPANSION times the stage's numbers
+    k         number of features that reconstruct a position
+    tokens    tokens to train on; None: as many as `minutes` allow
+    """
+
+    stage: str
+    features: int | None = None
+    k: int = 32
+    minutes: float = 10
+    tokens: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A written autoencoder. `tokens` were trained on; `seconds` is the time of everything."""
+
+    path: Path
+    stage: str
+    features: int
+    k: int
+    tokens: int
+    seconds: float
+    figures: Figures
+
+
+def train_autoencoder(
+    path: Path,
+    data: Sequence[str],
+    out: Path,
+    request: TrainingRequest,
+    *,
+    options: ComputeOptions = DEFAULTS,
+    reading: ReadOptions = AS_USUAL,
+    log: Callable[[str], None] = lambda line: None,
+    tell: Callable[[Fitting | Downloading | Downloaded], None] = lambda event: None,
+) -> Trained:
+    """Train an autoencoder of the checkpoint at `path` on the texts of `data`, and write it to
+    `out`. Sets the number of torch's threads as in `options`.
+
+    Raises AutoencoderError, ExtractionError, InvalidRequest, DataError, CheckpointError,
+    DeviceError, KernelError and OSError.
+    """
+    began = time.monotonic()
+    if out.exists():
+        raise AutoencoderError(f"{out} exists already: choose another --out, or remove it")
+    checkpoint = read_checkpoint(path)
+    require_vocabulary(checkpoint)
+    stage, width = _stage(request, checkpoint.config)
+    features = request.features or EXPANSION * width
+    if request.k > features:
+        raise AutoencoderError(f"k is {request.k}, but there are {features} features: lower k")
+    text = open_text(data, reading, report=tell)
+    if text.shards:
+        raise AutoencoderError(
+            f"{text.name} contains token ids of a run: name the text that they were made from"
+        )
+    with closing(open_computer(checkpoint.path, Stages((stage.name,)), options, log)) as computer:
+        activations = Activations.of(computer, stage.name, checkpoint, text)
+        windows = activations.windows(request.seed)
+        fitted = fit(
+            activations.batches(windows, BATCH, request.seed),
+            features,
+            request.k,
+            Length(request.tokens, began, 60 * TRAINED * request.minutes),
+            seed=request.seed,
+            tell=tell,
+        )
+        tensors = fitted.tensors
+        autoencoder = Autoencoder(
+            encoder=tensors["W_enc"],
+            encoder_bias=tensors["b_enc"] - tensors["b_dec"] @ tensors["W_enc"],
+            decoder=tensors["W_dec"],
+            decoder_bias=tensors["b_dec"],
+            k=request.k,
+        )
+        length = Length(request.tokens, began, 60 * MEASURED * request.minutes)
+        figures, facts = measure(autoencoder, activations, windows, length)
+    record = {
+        "checkpoint": checkpoint.name,
+        "weights_sha256": checkpoint.weights_sha256,
+        "stage": stage.name,
+        "data": text.name,
+        "tokens": fitted.tokens,
+        "seed": request.seed,
+        "figures": figures.to_dict(),
+    }
+    with written_to(out):
+        write_autoencoder(
+            out,
+            tensors,
+            k=request.k,
+            hook=stage.transformer_lens or stage.name,
+            record=record,
+            facts=facts,
+        )
+    seconds = time.monotonic() - began
+    return Trained(out, stage.name, features, request.k, fitted.tokens, seconds, figures)
+
+
+def _stage(request: TrainingRequest, config: GPTConfig) -> tuple[Stage, int]:
+    """The stage to train on, and its width. Raises InvalidRequest if it is unknown."""
+    stages = resolve_stages([request.stage], config)
+    stage, axes = stages[0], stages[0].kind.axes
+    if len(stages) > 1 or len(axes) > 1 or not stage.kind.changes:
+        raise AutoencoderError(
+            f"stage is {request.stage!r}; an autoencoder reads one stage with one axis that can be "
+            "changed, such as blocks.3.output or blocks.3.mlp.hidden"
+        )
+    return stage, stage.shape(config, 1)[0]

@@ -1,0 +1,89 @@
+"""GET /features and GET /features/{index}: the sparse autoencoders of a model, and one feature."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Query
+
+from logitd.model.inference.engine.validation import check_request
+from logitd.model.operations.computed import Computed
+from logitd.model.operations.features import described_feature, promotion_request, summary
+from logitd.model.operations.prompts import clip
+from logitd.model.transformer.config import Features, GPTConfig
+from logitd.service.errors import ApiError, errors
+from logitd.service.http.query import KNOWN_QUERY
+from logitd.service.http.schemas import FeatureReply, FeaturesReply
+from logitd.service.models.context import RequestContext
+from logitd.service.models.state import Chosen
+
+router = APIRouter(dependencies=[KNOWN_QUERY])
+
+Sae = Annotated[
+    str | None, Query(description="Name of an autoencoder of the model. Absent: the first one.")
+]
+
+
+@router.get(
+    "/features",
+    response_model=FeaturesReply,
+    responses=errors(400, 401, 404, 431, 503),
+    summary="The sparse autoencoders, and figures of all features of one",
+    tags=["outputs"],
+)
+def features(context: Chosen, sae: Sae = None) -> dict[str, Any]:
+    """The autoencoders that the server was started with (`--sae`), and of one of them the density
+    of each feature, its strongest activation and the token there. The lists are null without
+    `features.safetensors`."""
+    autoencoders = context.model.autoencoders
+    chosen = _chosen(context, sae) if autoencoders or sae is not None else None
+    return {"model": context.model.name, **summary(autoencoders, chosen, context.subject.tokenizer)}
+
+
+@router.get(
+    "/features/{index}",
+    response_model=FeatureReply,
+    responses=errors(400, 401, 404, 429, 431, 503, 504),
+    summary="A feature: its examples, its density, and the logits that it promotes",
+    tags=["outputs"],
+)
+async def feature(
+    context: Chosen, index: Annotated[int, Path(description="Index from 0.")], sae: Sae = None
+) -> dict[str, Any]:
+    """The examples are the places of the text on which the autoencoder was measured where the
+    feature was strongest. `promoted` and `suppressed` are the tokens whose logits the feature's
+    row of the decoder raises and lowers most, through the final norm and the head; null if the
+    autoencoder does not read a stage as wide as the residual stream."""
+    chosen = _chosen(context, sae)
+    if not 0 <= index < chosen.count:
+        raise ApiError(
+            404,
+            "not_found_error",
+            f"feature {index} does not exist; {chosen.name} has {chosen.count} (0 to "
+            f"{chosen.count - 1})",
+            "index",
+        )
+    stored, subject = context.model.autoencoders[chosen], context.subject
+    assert isinstance(subject.config, GPTConfig)
+    request, computed = promotion_request(stored, index, subject.config), Computed()
+    if request is not None:
+        check_request(request, subject.config)
+        computed = await context.compute([request])
+    return {
+        "model": context.model.name,
+        **described_feature(chosen, stored, index, request, computed, subject.tokenizer),
+    }
+
+
+def _chosen(context: RequestContext, name: str | None) -> Features:
+    """The features with this name (None: the first ones). Raises ApiError (404)."""
+    known = [*context.model.autoencoders]
+    found = next((each for each in known if name in (None, each.name)), None)
+    if found is not None:
+        return found
+    there = ", ".join(each.name for each in known)
+    message = (
+        f"the model has no autoencoder {clip(name or '')!r}; it has {there}"
+        if known
+        else f"{context.model.name} is served without a sparse autoencoder: start the server with "
+        "--sae NAME=DIR"
+    )
+    raise ApiError(404, "not_found_error", message, "sae")

@@ -1,0 +1,101 @@
+"""`logitd sae train`, from a text to a folder that a server reads."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from logitd.model.sae.files import read_autoencoder
+from logitd.model.sae.training import activations, fit, measure
+from logitd.model.sae.training import run as training
+from logitd.service.cli.main import run
+from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
+
+WIDTH = 16
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    gpt = tiny_gpt(tiny_config(d_model=WIDTH, n_layer=2))
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny", gpt=gpt).path
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"line {i * i} of a text\n" for i in range(600)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes for a text of a few thousand tokens."""
+    monkeypatch.setattr(activations, "SHUFFLED_POSITIONS", 512)
+    monkeypatch.setattr(training, "BATCH", 256)
+    monkeypatch.setattr(fit, "SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr(measure, "FACTS_TOKENS", 4000)
+
+
+def arguments(checkpoint: Path, text: Path, out: Path, *more: str) -> list[str]:
+    flags = ["--stage", "blocks.0.output", "--data", str(text), "--out", str(out)]
+    sizes = ["--features", "64", "-k", "4", "--tokens", "2048", "--threads", "1"]
+    return ["sae", "train", str(checkpoint), *flags, *sizes, "--device", "cpu", *more]
+
+
+def test_training_writes_a_folder_and_its_figures(
+    checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments(checkpoint, text, tmp_path / "mine", "--json")) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["stage"] == "blocks.0.output"
+    assert facts["tokens"] == 2048
+    figures = facts["figures"]
+    assert 0.2 < figures["explained_variance"] < 1
+    assert 0 < figures["active"] <= 4
+    assert figures["loss"] < figures["loss_zero"]
+    stored = read_autoencoder(tmp_path / "mine")
+    assert stored.hook == "blocks.0.hook_resid_post"
+    assert stored.record["figures"]["loss_recovered"] == figures["loss_recovered"]
+    assert stored.facts is not None
+    assert stored.facts.density.sum() == pytest.approx(figures["active"], rel=0.2)
+    assert (stored.facts.density == 0).mean() == pytest.approx(figures["dead"])
+    assert run(arguments(checkpoint, text, tmp_path / "again")) == 0
+    out = capsys.readouterr().out
+    assert f"--sae again={tmp_path / 'again'}" in out.replace("\\\n", "")
+    for name in ("sae_weights.safetensors", "features.safetensors"):
+        first, second = ((tmp_path / run / name).read_bytes() for run in ("mine", "again"))
+        assert first == second, f"{name} follows from the seed"
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (("--stage", "blocks.0.attention.q"), r"blocks\.0\.attention\.q.*one axis"),
+        (("--stage", "blocks.*.output"), r"blocks\.\*\.output.*one stage"),
+        (("--stage", "nothing"), "nothing"),
+        (("--features", "3"), "k is 4.*3 features"),
+    ],
+)
+def test_impossible_autoencoders_are_refused(
+    checkpoint: Path,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    more: tuple[str, ...],
+    expected: str,
+) -> None:
+    assert run(arguments(checkpoint, text, tmp_path / "mine", *more)) == 1
+    assert re.search(expected, capsys.readouterr().err)
+    assert not (tmp_path / "mine").exists()
+
+
+def test_existing_folders_and_short_texts_are_refused(
+    checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments(checkpoint, text, tmp_path)) == 1
+    assert "exists already" in capsys.readouterr().err
+    short = tmp_path / "short.txt"
+    short.write_text("short")
+    assert run(arguments(checkpoint, short, tmp_path / "mine")) == 1
+    assert "0 windows" in capsys.readouterr().err
