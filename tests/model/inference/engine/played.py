@@ -1,7 +1,6 @@
-"""Commands for an engine with a launching decoder, and its events while it plays them. Covers
-requests of every kind, aborts, deadlines, new weights and grants of outputs, drawn by
-hypothesis, and a decoder that does everything as late as possible. `test_overlap.py` compares
-the events."""
+"""Commands for an engine with a launching decoder, and its events while it plays them. Hypothesis
+draws requests of every kind, aborts, deadlines, new weights and grants of outputs; the decoder does
+everything as late as possible. `test_overlap.py` compares the events."""
 
 import random
 from collections.abc import Sequence
@@ -121,7 +120,8 @@ class Ask:
 
 
 def plain_params(rng: random.Random, max_tokens: int) -> SamplingParams:
-    """Draws without a question: greedy, sampled, filtered, and ends by a stop token."""
+    """Parameters without constraints or penalties: greedy, sampled, filtered, and ended by a stop
+    token."""
     return params(
         max_tokens,
         seed=rng.getrandbits(64),

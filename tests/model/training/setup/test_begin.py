@@ -172,7 +172,7 @@ def test_impossible_run_directory_is_refused(configure: Configure, out: str) -> 
 
 @pytest.fixture
 def small_files() -> Iterator[None]:
-    """Files larger than 20 kB cannot be written, as on a full disk."""
+    """Limit files to 20 kB, as on a full disk."""
     with files_of_at_most(20_000):
         yield
 
