@@ -285,8 +285,8 @@ def partial_draft(
 ) -> str:
     """A draft of a map file with the known roles. Other tensors are lines to complete."""
     lines = [
-        "# Roles of tensors, as far as they were recognised. Put a role in place of each ROLE that",
-        "# follows and remove its #; the others are recognised when they can be. Roles are:",
+        "# Recognised roles of tensors. In the other lines, replace ROLE by the role and remove #.",
+        "# The import still tries to recognise lines that remain comments. Roles are:",
         f"# {', '.join((*OUTER_ROLES, *LAYER_ROLES))}",
     ]
     lines += [f'state = "{state}"'] if state else []

@@ -67,7 +67,7 @@ class OneRow:
         return value
 
     def row(self, before: Tensor) -> BlockRow:
-        """The kept values of the block with the input stream `before` (1, T, C)."""
+        """The recorded values of the block, whose input stream was `before` (1, T, C)."""
         heads, attention, mlp, middle = (self._kept[name] for name in (*RECORDED, "middle"))
         return BlockRow(heads, mlp, before[0, self._row] + attention, middle + mlp)
 

@@ -152,7 +152,7 @@ plays = st.lists(st.one_of(asks, steps, steps, others), min_size=2, max_size=25)
 
 
 class Played:
-    """An engine that plays commands, and all events meanwhile."""
+    """An engine that plays commands and records all events."""
 
     def __init__(
         self, gpt: GPT = OLD, make: DecoderMaker | None = None, *, slots: int = 3, **options: Any
