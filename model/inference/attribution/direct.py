@@ -43,7 +43,8 @@ RECORDED = ("attention.heads", "attention.out", "mlp.out")
 
 @dataclass(slots=True)
 class BlockRow:
-    """Values of one position in a block's forward pass. The sums are the inputs of post norms."""
+    """Values of one position in a block's forward pass. A sum is the residual stream plus the
+    sublayer's output, before a norm of a post-norm model."""
 
     heads: Tensor  # (H, D)
     mlp: Tensor  # (C,)
