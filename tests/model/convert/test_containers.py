@@ -1,4 +1,4 @@
-"""Files of weights are recognised by their first bytes (NumPy's, JSON, llama2.c's) or by their
+"""Files of weights are recognized by their first bytes (NumPy's, JSON, llama2.c's) or by their
 names. Intact files of other programs were once called truncated or damaged."""
 
 import gzip

@@ -112,7 +112,7 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def mapped(model: nn.Module, where: str = "model.pt") -> MappedTensors:
-    """The tensors of a model by the roles that are recognised."""
+    """The tensors of a model by the roles that are recognized."""
     tensors = state(model)
     roles = recognise(where, tensors)
     check(where, tensors, roles)

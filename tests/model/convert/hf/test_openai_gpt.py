@@ -1,4 +1,4 @@
-"""GPT-1 of Hugging Face: recognised by role, with the computation of its family, next to the files
+"""GPT-1 of Hugging Face: recognized by role, with the computation of its family, next to the files
 that the Trainer writes."""
 
 from pathlib import Path

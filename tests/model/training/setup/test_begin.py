@@ -114,7 +114,7 @@ def test_changed_shards_are_refused_on_resume(
     (data / "train.tokens").write_bytes(raw)
     with pytest.raises(TrainingError, match=r"--data: .* has changed"):
         train(again)
-    with pytest.raises(TrainingError, match=r"special_tokens is 'ids', but .* already tokenised"):
+    with pytest.raises(TrainingError, match=r"special_tokens is 'ids', but .* already tokenized"):
         train(configure(**given, vocab_size=None, out=tmp_path / "b", special_tokens="ids"))
 
 

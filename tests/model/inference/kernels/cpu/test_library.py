@@ -233,7 +233,7 @@ def test_every_target_builds_and_uses_its_instructions(
     name: TargetName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A build takes 45 seconds of a core. Targets that other tests run are built with the usual
-    flags and shared. The others are built without optimisation, with the same instructions in a
+    flags and shared. The others are built without optimization, with the same instructions in a
     sixth of the time."""
     if shutil.which("objdump") is None:
         pytest.skip("there is no objdump")
@@ -260,7 +260,7 @@ def arm_compiler() -> list[str]:
 
 @pytest.mark.slow
 def test_portable_spelling_compiles_for_arm(tmp_path: Path) -> None:
-    """Built without optimisation, because it does not run here."""
+    """Built without optimization, because it does not run here."""
     built = tmp_path / "kernels.so"
     source = library.SOURCES / library.MAIN_SOURCE
     subprocess.run([*arm_compiler(), *library.FLAGS, "-O0", "-o", built, source], check=True)
