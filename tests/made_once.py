@@ -1,4 +1,4 @@
-"""Made once: objects that take tens of milliseconds, and that tests need by the hundred.
+"""Cached objects that take tens of milliseconds to make and that hundreds of tests need.
 
 These are compiled vocabularies (20 ms per opened checkpoint, 40 ms more for constraints) and the
 certificates that httpx reads for each client (40 ms, for plain HTTP too). Equal arguments return

@@ -115,7 +115,7 @@ def words_of_the_sources() -> set[str]:
 
 @each_document
 def test_names_exist(document: Path, words_of_the_sources: set[str]) -> None:
-    """`snake_case`, `CamelCase` and `Class.method`. Shorter words may be anything. Prometheus adds
+    """`snake_case`, `CamelCase` and `Class.method`. Other words are not checked. Prometheus adds
     `_total` to the name of a counter."""
     text = document.read_text(encoding="utf-8").split("### Changed")[0]
     quoted = re.findall(r"`([A-Za-z_]\w*(?:\.\w+)*(?:\(\))?)`", text)

@@ -214,7 +214,7 @@ ENGINE = "model.inference.engine"
 ENGINE_TENSORS = {f"{ENGINE}.runner", f"{ENGINE}.outputs"}
 """Modules of the engine that may import torch and NumPy."""
 CLIENT_NEEDS = sys.stdlib_module_names | {"httpx", "numpy"}
-"""Libraries of the Python client, which is usable without a server's."""
+"""Libraries of the Python client, which needs none of the server's."""
 PACKAGES = ("model", "service", "logitd")
 
 
@@ -291,7 +291,7 @@ def test_imports_run_one_way() -> None:
 
 
 def test_rooms_are_listed_after_their_imports() -> None:
-    """So there is no circle."""
+    """So there is no cycle."""
     listed: list[str] = []
     for room, below in ROOMS.items():
         for target in below - set(PACKAGES):
@@ -321,7 +321,7 @@ def test_serving_imports_nothing_of_the_trainer() -> None:
 
 
 def test_rule_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Find wrong imports anywhere, even within functions."""
+    """The check finds wrong imports anywhere, even within functions."""
     for file, source in {
         "model/a.py": "def f():\n    from logitd.service import app\n",
         "model/reading.py": "from concurrent.futures import ThreadPoolExecutor\n",

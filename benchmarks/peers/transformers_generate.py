@@ -35,7 +35,7 @@ def load_gpt2(folder: Path, dtype: torch.dtype) -> Any:
     """The GPT-2 of transformers with these weights."""
     shape, tensors = load_weights(folder)
     if shape.family != "gpt2":
-        raise Unsupported("transformers gets these weights only as a GPT-2")
+        raise Unsupported("only GPT-2 models can be loaded into transformers here")
     gpt2: Any = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=shape.vocab_size,

@@ -4,7 +4,7 @@ It reads the model with the reader of its format, puts the rows of embedding and
 of the vocabulary, and saves a checkpoint. Rows without a token are padding. Every weight is checked
 by name against the shapes of the saved model. These formats determine the whole computation:
 nanoGPT's `ckpt.pt` (`nanogpt.py`), nanochat's files (`nanochat.py`), Hugging Face folders
-(`hf/config.py`) and LitGPT's (`litgpt.py`). All other models are recognised by the roles of their
+(`hf/config.py`) and LitGPT's (`litgpt.py`). All other models are recognized by the roles of their
 tensors (`by_role/`).
 """
 
@@ -104,7 +104,7 @@ def import_model(
     skip_normalizer   import a tokenizer.json without its normalizer
     unused_rows       allow a vocabulary with fewer ids than the model has rows
     roles             answers to open questions; if there are any, tensors of every format are
-                      recognised by role
+                      recognized by role
     check             text that the model should predict well
     ignored_settings  settings of the source that are not understood but change no logits
     log               called with each line of the report

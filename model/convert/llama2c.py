@@ -1,6 +1,6 @@
 """llama2.c's `.bin` files, versions 0 and 1: the shape of Llama in float32.
 
-Version 0 has no magic number: seven numbers, then weights; it is recognised by its exact size. Its
+Version 0 has no magic number: seven numbers, then weights; it is recognized by its exact size. Its
 program, `run.c`, fixes the computation: RMSNorm with eps 1e-5, rotary positions of adjacent
 channels with theta 10,000. Version 2 is quantized and refused.
 """

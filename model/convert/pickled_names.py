@@ -114,7 +114,7 @@ def _instructions(file: BinaryIO) -> Iterator[tuple[pickletools.OpcodeInfo, Any]
 
 def _globals(file: BinaryIO, texts: set[str]) -> Iterator[str]:
     """Yield the names in one pickle. Adds to `texts` the strings by which a torch module is
-    recognised."""
+    recognized."""
     strings: list[str] = []
     memo: dict[int, str] = {}
     memoized, last = 0, ""

@@ -6,7 +6,7 @@
   data/data.json            description of the text and of the tokenizer, without its ranks
 
 END_OF_TEXT separates documents. The vocabulary is learned only from the training side. The text is
-streamed three times: to plan the split, to learn a vocabulary, and to tokenise it. Each document
+streamed three times: to plan the split, to learn a vocabulary, and to tokenize it. Each document
 adds a few bytes of memory.
 """
 
@@ -70,7 +70,7 @@ def prepare_text(
     val_fraction: float,
     special_ids: bool = False,
 ) -> PreparedText:
-    """Learn or read the vocabulary, tokenise every document, and write `folder`. Raises DataError.
+    """Learn or read the vocabulary, tokenize every document, and write `folder`. Raises DataError.
 
     vocabulary    "own" learns one with `vocab_size` ids from the text; else a name or a file for
                   `published_vocabulary`, or a checkpoint's tokenizer
@@ -139,7 +139,7 @@ def _tokenizer(
     if text.shards:
         ranks = text.shards[0].with_name(RANKS)
         raise DataError(
-            f"{text.name} is already tokenised, so no vocabulary can be learned from it: give the "
+            f"{text.name} is already tokenized, so no vocabulary can be learned from it: give the "
             f"tokenizer that wrote it, for example --tokenizer {shlex.quote(str(ranks))}"
         )
     pieces = (

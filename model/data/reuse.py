@@ -1,4 +1,4 @@
-"""Reuse: train on shards that another run has tokenised, without tokenising again.
+"""Reuse: train on shards that another run has tokenized, without tokenizing again.
 
 A shard named val.tokens is validation text and all others are training text, as in their run. If
 there is no val.tokens, documents (each ends with END_OF_TEXT) are held out by the same rule as for

@@ -63,7 +63,7 @@ class TextLoss:
     stride: int
     placement: Placement
     options: ComputeOptions
-    seconds: float  # computing time, without reading and tokenising
+    seconds: float  # computing time, without reading and tokenizing
 
     @property
     def tokens_per_second(self) -> float:

@@ -31,7 +31,7 @@ from logitd.model.inference.options import ComputeOptions, SlotDefault
 from logitd.model.transformer.config import BLOCK
 
 SLOTS = SlotBudget(default=SlotDefault(EngineConfig().prefill_chunk // BLOCK))
-"""By default there is a slot for every block of a step, so that short prompts can fill a step."""
+"""Number of slots: by default one for every block of a step, so that short prompts fill a step."""
 PREFILL_CHUNK = 1024
 """Number of positions in a step on a CPU: more than in a server, because no client waits for a
 token. On a GPU the results may depend on this number, so the server's default is used there."""

@@ -17,7 +17,7 @@ from logitd.model.training.run.step_log import Figures
 
 @dataclass(frozen=True)
 class Prepared:
-    """The text was tokenised. `data` is its description in checkpoints."""
+    """The text was tokenized. `data` is its description in checkpoints."""
 
     data: Mapping[str, Any]
     vocab_size: int

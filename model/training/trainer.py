@@ -162,7 +162,7 @@ class Trainer:
             run = self.run
             now = environment(run.placement, run.ranks.size, sharded=run.sharded)
             if changed := differences(now, before):
-                self._notice(f"resuming, but with other bits than an uninterrupted run: {changed}")
+                self._notice(f"resuming; bits will differ from an uninterrupted run: {changed}")
             self.log.restore(reports["log"])
             self.divergence.restore(reports["health"])
             self.recorder.seconds.update(reports.get("tasks", {}))

@@ -651,8 +651,8 @@ class Info:
     # Time limit of a step that computes prompts while other sequences decode: `3x` is three times
     # a step that only decodes, `0.15s` a time. With `none`, only `prefill_chunk` limits the step.
     target_gap: str
-    # Time until a first token, besides the time of its own prompt, beyond which steps with
-    # prompts take longer than `target_gap`; or `none`.
+    # Target for the wait until a first token, not counting the computation of the prompt. If
+    # waits are longer, steps with prompts may exceed `target_gap`. `none`: no target.
     target_ttft: str
     api_keys: bool  # True if requests need an API key.
     # True if the field `step` of a request chooses a step of the run, of those that GET /history

@@ -93,7 +93,7 @@ class TensorFile:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The checkpoint that the metadata name. All values there are strings."""
+        """The checkpoint named by the metadata, whose values are all strings."""
         name, step, val_loss, weights_sha256 = (
             self._metadata(f"checkpoint_{field}")
             for field in ("name", "step", "val_loss", "weights_sha256")

@@ -102,8 +102,9 @@ class Info(ReplyBody):
         "`prefill_chunk` limits the step."
     )
     target_ttft: str = Field(
-        description="Time until a first token, besides the time of its own prompt, beyond which "
-        "steps with prompts take longer than `target_gap`; or `none`."
+        description="Target for the wait until a first token, not counting the computation of the "
+        "prompt. If waits are longer, steps with prompts may exceed `target_gap`. `none`: no "
+        "target."
     )
     api_keys: bool = Field(description="True if requests need an API key.")
     history: bool = Field(

@@ -1,4 +1,4 @@
-"""Figures of benchmarks/README.md that are read off the results of several commands."""
+"""Figures of benchmarks/README.md that are computed from the results of several commands."""
 
 from collections.abc import Sequence
 from typing import Any

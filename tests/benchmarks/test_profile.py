@@ -1,4 +1,4 @@
-"""Profile: every part of a native step is in a stage, and watching changes no token."""
+"""Profile: every part of a native step is in a stage, and profiling changes no token."""
 
 import ctypes
 from typing import Any

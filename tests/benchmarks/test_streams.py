@@ -42,11 +42,11 @@ async def lean(url: str) -> AsyncIterator[Ask]:
 Result = TypeVar("Result")
 Asked = Callable[[str], AbstractAsyncContextManager[Ask]]
 CLIENTS = pytest.mark.parametrize("client", [usual, lean])
-"""Both count the same."""
+"""Both clients must count the same."""
 
 
 def run_on_loop(work: Coroutine[Any, Any, Result]) -> Result:
-    """On the event loop of a server."""
+    """Run on an event loop like a server's."""
     with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
         return runner.run(work)
 
@@ -66,7 +66,8 @@ def streams(
 
 @CLIENTS
 def test_every_token_is_counted_and_failures_are_seen(checkpoint_path: Path, client: Asked) -> None:
-    """The last prompt is outside of the vocabulary; the first two are computed anew each time."""
+    """The last prompt has an id outside the vocabulary. The first two are computed without the
+    cache."""
     prompt = list(range(64))
     with serving(checkpoint_path, slots=4) as running:
         *good, bad = streams(running.url, [prompt, prompt, [9999]], 20, client)

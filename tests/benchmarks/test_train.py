@@ -1,4 +1,5 @@
-"""Comparison with nanoGPT: equal matrices, equal seconds, and files that can be continued."""
+"""Comparison with nanoGPT: equal matrices, equal seconds, and results that a later run
+continues."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The trainer's step and the plain loop's are the same training."""
+"""The trainer's step and the plain loop's compute the same training."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Metrics, files and settings that deploy/, docker-compose.yml and the Dockerfile name exist."""
+"""deploy/, docker-compose.yml and the Dockerfile name only existing metrics, files and settings."""
 
 import json
 import os

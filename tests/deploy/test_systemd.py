@@ -32,7 +32,7 @@ SERVICE = settings_of("Service")
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd here")
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
-    """With a program that is here: it looks for it."""
+    """With an existing program, because systemd looks for it."""
     text = TEXT.replace("/opt/logitd/.venv/bin/logitd", sys.executable)
     (tmp_path / UNIT.name).write_text(text)
     command = ["systemd-analyze", "verify", "--man=no", str(tmp_path / UNIT.name)]

@@ -20,8 +20,8 @@ STARTUP_SECONDS = 60
 
 
 class ServedProcess:
-    """`logitd serve` on a free port of the loopback, from construction to the end of the block.
-    Entering the block waits until it is ready."""
+    """`logitd serve` on a free loopback port, from construction to the end of the `with` block,
+    which begins once the server is ready."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ServedProcess:
 
     @property
     def address(self) -> str:
-        """Host and port, once they are printed."""
+        """Host and port, as soon as they are printed."""
         port = re.search(r"listening on port (\d+)", self.output)
         return f"127.0.0.1:{port[1]}" if port else ""
 

@@ -31,7 +31,7 @@ TUTORIAL = Path(__file__).parents[2] / "TUTORIAL.md"
 LOGITD = ".venv/bin/logitd "
 SHORT = "--steps 16 --n-layer 2 --d-model 32 --vocab-size 300 --context-length 64 --batch-size 8"
 SHORT += " --eval-every 8 --checkpoint-every 8 --eval-batches 2 --threads 1 --warmup 4"
-"""In place of minutes."""
+"""Replaces the minutes of the tutorial."""
 INSTALLS = ("make setup ", ".venv/bin/pip install ")
 
 
@@ -117,7 +117,7 @@ def walked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walk]:
 
 
 def said(walk: Walk, begins: str) -> str:
-    """The output of the one command that begins so."""
+    """The output of the only command that begins so."""
     (text,) = [text for command, text in walk.printed.items() if command.startswith(begins)]
     return text
 

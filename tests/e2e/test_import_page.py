@@ -115,7 +115,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
 
 def lines_of_the_page() -> list[str]:
     """The commands of the page's first part, in order."""
-    part = PAGE.read_text(encoding="utf-8").split("## What is recognised")[0]
+    part = PAGE.read_text(encoding="utf-8").split("## What is recognized")[0]
     blocks = re.findall(r"^```sh\n(.*?)^```", part, flags=re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
 

@@ -1,8 +1,8 @@
 """The evaluation harness lm-eval against a real server.
 
 lm-eval uses the server as `local-completions` with a remote tokenizer, for three tasks: multiple
-choice, rolling perplexity and generation until a stop text. Its results equal those of the plain
-forward of the checkpoint.
+choice, rolling perplexity and generation until a stop text. Its results must equal those of the
+checkpoint's plain forward.
 """
 
 import json
@@ -25,7 +25,7 @@ from tests.e2e.server import ServedProcess
 
 CHECKPOINT = Path(__file__).parent.parent.parent / "checkpoints" / "python-small"
 WINDOW = 128
-"""Most tokens per request of lm-eval; a text of the perplexity task needs several."""
+"""Most tokens per request of lm-eval; a text of the perplexity task is longer."""
 
 CHOICES: list[dict[str, Any]] = [
     {"text": "import os\n\ndef main(", "choices": ["):", " import", "\n\n\n(("], "answer": 0},
@@ -76,7 +76,7 @@ def model() -> tuple[Tokenizer, GPT]:
 
 
 def plain_logprobs(gpt: GPT, ids: list[int]) -> torch.Tensor:
-    """(T, V) in float64."""
+    """Logprobs (T, V) of the plain forward, in float64."""
     with torch.inference_mode():
         return gpt(torch.tensor([ids])).logits[0].double().log_softmax(dim=-1)
 

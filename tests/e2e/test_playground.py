@@ -93,7 +93,7 @@ def featured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess
 
 @pytest.fixture
 def new_page(browser: Any) -> Iterator[NewPage]:
-    """Open pages, which must not fail and must not request other hosts."""
+    """Open pages; they must not fail and must not request other hosts."""
     contexts, problems = [], []
 
     def opened(url: str, *, quiet: bool = True, **options: Any) -> Page:
@@ -343,7 +343,8 @@ def test_copied_branches_are_the_same(server: ServedProcess, new_page: NewPage, 
 def test_changes_of_a_branch_stay_at_their_positions(
     server: ServedProcess, new_page: NewPage, page: Page, positions: str
 ) -> None:
-    """The request of a branch includes earlier tokens, which are not the page's prompt."""
+    """The request of a branch includes earlier generated tokens, which are not part of the page's
+    prompt."""
     change = {"stage": "blocks.*.mlp.out", "operation": "scale", "factor": 0.3}
     open_tab(page, "inside", "#change form")
     page.select_option("#change-way", "scale")
@@ -923,7 +924,7 @@ def test_models_without_a_vocabulary_take_ids(new_page: NewPage, tmp_path: Path)
 
 
 def test_docs_page_works_under_the_policy(server: ServedProcess, new_page: NewPage) -> None:
-    """A blocked script, style or image would be an error of the page."""
+    """A blocked script, style or image would be an error on the page."""
     page = new_page(f"{server.url}/docs")
     page.locator(".opblock-summary", has_text="/version").click()
     page.locator(".try-out__btn").click()

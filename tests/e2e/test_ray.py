@@ -31,7 +31,7 @@ RAY = ("--ray", "local", "--ray-workers", "2")
 
 
 class Started:
-    """Extractions of a text into folders next to it."""
+    """Extractions of a text into neighbouring folders."""
 
     def __init__(self, folder: Path, checkpoint: Path) -> None:
         self.folder = folder
@@ -171,7 +171,8 @@ def test_shard_over_which_three_workers_die_ends_the_command(started: Started) -
 def test_ended_command_leaves_no_worker_and_continues_without_ray(
     started: Started, ending: signal.Signals
 ) -> None:
-    """After SIGKILL two of Ray's own processes stay for a minute, so the test waits for workers."""
+    """After SIGKILL, two of Ray's processes stay for a minute, so the test waits only for
+    workers."""
     process = started.start("stopped", *RAY)
     started.wait_for_shards("stopped", 3, process)
     os.kill(process.pid, ending)
@@ -189,7 +190,7 @@ def test_ended_command_leaves_no_worker_and_continues_without_ray(
 def test_worker_without_the_checkpoint_is_explained(
     started: Started, checkpoint_path: Path, tmp_path: Path
 ) -> None:
-    """The checkpoint is removed after the command has read it, before a worker can."""
+    """The checkpoint is removed after the command has read it and before a worker can."""
     copied = tmp_path / "copied"
     shutil.copytree(checkpoint_path, copied)
     process = started.start("out", "--ray", "local", "--ray-workers", "1", checkpoint=copied)

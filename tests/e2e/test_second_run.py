@@ -30,8 +30,8 @@ def answers(url: str, *, at_once: int) -> list[Any]:
 
 @pytest.mark.slow
 def test_second_run_returns_the_same_bits(checkpoint_path: Path) -> None:
-    """One at a time in this process, then in another process, with other hashes of strings and in
-    the batches of eight threads."""
+    """One at a time in this process, then in another process, with another hash seed and in the
+    batches of eight threads."""
     with serving(checkpoint_path, kernels="auto") as server:
         alone = answers(server.url, at_once=1)
     flags = ("--checkpoint", str(checkpoint_path), "--threads", "1")

@@ -1,7 +1,7 @@
 """Several processes that train one model and meet on loopback.
 
-torchrun starts some of them; it imports torch for itself and again in each process. Tests that need
-only the processes use `Forked`, in a third of that time.
+torchrun starts some of them; it imports torch itself and again in each process. Tests that need
+only the processes use `Forked`, which takes a third of the time.
 """
 
 import json
@@ -276,8 +276,8 @@ def test_clock_of_the_main_process_ends_all(text: Path) -> None:
 def test_killed_process_ends_the_others_with_a_sentence(
     text: Path, shard: str, start: Callable[[TrainingConfig], Group]
 ) -> None:
-    """Processes that share a model once ended with torch's traceback, because most of the traffic
-    is torch's own."""
+    """Processes that share a model once ended with torch's traceback, because most of their
+    communication is in torch itself."""
     config = configuration(text, "run", steps=100_000, sample_every=100_000, shard=shard)
     started = start(config)
     wait_for_step(started, config.out / "metrics.jsonl", 4)
@@ -289,7 +289,7 @@ def test_killed_process_ends_the_others_with_a_sentence(
 
 
 def states_equal(one: Any, other: Any) -> bool:
-    """True if two states of optimizers have the same keys and bits."""
+    """True if two optimizer states have the same keys and bits."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(states_equal(one[k], other[k]) for k in one)
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)

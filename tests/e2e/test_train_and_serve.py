@@ -106,7 +106,7 @@ def test_served_numbers_are_those_of_the_trained_model(
 def test_trained_model_reproduces_its_text(
     client: httpx.Client, trained: tuple[CheckpointInfo, GPT]
 ) -> None:
-    """A token of the text costs far fewer nats than at random, by the numbers that are served."""
+    """By the served numbers, a token of the text costs far fewer nats than a random guess."""
     ids = trained[0].tokenizer.encode(TEXT[:100])
     body = {"prompt": ids, "positions": "all"}
     (prompt,) = client.post("/logits", json=body).json()["prompts"]

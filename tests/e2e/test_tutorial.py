@@ -34,7 +34,7 @@ def steps() -> list[tuple[str, str]]:
 
 
 def assert_shows(printed: str, shown: str) -> None:
-    """Compare words exactly, and numbers up to one in the last shown digit: processors add in
+    """Compare words exactly, and numbers up to one in the last shown digit: processors sum in
     different orders."""
     assert NUMBER.sub("#", printed).split() == NUMBER.sub("#", shown).split(), printed
     for value, expected in zip(NUMBER.findall(printed), NUMBER.findall(shown), strict=True):

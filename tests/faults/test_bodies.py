@@ -27,7 +27,7 @@ ALL_STRUCTURE = {
     "long numbers": b'{"prompt": [' + (b"9" * 4000 + b",") * 1000 + b"1]}",
     "escapes": b'{"prompt": "' + b"\\n" * (2 * MIB - 20) + b'"}',
 }  # fmt: skip
-"""Bodies of 4 MB with the most objects, or the longest parsing time."""
+"""Bodies of 4 MB with the most objects or the longest parsing time."""
 
 CHANGE = {"stage": "blocks.*.attention.heads", "operation": "zero"}
 MUCH_FROM_LITTLE: dict[str, tuple[str, dict[str, Any]]] = {

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 SLOTS = 4
 POSITIONS = 1024
 PIECE = 32 * 1024
-"""Bytes that a slow reader takes at once."""
+"""Bytes per read of a slow reader."""
 LONGEST = 10.0
 """Seconds in which an idle server returns four tokens."""
 
@@ -55,7 +55,7 @@ def test_slow_readers_take_no_slot_from_others(tmp_path: Path) -> None:
 
 
 def _read_slowly(server: ServedProcess, seed: int, stop: threading.Event) -> None:
-    """Request every row of a prompt, and read about 100 kB/s until `stop`."""
+    """Request every row of a prompt, and read about 100 kB/s until `stop` is set."""
     prompt = np.random.default_rng(seed).integers(0, 256, POSITIONS).tolist()
     body = json.dumps({"prompt": prompt, "positions": "all"}).encode()
     with socket.socket() as raw:

@@ -102,7 +102,8 @@ def processes() -> ForkServerContext:
 
 
 LESSER = ("x86-64-v3", "x86-64-v2")
-"""Other processors to build native kernels for: with AVX2 and without, for the same results."""
+"""Lesser processors to build native kernels for, with and without AVX2; results must be the
+same."""
 
 
 @pytest.fixture(

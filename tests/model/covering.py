@@ -1,7 +1,7 @@
-"""Combinations of parameters that run always, and those of the slow set alone.
+"""Combinations of parameters: a part runs always, the rest only in the slow set.
 
-For tests of many combinations that take their time. Of `combinations`, every value of a parameter
-meets every value of each other one in the quick half; of `values`, each value occurs.
+For tests with many slow combinations. With `combinations`, the quick half includes every pair of
+values of two parameters; with `values`, it includes every value.
 """
 
 from collections.abc import Callable, Sequence

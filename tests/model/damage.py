@@ -25,7 +25,7 @@ HOSTILE = st.one_of(
 
 @st.composite
 def damaged(draw: st.DrawFn, raw: bytes) -> bytes:
-    """Bytes with some changed, left out or put in, or the rest cut off."""
+    """Bytes with some changed, removed or inserted, or with the end cut off."""
     result = bytearray(raw)
     for _ in range(draw(st.integers(0, 4))):
         # Headers and ends are the most sensitive parts of a format.
@@ -76,5 +76,5 @@ def edited(draw: st.DrawFn, document: Any) -> Any:
 
 
 def written(document: Any) -> bytes:
-    """JSON as Python writes it, values that JSON does not have included."""
+    """JSON as Python writes it, including values that JSON does not have."""
     return json.dumps(document).encode()

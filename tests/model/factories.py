@@ -24,7 +24,7 @@ CHAT_TEMPLATE = """\
 {% endfor %}
 <|im_start|>assistant
 """
-"""A usual one, in the manner of ChatML."""
+"""A typical template, like ChatML."""
 
 NANOCHAT: Mapping[str, Any] = {
     **MODERN,

@@ -22,7 +22,7 @@ Change = Callable[[str, Tensor], Tensor]
 def plain_stages(
     gpt: GPT, token_ids: list[int], change: Change = lambda name, value: value
 ) -> dict[str, Tensor]:
-    """Every stage (P, ...) of a text, by name; those that the model has not are left out."""
+    """Every stage (P, ...) of a text, by name, without those that the model does not have."""
     config = gpt.config
     stages: dict[str, Tensor] = {}
 
@@ -176,7 +176,7 @@ def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Channel i and channel i + half are turned together; those of no table row are left."""
+    """Rotate the pairs of channels i and i + half; channels without a table entry stay."""
     half = cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]
     return torch.cat(

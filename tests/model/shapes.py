@@ -23,15 +23,15 @@ SCALINGS: Mapping[str, Mapping[str, Any] | None] = {
     },
     "yarn": {"kind": "yarn", "factor": 4.0, "original_context_length": 32},
 }  # fmt: skip
-"""Scaled rotary positions, so that heads of 8 and 16 have channels on each side of an edge and
-between both."""
+"""Scaled rotary positions for which heads of 8 and 16 have channels on each side of an edge and in
+between."""
 
 ORDERS: Mapping[str, Mapping[str, Any]] = {
     "pre": {"norm_position": "pre", "residual": "sequential"},
     "parallel": {"norm_position": "pre", "residual": "parallel"},
     "post": {"norm_position": "post", "residual": "sequential"},
 }
-"""The orders of norms, sublayers and sums in a block that there are."""
+"""All orders of norms, sublayers and sums in a block."""
 
 CHOICES: tuple[list[Any], ...] = (
     [*ORDERS], [False, True], [False, True], [False, True], [6, 16], [*SCALINGS],
@@ -54,7 +54,7 @@ PAIRED = [
     pytest.param(name, marks=case.marks)
     for name, case in zip(COMBINATIONS, combinations(*CHOICES), strict=True)
 ]
-"""Names of the combinations, for tests that take their time: half of them are slow."""
+"""Names of the combinations, for slow tests: half of them run only in the slow set."""
 
 
 PARTS: dict[str, Mapping[str, Any]] = {
@@ -77,7 +77,7 @@ TOGETHER: dict[str, Any] = {
 
 @st.composite
 def shapes(draw: st.DrawFn, *, head_dims: tuple[int, ...] = (2, 6, 8, 16)) -> dict[str, Any]:
-    """Overrides of `tiny_config` for any shape, small."""
+    """Strategy for overrides of `tiny_config` of any small shape."""
     head_dim = draw(st.sampled_from(head_dims))
     n_kv_head = draw(st.sampled_from([1, 2]))
     positions = draw(st.sampled_from(get_args(Positions)))

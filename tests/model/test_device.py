@@ -1,4 +1,4 @@
-"""Device, dtype and threads: words become torch's objects or an error."""
+"""Device, dtype and threads: words become torch's objects, or an error."""
 
 import os
 import re
@@ -109,7 +109,8 @@ def test_time_limit_of_a_group_limits_processors(
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux only")
 def test_available_processors_are_the_share_of_the_process() -> None:
-    """With one processor of a large machine, threads for all of it would compete."""
+    """In a container with one processor of a large machine, threads for all processors would
+    compete."""
 
     def confined() -> int:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # this thread alone

@@ -1,5 +1,5 @@
-"""LLM against the reference and the plain forward. `tests/service/test_llm_beside_a_server.py`
-compares its bits with a server's."""
+"""LLM compared with the reference and the plain forward.
+`tests/service/test_llm_beside_a_server.py` compares its bits with a server's."""
 
 import codecs
 import inspect

@@ -104,7 +104,7 @@ class Serving:
         return self.json("/generate", {"prompt": prompt, **fields})
 
     def connect(self, receive_buffer: int | None = None) -> socket.socket:
-        """A raw connection; with a small receive buffer, the server soon notices a slow reader."""
+        """A raw connection. With a small receive buffer, the server soon notices a slow reader."""
         raw = socket.socket()
         if receive_buffer is not None:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
@@ -179,8 +179,8 @@ def serving(checkpoint: Checkpoints, **settings: Any) -> Iterator[Serving]:
 
 
 def serve_settings(checkpoint: Checkpoints, **settings: Any) -> ServeSettings:
-    """Settings for tests. Decoding in plain torch: many tests do something while a long generation
-    runs, which the native decoder would finish too soon."""
+    """Settings for tests, with decoding in plain torch: many tests do something during a long
+    generation, which the native decoder would finish too soon."""
     values: dict[str, Any] = {
         "port": 0, "threads": 1, "drain_timeout": 0.0, "kernels": "torch",
         "constraint_timeout": TEST_TIMEOUT,
@@ -213,7 +213,7 @@ def slow_checkpoint(like: Path, folder: Path, elements: int) -> Path:
 
 @contextmanager
 def held_loading() -> Iterator[threading.Event]:
-    """Servers that start in this block do not load before the event is set."""
+    """Servers that start in this block load only once the event is set."""
     gate = threading.Event()
 
     def load(*arguments: Any, **flags: Any) -> LoadedModel:
@@ -229,7 +229,7 @@ def held_loading() -> Iterator[threading.Event]:
 
 
 def error_of(response: httpx.Response, status: int = 400) -> ErrorDetail:
-    """The error of a response that must be one: small, and with a sentence."""
+    """The error of a response, which must be small and have a message."""
     assert response.status_code == status, response.text[:500]
     assert response.headers["content-type"] == "application/json"
     assert len(response.content) <= LARGEST_ERROR
@@ -296,7 +296,7 @@ def at_work(work: Callable[[int], object], count: int) -> Iterator[None]:
 
 
 def app_with_bugs(checkpoint: Path, **settings: Any) -> FastAPI:
-    """The application with two endpoints that have a bug."""
+    """The application with two endpoints that raise."""
     app = create_app(serve_settings(checkpoint, **settings))
 
     @app.get("/bug", include_in_schema=False)
@@ -315,7 +315,7 @@ def app_with_bugs(checkpoint: Path, **settings: Any) -> FastAPI:
 
 
 def occupy(server: Serving, stack: ExitStack) -> None:
-    """Hold the only slot of a server of the spelling checkpoint by a long generation, until the
+    """Hold the only slot of a server of the spelling checkpoint with a long generation, until the
     stack is closed."""
     raw = stack.enter_context(server.connect())
     body = {"prompt": "a", "max_tokens": CONTEXT_LENGTH - 1, "ignore_eos": True, "stream": True}
@@ -324,7 +324,7 @@ def occupy(server: Serving, stack: ExitStack) -> None:
 
 
 def occupy_elements(server: Serving, stack: ExitStack) -> None:
-    """Hold 8000 rows of logits until the stack is closed, by a client that does not read."""
+    """Hold 8000 rows of logits until the stack is closed, with a client that does not read."""
     raw = stack.enter_context(server.connect(receive_buffer=4096))
     raw.sendall(request_bytes("/logits", {"prompt": long_prompt(8000), "positions": "all"}))
     eventually(lambda: server.sample("logitd_kv_slots_used") == 1)

@@ -58,7 +58,7 @@ def save_spelling_checkpoint(path: Path) -> CheckpointInfo:
 
 
 def spelled(prompt: str, tokens: int) -> list[int]:
-    """The ids that follow a prompt, END_OF_TEXT not minded."""
+    """The ids that follow a prompt, END_OF_TEXT included."""
     last = prompt.encode()[-1]
     place = RING.index(last) if last in RING else -1
     return [RING[(place + 1 + i) % len(RING)] for i in range(tokens)]

@@ -1,4 +1,4 @@
-"""A real server of models that their owners' code computes, compared with the classes."""
+"""A real server of models that run their owners' code, compared with the classes."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -37,14 +37,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 def logits_of(model: nn.Module, ids: Sequence[int]) -> Any:
-    """The logits (T, V) of the class itself, as NumPy."""
+    """Logits (T, V) of the class itself, as NumPy."""
     with torch.no_grad():
         out = model(torch.tensor([list(ids)]))
     return (out[0] if isinstance(out, tuple) else out)[0].numpy()
 
 
 def greedy(model: nn.Module, ids: Sequence[int], count: int) -> list[int]:
-    """A plain loop over the class."""
+    """Greedy generation in a plain loop over the class."""
     text = list(ids)
     for _ in range(count):
         text.append(int(logits_of(model, text)[-1].argmax()))

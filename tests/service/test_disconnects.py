@@ -1,5 +1,5 @@
-"""Clients that leave or stop reading: their slots are free within a moment, and other clients are
-not affected. Real sockets."""
+"""Clients that disconnect or stop reading: their slots are soon free, and other clients are not
+affected. Real sockets."""
 
 import random
 import socket
@@ -150,7 +150,7 @@ def test_streams_without_a_client_do_not_block_others(server: Serving) -> None:
 
 @pytest.mark.slow
 def test_many_clients_leave_at_random_moments(server: Serving) -> None:
-    """Streams, replies and outputs end at random moments; then everything is as before."""
+    """Streams, replies and outputs end at random moments; afterwards everything is as before."""
     chance = random.Random(0)
     fields = [
         ("/generate", {"prompt": "a", "max_tokens": 300, "ignore_eos": True, "stream": True}),

@@ -58,7 +58,7 @@ class Askers:
 
 
 def occupy(server: Serving, stack: ExitStack) -> None:
-    """Hold the slot by a generation of the caller `many`."""
+    """Hold the slot with a generation of the caller `many`."""
     raw = stack.enter_context(server.connect())
     body = {"prompt": "a", "max_tokens": CONTEXT_LENGTH - 1, "ignore_eos": True, "stream": True}
     raw.sendall(request_bytes("/generate", body, f"Authorization: {KEYS['many']}"))
@@ -92,7 +92,7 @@ def test_queue_filled_by_one_caller_admits_another(server: Serving) -> None:
     ],
 )  # fmt: skip
 def test_every_endpoint_knows_its_caller(server: Serving, path: str, fields: Any) -> None:
-    """A queue full of another caller's requests admits those of this one."""
+    """A queue full of another caller's requests still admits this caller's."""
     statuses = []
     with ExitStack() as stack:
         occupy(server, stack)

@@ -190,7 +190,7 @@ def without_chance(reply: dict[str, Any]) -> dict[str, Any]:
 
 
 def streamed(server: Serving, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-    """Status and choices of a stream, put together."""
+    """Status and joined choices of a stream."""
     response = server.post(path, {**body, "stream": True})
     if response.status_code != 200:
         return response.status_code, without_chance(response.json())
@@ -201,7 +201,7 @@ def streamed(server: Serving, path: str, body: dict[str, Any]) -> tuple[int, Any
 
 
 def grown(chunks: Sequence[Any]) -> Any:
-    """The choices, and prompts, that chunks add up to; a reply is one chunk."""
+    """Choices and prompts joined from chunks; a reply is one chunk."""
     for chunk in chunks:
         for choice in chunk["choices"]:
             choice |= choice.pop("delta", None) or choice.pop("message", None) or {}

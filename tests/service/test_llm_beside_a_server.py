@@ -24,7 +24,7 @@ JSON: dict[str, dict[str, Any]] = {
                      "baseline": 32},
     "sweep": {"over": ["layers", "heads"], "token_id": 97},
 }  # fmt: skip
-"""More fields for operations that answer with a JSON object."""
+"""Additional fields for operations that answer with a JSON object."""
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ def chatty(chatter: Serving) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture
 def narrow(spelling_path: Path) -> Iterator[Serving]:
-    """One slot and no queue."""
+    """A server with one slot and no queue."""
     with serving(spelling_path, slots=1, max_queue=0, slow_reader_timeout=TEST_TIMEOUT) as running:
         yield running
 
@@ -185,7 +185,7 @@ def test_bad_request_is_raised(tiny: openai.OpenAI) -> None:
 
 
 def test_full_queue_is_retried_after_the_given_time(narrow: Serving) -> None:
-    """By default the client tries twice more, then raises an exception."""
+    """By default the client retries twice, then raises an exception."""
     with client(narrow) as http:
         with ExitStack() as stack:
             occupy(narrow, stack)
@@ -217,7 +217,7 @@ def test_full_queue_is_answered_at_the_second_try(narrow: Serving) -> None:
 
 
 def break_the_model(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next steps of the engine raise, as a forward pass out of memory does."""
+    """Make the next steps of the engine raise, as if out of memory."""
 
     def fail(*_: Any) -> None:
         raise RuntimeError("out of memory")

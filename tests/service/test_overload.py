@@ -54,7 +54,7 @@ LARGE: dict[str, tuple[Any, int]] = {
         11 * 257,
     ),
 }
-"""Small requests for more elements than that, and their number."""
+"""Small requests for more elements than ELEMENTS_LEFT, and their number."""
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ def test_queue_full_of_elements_rejects_outputs_only(elements_server: Serving) -
 
 
 def test_request_larger_than_the_queue_is_invalid(elements_server: Serving) -> None:
-    """With 400, so that clients do not try again."""
+    """The status is 400, so that clients do not retry."""
     limit = 8000 * 257 + ELEMENTS_LEFT
     for path, body, elements in (
         ("/logits", {"prompt": long_prompt(8011), "positions": "all"}, 8011 * 257),

@@ -213,7 +213,7 @@ def test_unusable_text_is_refused(
 
 
 def test_loss_above_the_bound_is_refused(logged_errors: list[str]) -> None:
-    """Uses the bundled checkpoint, because rounding untrained weights may be a gain."""
+    """Uses the bundled checkpoint, because rounding untrained weights may lower the loss."""
     try:
         load_library()
     except KernelsUnavailable as reason:

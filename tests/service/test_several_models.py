@@ -205,7 +205,7 @@ LOAD: tuple[dict[str, Any], ...] = (
 
 @contextmanager
 def under_load(server: Serving, model: str) -> Iterator[list[str]]:
-    """Clients that keep a model busy; yields the models of their answers."""
+    """Clients that keep a model busy; yields the models that answered."""
     answers: list[str] = []
 
     def ask(number: int) -> None:
@@ -456,7 +456,7 @@ def step_of(server: Serving, model: str) -> int:
 
 
 def test_failed_engine_is_named(paths: dict[str, Path], logged_errors: list[str]) -> None:
-    """It ends the server, as a single engine does, because a new process repairs it."""
+    """It ends the server, as a single engine does, because restarting repairs it."""
     both = {"one": paths["small"], "two": paths["large"]}
     with serving(both) as server:
         two = server.state.models.find("two")

@@ -51,7 +51,7 @@ def tiny(checkpoint_path: Path) -> Iterator[Pair]:
 
 
 def check(pair: Pair, body: dict[str, Any], path: str = "/generate") -> Any:
-    """The reply of both servers, which must agree whole and streamed."""
+    """Check that both servers agree, whole and streamed, and return the reply."""
     check_streams_alike(pair.drafting, pair.plain, path, body)
     return check_alike(pair.drafting, pair.plain, path, body)
 

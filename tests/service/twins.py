@@ -1,4 +1,4 @@
-"""Twins: two servers of one checkpoint that must give the same replies."""
+"""Two servers of one checkpoint that must give the same replies."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ def lasting(reply: dict[str, Any]) -> dict[str, Any]:
 
 
 def put_together(chunks: list[Any]) -> dict[str, Any]:
-    """The whole of a stream, however its tokens were divided into chunks."""
+    """A stream joined into one reply, however its tokens were divided into chunks."""
     whole: dict[str, Any] = {"choices": {}}
     for chunk in chunks:
         for delta in chunk.pop("choices"):
@@ -39,7 +39,7 @@ def _add(to: dict[Any, Any], name: Any, value: Any) -> None:
 
 
 def check_alike(one: Serving, other: Serving, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The reply of both servers, which must be the same."""
+    """Check that both servers give the same reply, and return it."""
     reply, expected = (lasting(server.json(path, body)) for server in (one, other))
     assert reply == expected
     return reply

@@ -1,7 +1,7 @@
-"""Map files: a `TensorMap` and a `Computation` in TOML, for models that cannot be recognised.
+"""Map files: a `TensorMap` and a `Computation` in TOML, for models that cannot be recognized.
 
-If `logitd import` cannot recognise a model, it writes a draft. The user completes it and passes it
-with `--map`. Roles that a map leaves out are recognised by names and shapes.
+If `logitd import` cannot recognize a model, it writes a draft. The user completes it and passes it
+with `--map`. Roles that a map leaves out are recognized by names and shapes.
 
     state = "model_state"             # key of the state dict; omit it if the file is one
 
@@ -62,7 +62,7 @@ _QUOTED = re.compile(r"""\"[^\"]*\"|'[^']*'""")
 
 @dataclass(frozen=True)
 class MapFile:
-    """The contents of a map file. If `names` is empty, tensors are recognised by their names and
+    """The contents of a map file. If `names` is empty, tensors are recognized by their names and
     shapes."""
 
     path: Path
@@ -167,7 +167,7 @@ def tensor_map(file: MapFile, tensors: Mapping[str, Tensor], ignored: Iterable[s
         except ConvertError as error:
             raise ConvertError(
                 f"{file.path}: [tensors] lacks {', '.join(missing)}, and not all of these are "
-                f"recognised: {error}"
+                f"recognized: {error}"
             ) from error
     layers = _numbers(file, tensors, "{N}")
     named = set(file.names.values())
@@ -201,7 +201,7 @@ _USUAL: Mapping[Role, str] = {
     "mlp_gate_up": "mlp.gate_up",
     "mlp_down": "mlp.down_proj",
 }
-"""A name by which each role is recognised."""
+"""A name by which each role is recognized."""
 
 
 def _completed(file: MapFile, tensors: Mapping[str, Tensor]) -> TensorMap:
@@ -285,8 +285,8 @@ def partial_draft(
 ) -> str:
     """A draft of a map file with the known roles. Other tensors are lines to complete."""
     lines = [
-        "# Roles of tensors, as far as they were recognised. Put a role in place of each ROLE that",
-        "# follows and remove its #; the others are recognised when they can be. Roles are:",
+        "# Recognized roles of tensors. In the other lines, replace ROLE by the role and remove #.",
+        "# The import still tries to recognize lines that remain comments. Roles are:",
         f"# {', '.join((*OUTER_ROLES, *LAYER_ROLES))}",
     ]
     lines += [f'state = "{state}"'] if state else []
@@ -307,7 +307,7 @@ def partial_draft(
 def draft(state: str | None, mapped: TensorMap, findings: Findings) -> str:
     """A draft of a map file with everything that was recognized. Open fields are lines to
     complete."""
-    lines = ["# Recognised and open fields. Complete the file and pass it with --map."]
+    lines = ["# Recognized and open fields. Complete the file and pass it with --map."]
     if state:
         lines.append(f'state = "{state}"')
     lines += ["", "[tensors]"]

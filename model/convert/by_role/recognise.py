@@ -1,4 +1,4 @@
-"""Recognise: finds the role of each tensor by the words in its name and by its shape.
+"""Recognize: finds the role of each tensor by the words in its name and by its shape.
 
 1) Ignore tensors that are not weights: masks, rotary tables, integers.
 2) Find the layers (`layers.py`): names that differ only in a number.

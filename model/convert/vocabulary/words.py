@@ -1,6 +1,6 @@
 """Words: makes tokenizers from vocabularies of characters or whole words, with special tokens.
 
-Names of special tokens are recognised by their markup (`<unk>`, `[PAD]`, `__eos__`) or, without
+Names of special tokens are recognized by their markup (`<unk>`, `[PAD]`, `__eos__`) or, without
 markup, by a short list. Ids without a text get a name, so that every id up to the last one has a
 token.
 
@@ -19,7 +19,7 @@ without                             white space separates words and has no ids: 
                                     one space before it (kind "words")
 
 A text with an unknown word is refused. Vocabularies of parts of words are not supported, because
-the division of a word cannot be known. They are recognised by marks of parts (`##ing`, `</w>`), or
+the division of a word cannot be known. They are recognized by marks of parts (`##ing`, `</w>`), or
 by a token for every letter of their words.
 """
 

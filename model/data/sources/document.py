@@ -67,7 +67,7 @@ def _between(document: Document, separator: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Text:
-    """Documents, or shards that are already tokenised, with facts for the checkpoint's record."""
+    """Documents, or shards that are already tokenized, with facts for the checkpoint's record."""
 
     name: str
     licence: str

@@ -5,7 +5,7 @@
   NAME.parquet              one document per row
   others                    UTF-8 text, one document per file
 
-All types except Parquet may be compressed with gzip. gzip is recognised by the first bytes, and
+All types except Parquet may be compressed with gzip. gzip is recognized by the first bytes, and
 JSON lines by the first two lines. Files that are not text are refused.
 """
 

@@ -2,7 +2,7 @@
 
   builtin:python         the documentation and sources of this Python; the default
   http://, https://      a file, which is downloaded once
-  *.tokens               shards of a run, which need no tokenising
+  *.tokens               shards of a run, which need no tokenizing
   anything else          files, folders and globs (`files.py`)
 
 All values together make one text. Only the beginning of each file is read here.
@@ -56,13 +56,13 @@ def open_text(
         texts = [*(str(file) for file in files if file.suffix != SHARD), *addresses]
         if not unchanged:
             raise DataError(
-                f"--text-field and --split-at need text, but {name} is already tokenised: remove "
+                f"--text-field and --split-at need text, but {name} is already tokenized: remove "
                 "them"
             )
         if built_in or texts:
             raise DataError(
                 f"{name}: shards (*{SHARD}) and text ({[*texts, PYTHON][0]}) cannot be trained on "
-                "together: tokenise all of the text in one run, or name only shards"
+                "together: tokenize all of the text in one run, or name only shards"
             )
         return Text(name=name, licence=licence, documents=(), shards=files)
     downloads = [download(url, max_mb=options.max_download_mb, report=report) for url in addresses]

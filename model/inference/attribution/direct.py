@@ -43,7 +43,8 @@ RECORDED = ("attention.heads", "attention.out", "mlp.out")
 
 @dataclass(slots=True)
 class BlockRow:
-    """Values of one position in a block's forward pass. The sums are the inputs of post norms."""
+    """Values of one position in a block's forward pass. A sum is the residual stream plus the
+    sublayer's output, before a norm of a post-norm model."""
 
     heads: Tensor  # (H, D)
     mlp: Tensor  # (C,)
@@ -67,7 +68,7 @@ class OneRow:
         return value
 
     def row(self, before: Tensor) -> BlockRow:
-        """The kept values of the block with the input stream `before` (1, T, C)."""
+        """The recorded values of the block, whose input stream was `before` (1, T, C)."""
         heads, attention, mlp, middle = (self._kept[name] for name in (*RECORDED, "middle"))
         return BlockRow(heads, mlp, before[0, self._row] + attention, middle + mlp)
 

@@ -138,7 +138,7 @@ def _adamw(lr: float, **values: Any) -> Recipe:
 
 
 _COSINE: Any = {"decay": "cosine", "final_lr": 0.1, "weight_decay": 0.1, "clip": 1.0}
-"""nanoGPT's schedule and regularisation."""
+"""nanoGPT's schedule and regularization."""
 
 PRESETS: Mapping[str, Preset] = {
     "tiny": Preset(

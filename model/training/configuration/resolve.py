@@ -98,7 +98,7 @@ class ResolvedTraining:
         self, size: int, speed: Callable[["ResolvedTraining"], float] = lambda training: 0.0
     ) -> "ResolvedTraining":
         """A copy of this run with the size of its vocabulary, which is known only after the text
-        was tokenised. This also decides "auto" of `compile`: for a long run it becomes "on", so
+        was tokenized. This also decides "auto" of `compile`: for a long run it becomes "on", so
         that the run has the same kernels after a resumption; for a short run it stays, and compiles
         only on CUDA. `speed` measures the tokens per second of a run that the clock ends."""
         resolved = self

@@ -108,7 +108,7 @@ class Ranks:
     @contextmanager
     def connected(self) -> Iterator[None]:
         """Raise TrainingError if another process has ended during communication that torch starts
-        by itself. gloo has no error class, so its errors are recognised by their text; other errors
+        by itself. gloo has no error class, so its errors are recognized by their text; other errors
         pass through."""
         try:
             yield

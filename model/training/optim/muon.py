@@ -39,7 +39,7 @@ def step(
     processor cannot multiply bfloat16. Parameters without a gradient stay unchanged.
 
     `shards` describes the rows of its matrix that each parameter holds. The update of a divided
-    matrix is gathered and orthogonalised in every process, and each applies its rows.
+    matrix is gathered and orthogonalized in every process, and each applies its rows.
     """
     for group in optimizer.param_groups:
         for parameters in _stacks([p for p in group["params"] if p.grad is not None], shards):
@@ -48,7 +48,7 @@ def step(
             gradients = [p.grad for p in parameters if p.grad is not None]
             torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
             updates: Sequence[Tensor] = torch._foreach_lerp(gradients, momenta, group["momentum"])
-            # 2) Orthogonalise whole matrices as a stack, with no more rows than columns.
+            # 2) Orthogonalize whole matrices as a stack, with no more rows than columns.
             own = [shards[parameter] for parameter in parameters]
             if own[0].divided:
                 updates = all_gather([update.to(dtype) for update in updates], own, ranks)

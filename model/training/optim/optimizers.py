@@ -91,7 +91,7 @@ class _View:
 class Optimizers:
     """The optimizers of a model, stepped together.
 
-    Muon orthogonalises whole matrices, but some matrices fuse several maps (query, key and value;
+    Muon orthogonalizes whole matrices, but some matrices fuse several maps (query, key and value;
     the two halves of SwiGLU). So Muon gets each map as a separate parameter that shares the fused
     matrix's storage, and `step` sets the gradient of each map to its rows of the fused gradient. If
     the model is sharded, the optimizers get only the rows of this process.

@@ -1,7 +1,7 @@
 """RunDirectory: the files of a training run, and errors about them.
 
   run.json         the user's settings, and the resolved ones
-  data/            the tokenised text (`model/data/prepare.py`)
+  data/            the tokenized text (`model/data/prepare.py`)
   metrics.jsonl    one JSON object per line: {"kind": "train" | "eval", "step": ..., ...}
   loss.png         the curves, redrawn at each evaluation
   samples.txt      samples of the model, oldest first

@@ -51,7 +51,7 @@ class RunSummary:
 
 
 def summarise(path: Path) -> RunSummary:
-    """Summarise the run directory `path`. Raises TrainingError if it is not one."""
+    """Summarize the run directory `path`. Raises TrainingError if it is not one."""
     if not is_run(path):
         raise TrainingError(f"{path} is not a run directory: it has no {RUN}")
     training = RunDirectory(path).read_training()

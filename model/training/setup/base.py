@@ -30,7 +30,7 @@ def open_base(path: Path) -> Base:
     info = _read(path)
     if not info.tokenizer.has_text:
         raise TrainingError(
-            f"--from: {path} has no vocabulary to tokenise a text with; import the model again "
+            f"--from: {path} has no vocabulary to tokenize a text with; import the model again "
             "and set --tokenizer to its vocabulary"
         )
     training = info.training

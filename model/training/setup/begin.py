@@ -115,7 +115,7 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline
     text = _open_text(config, report)
     if text.shards and config.special_tokens != "auto":
         raise TrainingError(
-            f"special_tokens is {config.special_tokens!r}, but {text.name} is already tokenised"
+            f"special_tokens is {config.special_tokens!r}, but {text.name} is already tokenized"
         )
     known_speed = 0.0
     if by_minutes:
@@ -136,10 +136,10 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline
 
     recipe = training.recipe
 
-    # 3) Tokenise the text, which determines the vocabulary's size and so the model.
+    # 3) Tokenize the text, which determines the vocabulary's size and so the model.
     directory = RunDirectory.create(config.run_path)
     try:
-        report(Noticed("tokenising the text"))
+        report(Noticed("tokenizing the text"))
         with directory.preparing():
             prepared = prepare_text(
                 text,
@@ -171,7 +171,7 @@ def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> _Open
     """Open an existing run at its saved state. This function does the first four steps of a resume:
 
     1. Lock the directory. Read run.json and apply the settings of this command.
-    2. Open the base if its weights are needed, the chat template and the tokenised text. Refuse
+    2. Open the base if its weights are needed, the chat template and the tokenized text. Refuse
        a --data that has changed.
     3. Rewind the directory to the step of the saved state, because later steps will be repeated:
        remove later metrics, samples and checkpoints, and incomplete files.
@@ -255,14 +255,14 @@ def _open_text(config: TrainingConfig, report: EventHandler) -> Text:
 
 
 def _refuse_changed_text(config: TrainingConfig, text: PreparedText, report: EventHandler) -> None:
-    go_on = "remove --data to continue with the text that the run has tokenised"
+    go_on = "remove --data to continue with the text that the run has tokenized"
     try:
         now, before = text_sha256(_open_text(config, report), text.tokenizer), text.record["sha256"]
     except DataError as error:
         raise TrainingError(f"--data: {error}; {go_on}") from error
     if now != before:
         raise TrainingError(
-            f"--data: {text.record['name']} has changed since the run tokenised it (sha256 "
+            f"--data: {text.record['name']} has changed since the run tokenized it (sha256 "
             f"{before[:12]}, now {now[:12]}): {go_on}, or train on the new text with --from and "
             "another --out"
         )

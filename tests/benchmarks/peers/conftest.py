@@ -31,7 +31,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 @pytest.fixture
 def threads_and_random_state() -> Iterator[None]:
-    """Adapters set both for the process that they expect to have for themselves."""
+    """Restore threads and random state: adapters set both, because each expects its own process."""
     threads = torch.get_num_threads()
     with torch.random.fork_rng():
         yield

@@ -1,4 +1,4 @@
-"""`transformers serve`: it is given the same model, and every token that it sends is counted."""
+"""`transformers serve` gets the same model, and every token that it sends is counted."""
 
 from pathlib import Path
 

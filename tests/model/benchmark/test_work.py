@@ -25,7 +25,7 @@ HEAD = 50_257 * 768
 # Two norms and four biases per block, and the last norm.
 VECTORS = 12 * (4 * 768 + 2304 + 768 + 3072 + 768) + 2 * 768
 LOOKED_UP = 2 * 768
-"""Rows of a token and of a position."""
+"""Embedding rows of a token and of a position."""
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +122,8 @@ def test_keys_and_values_equal_the_cache(family: str, kept: KVCacheDType) -> Non
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_operations_equal_the_count_of_torch(family: str) -> None:
-    """Torch counts a forward over one position with the head's padding, and without attention and
-    the gates of value embeddings, which are sums."""
+    """Torch counts a forward over one position. It includes the head's padding, and leaves out
+    attention and the gates of value embeddings, which are sums."""
     config = tiny_config(**FAMILIES[family])
     gpt = tiny_gpt(config)
     counter = FlopCounterMode(display=False)

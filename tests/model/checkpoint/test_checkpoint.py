@@ -114,8 +114,8 @@ def test_model_card_may_be_edited(saved: Path) -> None:
 
 
 def test_loaded_model_is_a_copy(saved: Path) -> None:
-    """Mapped weights would change with the file, and a shorter file would kill the process (SIGBUS)
-    at the next forward."""
+    """Memory-mapped weights would change with the file, and a truncated file would kill the process
+    (SIGBUS) at the next forward."""
     gpt, ids = load(saved), random_ids(2, 9)
     before = gpt(ids).logits
     size = (saved / WEIGHTS).stat().st_size
@@ -202,7 +202,7 @@ def test_chat_template_is_optional_and_kept(tmp_path: Path, saved: Path) -> None
 def test_save_refuses_a_checkpoint_that_could_not_be_loaded(
     fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    """Half a character of an imported file was saved once, and could not be read."""
+    """Half a character of an imported file was once saved, and could not be read back."""
     with pytest.raises(CheckpointError, match=message):
         save_tiny_checkpoint(tmp_path / "saved", **fields)
     assert list(tmp_path.iterdir()) == []
@@ -244,7 +244,7 @@ def test_failed_save_leaves_nothing_behind(saved: Path, error: BaseException) ->
 
 
 def test_killed_save_leaves_no_half_checkpoint(saved: Path) -> None:
-    """After SIGKILL no clean-up runs; the rest has another, hidden name."""
+    """After SIGKILL no clean-up runs; the incomplete folder keeps its hidden temporary name."""
     before = contents(saved)
     script = """
         import sys

@@ -146,7 +146,8 @@ def test_file_that_ends_within_a_tensor_is_refused(tmp_path: Path, left: int) ->
 
 
 def test_full_disk_raises_os_error(tmp_path: Path) -> None:
-    """The error of safetensors is no OSError; `logitd import` and `export` ended in a traceback."""
+    """The error of safetensors is no OSError, so `logitd import` and `export` once ended in a
+    traceback."""
     with files_of_at_most(1000), pytest.raises(OSError, match="File too large") as caught:
         write_weights(tmp_path / "large", {"a": torch.zeros(1000)})
     assert caught.value.errno == errno.EFBIG

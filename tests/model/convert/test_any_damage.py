@@ -1,4 +1,4 @@
-"""Damaged foreign models are imported, or refused with a sentence and exit code 1.
+"""Damaged foreign models are imported, or refused with a message and exit code 1.
 
 Tests run the command itself in this process. No code of a file runs.
 """
@@ -184,7 +184,7 @@ def test_fields_of_a_vocabulary(tmp_path: Path) -> None:
 def test_huge_id_is_refused_at_once(
     largest: int, tmp_path: Path, their_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It used to be counted to: 23 seconds, and gigabytes."""
+    """All smaller ids were once counted: 23 seconds, and gigabytes."""
     zipped(tmp_path / "ckpt.pt", False)
     (tmp_path / "vocab.json").write_bytes(written(STOI | {"z": largest}))
     source = Path(shutil.copytree(their_folder, tmp_path / "theirs"))
@@ -240,7 +240,7 @@ def test_fields_of_hugging_face(name: str, their_folder: Path, tmp_path: Path) -
 def test_huge_number_of_layers_is_refused_at_once(
     layers: int, their_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The names of all of them used to be listed, until the system killed the process."""
+    """All their names were once listed, until the system killed the process."""
     source = Path(shutil.copytree(their_folder, tmp_path / "theirs"))
     document = json.loads((source / "config.json").read_bytes()) | {"n_layer": layers}
     (source / "config.json").write_bytes(written(document))
@@ -314,7 +314,7 @@ def test_flags_with_irregular_files_are_refused(
 
 
 def test_canary_is_left_by_a_plain_unpickler(tmp_path: Path) -> None:
-    """So that the tests above can fail."""
+    """Otherwise the tests above could not fail."""
     pickle.loads(pickle.dumps(Exploding()))
     assert Path(CANARY).exists()
 

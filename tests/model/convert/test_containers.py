@@ -1,4 +1,4 @@
-"""Files of weights are recognised by their first bytes (NumPy's, JSON, llama2.c's) or by their
+"""Files of weights are recognized by their first bytes (NumPy's, JSON, llama2.c's) or by their
 names. Intact files of other programs were once called truncated or damaged."""
 
 import gzip
@@ -136,7 +136,7 @@ def hollow_npz(path: Path) -> None:
     ids=["gzip", "hdf5", "npy", "pickle of arrays", "npz of objects", "json"],
 )
 def test_other_formats_are_named_and_kept(write: object, sentence: str, tmp_path: Path) -> None:
-    """No advice names the source as the file to write."""
+    """No message advises to overwrite the source."""
     path = tmp_path / "params.npz"
     write(path)  # type: ignore[operator]
     path = path.rename(tmp_path / "params.pkl")
@@ -199,7 +199,7 @@ def test_missing_role_is_named_in_a_draft(tmp_path: Path) -> None:
 
 
 def test_all_open_questions_are_asked_at_once(tmp_path: Path) -> None:
-    """The vocabulary was asked first, the computation and settings in later rounds."""
+    """The vocabulary was once asked first, and the computation and settings in later runs."""
     tensors = state(SCHEMES["book"].model())
     torch.save({"model": tensors, "config": {"logit_cap": 30.0}}, tmp_path / "gpt.pt")
     with pytest.raises(ConvertError, match="--activation") as refusal:
@@ -209,7 +209,7 @@ def test_all_open_questions_are_asked_at_once(tmp_path: Path) -> None:
 
 
 def test_shared_norm_of_both_sublayers_can_be_saved(tmp_path: Path) -> None:
-    """safetensors refuses two names of one tensor; the import ended in its error."""
+    """safetensors refuses two names of one tensor, so the import once ended in its error."""
     scheme = SCHEMES["one norm for both"]
     model = scheme.model()
     torch.save(state(model), tmp_path / "gpt.pt")
@@ -221,7 +221,7 @@ def test_shared_norm_of_both_sublayers_can_be_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("final_norm", [True, False])
 def test_weightless_norms_become_ones(final_norm: bool, tmp_path: Path) -> None:
-    """Their files were refused: "its layers have no norms with weights"."""
+    """Their files were once refused: "its layers have no norms with weights"."""
     scheme = SCHEMES["book"]
     scheme = replace(scheme, how={**scheme.how, "final_norm": final_norm})
     model = scheme.model()

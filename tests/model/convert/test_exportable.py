@@ -1,4 +1,4 @@
-"""Exportable models are known before training, and exported after it."""
+"""`--exportable` predicts before the training which formats the model can be exported to."""
 
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "gpt2-original": {"preset": "decoder-8x64"},
     "gpt_neox": {"preset": "nanogpt", "positions": "rotary", "residual": "parallel"},
 }
-"""Flags next to --exportable; the name begins with the resulting type."""
+"""Flags for training, by name of the case; the name begins with the exported type."""
 
 
 def config_of(shape: dict[str, Any]) -> GPTConfig:

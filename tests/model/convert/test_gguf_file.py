@@ -28,7 +28,7 @@ FAMILIES = ["gpt2", "llama", "llama-biases", "qwen2", "qwen3"]
 
 
 def export(family: str, path: Path, **options: Any) -> Path:
-    """A tiny model that was imported from `transformers`, as GGUF, next to `ours`."""
+    """Import a tiny model of `transformers` to `ours`, and export it as GGUF."""
     pattern = None if family == "gpt2" else QWEN2_PATTERN
     save_theirs(path / "theirs", family, tokenizer=their_tokenizer(pattern=pattern))
     import_model(path / "theirs", path / "ours")
@@ -146,7 +146,7 @@ def test_flags_of_the_other_format_are_refused(
 
 
 def test_models_of_these_tests_have_their_families() -> None:
-    """A pattern or a family that changes its meaning would make the tests above empty."""
+    """A pattern or family whose meaning changed would leave the tests above without cases."""
     assert GPT2_PATTERN != QWEN2_PATTERN
     assert ROTARY["num_key_value_heads"] < ROTARY["num_attention_heads"]
     assert their_model("llama-biases").config.head_dim == 12

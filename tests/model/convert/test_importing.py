@@ -1,4 +1,4 @@
-"""Steps of every import after its reader: rows, padding, names."""
+"""Steps of every import after reading: rows, padding, names."""
 
 import gzip
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Layouts of weights: written and read again they are the same, in the order that is promised."""
+"""Layouts of weights: writing and reading restores them, in the documented order."""
 
 from typing import Any
 
@@ -97,7 +97,7 @@ def test_channels_that_turn_lead_each_half(pairs: tuple[int, int]) -> None:
 
 
 def test_fused_heads_are_separated() -> None:
-    """Rows there are head by head: query, key, value of six channels each."""
+    """The fused rows are ordered by head: six channels each of query, key and value."""
     config = tiny_config(positions="rotary", n_head=2, d_model=12, rotary_dim=2)
     order = [0, 2, 3, 1, 4, 5]
     assert head_by_head(config)["qkv"].tolist() == [

@@ -1,4 +1,4 @@
-"""LitGPT's folders, made from Llama's weights by a mapping that is written here on its own."""
+"""LitGPT's folders, made from Llama's weights by a mapping of this test."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -132,8 +132,8 @@ PYTHIA: dict[str, Any] = {
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("parallel", [False, True])
 def test_pythia_may_have_a_head_bias(interleaved: bool, parallel: bool, tmp_path: Path) -> None:
-    """Logits of `transformers`, with a bias that only LitGPT has. Without the keys, residuals are
-    parallel and a quarter of each head turns."""
+    """Logits of `transformers` plus a bias that only LitGPT has. If the keys are absent, residuals
+    are parallel and a quarter of each head is rotated."""
     model = their_model("gpt_neox", use_parallel_residual=parallel)
     theirs = model.state_dict()
     bias = torch.randn(ROWS, generator=torch.Generator().manual_seed(0))

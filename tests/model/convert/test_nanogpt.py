@@ -156,7 +156,8 @@ def test_object_in_settings_is_read_as_its_attributes(settings: object, tmp_path
 
 @pytest.mark.parametrize("arguments", [None, {"n_layer": 2}])
 def test_nanogpt_names_without_settings_ask_questions(arguments: object, tmp_path: Path) -> None:
-    """minGPT has the same names and another activation: names alone are not nanoGPT."""
+    """minGPT uses the same names with another activation, so names alone do not identify
+    nanoGPT."""
     save(tmp_path / "ckpt.pt", small(len(STOI)), model_args=arguments, stoi=STOI)
     with pytest.raises(ConvertError, match=r"(?s)Still unknown:.*--n-head.*--activation"):
         import_model(tmp_path / "ckpt.pt", tmp_path / "ours")

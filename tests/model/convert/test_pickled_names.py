@@ -1,4 +1,4 @@
-"""Which classes and functions a pickle names, in every protocol and file, without building any."""
+"""Names of classes and functions in a pickle, for every protocol and file, without unpickling."""
 
 import argparse
 import collections

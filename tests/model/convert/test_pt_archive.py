@@ -35,7 +35,7 @@ def state() -> dict[str, torch.Tensor]:
 
 
 def packed_again(path: Path, change: Callable[[str, bytes], bytes], kind: int) -> Path:
-    """The archive with the contents of its files changed, as a zip program would write it."""
+    """The archive with changed contents, packed as by a zip program."""
     with zipfile.ZipFile(path) as old:
         contents = {entry.filename: old.read(entry) for entry in old.infolist()}
     with zipfile.ZipFile(path, "w", kind) as new:

@@ -75,7 +75,7 @@ def assert_is_state(tensors: Any) -> None:
 
 @pytest.mark.parametrize("old", [False, True])
 def test_dictionaries_of_tensors_and_plain_values_are_read(old: bool, tmp_path: Path) -> None:
-    """Also from files that are older than torch 1.6, which are not zip archives."""
+    """Including files older than torch 1.6, which are not zip archives."""
     value = {"model": STATE, "step": 3, "nested": {"list": [1, "x", None], "flag": True}}
     loaded = read_pt(saved(tmp_path / "m.pt", value, old=old), keep=KEEP)
     assert_is_state(loaded.pop("model"))
@@ -124,7 +124,7 @@ def test_other_saved_objects_do_not_hide_weights(value: Any, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("value", [Box(n_head=2), collections.defaultdict(int, n_head=2)])
 def test_dictionaries_of_other_classes_are_refused_by_name(value: Any, tmp_path: Path) -> None:
-    """torch's reader of data fills dict, OrderedDict and Counter alone."""
+    """torch's weights-only reader fills only dict, OrderedDict and Counter."""
     path = saved(tmp_path / "m.pt", {"model": STATE, "config": value})
     name = f"{type(value).__module__}.{type(value).__name__}"
     with pytest.raises(ConvertError, match=rf"m\.pt holds {name}.* torch\.save\({KEEP[:5]}"):
@@ -134,7 +134,7 @@ def test_dictionaries_of_other_classes_are_refused_by_name(value: Any, tmp_path:
 def test_class_of_a_configuration_is_not_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its module is there, and would write a file if it was."""
+    """Its module exists, and would write a file if it were imported."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     module = types.ModuleType("gone_project")
@@ -182,7 +182,7 @@ def test_reading_leaves_no_class_allowed(tmp_path: Path) -> None:
 def test_no_code_of_a_hostile_file_runs(
     call: tuple[Any, ...], old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In refused files and in files that are read."""
+    """Neither in refused files nor in files that are read."""
     monkeypatch.chdir(tmp_path)
     saved(tmp_path / "m.pt", {"model": STATE, "config": Exploding(*call)}, old=old)
     pickled = tmp_path / "plain.pt"
@@ -196,7 +196,7 @@ def test_no_code_of_a_hostile_file_runs(
 def test_hostile_call_runs_without_weights_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that the test above can fail: without `weights_only` the file is there."""
+    """Otherwise the test above could not fail: without `weights_only` the file appears."""
     monkeypatch.chdir(tmp_path)
     saved(tmp_path / "m.pt", {"config": Exploding(os.mkdir, ("exploded",))})
     torch.load(tmp_path / "m.pt", weights_only=False)
@@ -327,7 +327,7 @@ def test_only_plain_pickles_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_archive_with_a_broken_list_is_not_passed_to_torch(tmp_path: Path) -> None:
-    """Its unpacked size is unknown, and torch may read lists that Python does not."""
+    """Its unpacked size is unknown, and torch may read archives that Python does not."""
     path = tmp_path / "ckpt.pt"
     torch.save({"weight": torch.zeros(3)}, path)
     path.write_bytes(path.read_bytes().replace(b"PK\x01\x02", b"PK\x01\x03"))

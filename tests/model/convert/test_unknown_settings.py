@@ -1,4 +1,4 @@
-"""Unknown settings are questions in every format if they may change a logit."""
+"""Unknown settings that may change a logit raise a question, in every format."""
 
 import json
 from dataclasses import asdict

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Version:
-    """Constants that changed. `left` are the positions before the current one in a short window of
-    a sequence of 256."""
+    """Constants that differ between versions. `left` is the number of earlier positions in a short
+    window of a sequence of 256."""
 
     scales: bool = True
     values: bool = True
@@ -64,7 +64,7 @@ def unit(x: Tensor) -> Tensor:
 
 
 def backwards(x: Tensor, base: float) -> Tensor:
-    """Turn vectors (T, D) of positions 0 to T - 1 by the negative of their angles."""
+    """Rotate vectors (T, D) of positions 0 to T - 1 by the negative of their angles."""
     half = x.shape[1] // 2
     angles = torch.arange(len(x))[:, None] * base ** (-torch.arange(half) / half)
     pairs = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones(()), -angles)

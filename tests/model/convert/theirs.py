@@ -1,4 +1,4 @@
-"""Models and tokenizers as other projects make them: tiny, random, saved by their own libraries."""
+"""Tiny random models and tokenizers of other projects, saved by their own libraries."""
 
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 def their_model(family: str, **overrides: Any) -> Any:
-    """A random model of `transformers`; biases and norms are drawn, too."""
+    """A random model of `transformers`; biases and norms are random, too."""
     kind = family.partition("-")[0]
     values = OTHERS.get(kind, ROTARY) | FAMILIES[family]
     name = {"gpt2": "GPT2", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2",
@@ -115,7 +115,7 @@ def their_model(family: str, **overrides: Any) -> Any:
 
 
 def draw(model: nn.Module, seed: int = 0) -> None:
-    """Draw every weight so large that attention chooses."""
+    """Draw large weights, so that attention is selective."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -152,7 +152,7 @@ def their_tokenizer(
 def save_theirs(
     folder: Path, family: str, tokenizer: Any = None, **overrides: Any
 ) -> tuple[Any, Any]:
-    """A model of `transformers` with its tokenizer, saved; both."""
+    """Save a model of `transformers` with its tokenizer; returns both."""
     model, tokenizer = their_model(family, **overrides), tokenizer or their_tokenizer()
     model.save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""Published vocabularies: ranks files and `tokenizer.json`, and files that are neither."""
+"""Published vocabularies: ranks files, `tokenizer.json`, and other files."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Shards of another run are used unchanged, and refused if they do not fit."""
+"""Shards of another run are reused unchanged, or refused if they do not fit."""
 
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -37,7 +37,7 @@ def writer(path: Path) -> AbstractContextManager[ShardWriter]:
 def reused(
     folder: Path, *paths: Path, fraction: float = 0.2
 ) -> tuple[list[bytes], list[bytes], int]:
-    """The documents of both sides, and their number."""
+    """Documents of both sides, and their number."""
     folder.mkdir(exist_ok=True)
     names = {"train": folder / "train.tokens", "val": folder / "val.tokens"}
     with writer(names["train"]) as train, writer(names["val"]) as val:
@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_documents_stay_whole_and_on_one_side(
     folder: Path, documents: list[bytes], ended: bool, chunk: int
 ) -> None:
-    """Short documents repeat, and their copies are on one side."""
+    """Short documents repeat, and all copies of one are on the same side."""
     path = write(folder / "a.tokens", documents, ended=ended or documents[-1] == b"")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "CHUNK", chunk)

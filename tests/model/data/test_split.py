@@ -103,7 +103,7 @@ def test_adding_documents_moves_few_between_sides() -> None:
 
 @given(st.lists(st.text("ab \n", min_size=1, max_size=4), min_size=20), st.floats(0.05, 0.5))
 def test_text_is_on_one_side_under_any_names(texts: list[str], fraction: float) -> None:
-    """Texts of up to four characters repeat by chance."""
+    """Different texts of up to four characters are equal by chance."""
     names_of: dict[str, set[str]] = {"train": set(), "val": set()}
     documents = [text_document(f"{number}", text) for number, text in enumerate(texts)]
     for parts, text in zip(parts_of(documents, fraction), texts, strict=True):
@@ -122,7 +122,8 @@ def test_lot_depends_on_the_whole_content() -> None:
 
 
 def test_own_text_of_python_is_drawn_by_names() -> None:
-    """The bundled checkpoint depends on it: another Python's contents move no module."""
+    """The bundled checkpoint depends on it: changed contents in another Python move no module to
+    the other side."""
     documents = [
         text_document(f"module{index}.py", "same", drawn_by_name=True) for index in range(200)
     ]

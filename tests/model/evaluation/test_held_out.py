@@ -36,7 +36,7 @@ def write(path: Path, size: int) -> Path:
 
 
 def texts(windows: module.HeldOutWindows, checkpoint: CheckpointInfo) -> list[bytes]:
-    """Each window with the token after it."""
+    """Each window with the token that follows it."""
     (batch,) = windows.windows
     inputs, targets = batch
     return [
@@ -141,7 +141,7 @@ def test_checkpoint_of_unknown_text_has_no_held_out_text(checkpoint: CheckpointI
 
 
 def documents(val_fraction: float) -> list[bytes]:
-    """The part of each document of Python's own text that the trainer holds out."""
+    """The part of each document of the built-in text that the trainer holds out."""
     text = python_text(Path(sysconfig.get_path("stdlib")))
     split = split_text(text.documents, val_fraction)
     sorted_out = [

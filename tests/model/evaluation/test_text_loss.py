@@ -26,7 +26,7 @@ TEXT = "a short text – “said” twice, a short text."
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A context of 64, and heads that the native decoder covers."""
+    """A model with a context of 64 and heads that the native decoder covers."""
     gpt = tiny_gpt(tiny_config(context_length=64, head_dim=16, n_layer=2))
     return save_tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny", gpt=gpt).path
 
@@ -134,7 +134,8 @@ def test_text_loss_refuses_an_impossible_request(tiny: Path, short: Path, tmp_pa
 
 
 def test_whole_held_out_part_of_pythons_text_is_measured(tmp_path: Path) -> None:
-    """The bytes of the checkpoint's record are measured, not the sample that serving takes."""
+    """The whole held-out text of the checkpoint's record is measured, not the sample that `serve`
+    takes."""
     data: dict[str, Any] = {"name": "x", "licence": "y", "built_in": True, "val_bytes": 300_000}
     gpt = tiny_gpt(tiny_config(context_length=512, n_layer=1, d_model=8, n_head=1, vocab_size=259))
     info = save_tiny_checkpoint(

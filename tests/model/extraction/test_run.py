@@ -1,4 +1,5 @@
-"""Extractions by a real checkpoint: values equal those of `LLM` to the bit; refused requests."""
+"""Extractions by a real checkpoint: values equal those of `LLM` to the bit; some requests are
+refused."""
 
 import json
 import os
@@ -374,7 +375,7 @@ def test_one_process_writes_a_folder(extracting: Extract, tmp_path: Path) -> Non
 
 
 def test_full_disk_is_explained_and_shards_stay(extracting: Extract, tmp_path: Path) -> None:
-    """A limit on the size of files lets the largest shard fail."""
+    """With a limit on the size of files, the largest shard fails."""
     straight = contents(extracting(tmp_path / "straight", top_k=20, **ASKED).path)
     largest = max(map(len, straight.values()))
     refusal = pytest.raises(

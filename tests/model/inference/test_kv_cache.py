@@ -38,7 +38,7 @@ def gpt(request: pytest.FixtureRequest) -> GPT:
 
 @pytest.mark.skipif(not resident(), reason="the system does not tell a process's size")
 def test_cache_takes_memory_only_for_used_cells() -> None:
-    """`torch.zeros` writes the zeros: 64 slots of GPT-2 held 2.3 GiB before the first request."""
+    """`torch.zeros` writes the zeros: 64 slots of GPT-2 took 2.3 GiB before the first request."""
     config = tiny_config(n_layer=4, n_head=8, d_model=512, context_length=1024)
     before = resident()
     cache = KVCache(config, 32, device=torch.device("cpu"), dtype=torch.float32)
@@ -94,7 +94,7 @@ def decode(
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
-    """Logits here are of size 5, and attention chooses sharply, which enlarges rounding errors."""
+    """Logits here are about 5, and attention is sharp, which amplifies rounding errors."""
     assert_close(actual, expected, atol=2e-3, rtol=1e-3)
 
 
@@ -124,7 +124,7 @@ def test_decoded_positions_match_the_forward(gpt: GPT, prompt: int) -> None:
 
 
 def test_slots_at_different_positions_decode_together(gpt: GPT) -> None:
-    """Three sequences of unequal lengths, in rows that have been used before, padded by two."""
+    """Three sequences of unequal lengths, in used rows, padded by two rows."""
     count, steps = 3, 5
     longest = gpt.config.context_length - steps
     lengths = [min(length, longest) for length in (3, 40, 11)]
@@ -206,8 +206,8 @@ def test_int8_row_that_is_not_finite_has_such_a_scale(lost: float) -> None:
 
 
 def test_int8_cells_hold_rounded_values(gpt: GPT) -> None:
-    """The first block reads no rounded cells. Prompts and steps keep the same, a copied prefix has
-    its scales, and cleared cells have none."""
+    """The first block reads no rounded cells. Prompts and steps store the same values, a copied
+    prefix has its scales, and cleared cells have none."""
     length = min(40, gpt.config.context_length)
     ids = random_ids(length, vocab_size=gpt.config.vocab_size)
     exact = new_cache(gpt)

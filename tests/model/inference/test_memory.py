@@ -56,7 +56,7 @@ def test_slot_of_gpt_2_in_16_bits() -> None:
 
 
 def slots(available: Available = CARD, /, *, gpu: bool = True, **budget: Any) -> int:
-    """The slots of GPT-2 124M in 16 bits; 16 by default."""
+    """Slots of GPT-2 124M in 16 bits; the default is 16 slots."""
     wanted = SlotBudget(**{"default": SlotDefault(16), **budget})
     (count,) = slots_for([Shape("gpt2", SMALL, 2)], wanted, available, gpu=gpu)
     return count
@@ -112,7 +112,7 @@ def test_cpu_shares_memory_after_weights() -> None:
 
 
 def served(free: int, **budget: Any) -> int:
-    """The slots on a CPU with the default of a server."""
+    """Number of slots on a CPU with a server's default."""
     memory = Available("this machine", 2**50, free)
     return slots(memory, gpu=False, default=SERVED_SLOTS, **budget)
 

@@ -1,4 +1,4 @@
-"""Bodies of all operations are read strictly."""
+"""Bodies of all operations are validated strictly."""
 
 import json
 from typing import Any

@@ -83,7 +83,7 @@ def test_only_fields_of_the_endpoint_are_suggested() -> None:
 
 
 def test_suggestions_do_not_block_the_event_loop() -> None:
-    """Suggestions are looked for only for named fields, and never for a long name."""
+    """Suggestions are computed only for shown fields, and never for a long name."""
     raw = json.dumps({"prompt": "a"} | {f"temperatur{i}": 1 for i in range(900)}).encode()
     began = time.process_time()
     assert str(refused(raw)).count("did you mean") == MAX_REPORTED

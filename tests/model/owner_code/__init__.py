@@ -1,1 +1,1 @@
-"""Tests of `model/owner_code` and of models that are computed by it."""
+"""Tests of `model/owner_code` and of models that run their owner's code."""

@@ -1,6 +1,6 @@
-"""Owner's classes: language models that are no GPT of the usual kinds, as their owners write them.
+"""Owners' classes: language models that are not usual GPTs, as their owners write them.
 
-The tests copy this file next to a state dict, and compare the server with the classes themselves.
+The tests copy this file next to a state dict, and compare the server with the classes.
 """
 
 # mypy: ignore-errors
@@ -115,7 +115,7 @@ class Recurrent(nn.Module):
 
 
 class Remembering(Recurrent):
-    """The GRU with the protocol of an own cache."""
+    """The GRU with the protocol for a cache of its own."""
 
     def logits_and_state(self, ids, state):
         values, state = self.gru(self.embed(ids), state)
@@ -123,7 +123,7 @@ class Remembering(Recurrent):
 
 
 class Forgetful(Recurrent):
-    """Its own cache computes something else than its forward."""
+    """Its cache computes something else than its forward."""
 
     def logits_and_state(self, ids, state):
         return self.head(self.gru(self.embed(ids))[0]), None

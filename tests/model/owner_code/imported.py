@@ -37,7 +37,7 @@ def imported(kind: str, folder: Path, lens: tuple[str, str] | None = None, seed:
 
 
 def written(folder: Path, code: str = "raise SystemExit", **fields: Any) -> Path:
-    """A checkpoint with code that is never run, written without running any."""
+    """Write a checkpoint with code, without running the code."""
     config = CodeConfig.from_dict(
         {
             "vocab_size": VOCABULARY, "rows": VOCABULARY, "context_length": CONTEXT,

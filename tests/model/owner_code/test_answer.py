@@ -1,4 +1,5 @@
-"""Passes that the owner's process computes on request; here a thread answers on a socket."""
+"""Forward passes that the owner's process computes on request; here a thread answers on a
+socket."""
 
 import socket
 import threading
@@ -79,7 +80,7 @@ def answering(model: nn.Module, **options: Any) -> Iterator[Asker]:
 
 
 def of_class(model: nn.Module, ids: Sequence[int]) -> Tensor:
-    """The logits of the class itself: (T, V)."""
+    """The logits (T, V) of the class itself."""
     with torch.no_grad():
         out = model(torch.tensor([ids]))
     logits: Tensor = out[0] if isinstance(out, tuple) else out

@@ -1,4 +1,4 @@
-"""The facts that are measured on owners' classes, in this process."""
+"""Measured facts of owners' classes, in this process."""
 
 from pathlib import Path
 

@@ -17,7 +17,7 @@ TOKENS = st.dictionaries(
     st.tuples(st.booleans(), st.booleans(), st.sampled_from(SPECIAL)),
     min_size=1,
 )
-"""By content: special, normalized, other flags."""
+"""Added tokens: text, and its flags special, normalized and others."""
 TEXTS = st.lists(st.sampled_from([*CONTENTS, "z", "\u0301", "\u00a0", "\x1f", "Ⅷ"])).map("".join)
 UNKNOWN = 0
 

@@ -34,7 +34,7 @@ def tokenizer(*special_tokens: str) -> Tokenizer:
 def render(
     source: str, *contents: str, special_tokens: Sequence[str] | None = None
 ) -> list[str | int]:
-    """The pieces of user messages."""
+    """The pieces of rendered user messages."""
     messages = [{"role": "user", "content": content} for content in contents]
     vocabulary = TOKENIZER if special_tokens is None else tokenizer(*special_tokens)
     return compiled(source).render(messages, vocabulary)
@@ -46,7 +46,7 @@ def compiled(source: str) -> ChatTemplate:
 
 
 def written(pieces: Sequence[str | int], vocabulary: Tokenizer = TOKENIZER) -> str:
-    """The text of pieces, with the names of special tokens."""
+    """The text of pieces, including the names of special tokens."""
     return "".join(p if isinstance(p, str) else vocabulary.decode([p]) for p in pieces)
 
 
@@ -168,7 +168,7 @@ def test_no_message_makes_a_special_token(source: str, contents: list[str]) -> N
 
 
 def test_change_of_case_makes_no_special_token() -> None:
-    """ß in upper case is SS, and the Kelvin sign in lower case a k."""
+    """ß in upper case is SS, and the Kelvin sign in lower case is k."""
     specials = ["STOP", "SS", "kk"]
     for source, content, text in [
         ("{{ messages[0].content | upper }}", "stop ß", None),
@@ -203,7 +203,7 @@ LOST = {
     "in lower case": "{{ ('<' ~ text) | lower }}",
     "in upper case, too": "{{ (text + 'a') | upper }}",
 }
-"""Forms that change the case of a plain string, which skips hidden letters."""
+"""Expressions that change the case of a plain string, which skips hidden letters."""
 LOOKING = {
     "compared": "{{ text == 'ab' }}{{ 'ab' == text }}{{ text != '|' }}{{ text in ['a', '<'] }}",
     "searched": "{{ 'a' in text }}{{ '<|' in text }}{{ text.find('|') }}{{ text.count('a') }}",
@@ -216,7 +216,7 @@ LOOKING = {
 
 
 def source_of(form: str) -> str:
-    """A template with a form for each message's text, and "<a>" at its end."""
+    """A template that applies a form to each message's text and ends with "<a>"."""
     forms = TEMPLATES | LOOKING | LOST
     return "{% for m in messages %}{% set text = m.content %}" + forms[form] + "{% endfor %}<a>"
 
@@ -241,7 +241,7 @@ def ids(pieces: Sequence[str | int]) -> list[int]:
 def test_special_tokens_come_from_the_template_alone(
     special_tokens: list[str], contents: list[str], form: str
 ) -> None:
-    """Harmless messages of the same length make the same special tokens. White space is kept,
+    """Harmless messages of the same length yield the same special tokens. White space is kept,
     because templates trim it."""
     harmless = ["".join(c if c.isspace() else "\u4e00" for c in content) for content in contents]
     source = source_of(form)

@@ -1,4 +1,4 @@
-"""Stop strings are found however the text is cut, and no part of them is shown."""
+"""Stop strings are found however the text is split, and no part of them is shown."""
 
 import itertools
 

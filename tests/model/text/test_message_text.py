@@ -73,7 +73,7 @@ def strings(value: Any) -> list[str]:
 @pytest.mark.parametrize("name", METHODS)
 @given(text=TEXT, part=PART)
 def test_message_text_shows_no_dangerous_character(name: str, text: str, part: str) -> None:
-    """Joins and changes of case keep them hidden."""
+    """Joining texts and changing their case keep special characters hidden."""
     dangerous = set("".join(SPECIALS))
     for item in strings(METHODS[name](MessageText(text, hidden(text)), part)):
         raw = "".join([item])

@@ -1,4 +1,5 @@
-"""Tokenizer: ids are bytes and text is a view of them; no byte is lost, no half character shown."""
+"""Tokenizer: ids are bytes and text is a view of them; no byte is lost, and no half character
+shown."""
 
 import base64
 import contextlib
@@ -170,7 +171,7 @@ def test_growing_text_pieces_join_to_the_whole_text(ids: list[int]) -> None:
 
 @given(RAGGED_TEXT, st.data())
 def test_growing_text_shows_whole_characters_and_no_part(text: str, data: st.DataObject) -> None:
-    """The shown text does not depend on how tokens cut the bytes."""
+    """The shown text does not depend on how tokens split the bytes."""
     raw, ids = text.encode(), []
     while raw:
         token = data.draw(
@@ -258,8 +259,8 @@ MILLION = 1_000_000
     ],
 )
 def test_run_of_a_million_characters_is_encoded(character: str) -> None:
-    """With the published patterns a million spaces overflow tiktoken's stack, a panic that
-    `except Exception` does not catch. This pattern bounds every run of white space."""
+    """With the published patterns a million spaces overflow tiktoken's stack, a panic that `except
+    Exception` does not catch. This pattern limits every run of white space."""
     run = character * (MILLION // len(character))
     for text in (run, f"a{run}b"):
         ids = TOKENIZER.encode(text)
@@ -279,7 +280,7 @@ def test_run_of_a_million_characters_is_encoded(character: str) -> None:
     ],
 )
 def test_pattern_cuts_text(text: str, pieces: list[str]) -> None:
-    """Every piece of the text is a token, so the tokens show the cuts."""
+    """Every piece of the text is a token, so the tokens show where it is split."""
     ranks = {bytes([byte]): byte for byte in range(256)}
     for length in range(2, len(text.encode()) + 1):
         for start in range(len(text) - length + 1):

@@ -32,7 +32,7 @@ CHANGES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink
 
 
 def _kind(event: str, path: str) -> str:
-    """A change and its path, without a step or the unique part of a temporary name."""
+    """A change and its path, without the step or the unique part of a temporary name."""
     return f"{event} {re.sub(r'[0-9]+(?:[.][^/.]+)?|(?<=state.pt)[.].*', '*', path)}"
 
 
@@ -154,8 +154,8 @@ def test_run_killed_before_a_change_of_its_folder_ends_in_the_same_bits(
 def test_run_killed_before_each_kind_of_change_ends_in_the_same_bits(
     kill_at: tuple[list[str], Kill],
 ) -> None:
-    """The first of one kind, the last of the next: with the run still empty, and with checkpoints
-    to replace and to remove."""
+    """The first change of one kind and the last of the next: with the run still empty, and with
+    checkpoints to replace and to remove."""
     kinds, kill = kill_at
     first = {kind: number for number, kind in reversed(list(enumerate(kinds, start=1)))}
     last = {kind: number for number, kind in enumerate(kinds, start=1)}
@@ -186,7 +186,7 @@ def _kill_while_it_writes(
 def test_run_killed_while_it_writes_ends_in_the_same_bits(
     configure: Configure, tmp_path: Path, processes: ForkServerContext
 ) -> None:
-    """A model of 2 MB, so that writing takes its time."""
+    """A model of 2 MB, so that writing takes a while."""
     draw = random.Random(0)
     wide = {"d_model": 128, "d_ff": 512, "steps": 8, "eval_every": 100, "sample_every": 100}
     straight = _with_saves(configure, tmp_path / "straight", **wide)

@@ -1,4 +1,4 @@
-"""The whole training loop, on a model of some thousand parameters."""
+"""The whole training loop, on a model of a few thousand parameters."""
 
 import hashlib
 import math
@@ -288,7 +288,7 @@ def test_train_restores_random_state_and_threads(configure: Configure) -> None:
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_one_batch_can_be_memorized(tmp_path: Path, configure: Configure, optimizer: str) -> None:
-    """The training text is hardly longer than a window, so every batch is nearly the same."""
+    """The training text is hardly longer than a window, so all batches are nearly the same."""
     path = tmp_path / "short.txt"
     path.write_text(story(8))
     config = configure(
@@ -327,8 +327,8 @@ def test_diverging_run_stops_and_names_the_last_good_checkpoint(
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> float:
-    """The trainer's clock, on which hundredths of a second pass from one look at it to the next;
-    its time before."""
+    """Make the trainer's clock advance by hundredths of a second per reading; returns the time
+    before."""
     begin = time.monotonic()
     ticks = (begin + tick / 100 for tick in count(1))
     monkeypatch.setattr(
@@ -339,8 +339,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> float:
 
 @pytest.mark.usefixtures("clock")
 def test_minutes_end_a_run(configure: Configure) -> None:
-    """Minutes alone set the length, and the learning rate falls with the clock. With steps too, the
-    first of both ends the run."""
+    """Minutes alone set the length, and the learning rate falls with the clock. If steps are set
+    too, the limit that is reached first ends the run."""
     config = configure(minutes=0.02, log_every=1, eval_every=10_000, checkpoint_every=10_000)
     given = {k: v for k, v in config.model_dump(exclude_unset=True).items() if k != "steps"}
     events: list[Event] = []
@@ -442,7 +442,7 @@ def test_checkpoints_and_samples_become_rarer(configure: Configure) -> None:
 def test_lengthened_run_reports_and_keeps_the_rise_of_its_learning_rate(
     configure: Configure,
 ) -> None:
-    """The rise itself is tested in configuration/test_resolve.py."""
+    """The warmup itself is tested in configuration/test_resolve.py."""
     first = train(configure(steps=4, log_every=1, sample_tokens=1)).run
     events: list[Event] = []
     train(TrainingConfig(out=first, resume=True, steps=24), events.append)
@@ -467,7 +467,7 @@ def test_patience_ends_a_run_that_no_longer_improves(
 
 
 def test_every_checkpoint_has_the_chat_template(configure: Configure, tmp_path: Path) -> None:
-    """The template at the start of the run, or at its resume."""
+    """The template at the start of the run, or when it was resumed."""
     file = tmp_path / "chat.jinja"
     file.write_text("{{ messages[0].content }} é", encoding="utf-8")
     _train_until(8, configure(chat_template=file))
@@ -583,7 +583,8 @@ def test_decoder_8x64_learns_below_the_unigram_entropy(
 
 
 def test_parts_of_gpt_neox_are_trained_and_saved(tmp_path: Path, story_file: Path) -> None:
-    """Every weight moves: head and norms have their biases, a part of each head turns."""
+    """Every weight moves: the head and the norms have biases, and a part of each head is
+    rotated."""
     shape: dict[str, Any] = {
         "positions": "rotary", "rotary_dim": 4, "residual": "parallel", "norm": "layernorm",
         "bias": True, "qkv_bias": True, "qk_norm": False, "value_embeddings": False,

@@ -1,7 +1,7 @@
-"""The whole GPT against the GPT-2, GPT-NeoX, OPT, Llama and Qwen3 of `transformers`.
+"""The whole GPT compared with GPT-2, GPT-NeoX, OPT, Llama and Qwen3 of `transformers`.
 
-Random weights, float32, no download. Their weights, with biases and norms, are drawn so large that
-attention chooses, and imported into ours.
+Random weights, float32, no download. Their weights, with biases and norms, are so large that
+attention is selective, and are imported into our model.
 """
 
 from collections.abc import Callable, Mapping
@@ -85,7 +85,7 @@ def llama_shaped(
 
 
 def rope(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`rope_parameters` of a scaling."""
+    """`rope_parameters` for a scaling."""
     if scaling is None:
         return {"rope_type": "default", "rope_theta": THETA}
     values = {name: value for name, value in scaling.items() if name != "kind"}
@@ -127,7 +127,7 @@ def opt(**overrides: Any) -> Case:
 
 
 def imported(theirs: Any) -> Case:
-    """Their model with drawn weights, and ours as its reader makes it; padded rows hold noise."""
+    """Their model with random weights, and ours as its reader builds it; padded rows hold noise."""
     prepare(theirs)
     state = theirs.state_dict()
     reader = StateDictReader("theirs", state)

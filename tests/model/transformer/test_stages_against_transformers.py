@@ -26,7 +26,7 @@ from tests.model.transformer.test_against_transformers import (
 LENGTH = 32
 
 Read = Callable[[Tensor], Tensor]
-"""Converts the input or output of their module (T, ...) to a stage (T, ...)."""
+"""Converts the input or output of a module (T, ...) to a stage (T, ...)."""
 Place = tuple[str, str, Read]
 """A module, "input" or "output", and the conversion."""
 
@@ -122,8 +122,7 @@ def our_stages(gpt: GPT, ids: Tensor) -> dict[str, Tensor]:
 
 
 def their_stages(theirs: Any, ids: Tensor, places: Mapping[str, Place]) -> dict[str, Tensor]:
-    """Stages by our names, with the attention weights and rotated keys that their models
-    return."""
+    """Stages by our names, with the attention weights and rotated keys that their models return."""
     seen: dict[str, Tensor] = {}
     handles = []
     for kind, (path, side, read) in places.items():
@@ -167,8 +166,8 @@ def their_stages(theirs: Any, ids: Tensor, places: Mapping[str, Place]) -> dict[
 def test_every_stage_equals_a_hooks_input(
     make: Callable[[], Case], places: Mapping[str, Place], without: set[str]
 ) -> None:
-    """`without`: stages that are no input or output of a module: scores, each head's part of the
-    output, rotated queries (the weights contain their products with the keys)."""
+    """`without` names stages that are no input or output of a module: scores, each head's part of
+    the output, rotated queries (the weights contain their products with the keys)."""
     gpt, theirs = make()
     gpt, theirs = gpt.double(), theirs.double()
     ids = random_ids(1, LENGTH, vocab_size=VOCAB_SIZE)

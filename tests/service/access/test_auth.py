@@ -68,7 +68,7 @@ def unauthorized(response: httpx.Response) -> str:
 
 @pytest.mark.parametrize("path", PROTECTED)
 def test_protected_path_needs_a_key(locked: Serving, path: str) -> None:
-    """Not even a 404 shows which paths exist."""
+    """Not even a 404 reveals which paths exist."""
     for method in ("GET", "POST", "OPTIONS", "DELETE"):
         assert "is required" in unauthorized(locked.client.request(method, path))
         response = locked.client.request(method, path, headers=bearer(ALICE))

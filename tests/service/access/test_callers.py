@@ -1,4 +1,4 @@
-"""Callers: requests that share have the same name."""
+"""Callers: requests of one caller have the same name."""
 
 from typing import Any
 

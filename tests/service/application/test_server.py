@@ -21,12 +21,12 @@ from tests.model.factories import save_tiny_checkpoint, training_record
 from tests.service.serving import client, events, eventually, serve_settings, slow_checkpoint
 
 LONG = {"prompt": "a", "ignore_eos": True}
-"""A generation of seconds."""
+"""A generation that takes seconds."""
 
 
 @pytest.fixture(scope="module")
 def slow_path(checkpoint_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A quarter of a gigabyte, which takes a second to load."""
+    """A checkpoint of a quarter of a gigabyte, which takes a second to load."""
     path = slow_checkpoint(checkpoint_path, tmp_path_factory.mktemp("slow"), 2**26)
     yield path
     shutil.rmtree(path)
@@ -265,7 +265,7 @@ def test_checkpoint_that_cannot_be_loaded_ends_the_server(
 def test_failed_engine_ends_the_server_with_1(
     checkpoint_path: Path, logged_errors: list[str]
 ) -> None:
-    """So that a supervisor can start it again."""
+    """A supervisor can then restart it."""
     requests: list[threading.Thread] = []
 
     def break_engine(models: Models, port: int) -> None:

@@ -28,7 +28,7 @@ OFFERED = {
     "logitd serve mine": ["mine-of-tuesday"],
     "logitd serve --validation-text mine": ["mine-of-tuesday"],
 }
-"""Words on a line, and the offers of each shell for the last one."""
+"""Words of a line, and each shell's suggestions for the last one."""
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def until(descriptor: int, pattern: bytes) -> bytes:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_shells_at_a_terminal_offer_words(shell: str, folder: Path) -> None:
-    """Type words and the tabulator, twice for a list in bash. Fish gets the other lines too."""
+    """Type words and the Tab key, twice for a list in bash. Fish gets the other lines too."""
     if shutil.which(shell) is None:
         pytest.skip(f"there is no {shell} here")
     flags = {"bash": ["--norc", "-i"], "zsh": ["-f", "-i"]}[shell]
@@ -121,7 +121,7 @@ def test_fish_offers_words(folder: Path) -> None:
 def test_all_flags_are_offered(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The program offers them, and all shells ask it."""
+    """The program makes the suggestions, and all shells ask it."""
     asked = {"COMP_WORDS": f"logitd {command} -", "COMP_CWORD": "2"}
     for name, value in {**asked, COMPLETE: "bash_complete"}.items():
         monkeypatch.setenv(name, value)

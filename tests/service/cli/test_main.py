@@ -1,4 +1,4 @@
-"""The command line: complete and immediate help, a sentence for each mistake, interrupts."""
+"""The command line: complete and fast help, a message for each mistake, interrupts."""
 
 import json
 import os
@@ -312,7 +312,8 @@ def test_console_script_equals_the_module() -> None:
 
 
 def test_closed_pipe_ends_generate_without_an_error_or_a_compiler(tmp_path: Path) -> None:
-    """Like `logitd generate ... | head -c 3`. torch's compiler takes a second to import."""
+    """Like `logitd generate ... | head -c 3`. The command must not import torch's compiler, which
+    takes a second."""
     gpt = tiny_gpt(tiny_config(**FAMILIES["modern"], context_length=4096))
     checkpoint = save_tiny_checkpoint(tmp_path / "modern", gpt=gpt)
     program = (
@@ -347,7 +348,7 @@ class Finder:
             os._exit(0)
 sys.meta_path.insert(0, Finder())
 """
-"""Print the environment and exit at the first import of torch."""
+"""Prints the environment and exits at the first import of torch."""
 
 
 @pytest.mark.parametrize(
@@ -394,7 +395,7 @@ def test_spin_is_set_before_torch_is_imported(entry: str, command: str) -> None:
 def test_interrupts_during_imports_end_silently(
     arguments: list[str], library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Imports of the command line, and of the command."""
+    """During imports of the command line, and of the command."""
     monkeypatch.chdir(ROOT)
     process = subprocess.Popen(
         [sys.executable, "-m", "logitd", *arguments],

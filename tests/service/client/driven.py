@@ -7,7 +7,7 @@ from logitd import AsyncClient, AsyncStream, Client
 
 
 def driven(runner: asyncio.Runner, client: AsyncClient) -> Client:
-    """An AsyncClient with the calls of a Client; each runs the loop until it has its result."""
+    """An AsyncClient with the methods of a Client; each runs the loop until it has its result."""
     return cast(Client, _Driven(runner, client))
 
 

@@ -1,4 +1,4 @@
-"""ScriptedServer: a server with the answers of a test, byte by byte.
+"""A server with the answers of a test, byte by byte.
 
 It plays faults that a real server does not have on demand: two refusals and then an answer,
 silence, a broken connection, a proxy.

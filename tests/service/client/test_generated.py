@@ -1,4 +1,4 @@
-"""Fields, results and methods of the client follow from the operations."""
+"""The client's fields, results and methods follow from the operations."""
 
 import ast
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from logitd.service.client_methods import PROPERTIES
 from logitd.service.generate_client import FACTS, FOLDER, result_name, sources
 
 DECIDED = {"logits": {"top_k", "stream"}}
-"""Fields that a method decides; those of other operations decide `stream` alone."""
+"""Fields that a method sets itself; methods of operations not listed set only `stream`."""
 
 
 def tree(source: str) -> str:

@@ -1,4 +1,4 @@
-"""Refusals of a real server and their exceptions; a full queue is asked again."""
+"""Refusals of a real server and their exceptions; retries after a full queue."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -28,7 +28,7 @@ LONG: dict[str, Any] = {"prompt": "a", "ignore_eos": True}
 
 
 def refused(kind: type[APIStatusError], call: Callable[[], Any]) -> APIStatusError:
-    """The error of a call: exactly of this kind, with the id of its request."""
+    """The error of a call, which must be exactly of this class and have the id of its request."""
     with pytest.raises(APIStatusError) as caught:
         call()
     error = caught.value
@@ -103,7 +103,7 @@ def test_faults_of_the_server_have_their_id_in_the_log(
 
 
 def occupy(server: Serving, stack: ExitStack) -> Callable[[], None]:
-    """Hold the slot with a reply that is not read, until the returned call."""
+    """Hold the slot with a reply that is not read, until the returned function is called."""
     raw = stack.enter_context(server.connect(receive_buffer=4096))
     raw.sendall(request_bytes("/logits", {"prompt": long_prompt(8000), "positions": "all"}))
     eventually(lambda: server.sample("logitd_kv_slots_used") == 1)

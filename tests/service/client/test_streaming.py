@@ -1,4 +1,4 @@
-"""Parsing the bytes of a stream into chunks and a result, for any cuts of the bytes."""
+"""Parsing the bytes of a stream into chunks and a result, however the bytes are split."""
 
 import json
 from contextlib import suppress

@@ -80,7 +80,7 @@ def ended(server: Serving, reason: str) -> float:
 
 
 def test_connection_that_waits_longest_makes_room(narrow: Serving) -> None:
-    """First those without a request, the oldest first; then one with a body; never one with a
+    """First connections without a request, the oldest first; then one with a body; never one with a
     reply."""
     with ExitStack() as stack:
 
@@ -118,7 +118,7 @@ def test_connection_that_waits_longest_makes_room(narrow: Serving) -> None:
 
 
 def test_reader_of_a_reply_does_not_make_room(narrow: Serving) -> None:
-    """Its reply is complete, so it has waited longest, but not everything has been sent."""
+    """Its reply is complete, so it has waited longest, but it has not been sent completely."""
     large = {"prompt": long_prompt(1000), "max_tokens": 1, "prompt_logprobs": 200}
     with ExitStack() as stack:
         reading = stack.enter_context(narrow.connect(receive_buffer=4096))
@@ -161,7 +161,7 @@ def test_full_server_answers_health_only(narrow: Serving) -> None:
 
 
 def test_connection_above_the_limit_replaces_an_idle_one(narrow: Serving) -> None:
-    """After busy connections above the bound, an idle one is ended and no request gets 503."""
+    """After busy connections above the limit, an idle one is closed, and no request gets 503."""
     with ExitStack() as stack:
         tokens = {"prompt": "a", "ignore_eos": True, "max_tokens": 1000}
         at_work = [stack.enter_context(narrow.connect()) for _ in range(4)]

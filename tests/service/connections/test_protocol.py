@@ -1,5 +1,5 @@
-"""One connection: endless bytes, requests ahead of their turn, deadlines, upgrades, shutdown. Real
-servers and sockets."""
+"""One connection: endless bytes, pipelined requests, deadlines, upgrades, shutdown. Real servers
+and sockets."""
 
 import contextlib
 import json
@@ -33,7 +33,7 @@ LAST = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 LARGE: dict[str, Any] = {"prompt": long_prompt(1000), "max_tokens": 1, "prompt_logprobs": 200}
 """Request for a JSON reply that is larger than socket buffers."""
 WINDOW = 256 * 1024
-"""Bytes that a slow reader reads at once."""
+"""Size in bytes of a slow reader's reads."""
 TIMEOUT = 0.7
 """Time limit in seconds of the server with short limits."""
 ENDLESS = {
@@ -125,7 +125,7 @@ def test_endless_head_is_answered_431(server: Serving, name: str) -> None:
 
 @pytest.mark.parametrize("extra", [0, 1])
 def test_bound_of_the_headers_is_exact(server: Serving, extra: int) -> None:
-    """For any mixture of a long address and header lines."""
+    """For any mix of a long address and header lines."""
     headers = [(b"host", b"localhost"), (b"connection", b"close"), (b"x-b", b"c" * 5000)]
     headers += [(b"x-%d" % i, b"") for i in range(100)]
     room = MAX_HEADER_BYTES - head_size(len(b"/version"), headers) - 4 - len(b"x-a")
@@ -138,7 +138,7 @@ def test_bound_of_the_headers_is_exact(server: Serving, extra: int) -> None:
 
 @st.composite
 def pipelines(draw: st.DrawFn) -> tuple[list[bytes], list[int]]:
-    """Requests sent without waiting, and the statuses of their answers."""
+    """Pipelined requests, and the statuses of their answers."""
     requests, statuses = [], []
     for _ in range(draw(st.integers(1, 5))):
         match draw(st.sampled_from(["get", "post", "chunked", "upgrade", "long", "too long"])):
@@ -236,7 +236,7 @@ def test_requests_ahead_of_their_turn_stay_with_the_client(speller: Serving) -> 
 
 
 def test_refusal_waits_for_its_turn(speller: Serving) -> None:
-    """An invalid request that comes while another one is answered is refused after it."""
+    """An invalid request that arrives while another one is answered is refused after it."""
     first = request_bytes("/generate", {"prompt": "a", "max_tokens": 200, "ignore_eos": True})
     for wrong, status in ((b"nonsense\r\n\r\n", 400), (b"GET /" + b"a" * 300_000, 431)):
         with speller.connect() as raw:
@@ -249,7 +249,7 @@ def test_refusal_waits_for_its_turn(speller: Serving) -> None:
 def test_half_closed_connection_counts_as_disconnected(
     speller: Serving, ahead: int, closes: bool
 ) -> None:
-    """Also if reading has stopped, because of requests ahead of their turn."""
+    """Also if the server has stopped reading, because of pipelined requests."""
     server = speller
     before = server.finished("abort")
     with server.connect() as raw:
@@ -269,8 +269,8 @@ def test_half_closed_connection_counts_as_disconnected(
 def test_client_answered_before_its_body_can_read_the_answer(
     hurried: Serving, version: str
 ) -> None:
-    """The connection used to be closed right after the reply. The rest of the body then reset it,
-    and the sender got an error instead of the reason."""
+    """The connection was once closed right after the reply. The rest of the body then reset it, and
+    the sender got an error instead of the reason."""
     head = f"POST /tokenize HTTP/{version}\r\nContent-Type: text/plain\r\nConnection: close\r\n"
     body = b"a" * 600_000
     with hurried.connect() as raw:
@@ -346,7 +346,7 @@ def test_other_protocols_are_answered_400(server: Serving, sent: bytes) -> None:
 
 @contextlib.contextmanager
 def in_time() -> Iterator[None]:
-    """The block lasts for the timeout of the hurried server, and not for a default one."""
+    """Check that the block lasts as long as the short timeout, and not as long as a default one."""
     started = time.monotonic()
     yield
     names = ("slow_sender_timeout", "slow_reader_timeout", "keep_alive_timeout")
@@ -410,7 +410,7 @@ def test_slow_upload_is_served(hurried: Serving) -> None:
 
 
 def test_endless_body_after_the_answer_is_ended(hurried: Serving) -> None:
-    """It is answered 415 after its head, and the body is discarded only for a while."""
+    """It is answered 415 after its headers, and its body is read and discarded only for a while."""
     head = b"POST /tokenize HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n"
     with hurried.connect() as raw:
         raw.sendall(head)

@@ -101,7 +101,7 @@ class Account:
         self.fits(requests, reserve)
 
     def fits(self, requests: list[Request], ask: Callable[[], None]) -> bool:
-        """Ask. Returns True if it was accepted, which it must be if there is room."""
+        """Send a request. Returns True if it was accepted, which it must be if there is room."""
         elements, wanted = price(requests), price(requests) + self.owner.admission.elements
         try:
             ask()

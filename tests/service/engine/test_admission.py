@@ -134,7 +134,7 @@ def test_held_sequences_are_released_after_an_error() -> None:
 def test_request_that_never_fits_is_invalid(
     slots: int, queue: int, sequences: int, message: str
 ) -> None:
-    """QueueFull would tell the client to try again."""
+    """QueueFull would tell the client to retry."""
     admission = controller(slots, queue, per_request=8)
     with pytest.raises(InvalidRequest, match=message) as caught, admission.hold(sequences, "n"):
         pass

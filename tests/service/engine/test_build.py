@@ -43,7 +43,8 @@ def test_weights_are_read_with_one_thread_and_the_rest_are_the_engines(
 
 
 def test_bytes_of_keys_and_values_become_slots(checkpoint_path: Path) -> None:
-    """Two slots and a half are two; less than one is rejected, and so is too small a share."""
+    """Two and a half slots become two; less than one slot is rejected, and so is too small a
+    share."""
     before = torch.get_num_threads()
     flags: dict[str, Any] = {"checkpoint": checkpoint_path, "device": "cpu", "kernels": "torch",
                               "dtype": "float32", "threads": before}  # fmt: skip

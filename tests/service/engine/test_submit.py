@@ -30,7 +30,8 @@ async def test_impossible_request_is_refused_with_all_others() -> None:
 
 
 async def test_queue_is_bounded_by_prompt_tokens() -> None:
-    """An empty queue admits any prompt that fits the model, or it would never be computed."""
+    """An empty queue admits any prompt that fits the model; otherwise it would never be
+    computed."""
     engine = tiny(slots=1)
     async with running(engine, max_queue=50, max_queue_tokens=60) as (owner, _):
         engine.gate.clear()

@@ -1,5 +1,5 @@
 """POST /activations and GET /stages: any stage by its name, in every form; and interventions in
-every operation that computes."""
+every operation that runs the model."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -102,7 +102,7 @@ HEAD: dict[str, Any] = {"stage": "blocks.1.attention.heads", "heads": [2], "oper
 
 
 def without_head(name: str, value: torch.Tensor) -> torch.Tensor:
-    """HEAD by hand."""
+    """Removal of HEAD, computed by hand."""
     if name != HEAD["stage"]:
         return value
     value = value.clone()
@@ -145,8 +145,8 @@ def test_star_changes_each_layer(server: Serving) -> None:
 
 
 def test_setting_another_prompts_stream_continues_its_forward(server: Serving) -> None:
-    """With the whole stream of a layer from another prompt, the rest of the forward is that
-    prompt's; with one position of it, only that position and those after it change."""
+    """With a layer's whole stream from another prompt, the rest of the forward is that prompt's;
+    with one position of it, only that position and later ones change."""
     other = npy(server, "/logits", prompt=OTHER, positions="all")
     patch = {"stage": "blocks.0.output", "operation": "set", "from": {"prompt": OTHER}}
     close(npy(server, "/logits", positions="all", interventions=[patch]), other)
@@ -195,7 +195,7 @@ def test_generated_tokens_alone_can_be_changed(server: Serving) -> None:
 
 
 def test_company_changes_no_bit(server: Serving) -> None:
-    """Requests with interventions and without run together, and each keeps its bits."""
+    """Requests with and without interventions run together, and each keeps its bits."""
     plain = server.generate(PROMPT, max_tokens=12, seed=3, logprobs=0)["choices"][0]
     fields: dict[str, Any] = {"max_tokens": 12, "seed": 3, "logprobs": 0, "interventions": [HEAD]}
     alone = server.generate(PROMPT, **fields)["choices"][0]
@@ -210,7 +210,7 @@ def test_company_changes_no_bit(server: Serving) -> None:
 
 
 def test_values_count_in_the_queue(checkpoint_path: Path) -> None:
-    """Values of interventions, and so their elements, are held until their requests end."""
+    """Values of interventions count as elements until their requests end."""
     patch = {"stage": "blocks.*.mlp.hidden", "operation": "set", "from": {"prompt": OTHER}}
     with serving(checkpoint_path, max_queue_elements=60_000) as small:
         body = {"prompt": PROMPT, "token_ids": [1]}

@@ -1,4 +1,4 @@
-"""Arrays as bytes, which NumPy and safetensors read."""
+"""Arrays as bytes that NumPy and safetensors read."""
 
 import io
 from typing import Any

@@ -40,7 +40,7 @@ def attributions(server: Serving, **fields: Any) -> list[PromptAttributions]:
 
 
 def same(ours: float | None, theirs: float) -> None:
-    """The server may have other threads than the test, and so other bits."""
+    """The server may have another number of threads than the test, and so other bits."""
     assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
@@ -195,7 +195,7 @@ def test_streams_continue_unchanged_during_attributions(spelling_path: Path) -> 
 
 
 def test_attribution_counts_in_the_queue_as_its_passes(spelling_path: Path) -> None:
-    """A long attribution counts as a full queue, 300 prompt tokens do not."""
+    """A long attribution fills the queue; 300 prompt tokens do not."""
     with serving(spelling_path, slots=1, max_queue_tokens=2000) as server:
         with closing(server.connect()) as raw:
             raw.sendall(request_bytes("/generate", {"prompt": "a", "ignore_eos": True}))

@@ -20,7 +20,7 @@ JSON = {"Content-Type": "application/json"}
 
 @pytest.fixture(scope="module")
 def small(checkpoint_path: Path) -> Iterator[Serving]:
-    """A service with limits that are quickly reached."""
+    """A service with low limits."""
     with serving(
         checkpoint_path, slots=2, max_queue=3, max_sequences=8, max_body_bytes=2000
     ) as running:
@@ -38,7 +38,7 @@ def it_goes_on(server: Serving) -> Iterator[None]:
 
 
 def test_more_sequences_than_slots_and_queue_are_refused_with_400(small: Serving) -> None:
-    """A 429 would make the client try again for ever."""
+    """With 429 the client would retry forever."""
     for path, body in [("/generate", {"prompt": "a", "n": 6}), ("/probs", {"prompt": ["a"] * 6}),
                        ("/logits", {"prompt": ["a"] * 6})]:  # fmt: skip
         error = small.refused(path, body)
@@ -67,8 +67,7 @@ BAD_JSON = {
     "a million stops": b'{"prompt": "a", "stop": [' + b'"",' * 1_000_000 + b'""]}',
     "a million positions": b'{"prompt": "a", "positions": [' + b"0," * 1_500_000 + b"0]}",
 }
-"""Bodies that are large, deep or broken; `tests/model/operations/test_body.py` has more of the last
-kind."""
+"""Large, deep or broken bodies; `tests/model/operations/test_body.py` has more broken ones."""
 
 
 @pytest.mark.parametrize("path", POSTS)
@@ -85,8 +84,8 @@ LARGE = {
     "unknown names": (BAD_JSON["many names"], 100_001, 100_001),
     "ids": (b'{"prompt": [' + b"1," * 150_000 + b"1]}", 150_003, 3),
 }  # fmt: skip
-"""Bodies that are all structure, with their largest number of values (an empty list counts as one
-value) and of lists, objects and keys."""
+"""Bodies of nothing but structure, with the number of their values (an empty list counts as one)
+and of their lists, objects and keys."""
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -141,7 +140,7 @@ def test_wrong_content_type_is_refused(server: Serving, content_type: str | None
     ],
 )
 def test_encoded_body_is_refused(server: Serving, header: str) -> None:
-    """Without decoding it would be read as another body."""
+    """Read without decoding, it would be another body."""
     head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     framing = "" if header.startswith("Transfer") else "Transfer-Encoding: chunked\r\n"
     with server.connect() as raw:

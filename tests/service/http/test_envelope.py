@@ -1,4 +1,4 @@
-"""The members and headers that replies have in common."""
+"""The members and headers common to all replies."""
 
 from dataclasses import replace
 from pathlib import Path

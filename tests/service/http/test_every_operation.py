@@ -21,7 +21,7 @@ from tests.service.serving import Serving, eventually, serve_settings, serving, 
 
 QUEUED = [name for name, operation in BY_NAME.items() if operation.form != "vocabulary"]
 STREAMED = ("outputs", "listing")
-"""Forms that are written in pieces, or in a thread with the event loop in between."""
+"""Forms that are written in pieces, or in a thread."""
 WITH_PROMPTS = [
     name for name in BY_NAME if name not in ("sweep", "detokenize") and "prompt" in SMALLEST[name]
 ]
@@ -163,7 +163,7 @@ def test_too_large_reply_is_refused_with_both_sizes(
 
 @pytest.mark.parametrize("name", ["generate", "probs", "sweep"])
 def test_readings_are_bounded_as_replies_are(small: Serving, name: str) -> None:
-    """Guards against a small body that reads gigabytes of other prompts."""
+    """Otherwise a small body could read gigabytes of other prompts."""
 
     def reads(prompt: str) -> dict[str, Any]:
         change = {"stage": "blocks.*.output", "operation": "add", "positions": [-1],

@@ -153,7 +153,7 @@ def test_wrong_constraint_is_refused(server: Serving, name: str) -> None:
 
 
 def test_dead_end_of_a_constraint_is_reported(server: Serving) -> None:
-    """It compiles, and the checking process does not reach its dead end."""
+    """The constraint compiles, and the trial does not reach its dead end."""
     dead_end = 'start: B (A | C)\nB: /b{40}/\nA: /a/ & /b/\nC: "c" & "d"'
     error = server.refused("/generate", {"prompt": "x", "grammar": dead_end})
     assert (error.param, error.code) == ("grammar", "constraint_failed")

@@ -14,7 +14,7 @@ from tests.service.serving import Serving
 
 @pytest.fixture(scope="module")
 def states(gpt: GPT) -> Array:
-    """(n_layer + 1, T, d_model) of PROMPT, from the model's own forward."""
+    """Hidden states (n_layer + 1, T, d_model) of PROMPT, from the model's own forward."""
     output = forward_as_served(gpt, torch.tensor(IDS), hidden_states=True)
     assert output.hidden_states is not None
     return output.hidden_states[:, 0].numpy()
@@ -22,7 +22,7 @@ def states(gpt: GPT) -> Array:
 
 @pytest.fixture(scope="module")
 def weights(gpt: GPT) -> Array:
-    """(n_layer, n_head, T, T) of PROMPT."""
+    """Attention weights (n_layer, n_head, T, T) of PROMPT."""
     output = forward_as_served(gpt, torch.tensor(IDS), attentions=True)
     assert output.attentions is not None
     return output.attentions[:, 0].numpy()

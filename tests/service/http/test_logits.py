@@ -21,7 +21,7 @@ Rows = npt.NDArray[np.float32]
 
 @pytest.fixture(scope="module")
 def rows(gpt: GPT) -> Rows:
-    """(positions, V) of PROMPT, from the checkpoint without a server."""
+    """Logits (positions, V) of PROMPT, from the checkpoint without a server."""
     return forward_as_served(gpt, torch.tensor(IDS)).logits[0].numpy()
 
 

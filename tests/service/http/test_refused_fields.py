@@ -28,7 +28,7 @@ PROCESSED = {"stage": "processed"}
 VARIED: dict[str, Any] = {"vary": ABLATE, "over": ["layers"]}
 
 Row = tuple[dict[str, Any], str | None, str]
-"""Fields next to those of SMALLEST, the field that is named, and part of the message."""
+"""Fields added to those of SMALLEST, the field that the error names, and part of the message."""
 
 NO_TEXTS: tuple[Any, ...] = (
     [], [1, 2], [[1]], ["a", 1], ["a", ["b"]], 5, None, True, {}, ["a"] * 4097, [None],
@@ -354,7 +354,7 @@ SERVED_ALONE: dict[str, list[Row]] = {
     "attributions": [({"prompt": ["x"] * 65}, "prompt", "65 sequences")],
     "circuit": [({"prompt": ["x"] * 65}, "prompt", "65 sequences")],
 }
-"""Fields of a reply, and numbers that only a queue limits."""
+"""Fields that depend on how the reply is sent, and numbers that only a queue limits."""
 NOT_NPY: list[tuple[str, dict[str, Any], str, str]] = [
     ("logits", {"prompt": ["a", "b"]}, "prompt", "2 prompts"),
     ("logits", {"top_k": 3}, "top_k", "cannot be used with top_k"),
@@ -387,7 +387,7 @@ def rows(table: dict[str, list[Row]]) -> list[Any]:
 
 
 def refused(server: Serving, operation: Operation, fields: dict[str, Any]) -> ErrorDetail:
-    """The error over HTTP. For a stream it is a status as well, and no event."""
+    """The error over HTTP. A stream answers with the status as well, and without an event."""
     body = {**SMALLEST[operation.name], **fields}
     error = server.refused(operation.path, body)
     if "stream" in operation.body.model_fields and "stream" not in fields:
@@ -452,7 +452,7 @@ def test_intervention_is_named_by_its_place(server: Serving) -> None:
 def test_intervention_that_makes_logits_infinite_is_named(
     server: Serving, llm: LLM, name: str
 ) -> None:
-    """It was a 500; later /probs and /score answered with false ranks."""
+    """It was once a 500, and later /probs and /score answered with false ranks."""
     blown: Any = {"interventions": [{**EVERY_LAYER, "factor": 1e30}]}
     error = server.refused(f"/{name}", {**SMALLEST[name], **blown})
     assert (error.param, error.code) == ("interventions", "intervention_failed")
@@ -480,7 +480,7 @@ VALUE: st.SearchStrategy[Any] = st.recursive(
 
 
 def refusal_of(operation: Operation, body: dict[str, Any]) -> InvalidRequest | None:
-    """The refusal of a body by its fields alone."""
+    """The error of a body, from validation alone."""
     try:
         parse(operation.body, body)
     except InvalidRequest as error:

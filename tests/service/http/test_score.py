@@ -1,4 +1,4 @@
-"""POST /score: against the model's plain forward, and against its own arithmetic."""
+"""POST /score: against the model's plain forward, and against sums of its own numbers."""
 
 import math
 from typing import Any

@@ -18,7 +18,7 @@ from logitd.service.http.sse import DONE, KEEP_ALIVE, StreamedResponse, event
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 NEVER = 60.0
-"""A write timeout that no test waits for."""
+"""A write timeout longer than any test."""
 
 
 class Connection:

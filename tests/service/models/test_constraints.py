@@ -1,4 +1,4 @@
-"""Constraints are compiled once, within a time limit, and cached, even if clients leave."""
+"""Constraints are compiled once, within a time limit, and cached, even if clients disconnect."""
 
 import asyncio
 import re
@@ -47,7 +47,7 @@ class WatchedConstraints(Constraints):
 
 
 class WatchedCompiler(Compiler):
-    """Records the threads that use it."""
+    """A compiler that records the threads that use it."""
 
     def __init__(self) -> None:
         super().__init__(TOKENIZER)
@@ -104,7 +104,7 @@ async def error_of(work: Awaitable[Constraint]) -> ApiError:
 
 
 async def test_equal_sources_are_compiled_once() -> None:
-    """On a busy machine a constraint may count as slow, and each request gets a copy."""
+    """On a busy machine a constraint may count as slow, and each request then gets a copy."""
     async with bench() as b:
         found = await asyncio.gather(*(b.constraints.compiled(GOOD) for _ in range(20)))
         assert all(one.source is GOOD for one in found)
@@ -141,7 +141,7 @@ async def test_least_recently_used_constraint_is_dropped(monkeypatch: pytest.Mon
 async def test_slow_constraint_is_prepared_for_each_sequence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So that no generating thread compiles it."""
+    """Generating threads then need not compile it."""
     monkeypatch.setattr(compiler_module, "QUICK_SECONDS", 0.0)
     monkeypatch.setattr(module, "MAX_PREPARED", 5)
     async with bench() as b:

@@ -29,7 +29,7 @@ TOKENS = 12
 
 
 def save_steps(folder: Path, *steps: int) -> None:
-    """Checkpoints of one shape, as a run saves them; the weights are a function of the step."""
+    """Checkpoints of one shape, as a run saves them; the weights depend on the step."""
     for step in steps:
         record = training_record(step=step)
         save_tiny_checkpoint(folder / f"step-{step}", tiny_gpt(seed=step), training=record)
@@ -70,7 +70,7 @@ def server(started: Serving, run: Path) -> Serving:
 
 @pytest.fixture
 def before(server: Serving) -> dict[str, float]:
-    """Counts before the test."""
+    """Counts of reloads before the test."""
     return reloads(server, {})
 
 

@@ -25,8 +25,8 @@ def choice(text: str, reason: str | None = None, index: int = 0) -> dict[str, An
 
 
 def test_choice_that_says_nothing_new_gets_no_chunk(checkpoint_path: Path) -> None:
-    """A native chunk has ids without a text for half a character or for text that may begin a stop
-    string."""
+    """A native chunk may have ids but no text: for half a character, or for text that may begin a
+    stop string."""
     body = CompletionRequest(prompt="a", n=2, stream=True, logprobs=1)
     written = CompletionFormat(body, [(97,)], "mine", read_checkpoint(checkpoint_path))
     held = {"choices": [choice(""), choice("", index=1)]}

@@ -190,8 +190,8 @@ def test_logprobs_are_those_of_generate(
 
 
 def test_lm_eval_scoring_call_is_answered(server: Serving, gpt: GPT) -> None:
-    """Prompts as ids, echo, and any one token after the prompt: values by position, greedy if the
-    value is the largest in its dict."""
+    """Prompts as ids, echo, and one token after the prompt: values by position; a token is greedy
+    if its value is the largest in its dict."""
     prompts = [[72, 105, 32, 116, 104, 101], [1, 2, 3, 200, 201], [256, 9, 9, 9]]
     (likely,) = server.generate([72, 105, 32], max_tokens=3, temperature=0)["choices"]
     prompts.append([72, 105, 32, *likely["token_ids"]])
@@ -325,7 +325,7 @@ def test_error_in_a_stream_is_its_last_event(speller: Serving) -> None:
 def test_unsupported_field_is_refused(
     server: Serving, fields: dict[str, Any], param: str | None, streamed: bool
 ) -> None:
-    """For a stream it is a status as well, and no event."""
+    """A stream answers with the status as well, and without an event."""
     if streamed and "stream_options" in fields and not fields.get("stream"):
         return
     assert refusal(server, **{"stream": streamed, **fields}).param == param

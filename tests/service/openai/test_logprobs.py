@@ -1,4 +1,4 @@
-"""Names of tokens, and the tokens that a text reaches; without a server."""
+"""Names of tokens, and the tokens that make up a text; without a server."""
 
 from typing import Any
 
@@ -98,7 +98,7 @@ def grown(
     echo: bytes = b"",
     looks: tuple[int, ...] = (),
 ) -> tuple[str, list[PlacedToken]]:
-    """Text and tokens of a choice that is read after some tokens, and at its end."""
+    """Text and tokens of a choice, read after some tokens and at its end."""
     tokenizer = tokenizer or byte_tokenizer()
     one = Completion(tokenizer, index=0, prompt_index=0, stop=stop, params=PARAMS, echo=list(echo))
     shown = ShownTokens(prompt_tokens=len(echo))

@@ -45,7 +45,7 @@ def test_no_other_model(server: Serving, name: str) -> None:
 def test_model_with_any_name_and_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, created: str, seconds: int
 ) -> None:
-    """A time without a zone is in UTC, in any time zone of the server."""
+    """A time without a zone is in UTC, regardless of the server's time zone."""
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     time.tzset()
     path = tmp_path / "a model, é"

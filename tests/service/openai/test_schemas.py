@@ -1,6 +1,5 @@
-"""OpenAI's bodies: null is the default, unsupported fields are refused by name, and bounds are
-those of /generate.
-"""
+"""OpenAI's bodies: null means the default, unsupported fields are refused by name, and limits are
+those of /generate."""
 
 import json
 from typing import Any
@@ -48,7 +47,7 @@ def bounds(model: type[BaseModel], name: str) -> list[Any]:
 
 @pytest.mark.parametrize("model", REQUESTS)
 def test_shared_field_has_generates_meaning(model: type[RequestBody]) -> None:
-    """Except fields with another meaning here."""
+    """Except fields that have another meaning here."""
     shared = model.model_fields.keys() & GenerateRequest.model_fields.keys()
     assert len(shared) > 15
     for name in shared - {"max_tokens", "seed", "logprobs", "model", "timeout", "prompt"}:

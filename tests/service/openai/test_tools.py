@@ -1,4 +1,4 @@
-"""Tools: an answer that is a call, whole and streamed, and fits the function's schema."""
+"""Tools: an answer that is a call, whole and streamed, fits the function's schema."""
 
 import itertools
 import json
@@ -89,7 +89,7 @@ def test_required_function_is_called(chatter: Serving) -> None:
 
 
 def test_one_of_the_functions_is_called(chatter: Serving) -> None:
-    """The model samples the name: another bias, another function."""
+    """The model samples the name: another bias gives another function."""
     names = set()
     for letters in ("l_", 'l"', "n"):
         bias = {str(ord(letter)): 20.0 for letter in letters}
@@ -201,7 +201,7 @@ VALUES = st.recursive(
 def test_streamed_call_adds_up_to_its_text(
     function: FunctionDefinition, arguments: dict[str, Any], cuts: list[int], several: bool
 ) -> None:
-    """For any cut of its text into pieces."""
+    """However its text is split into pieces."""
     whole = json.dumps(arguments)
     text = f'{{"name": "{function.name}", "arguments": {whole}}}' if several else whole
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})

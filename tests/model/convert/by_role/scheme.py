@@ -43,7 +43,7 @@ USUAL: Mapping[str, Any] = {
     "embedding_scale": "one",
     "causal": True,
 }
-"""A `Computation` as most of them have it."""
+"""The `Computation` of most schemes."""
 ALTERNATIVES = re.compile(r"\((\w+)\|(\w+)\)")
 
 
@@ -112,7 +112,7 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def mapped(model: nn.Module, where: str = "model.pt") -> MappedTensors:
-    """The tensors of a model by the roles that are recognised."""
+    """The tensors of a model by the roles that are recognized."""
     tensors = state(model)
     roles = recognise(where, tensors)
     check(where, tensors, roles)
@@ -134,7 +134,7 @@ def state_file(
 
 
 def built_from(scheme: Scheme, model: nn.Module, **changes: Any) -> Built:
-    """The model in this project's form, by the right computation or with `changes` to it."""
+    """The model in this project's form, with the right computation or with `changes` to it."""
     how = Computation(**{**USUAL, **scheme.how, **changes})
     return build(mapped(model), how)
 

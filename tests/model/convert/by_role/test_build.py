@@ -30,7 +30,7 @@ from tests.model.convert.by_role.textbook.nanogpt import Nano, NanoConfig
 
 
 def logits_in_float64(built: Built, ids: Tensor) -> Tensor:
-    """The model's logits in float64; the head's bias is added here. With gradients on, as its
+    """The model's logits in float64; the head's bias is added here. Gradients are on, because
     activations for inference round to float32."""
     weights = {name: weight.double() for name, weight in built.weights.items()}
     bias = weights.pop("head.bias", torch.zeros(VOCAB, dtype=torch.float64))
@@ -92,7 +92,7 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @pytest.mark.parametrize(("name", "wrong"), VARIANTS)
 def test_wrong_computation_has_other_logits(name: str, wrong: dict[str, Any]) -> None:
-    """Each field of a computation reaches the model: what is not true of the source shows."""
+    """Each field of a computation reaches the model: a wrong value changes the logits."""
     scheme, ids = SCHEMES[name], some_ids()
     model = scheme.model()
     built = built_from(scheme, model, **wrong)
@@ -161,7 +161,7 @@ def test_biases_that_some_parts_have_are_zeros_elsewhere() -> None:
 
 
 def test_biases_of_some_of_query_key_and_value() -> None:
-    """Whisper's attention has none at the key."""
+    """Whisper's attention has no key bias."""
     model = SCHEMES["post-LN and a final norm"].model()
     for layer in range(2):
         key = model.get_submodule(f"blocks.{layer}.attn.W_k")
@@ -174,7 +174,7 @@ def test_biases_of_some_of_query_key_and_value() -> None:
 
 
 def test_head_equal_to_the_embedding_is_tied() -> None:
-    """nanoGPT's file has the same matrix twice; one other value, and the head is its own."""
+    """nanoGPT's file has the same matrix twice. If one value differs, the head is untied."""
     model = SCHEMES["nanoGPT"].model()
     assert built_from(SCHEMES["nanoGPT"], model).config.tied_head
     tensors = state(model)

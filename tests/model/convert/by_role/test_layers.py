@@ -1,4 +1,5 @@
-"""Layers: what has none of a GPT is refused, with what it has instead."""
+"""Layers: a model that lacks a part of a GPT is refused, and the message names the parts that it
+has."""
 
 import pytest
 import torch

@@ -187,7 +187,7 @@ def test_gaps_between_layers_are_refused(tmp_path: Path) -> None:
 
 
 def test_map_without_tensors_answers_and_ignores(tmp_path: Path) -> None:
-    """Roles are recognised; the file has only the person's own knowledge."""
+    """Roles are recognized; the file adds only the user's own knowledge."""
     path = tmp_path / "few.toml"
     path.write_text(
         '[computation]\nn_head = 4\nactivation = "gelu"\nscore_scale = "head_dim"\n'

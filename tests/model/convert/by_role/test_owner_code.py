@@ -80,7 +80,7 @@ def test_model_without_a_mask_is_refused_by_its_code(write: Write, book: nn.Modu
 
 
 def test_owner_code_has_no_network(write: Write, book: nn.Module) -> None:
-    """A real listener on this machine is not reached, by name or by address."""
+    """A real listener on this machine cannot be reached, by name or by address."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.1)
         port = server.getsockname()[1]

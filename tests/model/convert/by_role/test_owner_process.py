@@ -129,7 +129,7 @@ def test_defaults_of_the_class_come_before_guesses(
 
 
 def test_settings_of_the_file_come_before_defaults(write: Write, book: nn.Module) -> None:
-    """Eight heads have the same tensors, and other logits."""
+    """Eight heads have the same tensors, but other logits."""
     for code in (
         BY_NAMES.replace("n_head=4", "n_head=8"),
         SCRIPT.replace("n_head = 4", "n_head = 8"),

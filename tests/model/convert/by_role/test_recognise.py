@@ -128,7 +128,7 @@ HEADS = (
 
 @dataclass(frozen=True)
 class Spelling:
-    """A state dict in one choice of words, in some order, and its roles."""
+    """A state dict with one choice of words in some order, and its roles."""
 
     tensors: dict[str, Tensor]
     roles: dict[tuple[str, str], str]

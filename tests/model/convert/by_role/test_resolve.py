@@ -94,7 +94,7 @@ def test_alternatives_have_their_difference_of_logits() -> None:
 
 
 def test_logits_that_no_variant_gives_are_refused() -> None:
-    """A model with another activation than any known here."""
+    """A model whose activation is unknown here."""
     scheme = SCHEMES["heads with biases"]
     model = scheme.model()
     model.activation = torch.nn.functional.silu  # type: ignore[assignment]
@@ -160,7 +160,7 @@ def test_text_selects_the_trained_models_computation(trained: Trained) -> None:
 
 
 def test_text_loss_equals_the_textbooks(trained: Trained) -> None:
-    """Cross-entropy of the textbook itself, token by token."""
+    """Cross-entropy of the textbook model, token by token."""
     objective = words(trained.token_ids)
     built = built_from(SCHEMES["lecture"], trained.model, context_length=24)
     nats = objective(built, causal=True, effort="full")
@@ -230,7 +230,7 @@ def test_frequencies_are_those_of_the_text() -> None:
 
 @pytest.fixture(scope="module")
 def sees_all() -> Multihead:
-    """A model that was trained to name the next letter while it sees it."""
+    """A model trained to name the next letter, which it can see."""
     torch.manual_seed(0)
     model = Multihead(causal=False, learned=True)
     generator = torch.Generator().manual_seed(1)
@@ -294,7 +294,8 @@ def test_open_questions_write_a_draft(tmp_path: Path) -> None:
 
 
 def test_questions_are_asked_without_a_writable_draft(tmp_path: Path) -> None:
-    """On a full disk there were no questions but "No space left on device", and half a draft."""
+    """On a full disk the import once printed only "No space left on device", and left half a
+    draft."""
     file = state_file(SCHEMES["nanoGPT"].model())
     with (
         files_of_at_most(100),

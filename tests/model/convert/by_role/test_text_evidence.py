@@ -38,7 +38,7 @@ def resolved(trained: Trained, stated: StatedLoss | None = None, **changed: Find
 
 
 def counted(ids: list[int], vocab: int) -> list[float]:
-    """The same estimates from dictionaries, token by token."""
+    """The same estimates computed from dictionaries, token by token."""
     blocks = [index // 64 % 4 == 3 for index in range(len(ids))]
     held = [index for index, is_held in enumerate(blocks) if is_held and index > 1]
     seen = [index for index in range(len(ids)) if index not in set(held)]
@@ -80,7 +80,7 @@ def test_counts_of_regular_texts() -> None:
 
 
 def test_variant_no_better_than_counts_is_refused(trained: Trained) -> None:
-    """The text's unigram entropy was the bar, which a model with its blocks swapped beats."""
+    """The bar was once the text's unigram entropy, which a model with swapped blocks beats."""
     state = trained.model.state_dict()
     swap = {"0": "1", "1": "0"}
     names = {name: name.split(".") for name in state}
@@ -171,7 +171,8 @@ def with_wide_table(width: int) -> nn.Module:
 
 
 def test_rotary_table_of_the_whole_width_does_not_settle_one_head() -> None:
-    """It may be turned before heads are split; a text chose one head and was believed."""
+    """The rotation may come before the heads are split; a text once chose one head, and the choice
+    was believed."""
     file = state_file(with_wide_table(WIDTH))
     found = recognise_file(file, RoleOptions(answers={"n_head": 1}))
     assert found.findings["n_head"].resolved

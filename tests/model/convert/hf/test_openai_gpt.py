@@ -1,4 +1,4 @@
-"""GPT-1 of Hugging Face: recognised by role, with the computation of its family, next to the files
+"""GPT-1 of Hugging Face: recognized by role, with the computation of its family, next to the files
 that the Trainer writes."""
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from logitd.model.convert.importing import import_model
 @pytest.mark.parametrize("source", ["", "model.safetensors"])
 def test_gpt_1_has_the_logits_of_transformers(source: str, tmp_path: Path) -> None:
     """Its configuration names the tanh approximation "gelu". The folder's `training_args.bin` was
-    read in place of the weights, and a named file gave its folder."""
+    once read instead of the weights, and naming a file meant its folder."""
     torch.manual_seed(0)
     config = OpenAIGPTConfig(
         vocab_size=50, n_positions=16, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3

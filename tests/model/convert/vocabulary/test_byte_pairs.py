@@ -24,7 +24,7 @@ Merges = dict[tuple[int, int], int]
 
 
 def replaced(ids: list[int], pair: tuple[int, int], token_id: int) -> list[int]:
-    """Every occurrence of a pair as one id, from the left."""
+    """Replace every occurrence of a pair by one id, from the left."""
     out, place = list[int](), 0
     while place < len(ids):
         if tuple(ids[place : place + 2]) == pair:
@@ -37,7 +37,7 @@ def replaced(ids: list[int], pair: tuple[int, int], token_id: int) -> list[int]:
 
 
 def learned(pieces: list[str], count: int, *, first: int = 256) -> Merges:
-    """Merges of the commonest pairs, as the lecture learns them."""
+    """Merges of the most common pairs, learned as in the lecture."""
     rows = [list(piece.encode()) for piece in pieces]
     merges: Merges = {}
     for token_id in range(first, first + count):

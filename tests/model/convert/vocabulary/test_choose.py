@@ -60,7 +60,7 @@ SHAPES: dict[str, Any] = {
 
 
 def check_characters(vocabulary: ForeignTokenizer) -> None:
-    """Against the encoder that everybody writes for characters."""
+    """Compare with the usual hand-written encoder for characters."""
     ids = [STOI[character] for character in TEXT]
     assert vocabulary.order is None
     assert vocabulary.tokenizer.vocab_size == len(CHARACTERS)
@@ -101,7 +101,7 @@ def test_whole_pickle_may_be_a_vocabulary(whole: Any, tmp_path: Path) -> None:
 
 
 class SimpleTokenizer:
-    """An object that people pickle whole."""
+    """A tokenizer object that is pickled whole."""
 
     def __init__(self) -> None:
         self.stoi, self.itos, self.unused = STOI, ITOS, SimpleTokenizer
@@ -124,7 +124,7 @@ class Hostile:
 
 
 class Bare:
-    """Calls something without arguments."""
+    """Pickles to a call without arguments."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (SimpleTokenizer, ())
@@ -363,8 +363,8 @@ def test_characters_of_a_text_are_sorted(tmp_path: Path) -> None:
 
 
 def test_check_text_is_the_last_resort_for_a_vocabulary(tmp_path: Path) -> None:
-    """A wrong choice would show in its loss. Only a text with as many characters as ids is
-    tried."""
+    """Used only if nothing else is found and the text has as many characters as the model has ids.
+    A wrong choice would show in the measured loss."""
     text = tmp_path / "elsewhere.txt"
     text.write_text("".join(CHARACTERS) * 2, encoding="utf-8")
     vocabulary = chosen(folder=tmp_path / "empty", text=text)
@@ -419,7 +419,7 @@ def test_list_of_lines_may_hold_a_line_break(tmp_path: Path) -> None:
 
 
 def test_list_of_characters_may_be_a_sorted_text(tmp_path: Path) -> None:
-    """A file with a character a line is also used as a text whose sorted characters are the ids."""
+    """A file with a character per line may also be a text whose sorted characters are the ids."""
     path = tmp_path / "vocab.txt"
     path.write_text("b\nc\n\n\na\n", encoding="utf-8")
     sentence = r"fit the model's 4 rows and disagree: \S+vocab\.txt, characters:\S+vocab\.txt\."

@@ -1,5 +1,5 @@
-"""llama2.c's tokenizer.bin against the algorithm of its run.c; alphabets with names; names of
-vocabularies in checkpoints; words in a text to check with."""
+"""llama2.c's tokenizer.bin compared with the algorithm of its run.c; named alphabets; names of
+vocabularies in checkpoints; words in a check text."""
 
 import string
 import struct
@@ -35,7 +35,8 @@ def llama2c_file(entries: Entries) -> bytes:
 
 
 def as_run_c(entries: Entries, text: str) -> list[int]:
-    """Whole characters, or their bytes; then the best pair again and again, the first of equals."""
+    """Start from whole characters or their bytes, then merge the best pair again and again; of
+    equals, the first."""
     ids = {text: token_id for token_id, (_, text) in enumerate(entries)}
     tokens: list[int] = []
     for character in text:

@@ -98,7 +98,7 @@ def test_options_apply_to_the_built_in_text_and_not_to_shards(tmp_path: Path) ->
         open_words("builtin:python", text_field="body")
     (tmp_path / "train.tokens").write_bytes(b"x")
     for options in ({"split_at": "x"}, {"text_field": "body"}):
-        with pytest.raises(DataError, match=r"--text-field and --split-at .* already tokenised"):
+        with pytest.raises(DataError, match=r"--text-field and --split-at .* already tokenized"):
             open_words(tmp_path, **options)
 
 

@@ -109,7 +109,7 @@ def test_file_without_the_field_is_refused_by_name(
 
 
 def test_long_field_of_csv_is_read(tmp_path: Path) -> None:
-    """The limit of Python's csv is 131,072 characters."""
+    """Python's csv has a limit of 131,072 characters."""
     path = write(tmp_path / "a.csv", "text", "x" * 140_000)
     assert texts(path) == ["x" * 140_000]
 
@@ -176,7 +176,7 @@ def test_long_line_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_records_are_read_one_at_a_time(tmp_path: Path) -> None:
-    """The broken second line fails only when it is read."""
+    """The broken second line raises only when it is read."""
     path = write(tmp_path / "a.jsonl", '{"text": "good"}', "broken")
     documents = iter(documents_of(path, "a", "text"))
     assert next(documents).name == "a, line 1"
@@ -193,7 +193,7 @@ def test_missing_pyarrow_is_explained(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def arrow() -> Any:
-    """pyarrow with its Parquet part."""
+    """pyarrow, with its Parquet module."""
     pytest.importorskip("pyarrow.parquet", reason="pyarrow (the extra `parquet`) is not installed")
     import pyarrow
     import pyarrow.parquet
@@ -217,7 +217,7 @@ def test_row_of_parquet_is_a_document(arrow: Any, tmp_path: Path, kind: str) -> 
 
 
 def test_parquet_is_read_one_row_group_at_a_time(arrow: Any, tmp_path: Path) -> None:
-    """A damaged second group fails only after the first."""
+    """A damaged second group raises only after the first was read."""
     rows = [f"{number} " + "x" * 1000 for number in range(20)]
     path = tmp_path / "a.parquet"
     arrow.parquet.write_table(

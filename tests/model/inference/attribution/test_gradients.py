@@ -1,5 +1,5 @@
-"""Gradients of a logit: against autograd over the forward that `tests/model/plain_stages.py` writes
-out, against finite differences of it, and against `transformers`' GPT-2."""
+"""Gradients of a logit, compared with autograd over the forward in `tests/model/plain_stages.py`,
+with finite differences of it, and with `transformers`' GPT-2."""
 
 import copy
 import math
@@ -46,8 +46,8 @@ def task(**fields: Any) -> AttributionTask:
 
 
 def plain_target(gpt: GPT, x: Tensor | None = None, ids: list[int] = IDS) -> tuple[Tensor, Tensor]:
-    """The difference of the two logits, by definition, and the stream that entered the first block:
-    that of the text, or `x` (T, C) in its place."""
+    """The difference of the two logits by definition, and the input stream of the first block: the
+    text's, or `x` (T, C) instead."""
     entered: list[Tensor] = []
 
     def change(name: str, value: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def plain_target(gpt: GPT, x: Tensor | None = None, ids: list[int] = IDS) -> tup
 
 
 def autograd(gpt: GPT, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The gradient (T, C) of the target over a plain whole forward, and the stream."""
+    """The gradient (T, C) of the target through a plain forward, and the stream."""
     target, x = plain_target(gpt, x)
     (gradient,) = torch.autograd.grad(target, x)
     return gradient, x.detach()

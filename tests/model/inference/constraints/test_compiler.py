@@ -42,7 +42,7 @@ def compiled(kind: Kind, text: Any, compiler: Compiler = BYTES) -> Constraint:
 
 
 def after(constraint: Constraint, text: str | bytes) -> Matcher:
-    """The matcher of the byte vocabulary that has taken in a text."""
+    """The matcher of the byte vocabulary after a text."""
     matcher = constraint.matcher()
     for byte in text.encode() if isinstance(text, str) else text:
         assert not matcher.complete
@@ -119,7 +119,7 @@ def test_constraint_takes_matches_alone(kind: Kind, text: str) -> None:
 
 
 def test_property_has_one_spelling() -> None:
-    """Another spelling would pass for an additional property, of another type."""
+    """Another spelling would count as an additional property, of another type."""
     schema = {"properties": {"a": {"type": "null"}}, "additionalProperties": {"type": "integer"}}
     constraint = compiled("json_schema", {"type": "object", **schema})
     assert takes(constraint, '{"a": null, "b": 1}')
@@ -146,7 +146,7 @@ def test_tokens_may_split_characters(kind: Kind, text: str) -> None:
 
 
 def test_forced_text_has_its_own_tokens() -> None:
-    """One way to go on is one token: that which the text has, not a letter at a time."""
+    """A forced text is tokenized as usual, not letter by letter."""
     ids = walk(compiled("choice", ["endoftext null"], MERGED), seed=0)
     assert ids == MERGING.encode("endoftext null")
     assert len(ids) < len("endoftext null")

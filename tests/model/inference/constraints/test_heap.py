@@ -1,4 +1,4 @@
-"""Memory of lexers is given back to the system when their sequences have ended."""
+"""Memory of lexers returns to the system when their sequences have ended."""
 
 import ctypes
 import subprocess

@@ -1,4 +1,5 @@
-"""Bounds of open schemas: texts end and fit the schema, and its own bounds win."""
+"""Bounds of open schemas: texts end and fit the schema, and the schema's own bounds take
+precedence."""
 
 import json
 from typing import Any
@@ -27,8 +28,8 @@ CHOICE = {"type": "object", "properties": {"a": {"type": "null"}}}
 
 
 def written(schema: Any, preferred: str, limit: int = 8_000) -> str:
-    """The text of a writer that takes the first allowed byte of `preferred`, otherwise the first
-    allowed one."""
+    """The text that results from always taking the first allowed byte of `preferred`, otherwise the
+    first allowed byte."""
     matcher = COMPILER.compile(Source("json_schema", json.dumps(schema))).matcher()
     order = [*preferred.encode(), *range(256)]
     text = bytearray()

@@ -1,4 +1,4 @@
-"""Every keyword of JSON Schema is enforced, annotates, or is refused; none is ignored."""
+"""Every keyword of JSON Schema is enforced, is an annotation, or is refused; none is ignored."""
 
 import json
 import re

@@ -35,7 +35,7 @@ ROOM = 2**30
 
 
 def tried(sandbox: Sandbox, source: Source, seconds: float = TEST_TIMEOUT) -> None:
-    """Try a source. Raises ConstraintError."""
+    """Try to compile a source. Raises ConstraintError."""
     sandbox.start()
     with sandbox.begin() as trial:
         trial.sendall(request_of(source, seconds))
@@ -120,8 +120,8 @@ HOSTILE: dict[str, Source] = {
 }
 MULTIPLES = [{"type": "integer", "multipleOf": 99_991 - i} for i in range(10)]
 SLOW = Source("json_schema", json.dumps({"allOf": [{"anyOf": MULTIPLES}]}))
-"""Takes twenty seconds on a fast core to fill the memory of `roomy`. With allOf it gets no bounds
-of ours, which would make it fast."""
+"""Takes twenty seconds on a fast core to fill the memory of `roomy`. Because of allOf it gets no
+bounds of ours, which would make it fast."""
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_sandbox_uses_a_vocabulary_without_all_bytes(
 
 
 LONG = {"large"}
-"""Takes seconds. The fast tests ask it of a server."""
+"""Takes seconds. The fast tests send it to a server."""
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def nice_of(trial: Path) -> int:
 
 
 def test_sandbox_refuses_a_source_that_fails_at_its_first_tokens(sandbox: Sandbox) -> None:
-    """The source compiles, and no text of it can be written."""
+    """The source compiles, but its first tokens fail."""
     source = Source("grammar", 'start: "a" (A | B)\nA: /a/ & /b/\nB: "c" & "d"')
     assert Compiler(byte_tokenizer()).compile(source)
     with pytest.raises(ConstraintError, match="no text matches"):
@@ -214,7 +214,8 @@ def test_sandbox_refuses_a_source_that_fails_at_its_first_tokens(sandbox: Sandbo
 
 
 def test_trial_ends_after_its_own_processor_time(roomy: Sandbox) -> None:
-    """A limit that the trial of GOOD would pass by the clock: it waits for its request."""
+    """The limit counts processor time, so the trial of GOOD may wait longer than that for its
+    request."""
     roomy.start()
     with roomy.begin() as waits:
         with pytest.raises(TooSlow):
@@ -248,7 +249,7 @@ def test_close_ends_the_process_and_can_be_repeated() -> None:
 
 
 def test_sandbox_ends_with_its_parent() -> None:
-    """A parent that is killed closes its end of the control socket."""
+    """When the parent is killed, its end of the control socket closes."""
     sandbox = Sandbox(byte_tokenizer())
     sandbox.start()
     process, control = sandbox._process, sandbox._control

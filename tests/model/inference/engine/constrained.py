@@ -53,7 +53,8 @@ def begins_a_match(source: Source, text: bytes) -> bool:
 
 
 def check(source: Source, outcome: Outcome) -> str | None:
-    """Hold a completion to the rules for both ends; the text, if it is finished."""
+    """Check a completion by the rules for finished texts or for cut ones. Returns the text if it is
+    finished."""
     text = written_bytes(outcome)
     if outcome.ended.reason is FinishReason.STOP:
         return text.decode()  # whole characters

@@ -85,7 +85,7 @@ def generation(
     sampling: SamplingParams | None = None,
     **fields: Any,
 ) -> GenerationRequest:
-    """A request with the given parameters, or with those that `params` makes of the fields."""
+    """A request with the given parameters, or with `params` of the fields."""
     return GenerationRequest(
         request_id=request_id,
         token_ids=tuple(prompt),
@@ -122,7 +122,7 @@ def outputs_request(
 def score_request(
     request_id: str, prompt: Iterable[int], *continuations: Iterable[int], top: int = 0
 ) -> ScoreRequest:
-    """A request for scores: of the prompt itself when there are no continuations."""
+    """A request for scores, by default of the prompt itself."""
     return ScoreRequest(
         request_id=request_id,
         token_ids=tuple(prompt),
@@ -213,14 +213,14 @@ class Outcome:
 
     @property
     def computed(self) -> object:
-        """Everything computed for the sequence, to the bit, and its end."""
+        """All results of the sequence, to the bit, and its end."""
         rows = b"".join(event.rows.tobytes() for event in self.rows)
         end = self.ended.reason, self.ended.stop_token_id, self.ended.error
         return self.tokens, self.prompt, self.positions, rows, self.attribution, self.circuit, end
 
     @property
     def values(self) -> Tensor:
-        """All rows of a request for outputs that ended well."""
+        """All rows of a successful request for outputs."""
         assert self.ended.reason is FinishReason.STOP, self.ended.error
         return torch.cat([torch.from_numpy(event.rows) for event in self.rows])
 
@@ -334,7 +334,7 @@ class Driven:
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    """Every slot has one owner or none, and no sequence runs without one."""
+    """Every slot has at most one owner, and every running sequence has one slot."""
     running, waiting, paused = scheduler.running, list(scheduler.waiting), scheduler.paused
     slots = [sequence.slot for sequence in running]
     assert len(slots) == len(set(slots)), f"a slot is shared: {slots}"
@@ -399,7 +399,7 @@ def random_constraint(rng: random.Random, max_tokens: int, vocab_size: int) -> T
 
 
 def random_params(rng: random.Random, max_tokens: int, vocab_size: int) -> SamplingParams:
-    """Any mix of parameters; each is off about half the time, a constraint more often."""
+    """Random parameters; each is off about half the time, a constraint more often."""
 
     def maybe(value: Any, off: Any) -> Any:
         return value if rng.random() < 0.5 else off
@@ -480,6 +480,6 @@ def constraint_is_complete(sampling: SamplingParams, token_ids: Iterable[int]) -
 
 
 def counts(engine: Engine) -> tuple[int, int, int, int]:
-    """Waiting, running, slots, slots used."""
+    """Numbers of waiting and running sequences, of slots, and of used slots."""
     stats = engine.stats()
     return stats.waiting, stats.running, stats.slots, stats.slots_used

@@ -1,7 +1,6 @@
-"""Commands for an engine with a launching decoder, and its events while it plays them. Covers
-requests of every kind, aborts, deadlines, new weights and grants of outputs, drawn by
-hypothesis, and a decoder that does everything as late as possible. `test_overlap.py` compares
-the events."""
+"""Commands for an engine with a launching decoder, and its events while it plays them. Hypothesis
+draws requests of every kind, aborts, deadlines, new weights and grants of outputs; the decoder does
+everything as late as possible. `test_overlap.py` compares the events."""
 
 import random
 from collections.abc import Sequence
@@ -121,7 +120,8 @@ class Ask:
 
 
 def plain_params(rng: random.Random, max_tokens: int) -> SamplingParams:
-    """Draws without a question: greedy, sampled, filtered, and ends by a stop token."""
+    """Parameters without constraints or penalties: greedy, sampled, filtered, and ended by a stop
+    token."""
     return params(
         max_tokens,
         seed=rng.getrandbits(64),
@@ -152,7 +152,7 @@ plays = st.lists(st.one_of(asks, steps, steps, others), min_size=2, max_size=25)
 
 
 class Played:
-    """An engine that plays commands, and all events meanwhile."""
+    """An engine that plays commands and records all events."""
 
     def __init__(
         self, gpt: GPT = OLD, make: DecoderMaker | None = None, *, slots: int = 3, **options: Any

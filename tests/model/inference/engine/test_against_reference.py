@@ -128,11 +128,11 @@ def random_request(rng: random.Random, name: str, gpt: GPT, shared: list[int]) -
 
 
 GRAPH_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-"""Device of `kernels/cuda`. On a CPU nothing is recorded."""
+"""Device of the tests of `kernels/cuda`. On a CPU nothing is recorded."""
 
 
 def decoder_on(gpt: GPT, name: str) -> tuple[GPT, DecoderMaker]:
-    """The model on the decoder's device, and the maker of the decoder."""
+    """The model on the decoder's device, and a function that makes the decoder."""
     if name == "native":
         try:
             library = load_library().functions

@@ -124,7 +124,7 @@ def test_attribution_and_batch_change_no_bit_of_each_other(
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_attribution_uses_quantized_weights(library: ctypes.CDLL, quantize: Quantization) -> None:
-    """The decoder rounds the model's own weights, which torch then uses."""
+    """The decoder rounds the model's own weights, which torch uses as well."""
     gpt = small_gpt(d_model=48, head_dim=16)
     exact = attribute(copy.deepcopy(gpt), PROMPT, ask().task)
     decoder = partial(NativeDecoder, library, threads=1, quantize=quantize)
@@ -161,7 +161,7 @@ def test_attribution_needs_no_slot(gpt: GPT) -> None:
 
 
 def test_attributions_take_turns(gpt: GPT) -> None:
-    """A long one does not delay a short one; a third waits for the first that ends."""
+    """A long one does not delay a short one; a third waits until one of them ends."""
     driven = Driven(gpt)
     long = ask("long", methods=("integrated_gradients",), steps=50)
     driven.add(long, ask("short"), ask("third"))

@@ -153,7 +153,8 @@ def test_short_target_delays_no_prompt_beyond_the_limit(decode: float, block: fl
 
 
 def test_short_prompts_share_the_time() -> None:
-    """Prompts share a pass, which is paid once. A block that is begun counts as a whole one."""
+    """Prompts share a pass over the weights, which is paid once. A started block counts as a whole
+    one."""
     machine = Machine(DecodeSteps(5))
     machine.streams()
     for index in range(5):
@@ -189,8 +190,8 @@ def test_budget_follows_the_costs_of_blocks(factor: float, blocks: int) -> None:
 
 
 def test_incomplete_blocks_count_until_whole_ones_are_measured() -> None:
-    """Natively a prompt of one token costs a tenth of a block. A long prompt after many of these
-    had ten times its time."""
+    """Natively a prompt of one token costs a tenth of a block. After many of them, a long prompt
+    once got ten times its time."""
     target = DecodeSteps(11)
     budget = PrefillBudget(target, None, 8 * BLOCK)
     assert budget.work(1) == 0.0
@@ -207,7 +208,7 @@ def test_incomplete_blocks_count_until_whole_ones_are_measured() -> None:
 
 
 def test_budget_accepts_steps_that_cost_nothing() -> None:
-    """For example, a clock that stops."""
+    """For example, if the clock stops."""
     machine = Machine(DecodeSteps(3), decode=0.0, block=0.0, passing=0.0)
     machine.streams()
     machine.add("prompt", PROMPT)
@@ -239,7 +240,7 @@ def test_free_pass_allows_whole_chunks() -> None:
 
 
 def test_small_models_compute_whole_chunks() -> None:
-    """A multiple of a step of a millisecond is a gap that nobody notices."""
+    """Nobody notices a gap of a few steps of a millisecond."""
     machine = Machine(DecodeSteps(3), decode=0.001, block=0.002, passing=0.001)
     machine.streams()
     machine.add("prompt", PROMPT)
@@ -248,8 +249,8 @@ def test_small_models_compute_whole_chunks() -> None:
 
 
 def test_clients_of_shared_passes_do_not_starve() -> None:
-    """32 clients, each with a new prompt as soon as its stream ends. Passes were shared, so the
-    cost of decoding was known only of a few rows; prompts got single blocks, half of the clients
+    """32 clients each send a new prompt as soon as their stream ends. Passes were shared, so the
+    cost of decoding was known only for few rows. Prompts got single blocks, half of the clients
     waited for seconds, and this never ended."""
     machine = Machine(DecodeSteps(4), slots=32, decode=0.006, row=0.0008, block=0.015, saved=0.004)
     machine.passing = 0.008
@@ -269,8 +270,9 @@ def test_clients_of_shared_passes_do_not_starve() -> None:
 
 
 def test_late_first_tokens_lengthen_steps() -> None:
-    """One prompt in time keeps the gap. A queue of prompts, or an old one, lengthens the step in
-    proportion to its delay, up to a limit that grows with the number that waits for each stream."""
+    """A single prompt in time keeps the gap. A queue of prompts, or an old one, lengthens the step
+    in proportion to its delay, up to a limit that grows with the number of waiting prompts per
+    stream."""
     budget = PrefillBudget(1.0, 0.5, 64 * BLOCK)
     budget.decoded(2, 0.02)
     budget.prefilled([BLOCK] * 8, 0.1 * (8 + PASS_WORK))
@@ -327,7 +329,7 @@ def test_no_step_is_longer_than_its_bounds(
 
 
 def test_target_gap_is_refused_on_an_asynchronous_device() -> None:
-    """Accepting the field would ignore it."""
+    """If the field were accepted, it would be ignored."""
     with pytest.raises(InvalidRequest, match=r"target_gap.*meta"):
         Engine(small_gpt().to("meta"), EngineConfig(target_gap=DecodeSteps(3)))
 

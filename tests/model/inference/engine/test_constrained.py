@@ -179,7 +179,7 @@ def costly(name: str, constraint: Constraint, seed: int, n: int) -> GenerationRe
 
 
 def error_alone(source: Source, token_ids: list[int]) -> tuple[int, str | None]:
-    """Number of tokens that a matcher takes on its own, and its error."""
+    """Number of tokens that a matcher accepts on its own, and its error."""
     matcher, taken = TIGHT.compile(source).matcher(), 0
     try:
         for token_id in token_ids:

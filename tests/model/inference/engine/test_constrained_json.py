@@ -37,7 +37,7 @@ def texts() -> st.SearchStrategy[Any]:
 
 @st.composite
 def figures(draw: st.DrawFn) -> Any:
-    """A type of numbers with bounds on both sides, so that they end soon."""
+    """A number type with bounds on both sides, so that texts end soon."""
     whole = draw(st.booleans())
     low = draw(st.integers(-1000, 1000))
     high = low + draw(st.integers(3, 500))
@@ -115,7 +115,8 @@ def schemas() -> st.SearchStrategy[Any]:
 
 
 def check_json(schema: Any, seed: int) -> int:
-    """Number of finished texts of three; each fits the schema and is on one line."""
+    """Check that finished texts fit the schema and are on one line. Returns their number, of
+    three."""
     source = Source("json_schema", json.dumps(schema))
     formats = jsonschema.FormatChecker(["ipv4", "uuid"])  # Python's dates know no year 0
     validator = jsonschema.Draft202012Validator(schema, format_checker=formats)
@@ -143,7 +144,7 @@ EXAMPLE = {
 
 
 def test_every_text_of_a_bounded_schema_is_finished() -> None:
-    """The test below looks at something: not all of its texts are cut off."""
+    """Otherwise the test below might see only cut texts."""
     assert sum(check_json(EXAMPLE, seed) for seed in range(10)) >= 25
 
 

@@ -78,7 +78,8 @@ CHANGES = (
 
 AS_THEY_ARE = RowGroups(1, 33)
 POOL, MIXES = 14, 2
-"""Requests, and engines that compute some of them together: enough that padded rows are missed."""
+"""Numbers of requests and of engines that compute some of them together. Enough to notice missing
+padding rows."""
 
 
 def shape(name: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> GPT:
@@ -163,7 +164,7 @@ def differences(
     make_decoder: DecoderMaker = PlainDecoder,
     **config: Any,
 ) -> int:
-    """Number of sequences with another outcome in a batch than alone."""
+    """Number of sequences whose outcome in a batch differs from that alone."""
     rng = random.Random(str(seed))
     pool = pool_of_requests(rng, gpt, pool_size, max_tokens)
     expected = alone(gpt, pool, make_decoder, **config)
@@ -213,7 +214,7 @@ def test_batch_changes_no_bit_of_batch_invariant_graphs(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_conversation_copies_its_own_answers(name: str, native: DecoderMaker) -> None:
-    """An answer's blocks are copied like a prompt's, and the next answer is that of a fresh
+    """An answer's blocks are copied like a prompt's; the next answer equals that of a new
     engine."""
     gpt, rng = shape(name, head_dim=16), random.Random(name)
     driven = Driven(gpt, make_decoder=native, slots=2, prefill_chunk=64, speculate="ngram")
@@ -264,7 +265,7 @@ def two_threads() -> Iterator[None]:
     ids=["float32", "bfloat16"],
 )
 def test_batch_changes_no_bit_with_two_threads(dtype: torch.dtype) -> None:
-    """Wide enough that torch divides products and activations between the threads."""
+    """The model is wide enough for torch to divide products and activations between the threads."""
     gpt = shape("modern", dtype, d_model=160, d_ff=1000, n_layer=1)
     assert differences(gpt, seed=dtype, pool_size=6, mixes=1, max_tokens=3) == 0
 

@@ -16,7 +16,8 @@ from tests.model.inference.engine.harness import (
 
 
 def busy(gpt: GPT, clock: FakeClock | None = None, deadline: float | None = None) -> Driven:
-    """Two slots: 'decode' is running, 'prefill' has a chunk to go, 'queued' waits."""
+    """An engine with two slots: 'decode' is running, 'prefill' has one chunk left, 'queued'
+    waits."""
     driven = Driven(gpt, clock, slots=2, prefill_chunk=32)
     driven.add(generation("decode", [1], max_tokens=100, deadline=deadline))
     driven.step()

@@ -61,7 +61,7 @@ def finishes(events: tuple[Event, ...]) -> dict[str, FinishEvent]:
 
 @pytest.mark.parametrize("fails_in", ["prefill", "decode"])
 def test_failed_forward_fails_the_requests_of_its_step(gpt: GPT, fails_in: str) -> None:
-    """Two of five requests are in the failed step; the other three never notice."""
+    """Two of five requests are in the failed step; the other three are not affected."""
     rng = random.Random(8)
     prompts = {name: random_prompt(rng, 100) for name in ("prefill", "admitted", "queued")}
     # Step 1 calls once (prefill), step 2 twice (prefill, decode): the second step fails.

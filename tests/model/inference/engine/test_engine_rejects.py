@@ -1,4 +1,5 @@
-"""Engine: impossible requests are refused with the field and the numbers; the largest fit."""
+"""Engine: impossible requests are refused with the field and the numbers; the largest possible ones
+fit."""
 
 import re
 from typing import Any
@@ -178,7 +179,8 @@ def test_request_id_is_unique_while_in_use(gpt: GPT) -> None:
 
 
 def test_config_bounds_running_sequences_and_prefill(gpt: GPT) -> None:
-    """Never more running than slots, never more prefilled in a step than the chunk."""
+    """There are never more running sequences than slots, nor more prefilled positions in a step
+    than the chunk."""
     config: dict[str, Any] = {"slots": 3, "prefill_chunk": 32}
     driven = Driven(gpt, **config)
     for i in range(12):

@@ -2,8 +2,8 @@
 
 The rules that hold at every moment are in `harness.Driven`: one finish per sequence and nothing
 after it, counts equal to the events, no slot lost or shared, work when there is work. Readers of
-rows fall behind, lose their slots to others and come back: their rows are the bits of an engine
-that does nothing else.
+rows fall behind, lose their slots to others and continue: their rows have the bits of an otherwise
+idle engine.
 """
 
 from functools import cache
@@ -184,7 +184,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.driven.unfinished)
     @rule(data=st.data())
     def grant(self, data: st.DataObject) -> None:
-        """Grant a piece that was not taken yet, if there is any."""
+        """Grant a piece that was not taken yet, if there is one."""
         name, _ = data.draw(st.sampled_from(sorted(self.driven.unfinished)))
         self.take(name)
 
@@ -198,7 +198,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.driven.engine.swapping())
     @rule(other=st.booleans())
     def swap_weights(self, other: bool) -> None:
-        """Swap: earlier requests go on, and none is lost."""
+        """Swap the weights: earlier requests continue, and none is lost."""
         self.swapped = self.swapped or other
         self.driven.swap_weights(OTHER_WEIGHTS if other else GPT_OF_THE_MACHINE)
 

@@ -74,7 +74,7 @@ class Values:
 
 
 def split(rows: Any, lens: Lens) -> Values:
-    """The numbers (P, layers, width), by hand."""
+    """The lens of numbers (P, layers, width), computed by hand."""
     k, n = lens.top_k, len(lens.token_ids)
     parts = np.split(rows, [k, 2 * k, 2 * k + n, 2 * (k + n)], axis=-1)
     ids, logprobs, named, ranks, figures = parts
@@ -90,7 +90,7 @@ def lens_of(gpt: GPT, request: OutputsRequest, **config: Any) -> Values:
 
 
 def same_bits(one: Values, other: Values, positions: Any = slice(None)) -> bool:
-    """True if `other` is `one` at some of its positions."""
+    """True if `other` equals `one` at some of its positions, to the bit."""
     return all(
         np.array_equal(getattr(one, field.name)[positions], getattr(other, field.name))
         for field in fields(Values)
@@ -100,7 +100,7 @@ def same_bits(one: Values, other: Values, positions: Any = slice(None)) -> bool:
 def oracle_logprobs(
     gpt: GPT, layers: Sequence[int], change: Change = lambda name, value: value
 ) -> Tensor:
-    """Logprobs (T, layers, V) by the definition, of a model in float64."""
+    """Logprobs (T, layers, V) by the definition, for a model in float64."""
     config = gpt.config
     stages = plain_stages(gpt, PROMPT, change)
     weight, bias = gpt.head_parameters()
@@ -136,7 +136,7 @@ def final_norm(gpt: GPT, x: Tensor) -> Tensor:
 
 
 def check(values: Values, expected: Tensor, tolerance: float = 1e-5) -> None:
-    """A lens against logprobs (P, layers, V) of the last and other layers."""
+    """Compare a lens with logprobs (P, layers, V)."""
     close = partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance)
     probs = expected.exp()
     own = expected[:, -1:]
@@ -172,7 +172,7 @@ def test_lens_includes_the_subtraction_of_the_middle_block() -> None:
 
 
 def test_lens_of_the_last_layer_has_the_bits_of_the_logits(gpt: GPT) -> None:
-    """Every id's logprob, of the same rows of logits."""
+    """The logprob of every id, from the same rows of logits."""
     every = Lens(layers=(3,), top_k=257, token_ids=tuple(range(257)))
     values = lens_of(gpt, ask(every))
     logits = run(gpt, outputs_request("a", PROMPT))["a", 0].values
@@ -294,8 +294,8 @@ def test_change_of_the_final_norm_affects_the_last_layer_only() -> None:
 
 
 def test_lens_that_is_not_finite_ends_its_own_request_alone(gpt: GPT) -> None:
-    """No comparison with NaN is true, so the search for the largest ids failed, and with it all
-    requests of the step."""
+    """No comparison with NaN is true, so the search for the largest ids once failed, and with it
+    all requests of the step."""
     broken = Intervention(
         stage="final_norm" if gpt.config.final_norm else "blocks.2.output",
         operation="set",

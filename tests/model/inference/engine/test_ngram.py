@@ -23,8 +23,8 @@ tokens_of_a_text = st.lists(st.integers(0, 1) | st.integers(0, 3), max_size=90)
 
 
 def searched(tokens: list[int]) -> tuple[int, int]:
-    """The definition of `Repeats.find`: from the last pair's latest places, for the longest run
-    first."""
+    """The definition of `Repeats.find`: the latest earlier places of the last pair, and of these
+    the longest run."""
     ends = [end for end in range(len(tokens) - 1, 1, -1) if tokens[end - 2 : end] == tokens[-2:]]
     for length in range(LONGEST, SHORTEST - 1, -1):
         for end in ends[:CANDIDATES]:
@@ -55,7 +55,7 @@ def test_continuation_reads_on_into_itself(tokens: list[int], data: st.DataObjec
 
 
 def drafts_over(text: list[int], known: int, sequences: int = 1) -> list[Draft]:
-    """The drafts made for a text that is given from `known` on, a step after another."""
+    """The drafts made while a text grows from `known` on, one per step."""
     tokens = text[:known]
     drafter, drafts = Drafter(tokens), []
     while len(tokens) < len(text):
@@ -88,7 +88,7 @@ def test_right_guesses_grow_fast(sequences: int, lengths: list[int]) -> None:
 
 @pytest.mark.parametrize(("sequences", "early"), [(1, [0, 1]), (2, [0]), (8, [0])])
 def test_wrong_guesses_become_rare(sequences: int, early: list[int]) -> None:
-    """The drawn token is always another one."""
+    """The drawn token always differs from the draft."""
     text = [1] * 8
     drafter, steps = Drafter(text), []
     for step in range(400):

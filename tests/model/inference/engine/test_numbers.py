@@ -99,7 +99,7 @@ def test_attention_weights_are_the_models_own_to_the_bit(
     "wanted", [Logits(), HiddenStates(layers=(1, 3)), AttentionWeights(layers=(2,), heads=(0, 3))]
 )
 def test_eviction_changes_no_bit(gpt: GPT, wanted: Any) -> None:
-    """The reader is slow, and after every two pieces another request has waited for the slot."""
+    """The reader is slow, and after every second piece another request waits for the slot."""
     alone = rows(gpt, wanted, range(1, LENGTH), prefill_chunk=32)
     driven = Driven(gpt, slots=1, prefill_chunk=32)
     driven.engine._scheduler.step_elements = 1  # pieces of one block
@@ -155,7 +155,8 @@ def score(gpt: GPT, prompt: list[int], *continuations: list[int], top: int = 0) 
 
 
 def check_scores(gpt: GPT, text: list[int], start: int, outcome: Outcome) -> None:
-    """Scored tokens from position `start` on, against the plain forward of the whole text."""
+    """Compare the scored tokens from position `start` on with the plain forward of the whole
+    text."""
     plain = gpt(torch.tensor([text])).logits[0].double().log_softmax(dim=-1)
     assert [token.token_id for token in outcome.prompt] == text[start:]
     for position, token in enumerate(outcome.prompt, start=start):

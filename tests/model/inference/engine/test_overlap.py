@@ -1,6 +1,6 @@
-"""Overlap changes the time of a step, and no event. Engines with a launching decoder, on a
-device that does everything as late as possible, are compared with engines without one. Both play
-the same commands, and each step must have the same events, counts, times and remaining work."""
+"""Overlap changes the time of a step but no event. Engines with a launching decoder, on a device
+that does everything as late as possible, are compared with engines without one. Both play the same
+commands, and each step must have the same events, counts, times and remaining work."""
 
 import random
 from dataclasses import replace
@@ -60,7 +60,7 @@ def test_overlapped_steps_have_the_events_of_sequential_ones(
 @settings(max_examples=examples(75))
 @given(commands=st.lists(st.one_of(asks, steps, steps), min_size=2, max_size=15))
 def test_overlapped_tokens_match_the_reference(commands: list[Ask | Command]) -> None:
-    """Steps have several sizes."""
+    """Steps have different sizes."""
     played = Played(batch_invariant=False)
     played.play(commands)
     for request in played.asked:
@@ -83,8 +83,8 @@ def test_overlapped_tokens_match_the_reference(commands: list[Ask | Command]) ->
 def test_failing_decoder_fails_the_same_step(
     prompts: list[list[int]], waits: list[int], fails_at: set[int]
 ) -> None:
-    """An error of a launch is raised when its tokens are due: those of the step before it are
-    there. Sequences end by their length, so the forwards are the same."""
+    """An error of a launch is raised when its tokens are due, after the tokens of the step before
+    it. Sequences end by length, so the forwards are the same."""
     said = []
     for overlap in (True, False):
         make = partial(graph_decoder, batch_invariant=True, overlap=overlap)

@@ -1,5 +1,5 @@
-"""Logprobs of a prompt's own tokens next to the prefix cache. `test_numbers.py` tests their
-values as scores."""
+"""Logprobs of a prompt's own tokens with a prefix cache. `test_numbers.py` tests their values as
+scores."""
 
 import random
 
@@ -42,8 +42,8 @@ def test_prefix_reuse_can_be_disabled() -> None:
 
 @pytest.mark.parametrize("prefill_chunk", [32, 64, 96, 128])
 def test_prompt_logprobs_precede_tokens(prefill_chunk: int) -> None:
-    """The sequence that scores computes the whole prompt while its siblings could copy all of it;
-    an echo would begin with the completion if they got ahead of it."""
+    """The sequence that scores the prompt computes all of it, while its siblings could copy all of
+    it. If they got ahead of it, an echo would begin with the completion."""
     driven = Driven(GPT, prefill_chunk=prefill_chunk)
     driven.add(generation("before", PROMPT))
     driven.drain()

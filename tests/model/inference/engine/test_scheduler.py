@@ -112,7 +112,7 @@ class Simulation:
             assert sequence.credit <= 0
 
     def check_shares(self, plan: StepPlan) -> None:
-        """First come, first served, within the budget, in whole blocks."""
+        """Check the order (first come, first served), the budget, and whole blocks."""
         assert len({chunk.sequence for chunk in plan.prefill}) == len(plan.prefill)
         spent = sum(-(-(chunk.end - chunk.start) // BLOCK) * BLOCK for chunk in plan.prefill)
         assert spent <= self.scheduler.config.prefill_chunk
@@ -170,8 +170,8 @@ class Simulation:
                 assert cells[position].prefilled or self.share_decoded
 
     def best_prefix(self, sequence: Sequence) -> int:
-        """The most whole blocks that any row holds from before this step, up to the first needed
-        position. Decoded blocks count only after their sequence ended."""
+        """The most whole blocks that any row held before this step, up to the first needed
+        position. Decoded blocks count only after their sequence has ended."""
         if not self.scheduler.config.prefix_reuse:
             return 0
         decoding = {
@@ -221,7 +221,7 @@ class Simulation:
 
 
 def rows_in(chunk: PrefillChunk) -> int:
-    """Rows that a chunk hands out: those that it has, and that were not handed out before."""
+    """Rows that a chunk returns: its own, except those returned before."""
     request, handed_out = chunk.sequence.outputs, chunk.sequence.handed_out
     if request is None:
         return 0
@@ -229,7 +229,7 @@ def rows_in(chunk: PrefillChunk) -> int:
 
 
 def blocks(*tokens: int, rest: int = 0) -> list[int]:
-    """Whole blocks of one token id each, and a shorter rest of zeros."""
+    """Whole blocks of one repeated id each, and a shorter rest of zeros."""
     return list(itertools.chain.from_iterable([token] * BLOCK for token in tokens)) + [0] * rest
 
 
@@ -253,7 +253,7 @@ def test_long_prompt_delays_others_by_one_chunk() -> None:
 
 @pytest.mark.parametrize(("max_tokens", "cached"), [(24, 32), (25, 64), (55, 64), (56, 64)])
 def test_decoded_blocks_are_shared_without_the_last_token(max_tokens: int, cached: int) -> None:
-    """The last token was sampled and never computed: if it fills a block, that block lacks the
+    """The last token was sampled but never computed. If it completes a block, that block lacks the
     keys and values of its last position."""
     simulation = Simulation(slots=2, share_decoded=True)
     (first,) = simulation.add(generation("a", blocks(1, rest=8), max_tokens=max_tokens))
@@ -498,7 +498,7 @@ def test_removed_sequence_leaves_its_slot(state: State) -> None:
 
 @dataclass
 class Mix:
-    """A random load: prompts made of a few blocks, so that they share prefixes."""
+    """A random load of prompts made of a few blocks, so that they share prefixes."""
 
     rng: random.Random
     simulation: Simulation

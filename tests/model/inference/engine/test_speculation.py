@@ -142,7 +142,7 @@ def test_drafted_positions_are_never_shared(counting: GPT) -> None:
 
 
 def steps_of(driven: Driven) -> list[list[int]]:
-    """The tokens that each step gave."""
+    """The tokens of each step."""
     given = []
     while driven.engine.has_work():
         events = driven.step().events

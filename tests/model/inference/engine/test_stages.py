@@ -54,7 +54,7 @@ def gpt(request: pytest.FixtureRequest) -> GPT:
 
 @pytest.fixture(scope="module")
 def exact(gpt: GPT) -> GPT:
-    """Model in float64, so that a difference is one of the computation; rows are handed out in
+    """Model in float64, so that differences are due to the computation; rows are returned in
     float32."""
     return copy.deepcopy(gpt).double()
 

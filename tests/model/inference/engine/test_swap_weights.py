@@ -1,4 +1,4 @@
-"""New weights under load: a request is answered by one set of them, and never by a mixture."""
+"""New weights under load: each request is answered by one set of weights."""
 
 import random
 

@@ -70,14 +70,14 @@ class TorchForward:
         return torch.where(greedy, logits.argmax(-1), drawn).masked_fill(~usable, NO_TOKEN)
 
     def _check(self, given: Tensor, keys: int, several: bool) -> None:
-        """The promises of `GraphDecoder` about the rows that it uploads."""
+        """Check the promises of `GraphDecoder` about the rows that it uploads."""
         places = {(row[1], row[2]) for row in given.tolist()}
         assert max(position for _, position in places) < keys
         assert several or len(places) == len({slot for slot, _ in places})
 
 
 def _distinct(given: Tensor, sampled: Tensor) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Tokens, slots and positions without repetitions, and the place of each given row."""
+    """Distinct rows (tokens, slots and positions), and the index among them of each given row."""
     source, known = given[:, 3], given[:, 0]
     last = sampled[source.clamp(min=0)].clamp(min=0)
     tokens = torch.where(source < 0, known, last).tolist()

@@ -26,7 +26,7 @@ class LateDevice:
 
     @property
     def given(self) -> int:
-        """The amount of work so far."""
+        """The number of work items so far."""
         return self.done + len(self._queue)
 
     def idle(self) -> bool:

@@ -126,7 +126,7 @@ HERE = runnable(platform.machine(), processor_features())
 
 
 def test_target_is_refused_if_the_system_withholds_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rest of a fleet would compute by AMX, with other bits."""
+    """Otherwise the other machines of a fleet would compute with AMX, hence other bits."""
 
     class Withheld:
         def logitd_has_tiles(self) -> int:
@@ -195,7 +195,7 @@ def test_target_has_the_same_bits_on_processors_where_torch_differs() -> None:
         pytest.skip("this processor does not run x86-64-v3")
 
     def shown(target: str, **environment: str) -> str:
-        """Numbers of a target, or of torch."""
+        """The numbers that a target, or torch, computes."""
         return subprocess.run(
             [sys.executable, "-c", SHOW, str(BUNDLED), target],
             check=True, capture_output=True, text=True, env={**os.environ, **environment},

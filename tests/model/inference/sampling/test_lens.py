@@ -33,7 +33,7 @@ def divergence(own: npt.NDArray[Any], logits: npt.NDArray[Any]) -> float:
 
 
 def check(logits: Tensor, own: Tensor, top_k: int, token_ids: tuple[int, ...]) -> None:
-    """All of a lens, row by row, against the definitions."""
+    """Check all of a lens, row by row, against the definitions."""
     for read, row, own_row in zip(
         lens_of(logits, own, top_k, token_ids), logits.numpy(), own.numpy(), strict=True
     ):
@@ -53,7 +53,7 @@ def check(logits: Tensor, own: Tensor, top_k: int, token_ids: tuple[int, ...]) -
 @settings(max_examples=examples(60))
 @given(data=st.data())
 def test_rows_match_the_definitions(data: st.DataObject) -> None:
-    """Few steps between logits make equals likely."""
+    """Logits have few distinct values, so ties are likely."""
     width = data.draw(st.integers(1, 40))
     rows = data.draw(st.integers(1, 5))
     steps = data.draw(st.sampled_from([1, 2, 5, 1000]))
@@ -68,7 +68,7 @@ def test_rows_match_the_definitions(data: st.DataObject) -> None:
 
 
 def test_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups have three rows, the last of them one."""
+    """Groups have three rows, the last group one."""
     monkeypatch.setattr(under_test, "GROUP_ELEMENTS", 3 * 50_257)
     generator = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(4, 50_257, generator=generator)

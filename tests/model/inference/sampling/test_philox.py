@@ -45,7 +45,8 @@ def test_draw_is_53_bits_of_the_first_two_words() -> None:
 
 @pytest.mark.parametrize("along", ["seed", "position", "index"])
 def test_draws_are_uniform_along_each_argument(along: str) -> None:
-    """20,000 draws: mean, spread, the share of each tenth, and no memory from one to the next."""
+    """20,000 draws: mean, spread, the share of each tenth, and no correlation between successive
+    draws."""
     place = {"seed": 5, "position": 7, "index": 0}
     draws = [uniform(**(place | {along: i})) for i in range(20_000)]
     assert abs(sum(draws) / 20_000 - 1 / 2) < 5 / math.sqrt(12 * 20_000)
@@ -65,7 +66,7 @@ def test_draws_are_uniform_along_each_argument(along: str) -> None:
     )
 )
 def test_uniform_numbers_on_arrays(places: list[tuple[int, int, int]]) -> None:
-    """Arrays are short and long, in the types of a step's draws."""
+    """Arrays are short and long, with the dtypes of a step's draws."""
     seeds, positions, indices = zip(*places, strict=True)
     drawn = uniforms(
         np.array(seeds, np.uint64), np.array(positions, np.uint32), np.array(indices, np.uint32)

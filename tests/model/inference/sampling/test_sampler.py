@@ -159,7 +159,7 @@ def rows(draw: st.DrawFn, temperature: st.SearchStrategy[float] = greedy_or_not)
 
 logit_rows = st.lists(numbers, min_size=VOCAB, max_size=VOCAB)
 often = settings(max_examples=examples(300, fast=80))
-"""Examples of a property that covers every parameter of the sampler."""
+"""Number of examples for a property that covers every parameter of the sampler."""
 
 
 # Against the definitions
@@ -256,7 +256,7 @@ def test_sampling_inverts_the_cumulated_mass(logits: list[float], one: RowContex
     [(0.0, 1), (0.25 - 2**-53, 1), (0.25, 2), (0.5, 4), (0.75, 6), (1 - 2**-53, 6)],
 )
 def test_sampling_at_the_edges(monkeypatch: pytest.MonkeyPatch, u: float, token_id: int) -> None:
-    """An interval has its lower end, not its upper one; an id without mass has none."""
+    """An interval includes its lower end but not its upper one; an id without mass has none."""
     monkeypatch.setattr("logitd.model.inference.sampling.sample.uniform", lambda *place: u)
     one = row(params(temperature=1, allowed_token_ids=(1, 2, 4, 6)))
     assert sample_one([0.0] * 8, one).token_id == token_id
@@ -297,7 +297,7 @@ LOGITS = [1.0, 3.0, 2.0, 3.0, -1.0, 0.0]
 
 
 def test_top_p_stops_at_the_exact_mass() -> None:
-    """The properties above leave a rounding open at the edge of a filter."""
+    """The properties above allow for rounding at the edge of a filter; this test does not."""
     quarters = row(params(temperature=1, top_p=0.5))
     assert set(processed([0.0, 0.0, 0.0, 0.0], quarters)) == {0, 1}
 
@@ -381,7 +381,8 @@ def test_row_is_the_same_alone_and_in_a_batch(
 def test_scored_rows_have_the_bits_of_each_alone_and_the_order_of_the_definition(
     logits: list[list[float]], count: int, data: st.DataObject
 ) -> None:
-    """Ranks and the likeliest, equals by id and dropped ids left out, on Python lists."""
+    """Ranks and the likeliest ids, ties ordered by id and dropped ids left out, compared with
+    Python lists."""
     ids = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=len(logits), max_size=len(logits)))
     together = score(torch.tensor(logits), ids, count)
     arrays = score_rows(torch.tensor(logits), ids, count)
@@ -433,7 +434,7 @@ def test_sampling_does_not_change_logits() -> None:
 
 
 def test_slot_is_sampled_for_its_current_sequence() -> None:
-    """Slots are taken again and again, and a step's rows are in no order."""
+    """Slots are reused many times, and a step's rows are unordered."""
     state = SamplingState(3)
     for slot in range(3):
         state.begin(slot, params(temperature=0.5, top_k=4, logprobs=1), index=2)

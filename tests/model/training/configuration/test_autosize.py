@@ -50,7 +50,7 @@ tokens of 6.7 million operations in 170 s."""
 
 
 def _chosen(seconds: float, operations: float = ONE_CORE) -> Choice:
-    """The choice of a machine with one rate for all sizes, which measures in no time."""
+    """The choice for a machine with one rate for all sizes, without measuring."""
     return search(
         seconds, CANDIDATES, lambda run: operations / flops_per_token(run.model), lambda: 0.0
     )
@@ -122,13 +122,13 @@ def test_measuring_stays_within_its_share() -> None:
 
 
 class _Clock:
-    """Another process has the cores in steps 2 and 3, which take ten times as long."""
+    """A clock on which another process slows steps 2 and 3 by a factor of ten."""
 
     def __init__(self, step_seconds: float) -> None:
         self._now, self._looks, self._step_seconds = 0.0, 0, step_seconds
 
     def __call__(self) -> float:
-        """Every third look is after a step."""
+        """Every third reading is after a step."""
         self._looks += 1
         if self._looks > 1 and self._looks % 3 == 1:
             step = self._looks // 3

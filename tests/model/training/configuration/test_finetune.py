@@ -26,7 +26,7 @@ from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 from tests.model.training.test_trainer import _state, _train_until
 
 LINES, LINE = 300, "the quick foxes jump over it...\n"
-"""32 bytes a line: with a token a byte, a window of 32 ends with a line."""
+"""Lines of 32 bytes: with a token per byte, a window of 32 ends with a line."""
 HELD_OUT = (LINES // 10 - 1) * len(LINE)
 
 Tune = Callable[..., TrainingConfig]
@@ -76,7 +76,7 @@ def evaluations(result: TrainingResult) -> dict[int, float]:
 
 
 def held_out(text: Path, path: Path) -> Path:
-    """The lines that the trainer holds out of one document, those after nine tenths of it."""
+    """The lines that the trainer holds out of one document: those after nine tenths of it."""
     path.write_bytes(text.read_bytes()[-HELD_OUT:])
     return path
 

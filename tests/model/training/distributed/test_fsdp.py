@@ -44,12 +44,12 @@ from tests.model.training.distributed.test_ranks import _environment, _start
 CPU = torch.device("cpu")
 OPTIMIZERS = ("muon", "adamw")
 SIZE = 3
-"""Processes; no number of rows below is a multiple of it."""
+"""Number of processes; no number of rows below is a multiple of it."""
 
 
 @given(heights=st.lists(st.integers(1, 20), min_size=1, max_size=4), size=st.integers(1, 9))
 def test_shards_of_all_processes_make_up_every_map(heights: list[int], size: int) -> None:
-    """A fused matrix is divided without a look at the maps in it."""
+    """A fused matrix is divided regardless of the maps in it."""
     matrix = torch.arange(sum(heights))[:, None]
     part = -(-len(matrix) // size)
     start = 0
@@ -104,7 +104,7 @@ def test_whole_model_is_unchanged() -> None:
 
 
 def _gpt(optimizer: str) -> GPT:
-    """With fused maps, value embeddings, a bias in the head, the parts of nanochat and a vocabulary
+    """A GPT with fused maps, value embeddings, a head bias, the parts of nanochat and a vocabulary
     that three do not divide."""
     config = PRESETS["tiny"].config(
         vocab_size=311, n_layer=2, n_head=4, n_kv_head=2, d_model=40, d_ff=136, context_length=16,
@@ -148,7 +148,7 @@ def _step(gpt: GPT, optimizers: Optimizers, optimizer: str, ranks: Ranks) -> flo
 
 
 def _numbers(optimizers: Optimizers) -> int:
-    """Elements of the optimizers' states."""
+    """Number of elements of the optimizers' states."""
     states = [state for each in optimizers.all.values() for state in each.state.values()]
     return sum(value.numel() for state in states for name, value in state.items() if name != "step")
 
@@ -172,7 +172,7 @@ def _held(forward: Forward, ids: Tensor, shapes: set[tuple[int, ...]]) -> int:
 
 @dataclass(frozen=True)
 class _Found:
-    """The observations of one process."""
+    """The results of one process."""
 
     rows: dict[str, tuple[int, int]]  # of each parameter: those that are here, and that should be
     held: int
@@ -231,7 +231,7 @@ def _goes_on_from_a_file(
 
 
 def _divide(rank: int, port: int, folder: Path) -> None:
-    """One of three processes."""
+    """Run as one of three processes."""
     environment = _environment(rank, SIZE, port)
     torch.set_num_threads(1)
     with process_group(environment) as ranks:

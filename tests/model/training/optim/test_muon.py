@@ -1,4 +1,4 @@
-"""Stacked Muon steps and their twins: torch.optim.Muon, and the iteration in float64."""
+"""Stacked Muon steps compared with torch.optim.Muon and with the iteration in float64."""
 
 import math
 from copy import deepcopy

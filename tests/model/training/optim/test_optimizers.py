@@ -82,7 +82,7 @@ def test_muon_orthogonalises_query_key_and_value_separately() -> None:
 
     The bits are equal if the processor multiplies bfloat16. If not, the update is computed in
     float32 and torch's in bfloat16: they differ by a few hundredths of a step, while one matrix
-    orthogonalised instead of three would differ by more than a tenth.
+    orthogonalized instead of three would differ by more than a tenth.
     """
     gpt = _gpt()
     torch.nn.init.normal_(gpt.blocks[0].attention_out.weight, std=0.1)  # type: ignore[union-attr,arg-type]

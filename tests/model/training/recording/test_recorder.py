@@ -1,4 +1,4 @@
-"""Files of a run, and the refusal to spoil them."""
+"""Files of a run, and refusals to overwrite them."""
 
 import math
 import re
@@ -60,7 +60,7 @@ def test_samples_take_a_small_share_of_the_minutes(
 
 
 def _train_with_little_room(config: TrainingConfig, limit: int, sentence: Path) -> None:
-    """Train in a process in which no file may grow beyond `limit` bytes."""
+    """Train in a process in which files cannot grow beyond `limit` bytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     try:
         train(config)
@@ -131,7 +131,7 @@ def test_checkpoint_that_cannot_be_written_leaves_nothing(
 
 
 def test_samples_do_not_end_in_half_a_character(configure: Configure, tmp_path: Path) -> None:
-    """An untrained model of bytes writes mostly bytes that are no characters."""
+    """An untrained byte model writes mostly invalid UTF-8."""
     sampled: list[str] = []
     train(
         configure(vocab_size=257, steps=1, sample_tokens=9),

@@ -1,4 +1,4 @@
-"""Two trainers and one run directory; the second is another process."""
+"""Two trainers on one run directory; the second is another process."""
 
 import json
 import os

@@ -114,7 +114,7 @@ def test_changed_shards_are_refused_on_resume(
     (data / "train.tokens").write_bytes(raw)
     with pytest.raises(TrainingError, match=r"--data: .* has changed"):
         train(again)
-    with pytest.raises(TrainingError, match=r"special_tokens is 'ids', but .* already tokenised"):
+    with pytest.raises(TrainingError, match=r"special_tokens is 'ids', but .* already tokenized"):
         train(configure(**given, vocab_size=None, out=tmp_path / "b", special_tokens="ids"))
 
 
@@ -172,7 +172,7 @@ def test_impossible_run_directory_is_refused(configure: Configure, out: str) -> 
 
 @pytest.fixture
 def small_files() -> Iterator[None]:
-    """Files larger than 20 kB cannot be written, as on a full disk."""
+    """Limit files to 20 kB, as on a full disk."""
     with files_of_at_most(20_000):
         yield
 

@@ -1,4 +1,4 @@
-"""Compiling: which runs are compiled, the same results, and a compiler that fails.
+"""Compiling: which runs are compiled, equal results, and a failing compiler.
 
 tests/e2e/test_torchrun.py runs torch's C++ compiler, for a minute.
 """

@@ -1,4 +1,4 @@
-"""The forward of training, against the model's own."""
+"""The forward of training, compared with the model's own."""
 
 from dataclasses import replace
 from typing import Any

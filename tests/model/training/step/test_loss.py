@@ -1,4 +1,4 @@
-"""The piecewise loss and its plain twin: F.cross_entropy of whole logits."""
+"""The piecewise loss compared with its twin: F.cross_entropy of whole logits."""
 
 import pytest
 import torch
@@ -95,7 +95,7 @@ def test_loss_in_bfloat16_rounds_as_the_plain_one(biased: bool) -> None:
 
 
 def test_no_float32_logits_of_a_whole_batch_are_held() -> None:
-    """2,048 positions of a vocabulary of 8,192 are 64 MB of float32; a piece is 16."""
+    """2,048 positions of a vocabulary of 8,192 are 64 MB of float32; a piece has 16 MB."""
     hidden, head, targets = _inputs(8, 256, 8, 8192, 8192, 1.0)
     largest = 0
 

@@ -16,7 +16,7 @@ def _figures(loss: float, norm: float = 1.0) -> Figures:
 def _watch(
     losses: Iterable[float], *, every: int = 10, warmup: int = 0, first: float = 8.0
 ) -> list[str | None]:
-    """The diagnosis after each report of a run that begins at `first` nats."""
+    """The diagnosis after each report of a run that starts at `first` nats."""
     monitor = DivergenceMonitor(warmup)
     monitor.start(first)
     found = []
@@ -43,7 +43,7 @@ def test_infinite_number_ends_a_run_at_once(loss: float, norm: float) -> None:
 
 
 def test_loss_that_stays_above_half_the_way_back_has_exploded() -> None:
-    """Best 4, began at 8: above 6 is far."""
+    """The best is 4 and the start was 8, so above 6 is far."""
     down = [8 - 0.2 * index for index in range(21)]
     assert _first(_watch([*down, *[6.1] * 50])) == len(down) + REPORTS
     assert _first(_watch([*down, *[5.9] * 200])) == -1
@@ -64,7 +64,7 @@ def test_run_is_not_suspect_during_its_warmup() -> None:
 
 
 def test_falling_loss_is_never_suspect() -> None:
-    """The loss of a run that begins with foreign weights, and of one that overfits to zero."""
+    """Losses of a run that starts with foreign weights, and of one that overfits to zero."""
     assert _first(_watch([30 - 0.5 * index for index in range(50)], first=30)) == -1
     assert _first(_watch([8 * 0.9**index for index in range(200)])) == -1
 

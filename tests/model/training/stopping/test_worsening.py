@@ -8,7 +8,7 @@ from logitd.model.training.stopping.worsening import EVALUATIONS, ended_worse, w
 
 
 def records(*losses: float, training: bool = True) -> list[dict[str, Any]]:
-    """Evaluations every 10 steps, and before each from the second on a report of training."""
+    """Evaluations every 10 steps, each but the first preceded by a training report."""
     found: list[dict[str, Any]] = []
     for index, loss in enumerate(losses):
         step = 10 * index

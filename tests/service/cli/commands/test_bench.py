@@ -14,7 +14,7 @@ from logitd.service.cli.main import run
 from tests.service.serving import Serving, serving
 
 SMALL = ("--threads=1", "--batches=1,3", "--prompt-tokens=20", "--rounds=1", "--kernels=torch")
-"""Flags of a run of a second."""
+"""Flags for a run of a second."""
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 def bench(capsys: pytest.CaptureFixture[str], checkpoint: Path, *flags: str) -> Any:
-    """The report, on the last line."""
+    """The report, from the last line."""
     code = run(["bench", str(checkpoint), *SMALL, *flags])
     out, err = capsys.readouterr()
     assert code == 0, err

@@ -1,4 +1,4 @@
-"""`logitd eval` on the terminal and as JSON."""
+"""`logitd eval`: its output on the terminal and as JSON."""
 
 import json
 import re

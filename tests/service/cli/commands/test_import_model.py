@@ -1,4 +1,4 @@
-"""`logitd import` and `logitd export`: their output, and a sentence for each mistake."""
+"""`logitd import` and `logitd export`: their output, and a message for each mistake."""
 
 import json
 from pathlib import Path

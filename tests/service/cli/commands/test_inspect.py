@@ -62,7 +62,7 @@ def test_stages_have_their_shapes(
 def test_unusual_names_are_shown_unchanged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Square brackets are markup of the library that draws the table."""
+    """Square brackets are markup in the library that draws the table."""
     monkeypatch.setenv("COLUMNS", "400")
     path = tmp_path / "[red]odd[bold]"
     save_tiny_checkpoint(

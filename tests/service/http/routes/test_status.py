@@ -74,7 +74,7 @@ def test_endpoints_with_query_parameters_refuse_unknown_ones(server: Serving) ->
 
 
 def series(server: Serving) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Every series of /metrics, read as Prometheus reads it."""
+    """Every series of /metrics, parsed as by Prometheus."""
     response = server.client.get("/metrics")
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     return {

@@ -98,7 +98,7 @@ struct Scores {
 };
 
 // Write the weights of a query, e to the score minus the largest score, rounded to bfloat16. Steps of weights
-// are TO numbers apart; the partial one is filled up with zeros. Returns the factor that normalises them, one
+// are TO numbers apart; the partial one is filled up with zeros. Returns the factor that normalizes them, one
 // over the sum of the rounded weights.
 template <int TO, int HALF, int STEP>
 inline float put_weights(const Scores<HALF, STEP>& scores, Bf16* weights) {

@@ -12,8 +12,8 @@ VOCAB, CONTEXT, WIDTH, HEADS, LAYERS = 29, 16, 32, 4, 2
 
 
 def draw(model: nn.Module, seed: int = 0) -> None:
-    """Draw every parameter so that it matters: attention chooses, norms and biases are far from
-    their initial values."""
+    """Draw every parameter so that it matters: attention is selective, norms and biases are far
+    from their initial values."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -27,18 +27,18 @@ def draw(model: nn.Module, seed: int = 0) -> None:
 
 
 def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
-    """The model with drawn weights, in evaluation mode and without gradients."""
+    """The model with random weights, in evaluation mode and without gradients."""
     draw(model, seed)
     return model.eval().requires_grad_(False)
 
 
 def split(x: Tensor, heads: int) -> Tensor:
-    """(B, T, H * D) to (B, H, T, D)."""
+    """Split the heads: (B, T, H * D) to (B, H, T, D)."""
     return x.unflatten(2, (heads, -1)).transpose(1, 2)
 
 
 def merge(x: Tensor) -> Tensor:
-    """(B, H, T, D) to (B, T, H * D)."""
+    """Join the heads: (B, H, T, D) to (B, T, H * D)."""
     return x.transpose(1, 2).flatten(2)
 
 
@@ -52,7 +52,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, divisor: float, *, causal: bool = Tr
 
 
 def steps(ids: Tensor) -> Tensor:
-    """0, 1, 2, ... for ids (B, T)."""
+    """Positions 0, 1, 2, ... of ids (B, T)."""
     return torch.arange(ids.shape[1])
 
 
@@ -68,7 +68,7 @@ def waves(length: int, width: int, *, halves: bool = False) -> Tensor:
 
 
 def turned(x: Tensor, *, neighbours: bool, theta: float = 10_000.0) -> Tensor:
-    """Rotary positions of (B, H, T, D), as products of complex values."""
+    """Apply rotary positions to (B, H, T, D), as products of complex numbers."""
     time, width = x.shape[-2:]
     rates = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     angles = torch.outer(torch.arange(time, dtype=torch.float64), rates)  # (T, D / 2)
@@ -82,5 +82,5 @@ def turned(x: Tensor, *, neighbours: bool, theta: float = 10_000.0) -> Tensor:
 
 
 def rms(x: Tensor, eps: float) -> Tensor:
-    """x over its root mean square."""
+    """x divided by its root mean square."""
     return x / (x.pow(2).mean(dim=-1, keepdim=True) + eps).sqrt()

@@ -73,7 +73,8 @@ class LectureBlock(nn.Module):
 
 
 class Lecture(nn.Module):
-    """Pre-LN, ReLU, a head with bias; scores over the root of the whole width, or of a head's."""
+    """Pre-LN, ReLU, a head with bias; scores over the root of the whole width or of the head
+    width."""
 
     def __init__(
         self,

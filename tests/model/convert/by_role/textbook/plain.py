@@ -131,7 +131,7 @@ class Plain(nn.Module):
         return self._linear("attention_out", layer, merge(attend(q, k, v, divisor)))
 
     def _turned(self, norm: str, layer: int, x: Tensor) -> Tensor:
-        """Queries or keys (B, H, T, D), normalised and with rotary positions."""
+        """Queries or keys (B, H, T, D), normalized and with rotary positions."""
         if self._how.qk_norm != "none":
             weight = self._tensor(norm, "weight", layer)
             x = rms(x, self._how.qk_norm_eps) * (1 if weight is None else weight)

@@ -1,6 +1,6 @@
-"""torch.nn's own layers: TransformerEncoder, and MultiheadAttention in a block of one's own.
+"""torch.nn's layers: TransformerEncoder, and MultiheadAttention in a hand-written block.
 
-Covers pre- and post-LN, sinusoidal positions kept in the file or not. Does not have a final norm.
+Covers pre- and post-LN, sinusoidal positions in the file or not. There is no final norm.
 """
 
 import math

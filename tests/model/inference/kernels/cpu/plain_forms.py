@@ -68,13 +68,14 @@ def int4_matrix(weight: Tensor) -> QuantizedMatrix:
 
 
 def signed_largest(block: Tensor) -> Tensor:
-    """The number of the largest magnitude among those that share a scale: (rows, SCALES)."""
+    """The value with the largest magnitude for each scale: (rows, SCALES)."""
     least, most = block.amin(dim=(1, 3)), block.amax(dim=(1, 3))
     return torch.where(-least > most, least, most)
 
 
 def nibbles(values: Tensor) -> Tensor:
-    """Weights (rows, steps * STEP) in four bits: the first half of a step in the lower ones."""
+    """Pack weights (rows, steps * STEP) into four bits each: the first half of a step into the
+    lower ones."""
     halves = (values - LEAST).to(torch.uint8).view(len(values), -1, 2, STEP // 2)
     return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
 
@@ -90,7 +91,7 @@ def decompressed(matrix: CompressedMatrix) -> Tensor:
 
 
 def strip_bits(stored: Tensor, steps: int) -> Tensor:
-    """The bits of the rows of a strip, int16 (STRIP_ROWS, steps * STEP)."""
+    """The bits of a strip's rows, int16 (STRIP_ROWS, steps * STEP)."""
     step, side, weights = compress.STEP, compress.SIDE, compress.SIDE * compress.STEP
     blocks, block_bytes = 2 * steps, weights * 3 // 2  # sign and fraction, then half a byte of code
     heads = stored[: 2 * blocks].view(blocks, 2).int()  # the exponent below, escapes

@@ -1,4 +1,5 @@
-"""Activations of the native kernels against float64, at every magnitude and on every target."""
+"""Activations of the native kernels compared with float64, at every magnitude and on every
+target."""
 
 import ctypes
 import math
@@ -30,7 +31,7 @@ ULP = 2.0**-23
 
 
 def native(library: ctypes.CDLL, name: str, x: Tensor, values: Tensor | None = None) -> Tensor:
-    """The activation of numbers, times the gated values if given."""
+    """The activation of numbers, multiplied by the gated values if given."""
     library.logitd_activate.argtypes = (
         ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32
     )  # fmt: skip
@@ -59,7 +60,7 @@ def test_activations_match_float64(library: ctypes.CDLL, name: str) -> None:
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_keep_nan_and_the_largest_numbers(library: ctypes.CDLL, name: str) -> None:
-    """ReLU maps NaN to 0; the residual stream still has it."""
+    """ReLU maps NaN to 0, but the residual stream still has it."""
     x = torch.tensor([math.nan, math.inf, 3e38, 0.0, -0.0, -1e6, 1e4, -20.0] * 2)
     values = torch.ones_like(x) if name == "swiglu" else None
     found = native(library, name, x, values)[:8].tolist()

@@ -22,7 +22,7 @@ from tests.profiles import examples
 
 LENGTH = 200
 HEADS = {(32, 3, 3), (64, 2, 1), (64, 4, 1), (80, 2, 2), (96, 3, 1), (128, 2, 1), (256, 1, 1)}
-"""Width, heads, key heads."""
+"""Width, number of heads, number of key heads."""
 
 
 def gpt_of(width: int, heads: int, key_heads: int, **overrides: int) -> GPT:
@@ -54,8 +54,8 @@ def test_prompt_in_any_chunks_has_the_bits_of_its_steps(
     threads: int,
     seed: int,
 ) -> None:
-    """Queries of a prompt attend together, those of a step alone; a step with one head uses other
-    instructions."""
+    """Queries of a prompt attend together, the query of a step alone; a step with one head uses
+    other instructions."""
     gpt = gpt_of(width, group * key_heads, key_heads, d_model=32)
     rng, ids = random.Random(seed), random_ids(length).tolist()
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=threads)
@@ -119,8 +119,8 @@ def test_token_that_is_not_finite_spoils_no_earlier_one(
 def test_subnormal_and_huge_values_keep_the_bits(
     library: ctypes.CDLL, width: int, scale: float
 ) -> None:
-    """Products of these values are subnormal: tiles flush them to zero, vectors only on request.
-    The next matrix scales them up again, so a difference shows."""
+    """Products of these values are subnormal: tiles flush them to zero, vector instructions only if
+    asked. The next matrix scales them up again, so a difference would show."""
     gpt, ids = gpt_of(width, 3, 3), random_ids(60).tolist()
     with torch.no_grad():
         for name, parameter in gpt.named_parameters():

@@ -1,4 +1,5 @@
-"""The native decoder against its plain twin in every shape, and the bits of a row in any batch."""
+"""The native decoder compared with its plain twin in every shape, and the bits of a row in any
+batch."""
 
 import ctypes
 import math
@@ -61,7 +62,7 @@ def new_cache(gpt: GPT, slots: int = SLOTS, kept: KVCacheDType = "auto") -> KVCa
 
 
 def kept_in(kind: str) -> KVCacheDType:
-    """The dtype of keys and values of a kind of decoder."""
+    """The dtype of keys and values for a kind of decoder."""
     return "int8" if kind.endswith("cells") else "auto"
 
 
@@ -97,8 +98,9 @@ def decoded_at(decoder: Decoder, ids: list[int], slot: int, start: int) -> Tenso
 
 @pytest.mark.parametrize("name", [*PAIRED, *PARTS])
 def test_every_combination_matches_the_twin(library: ctypes.CDLL, name: str) -> None:
-    """Prompts of several lengths, steps after them, the residual stream, attention weights, keys
-    and values. Relative to their spread: without a norm before the head logits are large."""
+    """Prompts of several lengths and steps after them: logits, the residual stream, attention
+    weights, keys and values. Errors are relative to the spread: without a norm before the head,
+    logits are large."""
     gpt = tiny_gpt(tiny_config(**{**(COMBINATIONS | PARTS)[name], **COMBINED}))
     caches = new_cache(gpt), new_cache(gpt)
     native = NativeDecoder(library, gpt, caches[0], threads=2)
@@ -233,7 +235,7 @@ def test_consecutive_rows_have_the_bits_of_single_calls(
 
 @pytest.mark.parametrize("times", [400, pytest.param(2000, marks=pytest.mark.slow)])
 def test_row_never_runs_ahead_of_the_one_before_it(library: ctypes.CDLL, times: int) -> None:
-    """One key head and more threads than cores: if threads divided the rows of a slot, one would
+    """One key head and more threads than cores. If threads divided the rows of a slot, one could
     read keys of the previous text."""
     gpt = tiny_gpt(native_config("modern", n_kv_head=1, n_head=8, head_dim=64, n_layer=1))
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=5)
@@ -262,8 +264,9 @@ def test_int8_keys_and_values_match_the_twin(
     library: ctypes.CDLL, family: str, head_dim: int
 ) -> None:
     """A prompt and steps after it. Values that differ by a rounding may be stored as neighbouring
-    steps, few in one block, which sharp attention and further blocks amplify. So the results are
-    compared with the effect of the rounding itself, and several blocks attend evenly."""
+    steps; there are few in one block, but sharp attention and further blocks amplify them. So the
+    results are compared with the effect of the rounding itself, and if there are several blocks,
+    attention is even."""
 
     def outcome(decoder: Decoder) -> tuple[Tensor, Tensor]:
         with torch.inference_mode():
@@ -296,7 +299,7 @@ def test_int8_keys_and_values_match_the_twin(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompt_has_the_bits_of_decoding_it(library: ctypes.CDLL, family: str, kind: str) -> None:
     """Chunks of any size, with more rows than a tile has and than attend together. Heads have odd
-    numbers of vectors, the last one half filled in narrow dtypes."""
+    numbers of vectors; in narrow dtypes the last one is half filled."""
     overrides: dict[str, int] = {"d_model": 520, "d_ff": 530} if family == "modern" else {}
     overrides |= {"n_layer": 2, "head_dim": 48 if family == "llama" else 16}
     gpt = tiny_gpt(native_config(family, **overrides))
@@ -317,7 +320,7 @@ def test_prompt_has_the_bits_of_decoding_it(library: ctypes.CDLL, family: str, k
 def test_mixed_pass_has_the_bits_of_prompts_and_steps(
     library: ctypes.CDLL, family: str, kind: str
 ) -> None:
-    """A continued prompt, one that ends and one that does not, with a row of one sequence and three
+    """A continued prompt, one that ends and one that does not, with one row of a sequence and three
     rows of another, like drafts."""
     gpt = tiny_gpt(native_config(family, n_layer=2))
     gpt = gpt.to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
@@ -434,7 +437,7 @@ def test_prompt_longer_than_the_buffers_is_divided(library: ctypes.CDLL) -> None
 def test_slot_hides_the_leftovers_of_an_earlier_text(
     library: ctypes.CDLL, dtype: torch.dtype, kept: KVCacheDType
 ) -> None:
-    """Leftovers may be NaN: loads of keys extend beyond the last one."""
+    """Leftovers may be NaN, and loads of keys extend beyond the last key."""
     gpt = tiny_gpt(native_config("llama", head_dim=48)).to(dtype)
     cache, text = new_cache(gpt, kept=kept), random_ids(45).tolist()
     native = NativeDecoder(library, gpt, cache, threads=2)
@@ -452,7 +455,8 @@ def test_slot_hides_the_leftovers_of_an_earlier_text(
 
 @pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf])
 def test_key_that_is_not_finite_survives_int8(library: ctypes.CDLL, lost: float) -> None:
-    """The sequence ends with an error, as without int8. A maximum by comparisons would skip NaN."""
+    """The sequence ends with an error, as without int8. A maximum computed by comparisons would
+    skip NaN."""
     gpt = tiny_gpt(native_config("gpt2"))
     with torch.no_grad():
         gpt.token_embedding.weight[5, 3] = lost
@@ -468,7 +472,7 @@ def test_key_that_is_not_finite_survives_int8(library: ctypes.CDLL, lost: float)
 def test_prompt_by_torch_has_the_bits_of_the_twin(
     library: ctypes.CDLL, quantize: Quantization
 ) -> None:
-    """Processors that are slow at many rows use torch, with the rounded weights."""
+    """Processors that are slow with many rows use torch, with the rounded weights."""
     gpt, text = tiny_gpt(native_config("modern")), random_ids(50).tolist()
     native = NativeDecoder(
         library, gpt, new_cache(gpt), threads=2, quantize=quantize, prefills=False
@@ -634,7 +638,7 @@ def test_quantized_decoder_computes_with_its_rounded_weights(
 def test_quantized_weights_are_one_stream(
     library: ctypes.CDLL, quantize: Literal["int8", "int4"]
 ) -> None:
-    """In separate arenas most matrices had no large page."""
+    """In separate blocks of memory, most matrices had no large page."""
     gpt = tiny_gpt(native_config("gpt2", d_model=64, d_ff=256))
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=1, quantize=quantize)
     kept = [

@@ -1,4 +1,4 @@
-"""Building the kernels: once per content and target, or a reason why it is impossible."""
+"""Building the kernels: once per content and target, or a reason for not building them."""
 
 import os
 import platform
@@ -153,7 +153,7 @@ def test_folder_is_private(cache: Path) -> None:
 
 
 HERE = runnable(platform.machine(), processor_features())
-"""The targets that this processor can run."""
+"""Targets that this processor can run."""
 
 
 @pytest.fixture
@@ -222,7 +222,7 @@ USES: dict[TargetName, tuple[set[str], set[str]]] = {
     "x86-64-v4-bf16": ({"%zmm0", "vpdpbusd", "vdpbf16ps"}, {"tileloadd"}),
     "x86-64-v4-amx": ({"%zmm0", "tdpbf16ps", "tdpbsud", "vpdpbusd", "vdpbf16ps"}, set()),
 }
-"""Words that the code of a target contains, and words that it must not contain."""
+"""For each target, words that its machine code contains, and words that it must not contain."""
 
 
 @pytest.mark.slow
@@ -233,8 +233,8 @@ def test_every_target_builds_and_uses_its_instructions(
     name: TargetName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A build takes 45 seconds of a core. Targets that other tests run are built with the usual
-    flags, so that they share it. Other targets are built without optimisation, in a sixth of the
-    time and with the same instructions."""
+    flags and shared. The others are built without optimization, with the same instructions in a
+    sixth of the time."""
     if shutil.which("objdump") is None:
         pytest.skip("there is no objdump")
     target = target_named(name)
@@ -260,7 +260,7 @@ def arm_compiler() -> list[str]:
 
 @pytest.mark.slow
 def test_portable_spelling_compiles_for_arm(tmp_path: Path) -> None:
-    """Built without optimisation, since it does not run here."""
+    """Built without optimization, because it does not run here."""
     built = tmp_path / "kernels.so"
     source = library.SOURCES / library.MAIN_SOURCE
     subprocess.run([*arm_compiler(), *library.FLAGS, "-O0", "-o", built, source], check=True)

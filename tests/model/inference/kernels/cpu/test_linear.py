@@ -23,7 +23,7 @@ READ_BEHIND = 64
 
 
 def moved(weights: Tensor, offset: int) -> Tensor:
-    """A copy that begins `offset` numbers into memory, with room after it."""
+    """A copy that starts `offset` numbers into its memory, with room after it."""
     room = torch.zeros(offset + weights.numel() + READ_BEHIND, dtype=weights.dtype)
     placed = room[offset : offset + weights.numel()].view(weights.shape)
     return placed.copy_(weights)
@@ -32,7 +32,7 @@ def moved(weights: Tensor, offset: int) -> Tensor:
 def placed_matrix(
     weights: Tensor, kind: str, offset: int = 0, bias: Tensor | None = None
 ) -> Matrix:
-    """A matrix in a format that begins `offset` numbers into memory, which it keeps alive."""
+    """A matrix in a format, starting `offset` numbers into memory that it keeps alive."""
     rows, width = weights.shape
     matrix = Matrix(kind=KINDS[kind], rows=rows, width=width)
     matrix.alive = [bias]
@@ -69,7 +69,7 @@ def needs_tiles(library: ctypes.CDLL) -> None:
 
 
 def rounded_rows(inputs: Tensor) -> Tensor:
-    """Activations rounded as for int8 and int4: each row in 127 steps of its largest."""
+    """Activations rounded as for int8 and int4: each row in 127 steps of its largest value."""
     largest = inputs.abs().amax(dim=1, keepdim=True)
     steps = torch.full_like(largest, 127) / largest  # 127 / largest takes a reciprocal first
     return (inputs * steps).round().double() * (largest / 127).double()
@@ -124,7 +124,7 @@ def test_products_are_the_twins(
 def test_rows_beyond_the_second_cache_keep_their_bits(
     library: ctypes.CDLL, kind: Literal["bfloat16", "int8", "int8_strips"], width: int
 ) -> None:
-    """Rows meet the weights in groups, and one row is left over."""
+    """Rows meet the weights in groups, and one row remains."""
     if kind == "int8_strips":
         needs_tiles(library)
     generator = torch.Generator().manual_seed(0)

@@ -108,8 +108,8 @@ def test_edge_of_a_nucleus_is_found(
 
 
 def test_many_samples_equal_the_twins(library: ctypes.CDLL) -> None:
-    """A thousand samples of a large vocabulary would show a difference in weights, sums or random
-    numbers."""
+    """In a thousand samples of a large vocabulary, a difference in weights, sums or random numbers
+    would show."""
     decoder = new_decoder(library, 20_011)
     logits = 2 * torch.randn(1, 20_011, generator=torch.Generator().manual_seed(3))
     several = [dataclasses.replace(PLAIN, seed=2**40 + i, position=i) for i in range(1000)]

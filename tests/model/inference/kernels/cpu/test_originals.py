@@ -35,7 +35,7 @@ def bfloat16_gpt(seed: int = 0) -> GPT:
 
 
 def in_other_form(gpt: GPT, library: ctypes.CDLL, quantize: Quantization) -> int:
-    """The number of a GPT's matrices that its decoder does not read."""
+    """Number of a GPT's matrices that its decoder does not read."""
     compresses = quantize == "none" and bool(library.logitd_has_tiles())
     return len(list(matrices(gpt))) if compresses or quantize != "none" else 0
 
@@ -73,7 +73,7 @@ def test_matrices_leave_memory_and_come_back(library: ctypes.CDLL, quantize: Qua
 
 
 def test_embedding_that_is_the_head_stays(library: ctypes.CDLL) -> None:
-    """The embedding looks up rows of the head."""
+    """The tied embedding looks up rows of the head."""
     gpt = tiny_gpt(native_config("gpt2", d_model=128, d_ff=256)).bfloat16()
     NativeDecoder(
         library, gpt, new_cache(gpt), threads=1, quantize="int8", owns_weights=True

@@ -26,8 +26,8 @@ from tests.profiles import examples
 
 
 def unpacked(matrix: QuantizedMatrix) -> tuple[Tensor, Tensor]:
-    """The integers (rows, width) of a matrix and the scale of each of them, read byte by byte in
-    the layout of `I4` in native/dot.h."""
+    """The integers (rows, width) of a matrix and the scale of each, read byte by byte in the layout
+    of `I4` in native/dot.h."""
     values, scales, place = [], [], 0
     for start in range(0, matrix.width, 256):
         block = matrix.stored[:, place : place + SCALES].view(torch.int8).int()
@@ -116,7 +116,7 @@ def test_native_code_rounds_to_the_bits_of_plain_torch(
     outlier: float,
     seed: int,
 ) -> None:
-    """With ties, outliers in their scale, scales of 0 and rows of zeros, in groups of rows."""
+    """Including ties, outliers within a scale, scales of 0 and rows of zeros, in groups of rows."""
     generator = torch.Generator().manual_seed(seed)
     weight = magnitude * torch.randn(rows, width, generator=generator)
     weight[:, seed % width] *= outlier

@@ -32,9 +32,9 @@ STEPS: dict[str, list[tuple[int, int]]] = {
 }
 """Rows as (slot, positions after its length). Prompts are computed like drafts."""
 QUICK = ("one row", "drafts")
-"""Kinds with different kernels."""
+"""Kinds of steps that use different kernels."""
 WHOLE = 2
-"""Number of families that are computed with two layers, all kinds of steps, and each row alone."""
+"""Number of families that are tested with two layers, all kinds of steps, and each row alone."""
 
 
 @torch.inference_mode()

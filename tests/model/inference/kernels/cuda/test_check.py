@@ -45,7 +45,7 @@ class Stale(DirectStream):
 
 
 def spoiled(name: str, spoil: Callable[..., Any]) -> Callable[..., GraphDecoder]:
-    """Make decoders with one wrong method: `spoil` receives the right one and its arguments."""
+    """Make decoders with one wrong method: `spoil` receives the right method and its arguments."""
 
     def make(*given: Any, **options: Any) -> GraphDecoder:
         decoder = graph_decoder(*given, **options)

@@ -50,7 +50,7 @@ class Counting(DirectStream):
 
 
 class Pair:
-    """A graph decoder and a plain one with a cache each and the same inputs."""
+    """A graph decoder and a plain one, each with a cache, given the same inputs."""
 
     def __init__(self, gpt: GPT, slots: int, **options: Any) -> None:
         weight = gpt.token_embedding.weight
@@ -68,7 +68,7 @@ class Pair:
     def decode(
         self, token_ids: list[int], slots: list[int], positions: list[int]
     ) -> tuple[Tensor, Tensor]:
-        """The logits of both, compared with each other."""
+        """Compare the logits of both decoders, and return both."""
         rows = token_ids, slots, positions
         graph, plain = self.graph.decode(*rows), self.plain.decode(*rows)
         off = (graph - plain).square().mean(-1).sqrt() / plain.std(-1)
@@ -128,8 +128,8 @@ def test_recordings_are_made_once_for_each_size(monkeypatch: pytest.MonkeyPatch)
 def test_prompts_of_any_length_and_outputs_match_the_plain_decoder(
     batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several prompts share a step, a longer one takes several, the longest ones go through torch,
-    and hidden states and attention weights are returned."""
+    """Several prompts share a step, a longer one takes several, and the longest go through torch;
+    hidden states and attention weights are returned."""
     monkeypatch.setattr(graphs, "PROMPT_ROWS", 64)
     monkeypatch.setattr(graphs, "LONGEST_PROMPT", 150)
     pair = Pair(tiny_gpt(tiny_config(context_length=256)), 5, batch_invariant=batch_invariant)
@@ -150,7 +150,7 @@ def test_prompts_of_any_length_and_outputs_match_the_plain_decoder(
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_tokens_are_sampled_from_the_decoded_logits(batch_invariant: bool) -> None:
-    """Recorded sampling and other rows both choose the twin's tokens."""
+    """Both recorded sampling and the sampling of other rows choose the twin's tokens."""
     pair = Pair(tiny_gpt(), 6, batch_invariant=batch_invariant)
     for slot in range(6):
         pair.prefill(slot, [slot, 1, 2])
@@ -167,7 +167,7 @@ def test_tokens_are_sampled_from_the_decoded_logits(batch_invariant: bool) -> No
 
 
 def test_collecting_waits_for_one_step_and_launching_for_none() -> None:
-    """A row that is not finite gets no token and spoils no other."""
+    """A row that is not finite gets no token and does not affect others."""
     gpt, device, sampling = tiny_gpt(), LateDevice(), sampling_rows([GREEDY] * 2)
     cache = KVCache(gpt.config, 6, device=torch.device("cpu"), dtype=torch.float32)
     decoder, slots, prompts = LateDecoder(device, gpt, cache), [0, 4], ([1, 2, 3], [5, 6, 7])

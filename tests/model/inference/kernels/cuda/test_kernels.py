@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 MANY = ("modern", "original", "multi-query", "neox", "scaled")
-"""Families that together have every branch of the kernels."""
+"""Families that together use every branch of the kernels."""
 
 
 @pytest.mark.parametrize(

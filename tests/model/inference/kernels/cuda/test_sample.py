@@ -19,7 +19,7 @@ from tests.profiles import examples
 
 
 def sampled(logits: Tensor, computed: Tensor, several: list[SamplingRow]) -> list[int | None]:
-    """The tokens; filters change no row without any."""
+    """The sampled tokens; requested filters must not change rows without any."""
     sampling, gpt = sampling_rows(several), tiny_gpt()
     cache = KVCache(gpt.config, 1, device=torch.device("cpu"), dtype=torch.float32)
     sample = partial(

@@ -1,4 +1,4 @@
-"""Fewer threads next to a busy process: the conditions, the time, and unchanged bits."""
+"""Fewer threads next to a busy process: when, for how long, and with unchanged bits."""
 
 import ctypes
 import os
@@ -118,7 +118,7 @@ def test_threads_that_change_bits_are_kept(monkeypatch: pytest.MonkeyPatch) -> N
 
 @contextmanager
 def neighbours(core: int, count: int) -> Iterator[None]:
-    """Run processes that never sleep on one core."""
+    """Run endless loops as processes on one core."""
     spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         for process in spinning:
@@ -136,7 +136,7 @@ def threads_of_this_process() -> set[int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="binds a thread to a core as Linux does it")
 def test_native_threads_notice_contention_and_keep_the_bits(library: ctypes.CDLL) -> None:
-    """A thread that shares its core with two processes loses it while it holds an item. All steps
+    """A thread that shares its core with two processes loses it while it holds work. All steps
     before, during and after have the bits of one thread."""
     gpt = tiny_gpt(tiny_config(head_dim=16, d_model=512, d_ff=4096, n_layer=4))
 
@@ -165,8 +165,8 @@ def test_native_threads_notice_contention_and_keep_the_bits(library: ctypes.CDLL
 
 
 def alone_until(library: ctypes.CDLL, waits: list[tuple[float, float]]) -> float:
-    """The millisecond until which a thread of the native pool computes alone after these waits,
-    each with its start and length; 0 if it never did."""
+    """Time in milliseconds until which a thread of the native pool computes alone after these
+    waits, each with its start and length; 0 if it never does."""
     library.logitd_contention_alone_until.restype = ctypes.c_int64
     since = [round(1000 * start) for start, _ in waits]
     until = [round(1000 * (start + length)) for start, length in waits]
