@@ -150,7 +150,7 @@ MESSAGES: dict[str, Callable[[], Any]] = {
     "attribution, position": partial(attribute, position=2),
     "attribution, steps": partial(attribute, steps=0),
     "attribution, tokens": partial(attribute, token_id=7, minus_id=7),
-    "circuit, share": partial(trace, share=1.0),
+    "circuit, share": partial(trace, share=1.5),
     "circuit, parts": partial(trace, parts=0),
     "regex": partial(compiled, "regex", "(?=a)a"),
     "schema": partial(compiled, "json_schema", '{"type": "array", "uniqueItems": true}'),

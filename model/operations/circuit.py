@@ -48,7 +48,7 @@ class CircuitRequest(ComparedTokens, PromptBody):
     share: float = Field(
         DEFAULT_SHARE,
         gt=0,
-        lt=1,
+        le=1,
         description="Share of the difference that the circuit explains. The circuit has the "
         "strongest parts that suffice.",
     )

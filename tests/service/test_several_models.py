@@ -45,7 +45,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 4, "temperature": 0},
 }
 """A body of each endpoint with a model."""
-GETS = ("/info", "/card", "/stages", "/tokenizer_info")
+GETS = ("/info", "/card", "/stages", "/weights", "/tokenizer_info")
 OF_ITS_OWN = {"id", "created", "created_at", "timings", "seed", "models", "kv_cache_bytes"}
 DURATIONS = ("_duration", "_ms")
 
@@ -127,7 +127,8 @@ def test_these_endpoints_take_a_model(server: Serving) -> None:
                                        for p in operation.get("parameters", ())):  # fmt: skip
                 asked.add(path)
     assert taking == {*BODIES, "/admin/reload"}
-    assert asked == {*GETS, "/history"}
+    others = {"/history", "/weights/{name}", "/features", "/features/{index}"}
+    assert asked == {*GETS, *others}
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -252,8 +252,8 @@ def _check_attribution(task: AttributionTask, length: int, config: ModelConfig) 
 def _check_circuit(task: CircuitTask, length: int, config: ModelConfig) -> None:
     gpt_only(config, "circuits")
     _check_target(task, length, config)
-    if not 0 < task.share < 1:
-        raise InvalidRequest(f"share is {task.share}; it must be above 0 and below 1", "share")
+    if not 0 < task.share <= 1:
+        raise InvalidRequest(f"share is {task.share}; it must be above 0 and at most 1", "share")
     _check_positive("max_parts", task.parts)
     _check_positive("max_edges", task.edges)
 

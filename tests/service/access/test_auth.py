@@ -32,6 +32,7 @@ KEYS = f"alice={ALICE},ci={CI}"
 PROTECTED = (
     *("/generate", "/logits", "/probs", "/score", "/hidden_states"),
     *("/attention", "/activations", "/stages", "/sweep", "/lens", "/attributions", "/circuit"),
+    *("/induction", "/weights", "/weights/{name}", "/features", "/features/{index}", "/history"),
     *("/tokenize", "/detokenize", "/tokenizer_info"),
     *("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}"),
     *("/info", "/card", "/metrics", "/nothing", "/openapi", "/versions", "/healthz", "/static.js"),

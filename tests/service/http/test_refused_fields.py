@@ -293,7 +293,7 @@ REFUSED: dict[str, list[Row]] = {
         ({"token_id": 257}, "token_id", "outside the vocabulary of 257 ids"),
         ({"token": "a", "minus": "a"}, "minus", "token and minus are both 97"),
         ({"position": 59}, "position", "the prompt has 59 tokens"),
-        ({"share": 1}, "share", "less than 1"),
+        ({"share": 1.5}, "share", "less than or equal to 1"),
         ({"share": 0}, "share", "greater than 0"),
         ({"max_parts": 0}, "max_parts", "1"),
         ({"max_edges": 10_001}, "max_edges", "10000"),
