@@ -159,8 +159,8 @@ def _tensor(value: list[Any]) -> Tensor | None:
 
 
 def _as_state(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Put tensors under "weights", without the first part of the name if all share it, next to the
-    other values."""
+    """Move the tensors to the key "weights"; other values stay. If all names of tensors share a
+    first part, it is removed."""
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     firsts = {name.partition(".")[0] for name in tensors}
     if len(firsts) == 1 and all("." in name for name in tensors):
