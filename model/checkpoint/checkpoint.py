@@ -23,9 +23,10 @@ import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -328,8 +329,8 @@ def check_header(info: CheckpointInfo) -> None:
             _shape_of(file, info.shape)
 
 
-def read_sources(info: CheckpointInfo) -> dict[str, bytes]:
-    """Read and verify the owner's source files, and verify the file of weights. Raises
+def read_sources(info: CheckpointInfo) -> tuple[dict[str, bytes], FileIO]:
+    """Read and verify the owner's source files, and open the file of weights, verified. Raises
     CheckpointError."""
     sources = {}
     for name in info.files:
@@ -343,9 +344,12 @@ def read_sources(info: CheckpointInfo) -> dict[str, bytes]:
             with _reading(info.path / name):
                 sources[inner] = read_regular(info.path / name, SOURCE_BYTES)
             verify(info.path, name, sha256_of(sources[inner]), len(sources[inner]), info.files)
-    with _open_weights(info, whole=True) as file:
-        read_header(file)
-    return sources
+    with ExitStack() as stack:
+        with _open_weights(info, whole=True) as file:
+            read_header(file)
+            weights = stack.enter_context(file.another())
+        stack.pop_all()  # verified: it stays open
+    return sources, weights
 
 
 @contextmanager

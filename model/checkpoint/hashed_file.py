@@ -9,6 +9,7 @@ import hashlib
 import os
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from io import FileIO
 from itertools import cycle
 from pathlib import Path
 from typing import Self
@@ -58,6 +59,11 @@ class HashedFile:
         while len(whole) < count and (piece := self.take(count - len(whole))):
             whole += piece
         return bytes(whole)
+
+    def another(self) -> FileIO:
+        """The same file, opened by a descriptor that outlives this object. It stays the hashed file
+        if another one takes over its path."""
+        return os.fdopen(os.dup(self._file.fileno()), "rb", buffering=0)
 
     def finish(self) -> str:
         """Read to the end of the file, and return its sha256."""

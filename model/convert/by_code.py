@@ -6,7 +6,6 @@ needs no knowledge of the computation, but the checkpoint is served only if its 
 """
 
 import hashlib
-import os
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,12 @@ from logitd.model.convert.by_role.owner_code import (
     require_causal,
     said_in,
 )
-from logitd.model.convert.by_role.questions import is_count, is_number, setting
+from logitd.model.convert.by_role.questions import (
+    CONTEXT_IF_UNKNOWN,
+    is_count,
+    is_number,
+    setting,
+)
 from logitd.model.convert.by_role.read import RoleOptions, recognise_file
 from logitd.model.convert.foreign import FLOATS, ConvertError, ForeignTokenizer, common_dtype
 from logitd.model.convert.importing import fingerprint, reporting_damage
@@ -98,7 +102,7 @@ def import_by_code(
             unused_rows=options.unused_rows,
             text=None,
         )
-    sources = _sources(code, facts["files"])
+    sources = _sources(Path(facts["root"]), facts["files"])
     config = _config(code, facts, vocabulary, sources, options)
     _require_complete(config, sources, file)
     notes = list(_report(config, facts))
@@ -111,7 +115,7 @@ def import_by_code(
             config=config,
             weights=weights,
             tokenizer=vocabulary.tokenizer,
-            training=_record(source, file, code),
+            training=_record(source, file, options),
             card=_card(destination.name, config, notes, vocabulary, FLOATS[stored]),
             dtype=stored,
             chat_template=vocabulary.chat_template,
@@ -150,9 +154,10 @@ def _under_all_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measured(file: StateFile, request: Request, options: CodeOptions) -> dict[str, Any]:
-    context = options.context_length
-    if context is None and (said := setting(file.settings, "context_length")) is not None:
-        context = said[0] if is_count(said[0]) else None
+    context = options.context_length or request.shape.get("context_length")
+    if context in (None, CONTEXT_IF_UNKNOWN):  # no table of positions, and no known kind of GPT
+        said = setting(file.settings, "context_length")
+        context = said[0] if said is not None and is_count(said[0]) else None
     try:
         return measure(request, file.tensors, context=context, lens=options.lens)
     except CodeError as error:
@@ -175,9 +180,8 @@ def _check_facts(code: OwnerCode, facts: Mapping[str, Any], options: CodeOptions
         )
 
 
-def _sources(code: OwnerCode, files: Sequence[str]) -> dict[str, bytes]:
+def _sources(root: Path, files: Sequence[str]) -> dict[str, bytes]:
     """The contents of the owner's files, by their paths below the folder that holds all of them."""
-    root = Path(os.path.commonpath([Path(name).parent for name in files]))
     return {
         Path(name).relative_to(root).as_posix(): read_regular(Path(name), SOURCE_BYTES)
         for name in files
@@ -267,6 +271,11 @@ def _report(config: CodeConfig, facts: Mapping[str, Any]) -> list[str]:
             f"nothing says the context length: sequences of up to {config.context_length:,} ids "
             "worked; set another one with --context-length"
         )
+    if facts["only_last"]:
+        lines.append(
+            "its forward returns only the last position, so each position of a prompt is a pass; "
+            "if targets make it return all, --code-call 'model(ids, ids)' saves these passes"
+        )
     if not config.deterministic:
         lines.append(
             f"not deterministic: two passes differ by up to {facts['not_deterministic']:.3g}. Does "
@@ -289,7 +298,7 @@ def _weights(file: StateFile, dtype: DTypeName) -> tuple[dict[str, Tensor], torc
     return weights, common_dtype({tensor.dtype for tensor in weights.values()})
 
 
-def _record(source: Path, file: StateFile, code: OwnerCode) -> TrainingRecord:
+def _record(source: Path, file: StateFile, options: CodeOptions) -> TrainingRecord:
     step, val_loss = (
         said[0] if (said := setting(file.settings, name)) is not None else None
         for name in ("step", "val_loss")
@@ -304,8 +313,9 @@ def _record(source: Path, file: StateFile, code: OwnerCode) -> TrainingRecord:
             "fingerprint": fingerprint(source),
             "format": KIND,
             "licence": "that of the source; it is not known here",
-            "code": str(code),
-            "code_sha256": code_sha256(code),
+            **({} if options.tokenizer is None else {"tokenizer": options.tokenizer}),
+            "code": str(options.code),
+            "code_sha256": code_sha256(options.code),
         },
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )

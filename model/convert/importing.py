@@ -165,6 +165,7 @@ def import_model(
         "fingerprint": fingerprint(source),
         "format": model.kind,
         "licence": "that of the source; it is not known here",
+        **({} if tokenizer is None else {"tokenizer": tokenizer}),
         **({"ignored_settings": sorted(ignored_settings)} if ignored_settings else {}),
         **model.facts,
     }

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from logitd.model.checkpoint.checkpoint import (
     RANKS,
-    WEIGHTS,
     CheckpointError,
     CheckpointInfo,
     check_header,
@@ -167,8 +166,7 @@ def load_code(checkpoint: CheckpointInfo, placement: Placement, *, together: boo
     """Verify the sources and the weights, and start the process of the owner's code. Raises
     CheckpointError."""
     assert isinstance(checkpoint.shape, CodeConfig)
-    sources = read_sources(checkpoint)
-    weights = checkpoint.path / WEIGHTS
+    sources, weights = read_sources(checkpoint)
     model = CodeModel(checkpoint.shape, sources, weights, placement.threads, together)
     try:
         model.start()

@@ -1,8 +1,9 @@
 """Connection: starts the process of an owner's code and asks it for logits.
 
-The process has the verified sources in a temporary folder, reads the weights from the checkpoint's
-file, and has no network (`process/network.py`) and none of this service's environment variables. If
-it ends, hangs or breaks the protocol, the request fails and the next one starts it again.
+The process has the verified sources in a temporary folder, inherits the verified file of weights as
+an open descriptor, and has no network (`process/network.py`) and none of this service's environment
+variables. If it ends, hangs or breaks the protocol, the request fails and the next one starts it
+again.
 """
 
 import json
@@ -11,8 +12,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +87,8 @@ class CodeModel:
     """A model in a separate process, and how to start the process again. Not thread-safe.
 
     sources   contents of the source files by their names
-    weights   the file of weights, whose hash the caller has verified
+    weights   the file of weights, open, whose hash the caller has verified. Each start reads this
+              file, even if a newer one has its path
     threads   number of torch's threads in the process
     together  sequences of a request are computed in one batch, padded on the right
     seconds   longest pass
@@ -93,7 +97,7 @@ class CodeModel:
 
     config: CodeConfig
     sources: Mapping[str, bytes]
-    weights: Path
+    weights: FileIO
     threads: int
     together: bool = False
     seconds: float = PASS_SECONDS
@@ -101,6 +105,9 @@ class CodeModel:
     _process: "subprocess.Popen[bytes] | None" = field(default=None, init=False)
     _wire: Wire | None = field(default=None, init=False)
     _scratch: "tempfile.TemporaryDirectory[str] | None" = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, self.weights.close)  # not in `close`, after which it may start again
 
     def start(self) -> None:
         """Start the process unless it is running. Raises CodeError if the model cannot be made."""
@@ -119,7 +126,7 @@ class CodeModel:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), self.weights.fileno()],
                 start_new_session=True,  # so that Ctrl-C does not end it
                 env=environment(),
             )
@@ -183,7 +190,9 @@ class CodeModel:
             "lens": config.lens,
             "context": config.context_length,
         }
-        return Job("serve", asdict(request), options, str(self.weights.resolve()), self.threads)
+        return Job(
+            "serve", asdict(request), options, f"/dev/fd/{self.weights.fileno()}", self.threads
+        )
 
     def _logits(self, visit: Visit) -> Tensor:
         while True:

@@ -142,6 +142,28 @@ BatchCode = Annotated[
         "right: faster, but the last bits then depend on the batch"
     ),
 ]
+Vocabulary = Annotated[
+    str | None,
+    Field(
+        description="vocabulary instead of the source's: gpt2, cl100k_base, o200k_base; a file "
+        "of ranks, a tokenizer.json, or a vocabulary as JSON or pickle (meta.pkl); "
+        "bytes, printable or ascii; characters:TEXT, the sorted characters of a "
+        "text, with ,first=N or ,last=N for N more ids before or after; "
+        "words:FILE, a token per line or a JSON list; none, only token ids",
+    ),
+]
+CodeCall = Annotated[
+    str | None,
+    Field(
+        description="the call that returns logits, if it is not model(ids): an expression of "
+        "model, ids, torch and names of the file, such as 'model(ids, mask=torch.ones_like(ids))'",
+    ),
+]
+WITH_CODE = (
+    lambda given: given.get("code"),
+    "it says how the model's own code is used: add --code FILE.py:NAME",
+)
+"""When --code-call and the like have an effect."""
 AsJson = Annotated[bool, Field(description="print JSON instead of tables")]
 
 

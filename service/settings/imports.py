@@ -22,12 +22,14 @@ from logitd.model.convert.by_role.computation import (
 )
 from logitd.model.optional_fields import with_optional_fields
 from logitd.model.transformer.config import GPTConfig
-from logitd.service.settings.common import CommandSettings, StoredDType
-
-_WITH_CODE = (
-    lambda given: given.get("code"),
-    "it says how the model's own code is used: add --code FILE.py:NAME",
+from logitd.service.settings.common import (
+    WITH_CODE,
+    CodeCall,
+    CommandSettings,
+    StoredDType,
+    Vocabulary,
 )
+
 _BY_CODE = (
     lambda given: given.get("by_code"),
     "it names a submodule of a model that its own code computes: add --run-code",
@@ -47,8 +49,8 @@ class _Source(CommandSettings):
 
     flag_names: ClassVar = {"by_code": "run-code"}
     needs: ClassVar = {
-        "code_call": _WITH_CODE,
-        "by_code": _WITH_CODE,
+        "code_call": WITH_CODE,
+        "by_code": WITH_CODE,
         "lens_norm": _BY_CODE,
         "lens_head": _BY_CODE,
         "check": (
@@ -71,14 +73,7 @@ class _Source(CommandSettings):
         "one"
     )
     destination: CliPositionalArg[Path] = Field(description="checkpoint directory to write")
-    tokenizer: str | None = Field(
-        None,
-        description="vocabulary instead of the source's: gpt2, cl100k_base, o200k_base; a file "
-        "of ranks, a tokenizer.json, or a vocabulary as JSON or pickle (meta.pkl); "
-        "bytes, printable or ascii; characters:TEXT, the sorted characters of a "
-        "text, with ,first=N or ,last=N for N more ids before or after; "
-        "words:FILE, a token per line or a JSON list; none, only token ids",
-    )
+    tokenizer: Vocabulary = None
     dtype: StoredDType = "auto"
     context_length: int | None = Field(
         None, ge=1, description="number of positions to keep (default: all)"
@@ -99,11 +94,7 @@ class _Source(CommandSettings):
         "code runs in a process without network, and open questions are decided so "
         "that the imported model has the code's logits",
     )
-    code_call: str | None = Field(
-        None,
-        description="the call that returns logits, if it is not model(ids): an expression of "
-        "model, ids, torch and names of the file, such as 'model(ids, mask=torch.ones_like(ids))'",
-    )
+    code_call: CodeCall = None
     by_code: bool = Field(
         False,
         description="keep the code, for models that are not one of the usual kinds of GPT: the "

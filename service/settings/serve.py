@@ -33,12 +33,15 @@ from logitd.model.inference.options import (
 )
 from logitd.service.settings.common import (
     BUNDLED_CHECKPOINT,
+    WITH_CODE,
     BatchCode,
+    CodeCall,
     CommaList,
     ComputeSettings,
     KVCacheCells,
     LogFormat,
     LogLevel,
+    Vocabulary,
 )
 from logitd.service.settings.model_source import (
     ModelSource,
@@ -210,6 +213,11 @@ class ServeSettings(ComputeSettings):
             lambda given: len(given.get("checkpoint", ())) == 1,
             "an autoencoder belongs to one model, but several models are served: serve one",
         ),
+        "code_call": WITH_CODE,
+        "tokenizer": (
+            lambda given: given.get("import_model") or given.get("code"),
+            "it names the vocabulary of a model that is imported first: add --import or --code",
+        ),
         "follow_interval": (
             lambda given: given.get("follow"),
             "it is the interval between checks of a followed run: add --follow",
@@ -254,6 +262,8 @@ class ServeSettings(ComputeSettings):
         description="for a model trained elsewhere: its own code, FILE.py:NAME, as for `logitd "
         "import`, which runs first. With --run-code the code computes the model",
     )
+    code_call: CodeCall = None
+    tokenizer: Vocabulary = None
     served_model_name: Annotated[str, AfterValidator(checked_name)] | None = Field(
         None,
         description="name of the model in requests, replies and metrics (default: the name of the "

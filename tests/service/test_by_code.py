@@ -1,7 +1,9 @@
 """A real server of models that run their owners' code, compared with the classes."""
 
 import io
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,14 @@ from logitd.model.inference.sampling.params import SamplingParams
 from logitd.service.engine.build import build
 from tests.model.owner_code.classes import VOCABULARY, made
 from tests.model.owner_code.imported import LETTERS, imported, written
-from tests.service.serving import Serving, events, serve_settings, serving
+from tests.service.serving import (
+    Serving,
+    engine_of,
+    error_of,
+    events,
+    serve_settings,
+    serving,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -255,6 +264,28 @@ def test_deadline_ends_a_generation(server: Serving) -> None:
     body = {"model": "ResidualAttention", "prompt": PROMPT, "max_tokens": 40, "timeout": 1e-3}
     response = server.post("/generate", body)
     assert response.status_code == 504, response.text
+
+
+def test_crash_and_hang_end_only_the_requests_of_their_step(
+    tmp_path: Path, logged_errors: list[str]
+) -> None:
+    """The server answers on while the process hangs, and starts it again."""
+    expected = greedy(made("Fragile"), IDS, 4)
+    with serving(imported("Fragile", tmp_path), run_code=True) as server:
+        engine_of(server)._runner.model.network.seconds = 2.0
+        for bad, sentence in ((7, "ended with status 3"), (9, "did not answer within 2 seconds")):
+            with ThreadPoolExecutor(1) as pool:
+                failing = pool.submit(server.post, "/generate", {"prompt": [bad] * 3})
+                while not failing.done():
+                    began = time.monotonic()
+                    assert server.client.get("/health").status_code == 200
+                    assert time.monotonic() - began < 1
+            assert error_of(failing.result(), 500).code == "engine"
+            (line,) = logged_errors
+            assert f"owner.py:Fragile {sentence}" in line
+            logged_errors.clear()
+            (choice,) = server.generate(PROMPT, max_tokens=4, temperature=0)["choices"]
+            assert choice["token_ids"] == expected
 
 
 def test_server_refuses_code_without_the_flag(tmp_path: Path) -> None:

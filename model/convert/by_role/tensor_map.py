@@ -155,7 +155,8 @@ def check(where: str, tensors: Mapping[str, Tensor], mapped: TensorMap) -> torch
         shapes = ", ".join(f"{name} {list(tensors[name].shape)}" for name in left[:4])
         raise ConvertError(
             f"{where} has {len(left)} tensors without a known role in a GPT: {shapes}"
-            f"{', ...' if len(left) > 4 else ''}. Map or ignore them with --map"
+            f"{', ...' if len(left) > 4 else ''}. Map or ignore them with --map, or serve the "
+            "owner's class with --code FILE:NAME --run-code"
         )
     _check_layers_agree(where, tensors, mapped)
     for name in names:

@@ -112,26 +112,29 @@ class Answerer:
         ]
 
     def _visited(self, ids: Tensor, first: int, names: Sequence[str]) -> Tensor:
-        """Logits (T - first, rows) of a pass whose stages the other process reads and changes."""
-        met: set[str] = set()
+        """Logits (T - first, rows) of a pass whose stages the other process reads and changes. If
+        the model returns only the last position, its calls for prefixes get the same values."""
+        met: dict[str, Tensor] = {}
 
         def visit(name: str, value: Tensor) -> Tensor:
+            if self._caller.length < len(ids):
+                return met[name][:, : self._caller.length]
             if name in met or value.shape[:2] != (1, len(ids)) or not value.is_floating_point():
                 raise Problem(
                     f"{name} has the shape {list(value.shape)} in a pass over {len(ids)} ids, or "
                     "is called more than once; it was called once, with a value for each position, "
                     "when the model was imported"
                 )
-            met.add(name)
+            met[name] = value
             self._wire.send({"stage": name, "shape": list(value.shape)}, value.float())
             header, payload = self._wire.receive()
-            if not header["changed"]:
-                return value
-            return floats(payload, list(value.shape)).to(value.dtype)
+            if header["changed"]:
+                met[name] = floats(payload, list(value.shape)).to(value.dtype)
+            return met[name]
 
         with visiting(self._caller.model, names, visit):
-            logits = self._caller.logits(ids[None], self._rows)[0, first:]
-        if missing := sorted(set(names) - met):
+            logits = self._caller.logits(ids[None], self._rows, first)[0]
+        if missing := sorted(set(names) - met.keys()):
             raise Problem(f"{missing[0]} was not called in a pass over {len(ids)} ids")
         return logits
 

@@ -20,7 +20,7 @@ SEED = 0
 
 class Caller:
     """Calls a model. `expression` replaces `model(ids)`; it may use `model`, `ids`, `torch` and the
-    names of the owner's file."""
+    names of the owner's file. `length` is the number of ids of the call that runs or ran last."""
 
     def __init__(
         self,
@@ -29,6 +29,7 @@ class Caller:
         expression: str | None = None,
     ) -> None:
         self.model = model
+        self.length = 0
         self._names = {} if module is None else vars(module)
         self._code = None if expression is None else compile(expression, "<--code-call>", "eval")
 
@@ -41,8 +42,8 @@ class Caller:
         self, token_ids: Tensor, rows: int, first: int = 0, *, seeded: bool = True
     ) -> Tensor:
         """Logits (B, T - first, rows) of ids (B, T), from position `first` on. If the model returns
-        only the last position, it is called for every prefix. Each pass starts from the same random
-        seed unless `seeded` is False. Raises Problem."""
+        only the last position, it is called for the whole, then for every prefix. Each pass starts
+        from the same random seed unless `seeded` is False. Raises Problem."""
         length = token_ids.shape[1]
         logits = self._returned(token_ids, rows, seeded=seeded)
         if logits.dim() == 2 and len(logits) == token_ids.numel() and length > 1:
@@ -67,6 +68,7 @@ class Caller:
     def _returned(self, token_ids: Tensor, rows: int, *, seeded: bool) -> Tensor:
         """Call the model, and return the first tensor of its output whose last axis is the
         vocabulary. Raises Problem."""
+        self.length = token_ids.shape[1]
         if seeded:
             torch.manual_seed(SEED)
         try:

@@ -3,6 +3,7 @@
 They are measured once, when the model is imported, with random ids on the CPU.
 """
 
+import os
 import re
 import sys
 import time
@@ -56,6 +57,7 @@ def measure(caller: Caller, asked: Asked, file: Path) -> dict[str, Any]:
     length = min(TOKENS, context)
     ids = random_ids(2, length, rows)
     logits = caller.logits(ids, rows)
+    only_last = caller.length < length
     if not bool(logits.isfinite().all()):
         raise Problem("its logits for random ids are not finite")
     other = ids.clone()
@@ -70,6 +72,7 @@ def measure(caller: Caller, asked: Asked, file: Path) -> dict[str, Any]:
         "rows": rows,
         "context_length": context,
         "context_is_known": context < LONGEST_TRIED or asked.context is not None,
+        "only_last": only_last,
         "not_causal": difference(caller.logits(other, rows)[:, :-1], logits[:, :-1]),
         "not_deterministic": noise,
         "deterministic": noise == 0,
@@ -82,7 +85,7 @@ def measure(caller: Caller, asked: Asked, file: Path) -> dict[str, Any]:
         "stages": stages,
         "streams": find_streams(caller, rows, ids[:1], stages, asked.lens),
     }
-    return facts | {"files": sorted(owner_files(file)), **timed(caller, rows, context)}
+    return facts | owner_files(file) | timed(caller, rows, context)
 
 
 def vocabulary_rows(caller: Caller) -> int:
@@ -163,7 +166,7 @@ def state_difference(caller: Caller, ids: Tensor, logits: Tensor) -> float | Non
 
 def find_stages(caller: Caller, rows: int, length: int) -> Iterator[dict[str, Any]]:
     """The submodules whose output has a value for each position: called once in a pass, and (1, T,
-    ...) for any T. There are none if the model is called once per position."""
+    ...) for any T."""
     names = [name for name, _ in caller.model.named_modules() if STAGE_NAME.fullmatch(name)]
     lengths = sorted({max(1, length - 1), length})
     seen = [outputs(caller, rows, names, count) for count in lengths]
@@ -183,11 +186,12 @@ def find_stages(caller: Caller, rows: int, length: int) -> Iterator[dict[str, An
 def outputs(
     caller: Caller, rows: int, names: Sequence[str], length: int
 ) -> dict[str, list[Tensor]]:
-    """The outputs of submodules in one pass, in their order."""
+    """The outputs of submodules in one call over the whole sequence, in their order."""
     found: dict[str, list[Tensor]] = {}
 
     def note(name: str, value: Tensor) -> Tensor:
-        found.setdefault(name, []).append(value.detach())
+        if caller.length == length:
+            found.setdefault(name, []).append(value.detach())
         return value
 
     with visiting(caller.model, names, note):
@@ -223,7 +227,8 @@ def find_streams(
     found: dict[str, Tensor] = {}
 
     def note(name: str, value: Tensor) -> Tensor:
-        found[name] = value
+        if caller.length == ids.shape[1]:
+            found[name] = value
         return value
 
     with torch.no_grad(), visiting(caller.model, streams, note):
@@ -264,11 +269,12 @@ def timed(caller: Caller, rows: int, context: int) -> dict[str, Any]:
     return {"milliseconds": 1e3 * min(times), "timed_length": length}
 
 
-def owner_files(file: Path) -> set[str]:
-    """The owner's file and all modules that it imported from its own folders, as absolute paths.
+def owner_files(file: Path) -> dict[str, Any]:
+    """The owner's file and all modules that it imported from its own folders, as absolute paths,
+    and the folder that holds them and their packages, so that imports find these by their names.
     Installed packages and those of Python are left out."""
     folders = [folder for folder in file.parents[: PARENTS + 1] if folder != folder.parent]
-    files = {str(file)}
+    files, roots = {str(file)}, {str(file.parent)}
     for name, module in list(sys.modules.items()):
         source = getattr(module, "__file__", None)
         path = Path(source).resolve() if isinstance(source, str) else PROGRAM
@@ -279,4 +285,7 @@ def owner_files(file: Path) -> set[str]:
             continue
         if not PACKAGES & set(path.parts) and any(path.is_relative_to(f) for f in folders):
             files.add(str(path))
-    return files
+            if all(part.isidentifier() for part in name.split(".")):  # else only relative imports
+                depth = name.count(".") + (path.name == "__init__.py")
+                roots.add(str(path.parents[depth]))
+    return {"files": sorted(files), "root": os.path.commonpath(roots)}

@@ -2,6 +2,7 @@
 --import`."""
 
 from pathlib import Path
+from typing import cast
 
 from logitd.model.checkpoint.checkpoint import (
     CheckpointError,
@@ -10,7 +11,7 @@ from logitd.model.checkpoint.checkpoint import (
 )
 from logitd.model.convert.by_code import CodeOptions, code_sha256, import_by_code
 from logitd.model.convert.by_role.map_file import read_map_file
-from logitd.model.convert.by_role.owner_code import OwnerCode, parse_owner_code
+from logitd.model.convert.by_role.owner_code import parse_owner_code
 from logitd.model.convert.by_role.read import RoleOptions, draft_of
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.importing import fingerprint, import_model, importable
@@ -29,7 +30,13 @@ IMPORTED = Path("checkpoints")
 
 
 def run(settings: ImportSettings) -> int:
-    checkpoint = _by_code(settings) if settings.by_code else _by_role(settings)
+    try:
+        checkpoint = _imported(settings)
+    except ConvertError as error:
+        if settings.code is None or settings.by_code or not settings.source.exists():
+            raise
+        again = command("import", settings.source, settings.destination, *_flags(settings))
+        raise ConvertError(f"{error}\n\n{BY_CODE}\n\n  {again} --run-code") from error
     shape = checkpoint.shape
     size = (
         f"{shape.parameters:,} parameters"
@@ -45,35 +52,36 @@ def run(settings: ImportSettings) -> int:
     return 0
 
 
-def _by_role(settings: ImportSettings) -> CheckpointInfo:
-    """Import a model as a GPT. If its code is given, an error says how to keep the code instead."""
-    try:
-        return import_model(
-            settings.source,
-            settings.destination,
-            tokenizer=settings.tokenizer,
-            dtype=settings.dtype,
-            context_length=settings.context_length,
-            skip_normalizer=settings.skip_normalizer,
-            unused_rows=settings.unused_rows,
-            roles=RoleOptions(
-                answers=settings.answers(),
-                map_file=None if settings.map is None else read_map_file(settings.map),
-                code=settings.code,
-                code_call=settings.code_call,
-                draft=draft_of(settings.destination),
-            ),
-            check=settings.check,
-            ignored_settings=settings.ignore_setting,
-            log=say,
-        )
-    except ConvertError as error:
-        if settings.code is None or not settings.source.exists():
-            raise
-        again = command(
-            "import", settings.source, settings.destination, "--code", settings.code, "--run-code"
-        )
-        raise ConvertError(f"{error}\n\n{BY_CODE}\n\n  {again}") from error
+def _flags(settings: ImportSettings) -> list[str]:
+    """The given flags that `logitd serve` has as well."""
+    values = {"--tokenizer": settings.tokenizer, "--code": settings.code,
+              "--code-call": settings.code_call}  # fmt: skip
+    return [word for flag, value in values.items() if value is not None for word in (flag, value)]
+
+
+def _imported(settings: ImportSettings) -> CheckpointInfo:
+    """Import a model, with its code if `by_code` is set, otherwise as a GPT."""
+    if settings.by_code:
+        return _by_code(settings)
+    return import_model(
+        settings.source,
+        settings.destination,
+        tokenizer=settings.tokenizer,
+        dtype=settings.dtype,
+        context_length=settings.context_length,
+        skip_normalizer=settings.skip_normalizer,
+        unused_rows=settings.unused_rows,
+        roles=RoleOptions(
+            answers=settings.answers(),
+            map_file=None if settings.map is None else read_map_file(settings.map),
+            code=settings.code,
+            code_call=settings.code_call,
+            draft=draft_of(settings.destination),
+        ),
+        check=settings.check,
+        ignored_settings=settings.ignore_setting,
+        log=say,
+    )
 
 
 def _by_code(settings: ImportSettings) -> CheckpointInfo:
@@ -95,12 +103,31 @@ def _by_code(settings: ImportSettings) -> CheckpointInfo:
 
 
 def for_serving(
-    source: Path, *, may_import: bool, code: str | None = None, run_code: bool = False
+    source: Path,
+    *,
+    may_import: bool,
+    code: str | None = None,
+    code_call: str | None = None,
+    tokenizer: str | None = None,
+    run_code: bool = False,
 ) -> Path:
     """The checkpoint of a model trained elsewhere. It is imported now, unless it was already
-    imported from the same source and code. Raises NotServable."""
+    imported from the same source, code and vocabulary. Raises NotServable."""
     destination = IMPORTED / _name(source)
-    importing, serving = command("import", source, destination), command("serve", destination)
+    settings = cast(
+        ImportSettings,  # for mypy, a base class of it
+        ImportSettings.model_construct(
+            source=source,
+            destination=destination,
+            tokenizer=tokenizer,
+            code=code,
+            code_call=code_call,
+            by_code=run_code and code is not None,
+        ),
+    )
+    allowing = ["--run-code"] if settings.by_code else []
+    importing = command("import", source, destination, *_flags(settings), *allowing)
+    serving = command("serve", destination, *allowing)
     try:
         known = importable(source)
     except (ConvertError, OSError) as error:  # such as an unreadable config.json
@@ -118,33 +145,36 @@ def for_serving(
             f"or do both at once: {command('serve', source, '--import')}"
         )
     try:
-        by_code = parse_owner_code(code) if code is not None and run_code else None
         if destination.exists():
-            _require_same(source, destination, by_code)
-        elif by_code is not None:
-            options = CodeOptions(code=by_code, answers={})
-            import_by_code(source, destination, options, log=say)
+            _require_same(settings)
         else:
-            roles = RoleOptions(code=code, draft=draft_of(destination))
-            import_model(source, destination, roles=roles, log=say)
+            _imported(settings)
     except ERRORS as error:
         if code is not None and not run_code:
-            again = command("serve", source, "--code", code, "--run-code")
+            again = command("serve", source, *_flags(settings), "--run-code")
             raise NotServable(f"{error}\n\n{BY_CODE}\n\n  {again}") from error
         raise NotServable(
-            f"{error}\n\n`serve --import` has no flags for the import; if it needs some, run\n\n  "
+            f"{error}\n\n`serve` has few flags for the import; if it needs others, run\n\n  "
             f"{importing} ...\n  {serving}"
         ) from error
     return destination
 
 
-def _require_same(source: Path, destination: Path, code: OwnerCode | None) -> None:
-    """Raise CheckpointError unless `destination` was imported from this source with this code."""
+def _require_same(settings: ImportSettings) -> None:
+    """Raise CheckpointError unless the destination was imported from this source, with this code
+    and, if one is named, this vocabulary."""
+    source, destination = settings.source, settings.destination
+    code = None
+    if settings.by_code:
+        assert settings.code is not None
+        code = code_sha256(parse_owner_code(settings.code, settings.code_call))
     data = read_checkpoint(destination).training.data
     if data.get("fingerprint") != fingerprint(source):
         what = str(source)
-    elif data.get("code_sha256") != (None if code is None else code_sha256(code)):
+    elif data.get("code_sha256") != code:
         what = f"{source} with this --code and --run-code"
+    elif settings.tokenizer not in (None, data.get("tokenizer")):
+        what = f"{source} with --tokenizer {settings.tokenizer}"
     else:
         return
     raise CheckpointError(

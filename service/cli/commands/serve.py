@@ -65,11 +65,12 @@ def _servable(source: ModelSource, settings: ServeSettings) -> ModelSource | Non
                 file=sys.stderr,
             )
         if settings.follow is not None or is_checkpoint(checkpoint):
-            if settings.code is not None:
-                raise NotServable(
-                    f"{checkpoint} is a checkpoint, and --code is for the import of other models: "
-                    "remove --code"
-                )
+            for name in ("code", "tokenizer"):
+                if getattr(settings, name) is not None:
+                    raise NotServable(
+                        f"{checkpoint} is a checkpoint, and --{name} is for the import of other "
+                        f"models: remove --{name}"
+                    )
             return source
         # Most servers do not read models of other programs, so import this only now.
         foreign = importlib.import_module("logitd.service.cli.commands.import_model")
@@ -77,6 +78,8 @@ def _servable(source: ModelSource, settings: ServeSettings) -> ModelSource | Non
             checkpoint,
             may_import=settings.import_model or settings.code is not None,
             code=settings.code,
+            code_call=settings.code_call,
+            tokenizer=settings.tokenizer,
             run_code=settings.run_code,
         )
         return replace(source, path=path)

@@ -7,6 +7,7 @@ The tests copy this file next to a state dict, and compare the server with the c
 
 import os
 import socket
+import time
 from typing import Any
 
 import torch
@@ -101,6 +102,14 @@ class Mixture(nn.Module):
         return self.head(self.norm(x)), None
 
 
+class LastOnly(Mixture):
+    """The mixture, which returns only the last position unless there are targets, as nanoGPT."""
+
+    def forward(self, ids, targets=None):
+        logits, loss = super().forward(ids)
+        return (logits[:, -1:] if targets is None else logits), loss
+
+
 class Recurrent(nn.Module):
     """A GRU, whose state is its cache."""
 
@@ -152,6 +161,17 @@ class Crashing(Recurrent):
             os._exit(3)
         if (ids == 8).any() and ids.shape[1] == 5:
             raise RuntimeError("out of order")
+        return super().forward(ids)
+
+
+class Fragile(Recurrent):
+    """Ends its process at three tokens 7 in a row, and hangs at three tokens 9."""
+
+    def forward(self, ids):
+        if (ids[:, :3] == 7).sum() == 3:
+            os._exit(3)
+        if (ids[:, :3] == 9).sum() == 3:
+            time.sleep(600)
         return super().forward(ids)
 
 

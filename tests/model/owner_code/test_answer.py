@@ -148,7 +148,8 @@ def test_vocabulary_in_another_order() -> None:
     assert torch.allclose(got, of_class(model, [5, 4, 3])[:, order], atol=1e-5)
 
 
-def test_stage_equals_a_forward_hooks_and_can_be_changed() -> None:
+@pytest.mark.parametrize("kind", ["Mixture", "LastOnly"])
+def test_stage_equals_a_forward_hooks_and_can_be_changed(kind: str) -> None:
     model, seen = made("Mixture"), dict[str, Tensor]()
     hooked: list[Tensor] = []
     handle = model.get_submodule("h.0.attn").register_forward_hook(
@@ -161,7 +162,7 @@ def test_stage_equals_a_forward_hooks_and_can_be_changed() -> None:
         seen[name] = value.clone()
         return value
 
-    with answering(model) as asker:
+    with answering(made(kind)) as asker:
         got = asker.logits(FIRST, visit={"h.0.attn": note})
         assert torch.allclose(got, expected, atol=1e-6)
         assert torch.equal(seen["h.0.attn"], hooked[0])

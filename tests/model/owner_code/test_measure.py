@@ -34,6 +34,14 @@ def test_experts_that_see_some_tokens_are_no_stages() -> None:
     assert not [name for name in names if "experts" in name]
 
 
+def test_model_that_returns_only_the_last_position_has_the_same_stages() -> None:
+    every, last = (measure(Caller(made(kind)), Asked(), FILE) for kind in ("Mixture", "LastOnly"))
+    assert (every["only_last"], last["only_last"]) == (False, True)
+    assert last["stages"] == every["stages"]
+    lens = measure(Caller(made("LastOnly")), Asked(lens=("norm", "head")), FILE)
+    assert lens["streams"] == ["h.0:input", "h.0", "h.1"]
+
+
 def test_facts_of_models_that_break_a_rule() -> None:
     assert measure(Caller(made("Bidirectional")), Asked(64), FILE)["not_causal"] > 1e-3
     noisy = measure(Caller(made("Noisy")), Asked(64), FILE)

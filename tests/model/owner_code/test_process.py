@@ -16,6 +16,7 @@ from logitd.model.convert.foreign import ConvertError
 from logitd.model.llm import GenerationError
 from logitd.model.owner_code.config import CodeConfig
 from logitd.model.owner_code.connection import CodeError, CodeModel, Wanted
+from tests.model.convert.by_role.owner_files import BY_NAMES, PARTS
 from tests.model.owner_code.classes import made
 from tests.model.owner_code.imported import imported, written
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.slow
 def code_model(path: Path, seconds: float = 60) -> CodeModel:
     info = read_checkpoint(path)
     assert isinstance(info.shape, CodeConfig)
-    return CodeModel(info.shape, read_sources(info), path / "model.safetensors", 1, seconds=seconds)
+    return CodeModel(info.shape, *read_sources(info), 1, seconds=seconds)
 
 
 def test_crash_fails_its_step_and_restarts_the_process(tmp_path: Path) -> None:
@@ -61,6 +62,18 @@ def test_hang_ends_the_process(tmp_path: Path) -> None:
     expected = made("Crashing")(torch.tensor([[1, 2]]))[0]
     assert torch.allclose(model.logits([Wanted([1, 2], 0, 2)]), expected, atol=1e-5)
     model.close()
+
+
+def test_process_starts_again_with_the_verified_weights(tmp_path: Path) -> None:
+    """It read the file by its path, so a checkpoint that took over the path was served unverified
+    after a crash."""
+    path, other = (imported("Recurrent", tmp_path, seed=seed) for seed in (1, 2))
+    model = code_model(path)
+    other.joinpath("model.safetensors").rename(path / "model.safetensors")
+    expected = made("Recurrent")(torch.tensor([[1, 2]]))[0]
+    for _ in range(2):
+        assert torch.allclose(model.logits([Wanted([1, 2], 0, 2)]), expected, atol=1e-5)
+        model.close()
 
 
 def test_process_has_no_network_and_no_keys(
@@ -132,6 +145,70 @@ def test_values_from_files_that_are_not_kept_are_recorded(tmp_path: Path) -> Non
     with LLM(path, run_code=True) as llm:
         logits = torch.from_numpy(llm.logits([0, 3, 1]))
     assert torch.allclose(logits, model(torch.tensor([[0, 3, 1]]))[0], atol=1e-5)
+
+
+PACKAGE = {
+    "gpt/sizes.py": "WIDTH = 8\n",
+    "gpt/model.py": """
+import torch
+from torch import nn
+from gpt.sizes import WIDTH
+from .parts import Positions
+
+class Model(nn.Module):
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(vocab_size, WIDTH), Positions(WIDTH)
+        self.rnn, self.head = nn.GRU(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, vocab_size)
+
+    def forward(self, ids):
+        return self.head(self.rnn(self.positions(self.embed(ids)))[0])
+""",
+    "gpt/parts.py": """
+import torch
+from torch import nn
+
+class Positions(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.table = nn.Embedding(12, width)
+
+    def forward(self, x):
+        return x + self.table(torch.arange(x.shape[1]))
+""",
+}
+
+
+def test_package_that_imports_itself_by_its_name_keeps_its_folder(tmp_path: Path) -> None:
+    """The folder's name was lost, so the served code did not find its own package."""
+    (tmp_path / "gpt").mkdir()
+    for name, text in PACKAGE.items():
+        (tmp_path / name).write_text(text)
+    state = {"embed.weight": torch.ones(5, 8), "positions.table.weight": torch.ones(12, 8)}
+    gru, head = torch.nn.GRU(8, 8), torch.nn.Linear(8, 5)
+    state |= {f"rnn.{name}": tensor for name, tensor in gru.state_dict().items()}
+    state |= {f"head.{name}": tensor for name, tensor in head.state_dict().items()}
+    torch.save({"model": state, "chars": list("abcde")}, tmp_path / "model.pt")
+    code = parse_owner_code(f"{tmp_path}/gpt/model.py:Model(5)")
+    options = CodeOptions(code=code, answers={})
+    info = import_by_code(tmp_path / "model.pt", tmp_path / "out", options, log=lambda line: None)
+    assert set(info.sources) == set(PACKAGE)
+    assert (info.shape.context_length, info.shape.vocab_size) == (12, 5)
+
+
+def test_table_of_positions_is_the_context_length_if_a_setting_is_shorter(tmp_path: Path) -> None:
+    """The settings had the length of the last training beside that of the table."""
+    names: dict[str, Any] = {"__name__": "owner"}
+    code = PARTS + BY_NAMES.replace("block_size", "max_seq_len")
+    exec(code, names)
+    (tmp_path / "owner.py").write_text(code)
+    state = names["GPT"](5, 24, 16, dropout=0.0).state_dict()
+    contents: dict[str, Any] = {"model": state, "chars": list("abcde")}
+    contents["config"] = {"block_size": 12, "max_seq_len": 24}
+    torch.save(contents, tmp_path / "model.pt")
+    options = CodeOptions(code=parse_owner_code(f"{tmp_path}/owner.py:GPT"), answers={})
+    info = import_by_code(tmp_path / "model.pt", tmp_path / "out", options, log=lambda line: None)
+    assert info.shape.context_length == 24
 
 
 def test_code_that_needs_another_file_is_refused_at_the_import(tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 """`logitd import --code` and `logitd serve --code`: when the code is kept, and the messages."""
 
 import json
+import re
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from logitd.model.owner_code.config import CodeConfig
 from logitd.service.cli.commands.import_model import for_serving
 from logitd.service.cli.commands.servable import NotServable
 from logitd.service.cli.main import run
-from tests.model.owner_code.classes import CONTEXT, made
+from tests.model.owner_code.classes import CONTEXT, VOCABULARY, made
 from tests.model.owner_code.imported import LETTERS, imported, source, written
 
 
@@ -44,6 +47,21 @@ def test_flags_that_would_have_no_effect_are_refused(
 ) -> None:
     assert run(["import", "model.pt", "out", *flags]) != 0
     assert sentence in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--code-call", "model(ids)"], "add --code"),
+        (["--tokenizer", "none"], "add --import or --code"),
+        (["--import", "--tokenizer", "none"], "is a checkpoint, .*remove --tokenizer"),
+    ],
+)
+def test_flags_that_would_have_no_effect_on_a_server_are_refused(
+    flags: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["serve", str(written(tmp_path)), *flags]) != 0
+    assert re.search(sentence, " ".join(capsys.readouterr().err.split()))
 
 
 @pytest.mark.parametrize(
@@ -85,6 +103,28 @@ def test_serving_a_foreign_file_imports_it_with_its_code(
     with pytest.raises(NotServable, match=r"was not imported from .* with this --code"):
         for_serving(path, may_import=True, code=code, run_code=True)
     assert "computed by its owner's code: owner.py" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_serving_a_foreign_file_with_its_call_and_a_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, code = source("Masked", tmp_path)
+    torch.save(made("Masked").state_dict(), tmp_path / "bare.pt")
+    code = code.replace(":Masked", f":Masked({VOCABULARY})")
+    serve = partial(for_serving, tmp_path / "bare.pt", may_import=True, run_code=True)
+    flags: dict[str, Any] = {"code": code, "code_call": "model(ids, mask=torch.ones_like(ids))"}
+    with pytest.raises(NotServable, match=r"import .*bare\.pt .*--code-call .*--run-code"):
+        serve(**flags)  # the file has no vocabulary
+    config = read_checkpoint(serve(**flags, tokenizer="none")).shape
+    assert isinstance(config, CodeConfig)
+    assert config.call == flags["code_call"]
+    assert serve(**flags) == serve(**flags, tokenizer="none")
+    with pytest.raises(NotServable, match=r"was not imported from .* with --tokenizer ascii"):
+        serve(**flags, tokenizer="ascii")
+    with pytest.raises(NotServable, match=r"was not imported from .* with this --code"):
+        serve(code=code)
 
 
 @pytest.mark.slow
