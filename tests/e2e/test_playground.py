@@ -91,6 +91,14 @@ def featured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess
         yield running
 
 
+@pytest.fixture(scope="module")
+def film(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
+    """A run with a history. Its server outlives the pages, which would log its last 503s."""
+    run = save_run(tmp_path_factory.mktemp("film") / "run")
+    with ServedProcess(str(run), "--history", "--threads", "1") as running:
+        yield running
+
+
 @pytest.fixture
 def new_page(browser: Any) -> Iterator[NewPage]:
     """Open pages; they must not fail and must not request other hosts."""
@@ -592,42 +600,37 @@ def test_circuit_equals_the_api_and_its_parts_switch_off(server: ServedProcess, 
     assert part.get_attribute("aria-pressed") == "false"
 
 
-def test_film_shows_each_step_as_the_api(new_page: NewPage, tmp_path: Path) -> None:
+def test_film_shows_each_step_as_the_api(film: ServedProcess, new_page: NewPage) -> None:
     prompt = "what is asked"
-    with ServedProcess(str(save_run(tmp_path / "run")), "--history", "--threads", "1") as server:
-        page = ready(new_page(f"{server.url}/#prompt={prompt}"))
-        assert page.is_visible("#tab-film")
-        open_tab(page, "film", "#film-text .tokens")
-        page.wait_for_function("document.querySelectorAll('#film-curves .dot.of-0').length === 4")
-        page.wait_for_function("!document.querySelector('#film-line').textContent.includes('load')")
-        page.focus("#film-step")
-        page.keyboard.press("Home")
-        for step in STEPS:
-            assert f"Step {step} of 16" in page.inner_text("#film-line")
-            body = {"prompt": prompt, "max_tokens": 32, "temperature": 0, "step": step}
-            (choice,) = asked(server, "/generate", **body, logprobs=8)["choices"]
-            text = page.evaluate("document.querySelector('#film-text pre').textContent")
-            assert text == prompt + choice["text"]
-            likeliest = [shown(token["text"]) for token in choice["tokens"][0]["top"]]
-            assert page.locator("#film-text th").all_inner_texts() == likeliest
-            reply = asked(server, "/lens", prompt=prompt, top_k=1, step=step)
-            best = reply["prompts"][0]["positions"][0]["layers"][-1]["top"][0]["text"]
-            assert page.inner_text("#film-lens tbody tr:first-child td:last-child") == shown(best)
-            page.keyboard.press("ArrowRight")
-        page.click("#film-play")
-        assert page.inner_text("#film-play") == "Pause"
-        page.wait_for_function(
-            "document.querySelector('#film-line').textContent.startsWith('Step 1 ')"
-        )
-        page.wait_for_function("document.querySelector('#film-play').textContent === 'Play'")
-        assert "Step 16 of 16" in page.inner_text("#film-line")
-        page.wait_for_function("location.href.includes('&step=16&')")
-        linked = ready(new_page(page.evaluate("location.href").replace("step=16", "step=1")))
-        linked.wait_for_selector("#film-text .tokens")
-        linked.wait_for_function(
-            "!document.querySelector('#film-line').textContent.includes('load')"
-        )
-        assert "Step 1 of 16" in linked.inner_text("#film-line")
+    page = ready(new_page(f"{film.url}/#prompt={prompt}"))
+    assert page.is_visible("#tab-film")
+    open_tab(page, "film", "#film-text .tokens")
+    page.wait_for_function("document.querySelectorAll('#film-curves .dot.of-0').length === 4")
+    page.wait_for_function("!document.querySelector('#film-line').textContent.includes('load')")
+    page.focus("#film-step")
+    page.keyboard.press("Home")
+    for step in STEPS:
+        assert f"Step {step} of 16" in page.inner_text("#film-line")
+        body = {"prompt": prompt, "max_tokens": 32, "temperature": 0, "step": step}
+        (choice,) = asked(film, "/generate", **body, logprobs=8)["choices"]
+        text = page.evaluate("document.querySelector('#film-text pre').textContent")
+        assert text == prompt + choice["text"]
+        likeliest = [shown(token["text"]) for token in choice["tokens"][0]["top"]]
+        assert page.locator("#film-text th").all_inner_texts() == likeliest
+        reply = asked(film, "/lens", prompt=prompt, top_k=1, step=step)
+        best = reply["prompts"][0]["positions"][0]["layers"][-1]["top"][0]["text"]
+        assert page.inner_text("#film-lens tbody tr:first-child td:last-child") == shown(best)
+        page.keyboard.press("ArrowRight")
+    page.click("#film-play")
+    assert page.inner_text("#film-play") == "Pause"
+    page.wait_for_function("document.querySelector('#film-line').textContent.startsWith('Step 1 ')")
+    page.wait_for_function("document.querySelector('#film-play').textContent === 'Play'")
+    assert "Step 16 of 16" in page.inner_text("#film-line")
+    page.wait_for_function("location.href.includes('&step=16&')")
+    linked = ready(new_page(page.evaluate("location.href").replace("step=16", "step=1")))
+    linked.wait_for_selector("#film-text .tokens")
+    linked.wait_for_function("!document.querySelector('#film-line').textContent.includes('load')")
+    assert "Step 1 of 16" in linked.inner_text("#film-line")
 
 
 def test_film_is_hidden_without_a_history(page: Page) -> None:
