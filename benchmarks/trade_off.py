@@ -47,7 +47,7 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.set(xlabel="first token, 99th percentile, ms", ylabel="gap, 99th percentile, ms")
     axes.grid(visible=True, which="both", alpha=0.25)
     axes.legend(fontsize=8)
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def main(argv: Sequence[str]) -> None:
