@@ -990,3 +990,12 @@ def test_features_of_the_text_are_those_of_the_api(
     page.fill("#feature-search", "17")
     token = shown(got(featured, "/features")["tokens"][17])
     assert page.locator("#feature-list .features button").all_inner_texts() == [f"17  {token}"]
+    # A feature that is switched off is not active in the text any more; an added amount is.
+    off = strongest[1]
+    page.click("#feature-off")
+    page.wait_for_function(f"document.querySelector('#changes').textContent.includes('{off} of')")
+    active = "[...document.querySelectorAll('#feature-text .features button')]"
+    page.wait_for_function(f"{active}.every((one) => parseInt(one.textContent) !== {off})")
+    page.fill("#feature-amount", "50")
+    page.click("#feature-add")
+    page.wait_for_function(f"{active}.some((one) => parseInt(one.textContent) === {off})")

@@ -39,7 +39,7 @@ export class Interventions {
   }
 }
 
-function inWords({ stage, operation, heads, units, positions, factor, from, minus }) {
+function inWords({ stage, operation, heads, units, positions, factor, values, from, minus }) {
   const where = [units ? `unit ${units.join(", ")} of ` : "", heads ? `head ${heads.join(", ")} of ` : "", stage, positions === undefined || positions === "all" ? "" : ` (${positions})`].join("");
   if (operation === "zero") return `switch off ${where}`;
   if (operation === "scale") return `scale ${where} by ${factor}`;
