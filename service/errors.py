@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import orjson
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
@@ -156,7 +157,9 @@ def raise_failure(event: FinishEvent) -> None:
         case FinishReason.ABORT:
             raise unavailable("the request was aborted: the server is shutting down")
         case FinishReason.ERROR if event.param is not None:
-            code = "intervention_failed" if event.param == PARAM else "constraint_failed"
+            code = {PARAM: "intervention_failed", "direction": "direction_failed"}.get(
+                event.param, "constraint_failed"
+            )
             raise bad_request(f"{event.param}: {event.error}", event.param, code)
         case FinishReason.ERROR:
             message = "the engine failed on this request"
@@ -172,6 +175,13 @@ def install(app: FastAPI) -> None:
 
     for kind in EXPECTED:
         app.add_exception_handler(kind, expected)
+
+    @app.exception_handler(RequestValidationError)
+    async def wrong_query_or_path(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        name = str(first["loc"][-1])
+        message = f"{name} is {clip(str(first['input']))!r}: {first['msg']}"
+        return bad_request(message, name).response()
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:

@@ -35,6 +35,9 @@ from logitd.model.operations.tokens import ComparedTokens, NamedToken, token_jso
 from logitd.model.text.tokenizer import Tokenizer
 from logitd.model.transformer.config import GPTConfig
 
+LISTED_NUMBER = 8
+"""Elements that a number counts as in lists: they take 32 bytes in Python and 20 as JSON."""
+
 
 class Direction(RequestBody):
     """A direction at a stage, such as the weights of a linear probe."""
@@ -186,7 +189,8 @@ def plan(body: AttributionsRequest, subject: Subject) -> Planning:
     elements = sum(
         math.prod(each.shape(config, len(p))) * len(p) for p in prompts for each in stages
     )
-    subject.check_array(elements)
+    held = LISTED_NUMBER * elements
+    subject.check_array(held)
     probe = None if body.direction is None else _probe(body.direction, config)
     requests = [
         AttributionRequest(
@@ -225,7 +229,7 @@ def plan(body: AttributionsRequest, subject: Subject) -> Planning:
         ]
         return {"prompts": prompts}
 
-    return Record(requests, reply)
+    return Record(requests, reply, held)
 
 
 def _probe(direction: Direction, config: GPTConfig) -> Probe:

@@ -6,8 +6,9 @@ Room in the queue is reserved before any text is encoded, so a full queue answer
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import nullcontext
+from functools import partial
 from typing import Annotated, Any, cast
 
 import orjson
@@ -32,6 +33,7 @@ from logitd.model.operations.operation import (
 )
 from logitd.service.errors import ERRORS
 from logitd.service.http import completions, negotiation, outputs, series, sse
+from logitd.service.http.arrays import PART_BYTES
 from logitd.service.http.body import BODY_BYTES, body_of, described_by
 from logitd.service.http.envelope import server_timing
 from logitd.service.models.context import RequestContext
@@ -148,14 +150,29 @@ def _is_long(context: RequestContext) -> bool:
 
 
 async def _record(operation: Operation, plan: Record, context: RequestContext) -> Response:
-    context.model.reply_budget.take(plan.held)
+    budget = context.model.reply_budget
+    budget.take(plan.held)
     try:
         computed = await context.compute(plan.requests)
         content = await _written(operation, plan, computed, context)
-    finally:
-        context.model.reply_budget.give_back(plan.held)
+    except BaseException:
+        budget.give_back(plan.held)
+        raise
     headers = server_timing(computed.finishes)
-    return Response(content, media_type="application/json", headers=headers)
+    if not plan.held:
+        return Response(content, media_type="application/json", headers=headers)
+    return sse.StreamedResponse(  # a large reply counts until its client has read it
+        _pieces(content),
+        on_end=partial(budget.give_back, plan.held),
+        write_timeout=context.model.settings.slow_reader_timeout,
+        media_type="application/json",
+        headers=headers,
+    )
+
+
+async def _pieces(content: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(content), PART_BYTES):
+        yield content[start : start + PART_BYTES]
 
 
 async def _look_up(operation: Operation, body: Any, context: RequestContext) -> Response:

@@ -57,10 +57,10 @@ def test_requests_for_a_long_prompt_take_bounded_memory(tmp_path: Path) -> None:
     within = ["embedding", "blocks.*.mlp.*", "blocks.*.attention.q", "blocks.*.output"]
     asked: list[tuple[str, dict[str, Any], str | None]] = [
         ("/lens", {"positions": "all", "top_k": 5}, None),
-        ("/lens", {"positions": "all", "top_k": 40}, "286720 logprobs; 262144 are allowed"),
+        ("/lens", {"positions": "all", "top_k": 40}, "286720 logprobs, but the limit is 262144"),
         ("/activations", {"positions": "all", "stages": within}, None),
         ("/activations", {"positions": "all", "stages": ["*"]},
-         " elements; 16777216 are allowed"),
+         " elements, but the limit is 16777216"),
         ("/attributions", {"methods": ["integrated_gradients", "direct"], "steps": 2}, None),
         ("/sweep", {"vary": {"stage": "blocks.*.mlp.out", "operation": "zero"},
                     "over": ["layers"]}, None),

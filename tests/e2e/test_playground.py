@@ -800,7 +800,7 @@ def test_chosen_model_stays_in_links(pair: ServedProcess, new_page: NewPage) -> 
 def test_comparison_works_without_a_mouse(pair: ServedProcess, new_page: NewPage) -> None:
     page = ready(new_page(f"{pair.url}/#prompt=import&seed=5&max_tokens=8"))
     page.locator("#tab-generate").focus()
-    for _ in range(5):
+    for _ in range(6):
         page.keyboard.press("ArrowRight")
     assert page.get_attribute("#tab-compare", "aria-selected") == "true"
     page.locator("#prompt").focus()

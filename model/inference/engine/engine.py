@@ -34,7 +34,7 @@ from logitd.model.inference.engine.events import (
     TokenEvent,
 )
 from logitd.model.inference.engine.ngram import Draft
-from logitd.model.inference.engine.requests import Request
+from logitd.model.inference.engine.requests import AttributionRequest, Request
 from logitd.model.inference.engine.runner import (
     DecoderMaker,
     ForwardModel,
@@ -337,7 +337,9 @@ class Engine:
             return []
         if not attribution.is_finite:
             message = "the model's logits or their gradients are not finite"
-            return [self._finish_with_error(sequence, message)]
+            request = sequence.request
+            probed = isinstance(request, AttributionRequest) and request.task.probe is not None
+            return [self._finish_with_error(sequence, message, "direction" if probed else None)]
         if isinstance(attribution, Circuit):
             event: Event = CircuitEvent(sequence.request_id, sequence.index, attribution)
         else:

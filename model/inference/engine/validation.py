@@ -275,9 +275,16 @@ def _check_target(task: AttributionTask | CircuitTask, length: int, config: Mode
 
 def _check_gradients(task: AttributionTask, length: int, config: ModelConfig) -> None:
     """Check the stages of gradients, and a probe."""
-    if task.stages:
-        _check_stages(task.stages, config)
     probe = task.probe
+    stages = _check_stages(task.stages, config) if task.stages else ()
+    probed = resolve_stages([probe.stage], config) if probe is not None else ()
+    for stage in (*stages, *probed):
+        if stage.has_features:
+            raise InvalidRequest(
+                f"{stage.name} has the features of an autoencoder, of which there are no "
+                f"gradients: name the stage that it reads, {stage.name.partition('.sae.')[0]}",
+                "stages" if stage in stages else "direction",
+            )
     if "logits" in task.stages or (probe is not None and probe.stage == "logits"):
         raise InvalidRequest(
             "logits are the target: their gradients are 1 and -1; name an earlier stage", "stages"
@@ -292,7 +299,7 @@ def _check_gradients(task: AttributionTask, length: int, config: ModelConfig) ->
             "possible",
             "methods",
         )
-    (stage,) = resolve_stages([probe.stage], config)
+    (stage,) = probed
     if (shape := stage.shape(config, length)) != probe.direction.shape:
         raise InvalidRequest(
             f"direction.values have the shape {list(probe.direction.shape)}; {stage.name} has "

@@ -194,6 +194,34 @@ def test_streams_continue_unchanged_during_attributions(spelling_path: Path) -> 
         server.wait_idle()
 
 
+def test_gradients_count_in_the_budget_until_they_are_read(spelling_path: Path) -> None:
+    """Seven clients that did not read kept 200 MB each, which no limit counted."""
+    stages = ["blocks.*.attention.probs", "blocks.*.attention.scores"]
+    body = {"prompt": "b" * 100, "stages": stages}
+    with serving(spelling_path, slots=1, max_reply_elements=2**24) as server:
+        budget = server.state.reply_budget
+        assert server.post("/attributions", body).status_code == 200
+        eventually(lambda: budget.used == 0)
+        refused = server.post("/attributions", {**body, "prompt": ["b" * 500] * 3})
+        assert refused.status_code == 400
+        assert "max-reply-elements" in refused.json()["error"]["message"]
+        with closing(server.connect()) as unread:
+            unread.sendall(request_bytes("/attributions", {**body, "prompt": "b" * 500}))
+            eventually(lambda: budget.used > 0)
+        eventually(lambda: budget.used == 0)
+
+
+def test_direction_without_finite_gradients_is_a_400(server: Serving) -> None:
+    """It was logged as a failure of the engine, with a 500."""
+    stage = "blocks.0.output"
+    read = server.json("/activations", {"prompt": "a", "stages": [stage], "positions": "all"})
+    width = len(read["prompts"][0]["stages"][stage][0])
+    direction = {"stage": stage, "values": [3e38] * width}
+    refused = server.post("/attributions", {"prompt": "a", "direction": direction})
+    assert refused.status_code == 400, refused.text
+    assert refused.json()["error"]["param"] == "direction"
+
+
 def test_attribution_counts_in_the_queue_as_its_passes(spelling_path: Path) -> None:
     """A long attribution fills the queue; 300 prompt tokens do not."""
     with serving(spelling_path, slots=1, max_queue_tokens=2000) as server:

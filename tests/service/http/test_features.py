@@ -155,6 +155,30 @@ def test_unknown_features_get_404(featured: Serving, path: str, expected: str) -
     assert re.search(expected, error.message)
 
 
+@pytest.mark.parametrize(
+    ("path", "param"), [("/features/x", "index"), ("/weights/W_E?dtype=int4", "dtype")]
+)
+def test_wrong_path_or_query_has_the_form_of_other_errors(
+    featured: Serving, path: str, param: str
+) -> None:
+    """FastAPI's own answer is a 422 with another body."""
+    refused = featured.client.get(path)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == param
+
+
+def test_gradients_of_features_are_refused(featured: Serving) -> None:
+    """They failed in the engine, with a 500."""
+    for asked in (
+        {"stages": [STAGE]},
+        {"stages": ["blocks.*.output.sae.mine"]},
+        {"direction": {"stage": STAGE, "values": [1.0] * COUNT}},
+    ):
+        refused = featured.post("/attributions", {"prompt": "a", **asked})
+        assert refused.status_code == 400, refused.text
+        assert refused.json()["error"]["param"] in asked
+
+
 def test_server_without_autoencoders_says_so(server: Serving) -> None:
     reply = FeaturesReply.model_validate(server.client.get("/features").json())
     assert (reply.saes, reply.sae, reply.density) == ([], None, None)
