@@ -27,6 +27,9 @@ ENDPOINTS = (
     "/",
     *(operation.path for operation in OPERATIONS),
     "/stages",
+    "/weights",
+    "/features",
+    "/history",
     "/tokenizer_info",
     "/v1/completions",
     "/v1/chat/completions",
@@ -138,7 +141,7 @@ class Metrics:
 
 
 def endpoint_label(path: str) -> str:
-    for whole in ("/health", "/v1/models"):
+    for whole in ("/health", "/v1/models", "/weights", "/features"):
         if path == whole or path.startswith(f"{whole}/"):
             return whole
     return path if path in ENDPOINTS else "other"
