@@ -2,7 +2,7 @@
 
     python -m benchmarks.target_gap [--shape 124m|30m|CHECKPOINT] [--dtype float32|bfloat16]
                                     [--clients 8] [--slots N] [--requests N] [--prompt-tokens N]
-                                    [--tokens N] [--targets 4x none]
+                                    [--tokens N] [--targets 3x none]
 
 Clients in a closed loop use an engine in this process: each sends a new prompt when its last stream
 has ended. The engine computes with one thread, and its clock is the processor time of this thread.
@@ -175,7 +175,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--requests", type=int, default=3)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--targets", nargs="+", default=["4x", "none"])
+    parser.add_argument("--targets", nargs="+", default=["3x", "none"])
     given = parser.parse_args(argv)
     question = Question(
         clients=given.clients,

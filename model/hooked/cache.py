@@ -188,7 +188,7 @@ class ActivationCache:
     def get_neuron_results(
         self, layer: int, neuron_slice: Where = None, pos_slice: Where = None
     ) -> Tensor:
-        """What each unit of a block's MLP adds to the stream (B, T, units, C)."""
+        """The writes of each unit of a block's MLP to the stream (B, T, units, C)."""
         units = take(take(self["post", layer], pos_slice, -2), neuron_slice, -1)
         rows = take(self.model.W_out[layer], neuron_slice, 0)
         return units[..., None] * rows
@@ -231,7 +231,7 @@ class ActivationCache:
         batch_slice: Where = None,
         has_batch_dim: bool = True,
     ) -> Tensor:
-        """What each part of the stream adds to the logits of `tokens`, minus those of
+        """The contribution of each part of the stream to the logits of `tokens`, minus those of
         `incorrect_tokens` (direct logit attribution). The model's weights must be folded."""
         directions: Callable[[Any], Tensor] = self.model.tokens_to_residual_directions
         direction = directions(tokens)

@@ -100,7 +100,7 @@ class CircuitEdge(ReplyBody):
 
 
 class LeftOut(ReplyBody):
-    """What all parts outside the circuit carry."""
+    """The sums of all parts outside the circuit."""
 
     values: float
     attention: float

@@ -59,10 +59,10 @@ class LensRequest(OutputsBody):
         5, ge=1, le=1024, description="Number of likeliest tokens listed for each layer."
     )
     token_ids: Annotated[ChosenIds, Field(max_length=MAX_NAMED)] | None = Field(
-        None, description="Additional tokens to list, by id, whatever their rank."
+        None, description="Additional tokens to list, by id, at any rank."
     )
     tokens: Annotated[list[Text], Field(min_length=1, max_length=MAX_NAMED)] | None = Field(
-        None, description="Additional tokens to list, by text, whatever their rank."
+        None, description="Additional tokens to list, by text, at any rank."
     )
 
 

@@ -59,9 +59,7 @@ class ProbsRequest(StageBody, PromptBody):
         lt=2**31,
         description="List the k likeliest tokens. Default: 10, unless token_ids or tokens is set.",
     )
-    token_ids: ChosenIds | None = Field(
-        None, description="List these tokens instead, whatever their rank."
-    )
+    token_ids: ChosenIds | None = Field(None, description="List these tokens instead, at any rank.")
     tokens: list[Text] | None = Field(
         None,
         min_length=1,

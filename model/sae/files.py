@@ -64,7 +64,7 @@ class FeatureFacts:
 
     density      (F,): share of the tokens at which the feature is not zero
     ids          (F, E, W) token ids of the text around the places where the feature is strongest,
-                 the strongest place first; -1 where there is no token
+                 the strongest place first; -1 if there is no token
     activations  (F, E, W) the feature at these tokens
     """
 

@@ -367,7 +367,7 @@ class Attributions(Reply):
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """What all parts outside the circuit carry."""
+    """The sums of all parts outside the circuit."""
 
     values: float
     attention: float

@@ -2,7 +2,7 @@
 
 A piece is one block forward, one block backward, or one pass over the head. Between two pieces the
 engine can do other work, or drop the attribution. An attribution keeps the stream before each block
-and a few more tensors of that size (`kept_elements` in `task.py`), whatever the number of steps.
+and a few more tensors of that size (`kept_elements` in `task.py`), for any number of steps.
 """
 
 from collections import defaultdict

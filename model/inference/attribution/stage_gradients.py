@@ -104,7 +104,7 @@ class _Kept:
 
 class _Weighing:
     """Causal attention that shows its scores and weights to a tap. The weights of keys that a query
-    does not see stay 0 whatever the tap returns, so their gradients are 0."""
+    does not see stay 0 for any value that the tap returns, so their gradients are 0."""
 
     def __init__(self, tap: _Kept) -> None:
         self._tap = tap

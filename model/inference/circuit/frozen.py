@@ -180,7 +180,7 @@ class FrozenBlock:
         self.mean_heads = self.heads.mean(0)
         self.hidden = kept["mlp.hidden"]  # (T, F)
         self.mean_hidden = self.hidden.mean(0)
-        # What heads and neurons write beyond their means, and the most that one of them can carry
+        # Differences of heads and neurons from their means, and the most that one of them can carry
         # with a gradient of length 1 (T), by the Cauchy-Schwarz inequality.
         self._written = [out - out.mean(0) for out in (kept["attention.out"], kept["mlp.out"])]
         lengths = (self.heads - self.mean_heads).norm(dim=-1)

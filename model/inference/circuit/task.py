@@ -70,8 +70,8 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """What a node carries of the difference through another one, by indices of nodes. The target
-    None is the logits."""
+    """The part of the difference that a node carries through another one, by indices of nodes.
+    The target None is the logits."""
 
     source: int
     target: int | None

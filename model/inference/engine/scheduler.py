@@ -174,7 +174,7 @@ class Scheduler:
         tapped_prompts = 0 if cooldown else 1 if has_untapped_decode else self.config.slots
         prompts = self._prompts_in_turn()
         positions = self.config.prefill_chunk
-        if decode:
+        if decode and prompts:
             waiting = (_waiting(sequence, now) for sequence in prompts)
             positions = self._budget.positions(len(decode), waiting)
         return StepPlan(

@@ -102,7 +102,7 @@ class Recipe:
         int | None,
         Field(
             ge=1,
-            description="also keep the weights of every so many steps in the run's history, and "
+            description="also keep the weights at this interval of steps in the run's history, and "
             "those of steps 0, 1, 2, 4, 8 and so on up to the first of them, for `logitd serve "
             "--history`; they are never removed",
         ),
