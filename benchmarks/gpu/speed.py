@@ -83,17 +83,18 @@ def steps(setting: Setting) -> Iterator[Finding]:
 
 @torch.inference_mode()
 def step_seconds(make: DecoderMaker, gpt: GPT, rows: int, position: int) -> float:
-    """Time of a step on the device, if the host does not delay it."""
+    """Time of a step on the device, if the host does not delay it: a share of a launch."""
     weight = gpt.token_embedding.weight
     decoder = make(gpt, KVCache(gpt.config, rows, device=weight.device, dtype=weight.dtype))
-    given = [5] * rows, list(range(rows)), [position] * rows
+    given, together = ([5] * rows, list(range(rows)), [position] * rows), 1
 
     def step() -> None:
         decoder.decode(*given)
 
     if isinstance(decoder, GraphDecoder):
-        sampling = sampling_rows([SamplingRow(0.0, 0, 1.0, 0.0, 0, position + 1, 0)] * rows)
-        decoder.launch(*given, sampling)()
+        together = decoder.most_steps(rows)
+        greedy = [SamplingRow(0.0, 0, 1.0, 0.0, 0, position + 1, 0)] * rows * together
+        decoder.launch(*given, sampling_rows(greedy))()
         (step,) = decoder._recorded.values()  # without uploads and downloads
     spent = []
     for _ in range(ROUNDS):
@@ -102,7 +103,7 @@ def step_seconds(make: DecoderMaker, gpt: GPT, rows: int, position: int) -> floa
         for _ in range(REPLAYS):
             step()
         synchronize(weight.device)
-        spent.append((time.perf_counter() - began) / REPLAYS)
+        spent.append((time.perf_counter() - began) / REPLAYS / together)
     decoder.close()
     return statistics.median(spent)
 

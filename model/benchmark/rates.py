@@ -123,21 +123,24 @@ def measure_engine(
                     f"{FEWEST_STEPS} are needed: raise --tokens {workload.tokens}, or lower "
                     "--batches"
                 )
-            live = statistics.mean(positions for run in runs for _, positions in run)
+            live = statistics.mean(positions for run in runs for *_, positions in run)
             if gpt is not None:
                 work = decode_work(
                     gpt, batch=size, live_positions=live, quantize=quantize, kept=kv_cache_dtype
                 )
-            rate = statistics.median(size * len(run) / sum(s for s, _ in run) for run in runs)
+            rate = statistics.median(
+                sum(tokens for _, tokens, _ in run) / sum(seconds for seconds, *_ in run)
+                for run in runs
+            )
             decode.append(Rate.of(size, rate, work, size, machine))
     finally:
         engine.close()
     return prefill, decode
 
 
-def full_steps(engine: Engine, batch: Sequence[GenerationRequest]) -> list[tuple[float, int]]:
-    """Run requests to their end. Returns, for each step in which all of them decoded, its seconds
-    and the number of positions that they attended to. Raises BenchmarkError."""
+def full_steps(engine: Engine, batch: Sequence[GenerationRequest]) -> list[tuple[float, int, int]]:
+    """Run requests to their end. Returns, for each step in which all of them decoded, its seconds,
+    its tokens, and the number of positions that they attended to. Raises BenchmarkError."""
     for request in batch:
         engine.add(request)
     live = sum(len(request.token_ids) for request in batch)
@@ -147,7 +150,8 @@ def full_steps(engine: Engine, batch: Sequence[GenerationRequest]) -> list[tuple
         result = engine.step()
         seconds = time.perf_counter() - began
         if result.decoded_sequences == len(batch):
-            steps.append((seconds, live))
+            tokens = sum(isinstance(event, TokenEvent) for event in result.events)
+            steps.append((seconds, tokens, live))
         for event in result.events:
             if isinstance(event, TokenEvent):
                 live += 1

@@ -307,6 +307,11 @@ class Engine:
                 events.append(self._finish(sequence, reason))
         for sequence, result in output.sampled.items():
             self._append(sequence, result, events)
+            for later in output.later.get(sequence, ()):
+                if sequence.state is State.FINISHED:
+                    break
+                sequence.computed += 1
+                self._append(sequence, later, events)
         for sequence, draft in plan.drafts.items():
             self._verify(sequence, draft, output.verified[sequence], events)
 

@@ -1,23 +1,24 @@
-"""Overlap: launch the next decode step before the tokens of the current one are read.
+"""Overlap: launch the next decode steps before the tokens of the current ones are read.
 
 If steps are launched one by one, a GPU is idle while the host reads tokens, makes events and plans.
 But the next step is known in advance: the same sequences, one position further, with random numbers
 that depend on no token. Only the tokens are unknown to the host, and they are on the device
-already. So the host launches step N + 1 while step N runs, and then waits for N:
+already. So the host launches N + 1 while N runs, and then waits for N:
 
     host     plan N | launch N + 1 | wait for N | events of N | plan N + 1 | launch N + 2 | wait ...
     device   N ...........................| N + 1 .............................| N + 2 ...........
 
-For each plan, `begin` returns the step that was launched early for it and launches the next one.
-Then the runner computes the prompts of the plan and collects the tokens.
+A launch is several steps if there are few rows, whose steps take less time than the host. For each
+plan, `begin` returns the steps that were launched early for it and launches the next ones. Then the
+runner computes the prompts of the plan and collects the tokens.
 
-The scheduler is not aware of this. Each step decodes all running sequences, so the early step
-always fits the next plan, and new prompts are computed after it. If a sequence ends in step N, its
-row in N + 1 is discarded. That is safe: the row's key lies after the part of the slot that may be
-shared, the cache counts it as written, and the row runs before the slot's next owner.
+The scheduler is not aware of this. Each plan decodes all running sequences, so the early steps
+always fit the next plan, and new prompts are computed after them. If a sequence ends, its later
+rows are discarded. That is safe: their keys lie after the part of the slot that may be shared, the
+cache counts them as written, and they run before the slot's next owner.
 
-A step is not launched early if the step before it computes prompts, verifies drafts, or has a row
-that needs logits processing (penalties, logprobs, a mask). Decoders are known only as `Launcher`.
+Nothing is launched early if a plan computes prompts, verifies drafts, or has a row that needs
+logits processing (penalties, logprobs, a mask). Decoders are known only as `Launcher`.
 """
 
 from collections.abc import Iterable
@@ -27,20 +28,23 @@ from logitd.model.inference.engine.scheduler import StepPlan
 from logitd.model.inference.engine.sequence import Sequence
 from logitd.model.inference.kernels.base import Collect, Launcher
 from logitd.model.inference.sampling.results import SampleResult
+from logitd.model.inference.sampling.sample import SamplingRows
 from logitd.model.inference.sampling.sampler import sample_results
 from logitd.model.inference.sampling.state import SamplingState
 
 
 @dataclass(frozen=True, slots=True)
-class InFlightStep:
-    """A launched decode step, with one row for each of its sequences."""
+class InFlight:
+    """Launched decode steps, each with one row for each of the sequences."""
 
     sequences: tuple[Sequence, ...]
+    steps: int
     tokens: Collect
 
-    def collect(self, sequences: Iterable[Sequence]) -> dict[Sequence, SampleResult]:
-        """Wait for the step, and return the results of these sequences only."""
-        results = dict(zip(self.sequences, sample_results(self.tokens()), strict=True))
+    def collect(self, sequences: Iterable[Sequence]) -> dict[Sequence, list[SampleResult]]:
+        """Wait for the steps, and return the results of these sequences only, in order."""
+        by_step = [sample_results(token_ids) for token_ids in self.tokens()]
+        results = dict(zip(self.sequences, map(list, zip(*by_step, strict=True)), strict=True))
         return {sequence: results[sequence] for sequence in sequences}
 
 
@@ -50,52 +54,68 @@ class OverlapScheduler:
     def __init__(self, launcher: Launcher | None, sampling: SamplingState) -> None:
         self._launcher = launcher
         self._sampling = sampling
-        # An error of the early launch is raised with the next plan; the step in flight is
+        # An error of the early launch is raised with the next plan; the steps in flight are
         # unaffected.
-        self._next: InFlightStep | Exception | None = None
+        self._next: InFlight | Exception | None = None
 
-    def begin(self, plan: StepPlan) -> InFlightStep | None:
-        """Return the decode step of a plan, in flight, and launch the next step if possible.
-        Returns None if the caller has to compute the decode. Raises the error of this step's early
+    def begin(self, plan: StepPlan) -> InFlight | None:
+        """Return the decode steps of a plan, in flight, and launch the next ones if possible.
+        Returns None if the caller has to compute the decode. Raises the error of these steps' early
         launch, if there was one."""
         launcher = self._launcher
         if launcher is None:
             return None
-        # 1) Take the step that the previous call launched for this plan.
-        step, self._next = self._next, None
+        # 1) Take the steps that the previous call launched for this plan.
+        current, self._next = self._next, None
         if not plan.decode:
-            return None  # every sequence in it has ended
-        if isinstance(step, Exception):
-            raise step
-        # 2) Otherwise, if the next step can overlap, launch this step now.
-        continuing = plan.continuing
-        if step is None and continuing:
-            step = self._launch(launcher, plan.decode)
-        # 3) Launch the next step while this one computes.
-        if step is not None and continuing:
+            return None  # every sequence in them has ended
+        if isinstance(current, Exception):
+            raise current
+        # 2) Otherwise, if the next step can overlap, launch the first ones now.
+        if current is None and plan.decoding_after(1):
+            current = self._launch(launcher, plan.decode)
+        # 3) Launch the next ones while these compute.
+        if current is not None and (continuing := plan.decoding_after(current.steps)):
             try:
-                self._next = self._launch_next(launcher, step, continuing)
+                self._next = self._launch_next(launcher, current, continuing)
             except Exception as error:
                 self._next = error
-        return step
+        return current
 
-    def _launch(self, launcher: Launcher, sequences: tuple[Sequence, ...]) -> InFlightStep | None:
-        """Launch a step of known tokens; None if a row needs logits processing."""
-        slots = [sequence.held_slot for sequence in sequences]
-        positions = [sequence.computed for sequence in sequences]
-        sampling, processed = self._sampling.rows(slots, [position + 1 for position in positions])
+    def _launch(self, launcher: Launcher, sequences: tuple[Sequence, ...]) -> InFlight | None:
+        """Launch steps from known tokens; None if a row needs logits processing."""
+        steps = _steps(launcher, sequences, 0)
+        slots, positions, sampling, processed = self._rows(sequences, 0, steps)
         if processed:
             return None
         token_ids = [sequence.tokens[sequence.computed] for sequence in sequences]
-        return InFlightStep(sequences, launcher.launch(token_ids, slots, positions, sampling))
+        tokens = launcher.launch(token_ids, slots, positions, sampling)
+        return InFlight(sequences, steps, tokens)
 
     def _launch_next(
-        self, launcher: Launcher, step: InFlightStep, sequences: tuple[Sequence, ...]
-    ) -> InFlightStep:
-        """Launch the step that follows `step`, for those of its sequences that continue."""
-        row_of = {sequence: row for row, sequence in enumerate(step.sequences)}
+        self, launcher: Launcher, current: InFlight, sequences: tuple[Sequence, ...]
+    ) -> InFlight:
+        """Launch the steps that follow `current`, for those of its sequences that continue."""
+        row_of = {sequence: row for row, sequence in enumerate(current.sequences)}
+        steps = _steps(launcher, sequences, current.steps)
+        slots, positions, sampling, _ = self._rows(sequences, current.steps, steps)
         rows = [row_of[sequence] for sequence in sequences]
+        tokens = launcher.launch_next(rows, slots, positions, sampling)
+        return InFlight(sequences, steps, tokens)
+
+    def _rows(
+        self, sequences: tuple[Sequence, ...], done: int, steps: int
+    ) -> tuple[list[int], list[int], SamplingRows, tuple[int, ...]]:
+        """Slots, first positions, and the sampling rows of all `steps` after the `done` ones; last,
+        the rows that need logits processing."""
         slots = [sequence.held_slot for sequence in sequences]
-        positions = [sequence.computed + 1 for sequence in sequences]
-        sampling, _ = self._sampling.rows(slots, [position + 1 for position in positions])
-        return InFlightStep(sequences, launcher.launch_next(rows, slots, positions, sampling))
+        positions = [sequence.computed + done for sequence in sequences]
+        sampled = [position + step + 1 for step in range(steps) for position in positions]
+        return slots, positions, *self._sampling.rows(slots * steps, sampled)
+
+
+def _steps(launcher: Launcher, sequences: tuple[Sequence, ...], done: int) -> int:
+    """The number of steps to launch after the `done` ones: a power of 2, at most as many as the
+    longest of the sequences has tokens left."""
+    left = max(sequence.tokens_left for sequence in sequences) - done
+    return min(launcher.most_steps(len(sequences)), 1 << (left.bit_length() - 1))

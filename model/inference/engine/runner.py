@@ -87,6 +87,7 @@ class Scores:
 class StepOutput:
     """The results of one plan, by sequence.
 
+    later            samples of the later steps, if several were launched together
     verified         a sample after each token of a draft, on the assumption that all tokens up to
                      it are right
     prefill_seconds  time of the prompts; None if the device computes asynchronously, or if one
@@ -94,6 +95,7 @@ class StepOutput:
     """
 
     sampled: dict[Sequence, SampleResult] = field(default_factory=dict)
+    later: dict[Sequence, list[SampleResult]] = field(default_factory=dict)
     verified: dict[Sequence, list[SampleResult]] = field(default_factory=dict)
     outputs: dict[Sequence, Outputs] = field(default_factory=dict)
     scores: dict[Sequence, Scores] = field(default_factory=dict)
@@ -225,16 +227,19 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
-        """Compute a plan. Its decode step may have been launched by an earlier call."""
+        """Compute a plan. Its decode steps may have been launched by an earlier call."""
         in_flight, rest = self.model.overlap.begin(plan), plan
-        if in_flight is not None:  # a launched step has no tapped rows
+        if in_flight is not None:  # launched steps have no tapped rows
             rest = replace(plan, decode=tuple(s for s in plan.decode if s.tapped))
         output = StepOutput()
         rows = self._compute(rest, output)
         if rows.sequences:
             self._sample(rows, plan.drafts, output)
         if in_flight is not None:
-            output.sampled |= in_flight.collect(s for s in plan.decode if not s.tapped)
+            collected = in_flight.collect(s for s in plan.decode if not s.tapped)
+            for sequence, (first, *later) in collected.items():
+                output.sampled[sequence] = first
+                output.later[sequence] = later
         return output
 
     def attribute(self, sequence: Sequence) -> Attribution | Circuit | None:

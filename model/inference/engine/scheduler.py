@@ -86,14 +86,13 @@ class StepPlan:
         """True if the runner has to compute a forward pass over the cache."""
         return bool(self.prefill or self.decode)
 
-    @property
-    def continuing(self) -> tuple[Sequence, ...]:
-        """Sequences that also decode in the next step, unless the next token ends them. Empty if
-        this step has prompts, drafts or tapped sequences, because then the next step cannot be
+    def decoding_after(self, steps: int) -> tuple[Sequence, ...]:
+        """Sequences that still decode after this number of steps, unless a token ends them. Empty
+        if this plan has prompts, drafts or tapped sequences, because then no later step can be
         launched early."""
         if self.prefill or any(s.drafter is not None or s.tapped for s in self.decode):
             return ()
-        return tuple(sequence for sequence in self.decode if sequence.tokens_left > 1)
+        return tuple(sequence for sequence in self.decode if sequence.tokens_left > steps)
 
 
 class Scheduler:

@@ -53,14 +53,19 @@ class Prefilled:
     weights: Tensor | None = None  # (T, layers, heads, length): 0 for later keys
 
 
-Collect = Callable[[], list[int | None]]
-"""Waits for a launched step, but not for later ones, and returns its tokens; None for a row that is
-not finite. Call it before the second launch after the step."""
+Collect = Callable[[], list[list[int | None]]]
+"""Waits for a launch, but not for later ones, and returns the tokens of each of its steps; None for
+a row that is not finite. Call it before the second launch after this one."""
 
 
 class Launcher(Protocol):
-    """Launches decode steps, including sampling, without waiting for their end. Two steps may be in
-    flight. A slot has at most one row in a step. `sampling` is read before a call returns."""
+    """Launches decode steps, including sampling, without waiting for their end. A launch is one or
+    more steps of the same rows, each at the next position; two launches may be in flight. A slot
+    has at most one row. `positions` are those of the first step. `sampling` has the rows of the
+    first step, then of the second, and so on; it is read before a call returns."""
+
+    def most_steps(self, rows: int) -> int:
+        """Maximum number of steps of this many rows in a launch, a power of 2."""
 
     def launch(
         self,
@@ -69,7 +74,8 @@ class Launcher(Protocol):
         positions: Sequence[int],
         sampling: SamplingRows,
     ) -> Collect:
-        """Launch a step with these tokens: `Decoder.decode`, then `sample` on its logits."""
+        """Launch a step with these tokens (`Decoder.decode`, then `sample` on its logits), and the
+        steps after it."""
 
     def launch_next(
         self,
@@ -78,8 +84,9 @@ class Launcher(Protocol):
         positions: Sequence[int],
         sampling: SamplingRows,
     ) -> Collect:
-        """Launch a step before its tokens are known: the previous launch samples them in these of
-        its `rows`. The result is undefined for a row whose previous row gets no token."""
+        """Launch steps before the tokens of the first are known: the last step of the previous
+        launch samples them in these of its `rows`. The result is undefined for a row whose previous
+        row gets no token."""
 
 
 DecodeRows = tuple[Sequence[int], Sequence[int], Sequence[int]]

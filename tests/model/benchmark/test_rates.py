@@ -54,9 +54,9 @@ def test_whole_steps_are_counted(gpt: GPT, batch: int, prompt: int) -> None:
     engine = Engine(gpt, EngineConfig(slots=batch, prefill_chunk=64))
     steps = full_steps(engine, asked.requests(batch, "x"))
     assert len(steps) == STEPS
-    assert all(seconds > 0 for seconds, _ in steps)
+    assert all(seconds > 0 and tokens == batch for seconds, tokens, _ in steps)
     # Each step attends to one position more in each sequence.
-    live = [positions for _, positions in steps]
+    live = [positions for *_, positions in steps]
     assert [later - earlier for earlier, later in itertools.pairwise(live)] == [batch] * 8
     if batch == 1:
         assert live == list(range(prompt + 1, prompt + 1 + STEPS))
@@ -66,7 +66,7 @@ def test_positions_include_the_lead_of_the_first(gpt: GPT) -> None:
     """Three prompts of a chunk each lead by two, one and no tokens at the end of the prefill."""
     engine = Engine(gpt, EngineConfig(slots=3, prefill_chunk=64))
     steps = full_steps(engine, workload(3, 64).requests(3, "x"))
-    assert steps[0][1] == 3 * 64 + 3 + 2 + 1
+    assert steps[0][-1] == 3 * 64 + 3 + 2 + 1
 
 
 def test_failed_sequence_is_an_error(gpt: GPT) -> None:

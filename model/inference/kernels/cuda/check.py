@@ -100,12 +100,14 @@ def compare(
             raise CheckFailed(f"step {step}: a row has other bits alone than among {len(slots)}")
         positions = [position + 1 for position in positions]
     if (launcher := fast.launcher) is not None:
-        token_ids, later = expected.argmax(-1).tolist(), [position + 1 for position in positions]
-        first = launcher.launch(token_ids, slots, positions, _rows(GREEDY, positions))
-        second = launcher.launch_next(slots, slots, later, _rows(GREEDY, later))
-        launched = [first(), second()]
-        for given, at in zip(launched, (positions, later), strict=True):
-            token_ids = fast.decode(token_ids, slots, at).argmax(-1).tolist()
+        token_ids = expected.argmax(-1).tolist()
+        steps = min(STEPS - 1, launcher.most_steps(len(slots)))
+        at = [[position + step for position in positions] for step in range(steps + 1)]
+        ways = _rows(GREEDY, [position for step in at[:steps] for position in step])
+        first = launcher.launch(token_ids, slots, positions, ways)
+        second = launcher.launch_next(slots, slots, at[steps], _rows(GREEDY, at[steps]))
+        for given, places in zip([*first(), *second()], at, strict=True):
+            token_ids = fast.decode(token_ids, slots, places).argmax(-1).tolist()
             if given != token_ids:
                 raise CheckFailed(f"launched ahead, a step gives {given}, not {token_ids}")
 

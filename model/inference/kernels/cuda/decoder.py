@@ -1,18 +1,19 @@
-"""GraphDecoder: prompts, decode steps and sampling on a GPU, with one launch per step.
+"""GraphDecoder: prompts, decode steps and sampling on a GPU, with one launch for a few steps.
 
-A step is recorded once for a number of rows and a length of keys, both from a few sizes (buckets).
-It is replayed on tensors at fixed addresses, which one copy from pinned memory fills. Padding rows
-repeat the first row and write the same values. This module handles sizes, recordings and copies;
-`forward.py` computes a step. The host waits only for the tokens of a step.
+Steps are recorded once for their number, a number of rows and a length of keys, all from a few
+sizes (buckets). They are replayed on tensors at fixed addresses, which one copy from pinned memory
+fills. Padding rows repeat the first row and write the same values. This module handles sizes,
+recordings and copies; `forward.py` computes a step. The host waits only for the tokens.
 
-The next step can be launched before the host reads the tokens: it takes them from the device. The
-host knows everything else, because a random number is a function of its position.
+A step takes the tokens of the step before it from the device. The host knows everything else,
+because a random number is a function of its position. So a launch may have several steps, and the
+next one can be launched before the host reads their tokens.
 
 Positions of prompts are rows of steps too. With batch invariance, every row's sums have the same
 order for any number of rows, so prompts, decoded tokens and drafts have the same bits in any batch.
 The self-check on the device (`check.py`) verifies it.
 
-Shapes: R rows of a step, C = d_model, V = vocab_size.
+Shapes: K steps of a launch, R rows of a step, C = d_model, V = vocab_size.
 """
 
 import bisect
@@ -54,8 +55,13 @@ LONGEST_PROMPT = 1024
 each position. On an H200, 1,000 positions of GPT-2 take 5.8 ms, in torch 5.4 ms; 256 take 0.9 and
 5.1 ms."""
 
+MOST_STEPS = 8
+LAUNCHED_ROWS = 64
+"""Maximum number of steps of a launch, and of their rows together. More steps take less time of the
+host, but a new prompt waits for those in flight, and a sequence that ends wastes the rest."""
+
 Key = tuple[int | str, ...]
-"""Key of a recording: (kind, rows, keys, several rows in a slot, sampling)."""
+"""Key of a recording: (kind, steps, rows, keys, several rows in a slot, sampling)."""
 NO_ROW = -1
 """Marks a token that the host knows, instead of a row that samples it."""
 FORWARD, GREEDY, FILTERED = range(3)
@@ -78,11 +84,13 @@ class Forward(Protocol):
     def head(self, hidden: Tensor) -> Tensor:
         """Logits (R, V), float32, of final hidden states (R, C)."""
 
-    def sample(self, logits: Tensor, computed: Tensor, packed: Tensor, *, filtered: bool) -> Tensor:
-        """A token for each row of `logits` (R, V), float32: int64 (R,). It is NO_TOKEN if the row
-        of `computed` (R, V) is not finite or exceeds LARGEST_LOGIT. `packed` (R, FIELDS) is the
-        result of `pack` on the device. `filtered`: apply the rows' top_k, top_p and min_p, which
-        sorts every row."""
+    def sample(
+        self, logits: Tensor, computed: Tensor, packed: Tensor, out: Tensor, *, filtered: bool
+    ) -> None:
+        """Write a token for each row of `logits` (R, V), float32, into `out`, int64 (R,). It is
+        NO_TOKEN if the row of `computed` (R, V) is not finite or exceeds LARGEST_LOGIT. `packed`
+        (R, FIELDS) is the result of `pack` on the device. `filtered`: apply the rows' top_k, top_p
+        and min_p, which sorts every row."""
 
 
 class GraphDecoder:
@@ -99,12 +107,14 @@ class GraphDecoder:
         *,
         batch_invariant: bool = False,
         overlap: bool = True,
+        most_steps: int = MOST_STEPS,
         stream: Stream | None = None,
         forward_of: Callable[[int], Forward] | None = None,
     ) -> None:
-        """`overlap`: allow launching a step before the tokens of the last one are read.
-        `forward_of`: the computation of a number of rows. Raises ValueError for a model with
-        `parts_of` nanochat's shape, whose kernels do not exist."""
+        """`overlap`: allow launching steps before the tokens of the last ones are read.
+        `most_steps`: maximum number of steps of a launch, a power of 2. `forward_of`: the
+        computation of a number of rows. Raises ValueError for a model with `parts_of` nanochat's
+        shape, whose kernels do not exist."""
         if parts := parts_of(gpt.config):
             raise ValueError(f"CUDA graphs do not support {', '.join(parts)}")
         device, config = gpt.token_embedding.weight.device, gpt.config
@@ -118,7 +128,8 @@ class GraphDecoder:
         self._row_buckets = buckets(1, self._rows)
         self._prompt_buckets = buckets(FEWEST_PROMPT_ROWS, PROMPT_ROWS)
         self._key_buckets = buckets(SHORTEST, cache.slot_length)
-        most = max(self._rows, PROMPT_ROWS)
+        self._most_steps, self._last_position = most_steps, cache.slot_length - 1
+        most = max(self._rows, PROMPT_ROWS, LAUNCHED_ROWS)
         self._given = torch.zeros(most * (4 + FIELDS), dtype=torch.int64, device=device)
         direct = DirectStream()
         self._stream = stream or (CudaStream(device, len(self._given)) if on_gpu else direct)
@@ -126,7 +137,8 @@ class GraphDecoder:
         self._hidden = torch.zeros(
             PROMPT_ROWS, config.d_model, dtype=gpt.token_embedding.weight.dtype, device=device
         )
-        self._tokens = torch.zeros(self._rows, dtype=torch.int64, device=device)
+        # The tokens of a launch's steps; those of the last step are in the last row.
+        self._tokens = torch.zeros(most_steps, self._rows, dtype=torch.int64, device=device)
         self._recorded: dict[Key, Callable[[], None]] = {}
         self._forward_of = forward_of or self._compiled(gpt, cache)
 
@@ -147,8 +159,12 @@ class GraphDecoder:
         self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
     ) -> Tensor:
         """Logits (B, V) in float32. The next call overwrites them."""
-        self._step(token_ids, slots, positions, [NO_ROW] * len(slots), None)
+        self._steps(token_ids, slots, positions, NO_ROW, None)
         return self._logits[: len(token_ids)]
+
+    def most_steps(self, rows: int) -> int:
+        fitting = LAUNCHED_ROWS // bucket(self._row_buckets, rows)
+        return min(self._most_steps, 1 << max(0, fitting.bit_length() - 1))
 
     @torch.inference_mode()
     def launch(
@@ -158,8 +174,7 @@ class GraphDecoder:
         positions: Sequence[int],
         sampling: SamplingRows,
     ) -> Collect:
-        self._step(token_ids, slots, positions, [NO_ROW] * len(slots), sampling)
-        return self._collect(len(slots))
+        return self._steps(token_ids, slots, positions, NO_ROW, sampling)
 
     @torch.inference_mode()
     def launch_next(
@@ -169,8 +184,7 @@ class GraphDecoder:
         positions: Sequence[int],
         sampling: SamplingRows,
     ) -> Collect:
-        self._step([0] * len(slots), slots, positions, rows, sampling)
-        return self._collect(len(slots))
+        return self._steps(0, slots, positions, rows, sampling)
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
@@ -180,8 +194,10 @@ class GraphDecoder:
     def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
         """A token for each row, chosen like `sample_tokens` up to the rounding of sums."""
         packed = torch.from_numpy(pack(sampling)).to(logits.device)
+        out = torch.empty_like(packed[:, 0])
         sample = self._forward_of(len(packed)).sample
-        return _usable(sample(logits, computed, packed, filtered=has_filters(sampling)).tolist())
+        sample(logits, computed, packed, out, filtered=has_filters(sampling))
+        return _usable(out.tolist())
 
     def restore_weights(self) -> None:
         """Do nothing: all weights stay in memory."""
@@ -192,33 +208,41 @@ class GraphDecoder:
             self._stream.download(self._tokens[:1])()
         self._recorded.clear()
 
-    def _step(
+    def _steps(
         self,
-        token_ids: Sequence[int],
+        token_ids: Sequence[int] | int,
         slots: Sequence[int],
         positions: Sequence[int],
-        sampled_in: Sequence[int],
+        sampled_in: Sequence[int] | int,
         sampling: SamplingRows | None,
-    ) -> None:
-        """Start a forward pass and, with `sampling`, the choice of tokens. The tokens are known, or
-        the last step samples them in the rows `sampled_in`."""
-        rows = bucket(self._row_buckets, len(slots))
-        keys = bucket(self._key_buckets, max(positions) + 1)
-        several, kind = len(set(slots)) < len(slots), FORWARD
-        given = np.zeros((len(slots), 4 + FIELDS), dtype=np.int64)
-        given[:, :4] = np.array((token_ids, slots, positions, sampled_in)).T
+    ) -> Collect:
+        """Start a step, or as many as there are `sampling` rows for. The tokens of the first are
+        known, or the last launch samples them in the rows `sampled_in`."""
+        count = len(slots)
+        steps = 1 if sampling is None else len(sampling) // count
+        given = np.empty((steps, count, 4 + FIELDS), dtype=np.int64)
+        given[0, :, 0], given[1:, :, 0] = token_ids, 0
+        given[0, :, 3], given[1:, :, 3] = sampled_in, np.arange(count)
+        given[:, :, 1] = slots
+        # A sequence that has reached the end of its slot writes there again, unread.
+        later = np.add.outer(np.arange(steps), positions)
+        given[:, :, 2] = np.minimum(later, self._last_position)
+        kind = FORWARD
         if sampling is not None:
-            given[:, 4:] = pack(sampling)
+            given[:, :, 4:] = pack(sampling).reshape(steps, count, FIELDS)
             kind = FILTERED if has_filters(sampling) else GREEDY
+        rows = bucket(self._row_buckets, count)
+        keys = bucket(self._key_buckets, int(given[-1, :, 2].max()) + 1)
+        several = len(set(slots)) < count
         self._upload(given, rows)
         self._run(
-            ("step", rows, keys, several, kind),
-            lambda: self._compute_step(rows, keys, several, kind),
+            ("steps", steps, rows, keys, several, kind),
+            lambda: self._compute_steps(steps, rows, keys, several, kind),
         )
-
-    def _collect(self, count: int) -> Collect:
-        download = self._stream.download(self._tokens[:count])
-        return lambda: _usable(download())
+        if kind == FORWARD:
+            return list
+        download = self._stream.download(self._tokens[-steps:])
+        return lambda: [_usable(tokens[:count]) for tokens in download()]
 
     def _prefill_steps(self, pieces: Sequence[PrefillInput]) -> list[Prefilled]:
         rows = [
@@ -248,19 +272,20 @@ class GraphDecoder:
         """Final hidden states (T, C) of positions of prompts (token, slot, position, NO_ROW)."""
         rows = bucket(self._prompt_buckets, len(given))
         keys = bucket(self._key_buckets, max(position for _, _, position, _ in given) + 1)
-        fields = np.zeros((len(given), 4 + FIELDS), dtype=np.int64)
-        fields[:, :4] = given
+        fields = np.zeros((1, len(given), 4 + FIELDS), dtype=np.int64)
+        fields[0, :, :4] = given
         self._upload(fields, rows)
         self._run(("prompts", rows, keys), lambda: self._compute_prompts(rows, keys))
         return self._hidden[: len(given)].clone()
 
     def _upload(self, given: Integers, rows: int) -> None:
-        """Upload rows (R, 4 + FIELDS), padded."""
-        self._stream.upload(padded(given, rows), self._given[: rows * (4 + FIELDS)])
+        """Upload the rows of steps (K, R, 4 + FIELDS), padded."""
+        given = padded(given, rows)
+        self._stream.upload(given, self._given[: given.size])
 
-    def _uploaded(self, rows: int) -> Tensor:
-        """The uploaded rows (R, 4 + FIELDS)."""
-        return self._given[: rows * (4 + FIELDS)].view(rows, 4 + FIELDS)
+    def _uploaded(self, steps: int, rows: int) -> Tensor:
+        """The uploaded rows (K, R, 4 + FIELDS)."""
+        return self._given[: steps * rows * (4 + FIELDS)].view(steps, rows, 4 + FIELDS)
 
     def _run(self, key: Key, compute: Callable[[], None]) -> None:
         """Replay the recording for a key, making it first if it is missing."""
@@ -274,18 +299,20 @@ class GraphDecoder:
             replay = self._recorded[key] = self._stream.record(compute, undo)
         replay()
 
-    def _compute_step(self, rows: int, keys: int, several: bool, kind: int) -> None:
-        """The recorded part of a step, from uploaded rows into `_logits` and `_tokens`."""
-        given, forward, logits = self._uploaded(rows), self._forward_of(rows), self._logits[:rows]
-        forward.logits(given, self._tokens, logits, keys=keys, several=several)
-        if kind != FORWARD:
-            how = given[:, 4:]
-            self._tokens[:rows] = forward.sample(logits, logits, how, filtered=kind == FILTERED)
+    def _compute_steps(self, steps: int, rows: int, keys: int, several: bool, kind: int) -> None:
+        """The recorded part of steps, from uploaded rows into `_logits` and `_tokens`."""
+        forward, logits, sampled = self._forward_of(rows), self._logits[:rows], self._tokens[-1]
+        for given, tokens in zip(self._uploaded(steps, rows), self._tokens[-steps:], strict=True):
+            forward.logits(given, sampled, logits, keys=keys, several=several)
+            if kind != FORWARD:
+                sampled = tokens[:rows]
+                how = given[:, 4:]
+                forward.sample(logits, logits, how, sampled, filtered=kind == FILTERED)
 
     def _compute_prompts(self, rows: int, keys: int) -> None:
         """The recorded part of a prefill, from uploaded rows into `_hidden`."""
-        given, hidden = self._uploaded(rows), self._hidden[:rows]
-        self._forward_of(rows).hidden(given, self._tokens, hidden, keys=keys)
+        (given,), hidden = self._uploaded(1, rows), self._hidden[:rows]
+        self._forward_of(rows).hidden(given, self._tokens[-1], hidden, keys=keys)
 
     @torch.inference_mode()
     def _compiled(self, gpt: GPT, cache: KVCache) -> Callable[[int], Forward]:
@@ -302,7 +329,7 @@ class GraphDecoder:
         if self._logits.is_cuda:
             for rows in self._row_buckets:
                 for several in (False, True):
-                    self._compute_step(rows, keys, several, GREEDY)
+                    self._compute_steps(1, rows, keys, several, GREEDY)
             for rows in self._prompt_buckets:
                 self._compute_prompts(rows, keys)
         return make(cache)

@@ -109,7 +109,9 @@ class StepForward:
         self._tiles(hidden.contiguous(), weight, bias, logits)
         return logits
 
-    def sample(self, logits: Tensor, computed: Tensor, packed: Tensor, *, filtered: bool) -> Tensor:
+    def sample(
+        self, logits: Tensor, computed: Tensor, packed: Tensor, out: Tensor, *, filtered: bool
+    ) -> None:
         if filtered:
             logits = filter_rows(logits, packed)
         (rows, width), device = logits.shape, logits.device
@@ -117,7 +119,7 @@ class StepForward:
         best = torch.empty(rows, blocks, device=device)
         best_ids = torch.empty(rows, blocks, dtype=torch.int64, device=device)
         sums = torch.empty(rows, blocks, dtype=torch.float64, device=device)
-        usable, token_ids = torch.empty_like(best_ids), torch.empty_like(best_ids[:, 0])
+        usable = torch.empty_like(best_ids)
         how = packed, packed.view(torch.float64)
         sizes = {"V": width, "B": blocks, "STRIDE": packed.stride(0), "BLOCK": SURVEYED}
         self._launch(
@@ -125,10 +127,9 @@ class StepForward:
             *how, LARGEST_LOGIT, **sizes,
         )  # fmt: skip
         self._launch(
-            sampling_kernels.choose, (rows,), token_ids, best, best_ids, sums, usable, logits, *how,
+            sampling_kernels.choose, (rows,), out, best, best_ids, sums, usable, logits, *how,
             BLOCKS=_power_of_2(blocks), NO_TOKEN=NO_TOKEN, **sizes,
         )  # fmt: skip
-        return token_ids
 
     def _blocks(self, given: Tensor, sampled: Tensor, keys: int, several: bool) -> Tensor:
         """The residual stream (R, C) after the last block."""

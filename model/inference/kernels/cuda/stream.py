@@ -22,7 +22,7 @@ IN_FLIGHT = 4
 
 Compute = Callable[[], None]
 Integers = npt.NDArray[np.int64]
-Download = Callable[[], list[int]]
+Download = Callable[[], list[list[int]]]
 """Waits for integers of the device, but not for work queued after their copy."""
 
 
@@ -39,8 +39,8 @@ class Stream(Protocol):
         integers afterwards."""
 
     def download(self, source: Tensor) -> Download:
-        """Queue the copy of integers of the device, (R,). The result must be read before the
-        IN_FLIGHT-th download after it, or never."""
+        """Queue the copy of contiguous integers of the device, (A, B). The result must be read
+        before the IN_FLIGHT-th download after it, or never."""
 
 
 class DirectStream:
@@ -53,7 +53,7 @@ class DirectStream:
         target.copy_(torch.from_numpy(values.ravel()))
 
     def download(self, source: Tensor) -> Download:
-        values: list[int] = source.tolist()  # now, because the next step overwrites them
+        values: list[list[int]] = source.tolist()  # now, because the next step overwrites them
         return lambda: values
 
 
@@ -100,13 +100,13 @@ class CudaStream:
         pinned.copied.record(torch.cuda.current_stream(self._device))
 
     def download(self, source: Tensor) -> Download:
-        pinned, count = next(self._down), len(source)
-        pinned.memory[:count].copy_(source, non_blocking=True)
+        pinned, count = next(self._down), source.numel()
+        pinned.memory[:count].copy_(source.view(-1), non_blocking=True)
         pinned.copied.record(torch.cuda.current_stream(self._device))
 
-        def integers() -> list[int]:
+        def integers() -> list[list[int]]:
             pinned.copied.synchronize()
-            return pinned.numbers[:count].tolist()
+            return pinned.numbers[:count].reshape(source.shape).tolist()
 
         return integers
 
@@ -120,8 +120,9 @@ class _Pinned:
         self.copied = torch.cuda.Event()
 
 
-def padded(rows: Integers, count: int) -> Integers:
-    """Pad rows (R, ...) to `count` with copies of the first one, in contiguous memory."""
-    if len(rows) == count:
-        return np.ascontiguousarray(rows)
-    return np.ascontiguousarray(np.concatenate((rows, rows[:1].repeat(count - len(rows), axis=0))))
+def padded(steps: Integers, count: int) -> Integers:
+    """Pad the rows of steps (K, R, ...) to `count` with copies of the first one."""
+    missing = count - steps.shape[1]
+    if not missing:
+        return steps
+    return np.concatenate((steps, steps[:, :1].repeat(missing, axis=1)), axis=1)

@@ -157,7 +157,7 @@ class Played:
     def __init__(
         self, gpt: GPT = OLD, make: DecoderMaker | None = None, *, slots: int = 3, **options: Any
     ) -> None:
-        make = make or partial(Launching, **({"batch_invariant": True} | options))
+        make = make or partial(Launching, **({"batch_invariant": True, "most_steps": 1} | options))
         self.clock = FakeClock()
         self.driven = Driven(gpt, self.clock, make_decoder=make, slots=slots)
         self.asked: list[Any] = []

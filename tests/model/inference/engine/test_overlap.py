@@ -58,10 +58,15 @@ def test_overlapped_steps_have_the_events_of_sequential_ones(
 
 
 @settings(max_examples=examples(75))
-@given(commands=st.lists(st.one_of(asks, steps, steps), min_size=2, max_size=15))
-def test_overlapped_tokens_match_the_reference(commands: list[Ask | Command]) -> None:
-    """Steps have different sizes."""
-    played = Played(batch_invariant=False)
+@given(
+    commands=st.lists(st.one_of(asks, steps, steps), min_size=2, max_size=15),
+    most_steps=st.sampled_from([1, 2, 8]),
+)
+def test_overlapped_tokens_match_the_reference(
+    commands: list[Ask | Command], most_steps: int
+) -> None:
+    """Steps have different sizes, and launches different numbers of steps."""
+    played = Played(batch_invariant=False, most_steps=most_steps)
     played.play(commands)
     for request in played.asked:
         if isinstance(request, GenerationRequest):
@@ -87,7 +92,7 @@ def test_failing_decoder_fails_the_same_step(
     it. Sequences end by length, so the forwards are the same."""
     said = []
     for overlap in (True, False):
-        make = partial(graph_decoder, batch_invariant=True, overlap=overlap)
+        make = partial(graph_decoder, batch_invariant=True, overlap=overlap, most_steps=1)
         played = Played(failing_gpt(OLD, *fails_at), make)
         said.append(ask_in_turn(played, prompts, waits))
     assert said[0] == said[1]
@@ -130,6 +135,24 @@ def test_later_steps_are_launched_before_they_are_due() -> None:
     assert not driven.engine.has_work()
     decoder = launching(driven)
     assert (decoder.decoded, decoder.launched, decoder.launched_next) == (0, 1, 8)
+
+
+def test_launch_of_several_steps_yields_their_tokens_together() -> None:
+    """It has no more steps than the longest sequence needs, and the other one's are dropped. The
+    first ends at the end of its slot."""
+    length = OLD.config.context_length
+    asked = {"end": (random_prompt(random.Random(3), length - 5), 5), "long": ([4, 5], 17)}
+    driven = Played(most_steps=8, batch_invariant=False).driven
+    for name, (prompt, count) in asked.items():
+        driven.add(generation(name, prompt, max_tokens=count))
+    while driven.step().decoded_sequences < 2:
+        pass
+    counts = [len(outcome.token_ids) for outcome in driven.outcomes.values()]
+    assert counts == [5, 1 + 8]
+    outcomes = driven.drain()
+    for name, (prompt, count) in asked.items():
+        assert outcomes[name, 0].token_ids == generate(OLD, prompt, params(count))
+    assert (launching(driven).launched, launching(driven).launched_next) == (1, 1)
 
 
 def test_changed_rows_do_not_wait_for_the_step_in_flight() -> None:

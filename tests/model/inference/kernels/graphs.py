@@ -58,7 +58,9 @@ class TorchForward:
     def head(self, hidden: Tensor) -> Tensor:
         return self._plain.head(hidden)
 
-    def sample(self, logits: Tensor, computed: Tensor, packed: Tensor, *, filtered: bool) -> Tensor:
+    def sample(
+        self, logits: Tensor, computed: Tensor, packed: Tensor, out: Tensor, *, filtered: bool
+    ) -> None:
         logits = filter_rows(logits, packed) if filtered else logits
         greedy, divisors = packed[:, 0] != 0, packed.view(torch.float64)[:, 1]
         uniform = packed.view(torch.float64)[:, 5, None]
@@ -67,7 +69,7 @@ class TorchForward:
         reached = (sums > uniform * sums[:, -1:]) | (sums >= sums[:, -1:])
         drawn = (reached & (probs > 0)).to(torch.uint8).argmax(-1)
         usable = computed.abs().amax(-1) <= LARGEST_LOGIT
-        return torch.where(greedy, logits.argmax(-1), drawn).masked_fill(~usable, NO_TOKEN)
+        out[:] = torch.where(greedy, logits.argmax(-1), drawn).masked_fill(~usable, NO_TOKEN)
 
     def _check(self, given: Tensor, keys: int, several: bool) -> None:
         """Check the promises of `GraphDecoder` about the rows that it uploads."""

@@ -52,7 +52,7 @@ class LateDevice:
         self._queue.append(partial(_copy, memory, source))
         mark = self.given
 
-        def integers() -> list[int]:
+        def integers() -> list[list[int]]:
             self.wait(mark)
             return list(memory.tolist())
 

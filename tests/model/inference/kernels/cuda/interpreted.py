@@ -119,8 +119,9 @@ def check_sampling(times: int) -> None:
         computed[number % len(ways), -1] = (0.0, math.nan, math.inf, -2e30)[number % 4]
         expected = sample_tokens(logits, computed, sampling)
         packed = torch.from_numpy(pack(sampling))
-        found = step.sample(logits, computed, packed, filtered=has_filters(sampling)).tolist()
-        assert [None if one == NO_TOKEN else one for one in found] == expected, number
+        found = torch.full((len(ways),), -2)
+        step.sample(logits, computed, packed, found, filtered=has_filters(sampling))
+        assert [None if one == NO_TOKEN else one for one in found.tolist()] == expected, number
 
 
 if __name__ == "__main__":

@@ -183,7 +183,7 @@ def test_collecting_waits_for_one_step_and_launching_for_none() -> None:
     assert device.done == of_the_first
     third = decoder.launch_next([0, 1], slots, [4, 4], sampling)
     assert device.done == of_the_first
-    tokens = [found, second(), third()]
+    tokens = [*found, *second(), *third()]
     assert (first(), [row[1] for row in tokens]) == (found, [None] * 3)
     text = [*prompts[0], *(row[0] or 0 for row in tokens)]
     with torch.inference_mode():

@@ -22,12 +22,14 @@ def sampled(logits: Tensor, computed: Tensor, several: list[SamplingRow]) -> lis
     """The sampled tokens; requested filters must not change rows without any."""
     sampling, gpt = sampling_rows(several), tiny_gpt()
     cache = KVCache(gpt.config, 1, device=torch.device("cpu"), dtype=torch.float32)
-    sample = partial(
-        TorchForward(gpt, cache).sample, logits, computed, torch.from_numpy(pack(sampling))
-    )
-    filtered = sample(filtered=True).tolist()
+    packed = torch.from_numpy(pack(sampling))
+    out = torch.empty_like(packed[:, 0])
+    sample = partial(TorchForward(gpt, cache).sample, logits, computed, packed, out)
+    sample(filtered=True)
+    filtered = out.tolist()
     if not has_filters(sampling):
-        assert sample(filtered=False).tolist() == filtered
+        sample(filtered=False)
+        assert out.tolist() == filtered
     return [None if token_id == NO_TOKEN else token_id for token_id in filtered]
 
 
