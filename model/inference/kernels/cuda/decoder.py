@@ -55,10 +55,11 @@ LONGEST_PROMPT = 1024
 each position. On an H200, 1,000 positions of GPT-2 take 5.8 ms, in torch 5.4 ms; 256 take 0.9 and
 5.1 ms."""
 
-MOST_STEPS = 8
-LAUNCHED_ROWS = 64
+MOST_STEPS = 4
+LAUNCHED_ROWS = 32
 """Maximum number of steps of a launch, and of their rows together. More steps take less time of the
-host, but a new prompt waits for those in flight, and a sequence that ends wastes the rest."""
+host, but a new prompt waits for those in flight, and a sequence that ends wastes the rest. On an
+H200, one sequence of GPT-2 124M decodes 4,600 tokens/s with 1 step, 4,860 with 4, 4,890 with 8."""
 
 Key = tuple[int | str, ...]
 """Key of a recording: (kind, steps, rows, keys, several rows in a slot, sampling)."""

@@ -37,17 +37,22 @@ WRITTEN_ROWS = 16
 """Maximum number of rows whose keys and values attention itself writes."""
 HELD = 2**14
 """Elements of a matrix that a program holds."""
-TILES = ((32, 64, 64), (16, 32, 32), (0, 16, 32))
-"""Rows and columns of tiles, each for more than a number of rows."""
-DEPTH_BYTES = 256
-"""Bytes of a tile's row that are loaded at a time. With three loads in flight, or two of SwiGLU's
-two matrices, a tile takes at most 96 KiB of shared memory, which any GPU of the last years has."""
+TILES = ((32, 64, 64, 256, 3), (16, 32, 32, 512, 3), (0, 16, 32, 512, 4))
+"""Tiles, each for more than a number of rows: rows, columns, bytes of a row that are loaded at a
+time, and loads in flight (two of SwiGLU's two matrices). A tile takes at most 96 KiB of shared
+memory, which any GPU of the last years has."""
 NARROW = 1024
 """Number of columns up to which narrower tiles are used, to make more programs."""
+DEEP, DEEP_PARTS = 2048, 4
+"""A product with the residual stream that is at least this deep, and the number of its parts, which
+different programs compute."""
+SPAN = 256
+"""Columns of x by which parts are cut: a multiple of what any tile loads at a time."""
 SURVEYED = 4096
 """Logits that each program reads to sample."""
-PROGRAMS = 128
-"""Number of programs that uses every multiprocessor of a large GPU."""
+PROGRAMS = 256
+"""Number of programs that uses every multiprocessor of a large GPU twice, for one row; more rows
+have as many fewer programs, each of which computes all rows."""
 ACTIVATIONS = {
     "gelu_tanh": kernels.GELU_TANH, "gelu": kernels.GELU, "relu": kernels.RELU,
     "relu2": kernels.RELU2, "swiglu": kernels.SWIGLU,
@@ -72,6 +77,17 @@ class Parts:
     scales: Tensor  # (R, H, P, 2) float32
     count: int
     length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """A residual stream (R, C) to which a product in parts (S, R, C) and its bias are still to be
+    added. The next norm writes it into `stream`."""
+
+    residual: Tensor
+    parts: Tensor
+    bias: Tensor | None
+    stream: Tensor
 
 
 class StepForward:
@@ -131,15 +147,17 @@ class StepForward:
             BLOCKS=_power_of_2(blocks), NO_TOKEN=NO_TOKEN, **sizes,
         )  # fmt: skip
 
-    def _blocks(self, given: Tensor, sampled: Tensor, keys: int, several: bool) -> Tensor:
+    def _blocks(self, given: Tensor, sampled: Tensor, keys: int, several: bool) -> Tensor | Sums:
         """The residual stream (R, C) after the last block."""
-        x = self._embedded(given, sampled)
+        x: Tensor | Sums = self._embedded(given, sampled)
         for block in self._gpt.blocks:
             assert isinstance(block, Block)
             x = self._block(block, x, given, keys, several)
         return x
 
-    def _block(self, block: Block, x: Tensor, given: Tensor, keys: int, several: bool) -> Tensor:
+    def _block(
+        self, block: Block, x: Tensor | Sums, given: Tensor, keys: int, several: bool
+    ) -> Tensor | Sums:
         """The residual stream (R, C) after a block."""
         config = self._gpt.config
         pre = config.norm_position == "pre"
@@ -148,6 +166,8 @@ class StepForward:
         qkv = self._linear(
             x, block.qkv.weight, block.qkv.bias, norm=block.attention_norm if pre else None
         )
+        if isinstance(x, Sums):
+            x = x.stream
         if config.has_value_embedding(block.layer):
             self._add_value_embedding(block, qkv, x, given)
         parts = self._attend(block, qkv, given, keys, several)
@@ -158,8 +178,17 @@ class StepForward:
             x if config.residual == "parallel" else after, up.weight, up.bias,
             norm=block.mlp_norm if pre else None, activation=kind,
         )  # fmt: skip
-        x = self._linear(hidden, down.weight, down.bias, residual=after)
+        x = self._down(hidden, down, after)
         return x if pre else self._normed(x, block.mlp_norm, torch.float32)
+
+    def _down(self, hidden: Tensor, down: nn.Linear, residual: Tensor) -> Tensor | Sums:
+        """The product at the end of a block, in parts if it is deep and computed in tiles."""
+        (rows, depth), weight = hidden.shape, down.weight
+        if depth < DEEP or (rows <= FEW_ROWS and not self._invariant):
+            return self._linear(hidden, weight, down.bias, residual=residual)
+        parts = torch.empty(DEEP_PARTS, *residual.shape, device=hidden.device)
+        self._tiles(hidden, weight, None, parts)
+        return Sums(residual, parts, down.bias, torch.empty_like(residual))
 
     def _embedded(self, given: Tensor, sampled: Tensor) -> Tensor:
         """Embeddings (R, C) in float32."""
@@ -178,7 +207,7 @@ class StepForward:
 
     def _linear(
         self,
-        x: Tensor | Parts,
+        x: Tensor | Parts | Sums,
         weight: Tensor,
         bias: Tensor | None,
         *,
@@ -191,7 +220,7 @@ class StepForward:
         """activation(norm(x) @ weight.T + bias) + residual: (R, N), in float32 with a residual."""
         width_in = weight.shape[1]
         width = len(weight) // (2 if activation == kernels.SWIGLU else 1)
-        rows = len(x.out) if isinstance(x, Parts) else len(x)
+        rows = len(x.out if isinstance(x, Parts) else x.stream if isinstance(x, Sums) else x)
         if out is None:
             dtype = weight.dtype if residual is None else torch.float32
             out = torch.empty(rows, width, device=weight.device, dtype=dtype)
@@ -200,7 +229,8 @@ class StepForward:
             parts = x if isinstance(x, Parts) else None
             held = HELD // (2 if activation == kernels.SWIGLU else 1)
             block_k = _power_of_2(width_in)
-            block_n = max(1, min(16, held // block_k, _power_of_2(width // PROGRAMS + 1) // 2))
+            share = _power_of_2(width * rows // PROGRAMS + 1) // 2
+            block_n = max(1, min(16, held // block_k, share))
             self._launch(
                 kernels.linear, (-(-width // block_n),), out, parts.out if parts else x,
                 parts.scales if parts else None, given, weight, bias, residual, gain, shift, eps,
@@ -214,7 +244,7 @@ class StepForward:
         if isinstance(x, Parts):
             assert given is not None
             x = self._combined(x, given, weight.dtype)
-        elif norm is not None or x.dtype != weight.dtype:
+        elif isinstance(x, Sums) or norm is not None or x.dtype != weight.dtype:
             x = self._normed(x, norm, weight.dtype)
         self._tiles(x, weight, bias, out, residual, activation)
         return out
@@ -228,29 +258,39 @@ class StepForward:
         residual: Tensor | None = None,
         activation: int = kernels.IDENTITY,
     ) -> None:
-        """Compute `out` = activation(x @ weight.T + bias) + residual. A row's sums are the same for
-        any tiles."""
-        (rows, width), width_in = out.shape, x.shape[1]
-        block_m, block_n = next(tile for least, *tile in TILES if rows > least)
+        """Compute `out` (R, N) = activation(x @ weight.T + bias) + residual, or the parts (S, R, N)
+        of the product alone. A row's sums are the same for any tiles."""
+        (rows, width), width_in = out.shape[-2:], x.shape[1]
+        block_m, block_n, depth, stages = next(tile for least, *tile in TILES if rows > least)
+        parts = out.shape[0] if out.ndim == 3 else 1
+        span = -(-width_in // (parts * SPAN)) * SPAN
         if width <= NARROW:
             block_n = 32 if block_m == 64 else 16
         self._launch(
-            kernels.matmul, (-(-width // block_n), -(-rows // block_m)), out, x, weight, bias,
-            residual, rows, N=width, K=width_in, ACTIVATION=activation, BLOCK_M=block_m,
-            BLOCK_N=block_n, BLOCK_K=DEPTH_BYTES // weight.itemsize, num_warps=4,
-            num_stages=2 if activation == kernels.SWIGLU else 3,
+            kernels.matmul, (-(-width // block_n), -(-rows // block_m), parts), out, x, weight,
+            bias, residual, rows, N=width, K=width_in, SPAN=span, PARTS=parts > 1,
+            ACTIVATION=activation, BLOCK_M=block_m, BLOCK_N=block_n,
+            BLOCK_K=depth // weight.itemsize, num_warps=4,
+            num_stages=2 if activation == kernels.SWIGLU else stages,
         )  # fmt: skip
 
     def _normed(
-        self, x: Tensor, norm: nn.Module | None, dtype: torch.dtype, out: Tensor | None = None
+        self,
+        x: Tensor | Sums,
+        norm: nn.Module | None,
+        dtype: torch.dtype,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Rows (R, C) after a norm, or only converted."""
         gain, shift, eps = _parameters(norm)
+        sums, x = (x, x.residual) if isinstance(x, Sums) else (None, x)
         if out is None:
             out = torch.empty(x.shape, device=x.device, dtype=dtype)
         self._launch(
-            kernels.norm, (len(x),), out, x, gain, shift, eps, WIDTH=x.shape[1],
-            NORM=kernels.NO_NORM if norm is None else self._norm, BLOCK=_power_of_2(x.shape[1]),
+            kernels.norm, (len(x),), out, x, sums and sums.parts, sums and sums.bias,
+            sums and sums.stream, gain, shift, eps, len(x), S=len(sums.parts) if sums else 0,
+            WIDTH=x.shape[1], NORM=kernels.NO_NORM if norm is None else self._norm,
+            BLOCK=_power_of_2(x.shape[1]),
         )  # fmt: skip
         return out
 

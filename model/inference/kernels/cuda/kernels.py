@@ -186,7 +186,7 @@ def linear(
 
 @triton.jit
 def matmul(
-    out,  # (R, N)
+    out,  # (R, N); with PARTS (S, R, N) float32: sums over SPAN columns of x each
     x,  # (R, K)
     weight,  # (N, K); with SwiGLU (2 N, K)
     bias,  # (N,) or None
@@ -194,16 +194,19 @@ def matmul(
     rows,
     N: tl.constexpr,
     K: tl.constexpr,
+    SPAN: tl.constexpr,
+    PARTS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     LINKED: tl.constexpr,
 ):
-    """Multiply x by a matrix, in tiles."""
+    """Multiply x by a matrix, in tiles. With PARTS, `norm` adds the parts and the rest."""
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
+    part = tl.program_id(2)
+    k = part * SPAN + tl.arange(0, BLOCK_K)
     live, kept = m < rows, n < N
     y = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     value = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -212,7 +215,7 @@ def matmul(
     if LINKED:
         gdc_launch_dependents()
         gdc_wait()
-    for start in range(0, K, BLOCK_K):
+    for start in range(0, SPAN, BLOCK_K):
         inside = k + start < K
         a = tl.load(left + start, mask=live[:, None] & inside[None, :], other=0.0)
         mask = inside[:, None] & kept[None, :]
@@ -227,6 +230,8 @@ def matmul(
             value += tl.load(bias + N + n, mask=kept, other=0.0).to(tl.float32)[None, :]
     y = _activated(y, value, ACTIVATION)
     at = m[:, None].to(tl.int64) * N + n[None, :]
+    if PARTS:
+        at += part * rows * N
     mask = live[:, None] & kept[None, :]
     if residual is not None:
         y += tl.load(residual + at, mask=mask, other=0.0)
@@ -237,9 +242,14 @@ def matmul(
 def norm(
     out,  # (R, C)
     x,  # (R, C) float32
+    parts,  # (S, R, C) float32 or None: a product in parts to add to x first
+    added,  # (C,) or None: the bias of the product
+    stream,  # (R, C) float32 or None: x after the addition
     weight,
     bias,
     eps,
+    rows,
+    S: tl.constexpr,
     WIDTH: tl.constexpr,
     NORM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -258,6 +268,12 @@ def norm(
         gdc_launch_dependents()
         gdc_wait()
     h = tl.load(x + row * WIDTH + column, mask=inside, other=0.0)
+    if parts is not None:
+        for part in tl.static_range(S):
+            h += tl.load(parts + (part * rows + row) * WIDTH + column, mask=inside, other=0.0)
+        if added is not None:
+            h += tl.load(added + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(stream + row * WIDTH + column, h, mask=inside)
     h = _normed(h, gain, shift, inside, eps, WIDTH, NORM)
     tl.store(out + row * WIDTH + column, h.to(out.dtype.element_ty), mask=inside)
 
