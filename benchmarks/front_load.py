@@ -29,7 +29,7 @@ class Felt:
     alone_ms           a request for one token, with nothing else under way: the median
     first_token_ms     the first token of streams that run together: the median
     tokens_per_second  of those streams, from the first request to the last token
-    processor_ms       that the server's processes took for all of it; what neighbours change least
+    processor_ms       that the server's processes took for all of it; what neighbors change least
     """
 
     alone_ms: float

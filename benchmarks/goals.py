@@ -114,7 +114,7 @@ def commands(
     for name in ("engine_step", "speculation", "constraints", "large_reply"):
         commands[name] = [*module(f"benchmarks.{name}"), *common]
     commands["constraints-bfloat16"] = [*commands["constraints"], "--dtype", "bfloat16"]
-    commands["busy_neighbour"] = module("benchmarks.busy_neighbour")
+    commands["busy_neighbor"] = module("benchmarks.busy_neighbor")
     return commands
 
 

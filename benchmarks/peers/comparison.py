@@ -170,7 +170,7 @@ class Comparison:
                     del self._processes[name]
                     self._leave_out(name, error)
         return [
-            summarise(runs[name][1:], self._dtype, name, prompts, self._disagreements[name])
+            summarize(runs[name][1:], self._dtype, name, prompts, self._disagreements[name])
             for name in self._processes
         ]
 
@@ -186,7 +186,7 @@ def rounds_of(plan: Plan, batch: int) -> int:
     return plan.rounds * min(math.isqrt(max(plan.batches) // batch), MOST_TIMES)
 
 
-def summarise(
+def summarize(
     runs: list[Run], dtype: str, peer: str, prompts: list[list[int]], disagreement: float
 ) -> Result:
     """Combine the rounds of one peer."""

@@ -111,11 +111,11 @@ async def measure(url: str, server: str, dtype: str, plan: Plan) -> list[Served]
             rounds = [
                 await run(list(islice(prompts, batch)), plan.tokens) for _ in range(plan.rounds)
             ]
-            measured.append(summarise(rounds, server, dtype, batch))
+            measured.append(summarize(rounds, server, dtype, batch))
         return measured
 
 
-def summarise(
+def summarize(
     rounds: Sequence[Sequence[StreamRecord]], server: str, dtype: str, batch: int
 ) -> Served:
     """Combine the rounds of one batch size. Raises Unmeasured."""

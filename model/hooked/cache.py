@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Where = int | tuple[int | None, ...] | slice | Sequence[int] | Tensor | None
 """A choice along an axis: an index, which removes the axis; arguments of `slice`; indices; None:
 everything."""
-Labelled = Tensor | tuple[Tensor, list[str]]
+Labeled = Tensor | tuple[Tensor, list[str]]
 
 
 class ActivationCache:
@@ -114,7 +114,7 @@ class ActivationCache:
             stack = self.apply_ln_to_stack(
                 stack, last, mlp_input, pos_slice, recompute_ln=last == end
             )
-        return _labelled(stack, [label for label, _ in names], return_labels)
+        return _labeled(stack, [label for label, _ in names], return_labels)
 
     def decompose_resid(
         self,
@@ -142,7 +142,7 @@ class ActivationCache:
         stack = torch.stack([take(self[key], pos_slice, -2) for _, key in names])
         if apply_ln:
             stack = self.apply_ln_to_stack(stack, last, mlp_input, pos_slice)
-        return _labelled(stack, [label for label, _ in names], return_labels)
+        return _labeled(stack, [label for label, _ in names], return_labels)
 
     def compute_head_results(self) -> None:
         """Cache `attn.hook_result`, the output of each head, for all blocks. The outputs of a
@@ -161,7 +161,7 @@ class ActivationCache:
         pos_slice: Where = None,
         apply_ln: bool = False,
     ) -> Any:
-        """The outputs of all heads before `layer` (heads, B, T, C), labelled L0H0 and so on; with
+        """The outputs of all heads before `layer` (heads, B, T, C), labeled L0H0 and so on; with
         `incl_remainder`, then the rest of the stream."""
         last, heads = self._layer(layer), self.model.cfg.n_heads
         self.compute_head_results()
@@ -176,7 +176,7 @@ class ActivationCache:
             labels.append("remainder")
         if apply_ln:
             stack = self.apply_ln_to_stack(stack, last, pos_slice=pos_slice)
-        return _labelled(stack, labels, return_labels)
+        return _labeled(stack, labels, return_labels)
 
     def stack_activation(
         self, activation_name: str, layer: int | None = None, sublayer_type: str | None = None
@@ -204,9 +204,9 @@ class ActivationCache:
         recompute_ln: bool = False,
     ) -> Tensor:
         """Parts of the stream, divided by the cached scale of the norm that reads `layer` (None or
-        -1: the final norm), and centred if it is a LayerNorm. Its weights are not applied: they
+        -1: the final norm), and centered if it is a LayerNorm. Its weights are not applied: they
         must be folded (`enable_compatibility_mode`). With `recompute_ln` and the final norm, each
-        part is normalised with its own statistics instead, weights included."""
+        part is normalized with its own statistics instead, weights included."""
         if has_batch_dim:
             residual_stack = take(residual_stack, batch_slice, 1)
         last, cfg = self._layer(layer), self.model.cfg
@@ -262,5 +262,5 @@ def take(tensor: Tensor, where: Where, axis: int) -> Tensor:
     return tensor[tuple(index)]
 
 
-def _labelled(stack: Tensor, labels: list[str], wanted: bool) -> Labelled:
+def _labeled(stack: Tensor, labels: list[str], wanted: bool) -> Labeled:
     return (stack, labels) if wanted else stack

@@ -28,7 +28,7 @@ class Norm(nn.Module):
     def __init__(self, norm: nn.Module, name: str, points: Points) -> None:
         super().__init__()
         assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
-        self.centred = isinstance(norm, nn.LayerNorm)
+        self.centered = isinstance(norm, nn.LayerNorm)
         self.eps = norm.eps
         assert norm.weight is not None
         self.w = norm.weight
@@ -38,7 +38,7 @@ class Norm(nn.Module):
         self.hook_out = points[f"{name}.hook_out"]
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.centred:
+        if self.centered:
             x = x - x.mean(dim=-1, keepdim=True)
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         scale = self.hook_scale((x.square().mean(dim=-1, keepdim=True) + eps).sqrt())
@@ -275,7 +275,7 @@ def fold_weights(
                 unembed.b_U = unembed.b_U + norm.b @ unembed.W_U
             unembed.W_U = norm.w[:, None] * unembed.W_U
             _reset(norm)
-            if norm.centred:
+            if norm.centered:
                 unembed.W_U = unembed.W_U - unembed.W_U.mean(dim=0, keepdim=True)
     if center_writing_weights and before and config.norm == "layernorm":
         tables = [gpt.token_embedding]
@@ -302,7 +302,7 @@ def _fold(norm: nn.Module, layer: nn.Linear) -> None:
         layer.bias = _parameter(added if layer.bias is None else layer.bias + added)
     weight = layer.weight * norm.w
     layer.weight = _parameter(
-        weight - weight.mean(dim=-1, keepdim=True) if norm.centred else weight
+        weight - weight.mean(dim=-1, keepdim=True) if norm.centered else weight
     )
     _reset(norm)
 

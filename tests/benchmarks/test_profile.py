@@ -14,7 +14,7 @@ from benchmarks.profile import (
     middle_half,
     profile_engine,
     run_watched,
-    summarise,
+    summarize,
     summed,
 )
 from logitd.model.benchmark.rates import BenchmarkError, Workload
@@ -125,7 +125,7 @@ def test_profile_by_hand() -> None:
         watched_step(12.0, scheduling=1.0, head=8.0, events=2.0),
         WatchedStep(10.0, 0, 1, None),
     ]
-    profile = summarise(steps, "decode", 1)
+    profile = summarize(steps, "decode", 1)
     found = {stage: us / 1e6 for stage, us in profile.stages_us.items() if us}
     assert found == {"scheduling": 1.0, "head": 7.0, "events": 2.0}
     assert (profile.step_us, profile.remainder_us, profile.overhead_us) == (11e6, 1e6, 3e6)

@@ -519,8 +519,8 @@ def test_labels_and_hidden_tabs_are_visible_on_a_telephone(
     page = ready(new_page(server.url, viewport=viewport, color_scheme=scheme))
     page.evaluate("document.getElementById('go').disabled = true")
     style = "getComputedStyle(document.getElementById('go'))"
-    colours = [page.evaluate(f"{style}.{name}") for name in ("color", "backgroundColor")]
-    of = [f"#{bytes(map(int, re.findall(r'[0-9]+', colour))).hex()}" for colour in colours]
+    colors = [page.evaluate(f"{style}.{name}") for name in ("color", "backgroundColor")]
+    of = [f"#{bytes(map(int, re.findall(r'[0-9]+', color))).hex()}" for color in colors]
     assert contrast(*of) >= LEAST_CONTRAST
     tabs = "document.querySelector('[role=tablist]')"
     assert page.evaluate(f"{tabs}.scrollWidth > {tabs}.clientWidth")
@@ -539,11 +539,11 @@ def test_attention_equals_the_api(server: ServedProcess, page: Page) -> None:
     page.keyboard.press("ArrowRight")
     readout = page.inner_text("#attention .readout")
     assert f"{100 * weights[last][1]:.2f} %" in readout or "< 0.01 %" in readout
-    coloured = page.evaluate(
+    colored = page.evaluate(
         "[...document.querySelectorAll('#attention .token')]"
         ".map((span) => Number(span.style.getPropertyValue('--share')))"
     )
-    assert coloured == pytest.approx(weights[last], abs=6e-4)
+    assert colored == pytest.approx(weights[last], abs=6e-4)
     page.wait_for_function("location.hash.includes('head=3')")
 
 
@@ -745,7 +745,7 @@ def test_comparison_equals_the_api(pair: ServedProcess, new_page: NewPage) -> No
     )
     assert page.locator("#compare .diverging").count() == 2
     assert "diverge here" in page.locator("#compare .diverging").first.get_attribute("aria-label")
-    # Colours are those of the surprise of each.
+    # Colors are those of the surprise of each.
     for index, name in enumerate(("small", "other")):
         scored = asked(pair, "/generate", model=name, **body, logprobs=0)["choices"][0]["tokens"]
         shares = page.evaluate(

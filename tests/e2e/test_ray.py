@@ -31,7 +31,7 @@ RAY = ("--ray", "local", "--ray-workers", "2")
 
 
 class Started:
-    """Extractions of a text into neighbouring folders."""
+    """Extractions of a text into neighboring folders."""
 
     def __init__(self, folder: Path, checkpoint: Path) -> None:
         self.folder = folder

@@ -26,7 +26,7 @@ from logitd.model.convert.by_role.computation import (
     RotaryLayout,
     ScoreScale,
 )
-from logitd.model.convert.by_role.recognise import is_causal_mask
+from logitd.model.convert.by_role.recognize import is_causal_mask
 from logitd.model.convert.by_role.rotary_table import RotaryTable, rotary_tables
 from logitd.model.convert.by_role.tensor_map import MappedTensors
 from logitd.model.convert.foreign import ConvertError

@@ -128,7 +128,7 @@ class Search:
                         best, improved = other, True
         return best
 
-    def neighbours(self, how: Computation, name: str) -> list[Computation]:
+    def neighbors(self, how: Computation, name: str) -> list[Computation]:
         """The variants that differ in one field and compute something else."""
         others = [canonical(replace(how, **{name: value})) for value in self._findings[name].values]
         return [other for other in dict.fromkeys(others) if other != canonical(how)]

@@ -71,29 +71,29 @@ class FrozenNorm:
 
     weight: Tensor | None
     scale: Tensor
-    centred: bool
+    centered: bool
 
     def forward(self, x: Tensor, positions: Tensor | slice = slice(None)) -> Tensor:
         """Rows (..., C) at the given positions, after the norm."""
-        x = x - x.mean(-1, keepdim=True) if self.centred else x
+        x = x - x.mean(-1, keepdim=True) if self.centered else x
         x = x if self.weight is None else x * self.weight
         return x / self.scale[positions]
 
     def backward(self, g: Tensor) -> Tensor:
         """The gradient (G, T, C) with respect to the norm's input."""
         g = g if self.weight is None else g * self.weight
-        g = g - g.mean(-1, keepdim=True) if self.centred else g
+        g = g - g.mean(-1, keepdim=True) if self.centered else g
         return g / self.scale
 
 
 def freeze_norm(norm: nn.Module, x: Tensor) -> FrozenNorm:
     """A norm with the scale that it has for the input x (T, C)."""
     assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
-    centred = isinstance(norm, nn.LayerNorm)
+    centered = isinstance(norm, nn.LayerNorm)
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
-    spread = x - x.mean(-1, keepdim=True) if centred else x
+    spread = x - x.mean(-1, keepdim=True) if centered else x
     weight = None if norm.weight is None else norm.weight.detach().to(x.dtype)
-    return FrozenNorm(weight, _root_mean_square(spread, eps), centred)
+    return FrozenNorm(weight, _root_mean_square(spread, eps), centered)
 
 
 @dataclass(slots=True)
@@ -241,8 +241,8 @@ class FrozenBlock:
         means = self.log_probs(self.mean_q, self.mean_k, rows)
         apart = (logs - means).masked_fill(logs.isneginf(), 0.0).abs().clamp(min=1e-6)
         mean = torch.maximum(logs, means).exp() * (-torch.expm1(-apart) / apart)
-        centre = (mean * aligned).sum(-1, keepdim=True) / mean.sum(-1, keepdim=True)
-        return mean * (aligned - centre)
+        center = (mean * aligned).sum(-1, keepdim=True) / mean.sum(-1, keepdim=True)
+        return mean * (aligned - center)
 
     def _of_means(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Queries (H, T, D) and keys (K, T, D) if the input (T, C) had its mean everywhere."""

@@ -2,7 +2,7 @@
 
 TopK with an auxiliary loss for dead features is that of Gao et al., "Scaling and evaluating sparse
 autoencoders" (2024): the largest k features of a position reconstruct it, and the dead ones
-reconstruct what is left over. Values are centred and divided by one number, so that their mean
+reconstruct what is left over. Values are centered and divided by one number, so that their mean
 square is 1; the result is in the units of the stage. Rows of the decoder have length 1. Adam's rate
 rises, stays, and falls to 0.
 
@@ -97,7 +97,7 @@ def fit(
 
 
 class _Learner:
-    """The weights of an autoencoder of normalised values, and their optimizer."""
+    """The weights of an autoencoder of normalized values, and their optimizer."""
 
     def __init__(self, width: int, features: int, k: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -164,7 +164,7 @@ class _Learner:
 
     @torch.no_grad()
     def tensors(self, center: Tensor, scale: Tensor) -> dict[str, Tensor]:
-        """The weights for values that are not normalised."""
+        """The weights for values that are not normalized."""
         return {
             "W_enc": self._encoder.detach().clone(),
             "b_enc": scale * self._encoder_bias,

@@ -1,6 +1,6 @@
 """Card: the README.md of a checkpoint, written from its run.
 
-It describes the weights to others: the data and its licence, the model's size, the training, the
+It describes the weights to others: the data and its license, the model's size, the training, the
 scores, and the command that reproduces them. Nothing is measured here.
 """
 
@@ -80,7 +80,7 @@ def _head(run: Run, counters: Counters) -> str:
         f"vocabulary {model.vocab_size:,}. {_origin(run)}\n\n"
         f"Text: {data['name']}. {data['bytes']:,} bytes in "
         f"{pluralize(data['documents'], 'document', ',')}, sha256 `{data['sha256']}`.\n"
-        f"Licence of the text: {data['licence']}."
+        f"License of the text: {data['licence']}."
     )
 
 

@@ -2,7 +2,7 @@
 
 import { post, postArray } from "./api.js";
 import { shape } from "./chart.js";
-import { button, element, fill, find, heading, hint, labelled, plainTable, roving } from "./dom.js";
+import { button, element, fill, find, heading, hint, labeled, plainTable, roving } from "./dom.js";
 
 const WIDE = 46; // pixels of a node, with its gap
 const HIGH = 26;
@@ -19,10 +19,10 @@ export class Circuit {
     this.#app = app;
     const number = (id, value, limits) => element("input", { id, type: "number", value, ...limits });
     const fields = [
-      labelled("token", element("input", { id: "circuit-token", placeholder: "the likeliest", size: 12 })),
-      labelled("rather than", element("input", { id: "circuit-minus", placeholder: "the second", size: 12 })),
-      labelled("share to explain", number("circuit-share", 0.9, { min: 0.05, max: 0.99, step: 0.05 })),
-      labelled("most parts", number("circuit-parts", 150, { min: 1, max: 5000, step: 1 })),
+      labeled("token", element("input", { id: "circuit-token", placeholder: "the likeliest", size: 12 })),
+      labeled("rather than", element("input", { id: "circuit-minus", placeholder: "the second", size: 12 })),
+      labeled("share to explain", number("circuit-share", 0.9, { min: 0.05, max: 0.99, step: 0.05 })),
+      labeled("most parts", number("circuit-parts", 150, { min: 1, max: 5000, step: 1 })),
     ];
     find("circuit-fields").append(element("div", { class: "row", onchange: () => this.update() }, ...fields));
   }
@@ -171,7 +171,7 @@ class Graph {
     for (const { edge, path } of this.#edges) path.classList.toggle("cut", cut(edge));
   }
 
-  // Emphasise the edges of a node.
+  // Emphasize the edges of a node.
   mark(index) {
     const shown = this.#edges.filter(({ edge }, rank) => rank < DRAWN || edge.source === index || edge.target === index);
     for (const { edge, path } of this.#edges) path.classList.toggle("marked", edge.source === index || edge.target === index);

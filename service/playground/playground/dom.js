@@ -24,7 +24,7 @@ export const plainTable = (rows) =>
   element("table", { class: "plain" }, element("tbody", {}, ...rows.map(([name, value]) => element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, value)))));
 
 // An input with its name before it.
-export const labelled = (text, input) => element("label", {}, element("span", {}, text), input);
+export const labeled = (text, input) => element("label", {}, element("span", {}, text), input);
 
 export const choice = (options, attributes = {}) =>
   element("select", attributes, ...options.map(([value, text]) => element("option", { value }, text)));

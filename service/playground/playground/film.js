@@ -3,7 +3,7 @@
 
 import { get, post, postArray } from "./api.js";
 import { lineChart } from "./chart.js";
-import { button, choice, element, find, heading, hint, labelled, showProblem } from "./dom.js";
+import { button, choice, element, find, heading, hint, labeled, showProblem } from "./dom.js";
 import { heatMap, paint } from "./heatmap.js";
 import { ofPrompt } from "./interventions.js";
 import { percent, texts } from "./tokens.js";
@@ -151,11 +151,11 @@ export class Film {
     const select = choice(options, { id: "film-head", onchange: () => this.#choose(select.value) });
     select.value = nameOf(this.#head);
     find("film").replaceChildren(
-      element("div", { class: "film-row" }, button("Play", () => this.#play(), { id: "film-play", class: "main" }), labelled("Step of the training", slider)),
+      element("div", { class: "film-row" }, button("Play", () => this.#play(), { id: "film-play", class: "main" }), labeled("Step of the training", slider)),
       element("p", { id: "film-line", class: "film-line", role: "status" }),
       element("div", { id: "film-problem" }),
       element("div", { class: "two" }, element("div", { id: "film-text" }), element("div", { id: "film-curves" })),
-      labelled("Head, as layer.head, those with the highest induction score at the last step first", select),
+      labeled("Head, as layer.head, those with the highest induction score at the last step first", select),
       element("div", { class: "film-heads" }, element("div", { id: "film-random" }), element("div", { id: "film-map" })),
       element("div", { id: "film-lens" }),
     );
@@ -198,7 +198,7 @@ export class Film {
       { name: "validation", points: points(curve.validation) },
     ].filter((line) => line.points.length > 1);
     const others = this.#ranked(this.#step(steps.length - 1)).filter((head) => nameOf(head) !== nameOf(this.#head)).slice(0, CURVES - 1);
-    const heads = [...others.slice(0, 1), this.#head, ...others.slice(1)]; // the second series has the strongest colour
+    const heads = [...others.slice(0, 1), this.#head, ...others.slice(1)]; // the second series has the strongest color
     const scored = steps.filter(({ step }) => this.#scores.has(step));
     const series = heads.map(({ layer, head }) => ({
       name: nameOf({ layer, head }),

@@ -2,7 +2,7 @@
 
 import { get, postArray } from "./api.js";
 import { bars } from "./distribution.js";
-import { button, choice, element, fill, find, heading, hint, labelled, showProblem } from "./dom.js";
+import { button, choice, element, fill, find, heading, hint, labeled, showProblem } from "./dom.js";
 import { heatMap } from "./heatmap.js";
 import { divergenceBits, ranked, softmax } from "./sampling.js";
 
@@ -43,15 +43,15 @@ export class Inside {
   #changeForm() {
     const changeable = this.#stages.filter((stage) => stage.changeable);
     const labels = {
-      way: labelled("change", choice(WAYS, { id: "change-way" })),
-      stage: labelled("stage", choice(changeable.map(({ name }) => [name, name]), { id: "change-stage" })),
-      layer: labelled("layer", choice([["*", "all"], ...this.#layers()], { id: "change-layer" })),
-      heads: labelled("heads", element("input", { id: "change-heads", placeholder: "all, or 0, 3", size: 10 })),
-      units: labelled("units", element("input", { id: "change-units", placeholder: "all, or 17, 300", size: 10 })),
-      positions: labelled("positions", choice(PLACES, { id: "change-positions" })),
-      factor: labelled("factor", element("input", { id: "change-factor", type: "number", step: "0.1", value: 2 })),
-      from: labelled("from the prompt", element("input", { id: "change-from", placeholder: "another prompt" })),
-      minus: labelled("minus the prompt", element("input", { id: "change-minus", placeholder: "nothing" })),
+      way: labeled("change", choice(WAYS, { id: "change-way" })),
+      stage: labeled("stage", choice(changeable.map(({ name }) => [name, name]), { id: "change-stage" })),
+      layer: labeled("layer", choice([["*", "all"], ...this.#layers()], { id: "change-layer" })),
+      heads: labeled("heads", element("input", { id: "change-heads", placeholder: "all, or 0, 3", size: 10 })),
+      units: labeled("units", element("input", { id: "change-units", placeholder: "all, or 17, 300", size: 10 })),
+      positions: labeled("positions", choice(PLACES, { id: "change-positions" })),
+      factor: labeled("factor", element("input", { id: "change-factor", type: "number", step: "0.1", value: 2 })),
+      from: labeled("from the prompt", element("input", { id: "change-from", placeholder: "another prompt" })),
+      minus: labeled("minus the prompt", element("input", { id: "change-minus", placeholder: "nothing" })),
     };
     const { way, stage, layer, heads } = Object.fromEntries(Object.entries(labels).map(([name, label]) => [name, label.control]));
     const hasHeads = ({ axes }) => axes.some((axis) => axis.endsWith("head"));
@@ -129,7 +129,7 @@ export class Inside {
     stage.value = shown.some(({ name }) => name === "blocks.N.mlp.hidden") ? "blocks.N.mlp.hidden" : shown[0].name;
     const layer = choice(this.#layers(), { id: "view-layer" });
     const head = choice(Array.from({ length: this.#app.info.config.n_head }, (_, index) => [`${index}`, `${index}`]), { id: "view-head" });
-    const fields = element("div", { class: "row", onchange: () => this.#view() }, labelled("stage", stage), labelled("layer", layer), labelled("head", head));
+    const fields = element("div", { class: "row", onchange: () => this.#view() }, labeled("stage", stage), labeled("layer", layer), labeled("head", head));
     find("view-fields").replaceChildren(fields);
   }
 
@@ -150,7 +150,7 @@ export class Inside {
       const sizes = values.filter(Number.isFinite).map(Math.abs).sort();
       const largest = sizes.length ? sizes[Math.floor(0.99 * (sizes.length - 1))] : 1;
       return [
-        hint(`${stage.meaning}. ${columns < width ? `The first ${columns} of ${width} values. ` : ""}Full colour at ${largest.toPrecision(3)}, above 99 % of the values.`),
+        hint(`${stage.meaning}. ${columns < width ? `The first ${columns} of ${width} values. ` : ""}Full color at ${largest.toPrecision(3)}, above 99 % of the values.`),
         heatMap({
           label: stages[0],
           rows: names,

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.importing import import_model
 from logitd.model.text.tokenizer import TokenizerError
-from tests.model.convert.by_role.textbook.common import randomised
+from tests.model.convert.by_role.textbook.common import randomized
 from tests.model.convert.by_role.textbook.nanogpt import Nano, NanoConfig
 from tests.model.convert.theirs import loaded
 from tests.model.factories import merging_tokenizer
@@ -43,7 +43,7 @@ def save(
 
 def small(rows: int, *, bias: bool = False) -> Nano:
     model = Nano(NanoConfig(vocab_size=rows, block_size=32, bias=bias))
-    randomised(model)
+    randomized(model)
     return model
 
 

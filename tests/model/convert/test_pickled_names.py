@@ -86,7 +86,7 @@ def test_other_values_in_a_state_dict_are_named(old: bool, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("how", ["torch", "torch, old", "pickle"])
-def test_module_is_recognised_by_members_of_every_module(how: str, tmp_path: Path) -> None:
+def test_module_is_recognized_by_members_of_every_module(how: str, tmp_path: Path) -> None:
     module: Any = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     path = tmp_path / "m.pt"
     if how == "pickle":

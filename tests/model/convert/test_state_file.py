@@ -166,7 +166,7 @@ def test_settings_next_to_the_file_are_read(name: str, tmp_path: Path) -> None:
     assert read_state_file(tmp_path / "model.safetensors").settings == {"n_head": 4, "dim": 8}
 
 
-def test_settings_in_the_file_override_neighbouring_ones(tmp_path: Path) -> None:
+def test_settings_in_the_file_override_neighboring_ones(tmp_path: Path) -> None:
     saved(tmp_path / "m.pt", {"model": STATE, "config": {"n_head": 4}})
     (tmp_path / "config.json").write_text(json.dumps({"n_head": 2, "n_layer": 1}))
     assert read_state_file(tmp_path / "m.pt").settings == {"n_head": 4, "n_layer": 1}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from logitd.model.inference.reference import filtered, generate, penalised, sample_row
+from logitd.model.inference.reference import filtered, generate, penalized, sample_row
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.inference.sampling.philox import uniform
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
@@ -63,7 +63,7 @@ def test_penalties_by_hand() -> None:
     tokens, logits = [0, 3, 1, 1, 2], [4.0, -2.0, 6.0, -8.0, 1.0, 5.0]
 
     def row(**fields: Any) -> list[float]:
-        return penalised(logits, tokens, 2, params(**fields))
+        return penalized(logits, tokens, 2, params(**fields))
 
     assert row() == logits
     assert row(logit_bias={4: 1.5, 0: -10.0}) == [-6.0, -2.0, 6.0, -8.0, 2.5, 5.0]

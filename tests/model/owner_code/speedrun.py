@@ -40,7 +40,7 @@ class Attention(nn.Module):
         self.heads, self.size, self.paired = heads, size, paired
 
     def turn(self, x, places):
-        """Rotary positions of the first half of a head's channels, in neighbouring pairs."""
+        """Rotary positions of the first half of a head's channels, in neighboring pairs."""
         speeds = (1 / 1024) ** torch.linspace(0, 1, self.size // 4)
         angles = places[:, None] * torch.cat([speeds, torch.zeros(self.size // 4)])
         cos, sin = angles.cos()[None, :, None], angles.sin()[None, :, None]
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         q, k, v = (x @ weights[:3].flatten(0, 1).T).view(b, t, 3, self.heads, self.size).unbind(2)
         q, k = norm(q), norm(k)
         v = v if value is None else v + value
-        if self.paired:  # neighbouring heads take turns along one sequence of twice the length
+        if self.paired:  # neighboring heads take turns along one sequence of twice the length
             q, k, v = (part.reshape(b, 2 * t, self.heads // 2, self.size) for part in (q, k, v))
         places = torch.arange(q.shape[1])
         q, k = self.turn(q, places), self.turn(k, places)

@@ -118,7 +118,7 @@ def test_rows_whose_features_stay_keep_their_bits() -> None:
 
 
 def test_steered_requests_and_others_keep_their_bits_in_a_batch() -> None:
-    """Chunks of other lengths, other rows, and neighbours with and without features."""
+    """Chunks of other lengths, other rows, and neighbors with and without features."""
     scale = Intervention(stage=STAGE, operation="scale", factor=-2.0)
     units = Intervention(stage="blocks.0.mlp.hidden.sae.units", operation="zero")
     requests: list[Request] = [

@@ -103,7 +103,7 @@ def by_hand(config: dict[str, Any], x: Tensor) -> tuple[Tensor, Tensor]:
 
 FORMS = {
     "standard": settings("standard"),
-    "uncentred": settings("standard", apply_b_dec_to_input=False),
+    "uncentered": settings("standard", apply_b_dec_to_input=False),
     "topk": settings("topk"),
     "rescaled": settings("topk", rescale_acts_by_decoder_norm=True),
     "jumprelu": settings("jumprelu"),

@@ -37,7 +37,7 @@ from logitd.model.training.events import (
 from logitd.model.training.recording import recorder
 from logitd.model.training.run.directory import RunDirectory
 from logitd.model.training.run.state import read_state
-from logitd.model.training.run.summary import summarise
+from logitd.model.training.run.summary import summarize
 from logitd.model.training.step.validate import ValidationLoss
 from logitd.model.training.trainer import Trainer, TrainingResult, train
 from logitd.model.transformer.config import ConfigError, RopeScaling
@@ -146,7 +146,7 @@ def test_card_describes_the_run(configure: Configure) -> None:
     data = read_checkpoint(result.checkpoint).training.data
     for part in (
         data["sha256"],
-        "Licence of the text: CC0",
+        "License of the text: CC0",
         f"{result.val_bits_per_byte:.4f} bits per byte",
         "logitd train --preset tiny --data",
         "| 12 | ",
@@ -427,7 +427,7 @@ def test_minutes_count_from_the_start_of_the_command(
         assert result.step == 1
     rates = [event.figures.learning_rate for event in events if isinstance(event, Progress)]
     assert rates[0] == 1  # the schedule begins with the first step
-    assert summarise(result.run).finished
+    assert summarize(result.run).finished
 
 
 def test_checkpoints_and_samples_become_rarer(configure: Configure) -> None:

@@ -1,4 +1,4 @@
-"""POST /generate with a constraint: texts that match, streams and neighbours, and every refusal."""
+"""POST /generate with a constraint: texts that match, streams and neighbors, and every refusal."""
 
 import json
 import re

@@ -18,7 +18,7 @@ from logitd.model.convert.by_role.objective import (
     text_objective,
 )
 from logitd.model.convert.by_role.questions import FIELDS, Finding, canonical
-from logitd.model.convert.by_role.read import RoleOptions, read_by_role, recognise_file
+from logitd.model.convert.by_role.read import RoleOptions, read_by_role, recognize_file
 from logitd.model.convert.by_role.resolution import OpenQuestions, Resolution, first
 from logitd.model.convert.by_role.resolve import answer, resolve
 from logitd.model.convert.foreign import ConvertError
@@ -286,7 +286,7 @@ def test_open_questions_write_a_draft(tmp_path: Path) -> None:
     draft = tmp_path / "draft.toml"
     file = state_file(SCHEMES["nanoGPT"].model())
     with pytest.raises(OpenQuestions, match=r"(?s)--n-head .*draft\.toml is a draft .*complete it"):
-        read_by_role(recognise_file(file, RoleOptions(draft=draft)))
+        read_by_role(recognize_file(file, RoleOptions(draft=draft)))
     text = draft.read_text(encoding="utf-8")
     assert 'qkv.weight = "transformer.h.{N}.attn.c_attn.weight"' in text
     assert '# activation = "gelu" | "gelu_tanh" | "relu" | "relu2"  # open: ' in text
@@ -301,24 +301,24 @@ def test_questions_are_asked_without_a_writable_draft(tmp_path: Path) -> None:
         files_of_at_most(100),
         pytest.raises(OpenQuestions, match=r"(?s)--n-head .*cannot be written: File too lar"),
     ):
-        read_by_role(recognise_file(file, RoleOptions(draft=tmp_path / "draft.toml")))
+        read_by_role(recognize_file(file, RoleOptions(draft=tmp_path / "draft.toml")))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_text_that_is_too_short_is_refused() -> None:
-    recognised = recognise_file(state_file(SCHEMES["nanoGPT"].model()), RoleOptions())
+    recognized = recognize_file(state_file(SCHEMES["nanoGPT"].model()), RoleOptions())
     with pytest.raises(ConvertError, match=r"two\.txt has 2 tokens: too few to check"):
-        read_by_role(recognised, text=CheckText("two.txt", [1, 2]))
+        read_by_role(recognized, text=CheckText("two.txt", [1, 2]))
 
 
 def test_text_completes_the_import(trained: Trained) -> None:
     """Step, loss and dropout of the file are kept, and so is the list of verified facts."""
     settings = {"iter": 200, "val_loss": 1.25, "dropout": 0.2}
-    recognised = recognise_file(state_file(trained.model, settings=settings), RoleOptions())
-    assert recognised.rows == 9
+    recognized = recognize_file(state_file(trained.model, settings=settings), RoleOptions())
+    assert recognized.rows == 9
     lines: list[str] = []
     text = CheckText("words.txt", trained.token_ids)
-    model = read_by_role(recognised, text=text, log=lines.append)
+    model = read_by_role(recognized, text=text, log=lines.append)
     assert (model.step, model.val_loss, model.config.dropout) == (200, 1.25, 0.2)
     assert model.facts["verified"] in lines[-1]
     assert model.facts["settled"]["score_scale"].startswith("d_model (clearly the lowest")
@@ -348,9 +348,9 @@ def test_answer_that_the_tensors_contradict_is_refused(name: str, answers: dict[
               "score_scale", "rotary_layout")  # fmt: skip
     right = {field: getattr(scheme.computation, field) for field in fields}
     file = state_file(scheme.model(), settings=scheme.settings)
-    read_by_role(recognise_file(file, RoleOptions(answers=right)))
+    read_by_role(recognize_file(file, RoleOptions(answers=right)))
     with pytest.raises(ConvertError, match=r"model\.pt: "):
-        read_by_role(recognise_file(file, RoleOptions(answers=right | answers)))
+        read_by_role(recognize_file(file, RoleOptions(answers=right | answers)))
 
 
 def test_not_causal_as_an_answer_is_refused() -> None:
@@ -358,7 +358,7 @@ def test_not_causal_as_an_answer_is_refused() -> None:
     answers = {"n_head": 4, "norm_position": "pre", "final_norm": True, "activation": "gelu",
                "score_scale": "head_dim", "causal": False}  # fmt: skip
     with pytest.raises(ConvertError, match="causal"):
-        read_by_role(recognise_file(state_file(scheme.model()), RoleOptions(answers=answers)))
+        read_by_role(recognize_file(state_file(scheme.model()), RoleOptions(answers=answers)))
 
 
 # What files say by their settings and shapes.
@@ -417,7 +417,7 @@ def test_settings_of_a_wrong_kind_are_ignored() -> None:
 
 
 @pytest.mark.parametrize("theta", [10_000.0, 500_000.0, 31_000.0])
-@pytest.mark.parametrize("form", ["inv_freq", "cos", "doubled", "neighbours", "freqs_cis"])
+@pytest.mark.parametrize("form", ["inv_freq", "cos", "doubled", "neighbors", "freqs_cis"])
 def test_rotary_table_shows_theta_layout_and_heads(form: str, theta: float) -> None:
     """Tables of 8 channels of a head, in the forms that people store."""
     rates = theta ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
@@ -426,18 +426,18 @@ def test_rotary_table_shows_theta_layout_and_heads(form: str, theta: float) -> N
         "inv_freq": ("rotary.inv_freq", rates.float()),
         "cos": ("layers.0.self_attn._cos", angles.cos().float()),
         "doubled": ("rope.cos_cached", torch.cat((angles, angles), 1).cos().float()[None, None]),
-        "neighbours": ("rope.cos", angles.repeat_interleave(2, 1).cos().float()),
+        "neighbors": ("rope.cos", angles.repeat_interleave(2, 1).cos().float()),
         "freqs_cis": ("freqs_cis", torch.polar(torch.ones(64, 4), angles.float())),
     }[form]
     scheme = SCHEMES["llama"]
     file = state_file(scheme.model())
-    said = recognise_file(
+    said = recognize_file(
         type(file)(file.path, file.where, {**file.tensors, name: table}), RoleOptions()
     ).findings
     assert said["positions"].values == ("rotary",)
     assert said["n_head"].values == (4,)
     assert said["rope_theta"].values == (pytest.approx(theta, rel=2e-3),)
-    layout = {"doubled": "half", "neighbours": "interleaved", "freqs_cis": "interleaved"}
+    layout = {"doubled": "half", "neighbors": "interleaved", "freqs_cis": "interleaved"}
     assert said["rotary_layout"].values[0] == layout.get(form, "half")
     assert said["rotary_layout"].resolved is (form in layout)
     if form != "inv_freq":

@@ -54,10 +54,10 @@ def plain_carried(gpt: GPT, ids: list[int], token: int, minus: int) -> tuple[flo
     config, now, parts = gpt.config, dict[str, Tensor](), dict[str, Tensor]()
 
     def frozen(norm: Any, x: Tensor) -> Tensor:
-        centred = x - x.mean(-1, keepdim=True) if isinstance(norm, nn.LayerNorm) else x
-        scale = (centred.square().mean(-1, keepdim=True) + config.norm_eps).sqrt().detach()
+        centered = x - x.mean(-1, keepdim=True) if isinstance(norm, nn.LayerNorm) else x
+        scale = (centered.square().mean(-1, keepdim=True) + config.norm_eps).sqrt().detach()
         bias = getattr(norm, "bias", None)
-        scaled = centred / scale * norm.weight
+        scaled = centered / scale * norm.weight
         return scaled if bias is None else scaled + bias
 
     def change(name: str, value: Tensor) -> Tensor:

@@ -126,8 +126,8 @@ def final_norm(gpt: GPT, x: Tensor) -> Tensor:
     config, norm = gpt.config, gpt.final_norm
     if not config.final_norm:
         return x
-    centred = config.norm == "layernorm"
-    if centred:
+    centered = config.norm == "layernorm"
+    if centered:
         x = x - x.mean(dim=-1, keepdim=True)
     assert isinstance(norm.weight, Tensor)
     x = x / (x.square().mean(dim=-1, keepdim=True) + config.norm_eps).sqrt() * norm.weight

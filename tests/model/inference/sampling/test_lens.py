@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from logitd.model.inference.sampling import lens as under_test
-from logitd.model.inference.sampling.distribution import largest, log_softmax, summarise
+from logitd.model.inference.sampling.distribution import largest, log_softmax, summarize
 from logitd.model.inference.sampling.lens import LensDigest, LensRow, lens_width, read_lens
 from logitd.model.inference.sampling.sampler import score
 from tests.profiles import examples
@@ -37,8 +37,8 @@ def check(logits: Tensor, own: Tensor, top_k: int, token_ids: tuple[int, ...]) -
     for read, row, own_row in zip(
         lens_of(logits, own, top_k, token_ids), logits.numpy(), own.numpy(), strict=True
     ):
-        _, *named = summarise(row, token_ids=(0, *token_ids)).tokens
-        logprobs, likeliest = log_softmax(row), summarise(row, top_k=top_k)
+        _, *named = summarize(row, token_ids=(0, *token_ids)).tokens
+        logprobs, likeliest = log_softmax(row), summarize(row, top_k=top_k)
         assert read.top_ids.tolist() == largest(row, top_k).tolist()
         np.testing.assert_allclose(read.top_logprobs, logprobs[read.top_ids], rtol=1e-6, atol=1e-12)
         expected = [token.logprob for token in named]

@@ -16,7 +16,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from logitd.model.inference.reference import filtered, penalised
+from logitd.model.inference.reference import filtered, penalized
 from logitd.model.inference.sampling.params import SamplingParams, TokenLogprob
 from logitd.model.inference.sampling.philox import uniform
 from logitd.model.inference.sampling.results import (
@@ -78,7 +78,7 @@ def mask(allowed: Iterable[int]) -> np.ndarray:
 def defined(logits: Sequence[float], one: RowContext) -> list[float]:
     """A row after steps 1 to 6, by the definition."""
     allowed = None if one.allowed is None else one.allowed.tolist()
-    return penalised(logits, one.tokens, one.prompt_length, one.params, allowed)
+    return penalized(logits, one.tokens, one.prompt_length, one.params, allowed)
 
 
 def sample_all(logits: Tensor, rows: Sequence[RowContext]) -> list[Sampled]:

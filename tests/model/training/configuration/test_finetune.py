@@ -131,7 +131,7 @@ def test_checkpoint_names_its_base(tune: Tune, base: Path) -> None:
         f"Fine-tuned from base, step 7, weights sha256 `{was.weights_sha256}`",
         "which was trained on tiny (MIT)",
         f"--from {base}",
-        "Licence of the text: CC0",
+        "License of the text: CC0",
     ):
         assert part in card
     again = open_base(result.best)

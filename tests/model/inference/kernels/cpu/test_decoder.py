@@ -263,7 +263,7 @@ def prefilled(decoder: Decoder, slot: int, ids: list[int], cuts: list[int]) -> T
 def test_int8_keys_and_values_match_the_twin(
     library: ctypes.CDLL, family: str, head_dim: int
 ) -> None:
-    """A prompt and steps after it. Values that differ by a rounding may be stored as neighbouring
+    """A prompt and steps after it. Values that differ by a rounding may be stored as neighboring
     steps; there are few in one block, but sharp attention and further blocks amplify them. So the
     results are compared with the effect of the rounding itself, and if there are several blocks,
     attention is even."""

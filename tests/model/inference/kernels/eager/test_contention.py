@@ -117,7 +117,7 @@ def test_threads_that_change_bits_are_kept(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @contextmanager
-def neighbours(core: int, count: int) -> Iterator[None]:
+def neighbors(core: int, count: int) -> Iterator[None]:
     """Run endless loops as processes on one core."""
     spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
@@ -153,7 +153,7 @@ def test_native_threads_notice_contention_and_keep_the_bits(library: ctypes.CDLL
     core = max(os.sched_getaffinity(0))
     os.sched_setaffinity(worker, {core})
     until, seen = time.monotonic() + 60, set[bool]()
-    with neighbours(core, 2):
+    with neighbors(core, 2):
         while seen != {False, True} and time.monotonic() < until:
             for step, logits in zip(steps, expected, strict=True):
                 assert torch.equal(two.decode(*step), logits)
