@@ -148,7 +148,7 @@ $(VENV)/.runtime: requirements.lock pyproject.toml
 	$(PIP) install --quiet --require-hashes -r requirements.lock
 	@echo "$(INSTALL_TORCH)"; { $(INSTALL_TORCH); } $(TORCH_ELSE)
 	$(PIP) install --quiet --no-deps --editable .
-	@($(HAS_COMPILER)) || { echo 'no C++ compiler is here: one comes as a package (400 MB)'; \
+	@($(HAS_COMPILER)) || { echo 'no C++ compiler is installed: installing one as a package (400 MB)'; \
 	  $(PIP) install --quiet '$(COMPILER)'; } || echo 'and it could not be installed'
 	@$(BIN)/python -m logitd.model.inference.kernels
 	@touch $@

@@ -36,7 +36,8 @@ PROMPT, TOKENS, SECONDS = 256, 120, 2.0
 
 @dataclass(frozen=True)
 class Cost:
-    """Mean seconds of a step of `batch` sequences, and of a prompt, with and without neighbor."""
+    """Mean seconds of a step of `batch` sequences and of a prompt, with and without a busy
+    neighbor."""
 
     batch: int
     step: float

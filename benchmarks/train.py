@@ -21,7 +21,7 @@ better off with a smaller model: `--smaller` adds nanoGPT at the next smaller si
 
 Each run is a line in the results file as soon as it ends; a later call with the same file does not
 repeat it. The last line printed is JSON. On a busy machine, or with budgets of seconds, the figures
-mean nothing.
+are meaningless.
 """
 
 import argparse

@@ -328,7 +328,7 @@ class LLM:
         minus: Token | None = None,
         **fields: Any,
     ) -> Attribution:
-        """How much each part contributes to the logit of `token` (None: the likeliest next token),
+        """The contribution of each part to the logit of `token` (None: the likeliest next token),
         minus the logit of `minus` if given. The parts are the tokens of the prompt (methods
         "gradient_times_input" and "integrated_gradients") or the heads and MLPs ("direct").
 

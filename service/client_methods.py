@@ -57,4 +57,4 @@ FRAMES: Mapping[str, tuple[str, ...]] = {
     "Stages": ("stages",),
     "Weights": ("weights",),
 }
-"""Parts of a result that are the rows of its data frame."""
+"""Parts of a result that become the rows of its data frame."""

@@ -75,7 +75,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
 
 def named(shape: Shape, tensors: Tensors) -> Iterator[tuple[str, NDArray[np.float32]]]:
     """Each tensor by llama.cpp's name. For a Llama, query, key and value are separate, gate and up
-    matrices too, and channels that turn together are neighbors."""
+    matrices too, and channels that rotate together are adjacent."""
     for name, value in tensors.items():
         if shape.family == "llama" and name.endswith(".qkv.weight"):
             block = f"blk.{name.split('.')[1]}"
@@ -96,8 +96,8 @@ def named(shape: Shape, tensors: Tensors) -> Iterator[tuple[str, NDArray[np.floa
 
 
 def neighbors(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Reorder rows (heads * D, d_model) so that channels that turn together are adjacent instead of
-    in separate halves."""
+    """Reorder rows (heads * D, d_model) so that channels that rotate together are adjacent instead
+    of in separate halves."""
     halves = rows.reshape(heads, 2, -1, rows.shape[1])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
 

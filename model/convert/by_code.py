@@ -268,7 +268,7 @@ def _report(config: CodeConfig, facts: Mapping[str, Any]) -> list[str]:
     ]
     if not facts["context_is_known"]:
         lines.append(
-            f"nothing says the context length: sequences of up to {config.context_length:,} ids "
+            f"the context length is not stated: sequences of up to {config.context_length:,} ids "
             "worked; set another one with --context-length"
         )
     if facts["only_last"]:

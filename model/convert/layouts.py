@@ -242,7 +242,7 @@ def neighbors_turn(config: GPTConfig) -> Rows:
 
 
 def backwards(config: GPTConfig) -> Rows:
-    """nanochat's order: it turns pairs backwards, which equals turning forwards with the halves
+    """nanochat's order: it rotates pairs backward, which equals rotating forward with the halves
     exchanged."""
     rows = torch.arange(config.qkv_width).view(-1, 2, config.head_dim // 2)
     turned = config.n_head + config.n_kv_head

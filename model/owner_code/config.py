@@ -23,7 +23,7 @@ SourceName = Annotated[str, Field(pattern=r"^[\w-]+(\.[\w-]+)*(/[\w-]+(\.[\w-]+)
 
 
 class CodeConfigError(ValueError):
-    """Raised for an impossible configuration; the message names the key."""
+    """Raised for an invalid configuration; the message names the key."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)

@@ -173,7 +173,7 @@ def _engine(
 
 
 def _no_history(path: Path, settings: ServeSettings) -> str | None:
-    """The reason why a path has no history to serve. A followed run may be about to begin one."""
+    """The reason why a path has no history to serve, if so. A followed run may still begin one."""
     if not is_run(path):
         return f"{path} is not a run, so it has no history: serve a run, or leave out --history"
     if settings.follow is None and not checkpoints_in(path / HISTORY):

@@ -128,8 +128,8 @@ class ExtractSettings(ComputeSettings):
     top_k: int | None = Field(
         None,
         ge=1,
-        description="also write the K likeliest tokens at each place, with their logprobs; with "
-        "--lens those of each layer (default 5)",
+        description="also write the K likeliest tokens at each position, with their logprobs; "
+        "with --lens those of each layer (default: 5)",
     )
     lens: bool = Field(
         False,

@@ -41,8 +41,8 @@ class TrainSettings(CommandSettings, TrainingConfig):
 
     watch: bool = Field(
         False,
-        description="draw the loss curve, the figures, the time left and the newest samples on the "
-        "terminal, in place of a line for each",
+        description="draw the loss curve, the figures, the time left and the newest samples on "
+        "the terminal, instead of printing lines",
     )
 
 

@@ -105,7 +105,7 @@ def test_decoder_in_plain_torch_is_refused() -> None:
         profile_engine(PlainDecoder, small("gpt2"), ASKED)
 
 
-# What is computed from steps
+# Figures computed from steps
 
 
 def watched_step(length: float, **stages: float) -> WatchedStep:
@@ -146,7 +146,7 @@ def test_timeline_by_a_clock_that_is_moved_by_hand(monkeypatch: pytest.MonkeyPat
     timeline.mark("head")  # not profiled: the clock is not read
     timeline.begin()
     timeline.mark("scheduling")
-    # After this mark asking takes 2 seconds, which are in no stage.
+    # After this mark a reading takes 2 seconds, which belong to no stage.
     timeline.mark("tensors", lambda: {"qkv": 2.0, "head": 1.5, "sampling": 0.0})
     timeline.mark("scheduling")
     assert timeline.end("events") == {

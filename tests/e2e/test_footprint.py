@@ -61,7 +61,7 @@ def test_server_takes_little_more_than_weights_and_cache(
                 assert http.post("/logits", json=body).status_code == 200
         held, most = resident(process.process.pid), peak(process.process.pid)
     assert besides(held, info) < BESIDES
-    assert besides(most, info) < BESIDES, "there was never a second copy"
+    assert besides(most, info) < BESIDES, "a second copy was never in memory"
 
 
 @pytest.mark.slow

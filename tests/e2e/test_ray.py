@@ -105,7 +105,7 @@ class Started:
         os.kill(worker, signal.SIGSTOP)
         written, since = -1, time.monotonic()
         while time.monotonic() < since + 2:
-            assert process.poll() is None, "the other worker had all that was left"
+            assert process.poll() is None, "the other worker had everything that was left"
             if written != (count := self.shards(out)):
                 written, since = count, time.monotonic()
             time.sleep(0.02)

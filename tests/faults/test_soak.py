@@ -101,7 +101,7 @@ BROKEN: list[tuple[str, Any]] = [
 
 @dataclass
 class Tally:
-    """Answers of all clients."""
+    """The answers that all clients got."""
 
     answered: Counter[tuple[str, int]] = field(default_factory=Counter)
     left: int = 0

@@ -1,4 +1,4 @@
-"""Oracle for the inside of a forward: every stage of one text, by its definition.
+"""Oracle for the inside of a forward pass: every stage of one text, by its definition.
 
 It takes the model's weights, rotary tables and configuration, but none of its code. `change` is
 called with each stage, positions first, and its result is used from there on.

@@ -376,7 +376,7 @@ def _describe_folds(
         divisor = "sqrt(d_model)" if how.score_scale == "d_model" else "nothing"
         yield f"query rows scaled: the source divides scores by {divisor}"
     if how.positions == "rotary" and how.rotary_layout == "interleaved":
-        yield "rows of query and key reordered: the source turns neighboring channels"
+        yield "rows of query and key reordered: the source rotates adjacent channels"
     if how.qk_norm == "unit":
         yield "ones as norms of query and key: the source's have no weights"
     if how.qk_norm != "none" and how.qk_norm_eps != how.norm_eps:

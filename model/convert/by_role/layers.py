@@ -67,7 +67,7 @@ def modules_of(shapes: Mapping[str, Shape]) -> list[Module]:
     modules = [
         Module(path, name, shape, biases.pop(path, None)) for path, (name, shape) in weights.items()
     ]
-    # A bias without a weight becomes a module, so that it is reported as not understood.
+    # A bias without a weight becomes a module, so that it is reported as unknown.
     return modules + [Module(path, name, ()) for path, name in biases.items()]
 
 

@@ -85,9 +85,10 @@ def check_rotary_width(
     for table in rotary_tables(ignored):
         if table.width == queries:
             raise ConvertError(
-                f"{where}: {table.name} turns {queries} channels, but there are {heads.values[0]} "
-                f"heads of {queries // heads.values[0]} ({heads.origin}): {WHOLE_WIDTH}. No "
-                "GPTConfig expresses that; --code FILE:NAME --run-code serves the owner's class"
+                f"{where}: {table.name} rotates {queries} channels, but there are "
+                f"{heads.values[0]} heads of {queries // heads.values[0]} ({heads.origin}): "
+                f"{WHOLE_WIDTH}. No GPTConfig expresses that; --code FILE:NAME --run-code serves "
+                "the owner's class"
             )
 
 
@@ -165,8 +166,9 @@ def _n_head(file: _File) -> Finding:
     if (said := file.said("n_head", is_count)) is not None:
         if not fits(said.values[0]):
             raise ConvertError(
-                f"{tensors.where}: n_head is {said.values[0]} by {said.origin}, but {queries} "
-                f"rows of queries and {keys} of keys are not multiples of it; set --n-head"
+                f"{tensors.where}: n_head is {said.values[0]} according to {said.origin}, but "
+                f"{queries} rows of queries and {keys} of keys are not multiples of it; set "
+                "--n-head"
             )
         return said
     if (dim := file.said("head_dim", is_count)) and queries % dim.values[0] == 0:
@@ -176,7 +178,7 @@ def _n_head(file: _File) -> Finding:
         if keys < queries and queries % size == 0:
             return Finding((queries // size,), f"{groups.origin}, {size} channels each")
     if file.tables and queries % (width := file.tables[0].width) == 0 and fits(queries // width):
-        origin = f"its rotary table turns {width} channels of a head"
+        origin = f"its rotary table rotates {width} channels of a head"
         if width < queries:
             return Finding((queries // width,), origin)
         return Finding((1,), f"{origin}: one head, or {WHOLE_WIDTH}", True)
@@ -313,7 +315,7 @@ def _qkv_layout(file: _File) -> Finding:
     if mapped.n_head:
         return Finding(("per_head",), "each head has a matrix of its own")
     if name.endswith("in_proj_weight"):
-        return Finding(("qkv",), "torch's MultiheadAttention has them so")
+        return Finding(("qkv",), "torch's MultiheadAttention stores them this way")
     queries, keys = query_rows(file.tensors)
     layouts: tuple[QkvLayout, ...] = ("qkv", "per_head", "kqv")
     if "kqv" in name.lower():
@@ -338,7 +340,7 @@ def _qk_norm(file: _File) -> Finding:
     if (said := file.said("qk_norm", lambda value: value is True)) is not None:
         return Finding(("unit",), f"{said.origin}, without weights")
     if setting(file.settings, "qk_norm_eps") is not None:
-        return Finding(("unit", "none"), "qk_norm_eps is a setting, and no weights are there", True)
+        return Finding(("unit", "none"), "qk_norm_eps is a setting, but there are no weights", True)
     return Finding(("none", "unit"), CONVENTION)
 
 

@@ -107,7 +107,7 @@ class Search:
         best = min((self._descend(how, self.open) for how in ranked), key=self.mean)
         if self.mean(best) == math.inf:
             raise self._reason or ConvertError(
-                f"{self._tensors.where}: no variant computes numbers"
+                f"{self._tensors.where}: no variant computes finite numbers"
             )
         return canonical(best)
 

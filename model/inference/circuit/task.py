@@ -24,11 +24,12 @@ MOST_SEARCHES = 8
 class CircuitTask:
     """A circuit to find.
 
-    position  position in the prompt, from 0; its logits are for the next token token_id  token
-    whose logit is explained; None: the likeliest next token minus_id  token whose logit is
-    subtracted; None: the likeliest other token share     minimum share of the difference that the
-    circuit explains parts     maximum number of tokens, heads and neurons edges     maximum number
-    of listed edges
+    position  position in the prompt, from 0; its logits are for the next token
+    token_id  token whose logit is explained; None: the likeliest next token
+    minus_id  token whose logit is subtracted; None: the likeliest other token
+    share     minimum share of the difference that the circuit explains
+    parts     maximum number of tokens, heads and neurons
+    edges     maximum number of listed edges
     """
 
     position: int
@@ -82,11 +83,12 @@ class Edge:
 class Circuit:
     """The circuit of one prompt.
 
-    baseline             the difference if every part is set to its mean, with everything frozen
+    baseline             the difference if every part is set to its mean, with all else frozen
     left_out, _attention  sums over all other parts, through values and through attention weights
-    edge_count           number of edges, of which `edges` are the strongest circuit_alone the
-    difference if all other parts are set to their means without_circuit      the difference if the
-    circuit is set to its means without_all          the difference if every part is set to its mean
+    edge_count           number of edges, of which `edges` are the strongest
+    circuit_alone        the difference if all other parts are set to their means
+    without_circuit      the difference if the circuit is set to its means
+    without_all          the difference if every part is set to its mean
     """
 
     token_id: int

@@ -32,7 +32,7 @@ class Figures:
     """Figures of an autoencoder.
 
     explained_variance  share of the variance of held-out values that the reconstruction explains
-    active                 mean number of nonzero features at a token (L0)
+    active              mean number of nonzero features at a token (L0)
     dead                share of the features that are zero at all tokens of the facts
     loss, loss_reconstructed, loss_zero
                         nats per token of the held-out windows

@@ -39,9 +39,10 @@ rest is for the figures."""
 class TrainingRequest:
     """The autoencoder to train.
 
-    stage     name of the stage features  number of features; None: EXPANSION times the stage's
-    width k         number of features that reconstruct a position tokens    tokens to train on;
-    None: as many as `minutes` allow
+    stage     name of the stage
+    features  number of features; None: EXPANSION times the stage's width
+    k         number of features that reconstruct a position
+    tokens    tokens to train on; None: as many as `minutes` allow
     """
 
     stage: str

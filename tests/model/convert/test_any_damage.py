@@ -29,7 +29,7 @@ from tests.model.convert.vocabulary.test_llama2c import SMALL, llama2c_file
 from tests.model.damage import damaged, edited, written
 from tests.profiles import examples
 
-pytestmark = pytest.mark.timeout(600)  # with all examples on a busy machine
+pytestmark = pytest.mark.timeout(600)  # for all examples on a busy machine
 
 NAMES = ("vocab.json", "chars.txt", "vocab.tiktoken", "tokenizer.model", "tokenizer.bin")
 CANARY = "code-of-the-file-ran"
@@ -91,7 +91,7 @@ def test_pickled_files(save: Callable[[Path, bool], None], hostile: bool, tmp_pa
 
     half = whole.replace(
         b"system", b"sys\\em"
-    )  # once failed with Python's message about the escape
+    )  # this once failed with Python's message about the escape
 
     @given(damaged(whole))
     @example(half)

@@ -52,7 +52,7 @@ def test_classes_and_functions_are_named_in_the_order_of_the_file(
 def test_plain_containers_name_nothing(protocol: int, tmp_path: Path) -> None:
     value = {"a": [1, 2.5, "text", None, True, b"bytes"], "b": ({}, ())}
     assert names_of(pickle.dumps(value, protocol=protocol), tmp_path).complete
-    if protocol >= 3:  # before, bytes are made by a function
+    if protocol >= 3:  # earlier protocols make bytes by a function
         assert names_of(pickle.dumps(value, protocol=protocol), tmp_path).foreign == ()
 
 

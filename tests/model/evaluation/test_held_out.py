@@ -1,4 +1,4 @@
-"""Held-out text of a file, of a run, or of Python itself."""
+"""Held-out text from a file, a run, or Python itself."""
 
 import gzip
 import json

@@ -1,11 +1,11 @@
 """A small GPT in the shape of modded-nanogpt in 2026, in plain torch, as its owner might write it.
 
-Its parts, after that project's list of techniques: banks of weights instead of modules per layer;
-a bigram embedding of a part of the channels; smeared token embeddings; gated value embeddings;
-paired heads; rotary positions of half a head, and keys of the other half shifted by one position;
-norms without weights; short and long windows; outputs without their part along the own value;
-gates of heads; a mix of heads; a layer without attention; a skip connection; mixed outputs of
-earlier layers; squared ReLU; soft-capped logits.
+Its parts, after that project's list of techniques: banks of weights instead of modules per layer; a
+bigram embedding of a part of the channels; smeared token embeddings; gated value embeddings; paired
+heads; rotary positions of half a head, and keys of the other half shifted by one position; norms
+without weights; short and long windows; outputs without their component along the position's own
+value; gates of heads; a mix of heads; a layer without attention; a skip connection; mixed outputs
+of earlier layers; squared ReLU; soft-capped logits.
 """
 
 # mypy: ignore-errors

@@ -1,4 +1,5 @@
-"""Folders in SAELens' format, written by hand; and against SAELens itself where it is installed."""
+"""Folders in SAELens' format, written by hand, and compared with SAELens itself if it is
+installed."""
 
 import json
 import re

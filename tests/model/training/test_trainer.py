@@ -132,7 +132,7 @@ def test_run_learns_and_writes_its_files(configure: Configure) -> None:
     progress = [event for event in events if isinstance(event, Progress)]
     assert [event.step for event in progress] == sorted({1, *range(2, 41, 2)})
     assert progress[-1].share == 1
-    assert 0 < progress[-1].seconds_left < 10, "the last step is still to be saved"
+    assert 0 < progress[-1].seconds_left < 10, "the last step is not saved yet"
     sampled = [event.step for event in events if isinstance(event, Sampled)]
     assert sampled == [step for step in (0, 1, 2, 4, 12, 20, 40) for _ in range(3)]  # 3 prompts
     saved = [event.step for event in events if isinstance(event, Saved)]

@@ -1,5 +1,5 @@
-"""Files of the playground: none is missing, and every text is legible.
-`tests/e2e/test_playground.py` tests the page in a browser."""
+"""Files of the playground: none is missing, and all text is legible. `tests/e2e/test_playground.py`
+tests the page in a browser."""
 
 import re
 from pathlib import Path
@@ -70,9 +70,9 @@ def test_both_schemes_declare_the_same_colors() -> None:
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
 def test_module_imports_existing_names(module: Path) -> None:
-    """Its imports, their exports, and elements of the page exist."""
+    """The imported files, the exported names and the page's elements exist."""
     text = module.read_text(encoding="utf-8")
-    assert re.match(r"// [A-Z][^\n]*", text), "it begins with a description"
+    assert re.match(r"// [A-Z][^\n]*", text), "it must begin with a description"
     for names, source in re.findall(r'import \{([^}]*)\} from "\./([a-z]+\.js)"', text):
         exported = (module.parent / source).read_text(encoding="utf-8")
         for name in map(str.strip, names.split(",")):

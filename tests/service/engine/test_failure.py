@@ -53,7 +53,7 @@ def broken() -> AsyncEngine:
 async def test_hanging_step_is_reported_as_stalled() -> None:
     engine = tiny()
     async with running(engine, stall_timeout=0.05) as (owner, _):
-        assert owner.stalled() is None, "nothing to do is not a stall"
+        assert owner.stalled() is None, "an idle engine is not stalled"
         engine.gate.clear()
         submission = owner.submit([generation("a")])
         while owner.stalled() is None:

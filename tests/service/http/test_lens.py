@@ -36,7 +36,7 @@ def test_last_layer_equals_probs(server: Serving) -> None:
 
 
 def test_earlier_layer_equals_the_head_on_its_residual_stream(server: Serving) -> None:
-    """An intervention puts the layer's output into the last layer."""
+    """An intervention copies the layer's output into the last layer."""
     (prompt,) = lens(server, layers=[1], positions=[-1], top_k=2)
     body = {"prompt": PROMPT, "layers": [1], "positions": [-1]}
     stream = server.json("/hidden_states", body)["prompts"][0]["hidden_states"][0][0]

@@ -130,7 +130,8 @@ class NativeDecoder:
 
     @property
     def contended(self) -> bool:
-        """True while other processes use the cores, so that the decoder computes on one thread."""
+        """True while other processes use the cores and the decoder therefore computes on one
+        thread."""
         return bool(self._library.logitd_contended(self._handle))
 
     def decode(

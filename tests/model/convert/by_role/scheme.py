@@ -52,7 +52,7 @@ class Scheme:
     """One textbook model.
 
     make        the model with initial weights; None is `Plain`, with the names of `roles`
-    how         where its computation differs from USUAL
+    how         differences of its computation from USUAL
     roles       a line for each role and name; `ln.(weight|bias)` are a weight and its bias
     hidden      width of the feed-forward of `Plain`
     raw         attention's parameters have an axis for the heads in `Plain`

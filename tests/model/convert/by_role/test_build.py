@@ -102,7 +102,7 @@ def test_wrong_computation_has_other_logits(name: str, wrong: dict[str, Any]) ->
 
 FOLDS = {
     "lecture": ("4 heads stacked", r"query rows scaled: .* by sqrt\(d_model\)"),
-    "llama2.c": ("rows of query and key reordered: the source turns neighboring channels",),
+    "llama2.c": ("rows of query and key reordered: the source rotates adjacent channels",),
     "torch, post-LN": (r"the embedding times sqrt\(32\)",),
     "sines, then cosines": (r"sinusoidal table \(sines, then cosines\) stored as learned",),
     "fused, head by head": ("rows of the fused query, key and value reordered from per_head",),

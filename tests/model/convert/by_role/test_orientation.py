@@ -1,4 +1,4 @@
-"""Orientation: telling the up from the down matrix by shape if names do not tell."""
+"""Orientation: up and down matrices are told apart by shape if names do not show it."""
 
 import torch
 

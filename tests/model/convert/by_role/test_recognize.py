@@ -53,7 +53,7 @@ def test_unknown_tensor_is_named(scheme: Scheme) -> None:
 IN_LAYERS = [
     name
     for name, scheme in SCHEMES.items()
-    if scheme.n_layer > 1 and name != "a list for each kind of part"  # one list is short there
+    if scheme.n_layer > 1 and name != "a list for each kind of part"  # one of its lists is shorter
 ]
 
 
@@ -80,7 +80,7 @@ def test_model_without_a_token_embedding_is_refused() -> None:
         recognize("model.pt", tensors)
 
 
-# Names put together from synonyms.
+# Names composed of synonyms.
 
 EMBEDDINGS = (
     "wte", "tok_emb", "token_emb", "token_embed", "token_embedding", "token_embedding_table",

@@ -63,7 +63,7 @@ def resolved_by_logits(scheme: Scheme, model: torch.nn.Module) -> Resolution:
     [*QUICK.items(), *(pytest.param(name, {}, marks=pytest.mark.slow) for name in SCHEMES)],
 )
 def test_logits_select_the_sources_computation(name: str, said: Mapping[str, Any]) -> None:
-    torch.manual_seed(1)  # with other weights the search was seen to miss its way
+    torch.manual_seed(1)  # with other weights the search once found a wrong variant
     scheme = replace(SCHEMES[name], settings={**SCHEMES[name].settings, **said})
     resolution = resolved_by_logits(scheme, scheme.model())
     right = canonical(scheme.computation)
@@ -75,7 +75,7 @@ def test_logits_select_the_sources_computation(name: str, said: Mapping[str, Any
     unlike.pop("context_length", None)  # llama's files do not store it
     for eps in ("norm_eps", "qk_norm_eps"):
         ours, theirs = unlike.pop(eps, (0.0, 0.0))
-        assert abs(ours - theirs) < 1e-5  # as far as logits tell
+        assert abs(ours - theirs) < 1e-5  # as far as logits show
     assert unlike == {}
     assert resolution.penalty is not None
     assert resolution.penalty < 1e-4
@@ -126,7 +126,7 @@ def test_nan_logits_are_infinitely_far_off() -> None:
     assert objective(built_from(scheme, model), causal=True, effort="quick").tolist() == [math.inf]
 
 
-# A text.
+# By a text
 
 
 def words(token_ids: list[int]) -> TextObjective:
@@ -225,7 +225,7 @@ def test_frequencies_are_those_of_the_text() -> None:
     assert objective.unigram_nats() == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(4))
 
 
-# No causal mask.
+# Without a causal mask
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +254,7 @@ def test_model_without_a_mask_is_refused_by_a_text(sees_all: Multihead) -> None:
         resolve(tensors, given, objective)
 
 
-# Nothing but the file.
+# By the file alone
 
 
 def test_open_questions_stop_with_their_flags() -> None:
@@ -325,7 +325,7 @@ def test_text_completes_the_import(trained: Trained) -> None:
     assert any("stacked into one matrix" in note for note in model.notes)
 
 
-# Answers that the tensors contradict.
+# Answers that contradict the tensors
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_not_causal_as_an_answer_is_refused() -> None:
         read_by_role(recognize_file(state_file(scheme.model()), RoleOptions(answers=answers)))
 
 
-# What files say by their settings and shapes.
+# Settings and shapes in files
 
 
 def finding(name: str, field: str, settings: dict[str, Any] | None = None) -> Finding:

@@ -176,7 +176,7 @@ def test_rotary_table_of_the_whole_width_does_not_settle_one_head() -> None:
     file = state_file(with_wide_table(WIDTH))
     found = recognize_file(file, RoleOptions(answers={"n_head": 1}))
     assert found.findings["n_head"].resolved
-    with pytest.raises(ConvertError, match=r"turns 32 channels, .* 4 heads of 8 .*--run-code"):
+    with pytest.raises(ConvertError, match=r"rotates 32 channels, .* 4 heads of 8 .*--run-code"):
         recognize_file(file, RoleOptions(answers={"n_head": 4}))
 
 

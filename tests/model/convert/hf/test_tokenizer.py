@@ -57,7 +57,7 @@ def test_ids_are_the_librarys(pattern: str | None, special_first: bool, tmp_path
 
     @given(TEXTS)
     def same(text: str) -> None:
-        # There it would be the special token; here it is text like any other.
+        # In the library it would be the special token; here it is plain text.
         assume(not any(special in text for special in vocabulary.tokenizer.special_tokens))
         ids = vocabulary.tokenizer.encode(text)
         assert ids == library.encode(text).ids

@@ -105,7 +105,7 @@ def test_each_length_of_a_repetition_has_its_own_record() -> None:
     text = [1, 2, 3, 4, 5, 6, 7, 3, 4]
     drafter = Drafter(text)
     drafter.learn(Draft([9], 2))
-    assert drafter.guess(1, 1) is None, "two tokens are not enough now"
+    assert drafter.guess(1, 1) is None, "two tokens are no longer enough"
     text += [5, 6]
     assert drafter.guess(1, 1) == Draft([7], 4)
     drafter.learn(Draft([9, 9], 4, accepted=1))

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from logitd.model.inference.sampling.distribution import largest, log_softmax, summarize
 
-LOGIT = st.integers(-3200, 3200).map(lambda i: i / 64) | st.sampled_from([0.0, 1.0])  # equals too
+LOGIT = st.integers(-3200, 3200).map(lambda i: i / 64) | st.sampled_from(
+    [0.0, 1.0]
+)  # includes ties
 ROW = st.lists(LOGIT, min_size=1, max_size=40)
 
 

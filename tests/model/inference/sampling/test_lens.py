@@ -94,7 +94,7 @@ def test_answer_does_not_diverge_from_itself() -> None:
 
 
 def test_row_has_the_same_bits_alone_as_among_others() -> None:
-    torch.set_num_threads(2)  # between which a sum can be split
+    torch.set_num_threads(2)  # a sum may be divided between them
     generator = torch.Generator().manual_seed(1)
     logits, own = (5 * torch.randn(5, 50_257, generator=generator) for _ in range(2))
     together = LensDigest(own, 5, (1, 2))
@@ -113,7 +113,7 @@ def test_following_token_has_the_bits_of_a_score_at_the_last_layer() -> None:
     float64 sum decides the rounding."""
     generator = torch.Generator().manual_seed(2)
     logits = 3 * torch.randn(2000, 60, generator=generator)
-    logits[:, 0] = 0  # a logit near 0 can be chosen finely
+    logits[:, 0] = 0  # near 0, logits can be set precisely
     for _ in range(3):
         total = logits.double().logsumexp(dim=-1)
         rounded = (-total).float()
@@ -125,7 +125,7 @@ def test_following_token_has_the_bits_of_a_score_at_the_last_layer() -> None:
     logprobs = np.array([token.logprob for token in scored])
     assert np.array_equal(figures[:, 2].numpy(), logprobs.astype(np.float32))
     assert figures[:, 3].tolist() == [token.rank for token in scored]
-    # By the sums of the digest, which other layers have, some are the other one.
+    # With the digest's sums, which other layers use, some round to the other number.
     by_sums = LensDigest(logits, 1, (0,)).numbers(logits)[:, 2].numpy()
     assert not np.array_equal(by_sums, figures[:, 2].numpy())
     other = LensDigest(torch.zeros(2000, 60), 1, (), torch.zeros(2000, dtype=torch.int64))

@@ -257,7 +257,7 @@ def test_three_processes_train_what_one_trains(
         ranks = [_Found(**each[optimizer]) for each in files]
         for found in ranks:
             assert all(here == said for here, said in found.rows.values())
-            assert found.held == 0, "matrices are let go of after the forward pass"
+            assert found.held == 0, "matrices are freed after the forward pass"
             assert found.same_logits
             assert found.losses == pytest.approx(losses, rel=1e-3)
             assert found.same_back

@@ -145,7 +145,7 @@ def test_names_of_special_tokens_in_a_text_are_reported(
     end = text.tokenizer.end_of_text
     assert (text.train.tokens.tolist().count(end) > 200) is special_ids
     info = read_checkpoint(config.out / "latest")
-    assert info.special_ids is special_ids, "so it is evaluated alike"
+    assert info.special_ids is special_ids, "so it is evaluated in the same way"
     divided = configure(data=(str(path),), steps=1, split_at="<|endoftext|>", out=tmp_path / "b")
     assert "<|endoftext|>" not in notices(divided)
     assert read_prepared(tmp_path / "b" / "data").record["documents"] == 300

@@ -126,8 +126,8 @@ def test_failed_compiler_leaves_training_eager_with_one_notice(
 def test_compiler_that_fails_in_one_process_leaves_all_eager(
     fails_here: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If one of two processes could not compile, it once went on eagerly, and both waited for each
-    other forever."""
+    """If one of two processes could not compile, it once continued eagerly, and both waited for
+    each other forever."""
 
     def broken(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no C compiler here")

@@ -559,7 +559,7 @@ def test_stages_are_timed_on_request(library: ctypes.CDLL) -> None:
         assert all(seconds > 0 for seconds in stages.values())
         shares.append(sum(stages.values()) / whole)
     assert max(shares) <= 1
-    assert statistics.median(shares) > 0.5, "the rest is Python's lists"
+    assert statistics.median(shares) > 0.5, "the rest of the time is spent on Python's lists"
     hidden = torch.randn(2, gpt.config.d_model)
     native.head(hidden)
     found = native.take_stage_seconds()

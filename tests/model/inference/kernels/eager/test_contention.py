@@ -68,7 +68,7 @@ def test_late_thread_computes_alone_for_a_while() -> None:
     assert threads_of(monitor, machine, lost=0.6) == 2, "lateness is known afterwards"
     alone_since = machine.now
     while threads_of(monitor, machine, lost=0.0) == 1:
-        assert torch.get_num_threads() == 2, "all threads are back afterwards"
+        assert torch.get_num_threads() == 2, "all threads compute again afterwards"
     assert SHORTEST <= machine.now - alone_since < SHORTEST + 0.11
     assert threads_of(monitor, machine, lost=0.1) == 2, "it helped"
 
@@ -134,7 +134,7 @@ def threads_of_this_process() -> set[int]:
     return {int(path.name) for path in Path("/proc/self/task").iterdir()}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="binds a thread to a core as Linux does it")
+@pytest.mark.skipif(sys.platform != "linux", reason="binds a thread to a core, for Linux only")
 def test_native_threads_notice_contention_and_keep_the_bits(library: ctypes.CDLL) -> None:
     """A thread that shares its core with two processes loses it while it holds work. All steps
     before, during and after have the bits of one thread."""
