@@ -15,9 +15,9 @@ A target is a `logitd serve` that is started with some flags, a server of anothe
 started with the same random weights (--shape; benchmarks/peers/servers.py), or a running server
 with OpenAI's `/v1/completions`. The same client requests streams from all of them, after prompts of
 random token ids. Texts end only at their maximum length. Tokens are counted as the servers count
-them. A server that counts another number of prompt tokens than were sent has failed. All targets
-run all the time. Each load is applied to each target in turn, round by round, so that other work on
-the machine affects all targets alike; the other targets are idle meanwhile.
+them. A server whose count of prompt tokens differs from the number sent has failed. All targets run
+all the time. Each load is applied to each target in turn, round by round, so that other work on the
+machine affects all targets alike; the other targets are idle meanwhile.
 
 clients   number of concurrent clients (a closed loop); each sends a new prompt when its stream ends
 rate      requests per second, at random moments, for any number of open requests (an open loop)

@@ -10,8 +10,8 @@ AdamW unchanged. `plain float32` is the same without autocast, as nanoGPT trains
 steps compiling is earned back. Model, initial weights, batches of random ids and learning rates are
 the same for all.
 
-Each figure is the median step of a process of its own; the four take turns, and a ratio is the
-median of those within each round. The last line is JSON. Run it on an idle machine.
+Each figure is the median step of a separate process; the four take turns, and a ratio is the median
+of those within each round. The last line is JSON. Run it on an idle machine.
 """
 
 import argparse

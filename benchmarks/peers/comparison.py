@@ -153,7 +153,9 @@ class Comparison:
                 continue
             limit = LIMITS[self._plan.shape.family][self._dtype]
             if not distance <= limit:
-                raise SystemExit(f"{name} computes something else: off by {distance:.2g}, {limit=}")
+                raise SystemExit(
+                    f"{name} computes something different: off by {distance:.2g}, {limit=}"
+                )
             self._processes[name] = process
             self._disagreements[name] = distance
             print(f"{self._dtype}: {name} is {process.about}; off by {distance:.1e}", flush=True)

@@ -5,7 +5,7 @@
 Only one server runs at a time, in a process of its own, all with the same number of threads. A
 client in this process requests the same batches of streams from each, all streams of a batch at
 once. All servers draw at temperature 1 from the whole vocabulary, and a text ends only by its
-length. Every token is counted. A stream with another number of tokens than requested is an error,
+length. Every token is counted. A stream with a number of tokens other than requested is an error,
 and its server gets no figures.
 
 tokens/s   rate while all streams of a batch decode; empty if they never all decode at once, as with

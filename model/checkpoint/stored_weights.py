@@ -50,7 +50,7 @@ class Weight:
 
 class StoredWeights:
     """The weights of one checkpoint; use it in a `with` block. Raises CheckpointError if the file
-    cannot be read, or if the folder now has other weights than `info` names."""
+    cannot be read, or if the folder's weights are no longer those that `info` names."""
 
     def __init__(self, info: CheckpointInfo) -> None:
         self._config = info.shape
@@ -59,7 +59,7 @@ class StoredWeights:
             # Checked after opening: the open file stays the same even if the folder is replaced.
             if read_files(info.path).get(WEIGHTS) != info.weights_sha256:
                 raise CheckpointError(
-                    f"{info.path} now has other weights than the loaded ones; load it again"
+                    f"{info.path} no longer has the loaded weights; load it again"
                 )
             stored = read_header(self._file)
         except WeightsFileError as error:

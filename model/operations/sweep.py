@@ -136,7 +136,8 @@ class SweepRequest(PromptBody):
         return self
 
     def named(self, name: Literal["token", "minus"], tokenizer: Tokenizer) -> list[int | None]:
-        """The ids of the tokens or of the subtracted ones, one for each prompt; None: not named."""
+        """The ids of the tokens, or of the subtracted ones, one for each prompt; None if not
+        given."""
         count, texts, ids = len(self.prompts), getattr(self, name), getattr(self, f"{name}_id")
         field = name if ids is None else f"{name}_id"
         if isinstance(texts, str):
@@ -147,8 +148,8 @@ class SweepRequest(PromptBody):
             return [ids] * count
         if len(ids) != count:
             raise InvalidRequest(
-                f"{field} has {len(ids)}, for {pluralize(count, 'prompt')}; give one for each "
-                "prompt, or one for all, not in a list",
+                f"{field} has {pluralize(len(ids), 'value')} for {pluralize(count, 'prompt')}; "
+                "give one for each prompt, or a single one, not in a list, for all",
                 field,
             )
         return [*ids]

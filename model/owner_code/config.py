@@ -62,7 +62,7 @@ class CodeConfig:
     call                 returns the logits: an expression of `model` and `ids`; None: `model(ids)`
     values               values with which the expression made the model
     deterministic        False if two passes over the same ids differ; each pass is seeded, so the
-                         results repeat all the same
+                         results still repeat
     padding_is_harmless  True if ids on the right and other rows of a batch change no logits
     has_state            True if the model has a cache of its own (`process/state.py`)
     lens                 names of the final norm and of the head, for the logit lens

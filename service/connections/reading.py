@@ -26,8 +26,8 @@ MIN_BYTES_PER_SECOND = 2048
 throttle a line. So 4 MiB may take 34 minutes."""
 
 _GONE = (7, 8)
-"""TCP states of a client that has gone. TCP_CLOSE: it reset the connection. TCP_CLOSE_WAIT: it
-closed its side."""
+"""TCP states of a client that has disconnected. TCP_CLOSE: it reset the connection. TCP_CLOSE_WAIT:
+it closed its side."""
 _FIELDS = struct.Struct("B119xQ")  # tcpi_state, tcpi_bytes_acked
 
 

@@ -1,5 +1,5 @@
-"""The real application in a real uvicorn, in a thread of the test process, on a port of its own;
-and raw sockets for badly behaved clients."""
+"""The real application in a real uvicorn, in a thread of the test process, on its own port; and raw
+sockets for badly behaved clients."""
 
 import asyncio
 import io

@@ -153,7 +153,7 @@ def _n_head(file: _File) -> Finding:
     tensors, mapped = file.tensors, file.tensors.map
     queries, keys = query_rows(tensors)
     if mapped.n_head:
-        return Finding((mapped.n_head,), "each head has tensors of its own")
+        return Finding((mapped.n_head,), "each head has separate tensors")
     name = mapped.of("query" if mapped.has("query") else "qkv", "weight")[0]
     if (weight := tensors.tensors[name]).dim() == 3:
         return Finding((len(weight),), "the first axis of the query's tensor")
@@ -313,7 +313,7 @@ def _qkv_layout(file: _File) -> Finding:
         return Finding(("qkv",), UNUSED)
     name = mapped.name("qkv")
     if mapped.n_head:
-        return Finding(("per_head",), "each head has a matrix of its own")
+        return Finding(("per_head",), "each head has a separate matrix")
     if name.endswith("in_proj_weight"):
         return Finding(("qkv",), "torch's MultiheadAttention stores them this way")
     queries, keys = query_rows(file.tensors)

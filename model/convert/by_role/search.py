@@ -129,6 +129,6 @@ class Search:
         return best
 
     def neighbors(self, how: Computation, name: str) -> list[Computation]:
-        """The variants that differ in one field and compute something else."""
+        """The variants that differ in one field and compute something different."""
         others = [canonical(replace(how, **{name: value})) for value in self._findings[name].values]
         return [other for other in dict.fromkeys(others) if other != canonical(how)]

@@ -55,7 +55,7 @@ STRETCH = 3.0
 @dataclass(frozen=True, slots=True)
 class Waiting:
     """A prompt that can be computed: the positions left, and the time since its request arrived.
-    The age is None if nobody waits for a first token."""
+    The age is None if no client waits for a first token."""
 
     positions: int
     age: float | None

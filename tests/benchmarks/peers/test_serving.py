@@ -1,4 +1,4 @@
-"""Comparison of servers: what is counted, and which peers are left out."""
+"""Comparison of servers: counted tokens, and peers that are left out."""
 
 import pytest
 

@@ -44,7 +44,7 @@ def test_cache_takes_memory_only_for_used_cells() -> None:
     cache = KVCache(config, 32, device=torch.device("cpu"), dtype=torch.float32)
     assert cache.nbytes == 512 * 2**20
     assert resident() - before < 0.02 * cache.nbytes
-    assert not cache.keys.any(), "zeros all the same"
+    assert not cache.keys.any(), "the memory is still all zeros"
     cache.keys[:, 0] = 1.0
     cache.values[:, 0] = 1.0
     assert (resident() - before) / cache.nbytes > 0.9 / 32, "one slot of 32"

@@ -602,7 +602,7 @@ def test_parts_of_gpt_neox_are_trained_and_saved(tmp_path: Path, story_file: Pat
     assert {name: getattr(info.config, name) for name in shape} == shape
     for name, tensor in gpt.named_parameters():
         if name.endswith("bias"):
-            assert tensor.abs().max() > 0, f"{name} was zero before and is now"
+            assert tensor.abs().max() > 0, f"{name} is still zero"
 
 
 @pytest.mark.first

@@ -65,7 +65,7 @@ async def test_hanging_step_is_reported_as_stalled() -> None:
 
 async def test_failed_engine_ends_every_submission(logged_errors: list[str]) -> None:
     owner = broken()
-    # One running, one waiting for a slot, and one whose events nobody has taken.
+    # One running, one waiting for a slot, and one whose events were not taken.
     submissions = [owner.submit([generation(name, 50)]) for name in "ab"]
     submissions.append(owner.submit([all_rows("c", 9)]))
     reservation = reserved(owner, [all_rows("rows", 9)])

@@ -40,7 +40,7 @@ def attributions(server: Serving, **fields: Any) -> list[PromptAttributions]:
 
 
 def same(ours: float | None, theirs: float) -> None:
-    """The server may have another number of threads than the test, and so other bits."""
+    """The server's number of threads may differ from the test's, and so may the bits."""
     assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 

@@ -136,7 +136,7 @@ def test_probs_are_the_distribution_that_generate_samples_from(
 
 
 def test_perplexity_computes_each_block_of_a_prompt_once(server: Serving) -> None:
-    prompt = "A prompt of its own, which no other test of this server has computed: " + "y" * 50
+    prompt = "A separate prompt, which no other test of this server has computed: " + "y" * 50
     before = server.sample("logitd_prefill_tokens_total")
     probs(server, prompt, perplexity=True)
     computed = server.sample("logitd_prefill_tokens_total") - before

@@ -1,4 +1,4 @@
-"""POST /score: against the model's plain forward, and against sums of its own numbers."""
+"""POST /score: compared with the model's plain forward, and with sums of its own numbers."""
 
 import math
 from typing import Any

@@ -90,7 +90,7 @@ def test_alternatives_have_their_difference_of_logits() -> None:
     assert others["activation", "gelu"].penalty > 1e-4
     assert others["norm_position", "pre"].penalty > others["activation", "gelu"].penalty
     assert resolution.origins["activation"] == "agrees with its class"
-    assert resolution.origins["n_head"] == "each head has tensors of its own"
+    assert resolution.origins["n_head"] == "each head has separate tensors"
 
 
 def test_logits_that_no_variant_gives_are_refused() -> None:

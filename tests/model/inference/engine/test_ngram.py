@@ -151,7 +151,7 @@ def test_draft_has_the_rows_that_pay(rate: float, sequences: int) -> None:
 @pytest.mark.parametrize("sequences", [1, 8])
 @pytest.mark.parametrize("alphabet", [10, 50, 500])
 def test_random_text_has_few_wrong_rows(alphabet: int, sequences: int) -> None:
-    """Runs repeat all the time, but are followed by other ids."""
+    """Runs repeat all the time, but different ids follow."""
     rng = random.Random(alphabet)
     text = [rng.randrange(alphabet) for _ in range(4000)]
     drafts = drafts_over(text, known=100, sequences=sequences)

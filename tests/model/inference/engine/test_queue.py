@@ -1,4 +1,4 @@
-"""WaitingQueue: callers take turns, first come, first served within each, and nobody starves.
+"""WaitingQueue: callers take turns, each caller's requests in order of arrival, and none starves.
 
 Compared with a plain list and with counts; also the scheduler's prompts, which take turns too.
 """

@@ -349,7 +349,7 @@ def test_tapped_steps_cool_down_while_others_decode() -> None:
         scheduler.stepped(plan, now + took)
         return [chunk.sequence for chunk in plan.prefill], list(plan.decode)
 
-    assert step(0.0, 1.0) == ([decoding, *tapped], []), "nobody decodes yet"
+    assert step(0.0, 1.0) == ([decoding, *tapped], []), "no sequence decodes yet"
     assert step(1.0, 0.1) == ([], [decoding]), "a cooldown of 2 s"
     d, e = (Sequence(Group(replace(request, request_id=name)), 0, 0.0) for name in ("d", "e"))
     for sequence in tapped:
@@ -412,7 +412,7 @@ def test_small_outputs_have_no_cooldown() -> None:
 
 
 def behind(simulation: Simulation, *requests: Request) -> list[Sequence]:
-    """Requests for rows that nobody reads, computed as far as possible."""
+    """Requests for rows that no client reads, computed as far as possible."""
     sequences = [simulation.add(request)[0] for request in requests]
     while simulation.scheduler.has_work():
         simulation.step()
@@ -427,7 +427,7 @@ def test_waiting_request_takes_the_slot_of_the_slowest_reader() -> None:
         outputs_request("first", [1] * 200, range(200)),
         outputs_request("second", [2] * 200, range(200)),
     )
-    assert states([first, second]) == [State.PREFILL] * 2, "nobody waits: nothing changes"
+    assert states([first, second]) == [State.PREFILL] * 2, "no sequence waits: nothing changes"
     (waiting,) = simulation.add(generation("waiting", [5], max_tokens=3))
     assert simulation.step().evicted == 1
     assert states([waiting, first, second]) == [State.DECODE, State.PAUSED, State.PREFILL]
