@@ -1,4 +1,4 @@
-// Attention: the weights of each head. A grid of all heads, a large map of one, and its rows in the text.
+// Attention: the weights of each head, as a grid of all heads, a large map of one, and its rows in the text.
 
 import { postArray } from "./api.js";
 import { button, element, find, heading, hint } from "./dom.js";

@@ -25,7 +25,7 @@ export class Features {
   }
 
   update() {
-    if (this.#figures === null) return; // `open` waits for them, or has reported why not
+    if (this.#figures === null) return; // `open` waits for them, or has reported an error
     this.#text();
     this.#detail();
   }
@@ -54,7 +54,7 @@ export class Features {
     if (this.#figures !== null) this.#search();
   }
 
-  // The features of all tokens, at the chosen token as a list, and the chosen feature as colors.
+  // List the features at the chosen token, and color the text by the chosen feature.
   #text() {
     const draw = async ({ prompt, tokens, interventions }, signal) => {
       const body = { prompt, positions: "all", stages: [this.#sae.stage], interventions };
@@ -103,7 +103,7 @@ export class Features {
     const place = find("feature-list");
     const { density, strongest, tokens } = this.#figures;
     if (density === null) {
-      return place.replaceChildren(hint("This autoencoder has no examples: those of logitd sae train have."));
+      return place.replaceChildren(hint("This autoencoder has no examples; logitd sae train writes them."));
     }
     const field = element("input", { id: "feature-search", placeholder: "a token, or a number" });
     const order = choice(ORDERS, { id: "feature-order" });

@@ -1,4 +1,4 @@
-// Inside: change the forward pass, compare the next token, and view any stage.
+// Inside: changes of the forward pass, their effect on the next token, and a view of any stage.
 
 import { get, postArray } from "./api.js";
 import { bars } from "./distribution.js";
@@ -89,11 +89,11 @@ export class Inside {
       const written = given(name).trim();
       if (written === "" || written === "all") continue;
       made[name] = written.split(/[\s,]+/).map(Number);
-      if (made[name].some((index) => !Number.isInteger(index) || index < 0)) throw new Error(`${name} are "${written}": write numbers from 0 separated by commas, or nothing for all`);
+      if (made[name].some((index) => !Number.isInteger(index) || index < 0)) throw new Error(`${name} are "${written}": enter numbers from 0 separated by commas, or leave it empty for all`);
     }
     if (!labels.factor.hidden) made.factor = Number(given("factor"));
     if (!labels.from.hidden) {
-      if (given("from") === "") throw new Error("write the other prompt, whose values are added or patched");
+      if (given("from") === "") throw new Error("enter the other prompt, from which values are added or patched");
       made.from = { prompt: this.#app.promptOf(given("from")) };
     }
     if (given("minus") !== "") made.minus = { prompt: this.#app.promptOf(given("minus")) };
@@ -116,7 +116,7 @@ export class Inside {
         bars(rows, this.#app.vocabulary, { heads: ["unchanged", "changed"] }),
         hint(
           list.length
-            ? `The changes move the distribution by ${moved.toFixed(3)} bits. They apply in all tabs until you remove them.`
+            ? `The changes move the distribution by ${moved.toFixed(3)} bits. They apply in all tabs but Circuit until you remove them.`
             : "No changes yet: make one to see its effect.",
         ),
       ];

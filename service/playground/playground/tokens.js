@@ -32,7 +32,7 @@ function describe(token, { idsAlone, named }) {
 export const tokenElement = (tag, title, share, onclick, ...children) =>
   element(tag, { class: "token", role: "button", tabindex: -1, title, "aria-label": title, style: { "--share": share.toFixed(3) }, onclick }, ...children);
 
-// One token of a text, by default colored by its surprise.
+// A token of a text, colored by its surprise by default.
 export function tokenSpan(token, text, { vocabulary, onclick, share = Math.min(1, surprise(token.logprob ?? 0) / MOST_BITS), note = describe(token, vocabulary) }) {
   return tokenElement("span", note, share, onclick, ...lines(text));
 }
