@@ -1,4 +1,5 @@
-"""Client methods: source of the properties and methods that `generate_client.py` gives results."""
+"""Client methods: source of the properties and methods that `generate_client.py` adds to the
+classes of results."""
 
 from collections.abc import Mapping
 

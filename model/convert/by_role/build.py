@@ -385,9 +385,9 @@ def _describe_folds(
             f"the other norms {how.norm_eps:g}"
         )
     if not mapped.has("attention_out"):
-        yield "the identity as output projection of attention: the source has none"
+        yield "the identity as the output projection of attention: the source has none"
     if not mapped.has("mlp_down"):
-        yield "the identity as second matrix of the feed-forward: the source has none"
+        yield "the identity as the second matrix of the feed-forward: the source has none"
     if not mapped.has_norms:
         yield "ones as norms: the source's have no weights"
     elif mapped.name("attention_norm") == mapped.name("mlp_norm"):

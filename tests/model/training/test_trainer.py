@@ -412,7 +412,7 @@ def test_slower_steps_shorten_a_run_and_are_reported(
 def test_minutes_count_from_the_start_of_the_command(
     configure: Configure, clock: float, used: float
 ) -> None:
-    """Importing and reading the text count, and so does saving the last step."""
+    """The minutes include importing, reading the text and saving the last step."""
     given = configure(minutes=0.5, log_every=1).model_dump(exclude_unset=True)
     del given["steps"]
     events: list[Event] = []

@@ -108,8 +108,8 @@ FOLDS = {
     "fused, head by head": ("rows of the fused query, key and value reordered from per_head",),
     "fused, keys first": ("rows of the fused query, key and value reordered from kqv",),
     "llama, QK-norm without weights": ("ones as norms of query and key", "have eps 0.03 in the"),
-    "one wide head": ("the identity as output projection of attention",),
-    "no second matrix": ("the identity as second matrix of the feed-forward",),
+    "one wide head": ("the identity as the output projection of attention",),
+    "no second matrix": ("the identity as the second matrix of the feed-forward",),
     "one norm for both": ("one norm for attention and feed-forward: stored twice",),
     "gate and up together, no positions": (
         "zeros as positions", "query rows scaled: .* by nothing", "zeros for biases.*attention_out",

@@ -82,7 +82,7 @@ def test_identities_and_folds_are_lines() -> None:
     assert line(lines, "mlp_down", "tensors:") == "mlp_down none: the identity"
     assert line(lines, "attention_out", "tensors:") == "attention_out none: the identity"
     start = lines.index("changes of weights:")
-    assert any("identity as output projection" in text for text in lines[start:])
+    assert any("identity as the output projection" in text for text in lines[start:])
     assert "changes of weights:" not in lines_of("nanoGPT")
 
 

@@ -97,7 +97,7 @@ def sample_one(logits: Sequence[float], one: RowContext) -> Sampled:
 
 
 def processed(logits: Sequence[float], one: RowContext) -> dict[int, float]:
-    """Logprobs of the ids that a row can be sampled from, after all steps."""
+    """Logprobs of the ids that can be sampled from a row, after all steps."""
     asking = dataclasses.replace(one.params, logprobs=len(logits), logprobs_stage="processed")
     result = sample_one(logits, dataclasses.replace(one, params=asking))
     return {token.token_id: token.logprob for token in result.top}
