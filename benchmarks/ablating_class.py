@@ -2,7 +2,7 @@
 
     python -m benchmarks.ablating_class [--threads N] [--checkpoint DIR] [--clients 20]
 
-Serves a checkpoint in a process of its own and reads streams from it. Then a class of clients
+Serves a checkpoint in a separate process and reads streams from it. Then a class of clients
 requests next-token probabilities, each with its own prompt and its own ablated head, and each sends
 the next request as soon as it gets its reply. Prints the time between two tokens of the streams
 before and during the requests, and the rate of the class. Compares the bits of every stream with

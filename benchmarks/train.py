@@ -5,7 +5,7 @@
 
 For each budget `logitd train --minutes N` chooses a size, and nanoGPT's model and AdamW (the preset
 `nanogpt`) get the same layers and width: the block matrices have the same shapes. Text, vocabulary,
-context, threads and seconds are the same; every run is a real `train()` in a process of its own, in
+context, threads and seconds are the same; every run is a real `train()` in a separate process, in
 turns. The two differ in the recipe: the shape outside the matrices, the optimizers, the learning
 rates and their schedule, the batch. The default nevertheless has more parameters: an untied head
 and value embeddings, which cost memory and hardly any arithmetic. The table has both counts.

@@ -16,7 +16,7 @@ With `--size N --passes P` the clock does not matter: `adapted` and `long` have 
 over the text, so the figures are the same on a busy machine. A step of `adapted` has less
 arithmetic in its head and more for its dropout.
 
-Each run is a real `train()` in a process of its own, in turns. Bits per byte are measured after it
+Each run is a real `train()` in a separate process, in turns. Bits per byte are measured after it
 on the whole validation text, with the last weights and with the best evaluation's, which are
 served. The last line is JSON.
 """

@@ -2,7 +2,7 @@
 
     python -m benchmarks.peers.serving [--shape 124m|30m] [--threads N] [--peer-python PYTHON]
 
-Only one server runs at a time, in a process of its own, all with the same number of threads. A
+Only one server runs at a time, in a separate process, all with the same number of threads. A
 client in this process requests the same batches of streams from each, all streams of a batch at
 once. All servers draw at temperature 1 from the whole vocabulary, and a text ends only by its
 length. Every token is counted. A stream with a number of tokens other than requested is an error,

@@ -172,7 +172,7 @@ class PointTap:
         return self._call(layer, "hook_resid_pre", stream)
 
     def _name(self, stage: str) -> str | None:
-        """The only hook point of a stage; None if the stage has no point, or a rule of its own."""
+        """The only hook point of a stage; None if the stage has no point, or a special rule."""
         if stage in ("attention.q", "attention.k") and self._config.positions != "rotary":
             return None
         return _NAMES.get(stage)

@@ -64,7 +64,7 @@ class CodeConfig:
     deterministic        False if two passes over the same ids differ; each pass is seeded, so the
                          results still repeat
     padding_is_harmless  True if ids on the right and other rows of a batch change no logits
-    has_state            True if the model has a cache of its own (`process/state.py`)
+    has_state            True if the model has its own cache (`process/state.py`)
     lens                 names of the final norm and of the head, for the logit lens
     streams              the stages that the lens reads: before the first block, and after each
     stages               the submodules whose outputs can be read and changed

@@ -95,7 +95,7 @@ def train(
         # With autocast the norms of queries and keys get bfloat16 inputs and float32 weights, and
         # torch warns that it does not fuse them.
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
-        warnings.filterwarnings("ignore", "Guards may run slower")  # slightly, on Python 3.13.0
+        warnings.filterwarnings("ignore", "Guards may run slower")  # on Python 3.13.0
         report = report if ranks.is_main else ignore_events
         if config.tensorboard:
             require_tensorboard()

@@ -76,7 +76,7 @@ class KeyRing:
     """The accepted keys. They can be read again while the server runs."""
 
     def __init__(self, keys: ApiKeys, limit: KeyLimit) -> None:
-        """`limit` applies to keys without a limit of their own."""
+        """`limit` applies to keys without their own limit."""
         self.keys = keys
         self.limits = KeyLimits(limit, keys.limits)
 

@@ -116,7 +116,7 @@ class ReplyProgress:
         self, now: float, timeout: float, unsent: int, acknowledged: int | None, *, complete: bool
     ) -> bool:
         """True if too little was read for longer than `timeout`. While the reply is incomplete,
-        twice that time is allowed, because streams have an earlier timeout of their own
+        twice that time is allowed, because streams have their own, earlier timeout
         (`service/http/sse.py`). Without `acknowledged`, a client is too slow only if it reads
         nothing."""
         if not unsent:

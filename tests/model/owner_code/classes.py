@@ -124,7 +124,7 @@ class Recurrent(nn.Module):
 
 
 class Remembering(Recurrent):
-    """The GRU with the protocol for a cache of its own."""
+    """The GRU with the protocol for its own cache."""
 
     def logits_and_state(self, ids, state):
         values, state = self.gru(self.embed(ids), state)

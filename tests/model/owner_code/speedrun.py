@@ -18,7 +18,7 @@ BIGRAMS, SHORT, LONG = 31, 4, 12
 
 
 def bigram_hashes(ids: torch.Tensor) -> torch.Tensor:
-    """The bucket of each id and the one before it; the first position has a bucket of its own."""
+    """The bucket of each id and the one before it; the first position has its own bucket."""
     pairs = (ids[:, 1:] * 36313 ^ ids[:, :-1] * 27191) % (BIGRAMS - 1)
     return F.pad(pairs, (1, 0), value=BIGRAMS - 1)
 

@@ -1,4 +1,4 @@
-"""POST /score: compared with the model's plain forward, and with sums of its own numbers."""
+"""POST /score: compared with the model's plain forward, and with sums of its numbers."""
 
 import math
 from typing import Any
