@@ -110,8 +110,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Shape of each request, and the duration of the load: `seconds` are counted, after
-    `warm_up`."""
+    """Shape of each request, and the duration of the load: `seconds` are measured, after `warm_up`
+    seconds."""
 
     prompt_tokens: int
     tokens: int

@@ -403,7 +403,7 @@ class LLM:
     @cached_property
     def hooked(self) -> HookedGPT:
         """The model with TransformerLens' interface (`model/hooked/model.py`). Its weights are a
-        copy in float32, which a float32 model shares. Raises InvalidRequest for a model by its
+        copy in float32; a float32 model shares them. Raises InvalidRequest for a model by its
         owner's code."""
         gpt_only(self.checkpoint.shape, "hook points of TransformerLens")
         return HookedGPT(self._engine.whole_gpt(), self.tokenizer, self.checkpoint.name)

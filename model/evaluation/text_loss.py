@@ -63,7 +63,7 @@ class TextLoss:
     stride: int
     placement: Placement
     options: ComputeOptions
-    seconds: float  # computing time, without reading and tokenizing
+    seconds: float  # computing time, without reading or tokenizing
 
     @property
     def tokens_per_second(self) -> float:

@@ -125,7 +125,7 @@ def test_settings_reach_the_replicas(on_ray: OnRay, client: httpx.Client) -> Non
 
 
 def test_stream_passes_as_it_is_written(client: httpx.Client) -> None:
-    """The first events arrive long before the last. The request's id passes."""
+    """The first events arrive long before the last. The request's id is passed on."""
     begun, first, events = time.monotonic(), 0.0, []
     named = {"X-Request-ID": "abc"}
     with client.stream("POST", "/generate", json=LONG, headers=named) as reply:

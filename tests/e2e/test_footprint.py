@@ -17,7 +17,7 @@ READY_SECONDS = 10
 """Limit; an idle machine takes some seconds."""
 
 BESIDES = 500 * 10**6
-"""Limit of resident bytes without weights and KV cache: Python, torch, the vocabulary, the code."""
+"""Limit of resident bytes without weights or KV cache: Python, torch, the vocabulary, the code."""
 
 
 @pytest.fixture(autouse=True)

@@ -171,8 +171,8 @@ def autosize(
     """The run of the chosen size with the recipe for its text and its length, and a notice about
     it. `text_bytes` is the size of the text; above `choice.enough_bytes` its value does not matter.
 
-    The run gets seven evaluations, each less than a hundredth of the time, and three times samples
-    and a checkpoint."""
+    The run gets seven evaluations, each less than a hundredth of the time, and writes samples and a
+    checkpoint three times."""
     training, tokens = choice.training, choice.tokens
     steps = max(1, round(tokens / training.tokens_per_step))
     # Intervals need not divide the steps: a run always ends with an evaluation and a checkpoint.

@@ -53,7 +53,7 @@ def write_card(
 
 
 def command(config: TrainingConfig) -> str:
-    """The command line that repeats a configuration, without devices and output paths."""
+    """The command line that repeats a configuration, without devices or output paths."""
     words = ["logitd", "train", "--preset", config.preset]
     for name, field in TrainingConfig.model_fields.items():
         value = getattr(config, name)

@@ -24,7 +24,7 @@ DECIDED = {"logits": {"top_k", "stream"}}
 
 
 def tree(source: str) -> str:
-    """A source file without layout and comments."""
+    """A source file without layout or comments."""
     parsed = ast.parse(source)
     for node in ast.walk(parsed):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):

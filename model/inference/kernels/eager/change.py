@@ -140,7 +140,7 @@ def _axis(indices: Sequence[int]) -> Axis:
 
 
 def _mesh(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[Axis, ...]:
-    """The index of all combinations of indices along each axis."""
+    """An index of every combination of the indices along the axes."""
     if sum(isinstance(axis, Tensor) for axis in axes) < 2:
         return tuple(axes)
     last = len(axes) - 1

@@ -180,7 +180,7 @@ UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"rope_parameters": {"rope_type": "linear", "factor": 0, "rope_theta": 5e3}},
          r"rope_scaling\.factor is 0\.0; it must be greater"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "low_freq_factor": 1.0}},
-         "for all layers alike, the type 'linear' has no low_freq_factor"),
+         "with the same settings in all layers, the type 'linear' has no low_freq_factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}},
          "the type 'default' has no full_attention"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},

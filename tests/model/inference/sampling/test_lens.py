@@ -125,7 +125,7 @@ def test_following_token_has_the_bits_of_a_score_at_the_last_layer() -> None:
     logprobs = np.array([token.logprob for token in scored])
     assert np.array_equal(figures[:, 2].numpy(), logprobs.astype(np.float32))
     assert figures[:, 3].tolist() == [token.rank for token in scored]
-    # With the digest's sums, which other layers use, some round to the other number.
+    # With the digest's sums, as for other layers, some are rounded to the adjacent number.
     by_sums = LensDigest(logits, 1, (0,)).numbers(logits)[:, 2].numpy()
     assert not np.array_equal(by_sums, figures[:, 2].numpy())
     other = LensDigest(torch.zeros(2000, 60), 1, (), torch.zeros(2000, dtype=torch.int64))
