@@ -154,7 +154,7 @@ class StateDictReader:
         if left := sorted(self._tensors.keys() - self._taken):
             raise ConvertError(
                 f"{self._where} has {pluralize(len(left), 'tensor')} that a model with its "
-                f"configuration does not have, the first is {left[0]}"
+                f"configuration does not have; the first is {left[0]}"
             )
         return common_dtype(self._dtypes)
 

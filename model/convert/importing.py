@@ -372,7 +372,7 @@ def _check(
                        if given.get(name) != shapes.get(name)):  # fmt: skip
         name = wrong[0]
         raise ConvertError(
-            f"{len(wrong)} tensors do not fit the model, the first is {name}: its shape is "
+            f"{len(wrong)} tensors do not fit the model; the first is {name}: its shape is "
             f"{given.get(name)}, expected {shapes.get(name)}"
         )
     limit = torch.finfo(stored).max

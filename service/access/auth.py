@@ -188,7 +188,8 @@ def _in_file(file: Path | None) -> list[tuple[str, str]]:
 
 
 def _limit(place: str, words: str) -> KeyLimit:
-    """The limits in words such as `per-minute=60 at-once=4`. A missing one has the default."""
+    """The limits in words such as `per-minute=60 at-once=4`. The default applies to a missing
+    limit."""
     given: dict[str, int] = {}
     for word in words.split():
         name, _, number = word.partition("=")

@@ -77,7 +77,7 @@ async def load(state: ServiceState) -> None:
     missing = [model for model in models if isinstance(model, NotLoaded)]
     if len(missing) < len(models):
         for model in missing:
-            logger.error("%s is not served, the others are: %s", model.name, model.reason)
+            logger.error("%s is not served, but the other models are: %s", model.name, model.reason)
         state.serve(models, steps)
         return
     if steps is not None:

@@ -1,7 +1,7 @@
 # ruff: noqa: F403, F405
 """Endpoints: functions that build calls. Both clients have a method for each.
 
-Functions whose arguments and result follow from an operation are generated, the others are written
+Functions whose arguments and result follow from an operation are generated; the others are written
 by hand.
 """
 

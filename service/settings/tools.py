@@ -133,9 +133,9 @@ class ExtractSettings(ComputeSettings):
     )
     lens: bool = Field(
         False,
-        description="write instead the prediction of each layer, as if the model stopped "
-        "there: logprob and rank of the token, the likeliest tokens, entropy, and "
-        "divergence from the last layer",
+        description="write the prediction of each layer instead, as if the model stopped there: "
+        "logprob and rank of the token, the likeliest tokens, entropy, and divergence from the "
+        "last layer",
     )
     stages: StageNames = ()
     stored_dtype: Literal["float32", "float16", "bfloat16"] = Field(

@@ -260,4 +260,6 @@ def _compare(server: ServedProcess, tally: Tally) -> None:
     more = counted - tally.answered
     assert not tally.answered - counted, f"not counted: {tally.answered - counted}"
     assert set(more) <= {("/generate", 200), ("/generate", 499)}, f"counted too often: {more}"
-    assert sum(more.values()) == tally.left, f"{tally.left} were left, counted are {more}"
+    assert sum(more.values()) == tally.left, (
+        f"the client left {tally.left} times, but the server counted {more}"
+    )

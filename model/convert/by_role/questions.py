@@ -340,7 +340,9 @@ def _qk_norm(file: _File) -> Finding:
     if (said := file.said("qk_norm", lambda value: value is True)) is not None:
         return Finding(("unit",), f"{said.origin}, without weights")
     if setting(file.settings, "qk_norm_eps") is not None:
-        return Finding(("unit", "none"), "qk_norm_eps is a setting, but there are no weights", True)
+        return Finding(
+            ("unit", "none"), "the settings have qk_norm_eps, but the norms have no weights", True
+        )
     return Finding(("none", "unit"), CONVENTION)
 
 

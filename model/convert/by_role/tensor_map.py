@@ -147,7 +147,7 @@ def check(where: str, tensors: Mapping[str, Tensor], mapped: TensorMap) -> torch
     names = mapped.all_names()
     if missing := [name for name in names if name not in tensors]:
         raise ConvertError(
-            f"{where} lacks {pluralize(len(missing), 'tensor')} of its mapping, the first is "
+            f"{where} lacks {pluralize(len(missing), 'tensor')} of its mapping; the first is "
             f"{missing[0]}"
         )
     taken = {*names, *mapped.ignored}

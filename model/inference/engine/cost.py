@@ -100,7 +100,8 @@ def step_cost(request: Request, config: ModelConfig) -> StepCost:
 
 
 def prices(request: Request, config: ModelConfig) -> list[int]:
-    """The price of each sequence of a request: the length of a plain prompt that takes as long."""
+    """The price of each sequence of a request: the length of a plain prompt that takes the same
+    time."""
     if isinstance(request, AttributionRequest | CircuitRequest):
         return [max(SHORTEST_PASS, request.task.position + 1) * request.task.passes]
     lengths = sequence_lengths(request)

@@ -125,7 +125,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "one tensor less": (
         tensors(lambda weights: weights.pop("blocks.1.qkv.bias")),
-        "1 tensor,.*blocks.1.qkv.bias",
+        "1 tensor;.*blocks.1.qkv.bias",
     ),
     **{
         f"{number} in a tensor": (filled(float(number)), "blocks.2.mlp_up.weight.*NaN")

@@ -114,7 +114,7 @@ class AppliedChange:
 
 
 def _direction(array: Any, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-    """A direction at length 1."""
+    """A direction scaled to length 1."""
     if array is None:
         return None
     direction = torch.from_numpy(array).double()

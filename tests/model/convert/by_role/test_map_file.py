@@ -133,7 +133,7 @@ def test_map_file_names_meaningless_tensors(tmp_path: Path) -> None:
         (('ignore = ["junk.*", "l{N}.noise"]', 'ignore = ["junk.*"]'), r"2 tensors .* l1\.noise"),
         (('ignore = ["junk.*", "l{N}.noise"]', ""), r"3 tensors without a known role"),
         (('"l{N}.x"', '"l{N}.z"'), r"mlp_up\.weight is 'l\{N\}\.z', but no tensor has such a name"),
-        (('"t"', '"tt"'), r"lacks 1 tensor of its mapping, the first is tt"),
+        (('"t"', '"tt"'), r"lacks 1 tensor of its mapping; the first is tt"),
     ],
 )
 def test_map_that_does_not_fit_the_file_is_refused(

@@ -171,8 +171,8 @@ def with_wide_table(width: int) -> nn.Module:
 
 
 def test_rotary_table_of_the_whole_width_does_not_settle_one_head() -> None:
-    """The rotation may come before the heads are split; a text once chose one head, and the choice
-    was believed."""
+    """The rotation may come before the heads are split; an import once accepted one head because a
+    text chose it."""
     file = state_file(with_wide_table(WIDTH))
     found = recognize_file(file, RoleOptions(answers={"n_head": 1}))
     assert found.findings["n_head"].resolved
