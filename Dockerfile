@@ -1,5 +1,5 @@
-# logitd in a container: no compiler and no pip at run time, an ordinary user. The native kernels are
-# built for every kind of processor; `logitd serve` takes the best that the one at hand can run.
+# logitd in a container, run by an ordinary user. The native kernels are built for
+# every supported instruction set; `logitd serve` chooses the best one that the processor can run.
 #
 #   docker build --build-arg TORCH_INDEX=cpu -t logitd .
 #   docker run --init --rm -p 127.0.0.1:8000:8000 -e LOGITD_ALLOWED_HOSTS=localhost logitd
@@ -8,7 +8,7 @@
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS kernels
-# The compiler stays in this stage; which patch of it the image's Debian has does not matter.
+# The compiler stays in this stage; the patch version that Debian installs does not matter.
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
@@ -26,8 +26,8 @@ ENV PATH=/opt/logitd/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=
 COPY requirements.lock ./
 RUN pip install --require-hashes -r requirements.lock
 ARG TORCH_INDEX=
-# A name such as cpu, of which uv knows the index, or the address of one. torch is pinned; the rule does
-# not see past the optional flag.
+# The name of an index that uv knows, such as cpu, or the address of one. torch is pinned, but the rule
+# does not recognize this behind an optional flag.
 # hadolint ignore=DL3013
 RUN case "${TORCH_INDEX}" in \
       ''|*/*) pip install ${TORCH_INDEX:+--index-url ${TORCH_INDEX}} torch==2.13.0 ;; \
@@ -43,7 +43,7 @@ COPY --from=kernels /src/model/inference/kernels/cpu/prebuilt model/inference/ke
 RUN pip install --no-deps . && pip uninstall --yes pip
 
 FROM ${PYTHON_IMAGE}
-# On a GPU Triton compiles kernels at the first start, and starts them by a small program in C.
+# On a GPU, Triton compiles kernels at the first start, and the C code that launches them.
 ARG TORCH_INDEX=
 # hadolint ignore=DL3008
 RUN if [ "${TORCH_INDEX}" != cpu ]; then apt-get update \

@@ -1,12 +1,12 @@
-"""Cost of many clients that ablate heads, for clients that read streams at the same time.
+"""Effect of many clients that ablate heads on clients that read streams at the same time.
 
     python -m benchmarks.ablating_class [--threads N] [--checkpoint DIR] [--clients 20]
 
-Serves a checkpoint in a process of its own and reads streams from it. Then a class of clients asks
-for next-token probabilities, each without one head of its own and for its own prompt, and asks
-again as soon as it is answered. Prints the time between two tokens of the streams before and while
-the class asks, and the rate of the class. Compares the bits of every stream with those of the same
-request alone. The last line is JSON.
+Serves a checkpoint in a separate process and reads streams from it. Then a class of clients
+requests next-token probabilities, each with its own prompt and its own ablated head, and each sends
+the next request as soon as it gets its reply. Prints the time between two tokens of the streams
+before and during the requests, and the rate of the class. Compares the bits of every stream with
+those of the same request alone. The last line is JSON.
 """
 
 import json

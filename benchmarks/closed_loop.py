@@ -14,10 +14,10 @@ for requests at a fixed rate.
 A target is a `logitd serve` that is started with some flags, a server of another project that is
 started with the same random weights (--shape; benchmarks/peers/servers.py), or a running server
 with OpenAI's `/v1/completions`. The same client requests streams from all of them, after prompts of
-random token ids. A text ends only by its length. Tokens are counted as the servers count them. A
-server that counts another number of prompt tokens than were sent has failed. All targets run all
-the time. Each load is put on each target in turn, round by round, so that other work of the machine
-affects all targets alike; the other targets are idle meanwhile.
+random token ids. Texts end only at their maximum length. Tokens are counted as the servers count
+them. A server whose count of prompt tokens differs from the number sent has failed. All targets run
+all the time. Each load is applied to each target in turn, round by round, so that other work on the
+machine affects all targets alike; the other targets are idle meanwhile.
 
 clients   number of concurrent clients (a closed loop); each sends a new prompt when its stream ends
 rate      requests per second, at random moments, for any number of open requests (an open loop)
@@ -110,8 +110,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Shape of each request, and the duration of the load: `seconds` are counted, after
-    `warm_up`."""
+    """Shape of each request, and the duration of the load: `seconds` are measured, after `warm_up`
+    seconds."""
 
     prompt_tokens: int
     tokens: int
@@ -183,7 +183,7 @@ def figures_of(target: str, load: Load, observed: Observed) -> Figures:
     )
 
 
-# Asking
+# Requests
 
 
 class Completions:
@@ -192,7 +192,7 @@ class Completions:
     def __init__(self, model: Model) -> None:
         self._model = model
         # llama-server includes counts in each event only if its own option requests them, and it
-        # closes connections that it announced to keep alive, even while a request is on its way.
+        # closes connections that it promised to keep alive, even while a request is on its way.
         theirs = model.owner == "llamacpp"
         self._extra = {"timings_per_token": True} if theirs else {}
         self.headers: Mapping[str, str] = {"Connection": "close"} if theirs else {}

@@ -13,7 +13,7 @@ decode, native  Every product of a step of one sequence, accumulated as in every
                 whole step; it is below 0 if torch is slower. Kernels without batch invariance could
                 be faster than torch's, so a bound is printed as well: the time of the products
                 minus the time for reading their weights once, at the speed of a sum over memory.
-                (The bound means nothing if the weights stay in the processor's caches.) Attention
+                (The bound is meaningless if the weights stay in the processor's caches.) Attention
                 is not compared, because one sequence has nothing to share with others.
 sampling        Native sampling of one row, with float64 sums and a number that depends only on the
                 seed, against torch's softmax and multinomial, as a share of the same step.

@@ -47,7 +47,7 @@ def peak(pid: int) -> int:
 def _told(pid: int, name: str) -> int:
     status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     line = re.search(rf"{name}:\s+(\d+) kB", status)
-    assert line is not None, "Linux says it of every process"
+    assert line is not None, "Linux reports it for every process"
     return int(line[1]) * 1024
 
 
@@ -57,8 +57,8 @@ def besides(held: int, info: dict[str, Any]) -> int:
 
 
 def ask(url: str) -> dict[str, Any]:
-    """Have texts and rows computed, and every slot filled, because a cache takes memory only where
-    it was used; the server's /info."""
+    """Let the server compute texts and rows and fill every slot, because a cache takes memory only
+    where it was used. Returns the server's /info."""
     with httpx.Client(base_url=url, trust_env=False, timeout=600) as http:
         for seed in range(ASKED):
             for path, body in (

@@ -24,12 +24,13 @@ SHORT = 1
 
 @dataclass(frozen=True, slots=True)
 class Felt:
-    """By a client, in one round.
+    """Figures of one round, as a client sees them.
 
     alone_ms           a request for one token, with nothing else under way: the median
     first_token_ms     the first token of streams that run together: the median
     tokens_per_second  of those streams, from the first request to the last token
-    processor_ms       that the server's processes took for all of it; what neighbours change least
+    processor_ms       of the server's processes for the whole load; least affected by other
+                       programs
     """
 
     alone_ms: float
@@ -105,7 +106,8 @@ def medians(rounds: Sequence[Felt]) -> Felt:
 
 
 def ratios(first: Sequence[Felt], second: Sequence[Felt]) -> dict[str, float]:
-    """For each figure, the median over the rounds of the second's divided by the first's."""
+    """For each figure, the median over the rounds of the ratio of the second server to the
+    first."""
     return {
         part.name: statistics.median(
             getattr(b, part.name) / getattr(a, part.name)

@@ -11,8 +11,8 @@ NAME.log.
 
 llama.cpp, OpenVINO, CTranslate2 and `transformers serve` are measured if --peer-python names
 interpreters that have them, and vLLM and llama-server if --peer names them
-(`benchmarks.closed_loop`; benchmarks/README.md says how to install them). Run it on an idle
-machine. The last line is JSON.
+(`benchmarks.closed_loop`; benchmarks/peers/README.md). Run it on an idle machine. The last line is
+JSON.
 """
 
 import json
@@ -114,7 +114,7 @@ def commands(
     for name in ("engine_step", "speculation", "constraints", "large_reply"):
         commands[name] = [*module(f"benchmarks.{name}"), *common]
     commands["constraints-bfloat16"] = [*commands["constraints"], "--dtype", "bfloat16"]
-    commands["busy_neighbour"] = module("benchmarks.busy_neighbour")
+    commands["busy_neighbor"] = module("benchmarks.busy_neighbor")
     return commands
 
 

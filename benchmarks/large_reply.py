@@ -2,7 +2,7 @@
 
     python -m benchmarks.large_reply [--threads N]
 
-Serves a synthetic model with a vocabulary of 50,257 in a process of its own, streams tokens from
+Serves a synthetic model with a vocabulary of 50,257 in a separate process, streams tokens from
 it, and meanwhile asks for the logits of all 1,024 positions of a prompt (206 MB as float32). Prints
 how much memory the server took for the reply, and the time between two tokens of the stream before
 and during the reply. The last line is JSON.

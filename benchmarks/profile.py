@@ -204,7 +204,7 @@ def profile_engine(make_decoder: DecoderMaker, gpt: GPT, workload: Workload) -> 
             batch = workload.requests(1, f"prefill {number}", tokens=1)
             steps = run_watched(engine, watch, batch, every=1 if number % 2 else None)
             prompts.append(summed(steps))
-        profiles = [summarise(prompts, "prefill", 1)]
+        profiles = [summarize(prompts, "prefill", 1)]
         for size in workload.batches:
             steps = [
                 step
@@ -212,7 +212,7 @@ def profile_engine(make_decoder: DecoderMaker, gpt: GPT, workload: Workload) -> 
                 for step in run_watched(engine, watch, workload.requests(size, f"decode {number}"))
                 if step.decoded == size and not step.prefilled
             ]
-            profiles.append(summarise(steps, "decode", size))
+            profiles.append(summarize(steps, "decode", size))
     finally:
         engine.close()
     return profiles
@@ -262,7 +262,7 @@ def middle_half(steps: Sequence[WatchedStep]) -> list[WatchedStep]:
     return ordered[quarter : len(ordered) - quarter]
 
 
-def summarise(steps: Sequence[WatchedStep], case: str, batch: int) -> Profile:
+def summarize(steps: Sequence[WatchedStep], case: str, batch: int) -> Profile:
     """The profile of steps of one kind."""
     watched = [step for step in steps if step.stages is not None]
     counted = middle_half(watched)

@@ -250,7 +250,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         reply = self._reply
         if reply is None or reply.complete:
-            self.close()  # nobody waits for this
+            self.close()  # no request waits for this
             return
         try:
             reply.parser.feed_data(data)

@@ -104,7 +104,7 @@ class Loop:
             if began is None and min(self.ended) > 0:
                 self.first_tokens, self.gaps, self.tokens = [], [], 0
                 began = self.engine.clock()
-        assert began is not None, "it counts from the second request of the last client on"
+        assert began is not None, "counting starts with the second request of the last client"
         return self.engine.clock() - began
 
     def _step(self) -> None:

@@ -5,9 +5,9 @@
 
 For each budget `logitd train --minutes N` chooses a size, and nanoGPT's model and AdamW (the preset
 `nanogpt`) get the same layers and width: the block matrices have the same shapes. Text, vocabulary,
-context, threads and seconds are the same; every run is a real `train()` in a process of its own, in
+context, threads and seconds are the same; every run is a real `train()` in a separate process, in
 turns. The two differ in the recipe: the shape outside the matrices, the optimizers, the learning
-rates and their schedule, the batch. The default has more parameters all the same: a head of its own
+rates and their schedule, the batch. The default nevertheless has more parameters: an untied head
 and value embeddings, which cost memory and hardly any arithmetic. The table has both counts.
 
 Only the time of training is counted, not that of the vocabulary, the choice of the size or the last
@@ -15,13 +15,13 @@ evaluation. The bits per byte are those of the last weights on the whole validat
 after the run, in the same windows for all.
 
 Fairness to nanoGPT: its preset has the best of the learning rates and batches that were tried at
-width 128; `--sweep` first tries RATES times BATCHES at each budget with a seed of its own and takes
+width 128; `--sweep` first tries RATES times BATCHES at each budget with a separate seed and takes
 the pair with the fewest bits on the validation text. A recipe that learns less from a token may be
 better off with a smaller model: `--smaller` adds nanoGPT at the next smaller size.
 
 Each run is a line in the results file as soon as it ends; a later call with the same file does not
 repeat it. The last line printed is JSON. On a busy machine, or with budgets of seconds, the figures
-mean nothing.
+are meaningless.
 """
 
 import argparse

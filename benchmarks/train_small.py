@@ -4,19 +4,19 @@ steps.
     python -m benchmarks.train_small --data FILE [--minutes 2] [--threads N] [--seeds 1]
                                      [--sides adapted long nanogpt-char] [--size N --passes P]
 
-FILE is a text that a run passes several times in that time, such as a megabyte of plays in two
+FILE is a text that a run passes over several times in that time, such as a megabyte of plays in two
 minutes. Its last tenth is held out, as in `logitd train`. The sides:
 
     adapted        `logitd train --minutes N --data FILE`
-    long           the same as if the text were long: nothing changes because it is passed often
+    long           the same with the recipe for long texts
     nanogpt-char   nanoGPT's model for a CPU and its recipe, on bytes (the preset of that name)
 
 With `--size N --passes P` the clock does not matter: `adapted` and `long` have the N-th size of
-`model/training/configuration/autosize.py` (from 0) and as many steps as `long` needs to pass the
-text P times, so the figures are the same on a busy machine. A step of `adapted` has less arithmetic
-in its head and more for its dropout.
+`model/training/configuration/autosize.py` (from 0) and as many steps as `long` needs for P passes
+over the text, so the figures are the same on a busy machine. A step of `adapted` has less
+arithmetic in its head and more for its dropout.
 
-Each run is a real `train()` in a process of its own, in turns. Bits per byte are measured after it
+Each run is a real `train()` in a separate process, in turns. Bits per byte are measured after it
 on the whole validation text, with the last weights and with the best evaluation's, which are
 served. The last line is JSON.
 """
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--passes", type=float, help="steps instead of minutes")
     arguments = parser.parse_args()
     if not arguments.data:
-        parser.error("--data FILE is required: a text that is passed several times")
+        parser.error("--data FILE is required: a text for several passes")
     if (arguments.size is None) != (arguments.passes is None):
         parser.error("set --size and --passes together")
     keep_freed_memory()  # as `logitd train` does before it measures

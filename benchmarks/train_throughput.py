@@ -10,8 +10,8 @@ AdamW unchanged. `plain float32` is the same without autocast, as nanoGPT trains
 steps compiling is earned back. Model, initial weights, batches of random ids and learning rates are
 the same for all.
 
-Each figure is the median step of a process of its own; the four take turns, and a ratio is the
-median of those within each round. The last line is JSON. Run it on an idle machine.
+Each figure is the median step of a separate process; the four take turns, and a ratio is the median
+of those within each round. The last line is JSON. Run it on an idle machine.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from torch.optim import AdamW, Muon
 from logitd.model.device import Placement, keep_freed_memory, use_threads
 from logitd.model.openmp import spin_variables
 from logitd.model.training.configuration.presets import PRESETS, Recipe
-from logitd.model.training.optim.optimizers import Optimizers, initialise, kind_of
+from logitd.model.training.optim.optimizers import Optimizers, initialize, kind_of
 from logitd.model.training.step.compile import choose_loss
 from logitd.model.training.step.forward import Forward, training_placement
 from logitd.model.transformer.attention import CausalAttend
@@ -109,7 +109,7 @@ def measure(loop: str, name: str, steps: int, threads: int) -> dict[str, float]:
     use_threads(placement.threads)
     generator = torch.Generator().manual_seed(0)
     gpt = GPT(config)
-    initialise(gpt, recipe, generator)
+    initialize(gpt, recipe, generator)
     gpt.train()
     if loop in OWN:
         keep_freed_memory()  # as `logitd train` does

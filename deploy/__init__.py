@@ -1,1 +1,1 @@
-"""Deployments of logitd: monitoring, balancing, clusters."""
+"""Deployment of logitd: monitoring, load balancing, clusters."""

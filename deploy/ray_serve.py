@@ -2,17 +2,17 @@
 
     python -m deploy.ray_serve [CHECKPOINT] [--ray local] [--min-replicas 1] [--max-replicas 2] ...
 
-takes every flag and LOGITD_* variable of `logitd serve` besides those below, and refuses those of
-them that are about connections: these are Ray's here. It serves until SIGTERM or Ctrl-C. `app` is
-the same for Ray's own tools: `serve run deploy.ray_serve:app checkpoint=... slots=8`, or a
-configuration file of `serve deploy` with these names in `args`.
+takes every flag and LOGITD_* variable of `logitd serve` in addition to those below, except those
+for connections, which Ray handles. It serves until SIGTERM or Ctrl-C. `app` is the entry point for
+Ray's own tools: `serve run deploy.ray_serve:app checkpoint=... slots=8`, or a configuration file
+for `serve deploy` with these names in `args`.
 
-A replica counts as started when its weights are loaded, and is replaced by Ray when its engine has
-failed or stalls. HAProxy, which Ray starts, passes connections straight to the replicas. Requests
-with the same header `X-Session-Id` go to the same replica, which has their prefix in its cache; the
-others go to the replicas in turn. HAProxy does not read bodies, so it cannot route by prefix. Ray
-is an optional dependency (the extra `ray`). Does not cover rollouts, and several machines need the
-checkpoint under the same path and logitd itself.
+A replica counts as started once its weights are loaded. Ray replaces it if its engine fails or
+stalls. HAProxy, which Ray starts, passes connections straight to the replicas. Requests with the
+same header `X-Session-Id` go to the same replica, which has their prefix in its cache; the others
+go to the replicas in turn. HAProxy does not read bodies, so it cannot route by prefix. Ray is an
+optional dependency (the extra `ray`). Rollouts are not covered. On several machines, each needs
+logitd and the checkpoint at the same path.
 """
 
 import logging
@@ -46,7 +46,7 @@ HAPROXY = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_HAPROXY_NBTHREAD": "1",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",  # instead of 30
-    # Ray writes this after `balance`. If a replica goes, only its sessions move.
+    # Ray writes this after `balance`. If a replica disappears, only its sessions move.
     "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": "hdr(x-session-id)\n    hash-type consistent",
     **{
         f"RAY_SERVE_HAPROXY_{name}": f"{gettempdir()}/logitd-haproxy-{os.getpid()}/{file}"
@@ -58,8 +58,8 @@ HAPROXY = {
         ]
     },
 }
-"""Environment of Ray's processes. An existing cluster must have been started with the first four
-lines; there, only variables that are not set take effect."""
+"""Environment variables of Ray's processes. An existing cluster must have been started with the
+first four; variables that are already set there keep their values."""
 os.environ |= {**HAPROXY, **os.environ}  # Ray reads them when it is imported
 
 try:
@@ -69,17 +69,17 @@ except ImportError as error:
     raise SystemExit(f"Ray Serve is not installed: {installation('ray')}") from error
 
 NAME = "logitd"
-OF_CONNECTIONS = "HAProxy holds the connections of clients: leave it out"
+OF_CONNECTIONS = "HAProxy manages the clients' connections: leave it out"
 REFUSED = {
-    "import_model": "replicas import nothing: run `logitd import` first",
+    "import_model": "replicas do not import models: run `logitd import` first",
     "max_connections": OF_CONNECTIONS,
     "slow_sender_timeout": OF_CONNECTIONS,
     "slow_reader_timeout": OF_CONNECTIONS,
     "drain_grace": OF_CONNECTIONS,
 }
-"""Settings of `logitd serve` that would do nothing here, and why."""
+"""Settings of `logitd serve` that would have no effect here, with the reason."""
 HEALTH_SECONDS = 2.0
-"""Between two looks at whether a replica's engine goes on."""
+"""Seconds between two health checks of a replica."""
 
 
 class RaySettings(ServeSettings):
@@ -88,23 +88,23 @@ class RaySettings(ServeSettings):
     ray: str = Field(
         LOCAL,
         description="address of a Ray cluster (host:port), auto for the one that this machine "
-        "belongs to, or local: Ray is started here and ended with the command",
+        "belongs to, or local, which starts Ray here and stops it at the end",
     )
-    min_replicas: int = Field(1, ge=1, le=1000, description="replicas that always run")
-    max_replicas: int = Field(1, ge=1, le=1000, description="replicas under load, at most")
+    min_replicas: int = Field(1, ge=1, le=1000, description="minimum number of replicas")
+    max_replicas: int = Field(1, ge=1, le=1000, description="maximum number of replicas")
     requests_per_replica: float | None = Field(
         None,
         gt=0,
-        description="requests under way in a replica, above which there are to be more replicas; "
-        "if not given as many as it has slots",
+        description="open requests per replica above which replicas are added "
+        "(default: the number of its slots)",
     )
-    gpus: float = Field(0, ge=0, description="GPUs that each replica takes")
+    gpus: float = Field(0, ge=0, description="number of GPUs per replica")
 
     @field_validator("max_replicas")
     @classmethod
     def _not_fewer_than_always(cls, value: int, info: ValidationInfo) -> int:
         if value < info.data.get("min_replicas", 1):
-            raise ValueError("it is less than min-replicas; give at least as many")
+            raise ValueError("it is less than --min-replicas; set at least as many")
         return value
 
     @field_validator(*REFUSED)
@@ -119,7 +119,9 @@ class RaySettings(ServeSettings):
     @classmethod
     def _that_every_node_knows(cls, value: int) -> int:
         if value == 0:
-            raise ValueError("Ray's proxies listen on the port that they are told; choose one")
+            raise ValueError(
+                "0 is not possible, because Ray's proxies need a fixed port: choose one"
+            )
         return value
 
 
@@ -129,10 +131,11 @@ COMMAND = SettingsCommand(
 
 
 class Replica:
-    """The application in a process of Ray's, which is started when its weights are loaded."""
+    """The application in one of Ray's processes; it counts as started once its weights are
+    loaded."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Every field of the settings, independent of this environment."""
+        """`settings` has every field, so this process's environment has no effect."""
         self._settings = ServeSettings(_env_file=None, **settings)
         configure_logging(self._settings.log_level, json=self._settings.log_format == "json")
         self._app = create_app(self._settings)
@@ -142,15 +145,15 @@ class Replica:
         return _StartedWhenLoaded(self._app, self._state)
 
     def check_health(self) -> None:
-        """Raise if no request can be answered any more, so that Ray starts another replica."""
+        """Raise RuntimeError if no request can be answered, so that Ray starts another replica."""
         status, reason = self._state.status()
         if status in ("failed", "stalled"):
             raise RuntimeError(f"{status}: {reason}")
 
 
 class _StartedWhenLoaded:
-    """The application, whose start ends when it has loaded, well or badly: alone it listens while
-    it loads. Ray asks for its health next, and what went wrong is said there."""
+    """The application, whose startup ends when loading has succeeded or failed. (Without Ray it
+    listens while it loads.) Ray checks its health next, which reports a failure."""
 
     def __init__(self, app: ASGIApp, state: ServiceState) -> None:
         self._app = app
@@ -160,7 +163,7 @@ class _StartedWhenLoaded:
         async def send_on(message: Message) -> None:
             if message["type"] == "lifespan.startup.complete":
                 await self._state.settled.wait()
-            elif message["type"] == "http.response.start":  # Ray names it once more
+            elif message["type"] == "http.response.start":  # Ray adds its own
                 message["headers"] = [
                     (name, value)
                     for name, value in message["headers"]
@@ -172,14 +175,14 @@ class _StartedWhenLoaded:
 
 
 def application(settings: RaySettings) -> serve.Application:
-    """The deployment of these settings. A replica computes with `threads` threads and reserves as
-    many processors; 0 is what this machine has, shared by the replicas."""
+    """The deployment for these settings. A replica computes with `threads` threads and reserves as
+    many processors; 0 divides this machine's processors among the replicas."""
     threads = settings.threads or max(1, available_processors() // settings.max_replicas)
     ours = {name: getattr(settings, name) for name in ServeSettings.model_fields}
     sources = tuple(replace(one, path=one.path.resolve()) for one in settings.checkpoint)
     ours |= {"threads": threads, "checkpoint": sources}
     if settings.slots is None and settings.kv_cache_memory is None:
-        ours["slots"] = EngineConfig().slots  # not a share of memory that other replicas have too
+        ours["slots"] = EngineConfig().slots  # not a share: replicas share the memory
     slots = (settings.slots or EngineConfig().slots) * len(sources)
     deployment = serve.deployment(
         serve.ingress()(Replica),
@@ -190,7 +193,7 @@ def application(settings: RaySettings) -> serve.Application:
             max_replicas=settings.max_replicas,
             target_ongoing_requests=settings.requests_per_replica or slots,
         ),
-        # What is above waits at the proxy; logitd's own 429 is about sequences and tokens.
+        # Further requests wait at the proxy; logitd's own 429 limits sequences and tokens.
         max_ongoing_requests=slots + settings.max_queue,
         ray_actor_options={
             "num_cpus": threads,
@@ -206,16 +209,17 @@ def application(settings: RaySettings) -> serve.Application:
 
 
 def app(arguments: Mapping[str, Any]) -> serve.Application:
-    """For `serve run` and `serve deploy`: arguments are settings by the names of their fields."""
+    """The application for `serve run` and `serve deploy`; the arguments are settings by field
+    name."""
     return application(RaySettings(**arguments))
 
 
 def main(arguments: list[str]) -> int:
-    """Serve until a signal; the exit code, 2 for a wrong command line."""
+    """Serve until a signal. Returns the exit code, which is 2 for a wrong command line."""
     try:
         settings = COMMAND.main(arguments, standalone_mode=False)
         if not isinstance(settings, RaySettings):
-            return 0  # it has shown its help
+            return 0  # --help was shown
         for source in settings.models:
             checkpoint_at(source.path, settings.follow)
     except click.ClickException as error:
@@ -242,7 +246,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _start(settings: RaySettings) -> None:
-    """Return when the first replicas answer. Raises RuntimeError if they cannot."""
+    """Start the replicas, and return when the first ones answer. Raises RuntimeError if none
+    can."""
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     serve.start(
         proxy_location="HeadOnly" if settings.ray == LOCAL else "EveryNode",
@@ -260,7 +265,7 @@ def _start(settings: RaySettings) -> None:
 
 
 def _reason() -> str:
-    """Why replicas do not start: the last line of what the last of them said."""
+    """The reason why replicas do not start: the last error line of their messages."""
     for deployment in serve.status().applications[NAME].deployments.values():
         lines = [line for line in deployment.message.splitlines() if "Error: " in line]
         if lines:

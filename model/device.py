@@ -25,7 +25,7 @@ KEPT_BYTES = 32 * 2**20
 step needs."""
 MEMINFO = Path("/proc/meminfo")
 CARDS_RUN = ("NVIDIA H200",)
-"""Torch's names of the GPUs on which `python -m benchmarks.gpu` has passed."""
+"""GPUs, by torch's names, on which `python -m benchmarks.gpu` has passed."""
 OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 """Linux's list of the control groups of this process, and the folder of all groups."""
 

@@ -328,7 +328,7 @@ class LLM:
         minus: Token | None = None,
         **fields: Any,
     ) -> Attribution:
-        """How much each part contributes to the logit of `token` (None: the likeliest next token),
+        """The contribution of each part to the logit of `token` (None: the likeliest next token),
         minus the logit of `minus` if given. The parts are the tokens of the prompt (methods
         "gradient_times_input" and "integrated_gradients") or the heads and MLPs ("direct").
 
@@ -403,7 +403,7 @@ class LLM:
     @cached_property
     def hooked(self) -> HookedGPT:
         """The model with TransformerLens' interface (`model/hooked/model.py`). Its weights are a
-        copy in float32, which a float32 model shares. Raises InvalidRequest for a model by its
+        copy in float32; a float32 model shares them. Raises InvalidRequest for a model by its
         owner's code."""
         gpt_only(self.checkpoint.shape, "hook points of TransformerLens")
         return HookedGPT(self._engine.whole_gpt(), self.tokenizer, self.checkpoint.name)

@@ -1,4 +1,4 @@
-"""Machine: how fast this machine reads memory and multiplies matrices at best.
+"""Machine: the peak rates at which this machine reads memory and multiplies matrices.
 
 Both rates are measured with ordinary torch operations, on the model's device and with its threads.
 Other users of the same hardware reduce them by amounts that change from minute to minute.

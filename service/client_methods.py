@@ -1,4 +1,5 @@
-"""Client methods: source of the properties and methods that `generate_client.py` gives results."""
+"""Client methods: source of the properties and methods that `generate_client.py` adds to the
+classes of results."""
 
 from collections.abc import Mapping
 
@@ -57,4 +58,4 @@ FRAMES: Mapping[str, tuple[str, ...]] = {
     "Stages": ("stages",),
     "Weights": ("weights",),
 }
-"""Parts of a result that are the rows of its data frame."""
+"""Parts of a result that become the rows of its data frame."""

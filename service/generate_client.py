@@ -282,10 +282,10 @@ def _frame_method(name: str) -> str:
     """The source of `to_dataframe` of a result; empty if it has no rows."""
     if (paths := FRAMES.get(name)) is None:
         return ""
-    rows = " and ".join(path.rpartition(".")[2] for path in paths)
+    rows = " and ".join(f"`{path.rpartition('.')[2]}`" for path in paths)
     return (
         "\ndef to_dataframe(self) -> Any:\n"
-        f'    """A pandas DataFrame with a row for each of the {rows}."""\n'
+        f'    """A pandas DataFrame with one row for each entry of {rows}."""\n'
         f"    return record_frame(self, {', '.join(map(_quoted, paths))})\n"
     )
 

@@ -1,4 +1,4 @@
-"""Fixtures of several packages of tests."""
+"""Fixtures shared by several packages of tests."""
 
 import gc
 import logging
@@ -23,7 +23,7 @@ SLOW = re.compile(r"^pytestmark = .*pytest\.mark\.slow", re.MULTILINE)
 """Line in modules whose tests are all slow."""
 
 MATPLOTLIB = "matplotlib.figure"
-"""Module that draws the picture of a run, if it is installed."""
+"""Module that draws the curves of a run, if it is installed."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

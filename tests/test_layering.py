@@ -225,7 +225,7 @@ def modules(package: str) -> Iterator[tuple[str, set[str]]]:
         yield name, imports(path.read_text(encoding="utf-8"))
 
 
-@cache  # several tests read all of them
+@cache  # several tests read all modules
 def imports(source: str) -> set[str]:
     """Imports of a source, also within functions, with imported names as `module.name`."""
     found: set[str] = set()

@@ -185,7 +185,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 
 
 def provoked(folder: Path) -> Iterator[str]:
-    """Messages by the name of the function that provokes them, without paths and hashes of this
+    """Messages by the name of the function that provokes them, without paths or hashes of this
     run."""
 
     def message(provoke: Callable[[], Any]) -> str:

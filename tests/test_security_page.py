@@ -22,15 +22,15 @@ def dependencies() -> set[str]:
     return {re.split(r"[<>=;\[ ]", line)[0] for lines in lists for line in lines}
 
 
-def licences() -> dict[str, str]:
-    """The licence of each dependency on the page."""
-    rows = PAGE.partition("| dependency | licence |")[2].splitlines()[2:]
+def licenses() -> dict[str, str]:
+    """The license of each dependency on the page."""
+    rows = PAGE.partition("| dependency | license |")[2].splitlines()[2:]
     cells = [row.strip("| ").split(" | ") for row in rows if row.startswith("|")]
-    return {name: licence for names, licence in cells for name in names.split(", ")}
+    return {name: license for names, license in cells for name in names.split(", ")}
 
 
 def test_all_dependencies_have_a_licence() -> None:
-    assert licences().keys() == dependencies()
+    assert licenses().keys() == dependencies()
 
 
 @pytest.mark.parametrize("name", sorted(dependencies()))
@@ -44,7 +44,7 @@ def test_licences_equal_the_packages(name: str) -> None:
     texts = [text for field in fields for text in metadata.get_all(field) or ()]
     known = " ".join(text for text in texts if text)
     kinds = {"MIT": "MIT", "Apache": "Apache", "BSD": "BSD", "MPL": "MPL", "its own": "matplotlib"}
-    claimed = [word for kind, word in kinds.items() if kind in licences()[name]]
+    claimed = [word for kind, word in kinds.items() if kind in licenses()[name]]
     assert claimed
     assert all(word in known for word in claimed), known[:300]
 

@@ -56,7 +56,7 @@ class Command:
     """Arguments and surroundings of a process of `logitd`.
 
     descriptors  limit of open files and connections
-    without      modules that are missing for it
+    without      modules that cannot be imported
     """
 
     arguments: Sequence[str]
@@ -69,7 +69,7 @@ class Command:
 
 
 class ForkedProcess:
-    """A command, in the terms of `subprocess.Popen`."""
+    """A command with the interface of `subprocess.Popen`."""
 
     def __init__(
         self,

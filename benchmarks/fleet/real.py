@@ -77,7 +77,7 @@ async def _at_their_moments(
 
 
 async def _ask(client: httpx.AsyncClient, url: str, load: Load, number: int) -> Reply:
-    """Send a request with a new prompt, so that nothing of it is cached."""
+    """Send a request with a new prompt, of which nothing is cached."""
     prompt = [(7 * number + 3 * place) % 250 + 1 for place in range(load.prompt_tokens)]
     body = {"prompt": prompt, "max_tokens": load.tokens, "ignore_eos": True, "stream": True}
     begun, first = time.perf_counter(), 0.0

@@ -25,7 +25,7 @@ class StepTimes:
     """Step times of one server, in seconds.
 
     prefill_token  for each prompt token of a step
-    decode         for decode batches of some sizes, rising: (sequences, seconds)
+    decode         for decode batches of some sizes, ascending: (sequences, seconds)
     """
 
     prefill_token: float
@@ -81,10 +81,10 @@ class Server:
 class Outcome:
     """Results of all requests that arrived; times in seconds.
 
-    first_tokens   from arrival to the first token of each that was answered, rising
+    first_tokens   from arrival to the first token of each that was answered, ascending
     inter_token    mean time from one token of a sequence to its next
     seconds        from the first arrival to the last token
-    busy           share of that in which servers computed
+    busy           share of that time in which servers computed
     """
 
     first_tokens: tuple[float, ...]

@@ -153,7 +153,9 @@ class Comparison:
                 continue
             limit = LIMITS[self._plan.shape.family][self._dtype]
             if not distance <= limit:
-                raise SystemExit(f"{name} computes something else: off by {distance:.2g}, {limit=}")
+                raise SystemExit(
+                    f"{name} computes something different: off by {distance:.2g}, {limit=}"
+                )
             self._processes[name] = process
             self._disagreements[name] = distance
             print(f"{self._dtype}: {name} is {process.about}; off by {distance:.1e}", flush=True)
@@ -170,7 +172,7 @@ class Comparison:
                     del self._processes[name]
                     self._leave_out(name, error)
         return [
-            summarise(runs[name][1:], self._dtype, name, prompts, self._disagreements[name])
+            summarize(runs[name][1:], self._dtype, name, prompts, self._disagreements[name])
             for name in self._processes
         ]
 
@@ -186,7 +188,7 @@ def rounds_of(plan: Plan, batch: int) -> int:
     return plan.rounds * min(math.isqrt(max(plan.batches) // batch), MOST_TIMES)
 
 
-def summarise(
+def summarize(
     runs: list[Run], dtype: str, peer: str, prompts: list[list[int]], disagreement: float
 ) -> Result:
     """Combine the rounds of one peer."""

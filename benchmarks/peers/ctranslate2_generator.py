@@ -56,7 +56,7 @@ def convert(source: Path, target: Path, computed: str) -> None:
         "--model", str(source), "--output_dir", str(target), "--quantization", computed,
     ]  # fmt: skip
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
-    # It writes that there is no unknown token, but cannot read that.
+    # The converter writes null for a missing unknown token, which the library cannot read.
     path = target / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config["unk_token"] = config["eos_token"]

@@ -75,7 +75,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
 
 def named(shape: Shape, tensors: Tensors) -> Iterator[tuple[str, NDArray[np.float32]]]:
     """Each tensor by llama.cpp's name. For a Llama, query, key and value are separate, gate and up
-    matrices too, and channels that turn together are neighbours."""
+    matrices too, and channels that rotate together are adjacent."""
     for name, value in tensors.items():
         if shape.family == "llama" and name.endswith(".qkv.weight"):
             block = f"blk.{name.split('.')[1]}"
@@ -83,8 +83,8 @@ def named(shape: Shape, tensors: Tensors) -> Iterator[tuple[str, NDArray[np.floa
             width = shape.d_model // shape.n_head
             ends = np.cumsum([count * width for count in heads])
             query, key, whole = np.split(value, ends)
-            yield f"{block}.attn_q.weight", neighbours(query, shape.n_head)
-            yield f"{block}.attn_k.weight", neighbours(key, shape.kv_heads)
+            yield f"{block}.attn_q.weight", neighbors(query, shape.n_head)
+            yield f"{block}.attn_k.weight", neighbors(key, shape.kv_heads)
             yield f"{block}.attn_v.weight", whole
         elif shape.family == "llama" and name.endswith(".mlp_up.weight"):
             block = f"blk.{name.split('.')[1]}"
@@ -95,9 +95,9 @@ def named(shape: Shape, tensors: Tensors) -> Iterator[tuple[str, NDArray[np.floa
             yield gguf_name(name), value
 
 
-def neighbours(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Reorder rows (heads * D, d_model) so that channels that turn together are adjacent instead of
-    in separate halves."""
+def neighbors(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+    """Reorder rows (heads * D, d_model) so that channels that rotate together are adjacent instead
+    of in separate halves."""
     halves = rows.reshape(heads, 2, -1, rows.shape[1])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
 

@@ -5,10 +5,10 @@
 writes
 
     DIR/logitd           a checkpoint, for `logitd serve`
-    DIR/huggingface      for vLLM, `transformers`, and whoever converts from it
+    DIR/huggingface      for vLLM, `transformers` and converters
     DIR/DTYPE.gguf       for llama.cpp; 4 bits are made of float32 by its own `llama-quantize`
 
-Needs the package gguf where --gguf is given.
+--gguf needs the package gguf.
 """
 
 import sys

@@ -24,14 +24,14 @@ Rate = Callable[[Result], float]
 
 
 def report(results: list[Result], batches: tuple[int, ...], ours: str) -> str:
-    """Both tables."""
+    """The tables of decode and prefill rates."""
     decode = table(results, batches, ours, lambda result: result.decode_tokens_per_second)
     prefill = table(results, batches, ours, lambda result: result.prefill_tokens_per_second)
     return f"Decode, tokens per second\n\n{decode}\n\nPrefill, tokens per second\n\n{prefill}"
 
 
 def table(results: list[Result], batches: tuple[int, ...], ours: str, rate: Rate) -> str:
-    """Rates; empty if a peer has none at a batch size."""
+    """A table of rates; a cell is empty if the peer has no rate at that batch size."""
     lines = [
         f"| | {' | '.join(f'batch {batch}' for batch in batches)} |",
         f"|---|{'---:|' * len(batches)}",

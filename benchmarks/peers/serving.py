@@ -2,10 +2,10 @@
 
     python -m benchmarks.peers.serving [--shape 124m|30m] [--threads N] [--peer-python PYTHON]
 
-Only one server runs at a time, in a process of its own, all with the same number of threads. A
+Only one server runs at a time, in a separate process, all with the same number of threads. A
 client in this process requests the same batches of streams from each, all streams of a batch at
 once. All servers draw at temperature 1 from the whole vocabulary, and a text ends only by its
-length. Every token is counted. A stream with another number of tokens than requested is an error,
+length. Every token is counted. A stream with a number of tokens other than requested is an error,
 and its server gets no figures.
 
 tokens/s   rate while all streams of a batch decode; empty if they never all decode at once, as with
@@ -111,11 +111,11 @@ async def measure(url: str, server: str, dtype: str, plan: Plan) -> list[Served]
             rounds = [
                 await run(list(islice(prompts, batch)), plan.tokens) for _ in range(plan.rounds)
             ]
-            measured.append(summarise(rounds, server, dtype, batch))
+            measured.append(summarize(rounds, server, dtype, batch))
         return measured
 
 
-def summarise(
+def summarize(
     rounds: Sequence[Sequence[StreamRecord]], server: str, dtype: str, batch: int
 ) -> Served:
     """Combine the rounds of one batch size. Raises Unmeasured."""

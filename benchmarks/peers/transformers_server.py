@@ -6,7 +6,7 @@ words, and each piece of text in a stream is one token. Both are compared with t
 end.
 
 The interpreter of the server is an option: it needs `transformers[serving]` and accelerate, which
-nothing else here does.
+nothing else here needs.
 """
 
 import json

@@ -1,1 +1,1 @@
-"""A dashboard for Grafana, and what Grafana has to be told to show it."""
+"""A Grafana dashboard, and the provisioning files that load it."""

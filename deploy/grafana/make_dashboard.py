@@ -1,10 +1,10 @@
-"""Writes the dashboard for Grafana, `dashboards/logitd.json`, from the panels that stand here.
+"""Write the Grafana dashboard, `dashboards/logitd.json`, from the panels in this file.
 
     python deploy/grafana/make_dashboard.py
 
-A panel is a title, a unit of Grafana's, and its queries with their legends. `$instance` and
-`$model` are what the reader chooses. Not here: where Prometheus is (`provisioning/`) and alerts
-(`../prometheus/alerts.yml`).
+A panel has a title, a Grafana unit, and queries with their legends. The viewer chooses `$instance`
+and `$model`. The address of Prometheus is in `provisioning/`, alerts are in
+`../prometheus/alerts.yml`.
 """
 
 import json
@@ -23,12 +23,12 @@ OF_SERVERS = (
     "logitd_ready",
     "process_",
 )
-"""Metrics of a server; all others are of each model that it serves."""
+"""Prefixes of metrics that belong to a server; all others belong to one of its models."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A picture of one or several queries, as (query, legend)."""
+    """A graph of one or several queries, as (query, legend)."""
 
     title: str
     unit: str
@@ -43,7 +43,7 @@ def one(title: str, unit: str, query: str, legend: str, kind: str = "timeseries"
 
 
 def shares(title: str, metric: str, label: str, unit: str = "reqps") -> Panel:
-    """A counter's rate, one above the other by a label."""
+    """The rate of a counter, stacked by a label."""
     return Panel(title, unit, ((rate(metric, label), f"{{{{{label}}}}}"),), stack=True)
 
 
@@ -54,7 +54,7 @@ def of(metric: str) -> str:
 
 
 def rate(metric: str, by: str = "job") -> str:
-    """Per second."""
+    """The rate of a counter per second."""
     return f"sum by ({by}) (rate({of(metric)}[$__rate_interval]))"
 
 
@@ -69,7 +69,7 @@ def mean(histogram: str, by: str = "job") -> str:
 
 
 def quantiles(title: str, histogram: str) -> Panel:
-    """The median, and what one in twenty and one in a hundred exceeds; in seconds."""
+    """The 50th, 95th and 99th percentile of a histogram, in seconds."""
     buckets = rate(f"{histogram}_bucket", "le")
     return Panel(
         title,
@@ -79,7 +79,7 @@ def quantiles(title: str, histogram: str) -> Panel:
 
 
 def sums(title: str, **metrics: str) -> Panel:
-    """Gauges of all instances together, by legend."""
+    """Gauges summed over all instances, by legend."""
     queries = tuple((f"sum ({of(metric)})", legend) for legend, metric in metrics.items())
     return Panel(title, "short", queries)
 
@@ -161,7 +161,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
 
 
 def panel_json(panel: Panel, number: int, x: int, y: int, width: int) -> dict[str, Any]:
-    """A panel as Grafana wants it."""
+    """A panel in Grafana's JSON format."""
     stacking = {"mode": "normal" if panel.stack else "none"}
     custom = {"fillOpacity": 20 if panel.stack else 5, "showPoints": "never", "stacking": stacking}
     return {
@@ -192,7 +192,7 @@ def panel_json(panel: Panel, number: int, x: int, y: int, width: int) -> dict[st
 
 
 def variable(name: str, label: str, values: str) -> dict[str, Any]:
-    """A variable of which the reader selects some values or all."""
+    """A variable for which the viewer selects some or all values."""
     return {
         "name": name,
         "label": label,

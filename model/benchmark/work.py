@@ -24,13 +24,13 @@ from logitd.model.transformer.size import (
 MATRIX_BYTES: Mapping[Quantization, float] = {"int8": 1, "int4": 4.5 / 8}
 """Bytes per element of a quantized matrix; int4 has a byte of scale per sixteen elements."""
 QUANTIZED_ROW_BYTES = 8
-"""Bytes per row of a quantized matrix for its scale and its sum."""
+"""Bytes per row of a quantized matrix, for the row's scale and sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Bytes to read, and operations of matrix products. `operations` is None for int8 and int4,
-    whose rate is not measured."""
+    """Bytes to read, and number of operations in matrix products. `operations` is None for int8 and
+    int4, whose rate is not measured."""
 
     read_bytes: float
     operations: float | None

@@ -21,8 +21,8 @@ PIECE = 4 * 2**20
 
 
 class HashedFile:
-    """An open file; use it in a `with` block. Taking a piece overwrites the last but one before
-    it."""
+    """An open file; use it in a `with` block. Taking a piece overwrites the memory of the piece
+    before the previous one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,7 +44,7 @@ class HashedFile:
     def take(self, count: int) -> memoryview:
         """The next `count` bytes, PIECE at most; fewer at the end of the file."""
         if len(self._unhashed) == 2:
-            self._unhashed.popleft().result()  # the memory of the piece before the last is now free
+            self._unhashed.popleft().result()  # frees the piece before the previous one
         memory, count, filled = next(self._memory), min(count, PIECE), 0
         while filled < count and (more := self._file.readinto(memory[filled:count])):
             filled += more

@@ -1,15 +1,15 @@
-"""StoredWeights: parts of a checkpoint's weights, read from its file.
+"""StoredWeights: reads parts of a checkpoint's weights from its file.
 
-A running model may hold its weights in another form (quantized, compressed, on a card), so they are
-read from the file each time. Only the needed rows are in memory. Next to the stored tensors there
-are derived ones, which the rest of the code does not use: the matrices of each head, in the
+A running model may hold its weights in another form (quantized, compressed, on a GPU), so they are
+read from the file each time. Only the needed rows are in memory. In addition to the stored tensors
+there are derived ones, which the rest of the code does not use: the matrices of each head, in the
 orientation of the literature (a row vector times the matrix). They follow from the weights alone:
 norms, rotation and biases are not part of them.
 
     W_E   (vocab_size, d_model)        embedding             W_U  (d_model, vocab_size)  head
     blocks.N.attention.
     W_Q   (n_head, d_model, head_dim)  queries
-    W_K   (n_kv_head, d_model, head_dim)                     W_V  the same of values
+    W_K   (n_kv_head, d_model, head_dim)                     W_V  the same for values
     W_O   (n_head, head_dim, d_model)  output projection
     W_OV  (n_head, d_model, d_model)   W_V W_O               W_QK  W_Q W_K^T
 """
@@ -41,7 +41,7 @@ EMBEDDING, HEAD = "token_embedding.weight", "head.weight"
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor: its name, its shape, and its dtype in the file (None: it is derived)."""
+    """A tensor: its name, its shape, and its dtype in the file; None for derived tensors."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,16 +50,16 @@ class Weight:
 
 class StoredWeights:
     """The weights of one checkpoint; use it in a `with` block. Raises CheckpointError if the file
-    cannot be read, or if the folder now has other weights than `info` names."""
+    cannot be read, or if the folder's weights are no longer those that `info` names."""
 
     def __init__(self, info: CheckpointInfo) -> None:
         self._config = info.shape
         self._file = _File(info.path / WEIGHTS)
         try:
-            # After opening: the open file stays the same if the folder is replaced.
+            # Checked after opening: the open file stays the same even if the folder is replaced.
             if read_files(info.path).get(WEIGHTS) != info.weights_sha256:
                 raise CheckpointError(
-                    f"{info.path} now has other weights than the loaded ones; load it again"
+                    f"{info.path} no longer has the loaded weights; load it again"
                 )
             stored = read_header(self._file)
         except WeightsFileError as error:
@@ -78,7 +78,7 @@ class StoredWeights:
         self._file.close()
 
     def all(self) -> list[Weight]:
-        """All weights: those of the file in its order, then the derived ones."""
+        """All weights: those in the file, in its order, then the derived ones."""
         stored = [
             Weight(each.name, each.shape, str(each.dtype).removeprefix("torch."))
             for each in self._stored.values()
@@ -87,11 +87,11 @@ class StoredWeights:
         return [*stored, *derived]
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """The shape of the weight of this name; None if there is none."""
+        """The shape of the weight with this name; None if there is none."""
         return next((each.shape for each in self.all() if each.name == name), None)
 
     def read(self, name: str, part: Part) -> Floats:
-        """A part of the weight of this name, which is one of `all`."""
+        """A part of the weight with this name, which must be in `all`."""
         if name in self._stored:
             return self._tensor(name, part)
         if name == "W_E":
@@ -152,8 +152,8 @@ class StoredWeights:
 
 
 def parse_part(text: str | None, shape: Sequence[int]) -> tuple[Part, tuple[int, ...]]:
-    """The part of a tensor that a text like "3,:,0:64" chooses, as in NumPy but in steps of 1, and
-    the shape of the result, which lacks the axes of single indices. Raises ValueError."""
+    """Parse a slice such as "3,:,0:64", as in NumPy but in steps of 1. Returns the part and the
+    shape of the result, which lacks the axes of single indices. Raises ValueError."""
     pieces = [] if text is None or not text.strip() else text.split(",")
     if len(pieces) > len(shape):
         raise ValueError(f"slice has {len(pieces)} axes; the weight has {len(shape)}")
@@ -171,7 +171,7 @@ def parse_part(text: str | None, shape: Sequence[int]) -> tuple[Part, tuple[int,
         elif bounds[0] is None:
             raise _not_a_slice(piece)
         elif not -size <= bounds[0] < size:
-            raise ValueError(f"slice has {bounds[0]} for axis {axis}, which has {size}")
+            raise ValueError(f"slice has {bounds[0]} for axis {axis}, whose size is {size}")
         else:
             chosen = range(size)[bounds[0] :][:1]
         if not chosen:
@@ -217,7 +217,7 @@ def _numbers(raw: bytes, dtype: torch.dtype) -> Floats:
 
 
 class _File:
-    """A file of weights, read at any place."""
+    """A file of weights, read at arbitrary offsets."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

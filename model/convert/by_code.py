@@ -37,7 +37,7 @@ from logitd.model.convert.by_role.questions import (
     is_number,
     setting,
 )
-from logitd.model.convert.by_role.read import RoleOptions, recognise_file
+from logitd.model.convert.by_role.read import RoleOptions, recognize_file
 from logitd.model.convert.foreign import FLOATS, ConvertError, ForeignTokenizer, common_dtype
 from logitd.model.convert.importing import fingerprint, reporting_damage
 from logitd.model.convert.state_file import StateFile, find_state_file, read_state_file
@@ -136,8 +136,8 @@ def _request(file: StateFile, options: CodeOptions) -> Request:
     code, answers = options.code, _under_all_names(options.answers)
     try:
         roles = RoleOptions(answers=options.answers)
-        recognised = recognise_file(file, roles, options.context_length)
-        request = request_of(code, recognised.tensors, recognised.findings, file.settings)
+        recognized = recognize_file(file, roles, options.context_length)
+        request = request_of(code, recognized.tensors, recognized.findings, file.settings)
     except ConvertError:  # not a known kind of GPT
         request = Request(
             file=str(code.file.resolve()),
@@ -268,7 +268,7 @@ def _report(config: CodeConfig, facts: Mapping[str, Any]) -> list[str]:
     ]
     if not facts["context_is_known"]:
         lines.append(
-            f"nothing says the context length: sequences of up to {config.context_length:,} ids "
+            f"the context length is not stated: sequences of up to {config.context_length:,} ids "
             "worked; set another one with --context-length"
         )
     if facts["only_last"]:
@@ -332,5 +332,5 @@ def _card(
     return (
         f"# {name}\n\nImported from a model of {KIND}, `{config.code}`; trained elsewhere. It is "
         f"served by running this code, with `--run-code`. Stored in {dtype}.\n\n"
-        f"Licence and data are those of the source; they are not known here.\n\n{listed}"
+        f"License and data are those of the source; they are not known here.\n\n{listed}"
     )

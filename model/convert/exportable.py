@@ -119,7 +119,7 @@ def _gguf_objections_to_vocabulary(tokenizer: Tokenizer, pre: str | None) -> lis
     merges, alone = merges_of(tokenizer.ranks)
     if alone:
         found.append(
-            f"no merges form {len(alone)} tokens, the first is {alone[0]!r}; llama.cpp would "
+            f"no merges form {len(alone)} tokens; the first is {alone[0]!r}; llama.cpp would "
             f"never use them. {HF_INSTEAD.capitalize()}"
         )
     elif not merges:

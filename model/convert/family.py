@@ -143,7 +143,7 @@ def _of_gpt(config: GPTConfig) -> Iterable[_Rule]:
 
 def _of_llama(config: GPTConfig) -> Iterable[_Rule]:
     """Parts of a shape that Llama, Qwen2 and Qwen3 lack."""
-    llama = "with norm 'rmsnorm' it is Llama's, which are rotary"
+    llama = "with norm 'rmsnorm' the shape is Llama's, which has rotary positions"
     whole = f"Llama rotates whole heads, {config.head_dim}"
     after = "Llama has one sublayer after the other"
     qwen3 = "with qk_norm it is Qwen3's shape, whose feed-forward has none"

@@ -127,8 +127,8 @@ class StateDictReader:
         tensor = self._tensors[name]
         if tuple(tensor.shape) != shape:
             raise ConvertError(
-                f"{self._where}: {name} has shape {tuple(tensor.shape)}; by its configuration it "
-                f"must be {shape}"
+                f"{self._where}: {name} has shape {tuple(tensor.shape)}; its configuration "
+                f"requires {shape}"
             )
         check_tensor(self._where, name, tensor)
         self._taken.add(name)
@@ -154,7 +154,7 @@ class StateDictReader:
         if left := sorted(self._tensors.keys() - self._taken):
             raise ConvertError(
                 f"{self._where} has {pluralize(len(left), 'tensor')} that a model with its "
-                f"configuration does not have, the first is {left[0]}"
+                f"configuration does not have; the first is {left[0]}"
             )
         return common_dtype(self._dtypes)
 
@@ -180,7 +180,7 @@ class Settings:
             if not isinstance(value, bool) and isinstance(value, int | float):
                 return float(value)
         except OverflowError:
-            value = "more than a number can be"
+            value = "too large for a number"
         raise ConvertError(f"{self._where}: {name} is {value!r}; expected a number")
 
     def flag(self, name: str, default: bool) -> bool:

@@ -31,10 +31,10 @@ from logitd.model.checkpoint.run_folder import is_run
 from logitd.model.convert import litgpt, nanochat
 from logitd.model.convert.by_role.objective import CheckText
 from logitd.model.convert.by_role.read import (
-    Recognised,
+    Recognized,
     RoleOptions,
     read_by_role,
-    recognise_file,
+    recognize_file,
 )
 from logitd.model.convert.by_role.resolution import OpenQuestions
 from logitd.model.convert.card import write_import_card
@@ -125,7 +125,7 @@ def import_model(
         raise ConvertError(
             "--ignore-setting has no effect with --code, which defines all settings: remove one"
         )
-    where = str(opened.file.path) if isinstance(opened, Recognised) else opened.kind
+    where = str(opened.file.path) if isinstance(opened, Recognized) else opened.kind
     unknown = {} if coded else still_unknown(opened.unknown, ignored_settings, where)
     vocabulary, missing, text = None, None, None
     try:
@@ -147,7 +147,7 @@ def import_model(
         missing = error
     _ask_together(opened, unknown, text, missing, checked=check is not None)
     assert vocabulary is not None
-    if isinstance(opened, Recognised):
+    if isinstance(opened, Recognized):
         model = read_by_role(opened, text=text, log=log)
     else:
         for note in opened.notes:
@@ -240,7 +240,7 @@ def reporting_damage(where: Path) -> Iterator[None]:
 
 def _open(
     source: Path, context_length: int | None, roles: RoleOptions, *, checked: bool
-) -> tuple[ForeignModel | Recognised, Path]:
+) -> tuple[ForeignModel | Recognized, Path]:
     """Open the model at a path, and find the folder of its tokenizer. If the format determines the
     computation, the model is already read."""
     if not source.exists():
@@ -259,7 +259,7 @@ def _open(
         raise ConvertError(f"{source} is already a checkpoint or run of logitd: serve it directly")
     path = find_state_file(source) if named.is_dir() or named.name == CONFIG else named
     state = roles.map_file.state if roles.map_file is not None else None
-    return recognise_file(read_state_file(path, state=state), roles, context_length), path.parent
+    return recognize_file(read_state_file(path, state=state), roles, context_length), path.parent
 
 
 def _family_answers(folder: Path) -> Mapping[str, Any]:
@@ -297,7 +297,7 @@ def _is_own(folder: Path) -> bool:
 
 
 def _ask_together(
-    opened: ForeignModel | Recognised,
+    opened: ForeignModel | Recognized,
     unknown: Mapping[str, Any],
     text: CheckText | None,
     vocabulary: ConvertError | None,
@@ -306,11 +306,11 @@ def _ask_together(
 ) -> None:
     """Raise everything that is open at once: settings that are not understood, open fields, and the
     vocabulary. Fields that a text will answer are left out until the text can be encoded."""
-    where = str(opened.file.path) if isinstance(opened, Recognised) else opened.kind
+    where = str(opened.file.path) if isinstance(opened, Recognized) else opened.kind
     asked = [OpenQuestions(f"{where}: {question(unknown)}", list(unknown))] if unknown else []
     if not asked and vocabulary is None:
         return
-    if isinstance(opened, Recognised) and (text is not None or not checked):
+    if isinstance(opened, Recognized) and (text is not None or not checked):
         try:
             read_by_role(opened, text=text)
         except OpenQuestions as error:
@@ -372,7 +372,7 @@ def _check(
                        if given.get(name) != shapes.get(name)):  # fmt: skip
         name = wrong[0]
         raise ConvertError(
-            f"{len(wrong)} tensors do not fit the model, the first is {name}: its shape is "
+            f"{len(wrong)} tensors do not fit the model; the first is {name}: its shape is "
             f"{given.get(name)}, expected {shapes.get(name)}"
         )
     limit = torch.finfo(stored).max

@@ -233,7 +233,7 @@ def group_by_group(config: GPTConfig) -> Rows:
     return {**turning, "qkv": apart[turning["qkv"]]}
 
 
-def neighbours_turn(config: GPTConfig) -> Rows:
+def neighbors_turn(config: GPTConfig) -> Rows:
     """The order of llama.cpp's "llama": channels 2i and 2i + 1 of a head are rotated together."""
     rows = torch.arange(config.qkv_width).view(-1, config.head_dim)
     turned = config.n_head + config.n_kv_head
@@ -242,7 +242,7 @@ def neighbours_turn(config: GPTConfig) -> Rows:
 
 
 def backwards(config: GPTConfig) -> Rows:
-    """nanochat's order: it turns pairs backwards, which equals turning forwards with the halves
+    """nanochat's order: it rotates pairs backward, which equals rotating forward with the halves
     exchanged."""
     rows = torch.arange(config.qkv_width).view(-1, 2, config.head_dim // 2)
     turned = config.n_head + config.n_kv_head
@@ -385,6 +385,6 @@ GGUF_LLAMA = replace(
         "key_norm": ("attn_k_norm",),
         "mlp_up": ("ffn_gate", "ffn_up"),
     },
-    rows=neighbours_turn,
+    rows=neighbors_turn,
 )
 GGUF_QWEN = replace(GGUF_LLAMA, rows=lambda config: {})

@@ -6,7 +6,7 @@ role (`by_role/`) cannot replace this reader: it knows no scales, windows or cap
 
 Parts that other shapes have too are folded. Norms without weights get ones, the factor of queries
 and keys becomes the weight of their norms, and the factor of the gates becomes a factor of the
-value embeddings. nanochat turns pairs backwards; halves of a head in the other order turn forwards.
+value embeddings. nanochat rotates pairs backward, so the halves of each head are exchanged.
 """
 
 import re

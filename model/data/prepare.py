@@ -91,7 +91,7 @@ def prepare_text(
             sha256, names = shards_sha256(text.shards, tokenizer), Counter[str]()
             documents = reuse_shards(text.shards, tokenizer, val_fraction, writers)
         else:
-            sha256, documents, names = _tokenise(
+            sha256, documents, names = _tokenize(
                 text, tokenizer, split, writers, special_ids=special_ids
             )
     train, val = (open_shard(path, identity) for path in paths)
@@ -171,7 +171,7 @@ def published_vocabulary(name: str) -> Tokenizer:
     return tokenizer
 
 
-def _tokenise(
+def _tokenize(
     text: Text,
     tokenizer: Tokenizer,
     split: Split,

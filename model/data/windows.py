@@ -73,9 +73,9 @@ def validation_windows(
 def rolling_windows(
     shard: Shard, tokenizer: Tokenizer, *, window: int, stride: int, batch_size: int
 ) -> Windows:
-    """Windows that count every token of a text except the first exactly once, `stride` tokens per
-    window. Each token is predicted from at least window - stride tokens, or from all tokens before
-    it if there are fewer. The last window ends with the text."""
+    """Windows in which every token of a text except the first counts exactly once, `stride` tokens
+    per window. Each token is predicted from at least window - stride tokens, or from all tokens
+    before it if there are fewer. The last window ends with the text."""
     if shard.count < 2:
         raise ValueError(
             f"the text has {pluralize(shard.count, 'token')}, too few to predict any: "

@@ -50,7 +50,7 @@ def held_out_windows(checkpoint: CheckpointInfo, path: Path | None = None) -> He
     else:
         require_vocabulary(checkpoint)
         name, files = str(path), each_once(named_files(str(path)))
-        shard = _tokenised(documents_of_all(files, None), checkpoint, READ_BYTES)
+        shard = _tokenized(documents_of_all(files, None), checkpoint, READ_BYTES)
         if not shard.count:
             raise DataError(f"{path} has no text: its files are empty")
     window = min(WINDOW, checkpoint.shape.context_length)
@@ -80,7 +80,7 @@ def held_out_text(checkpoint: CheckpointInfo, at_most: int = sys.maxsize) -> tup
     known = data.get("val_bytes")
     limit = min(at_most, known) if isinstance(known, int) else READ_BYTES
     documents = sorted(python_text(Path(sysconfig.get_path("stdlib"))).documents, key=lot)
-    return "the validation part of Python's own text", _tokenised(documents, checkpoint, limit)
+    return "the validation part of Python's own text", _tokenized(documents, checkpoint, limit)
 
 
 def require_vocabulary(checkpoint: CheckpointInfo) -> None:
@@ -92,7 +92,7 @@ def require_vocabulary(checkpoint: CheckpointInfo) -> None:
         )
 
 
-def _tokenised(documents: Iterable[Document], checkpoint: CheckpointInfo, limit: int) -> Shard:
+def _tokenized(documents: Iterable[Document], checkpoint: CheckpointInfo, limit: int) -> Shard:
     """The tokens of the first `limit` bytes, as a shard in memory."""
     try:
         ids, size = _first_ids(documents, checkpoint, limit)

@@ -63,7 +63,7 @@ class TextLoss:
     stride: int
     placement: Placement
     options: ComputeOptions
-    seconds: float  # computing time, without reading and tokenizing
+    seconds: float  # computing time, without reading or tokenizing
 
     @property
     def tokens_per_second(self) -> float:
@@ -203,7 +203,7 @@ def _as_in_training(loaded: LoadedModel, windows: Windows, placement: Placement)
 
 
 def _as_served(loaded: LoadedModel, windows: Windows, batch_size: int) -> ValidationLoss:
-    """The loss with one prefill for each batch. A window is a prompt in a slot of its own, and its
+    """The loss with one prefill for each batch. A window is a prompt in a separate slot, and its
     tokens are scored as by the engine, in blocks of rows and float64."""
     make, nats, tokens, text_bytes = loaded.decode_path.make_decoder, 0.0, 0, 0
     context = loaded.gpt.config.context_length

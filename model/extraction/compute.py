@@ -80,8 +80,8 @@ class ShardComputer:
         request_of: Callable[[str, Unit], Request | None],
         tell: Counted = lambda tokens: None,
     ) -> list[list[Any]]:
-        """The chunks of each unit, for the request that `request_of` makes from an id and the unit.
-        Raises ExtractionError if the model fails."""
+        """Compute the chunks of each unit. `request_of` makes the unit's request; its id is the
+        first argument. Raises ExtractionError if the model fails."""
         chunks: list[list[Any]] = [[] for _ in units]
         added = unfinished = 0
         while added < len(units) or unfinished:

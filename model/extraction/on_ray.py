@@ -32,7 +32,7 @@ AHEAD = 3
 """Number of shards per worker that are planned and not yet written: one being computed, one that
 follows, and one that is finished and waits for an earlier shard."""
 ATTEMPTS = 3
-"""The command ends after this many workers have died while computing the same shard."""
+"""Number of workers that may die while computing the same shard before the command ends."""
 
 
 def choose_workers(

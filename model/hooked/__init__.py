@@ -1,1 +1,1 @@
-"""A GPT with TransformerLens' interface: named hook points, caches of activations, weights."""
+"""A GPT with TransformerLens' interface: named hook points, activation caches, weights."""

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from logitd.model.hooked.model import HookedGPT
 
 Where = int | tuple[int | None, ...] | slice | Sequence[int] | Tensor | None
-"""A choice along an axis: an index, which removes the axis; arguments of `slice`; indices; None:
-everything."""
-Labelled = Tensor | tuple[Tensor, list[str]]
+"""A choice along an axis: an index, which removes the axis; the arguments of `slice`; several
+indices; or None for everything."""
+Labeled = Tensor | tuple[Tensor, list[str]]
 
 
 class ActivationCache:
-    """Tensors by name. Short names are found too: `cache["pattern", 3]`, `cache["scale"]`; a
-    negative layer counts from the end."""
+    """Tensors by name. Short names work too: `cache["pattern", 3]`, `cache["scale"]`. Negative
+    layers count from the end."""
 
     def __init__(
         self, cache_dict: dict[str, Tensor], model: "HookedGPT", has_batch_dim: bool = True
@@ -35,7 +35,7 @@ class ActivationCache:
         self.has_batch_dim = has_batch_dim
 
     def __getitem__(self, key: Any) -> Tensor:
-        """The tensor of a full name, or of a short one: a text, or (name, layer, layer type)."""
+        """The tensor with a full name, or a short one: a string, or (name, layer, layer type)."""
         name = usual_name(key) if isinstance(key, str) else None
         if name in self.cache_dict:
             return self.cache_dict[name]
@@ -71,7 +71,8 @@ class ActivationCache:
         return self
 
     def remove_batch_dim(self) -> Self:
-        """Remove the first axis of all tensors. Raises ValueError for a batch of several."""
+        """Remove the first axis of all tensors. Raises ValueError for a batch of several
+        sequences."""
         if self.has_batch_dim:
             sizes = {len(value) for value in self.values()}
             if sizes - {1}:
@@ -81,7 +82,7 @@ class ActivationCache:
         return self
 
     def apply_slice_to_batch_dim(self, batch_slice: Where) -> "ActivationCache":
-        """A cache of some sequences; an index removes the axis."""
+        """A cache of the chosen sequences; a single index removes the axis."""
         if not self.has_batch_dim:
             raise ValueError("the cache has no batch dimension to slice")
         chosen = {name: take(value, batch_slice, 0) for name, value in self.items()}
@@ -98,9 +99,9 @@ class ActivationCache:
         mlp_input: bool = False,
         return_labels: bool = False,
     ) -> Any:
-        """The residual stream before each block up to `layer` (None or -1: the end). With
-        `apply_ln`, the norm that reads the last of them is applied to all: the final norm with each
-        stream's own statistics, another with its cached scale."""
+        """The residual stream before each block up to `layer` (None or -1: the end). `apply_ln`
+        applies the norm that reads the last stream to all streams. The final norm uses each
+        stream's own statistics, any other norm its cached scale."""
         last, end = self._layer(layer), self.model.cfg.n_layers
         names: list[tuple[str, tuple[str, int]]] = []
         for at in range(min(last, end - 1) + 1):
@@ -114,7 +115,7 @@ class ActivationCache:
             stack = self.apply_ln_to_stack(
                 stack, last, mlp_input, pos_slice, recompute_ln=last == end
             )
-        return _labelled(stack, [label for label, _ in names], return_labels)
+        return _labeled(stack, [label for label, _ in names], return_labels)
 
     def decompose_resid(
         self,
@@ -126,8 +127,8 @@ class ActivationCache:
         incl_embeds: bool = True,
         return_labels: bool = False,
     ) -> Any:
-        """The parts whose sum is the input of `layer`: embeddings, and the outputs of attentions
-        and MLPs."""
+        """The parts whose sum is the input of `layer`: embeddings, and the outputs of attention
+        layers and MLPs."""
         last = self._layer(layer)
         names: list[tuple[str, Any]] = []
         if incl_embeds:
@@ -142,11 +143,11 @@ class ActivationCache:
         stack = torch.stack([take(self[key], pos_slice, -2) for _, key in names])
         if apply_ln:
             stack = self.apply_ln_to_stack(stack, last, mlp_input, pos_slice)
-        return _labelled(stack, [label for label, _ in names], return_labels)
+        return _labeled(stack, [label for label, _ in names], return_labels)
 
     def compute_head_results(self) -> None:
-        """Cache `attn.hook_result`, the output of each head, for all blocks. The outputs of a
-        block's heads and its bias are its attention's output."""
+        """Cache `attn.hook_result`, the output of each head, for all blocks. The output of a
+        block's attention is the sum of its heads' outputs and its bias."""
         for layer in range(self.model.cfg.n_layers):
             name = f"blocks.{layer}.attn.hook_result"
             if name not in self.cache_dict:
@@ -161,8 +162,8 @@ class ActivationCache:
         pos_slice: Where = None,
         apply_ln: bool = False,
     ) -> Any:
-        """The outputs of all heads before `layer` (heads, B, T, C), labelled L0H0 and so on; with
-        `incl_remainder`, then the rest of the stream."""
+        """The outputs of all heads before `layer` (heads, B, T, C), labeled L0H0 and so on.
+        `incl_remainder` appends the rest of the stream."""
         last, heads = self._layer(layer), self.model.cfg.n_heads
         self.compute_head_results()
         parts = [take(self["result", at], pos_slice, -3).movedim(-2, 0) for at in range(last)]
@@ -176,19 +177,19 @@ class ActivationCache:
             labels.append("remainder")
         if apply_ln:
             stack = self.apply_ln_to_stack(stack, last, pos_slice=pos_slice)
-        return _labelled(stack, labels, return_labels)
+        return _labeled(stack, labels, return_labels)
 
     def stack_activation(
         self, activation_name: str, layer: int | None = None, sublayer_type: str | None = None
     ) -> Tensor:
-        """A point's tensors of all blocks before `layer`, stacked."""
+        """The tensors of a hook point in all blocks before `layer`, stacked."""
         layers = range(self._layer(layer))
         return torch.stack([self[activation_name, at, sublayer_type] for at in layers])
 
     def get_neuron_results(
         self, layer: int, neuron_slice: Where = None, pos_slice: Where = None
     ) -> Tensor:
-        """The writes of each unit of a block's MLP to the stream (B, T, units, C)."""
+        """The contribution of each unit of a block's MLP to the stream (B, T, units, C)."""
         units = take(take(self["post", layer], pos_slice, -2), neuron_slice, -1)
         rows = take(self.model.W_out[layer], neuron_slice, 0)
         return units[..., None] * rows
@@ -203,10 +204,10 @@ class ActivationCache:
         has_batch_dim: bool = True,
         recompute_ln: bool = False,
     ) -> Tensor:
-        """Parts of the stream, divided by the cached scale of the norm that reads `layer` (None or
-        -1: the final norm), and centred if it is a LayerNorm. Its weights are not applied: they
-        must be folded (`enable_compatibility_mode`). With `recompute_ln` and the final norm, each
-        part is normalised with its own statistics instead, weights included."""
+        """Parts of the stream, divided by the cached scale of the norm before `layer` (None or -1:
+        the final norm), and centered if it is a LayerNorm. The norm's weights are not applied; they
+        must be folded (`enable_compatibility_mode`). With `recompute_ln`, the final norm is applied
+        to each part with its own statistics, weights included."""
         if has_batch_dim:
             residual_stack = take(residual_stack, batch_slice, 1)
         last, cfg = self._layer(layer), self.model.cfg
@@ -240,7 +241,7 @@ class ActivationCache:
             if other.shape != direction.shape:
                 raise ValueError(
                     f"tokens have the shape {list(direction.shape[:-1])} and incorrect_tokens "
-                    f"{list(other.shape[:-1])}; give equally many"
+                    f"{list(other.shape[:-1])}; give the same number"
                 )
             direction = direction - other
         scaled = self.apply_ln_to_stack(
@@ -262,5 +263,5 @@ def take(tensor: Tensor, where: Where, axis: int) -> Tensor:
     return tensor[tuple(index)]
 
 
-def _labelled(stack: Tensor, labels: list[str], wanted: bool) -> Labelled:
+def _labeled(stack: Tensor, labels: list[str], wanted: bool) -> Labeled:
     return (stack, labels) if wanted else stack

@@ -14,8 +14,8 @@ ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu", "swiglu"
 
 @dataclass(slots=True)
 class HookedConfig:
-    """The model's shape by TransformerLens' names. `use_attn_result` and `default_prepend_bos` may
-    be set."""
+    """The model's shape by TransformerLens' names. Callers may set `use_attn_result` and
+    `default_prepend_bos`."""
 
     model_name: str
     n_layers: int

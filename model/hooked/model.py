@@ -6,9 +6,9 @@
     hooked.run_with_hooks("def main():", fwd_hooks=[("blocks.0.hook_mlp_out", my_function)])
 
 Names, shapes and semantics are those of TransformerLens' TransformerBridge: the weights are those
-of the checkpoint until `enable_compatibility_mode` processes them as HookedTransformer does.
-Functions of the caller run in process on torch tensors (float32 or wider). Gradients flow unless
-the caller turns them off, from the embeddings on; parameters get none.
+of the checkpoint until `enable_compatibility_mode` processes them as HookedTransformer does. The
+caller's functions run in process on torch tensors (float32 or wider). Gradients flow from the
+embeddings on, unless the caller turns them off; parameters get none.
 
 It shares no state with the engine, whose results never change.
 
@@ -84,7 +84,7 @@ class HookedGPT:
         prepend_bos: bool | None = None,
         stop_at_layer: int | None = None,
     ) -> Any:
-        """Run a text, several texts, or ids (B, T) or (T,).
+        """Run a text, several texts, or ids (B, T) or (T,) through the model.
 
         return_type     "logits" (B, T, V), "loss", "both", or None
         loss_per_token  losses (B, T - 1) in nats instead of their mean over all real tokens
@@ -129,7 +129,7 @@ class HookedGPT:
         clear_contexts: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Run the model with hooks. Backward hooks run with a later `backward` only if
+        """Run the model with hooks. Backward hooks take effect in a later `backward` only if
         `reset_hooks_end` is False."""
         with self.hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts):
             return self(*args, **kwargs)
@@ -147,7 +147,8 @@ class HookedGPT:
         return_cache_object: bool = True,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
-        """Run the model, and keep the tensors of the points that the filter names, after the hooks.
+        """Run the model, and cache the tensors of the chosen hook points, as changed by their
+        hooks.
 
         names_filter  a name, names, or a function of a name; None: all points
         device        where the tensors are kept
@@ -187,9 +188,9 @@ class HookedGPT:
         prepend_bos: bool | None = None,
         return_type: Literal["input", "str", "tokens"] = "input",
     ) -> Any:
-        """Continue a text or ids (B, T), with the hooks in place, by torch's random numbers. A
-        sequence that has ended is filled with the end of a document. `LLM.generate` is many times
-        faster."""
+        """Continue a text or ids (B, T), with all hooks in place and torch's random numbers.
+        Sequences that have ended are padded with the end of a document. `LLM.generate` is many
+        times faster."""
         ids, lengths = self._ids(input, prepend_bos)
         if len(set(lengths)) > 1:
             raise InvalidRequest("the prompts have different lengths; generate one at a time")
@@ -231,7 +232,7 @@ class HookedGPT:
         reset_hooks_end: bool = True,
         clear_contexts: bool = False,
     ) -> Generator[Self]:
-        """A context in which hooks are added to the model."""
+        """A context that adds hooks to the model and removes them at its end."""
         self._level += 1
         try:
             for direction, added in (("fwd", fwd_hooks), ("bwd", bwd_hooks)):
@@ -246,7 +247,8 @@ class HookedGPT:
     def add_hook(
         self, name: HookName, hook: Hook, dir: Direction = "fwd", is_permanent: bool = False
     ) -> None:
-        """Add a hook to a point, or to all points of whose names a function is true."""
+        """Add a hook to the point with this name, or to all points whose names satisfy a
+        function."""
         self._add(name, hook, dir, is_permanent=is_permanent)
 
     def add_perma_hook(self, name: HookName, hook: Hook, dir: Direction = "fwd") -> None:
@@ -281,7 +283,7 @@ class HookedGPT:
         fold_value_biases: bool = True,
     ) -> None:
         """Process the weights as TransformerLens' HookedTransformer does when it loads a model.
-        Probabilities stay the same, up to rounding; direct logit attribution needs this. Raises
+        Direct logit attribution needs this. Probabilities stay the same, up to rounding. Raises
         InvalidRequest for shapes whose probabilities would change."""
         if no_processing:
             return
@@ -341,14 +343,14 @@ class HookedGPT:
         raise AttributeError(f"HookedGPT has no attribute {name!r}")
 
     def tokens_to_residual_directions(self, tokens: Any) -> Tensor:
-        """The columns of `W_U` (..., d_model) of a token's text, an id or ids."""
+        """The columns (..., d_model) of `W_U` for a token, given as text, an id or ids."""
         ids = self.to_single_token(tokens) if isinstance(tokens, str) else tokens
         ids = torch.as_tensor(ids, device=self.cfg.device)
         return self.W_U[:, ids.reshape(()) if ids.numel() == 1 else ids].movedim(0, -1)
 
     @property
     def all_head_labels(self) -> list[str]:
-        """L0H0, L0H1 and so on."""
+        """The labels L0H0, L0H1 and so on."""
         cfg = self.cfg
         return [f"L{layer}H{head}" for layer in range(cfg.n_layers) for head in range(cfg.n_heads)]
 
@@ -357,7 +359,7 @@ class HookedGPT:
         losses = -logits[:, :-1].log_softmax(dim=-1).gather(-1, tokens[:, 1:, None])[..., 0]
         return losses if per_token else losses.mean()
 
-    # Parts of the methods above
+    # Helpers of the methods above
 
     def _loss(
         self, logits: Tensor, ids: Tensor, lengths: Sequence[int], *, per_token: bool

@@ -1,4 +1,4 @@
-"""Names of hook points: those of a model's shape, their other spellings, and short names.
+"""Names of hook points: those of a model, their aliases, and short names.
 
 The names are those of TransformerLens' TransformerBridge in compatibility mode, which are those of
 its HookedTransformer. The bridge's own names (`blocks.0.attn.q.hook_out`) lead to the same points.
@@ -24,7 +24,7 @@ BRIDGE_NAMES = {
     "mlp.hook_out": "hook_mlp_out",
     "hook_unembed": "unembed.hook_out",
 }
-"""The bridge's own names, without `blocks.N.`, and the usual ones."""
+"""The bridge's own names, without `blocks.N.`, and the corresponding usual names."""
 
 SHORT_NAMES = {
     "attn": "pattern",
@@ -39,7 +39,7 @@ LAYER_TYPES = {"a": "attn", "attention": "attn", "m": "mlp", "b": "", "block": "
 _SHORT = re.compile(r"([a-z_]+)(\d+)([a-z]?.*)")
 
 OVER_HEADS = frozenset(("q", "k", "v", "z", "rot_q", "rot_k", "result"))
-"""Points whose positions are on the third axis from the end; for others, on the second."""
+"""Points whose axis of positions is the third from the end; for others, it is the second."""
 
 
 def point_names(config: GPTConfig) -> list[str]:
@@ -78,7 +78,7 @@ def _norm(name: str) -> list[str]:
 
 
 def usual_name(name: str) -> str:
-    """The usual spelling of a name; other names stay as they are."""
+    """The usual name for an alias; other names are returned unchanged."""
     block, inside = "", name
     if match := re.fullmatch(r"(blocks\.\d+\.)(.+)", name):
         block, inside = match.groups()
@@ -91,8 +91,8 @@ def find_name(
     names: Iterable[str], short: str, layer: int | None = None, layer_type: str | None = None
 ) -> str:
     """The full name of a short one: ("pattern", 3), ("normalized", 3, "ln2"), "k6" or "embed".
-    Raises KeyError unless exactly one of `names` is meant; without a layer type, a point next to
-    others of its name is not in a norm."""
+    Raises KeyError unless it matches exactly one of `names`. Without a layer type, points outside
+    of norms take precedence."""
     if layer is None and (match := _SHORT.fullmatch(short)):
         short, layer, layer_type = match[1], int(match[2]), match[3] or layer_type
     word = f"hook_{SHORT_NAMES.get(short, short)}"
@@ -109,5 +109,5 @@ def find_name(
 
 
 def positions_axis(name: str) -> int:
-    """The axis of positions of a point's tensor, counted from the end."""
+    """The axis of positions in a point's tensor, counted from the end."""
     return -3 if name.rpartition("hook_")[2] in OVER_HEADS else -2

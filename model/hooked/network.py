@@ -1,7 +1,7 @@
 """A GPT with hook points: a copy of a served model's weights, in float32 or wider.
 
 `hooked_copy` replaces the norms and embeddings of a `GPT` by modules with hook points; the weights
-of a float32 model are shared. `PointTap` calls all other points, from the taps of `GPT.transform`.
+of a float32 model are shared. `PointTap` is the tap of `GPT.transform` that calls all other points.
 `fold_weights` processes the weights of a copy as TransformerLens does by default.
 
 Shapes: B sequences, T positions, H = n_head, K = n_kv_head, D = head_dim, C = d_model, S keys.
@@ -23,12 +23,12 @@ Points = Mapping[str, HookPoint]
 
 
 class Norm(nn.Module):
-    """A LayerNorm or RMSNorm with points for its scale, its quotient and its output."""
+    """A LayerNorm or RMSNorm with hook points for its scale, its quotient and its output."""
 
     def __init__(self, norm: nn.Module, name: str, points: Points) -> None:
         super().__init__()
         assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
-        self.centred = isinstance(norm, nn.LayerNorm)
+        self.centered = isinstance(norm, nn.LayerNorm)
         self.eps = norm.eps
         assert norm.weight is not None
         self.w = norm.weight
@@ -38,7 +38,7 @@ class Norm(nn.Module):
         self.hook_out = points[f"{name}.hook_out"]
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.centred:
+        if self.centered:
             x = x - x.mean(dim=-1, keepdim=True)
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         scale = self.hook_scale((x.square().mean(dim=-1, keepdim=True) + eps).sqrt())
@@ -47,8 +47,8 @@ class Norm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of a matrix, shown to a point. If autograd is on, graphs begin here, with a copy that
-    hooks may change in place."""
+    """An embedding whose rows pass through a hook point. If autograd is on, the graph begins here,
+    with a copy that hooks may change in place."""
 
     def __init__(self, weight: Tensor, point: HookPoint) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Embedding(nn.Module):
 
 
 class Unembed(nn.Module):
-    """The head, with points for its input and output. `logit_softcap` follows it."""
+    """The head, with hook points for its input and output. `logit_softcap` is applied after it."""
 
     def __init__(self, w: Tensor, b: Tensor, points: Points) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Unembed(nn.Module):
 
 
 def hooked_copy(gpt: GPT, points: Points) -> tuple[GPT, Unembed]:
-    """A GPT whose norms and embeddings call their points, and its head. Parameters need no
+    """A GPT whose norms and embeddings call their hook points, and its head. Parameters need no
     gradients."""
     config, weight = gpt.config, gpt.token_embedding.weight
     dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -108,7 +108,7 @@ def blocks(gpt: GPT) -> list[Block]:
 
 
 class StopForward(Exception):
-    """Ends a forward pass before a block, with the stream that the block would read."""
+    """Raised to end a forward pass before a block; holds the stream that the block would read."""
 
     def __init__(self, stream: Tensor) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class StopForward(Exception):
 
 
 class PointTap:
-    """A tap that passes every stage through its hook points, in the axes of TransformerLens.
+    """A tap that passes every stage through its hook points, with TransformerLens' order of axes.
 
     results  also compute `attn.hook_result`, the output of each head
     stop     raise StopForward before this block, or after the last; None: compute everything
@@ -130,7 +130,7 @@ class PointTap:
         self._results = results
         self._stop = stop
         self._order = channel_order(config)
-        self._change: Tensor | None = None  # what hooks of `hook_result` add to attention's output
+        self._change: Tensor | None = None  # by hooks of `hook_result`
 
     def wants(self, layer: int | None, stage: str) -> bool:
         return stage != "attention.head_out" or self._results
@@ -172,7 +172,7 @@ class PointTap:
         return self._call(layer, "hook_resid_pre", stream)
 
     def _name(self, stage: str) -> str | None:
-        """The point of a stage that has exactly one; None if another rule or no point shows it."""
+        """The only hook point of a stage; None if the stage has no point, or a special rule."""
         if stage in ("attention.q", "attention.k") and self._config.positions != "rotary":
             return None
         return _NAMES.get(stage)
@@ -180,7 +180,7 @@ class PointTap:
     def _through(self, layer: int, name: str, stage: str, value: Tensor) -> Tensor:
         if (point := self._points.get(f"blocks.{layer}.{name}")) is None or not point.has_hooks():
             return value
-        value = value.clone()  # autograd lets no hook change a part of a split tensor in place
+        value = value.clone()  # autograd does not let hooks change parts of a split tensor in place
         if stage not in HEADS_FIRST:
             return point(value)
         reorders = self._order is not None and stage in _ROTATED
@@ -241,7 +241,8 @@ def inverse_order(order: list[int] | None) -> list[int]:
 
 
 def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor in a dtype, copied if autograd rejects it because it is of inference mode."""
+    """A tensor converted to a dtype. Tensors of inference mode are copied, because autograd rejects
+    them."""
     wide = tensor.detach().to(dtype)
     return wide.clone() if wide.is_inference() else wide
 
@@ -275,7 +276,7 @@ def fold_weights(
                 unembed.b_U = unembed.b_U + norm.b @ unembed.W_U
             unembed.W_U = norm.w[:, None] * unembed.W_U
             _reset(norm)
-            if norm.centred:
+            if norm.centered:
                 unembed.W_U = unembed.W_U - unembed.W_U.mean(dim=0, keepdim=True)
     if center_writing_weights and before and config.norm == "layernorm":
         tables = [gpt.token_embedding]
@@ -302,7 +303,7 @@ def _fold(norm: nn.Module, layer: nn.Linear) -> None:
         layer.bias = _parameter(added if layer.bias is None else layer.bias + added)
     weight = layer.weight * norm.w
     layer.weight = _parameter(
-        weight - weight.mean(dim=-1, keepdim=True) if norm.centred else weight
+        weight - weight.mean(dim=-1, keepdim=True) if norm.centered else weight
     )
     _reset(norm)
 

@@ -1,8 +1,8 @@
-"""Hook points: named places of a forward pass that call the caller's functions.
+"""Hook points: named places in a forward pass that call the user's functions.
 
 As in TransformerLens, a forward hook gets the tensor and the point, `fn(tensor, hook=point)`, and
-may return a tensor with which the pass continues. A backward hook gets the gradient with respect to
-that tensor, and may return another gradient. `names.py` lists the points of a model.
+may return a tensor that replaces it. A backward hook gets the gradient with respect to that tensor,
+and may return another gradient. `names.py` lists the points of a model.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 Hook = Callable[..., Tensor | None]
-"""A function of the caller: `fn(tensor, hook=point)`."""
+"""A user's function: `fn(tensor, hook=point)`."""
 Direction = Literal["fwd", "bwd"]
 
 
@@ -26,7 +26,7 @@ class _Handle:
 
 
 class HookPoint:
-    """A place in the forward pass. `ctx` is a dict for the caller's functions."""
+    """A place in the forward pass. `ctx` is a dict for the user's functions."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -44,7 +44,7 @@ class HookPoint:
             result = handle.hook(tensor, hook=self)
             tensor = tensor if result is None else result
         if self.bwd_hooks and tensor.requires_grad:
-            tensor = tensor.view_as(tensor)  # a node of this point alone
+            tensor = tensor.view_as(tensor)  # a graph node that only this point uses
             for handle in tuple(self.bwd_hooks):
                 tensor.register_hook(self._backward(handle.hook))
         return tensor
@@ -88,7 +88,7 @@ class HookPoint:
         including_permanent: bool = False,
         level: int | None = None,
     ) -> None:
-        """Remove the hooks of a direction; with `level`, only those of that depth."""
+        """Remove the hooks of a direction; with `level`, only those added at that depth."""
         for handles in self._handles(["fwd", "bwd"] if dir == "both" else [dir]):
             handles[:] = [
                 handle

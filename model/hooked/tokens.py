@@ -1,9 +1,9 @@
 """Texts and tokens of a hooked GPT, with TransformerLens' names and rules.
 
-A text begins with the id of the beginning of a text if `prepend_bos` says so; None: as
-`cfg.default_prepend_bos` says, which is true if the vocabulary has such an id. It is one of
-BEGINNINGS, otherwise the end of a document, as in GPT-2. Names of special tokens in a text become
-their ids. Shorter texts of a list are padded on the right with the end of a document, or id 0.
+With `prepend_bos`, a text begins with the vocabulary's first token of BEGINNINGS, otherwise with
+the end of a document, as in GPT-2. None means `cfg.default_prepend_bos`, which is true if the
+vocabulary has such a token. Names of special tokens in a text become their ids. Shorter texts of a
+list are padded on the right with the end of a document, or id 0.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Tokens:
         self._cfg = cfg
 
     def encode_all(self, texts: Sequence[str], prepend_bos: bool | None = None) -> list[list[int]]:
-        """The ids of each text, at most as many as the context holds."""
+        """The ids of each text, cut to the context length."""
         prepend = self._cfg.default_prepend_bos if prepend_bos is None else prepend_bos
         first = beginning(self._tokenizer)
         if prepend and first is None:
@@ -43,26 +43,26 @@ class Tokens:
         return [[*start, *encode(text, special_ids=True)][: self._cfg.n_ctx] for text in texts]
 
     def pad(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Ids (texts, longest)."""
+        """Pad rows of ids to equal lengths: (rows, longest)."""
         padding = self._tokenizer.end_of_text or 0
         longest = max(map(len, rows))
         padded = [[*row, *[padding] * (longest - len(row))] for row in rows]
         return torch.tensor(padded, device=self._cfg.device)
 
     def to_tokens(self, input: str | Sequence[str], prepend_bos: bool | None = None) -> Tensor:
-        """Ids (texts, tokens) of a text or several."""
+        """Ids (texts, tokens) of one or several texts."""
         texts = [input] if isinstance(input, str) else input
         return self.pad(self.encode_all(texts, prepend_bos))
 
     def to_string(self, tokens: Any) -> str | list[str]:
-        """The text of ids, or a list of texts for ids (texts, tokens)."""
+        """The text of ids (tokens,), or a list of texts for ids (texts, tokens)."""
         ids = torch.as_tensor(tokens)
         if ids.ndim == 2:
             return [self._tokenizer.decode(row) for row in ids.tolist()]
         return self._tokenizer.decode(ids.reshape(-1).tolist())
 
     def to_str_tokens(self, input: Any, prepend_bos: bool | None = None) -> Any:
-        """The text of each token of a text or of ids; a list of lists for a list."""
+        """The text of each token of a text or of ids; for a list of texts, a list of lists."""
         if isinstance(input, list):
             return [self.to_str_tokens(each, prepend_bos) for each in input]
         if isinstance(input, str):
@@ -72,7 +72,7 @@ class Tokens:
         return [self._tokenizer.token_text(token_id) for token_id in ids]
 
     def to_single_token(self, string: str) -> int:
-        """The id of a text that is one token."""
+        """The id of a text that is a single token."""
         (ids,) = self.encode_all([string], prepend_bos=False)
         if len(ids) != 1:
             raise InvalidRequest(f"{string[:80]!r} is {len(ids)} tokens, not a single one")
@@ -104,6 +104,6 @@ class Tokens:
 
 
 def beginning(tokenizer: Tokenizer) -> int | None:
-    """The id that begins a text; None if the vocabulary has none."""
+    """The id that begins a text; None if the vocabulary has no such id."""
     special = tokenizer.special_tokens
     return next((special[name] for name in BEGINNINGS if name in special), tokenizer.end_of_text)

@@ -1,7 +1,7 @@
-"""Weights of a hooked GPT by TransformerLens' names, in its shapes and orientation.
+"""Weights of a hooked GPT with TransformerLens' names, shapes and orientation.
 
-Matrices multiply from the right: `x @ W_in`. Key and value heads that several query heads share are
-repeated, so every head has its own. The blocks are shown as TransformerLens nests them:
+Matrices multiply from the right: `x @ W_in`. Key and value heads shared by several query heads are
+repeated, so every head has its own. Blocks are nested as in TransformerLens:
 `model.blocks[0].attn.W_Q`, `model.blocks[0].attn.hook_z`.
 
 Shapes: H = n_head, K = n_kv_head, D = head_dim, C = d_model, M = d_ff.
@@ -20,7 +20,7 @@ OF_MLP = ("W_in", "W_gate", "W_out", "b_in", "b_out")
 
 
 def nested_blocks(gpt: GPT, points: Points) -> list[SimpleNamespace]:
-    """The blocks with their weights and points as attributes."""
+    """The blocks, with their weights and hook points as attributes."""
     return [_nested(block, points) for block in blocks(gpt)]
 
 

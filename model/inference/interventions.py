@@ -168,7 +168,7 @@ def _check_direction(name: str, direction: Any, stage: Stage, shape: tuple[int, 
             + " or ".join(str([*each]) for each in dict.fromkeys((shape[-1:], shape)))
         )
     if not direction.any(axis=-1).all():
-        raise InvalidRequest(f"{name} is zero, which is no direction")
+        raise InvalidRequest(f"{name} is zero; a direction needs a nonzero length")
 
 
 def _check_values(intervention: Intervention, shape: tuple[int, ...]) -> None:

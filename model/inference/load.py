@@ -152,7 +152,7 @@ def _check_code_options(
             )
     if options.batch_code and config.has_state:
         raise KernelError(
-            f"batch_code is set, but {config.code} has a cache of its own for each sequence: "
+            f"batch_code is set, but {config.code} has its own cache for each sequence: "
             "remove batch_code"
         )
     if options.batch_code and not config.padding_is_harmless:

@@ -26,7 +26,7 @@ KVCacheDType = Literal["auto", "int8"]
 """Dtype of keys and values: the model's, or int8 with a scale for each head and position."""
 Speculation = Literal["none", "ngram"]
 DRAFTED_ROWS = 16
-"""Maximum number of rows of a decode step with drafts. Beyond that, a draft costs as much as it
+"""Maximum number of rows of a decode step with drafts. With more, a draft costs as much as it
 saves."""
 SECONDS = {"ms": 1e-3, "s": 1.0}
 """Units of time, in seconds."""

@@ -68,11 +68,11 @@ def processed_row(
     allowed: Sequence[bool] | None = None,
 ) -> list[float]:
     """The logits to sample from: after steps 1 to 10, or after steps 1 to 6 at temperature 0."""
-    row = penalised(logits, tokens, prompt_length, params, allowed)
+    row = penalized(logits, tokens, prompt_length, params, allowed)
     return filtered(row, params) if params.temperature else row
 
 
-def penalised(
+def penalized(
     logits: Sequence[float],
     tokens: Sequence[int],
     prompt_length: int,

@@ -36,7 +36,8 @@ from logitd.model.text.tokenizer import Tokenizer
 from logitd.model.transformer.config import GPTConfig
 
 LISTED_NUMBER = 8
-"""Elements that a number counts as in lists: they take 32 bytes in Python and 20 as JSON."""
+"""Number of elements that a number in a list counts as: it takes 32 bytes in Python and 20 as
+JSON."""
 
 
 class Direction(RequestBody):
@@ -154,7 +155,7 @@ class DirectPart(ReplyBody):
 
 
 class DirectContributions(ReplyBody):
-    parts: list[DirectPart] = Field(description="In the order of the forward.")
+    parts: list[DirectPart] = Field(description="In the order of the forward pass.")
     sum: float = Field(description="Sum of the parts: the value, up to rounding.")
 
 

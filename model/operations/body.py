@@ -42,8 +42,8 @@ Step = Annotated[
     Field(
         ge=0,
         lt=2**63,
-        description="Step of the run's history whose weights answer; needs a server with --history."
-        " Absent: the served checkpoint.",
+        description="Step of the run's history whose weights compute the reply; needs a server "
+        "with --history. Absent: the served checkpoint.",
     ),
 ]
 

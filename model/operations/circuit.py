@@ -25,12 +25,12 @@ from logitd.model.text.tokenizer import Tokenizer
 
 class CircuitRequest(ComparedTokens, PromptBody):
     """The tokens, heads and neurons that carry the difference of two logits, the edges between
-    them, and what is left of the difference without them or with them alone. Without tokens: the
+    them, and what is left of the difference without them or with them alone. By default, the
     likeliest next token and the second likeliest. Computed in float32 from the served weights."""
 
     examples: ClassVar[Examples] = {
         "Why the likeliest next token rather than the second": {"prompt": "for i in range(10"},
-        "The strongest parts of a given difference": {
+        "The strongest parts of a chosen difference": {
             "prompt": "for i in range(10",
             "token": ")",
             "minus": ",",
@@ -56,11 +56,14 @@ class CircuitRequest(ComparedTokens, PromptBody):
         DEFAULT_PARTS,
         ge=1,
         le=10_000,
-        description="Most tokens, heads and neurons. If they do not suffice, the circuit has those "
-        "that explain most.",
+        description="Maximum number of tokens, heads and neurons. If they do not suffice, the "
+        "circuit has those that explain most.",
     )
     max_edges: int = Field(
-        DEFAULT_EDGES, ge=1, le=10_000, description="Most edges in the reply, the strongest first."
+        DEFAULT_EDGES,
+        ge=1,
+        le=10_000,
+        description="Maximum number of edges in the reply, the strongest first.",
     )
 
 
@@ -78,13 +81,15 @@ class CircuitNode(ReplyBody):
     head: int | None
     position: int
     values: float = Field(
-        description="What the node carries of the difference with all attention weights frozen, "
-        "compared with its mean over the positions."
+        description="Amount of the difference that the node carries, relative to its mean over "
+        "the positions, with all attention weights frozen."
     )
     attention: float = Field(
-        description="What it carries by the attention weights that depend on it."
+        description="Amount that it carries through the attention weights that depend on it."
     )
-    neurons: list[CircuitNeuron] = Field(description="Of an MLP, the strongest first; else empty.")
+    neurons: list[CircuitNeuron] = Field(
+        description="Neurons of an MLP, the strongest first; otherwise empty."
+    )
 
 
 class CircuitEdge(ReplyBody):
@@ -93,28 +98,32 @@ class CircuitEdge(ReplyBody):
     source: int = Field(description="Index of a node.")
     target: int | None = Field(description="Index of a node; null for the logits.")
     reads: Literal["value", "query", "key", "mlp", "logits"] = Field(
-        description="What the target computes from the source. Queries and keys decide where a "
-        "head looks."
+        description="The input through which the target reads the source. Queries and keys decide "
+        "where a head attends."
     )
-    weight: float = Field(description="What the source carries of the difference by this edge.")
+    weight: float = Field(
+        description="Amount of the difference that the source carries through this edge."
+    )
 
 
 class LeftOut(ReplyBody):
-    """The sums of all parts outside the circuit."""
+    """The sums over all parts outside the circuit."""
 
     values: float
     attention: float
 
 
 class Verification(ReplyBody):
-    """The difference with parts set to their means over the positions, nothing frozen. A share is
-    0 without all parts, and 1 with all of them; null if there is nothing to explain."""
+    """The difference when parts are set to their means over the positions, with nothing frozen. A
+    share is 0 without any part and 1 with all of them; null if there is nothing to explain."""
 
-    circuit_alone: float = Field(description="All parts outside the circuit have their means.")
+    circuit_alone: float = Field(
+        description="All parts outside the circuit are set to their means."
+    )
     circuit_alone_share: float | None
-    without_circuit: float = Field(description="The circuit has its means.")
+    without_circuit: float = Field(description="The circuit is set to its means.")
     without_circuit_share: float | None
-    without_all: float = Field(description="All parts have their means.")
+    without_all: float = Field(description="All parts are set to their means.")
 
 
 class PromptCircuit(PromptReply):
@@ -123,7 +132,7 @@ class PromptCircuit(PromptReply):
     minus: TargetToken
     difference: float = Field(description="The logit of `token` minus that of `minus`.")
     baseline: float = Field(
-        description="The difference if all parts had their means and norms stayed frozen."
+        description="The difference if all parts were set to their means, with everything frozen."
     )
     left_out: LeftOut
     share: float | None = Field(
@@ -132,7 +141,7 @@ class PromptCircuit(PromptReply):
         "to explain."
     )
     verification: Verification
-    nodes: list[CircuitNode] = Field(description="In the order of the forward.")
+    nodes: list[CircuitNode] = Field(description="In the order of the forward pass.")
     edges: list[CircuitEdge]
     edge_count: int = Field(description="Number of edges, of which `edges` are the strongest.")
 

@@ -1,8 +1,9 @@
-"""Features: the facts about features of a served autoencoder, and the logits that one promotes.
+"""Features: facts about the features of a served autoencoder, and the logits that a feature
+promotes.
 
 The direction of a feature, its row of the decoder, takes the place of the last residual stream. The
-final norm and the head then make logits of it, in the engine, as of any stream. The logits of a
-zero stream are subtracted, which leaves out biases.
+engine's final norm and head then turn it into logits, like any stream. The logits of a zero stream
+are subtracted, which leaves out biases.
 """
 
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ def summary(
     features: Features | None,
     tokenizer: Tokenizer,
 ) -> dict[str, Any]:
-    """The autoencoders of a model, and figures of each of the `features` of one of them."""
+    """The autoencoders of a model, and figures of each feature of one of them, `features`."""
     facts = None if features is None else autoencoders[features].facts
     figures: dict[str, Any] = {"density": None, "strongest": None, "tokens": None}
     if facts is not None:

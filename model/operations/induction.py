@@ -1,5 +1,5 @@
-"""Induction scores: how strongly each head looks for what followed an earlier occurrence of a
-token.
+"""Induction scores: how strongly each head attends to the token that followed an earlier occurrence
+of the current one.
 
 The score is that of Olsson et al. (2022), In-context Learning and Induction Heads,
 https://arxiv.org/abs/2209.11895, with one sequence instead of a mean over many.
@@ -34,14 +34,14 @@ class InductionRequest(PromptBody):
 
     interventions: Interventions = Field(
         default_factory=list,
-        description="Interventions; their positions are in the sequence twice.",
+        description="Interventions; their positions count in the doubled sequence.",
     )
 
 
 class PromptInduction(PromptReply):
     scores: list[list[float]] = Field(
-        description="Score of each head, by layer: 0 to 1, the mean weight that the tokens of the "
-        "second time give to the token after their first occurrence."
+        description="Score of each head, by layer, from 0 to 1: the mean attention weight from "
+        "each token of the second copy to the token after its first occurrence."
     )
 
 
@@ -51,7 +51,8 @@ class InductionReply(Reply):
 
 def induction_scores(weights: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """The scores (layers, heads) of attention weights (T, layers, heads, 2T), whose rows are the
-    second T positions of a sequence of T tokens twice. Row j looks for token j + 1."""
+    second T positions of a sequence of T tokens twice. The score of row j is its weight on token j
+    + 1."""
     rows = np.arange(len(weights))
     found: npt.NDArray[np.float64] = weights[rows, ..., rows + 1].mean(0, dtype=np.float64)
     return found
@@ -116,7 +117,7 @@ INDUCTION = Operation(
     summary="Induction scores of all heads",
     description="""\
 The prompt is given to the model twice in a row. The score of a head is the mean attention weight
-from each token of the second time to the token after its first occurrence. An induction head, which
+from each token of the second copy to the token after its first occurrence. An induction head, which
 copies what followed earlier, has a score near 1; a head that attends to all earlier tokens alike
 has about ln(2) / T for T tokens. Random token ids measure copying alone; in a text, other habits
 add to it.""",

@@ -119,8 +119,8 @@ class Intervention(RequestBody):
     )
     along: DirectionChoice | None = Field(
         None,
-        description="A direction: change only the stage's coordinate along it, and nothing at "
-        "right angles to it. Numbers of any length, one list or one for each head, or the "
+        description="A direction: change only the stage's coordinate along it, and nothing "
+        "orthogonal to it. Numbers of any length, one list or one for each head, or the "
         "difference of two prompts.",
     )
     factor: Bound | None = Field(
@@ -182,7 +182,7 @@ Interventions = Annotated[
     Field(
         max_length=MAX_INTERVENTIONS,
         fail_fast=True,
-        description="Changes inside the forward pass, carried out in this order. A prompt with "
+        description="Changes inside the forward pass, applied in this order. A prompt with "
         "interventions is computed by slower code, and shares no prefix with other prompts.",
     ),
 ]

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from logitd.model.inference.engine.requests import OutputsRequest, ScoreRequest
 from logitd.model.inference.engine.validation import check_count, check_token_ids
-from logitd.model.inference.sampling.distribution import summarise
+from logitd.model.inference.sampling.distribution import summarize
 from logitd.model.operations.body import (
     ChosenIds,
     Examples,
@@ -127,7 +127,7 @@ def plan(body: ProbsRequest, subject: Subject) -> Planning:
         prompts = []
         for index, request in enumerate(requests):
             (row,) = computed.rows[request.request_id]
-            summary = summarise(row, top_k=top_k, token_ids=token_ids)
+            summary = summarize(row, top_k=top_k, token_ids=token_ids)
             prompts.append(
                 {
                     "index": index,

@@ -1,4 +1,4 @@
-"""Sweep: an intervention carried out in one place after another.
+"""Sweep: an intervention applied in one place after another.
 
 The places form a grid of cells, which `model/inference/sweep.py` lists. Each cell is computed for
 every prompt, and a metric of the logits is averaged over the prompts. The values of a `from` prompt
@@ -58,8 +58,8 @@ OneOrManyTexts = Text | Annotated[list[Text], Field(max_length=MAX_PROMPTS, fail
 
 
 class SweepRequest(PromptBody):
-    """A metric of the next token's logits, while an intervention is carried out in one layer, head
-    or position after another. The results form a grid; of several prompts, a grid of means."""
+    """A metric of the next token's logits while an intervention is applied in one layer, head or
+    position after another. The results form a grid; for several prompts, a grid of means."""
 
     alternatives = (("token", "token_id"), ("minus", "minus_id"))
     examples: ClassVar[Examples] = {
@@ -92,7 +92,7 @@ class SweepRequest(PromptBody):
     position: Place = Field(-1, description="Position of each prompt whose logits are compared.")
     metric: Metric = Field(
         "logit",
-        description="logit or probability of `token`, minus that of `minus` if given; loss: minus "
+        description="logit, probability: of `token`, minus that of `minus` if given; loss: minus "
         "the logprob of `token`, in nats; kl: divergence of the distribution from the one without "
         "`vary`, in nats.",
     )
@@ -111,15 +111,15 @@ class SweepRequest(PromptBody):
         None, description="Id of the subtracted token, or one for each prompt."
     )
     vary: Intervention = Field(
-        description="The intervention carried out in each place. Its heads and positions limit "
-        "the places."
+        description="The intervention applied in each place. Its heads and positions limit the "
+        "places."
     )
     over: Annotated[list[Axis], Field(min_length=1, max_length=3)] = Field(
         description="The axes of the grid: layers (of the stage's *), heads, positions."
     )
     interventions: Interventions = Field(
         default_factory=list,
-        description="Additional interventions in every cell, carried out before `vary`.",
+        description="Additional interventions in every cell, applied before `vary`.",
     )
     stream: bool = Field(False, description="Send each cell as it is computed.")
 
@@ -136,7 +136,8 @@ class SweepRequest(PromptBody):
         return self
 
     def named(self, name: Literal["token", "minus"], tokenizer: Tokenizer) -> list[int | None]:
-        """The ids of the tokens or of the subtracted ones, one for each prompt; None: not named."""
+        """The ids of the tokens, or of the subtracted ones, one for each prompt; None if not
+        given."""
         count, texts, ids = len(self.prompts), getattr(self, name), getattr(self, f"{name}_id")
         field = name if ids is None else f"{name}_id"
         if isinstance(texts, str):
@@ -147,8 +148,8 @@ class SweepRequest(PromptBody):
             return [ids] * count
         if len(ids) != count:
             raise InvalidRequest(
-                f"{field} has {len(ids)}, for {pluralize(count, 'prompt')}; give one for each "
-                "prompt, or one for all, not in a list",
+                f"{field} has {pluralize(len(ids), 'value')} for {pluralize(count, 'prompt')}; "
+                "give one for each prompt, or a single one, not in a list, for all",
                 field,
             )
         return [*ids]
@@ -281,7 +282,7 @@ def _check_alike(grids: Sequence[Grid], prompts: Sequence[Sequence[int]]) -> Non
 def _measures(
     body: SweepRequest, rows: Sequence[OutputsRequest], subject: Subject
 ) -> Generator[Compute, Computed, tuple[list[Measure], list[float]]]:
-    """The measure of each prompt, and the metric without `vary`."""
+    """The metric of each prompt, and its value without `vary`."""
     named = [body.named(name, subject.tokenizer) for name in ("token", "minus")]
     for name, ids in zip(("token_id", "minus_id"), named, strict=True):
         check_token_ids(name, [each for each in ids if each is not None], subject.config.vocab_size)
@@ -289,7 +290,7 @@ def _measures(
     values: list[float] = []
     computed = Computed()
     for index, (row, token, minus) in enumerate(zip(rows, *named, strict=True)):
-        if index % AT_ONCE == 0:  # whole rows of logits: a few at a time
+        if index % AT_ONCE == 0:  # a few at a time, because rows of logits are large
             computed = yield Compute(rows[index : index + AT_ONCE])
         (logits,) = computed.rows[row.request_id]
         if token is None and TOKENS[body.metric]:
@@ -325,7 +326,7 @@ def _token_json(token_id: int | None, subject: Subject) -> dict[str, Any] | None
 
 
 def _value_json(values: Sequence[float]) -> dict[str, Any]:
-    """The SweepValue of one value for each prompt."""
+    """The SweepValue of a list with one value for each prompt."""
     several = len(values) > 1
     return {
         "value": fmean(values) if several else values[0],
@@ -349,8 +350,8 @@ SWEEP = Operation(
     form="series",
     summary="An intervention at each layer, head or position in turn",
     description="""\
-Carry out an intervention in one layer, head or position after another, and return a metric each
-time: a token's logit, probability or loss, a difference of two tokens, or the divergence of the
+Apply an intervention in one layer, head or position after another, and return a metric each time:
+a token's logit, probability or loss, a difference of two tokens, or the divergence of the
 distribution. For example, ablate each head in turn, or patch each layer at each position. Several
 prompts give the mean and the spread.
 

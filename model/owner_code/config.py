@@ -23,7 +23,7 @@ SourceName = Annotated[str, Field(pattern=r"^[\w-]+(\.[\w-]+)*(/[\w-]+(\.[\w-]+)
 
 
 class CodeConfigError(ValueError):
-    """Raised for an impossible configuration; the message names the key."""
+    """Raised for an invalid configuration; the message names the key."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -62,9 +62,9 @@ class CodeConfig:
     call                 returns the logits: an expression of `model` and `ids`; None: `model(ids)`
     values               values with which the expression made the model
     deterministic        False if two passes over the same ids differ; each pass is seeded, so the
-                         results repeat all the same
+                         results still repeat
     padding_is_harmless  True if ids on the right and other rows of a batch change no logits
-    has_state            True if the model has a cache of its own (`process/state.py`)
+    has_state            True if the model has its own cache (`process/state.py`)
     lens                 names of the final norm and of the head, for the logit lens
     streams              the stages that the lens reads: before the first block, and after each
     stages               the submodules whose outputs can be read and changed

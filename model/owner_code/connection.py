@@ -242,7 +242,8 @@ class CodeModel:
             os.truncate(stderr, 0)
 
     def _ended(self) -> CodeError:
-        """The error for a process that has ended, or that breaks the protocol and is ended now."""
+        """The error for a process that has ended. A process that runs but broke the protocol is
+        killed."""
         assert self._process is not None
         assert self._scratch is not None
         folder = Path(self._scratch.name)

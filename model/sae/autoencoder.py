@@ -1,8 +1,8 @@
-"""Autoencoder: a sparse autoencoder of one stage, in a form that serving computes.
+"""Autoencoder: a sparse autoencoder of one stage, in the form used for serving.
 
-`encode` turns the values of the stage into features, of which few are not zero, and `decode` turns
-features into an approximation of the values. A change of features moves the values along the rows
-of the decoder; the part of the values that the features do not explain stays as it is.
+`encode` turns the values of the stage into features, few of which are nonzero, and `decode` turns
+features into an approximation of the values. Changing features moves the values along the rows of
+the decoder; the part of the values that the features do not explain stays unchanged.
 
 Products have a fixed number of rows, BLOCK or one, and are computed by one thread. So the bits of a
 row do not depend on the number of rows around it. Files: `files.py`.
@@ -28,10 +28,9 @@ class Autoencoder:
 
     encoder, encoder_bias  (D, F), (F,); the features before the activation are x @ encoder + bias
     decoder, decoder_bias  (F, D), (D,)
-    k                      the k largest features stay, the others are zero (Gao et al., 2024);
-                           None: all stay
-    threshold              (F,): features up to their threshold are zero (JumpReLU, Rajamanoharan et
-                           al., 2024); None: there is no threshold but zero
+    k                      keep only the k largest features (Gao et al., 2024); None: keep all
+    threshold              (F,): set features up to their thresholds to zero (JumpReLU,
+                           Rajamanoharan et al., 2024); None: thresholds of zero
     """
 
     encoder: Tensor
@@ -80,7 +79,7 @@ class Autoencoder:
 
 
 Autoencoders = Mapping[Features, Autoencoder]
-"""The autoencoders that a model is served with."""
+"""The autoencoders with which a model is served."""
 WITHOUT: Autoencoders = MappingProxyType({})
 
 

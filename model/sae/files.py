@@ -4,10 +4,10 @@
   sae_weights.safetensors   W_enc (D, F), b_enc (F), W_dec (F, D), b_dec (D), perhaps threshold (F)
   features.safetensors      density and examples of each feature; only in folders of `logitd sae`
 
-Autoencoders of SAELens' architectures `standard`, `topk` and `jumprelu` are read, of version 6 and
-of earlier ones; SAELens saves a trained `batchtopk` as `jumprelu`. Two settings are folded into the
+Supported are SAELens' architectures `standard`, `topk` and `jumprelu`, from version 6 and earlier
+versions; SAELens saves a trained `batchtopk` as `jumprelu`. Two settings are folded into the
 weights: `apply_b_dec_to_input` into the encoder's bias, and `rescale_acts_by_decoder_norm` into
-encoder and decoder. Everything else is refused by its name.
+encoder and decoder. Everything else is refused by name.
 
 Shapes: D = width of the stage, F features, E examples of a feature, W tokens of an example.
 """
@@ -35,7 +35,7 @@ from logitd.model.transformer.stages import lens_stages, stages_of
 
 CONFIG, WEIGHTS, FACTS = "cfg.json", "sae_weights.safetensors", "features.safetensors"
 MOST_BYTES = 2**33
-"""Limit of each file with arrays."""
+"""Size limit of each file with arrays, in bytes."""
 ARCHITECTURES = ("standard", "topk", "jumprelu")
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "normalize_activations": ("none", None, False),
@@ -55,17 +55,18 @@ OLDER_NAMES: Mapping[Any, str] = {
 
 
 class AutoencoderError(Exception):
-    """A folder is no autoencoder that can be served; the message names the file and the reason."""
+    """Raised if a folder holds no autoencoder that can be served; the message names the file and
+    the reason."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureFacts:
     """Facts about features, measured on a text.
 
-    density      (F,): share of the tokens at which the feature is not zero
-    ids          (F, E, W) token ids of the text around the places where the feature is strongest,
-                 the strongest place first; -1 if there is no token
-    activations  (F, E, W) the feature at these tokens
+    density      (F,): share of the tokens at which the feature is nonzero
+    ids          (F, E, W): token ids around the places where the feature is strongest, in
+                 descending order of strength; -1 for no token
+    activations  (F, E, W): the feature at these tokens
     """
 
     density: npt.NDArray[Any]
@@ -75,7 +76,8 @@ class FeatureFacts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredAutoencoder:
-    """The contents of a folder. `record` is `metadata.logitd`; `facts` is None without the file."""
+    """The contents of a folder. `record` is `metadata.logitd`; `facts` is None if the file is
+    missing."""
 
     path: Path
     architecture: str
@@ -85,12 +87,12 @@ class StoredAutoencoder:
     facts: FeatureFacts | None
 
     def direction(self, index: int) -> npt.NDArray[Any]:
-        """The row of the decoder (D,) of a feature."""
+        """The row (D,) of the decoder for a feature."""
         return self.autoencoder.decoder[index].numpy()
 
     def features(self, name: str, config: GPTConfig) -> Features:
-        """The features as a stage of a model that is served with them under this name. Raises
-        AutoencoderError if the model lacks the stage or has another width."""
+        """The features as a stage of a model, under this name. Raises AutoencoderError if the model
+        lacks the stage or has another width."""
         named = {stage.name: stage for stage in stages_of(config)}
         host = lens_stages(config).get(self.hook) or named.get(self.hook)
         if host is None or not host.kind.changes or len(host.kind.axes) != 1:
@@ -109,7 +111,7 @@ class StoredAutoencoder:
 
 
 def read_autoencoder(path: Path) -> StoredAutoencoder:
-    """Read the folder of an autoencoder. Raises AutoencoderError."""
+    """Read an autoencoder's folder. Raises AutoencoderError."""
     try:
         config = _settings(parse_json(read_regular(path / CONFIG, CONFIG_BYTES)))
         tensors = load_tensors(read_regular(path / WEIGHTS, MOST_BYTES))
@@ -132,7 +134,7 @@ def read_autoencoder(path: Path) -> StoredAutoencoder:
 
 
 def _settings(document: Any) -> dict[str, Any]:
-    """The settings in cfg.json, with the names of version 6."""
+    """The settings in cfg.json, under the names of version 6."""
     if not isinstance(document, dict):
         raise AutoencoderError(f"{CONFIG} is not an object")
     metadata = document.get("metadata")
@@ -158,7 +160,7 @@ def _settings(document: Any) -> dict[str, Any]:
 
 
 def _folded(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Autoencoder:
-    """The weights in the form that serving computes."""
+    """The weights in the form used for serving."""
     features, width = _size(config, "d_sae"), _size(config, "d_in")
     shapes = {
         "W_enc": (width, features),
@@ -177,8 +179,8 @@ def _folded(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Autoenc
         tensor = tensors[name]
         if tuple(tensor.shape) != shape or not tensor.is_floating_point():
             raise AutoencoderError(
-                f"{name} is {tensor.dtype} of shape {list(tensor.shape)}; by {CONFIG} it has "
-                f"{list(shape)}"
+                f"{name} is {tensor.dtype} of shape {list(tensor.shape)}; "
+                f"{CONFIG} requires {list(shape)}"
             )
         if not tensor.isfinite().all():
             raise AutoencoderError(f"{name} has a number that is not finite")
@@ -218,8 +220,8 @@ def _check_facts(facts: FeatureFacts, features: int) -> None:
 def read_autoencoders(
     folders: Mapping[str, Path], checkpoint: CheckpointInfo
 ) -> dict[Features, StoredAutoencoder]:
-    """Read the autoencoders of a checkpoint, which have names. Raises AutoencoderError, and
-    CheckpointError if the owner's code computes the checkpoint."""
+    """Read a checkpoint's autoencoders by name. Raises AutoencoderError, and CheckpointError if the
+    owner's code computes the checkpoint."""
     stored = {name: read_autoencoder(path) for name, path in folders.items()}
     return {each.features(name, checkpoint.config): each for name, each in stored.items()}
 
@@ -251,8 +253,8 @@ def write_autoencoder(
     record: Mapping[str, Any],
     facts: FeatureFacts,
 ) -> None:
-    """Write a TopK autoencoder at `path`, which must not exist, as a whole or not at all. `tensors`
-    have SAELens' names. Raises OSError."""
+    """Write a TopK autoencoder atomically at `path`, which must not exist. `tensors` have SAELens'
+    names. Raises OSError."""
     features, width = tensors["W_dec"].shape
     config = {
         "architecture": "topk",

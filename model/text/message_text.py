@@ -29,8 +29,9 @@ class Hidden:
 
     @classmethod
     def of(cls, special_tokens: Iterable[str], texts: Iterable[str]) -> Self:
-        """Tables that hide the characters of special tokens, and characters of `texts` that become
-        one of them by a change of case. Raises ValueError if there are not enough surrogates."""
+        """Make tables that hide the characters of special tokens, and characters of `texts` that a
+        change of case can turn into one of them. Raises ValueError if there are not enough
+        surrogates."""
         dangerous = _in_all_cases(set[str]().union(*special_tokens))
         for character in set[str]().union(*texts):
             if dangerous & (cases := _in_all_cases({character})):

@@ -468,7 +468,7 @@ def _check_ranks(
     expected += [int(vocab_size) + index for index in range(len(without_id))]
     longer = any(len(token) > 1 for token in without_id)
     if not ranks or sorted(ranks.values()) != expected or (every_byte and longer):
-        bytes_alone = f", with single bytes alone from vocab_size {vocab_size} on"
+        bytes_alone = f", with only single bytes from vocab_size {vocab_size} on"
         less = ", without those of special tokens" if special & set(range(len(ranks))) else ""
         raise TokenizerError(
             f"the {len(ranks)} ranks are not the numbers 0 to {len(ranks) - 1}{less}"

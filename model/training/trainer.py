@@ -95,7 +95,7 @@ def train(
         # With autocast the norms of queries and keys get bfloat16 inputs and float32 weights, and
         # torch warns that it does not fuse them.
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
-        warnings.filterwarnings("ignore", "Guards may run slower")  # slightly, on Python 3.13.0
+        warnings.filterwarnings("ignore", "Guards may run slower")  # on Python 3.13.0
         report = report if ranks.is_main else ignore_events
         if config.tensorboard:
             require_tensorboard()
@@ -325,7 +325,7 @@ class Trainer:
         self.report(Progress(counters.step, share, figures, seconds_left))
 
     def _notice_fewer_steps(self) -> None:
-        """Report if the minutes suffice for fewer steps than were expected."""
+        """Report if the minutes suffice for fewer steps than expected."""
         counters, tasks = self.counters, self.recorder.seconds_per_step()
         left = self.length.steps_left(counters, counters.pace, tasks)
         if self.length.minutes is None or not counters.pace:

@@ -1,8 +1,8 @@
 """GPTConfig: the shape of a model, as stored in a checkpoint's `config.json`.
 
 A configuration can describe GPT-2, the original Transformer decoder, the modern shape, and mixtures
-such as GPT-NeoX, OPT, nanochat and Llama with scaled rotary positions. Impossible shapes are
-refused with the reason. `model/training/configuration/presets.py` has shapes with names, such as
+such as GPT-NeoX, OPT, nanochat and Llama with scaled rotary positions. Invalid shapes are refused
+with the reason. `model/training/configuration/presets.py` has shapes with names, such as
 "gpt2-124m". Does not import torch.
 """
 
@@ -41,7 +41,7 @@ Window = Annotated[int, Field(ge=1)] | None
 
 
 class ConfigError(ValueError):
-    """Raised for an impossible configuration; the message names the numbers and the rule."""
+    """Raised for an invalid configuration; the message names the numbers and the rule."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -124,7 +124,7 @@ def load_trained_weights(gpt: GPT, weights: Mapping[str, Tensor]) -> None:
     expected = set(trained_weights(gpt))
     if set(weights) != expected:
         odd = sorted(set(weights) ^ expected)
-        raise RuntimeError(f"{len(odd)} tensors are missing or unknown, the first is {odd[0]}")
+        raise RuntimeError(f"{len(odd)} tensors are missing or unknown; the first is {odd[0]}")
     gpt.load_state_dict(weights, strict=False)
 
 
@@ -153,4 +153,4 @@ def merge_into(gpt: GPT, shape: LoraShape, weights: Mapping[str, Tensor]) -> Non
             ]
             matrix += shape.scale * torch.cat(products)
     if left:
-        raise LoraError(f"{len(left)} tensors belong to no target, the first is {min(left)}")
+        raise LoraError(f"{len(left)} tensors belong to no target; the first is {min(left)}")

@@ -323,7 +323,7 @@ def _feature_kind(features: Features) -> StageKind:
     return StageKind(
         features.key[1],
         (features.count,),
-        f"features of the sparse autoencoder {features.name}; a change of them moves {read.name}",
+        f"features of the sparse autoencoder {features.name}; changing them moves {read.name}",
         read.lens and f"{read.lens}.hook_sae_acts_post",
         in_block=read.in_block,
     )

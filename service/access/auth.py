@@ -76,7 +76,7 @@ class KeyRing:
     """The accepted keys. They can be read again while the server runs."""
 
     def __init__(self, keys: ApiKeys, limit: KeyLimit) -> None:
-        """`limit` applies to keys without a limit of their own."""
+        """`limit` applies to keys without their own limit."""
         self.keys = keys
         self.limits = KeyLimits(limit, keys.limits)
 
@@ -188,7 +188,8 @@ def _in_file(file: Path | None) -> list[tuple[str, str]]:
 
 
 def _limit(place: str, words: str) -> KeyLimit:
-    """The limits in words such as `per-minute=60 at-once=4`. A missing one has the default."""
+    """The limits in words such as `per-minute=60 at-once=4`. The default applies to a missing
+    limit."""
     given: dict[str, int] = {}
     for word in words.split():
         name, _, number = word.partition("=")

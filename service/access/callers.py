@@ -13,8 +13,8 @@ from starlette.requests import HTTPConnection
 from logitd.service.access.auth import CALLER, NO_KEY
 
 NETWORK_BITS = 64
-"""Number of leading bits of an IPv6 address that identify a client, which is free to choose the
-other bits."""
+"""Number of leading bits of an IPv6 address that identify a client; the client can choose the
+rest."""
 
 
 def caller_of(connection: HTTPConnection) -> str:

@@ -77,7 +77,7 @@ async def load(state: ServiceState) -> None:
     missing = [model for model in models if isinstance(model, NotLoaded)]
     if len(missing) < len(models):
         for model in missing:
-            logger.error("%s is not served, the others are: %s", model.name, model.reason)
+            logger.error("%s is not served, but the other models are: %s", model.name, model.reason)
         state.serve(models, steps)
         return
     if steps is not None:
@@ -173,7 +173,7 @@ def _engine(
 
 
 def _no_history(path: Path, settings: ServeSettings) -> str | None:
-    """The reason why a path has no history to serve. A followed run may be about to begin one."""
+    """The reason why a path has no history to serve, if so. A followed run may still begin one."""
     if not is_run(path):
         return f"{path} is not a run, so it has no history: serve a run, or leave out --history"
     if settings.follow is None and not checkpoints_in(path / HISTORY):

@@ -111,7 +111,7 @@ class Client:
     def run_with_cache(
         self, input: Input, names_filter: NamesFilter = None, **fields: Any
     ) -> tuple[Floats, Cache]:
-        """Logits (B, T, V), and the values of stages by TransformerLens' names."""
+        """Logits (B, T, V), and the values of stages under TransformerLens' names."""
         return self.hooked.run_with_cache(input, names_filter, **fields)
 
     def run_with_hooks(self, input: Input, fwd_hooks: Changes = (), **fields: Any) -> Floats:

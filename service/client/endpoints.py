@@ -1,7 +1,7 @@
 # ruff: noqa: F403, F405
 """Endpoints: functions that build calls. Both clients have a method for each.
 
-Functions whose arguments and result follow from an operation are generated, the others are written
+Functions whose arguments and result follow from an operation are generated; the others are written
 by hand.
 """
 
@@ -284,10 +284,10 @@ def sweep(
     over: Sequence[Literal["layers", "heads", "positions"]],
     **fields: Unpack[SweepFields],
 ) -> Call[Sweep]:
-    """Carry out an intervention in one layer, head or position after another, and return a metric
-    each time: a token's logit, probability or loss, a difference of two tokens, or the divergence
-    of the distribution. For example, ablate each head in turn, or patch each layer at each
-    position. Several prompts give the mean and the spread."""
+    """Apply an intervention in one layer, head or position after another, and return a metric each
+    time: a token's logit, probability or loss, a difference of two tokens, or the divergence of the
+    distribution. For example, ablate each head in turn, or patch each layer at each position.
+    Several prompts give the mean and the spread."""
     return record("/sweep", Sweep, {"prompt": prompt, "vary": vary, "over": over, **fields})
 
 
@@ -301,7 +301,7 @@ def lens(prompt: Prompt, **fields: Unpack[LensFields]) -> Call[LensReadings]:
 
 def induction(prompt: Prompt, **fields: Unpack[InductionFields]) -> Call[Induction]:
     """The prompt is given to the model twice in a row. The score of a head is the mean attention
-    weight from each token of the second time to the token after its first occurrence. An induction
+    weight from each token of the second copy to the token after its first occurrence. An induction
     head, which copies what followed earlier, has a score near 1; a head that attends to all earlier
     tokens alike has about ln(2) / T for T tokens. Random token ids measure copying alone; in a
     text, other habits add to it."""

@@ -32,7 +32,8 @@ class LogitdError(Exception):
         return self.message + named
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Unpickle without the constructor, because subclasses take other arguments than `args`."""
+        """Unpickle without the constructor, because the arguments of subclasses differ from
+        `args`."""
         return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 

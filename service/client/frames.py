@@ -1,8 +1,8 @@
 """Frames: results as pandas data frames, and heat maps by matplotlib. Both packages are optional.
 
-A frame of a record has a row for each of its innermost parts, such as the tokens of the prompts.
-Its columns are the single values of a part, and those of the parts around it under prefixed names
-(`prompt_index`). A frame of an array has the array's last axis as columns.
+The frame of a record has one row for each innermost part, such as the tokens of the prompts. Its
+columns are the single values of a part, and those of the enclosing parts under prefixed names
+(`prompt_index`). The frame of an array has the array's last axis as columns.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ Single = (bool, int, float, str, bytes, type(None))
 
 def record_frame(result: object, *paths: str) -> Any:
     """A data frame of the parts at each path ("prompts.tokens"). With several paths, the column
-    `part` has the last name of a row's path."""
+    `part` names the last component of a row's path."""
     rows: list[Mapping[str, Any]] = []
     for path in paths:
         *_, last = names = path.split(".")
@@ -52,7 +52,9 @@ def heat_map(
         axes = _needed("matplotlib.pyplot", "heat_map").figure(layout="constrained").add_subplot()
     grid = np.atleast_2d(np.asarray(values, dtype=np.float64))
     if grid.ndim != 2:
-        raise ValueError(f"values have {grid.ndim} axes; a heat map has two: choose a part of them")
+        raise ValueError(
+            f"values have {grid.ndim} axes; a heat map needs two: select a part of the array"
+        )
     largest = float(np.abs(grid[np.isfinite(grid)]).max(initial=0)) or 1.0
     image = axes.imshow(grid, cmap="RdBu_r", vmin=-largest, vmax=largest, aspect="auto")
     axes.figure.colorbar(image, ax=axes)
@@ -67,7 +69,7 @@ def heat_map(
 def _rows(
     part: object, names: Sequence[str], outer: Mapping[str, Any]
 ) -> Iterator[Mapping[str, Any]]:
-    """The rows of the parts at a path. `outer` are the values of the parts around `part`."""
+    """The rows of the parts at a path. `outer` are the values of the parts that enclose `part`."""
     if not names:
         yield {**outer, **_singles(part)}
         return

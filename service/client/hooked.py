@@ -1,13 +1,13 @@
-"""HookedClient: a served model with TransformerLens' interface, for everything that is data.
+"""HookedClient: a served model with TransformerLens' interface, without functions as hooks.
 
     with Client() as client:
         logits, cache = client.run_with_cache("def main():", ["blocks.0.attn.hook_pattern"])
         ablate = {"operation": "zero", "heads": [3]}
         client.run_with_hooks("def main():", fwd_hooks=[("blocks.0.attn.hook_z", ablate)])
 
-Names, axes and the beginning of texts are those of `LLM.run_with_cache`, the values NumPy arrays.
-A change is an intervention without its stage. Functions would have to run in the server, so they
-are refused; `LLM` runs them in process. GET /stages and /info are asked once.
+Names, axes and the beginning of texts are as in `LLM.run_with_cache`; values are NumPy arrays. A
+change is an intervention without its stage. Functions are refused, because they would have to run
+in the server; `LLM` runs them in process. GET /stages and /info are requested once.
 """
 
 import re
@@ -25,15 +25,15 @@ NamesFilter = str | Sequence[str] | Callable[[str], bool] | None
 Changes = Sequence[tuple[str, Mapping[str, Any]]]
 
 BEGINNINGS = ("<|bos|>", "<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>")
-"""Names of special tokens that begin a text; without any, the end of a document does."""
+"""Names of special tokens that begin a text. If there is none, the end of a document begins it."""
 HEADS_FIRST = ("hook_attn_scores", "hook_pattern")
-"""Ends of names whose axis of heads comes before that of positions."""
+"""Suffixes of names whose axis of heads comes before that of positions."""
 ROTATED = re.compile(r"hook_(rot_)?[qk]$")
 
 
 class Cache:
-    """Arrays (B, ...) by TransformerLens' names; short names are found too: `cache["pattern", 0]`,
-    a negative layer counts from the end."""
+    """Arrays (B, ...) by TransformerLens' names. Short names work too: `cache["pattern", 0]`.
+    Negative layers count from the end."""
 
     def __init__(self, arrays: dict[str, Floats], layers: int) -> None:
         self.cache_dict = arrays
@@ -72,14 +72,15 @@ class Cache:
 
 
 class HookedClient:
-    """The model of a `Client`: its `model`, or the server's first one."""
+    """The model of a `Client`: the one named by its `model`, or the server's first one."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
 
     @cached_property
     def names(self) -> Mapping[str, str]:
-        """The server's name of each stage by TransformerLens' name, in the order of the forward."""
+        """The server's name of each stage, by TransformerLens' name, in the order of the forward
+        pass."""
         found: dict[str, str] = {}
         infos = self._client.stages().stages
         own = [name for info in infos for name in info.names]
@@ -118,8 +119,8 @@ class HookedClient:
         return next((special[name] for name in BEGINNINGS if name in special), end)
 
     def to_tokens(self, input: str | Sequence[str], prepend_bos: bool | None = None) -> Ids:
-        """Ids (texts, tokens) of texts with equally many tokens. A text begins with the id of a
-        beginning if the vocabulary has one (None), always or never."""
+        """Ids (texts, tokens) of texts with the same number of tokens. The beginning-of-text id is
+        added always (True), never (False), or if the vocabulary has one (None)."""
         texts = [input] if isinstance(input, str) else list(input)
         first = self._beginning if prepend_bos is not False else None
         if prepend_bos and first is None:
@@ -143,8 +144,8 @@ class HookedClient:
         fwd_hooks: Changes = (),
         **fields: Any,
     ) -> tuple[Floats, Cache]:
-        """Logits (B, T, V), and the values of the stages that the filter names, after the changes.
-        `fields` are those of /activations."""
+        """Logits (B, T, V), and the values of the chosen stages after the changes. `fields` are
+        those of /activations."""
         names = self._filtered(names_filter)
         ids = self._ids(input, prepend_bos)
         own = list(dict.fromkeys(self.names[name] for name in names))
@@ -168,7 +169,7 @@ class HookedClient:
         prepend_bos: bool | None = None,
         **fields: Any,
     ) -> Floats:
-        """Logits (B, T, V) with changes in place."""
+        """Logits (B, T, V) with these changes."""
         return self.run_with_cache(
             input, [], prepend_bos=prepend_bos, fwd_hooks=fwd_hooks, **fields
         )[0]
@@ -206,7 +207,7 @@ class HookedClient:
         return ids[None] if ids.ndim == 1 else ids
 
     def _lens_axes(self, name: str, array: Floats) -> Floats:
-        """A stage (B, T, ...) in the axes of TransformerLens."""
+        """A stage (B, T, ...) with TransformerLens' order of axes."""
         if name.endswith(HEADS_FIRST):
             return array.swapaxes(1, 2)
         width, turning = self._config["head_dim"], self._config["rotary_dim"]

@@ -110,7 +110,7 @@ class Generation(Reply):
         return self.choices[0].text
 
     def to_dataframe(self) -> Any:
-        """A pandas DataFrame with a row for each of the choices."""
+        """A pandas DataFrame with one row for each entry of `choices`."""
         return record_frame(self, "choices")
 
 
@@ -144,7 +144,7 @@ class Probs(Reply):
     prompts: tuple[PromptProbs, ...]
 
     def to_dataframe(self) -> Any:
-        """A pandas DataFrame with a row for each of the tokens."""
+        """A pandas DataFrame with one row for each entry of `tokens`."""
         return record_frame(self, "prompts.tokens")
 
 
@@ -177,7 +177,7 @@ class Scores(Reply):
     usage: ScoreUsage
 
     def to_dataframe(self) -> Any:
-        """A pandas DataFrame with a row for each of the score and continuations."""
+        """A pandas DataFrame with one row for each entry of `score` and `continuations`."""
         return record_frame(self, "prompts.score", "prompts.continuations")
 
 
@@ -242,7 +242,7 @@ class Sweep(Reply):
         return heat_map(self.effect, rows=labels, columns=columns, title=title, axes=axes)
 
     def to_dataframe(self) -> Any:
-        """A pandas DataFrame with a row for each of the cells."""
+        """A pandas DataFrame with one row for each entry of `cells`."""
         return record_frame(self, "cells")
 
 
@@ -275,14 +275,14 @@ class LensReadings(Reply):
     prompts: tuple[PromptLens, ...]
 
     def to_dataframe(self) -> Any:
-        """A pandas DataFrame with a row for each of the top and tokens."""
+        """A pandas DataFrame with one row for each entry of `top` and `tokens`."""
         return record_frame(self, "prompts.positions.layers.top", "prompts.positions.layers.tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class PromptInduction(PromptResult):
-    # Score of each head, by layer: 0 to 1, the mean weight that the tokens of the second time
-    # give to the token after their first occurrence.
+    # Score of each head, by layer, from 0 to 1: the mean attention weight from each token of the
+    # second copy to the token after its first occurrence.
     scores: tuple[tuple[float, ...], ...]
 
 
@@ -329,7 +329,7 @@ class DirectPart:
 
 @dataclass(frozen=True, slots=True)
 class DirectContributions:
-    parts: tuple[DirectPart, ...]  # In the order of the forward.
+    parts: tuple[DirectPart, ...]  # In the order of the forward pass.
     sum: float  # Sum of the parts: the value, up to rounding.
 
 
@@ -361,13 +361,13 @@ class Attributions(Reply):
     prompts: tuple[PromptAttributions, ...]
 
     def to_dataframe(self) -> Any:
-        """A pandas DataFrame with a row for each of the tokens and parts."""
+        """A pandas DataFrame with one row for each entry of `tokens` and `parts`."""
         return record_frame(self, "prompts.tokens", "prompts.direct.parts")
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """The sums of all parts outside the circuit."""
+    """The sums over all parts outside the circuit."""
 
     values: float
     attention: float
@@ -375,14 +375,14 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The difference with parts set to their means over the positions, nothing frozen. A share is
-    0 without all parts, and 1 with all of them; null if there is nothing to explain."""
+    """The difference when parts are set to their means over the positions, with nothing frozen. A
+    share is 0 without any part and 1 with all of them; null if there is nothing to explain."""
 
-    circuit_alone: float  # All parts outside the circuit have their means.
+    circuit_alone: float  # All parts outside the circuit are set to their means.
     circuit_alone_share: float | None
-    without_circuit: float  # The circuit has its means.
+    without_circuit: float  # The circuit is set to its means.
     without_circuit_share: float | None
-    without_all: float  # All parts have their means.
+    without_all: float  # All parts are set to their means.
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,11 +400,11 @@ class CircuitNode:
     stage: str
     head: int | None
     position: int
-    # What the node carries of the difference with all attention weights frozen, compared with its
-    # mean over the positions.
+    # Amount of the difference that the node carries, relative to its mean over the positions,
+    # with all attention weights frozen.
     values: float
-    attention: float  # What it carries by the attention weights that depend on it.
-    neurons: tuple[CircuitNeuron, ...]  # Of an MLP, the strongest first; else empty.
+    attention: float  # Amount that it carries through the attention weights that depend on it.
+    neurons: tuple[CircuitNeuron, ...]  # Neurons of an MLP, the strongest first; otherwise empty.
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,9 +413,10 @@ class CircuitEdge:
 
     source: int  # Index of a node.
     target: int | None  # Index of a node; null for the logits.
-    # What the target computes from the source. Queries and keys decide where a head looks.
+    # The input through which the target reads the source. Queries and keys decide where a head
+    # attends.
     reads: str
-    weight: float  # What the source carries of the difference by this edge.
+    weight: float  # Amount of the difference that the source carries through this edge.
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,13 +425,13 @@ class PromptCircuit(PromptResult):
     token: TargetToken
     minus: TargetToken
     difference: float  # The logit of `token` minus that of `minus`.
-    baseline: float  # The difference if all parts had their means and norms stayed frozen.
+    baseline: float  # The difference if all parts were set to their means, with everything frozen.
     left_out: LeftOut
     # The explained share of difference - baseline: 1 minus left_out.values, or minus the sum of
     # left_out if that is larger; it may be negative. null if there is nothing to explain.
     share: float | None
     verification: Verification
-    nodes: tuple[CircuitNode, ...]  # In the order of the forward.
+    nodes: tuple[CircuitNode, ...]  # In the order of the forward pass.
     edges: tuple[CircuitEdge, ...]
     edge_count: int  # Number of edges, of which `edges` are the strongest.
 
@@ -477,7 +478,7 @@ class StageInfo:
     # Sizes of the axes; null for `positions` and for `T`, the number of prompt tokens.
     shape: tuple[int | None, ...]
     meaning: str
-    changeable: bool  # True if an intervention may change it.
+    changeable: bool  # True if interventions may change it.
     transformer_lens: str | None  # Name of the stage in TransformerLens.
 
 
@@ -488,7 +489,7 @@ class Stages:
     request_id: str
 
     def to_dataframe(self) -> Any:
-        """A pandas DataFrame with a row for each of the stages."""
+        """A pandas DataFrame with one row for each entry of `stages`."""
         return record_frame(self, "stages")
 
 
@@ -496,7 +497,7 @@ class Stages:
 class WeightInfo:
     name: str
     shape: tuple[int, ...]
-    dtype: str | None  # dtype in the checkpoint; null: derived from others.
+    dtype: str | None  # dtype in the checkpoint; null for derived weights.
 
 
 @dataclass(frozen=True, slots=True)
@@ -507,7 +508,7 @@ class Weights:
     request_id: str
 
     def to_dataframe(self) -> Any:
-        """A pandas DataFrame with a row for each of the weights."""
+        """A pandas DataFrame with one row for each entry of `weights`."""
         return record_frame(self, "weights")
 
 
@@ -520,7 +521,8 @@ class SaeInfo:
     architecture: str
     features: int
     k: int | None  # Largest number of features at a position; null: no limit.
-    # Record of `logitd sae train`: checkpoint, text, figures. Empty for others.
+    # Record written by `logitd sae train`: checkpoint, text, figures. Empty for other
+    # autoencoders.
     training: dict[str, Any]
 
 
@@ -528,7 +530,7 @@ class SaeInfo:
 class FeaturesOfModel:
     model: str
     saes: tuple[SaeInfo, ...]
-    sae: str | None  # Name of the autoencoder that the lists are about.
+    sae: str | None  # Name of the autoencoder that the lists describe.
     density: tuple[float, ...] | None  # Share of the tokens at which each feature is not zero.
     strongest: tuple[float, ...] | None  # Largest activation of each feature.
     # Text of the token there; null for a feature that was never active.
@@ -655,8 +657,7 @@ class Info:
     # waits are longer, steps with prompts may exceed `target_gap`. `none`: no target.
     target_ttft: str
     api_keys: bool  # True if requests need an API key.
-    # True if the field `step` of a request chooses a step of the run, of those that GET /history
-    # lists.
+    # True if requests may choose one of the steps listed by GET /history in the field `step`.
     history: bool
     limits: dict[str, int]
     request_id: str
@@ -746,7 +747,7 @@ class Logits(ArrayResult):
     stage: str
 
     def to_dataframe(self) -> Any:
-        """A pandas DataFrame with a row for each position."""
+        """A pandas DataFrame with one row for each position."""
         return array_frame(self.logits, {"position": self.positions})
 
 
@@ -768,7 +769,7 @@ class HiddenStates(ArrayResult):
     hidden_states: Floats
 
     def to_dataframe(self) -> Any:
-        """A pandas DataFrame with a row for each layer, by its place, and position."""
+        """A pandas DataFrame with one row for each layer (by its index) and position."""
         layers = range(len(self.hidden_states))
         return array_frame(self.hidden_states, {"layer": layers, "position": self.positions})
 
@@ -780,7 +781,8 @@ class Attention(ArrayResult):
     attention: Floats
 
     def to_dataframe(self) -> Any:
-        """A pandas DataFrame with a row for each layer and head, by their places, and position."""
+        """A pandas DataFrame with one row for each layer and head (by their indices) and
+        position."""
         layers, heads = (range(count) for count in self.attention.shape[:2])
         return array_frame(
             self.attention, {"layer": layers, "head": heads, "position": self.positions}
@@ -797,8 +799,8 @@ class Activations(ArrayResult):
         return self.stages[stage]
 
     def to_dataframe(self, stage: str) -> Any:
-        """A pandas DataFrame of a stage, with a row for each position, or each position and head by
-        its place."""
+        """A pandas DataFrame of a stage, with one row for each position, or for each position and
+        head (by its index)."""
         values = self.stages[stage]
         places = {"head": range(values.shape[1])} if values.ndim > 2 else {}
         return array_frame(values, {"position": self.positions, **places})

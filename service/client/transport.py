@@ -178,7 +178,7 @@ class Exchange:
 
     def wait_after_refusal(self, response: httpx.Response, body: bytes) -> float:
         """Seconds until the next try. Raises the error if there is no further try."""
-        if self._settings.key is not None:  # pages of some proxies repeat the request's headers
+        if self._settings.key is not None:  # some proxies' error pages repeat the request's headers
             body = body.replace(self._settings.key.encode(), b"[API key]")
         status = response.status_code
         failure = errors.from_reply(status, response.headers, body, self.request_id)

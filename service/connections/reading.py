@@ -26,8 +26,8 @@ MIN_BYTES_PER_SECOND = 2048
 throttle a line. So 4 MiB may take 34 minutes."""
 
 _GONE = (7, 8)
-"""TCP states of a client that has gone. TCP_CLOSE: it reset the connection. TCP_CLOSE_WAIT: it
-closed its side."""
+"""TCP states of a client that has disconnected. TCP_CLOSE: it reset the connection. TCP_CLOSE_WAIT:
+it closed its side."""
 _FIELDS = struct.Struct("B119xQ")  # tcpi_state, tcpi_bytes_acked
 
 
@@ -116,7 +116,7 @@ class ReplyProgress:
         self, now: float, timeout: float, unsent: int, acknowledged: int | None, *, complete: bool
     ) -> bool:
         """True if too little was read for longer than `timeout`. While the reply is incomplete,
-        twice that time is allowed, because streams have an earlier timeout of their own
+        twice that time is allowed, because streams have their own, earlier timeout
         (`service/http/sse.py`). Without `acknowledged`, a client is too slow only if it reads
         nothing."""
         if not unsent:

@@ -2,8 +2,8 @@
 
 Commands wait in an inbox. A thread of `AsyncEngine` calls `run_once`, which handles all commands,
 makes a step and returns a report. If a process has several engines, a `StepThread` computes their
-steps in turn. New weights are read in a separate thread while steps continue. This module knows
-nothing of the event loop and of HTTP.
+steps in turn. New weights are read in a separate thread while steps continue. This module does not
+know the event loop or HTTP.
 """
 
 import logging

@@ -108,8 +108,8 @@ class Info(ReplyBody):
     )
     api_keys: bool = Field(description="True if requests need an API key.")
     history: bool = Field(
-        description="True if the field `step` of a request chooses a step of the run, of those "
-        "that GET /history lists."
+        description="True if requests may choose one of the steps listed by GET /history in the "
+        "field `step`."
     )
     limits: dict[str, int]
 
@@ -126,7 +126,7 @@ class TrainingCurve(ReplyBody):
 
 
 class TrainingProgress(ReplyBody):
-    """The newest report of the checkpoint's run, which may be going on."""
+    """The newest report of the checkpoint's run, which may still be in progress."""
 
     step: int
     done: float = Field(description="Completed share of the run, 0 to 1.")
@@ -190,7 +190,7 @@ class StageInfo(ReplyBody):
         "tokens."
     )
     meaning: str
-    changeable: bool = Field(description="True if an intervention may change it.")
+    changeable: bool = Field(description="True if interventions may change it.")
     transformer_lens: str | None = Field(description="Name of the stage in TransformerLens.")
 
 
@@ -202,7 +202,7 @@ class StagesReply(ReplyBody):
 class WeightInfo(ReplyBody):
     name: str
     shape: list[int]
-    dtype: str | None = Field(description="dtype in the checkpoint; null: derived from others.")
+    dtype: str | None = Field(description="dtype in the checkpoint; null for derived weights.")
 
 
 class WeightsReply(ReplyBody):
@@ -220,14 +220,15 @@ class SaeInfo(ReplyBody):
     features: int
     k: int | None = Field(description="Largest number of features at a position; null: no limit.")
     training: dict[str, Any] = Field(
-        description="Record of `logitd sae train`: checkpoint, text, figures. Empty for others."
+        description="Record written by `logitd sae train`: checkpoint, text, figures. Empty for "
+        "other autoencoders."
     )
 
 
 class FeaturesReply(ReplyBody):
     model: str
     saes: list[SaeInfo]
-    sae: str | None = Field(description="Name of the autoencoder that the lists are about.")
+    sae: str | None = Field(description="Name of the autoencoder that the lists describe.")
     density: list[float] | None = Field(
         description="Share of the tokens at which each feature is not zero."
     )

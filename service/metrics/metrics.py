@@ -1,7 +1,7 @@
 """Metrics: the Prometheus series of requests, connections and the process.
 
 Names have the prefix `logitd_`, base units and no colons. Each label has a fixed set of values.
-Each application has a registry of its own. The series of one model are in `model_metrics.py`.
+Each application has its own registry. The series of one model are in `model_metrics.py`.
 """
 
 import platform

@@ -1,9 +1,8 @@
-"""History: the steps of a training run that `logitd train --keep-every` kept, each as a model.
+"""History: the steps kept by `logitd train --keep-every`, each served as a model.
 
-A request names a step. Its weights are read when they are first used, into an engine of their own,
-and the most recently used steps stay in memory. A step leaves memory only while no request uses it,
-so a request to a step runs and ends like a request to any other model. `lifespan.py` loads the
-steps.
+A request names a step. Its weights are loaded at their first use, into a separate engine, and the
+most recently used steps stay in memory. A step leaves memory only while no request uses it, so a
+request to a step runs and ends like a request to any other model. `lifespan.py` loads the steps.
 """
 
 import asyncio
@@ -20,7 +19,7 @@ from logitd.service.engine.submission import EngineStopped
 from logitd.service.errors import bad_request, queue_full
 
 NAMED = 2
-"""Number of kept steps before an unknown step, and after it, that the message names."""
+"""Number of kept steps before an unknown step, and after it, that a message lists."""
 
 
 class HasEngine(Protocol):
@@ -35,7 +34,7 @@ class History(Generic[Model]):
     """The steps of one run. Belongs to the event loop."""
 
     def __init__(self, run: Path, load: Callable[[Path], Awaitable[Model]], most: int) -> None:
-        """`load` makes a model of a checkpoint of the run. At most `most` models are in memory."""
+        """`load` loads a checkpoint of the run as a model. At most `most` models are in memory."""
         self._folder = run / HISTORY
         self._load = load
         self._most = most
@@ -45,7 +44,8 @@ class History(Generic[Model]):
         self._closed = False
 
     def steps(self) -> dict[int, Path]:
-        """The checkpoints by step, read from the folder, because a run may be going on."""
+        """The checkpoints by step, read from the folder each time, because the run may still be in
+        progress."""
         return checkpoints_in(self._folder)
 
     async def open(self, step: int) -> Model:
@@ -69,7 +69,7 @@ class History(Generic[Model]):
             del self._uses[step]
 
     async def stop(self, drain_timeout: float) -> None:
-        """Load nothing more, and stop the engines like `AsyncEngine.stop`."""
+        """Stop loading, and stop the engines like `AsyncEngine.stop`."""
         async with self._lock:
             self._closed = True
         await asyncio.gather(*(m.engine.stop(drain_timeout) for m in self._loaded.values()))

@@ -81,7 +81,7 @@ class _Source(CommandSettings):
     skip_normalizer: bool = Field(
         False,
         description="drop the normalizer of the source's tokenizer: texts that the normalizer "
-        "would change then get other ids than in the source",
+        "would change then get different ids than in the source",
     )
     unused_rows: bool = Field(
         False,

@@ -34,7 +34,7 @@ class SaeSettings(ComputeSettings):
     )
     checkpoint: CliPositionalArg[CheckpointPath]
     stage: str = Field(
-        description="stage that the autoencoder reads and rebuilds, such as blocks.3.output or "
+        description="stage that the autoencoder reads and reconstructs, such as blocks.3.output or "
         "blocks.3.mlp.out (GET /stages lists the names)"
     )
     data: tuple[str, ...] = Field(
@@ -50,10 +50,10 @@ class SaeSettings(ComputeSettings):
         None,
         ge=2,
         le=2**20,
-        description="number of features (default: 8 times as many as the stage has numbers)",
+        description="number of features (default: 8 times the width of the stage)",
     )
     k: int = Field(
-        32, ge=1, le=4096, description="number of features that rebuild the stage at a position"
+        32, ge=1, le=4096, description="number of features that reconstruct the stage at a position"
     )
     tokens: int | None = Field(
         None,
@@ -65,7 +65,9 @@ class SaeSettings(ComputeSettings):
         10,
         gt=0,
         le=10_000,
-        description="minutes for everything: reading, training, and measuring the result",
+        description="total minutes for reading, training, and measuring the result",
     )
-    seed: int = Field(0, ge=0, lt=2**63, description="seed of the first weights and of the order")
+    seed: int = Field(
+        0, ge=0, lt=2**63, description="seed of the initial weights and of the order of the data"
+    )
     as_json: AsJson = False

@@ -176,7 +176,7 @@ AutoencoderSources = Annotated[
 
 
 HISTORY_SLOTS = 4
-"""Slots of each step of a history."""
+"""Number of slots for each step of a history."""
 _HAS_KEYS = (
     lambda given: given.get("api_keys") or given.get("api_key_file"),
     "it is a limit of each API key, but the server has no API keys: set --api-key-file or "
@@ -285,8 +285,8 @@ class ServeSettings(ComputeSettings):
     )
     history: bool = Field(
         False,
-        description="also serve the steps that the run kept (`logitd train --keep-every`): the "
-        "field `step` of a request chooses one, GET /history lists them",
+        description="also serve the steps kept by `logitd train --keep-every`: the field `step` "
+        "of a request chooses one, GET /history lists them",
     )
     history_steps: int = Field(
         4,

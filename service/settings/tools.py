@@ -128,14 +128,14 @@ class ExtractSettings(ComputeSettings):
     top_k: int | None = Field(
         None,
         ge=1,
-        description="also write the K likeliest tokens at each place, with their logprobs; with "
-        "--lens those of each layer (default 5)",
+        description="also write the K likeliest tokens at each position, with their logprobs; "
+        "with --lens those of each layer (default: 5)",
     )
     lens: bool = Field(
         False,
-        description="write instead the prediction of each layer, as if the model stopped "
-        "there: logprob and rank of the token, the likeliest tokens, entropy, and "
-        "divergence from the last layer",
+        description="write the prediction of each layer instead, as if the model stopped there: "
+        "logprob and rank of the token, the likeliest tokens, entropy, and divergence from the "
+        "last layer",
     )
     stages: StageNames = ()
     stored_dtype: Literal["float32", "float16", "bfloat16"] = Field(

@@ -41,8 +41,8 @@ class TrainSettings(CommandSettings, TrainingConfig):
 
     watch: bool = Field(
         False,
-        description="draw the loss curve, the figures, the time left and the newest samples on the "
-        "terminal, in place of a line for each",
+        description="draw the loss curve, the figures, the time left and the newest samples on "
+        "the terminal, instead of printing lines",
     )
 
 
@@ -56,7 +56,7 @@ class EvalSettings(CommandSettings):
     checkpoint: CliPositionalArg[CheckpointPath] = BUNDLED_CHECKPOINT
     data: tuple[str, ...] = Field(
         (),
-        description="text to measure on, all of it: files, folders and globs, addresses "
+        description="text to measure on, used in full: files, folders and globs, addresses "
         "(default: the text held out from the checkpoint's training, if found)",
     )
     text_field: TextField = "text"

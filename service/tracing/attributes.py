@@ -113,8 +113,7 @@ def _computed(ended: Ended, usage: Usage) -> dict[str, Value | None]:
 
 
 def _has_several_seeds(body: object) -> bool:
-    """True if there are several prompts, each with a seed of its own, because the request has
-    none."""
+    """True if there are several prompts, each with its own seed, because the request has none."""
     return (
         isinstance(body, PromptBody)
         and len(body.prompts) > 1

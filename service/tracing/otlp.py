@@ -1,6 +1,6 @@
 """OTLP: sends spans with OpenTelemetry's SDK, which is an optional dependency.
 
-A span is made after the reply, from times that are measured anyway. A thread of the SDK sends the
+A span is created after the reply, from times that were measured anyway. A thread of the SDK sends
 spans in batches from a bounded queue. The SDK reads its own variables (OTEL_EXPORTER_OTLP_HEADERS,
 OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES). `attributes.py` makes the attributes.
 

@@ -15,7 +15,7 @@ class TracesError(Exception):
 
 
 def traces_of(settings: ServeSettings) -> "OtlpTraces | None":
-    """The object that makes traces; None if the settings name no collector. Raises TracesError."""
+    """The tracer; None if the settings name no collector. Raises TracesError."""
     if settings.otlp_endpoint is None:
         return None
     try:

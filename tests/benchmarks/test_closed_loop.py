@@ -90,14 +90,14 @@ def test_tokens_of_an_event(event: dict[str, Any], after: int) -> None:
 
 
 def test_tokens_after_refuses_another_prompt_length() -> None:
-    """A server that adds a token before the prompt computes something else."""
+    """A server that adds a token before the prompt computes something different."""
     event = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 6}}
     with pytest.raises(StreamFailed, match="8 tokens"):
         tokens_after(event, 5, 8)
 
 
 def streamed(*data: str) -> StreamRecord:
-    """The record of a stream of these lines."""
+    """The record of a stream with these lines."""
     models = reply(200, {"data": [{"id": "a", "owned_by": "logitd"}]})
     events = "".join(f"{line}\n\n" for line in data).encode()
     with scripted(models, reply(200, events, SSE)) as server:

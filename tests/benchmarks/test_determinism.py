@@ -1,4 +1,4 @@
-"""Price of determinism: the measured parts are those of a step, and shares are of the step."""
+"""Cost of determinism: the measured parts are those of a step, and shares relate to the step."""
 
 import pytest
 import torch

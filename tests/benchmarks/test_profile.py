@@ -14,7 +14,7 @@ from benchmarks.profile import (
     middle_half,
     profile_engine,
     run_watched,
-    summarise,
+    summarize,
     summed,
 )
 from logitd.model.benchmark.rates import BenchmarkError, Workload
@@ -105,7 +105,7 @@ def test_decoder_in_plain_torch_is_refused() -> None:
         profile_engine(PlainDecoder, small("gpt2"), ASKED)
 
 
-# What is computed from steps
+# Figures computed from steps
 
 
 def watched_step(length: float, **stages: float) -> WatchedStep:
@@ -125,7 +125,7 @@ def test_profile_by_hand() -> None:
         watched_step(12.0, scheduling=1.0, head=8.0, events=2.0),
         WatchedStep(10.0, 0, 1, None),
     ]
-    profile = summarise(steps, "decode", 1)
+    profile = summarize(steps, "decode", 1)
     found = {stage: us / 1e6 for stage, us in profile.stages_us.items() if us}
     assert found == {"scheduling": 1.0, "head": 7.0, "events": 2.0}
     assert (profile.step_us, profile.remainder_us, profile.overhead_us) == (11e6, 1e6, 3e6)
@@ -146,7 +146,7 @@ def test_timeline_by_a_clock_that_is_moved_by_hand(monkeypatch: pytest.MonkeyPat
     timeline.mark("head")  # not profiled: the clock is not read
     timeline.begin()
     timeline.mark("scheduling")
-    # After this mark asking takes 2 seconds, which are in no stage.
+    # After this mark a reading takes 2 seconds, which belong to no stage.
     timeline.mark("tensors", lambda: {"qkv": 2.0, "head": 1.5, "sampling": 0.0})
     timeline.mark("scheduling")
     assert timeline.end("events") == {

@@ -1,4 +1,4 @@
-"""Spread: NumPy's percentiles."""
+"""Spread: compared with NumPy's percentiles."""
 
 import random
 

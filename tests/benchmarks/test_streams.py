@@ -132,7 +132,7 @@ def test_stream_that_breaks_off_is_a_failure(client: Asked) -> None:
     assert [arrival.tokens for arrival in record.arrivals] == [2]
 
 
-# Figures of known times
+# Figures from known times
 
 
 def record(*arrivals: tuple[float, int], sent: float = 0.0) -> StreamRecord:

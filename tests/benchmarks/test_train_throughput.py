@@ -8,7 +8,7 @@ import torch
 from benchmarks.train_throughput import Step, own_step, plain_step
 from logitd.model.device import Placement
 from logitd.model.training.configuration.presets import PRESETS
-from logitd.model.training.optim.optimizers import initialise
+from logitd.model.training.optim.optimizers import initialize
 from logitd.model.transformer.gpt import GPT
 
 
@@ -22,7 +22,7 @@ def test_plain_and_own_step_compute_the_same_loss(name: str) -> None:
     losses = []
     for make in (own_step, plain_step):
         gpt = GPT(config)
-        initialise(gpt, recipe, torch.Generator().manual_seed(1))
+        initialize(gpt, recipe, torch.Generator().manual_seed(1))
         step: Step = make(gpt.train(), recipe, placement)
         losses.append([float(step(ids)) for _ in range(8)])
     assert losses[0][0] == pytest.approx(losses[1][0], abs=1e-5)

@@ -25,7 +25,7 @@ BALANCER = Path(__file__).parents[2] / "deploy" / "balancer"
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("nginx") is None, reason="there is no nginx here"),
+    pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed"),
 ]
 
 
@@ -49,7 +49,7 @@ def with_tls(config: str, folder: Path) -> str:
 
 @contextmanager
 def balancer(replicas: list[str], folder: Path, port: int, *, tls: bool = False) -> Iterator[str]:
-    """Run nginx before these addresses. Yields its URL."""
+    """Run nginx in front of these addresses. Yields its URL."""
     config = (BALANCER / "nginx.conf").read_text(encoding="utf-8")
     if tls:
         config = with_tls(config, folder)
@@ -101,7 +101,7 @@ def addresses(replicas: list[ServedProcess]) -> list[str]:
 
 @pytest.fixture
 def client(replicas: list[ServedProcess], tmp_path: Path, free_port: int) -> Iterator[httpx.Client]:
-    """Client of the balancer."""
+    """A client of the load balancer."""
     with (
         balancer(addresses(replicas), tmp_path, free_port) as url,
         httpx.Client(base_url=url, timeout=60) as client,
@@ -119,7 +119,7 @@ def test_stream_passes_as_it_is_written(
         lines = (line for line in reply.iter_lines() if line.startswith("data: {"))
         events = [json.loads(next(lines)[6:])]
         running = [replica.sample("logitd_num_sequences_running") for replica in replicas]
-        assert sorted(running) == [0, 1], "one of the two is still generating it"
+        assert sorted(running) == [0, 1], "one of the two servers still generates it"
         events += [json.loads(line[6:]) for line in lines]
         tokens = [i for event in events for choice in event["choices"] for i in choice["token_ids"]]
         assert tokens == spelled("a", CONTEXT_LENGTH - 1)
@@ -182,7 +182,7 @@ def test_replica_that_is_killed_under_load_takes_no_new_request_along(
     assert sum(status != 200 for _, status in answers) + len(broken) <= 4, "one a client"
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl here")
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 def test_tls_gives_the_same_service(
     replicas: list[ServedProcess], tmp_path: Path, free_port: int
 ) -> None:

@@ -94,7 +94,7 @@ def mounted() -> list[str]:
 
 
 def test_compose_mounts_exist() -> None:
-    there = [path for path in mounted() if path != "./runs"]  # which compose makes
+    there = [path for path in mounted() if path != "./runs"]  # created by compose
     assert "./checkpoints" in there
     for path in there:
         assert (ROOT / path).exists(), path
@@ -145,7 +145,7 @@ def stage(name: str) -> list[str]:
     return [line for line in body.splitlines() if line and not line.startswith("#")]
 
 
-@pytest.mark.skipif(shutil.which("c++") is None, reason="there is no compiler here")
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler is installed")
 def test_stage_of_the_kernels_has_all_that_it_needs(tmp_path: Path) -> None:
     """Run the stage's COPY and RUN in a folder without anything installed, with a small source."""
     for line in stage("kernels"):

@@ -60,7 +60,7 @@ def test_manifests_fit_the_schemas_of_the_api(name: str) -> None:
 
 
 @needs_kubectl
-def test_misspelt_field_is_found() -> None:
+def test_misspelled_field_is_found() -> None:
     text = built(KUBERNETES / "overlays/cpu")
     assert validated(text.replace("readinessProbe", "readynessProbe")).returncode != 0
 

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         shutil.which("promtool") is None or shutil.which("prometheus") is None,
-        reason="there is no prometheus here",
+        reason="prometheus is not installed",
     ),
 ]
 

@@ -69,7 +69,7 @@ class OnRay:
         """Running processes of this test, with their command lines."""
         found = {}
         for path in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):  # it has ended, or is not ours
+            with suppress(OSError):  # the process has ended, or belongs to another user
                 if f"{MARK}={self._mark}".encode() in path.read_bytes().split(b"\0"):
                     found[int(path.parent.name)] = path.with_name("cmdline").read_bytes()
         return found
@@ -125,7 +125,7 @@ def test_settings_reach_the_replicas(on_ray: OnRay, client: httpx.Client) -> Non
 
 
 def test_stream_passes_as_it_is_written(client: httpx.Client) -> None:
-    """The first events arrive long before the last. The request's id passes."""
+    """The first events arrive long before the last. The request's id is passed on."""
     begun, first, events = time.monotonic(), 0.0, []
     named = {"X-Request-ID": "abc"}
     with client.stream("POST", "/generate", json=LONG, headers=named) as reply:
@@ -173,8 +173,8 @@ def test_killed_replica_breaks_only_its_streams(on_ray: OnRay, client: httpx.Cli
     """Its streams break off. Later requests are answered within the time that Ray takes to notice,
     and another replica replaces it.
 
-    Each of the two has some of the six streams, because it has four slots. Ray may give one of them
-    all whole replies; in one run all six failed."""
+    Each replica has four slots, so both have some of the six streams. Ray may send all complete
+    replies to one of them; in one run all six failed."""
     long = LONG | {"max_tokens": 2 * TOKENS}  # long enough to be running when it is killed
     ended: list[str] = []
     plain: list[Any] = []

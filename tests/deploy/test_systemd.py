@@ -30,7 +30,7 @@ def settings_of(section: str) -> dict[str, list[str]]:
 SERVICE = settings_of("Service")
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd here")
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     """With an existing program, because systemd looks for it."""
     text = TEXT.replace("/opt/logitd/.venv/bin/logitd", sys.executable)
@@ -42,7 +42,9 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
 
 def test_unit_starts_reloads_and_ends_a_server(checkpoint_path: Path, tmp_path: Path) -> None:
     (start,) = SERVICE["ExecStart"]
-    assert start.split()[1:] == ["serve"]  # as ServedProcess does; all else is of the environment
+    assert start.split()[1:] == [
+        "serve"
+    ]  # as in ServedProcess; all else comes from the environment
     (reload,) = SERVICE["ExecReload"]
     number = signal.Signals[f"SIG{reload.split()[1].removeprefix('-')}"]
     keys = tmp_path / "keys"
@@ -60,7 +62,7 @@ def test_unit_starts_reloads_and_ends_a_server(checkpoint_path: Path, tmp_path: 
         with client(server.url) as http:
             headers = {"Authorization": "Bearer the-key-of-bob"}
             assert http.get("/info", headers=headers).status_code == 200
-        server.signal(signal.SIGTERM)  # systemd's own, if KillSignal is not set
+        server.signal(signal.SIGTERM)  # systemd's default
         assert server.exit_code() == 0
     assert "KillSignal" not in SERVICE
     assert SERVICE["Restart"] == ["on-failure"]

@@ -117,7 +117,7 @@ def walked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Walk]:
 
 
 def said(walk: Walk, begins: str) -> str:
-    """The output of the only command that begins so."""
+    """The output of the only command that begins with `start`."""
     (text,) = [text for command, text in walk.printed.items() if command.startswith(begins)]
     return text
 

@@ -17,7 +17,7 @@ READY_SECONDS = 10
 """Limit; an idle machine takes some seconds."""
 
 BESIDES = 500 * 10**6
-"""Limit of resident bytes without weights and KV cache: Python, torch, the vocabulary, the code."""
+"""Limit of resident bytes without weights or KV cache: Python, torch, the vocabulary, the code."""
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def test_server_takes_little_more_than_weights_and_cache(
                 assert http.post("/logits", json=body).status_code == 200
         held, most = resident(process.process.pid), peak(process.process.pid)
     assert besides(held, info) < BESIDES
-    assert besides(most, info) < BESIDES, "there was never a second copy"
+    assert besides(most, info) < BESIDES, "a second copy was never in memory"
 
 
 @pytest.mark.slow

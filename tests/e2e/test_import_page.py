@@ -197,11 +197,11 @@ def test_serving_a_foreign_file_names_or_runs_the_import(desk: tuple[Path, float
     assert "logitd serve my_gpt.pt --import" in done.stderr
     refused = completed(["serve", "my_gpt.pt", "--import"], cwd=folder)
     assert refused.returncode == 1
-    assert "vocabulary" in refused.stderr  # a text is not there under a name that it knows
+    assert "vocabulary" in refused.stderr  # the folder has no text with a usual name
     run(
         folder,
         f"logitd import my_gpt.pt checkpoints/{name} --tokenizer characters:input.txt "
         "--code my_gpt.py:GPT",
     )
-    for client in serve(folder, "logitd serve my_gpt.pt --import"):  # there already
+    for client in serve(folder, "logitd serve my_gpt.pt --import"):  # it was imported already
         assert client.get("/info").json()["checkpoint"]["name"] == name

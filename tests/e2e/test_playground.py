@@ -93,7 +93,8 @@ def featured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess
 
 @pytest.fixture(scope="module")
 def film(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
-    """A run with a history. Its server outlives the pages, which would log its last 503s."""
+    """A run with a history. Its server must outlive the pages, which would otherwise log its final
+    503s."""
     run = save_run(tmp_path_factory.mktemp("film") / "run")
     with ServedProcess(str(run), "--history", "--threads", "1") as running:
         yield running
@@ -317,7 +318,9 @@ def test_copied_commands_run(server: ServedProcess, page: Page) -> None:
     assert PROMPT + asked(server, "/generate", **body)["choices"][0]["text"] == text
     assert PROMPT + printed_by(copied(page, "copy-python")) == text
     page.locator("#temperature").fill("0.3")
-    assert body_of(copied(page, "copy-curl"))["temperature"] == 0.3, "what the form says by now"
+    assert body_of(copied(page, "copy-curl"))["temperature"] == 0.3, (
+        "the current values of the form"
+    )
 
 
 def printed_by(program: str) -> str:
@@ -341,7 +344,7 @@ def test_copied_branches_are_the_same(server: ServedProcess, new_page: NewPage, 
     assert text_of(other) == text
     page.locator("#temperature").fill("0.5")
     page.locator("#branches button").first.click()
-    assert page.input_value("#temperature") == "1", "that of the completion that is shown"
+    assert page.input_value("#temperature") == "1", "the values of the displayed completion"
     body = body_of(copied(page, "copy-curl"))
     trunk = PROMPT + asked(server, "/generate", **body)["choices"][0]["text"]
     assert trunk == text_of(page).removesuffix("<|endoftext|>")
@@ -373,7 +376,7 @@ def test_changes_of_a_branch_stay_at_their_positions(
     begin = "-".join(str(token["id"]) for token in tokens[:6])
     other = ready(new_page(f"{copied(page, 'copy-link')}&begin={begin}"))
     finished(other)
-    assert text_of(other) == text, "a branch that begins as its parent went on"
+    assert text_of(other) == text, "a branch that begins like its parent's continuation"
     surprise = (
         "[...document.querySelectorAll('#completion .token')].slice(-6)"
         ".map((span) => Number(/([0-9.]+) bits/.exec(span.title)[1]))"
@@ -406,7 +409,7 @@ def test_tabs_show_the_whole_text_or_the_prompt_alone(server: ServedProcess, pag
     )
     open_tab(page, "inside", "#view .heat")
     ids = [token["id"] for token in asked(server, "/tokenize", prompt=text)["pieces"]]
-    if len(ids) == count:  # a generated text may be split into other tokens
+    if len(ids) == count:  # encoding a generated text may give other tokens
         likeliest = asked(server, "/probs", prompt=ids, top_k=1)["prompts"][0]["tokens"][0]
         assert bars(page, "#effect")[0][0] == shown(likeliest["text"])
     page.check("#alone")
@@ -459,7 +462,7 @@ def test_open_pages_follow_a_run(new_page: NewPage, tmp_path: Path) -> None:
             "document.querySelectorAll('#training circle').length === 6"
         )
         (run / "samples.txt").write_text("=== step 350\nonce upon\n\n")
-        report(350)  # without a new checkpoint
+        report(350)  # the checkpoint is unchanged
         page.wait_for_function(
             "/350, 88 % of the run/.test(document.getElementById('training').innerText)"
         )
@@ -519,8 +522,8 @@ def test_labels_and_hidden_tabs_are_visible_on_a_telephone(
     page = ready(new_page(server.url, viewport=viewport, color_scheme=scheme))
     page.evaluate("document.getElementById('go').disabled = true")
     style = "getComputedStyle(document.getElementById('go'))"
-    colours = [page.evaluate(f"{style}.{name}") for name in ("color", "backgroundColor")]
-    of = [f"#{bytes(map(int, re.findall(r'[0-9]+', colour))).hex()}" for colour in colours]
+    colors = [page.evaluate(f"{style}.{name}") for name in ("color", "backgroundColor")]
+    of = [f"#{bytes(map(int, re.findall(r'[0-9]+', color))).hex()}" for color in colors]
     assert contrast(*of) >= LEAST_CONTRAST
     tabs = "document.querySelector('[role=tablist]')"
     assert page.evaluate(f"{tabs}.scrollWidth > {tabs}.clientWidth")
@@ -539,11 +542,11 @@ def test_attention_equals_the_api(server: ServedProcess, page: Page) -> None:
     page.keyboard.press("ArrowRight")
     readout = page.inner_text("#attention .readout")
     assert f"{100 * weights[last][1]:.2f} %" in readout or "< 0.01 %" in readout
-    coloured = page.evaluate(
+    colored = page.evaluate(
         "[...document.querySelectorAll('#attention .token')]"
         ".map((span) => Number(span.style.getPropertyValue('--share')))"
     )
-    assert coloured == pytest.approx(weights[last], abs=6e-4)
+    assert colored == pytest.approx(weights[last], abs=6e-4)
     page.wait_for_function("location.hash.includes('head=3')")
 
 
@@ -694,7 +697,7 @@ def test_first_prompt_is_text_of_the_model(server: ServedProcess, new_page: NewP
     prompt = ready(new_page(server.url)).input_value("#prompt")
     assert prompt.strip()
     tokens = asked(server, "/score", prompt=[prompt], logprobs=0)["prompts"][0]["score"]
-    assert tokens["bits_per_byte"] < 2.5, "a text of its own kind"
+    assert tokens["bits_per_byte"] < 2.5, "a text like the training text"
 
 
 @pytest.mark.parametrize("width", [390, 1280])
@@ -745,7 +748,7 @@ def test_comparison_equals_the_api(pair: ServedProcess, new_page: NewPage) -> No
     )
     assert page.locator("#compare .diverging").count() == 2
     assert "diverge here" in page.locator("#compare .diverging").first.get_attribute("aria-label")
-    # Colours are those of the surprise of each.
+    # Colors show the surprise of each.
     for index, name in enumerate(("small", "other")):
         scored = asked(pair, "/generate", model=name, **body, logprobs=0)["choices"][0]["tokens"]
         shares = page.evaluate(
@@ -783,7 +786,7 @@ def test_chosen_model_stays_in_links(pair: ServedProcess, new_page: NewPage) -> 
     page.keyboard.press("ArrowDown")
     page.wait_for_function("document.getElementById('model-line').textContent.startsWith('other')")
     ready(page)
-    assert page.evaluate("document.activeElement.id") == "model", "arrow keys go on from there"
+    assert page.evaluate("document.activeElement.id") == "model", "arrow keys continue from there"
     text = generate(page)
     body = {"prompt": "import", "seed": 5, "max_tokens": 12, "temperature": 0.8, "echo": True}
     assert text == asked(pair, "/generate", model="other", **body)["choices"][0]["text"]
@@ -838,7 +841,7 @@ def test_comparison_fits_the_window(
 
 def test_keys_are_requested_and_kept_out_of_links(new_page: NewPage) -> None:
     with ServedProcess("--threads", "1", "--api-keys", "class=the-key-of-the-class") as server:
-        page = new_page(server.url, quiet=False)  # the browser notes a 401 as an error
+        page = new_page(server.url, quiet=False)  # the browser logs a 401 as an error
         page.wait_for_selector("#key-row:not([hidden])")
         assert "needs an API key" in page.inner_text("#page-problem")
         page.fill("#key", "not-the-key")
@@ -923,7 +926,7 @@ def test_models_without_a_vocabulary_take_ids(new_page: NewPage, tmp_path: Path)
         page.fill("#prompt", "0 one")
         page.wait_for_selector("#prompt-problem .problem")
         assert "write token ids" in page.inner_text("#prompt-problem")
-        page.close()  # it would ask a server that has ended for its rates
+        page.close()  # otherwise it would request the rates of a server that has ended
 
 
 def test_docs_page_works_under_the_policy(server: ServedProcess, new_page: NewPage) -> None:
@@ -990,7 +993,7 @@ def test_features_of_the_text_are_those_of_the_api(
     page.fill("#feature-search", "17")
     token = shown(got(featured, "/features")["tokens"][17])
     assert page.locator("#feature-list .features button").all_inner_texts() == [f"17  {token}"]
-    # A feature that is switched off is not active in the text any more; an added amount is.
+    # A feature that is switched off is no longer active in the text; an added one is.
     off = strongest[1]
     page.click("#feature-off")
     page.wait_for_function(f"document.querySelector('#changes').textContent.includes('{off} of')")

@@ -31,7 +31,7 @@ RAY = ("--ray", "local", "--ray-workers", "2")
 
 
 class Started:
-    """Extractions of a text into neighbouring folders."""
+    """Extractions of a text into neighboring folders."""
 
     def __init__(self, folder: Path, checkpoint: Path) -> None:
         self.folder = folder
@@ -105,7 +105,7 @@ class Started:
         os.kill(worker, signal.SIGSTOP)
         written, since = -1, time.monotonic()
         while time.monotonic() < since + 2:
-            assert process.poll() is None, "the other worker had all that was left"
+            assert process.poll() is None, "the other worker had everything that was left"
             if written != (count := self.shards(out)):
                 written, since = count, time.monotonic()
             time.sleep(0.02)

@@ -79,7 +79,7 @@ def flags(config: TrainingConfig) -> list[str]:
 
 
 class Torchrun:
-    """`torchrun --no-python --nproc-per-node N logitd train ...` in a session of its own."""
+    """`torchrun --no-python --nproc-per-node N logitd train ...` in its own session."""
 
     def __init__(self, config: TrainingConfig, processes: int = 2) -> None:
         meeting = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]

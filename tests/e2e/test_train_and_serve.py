@@ -147,7 +147,7 @@ def test_classroom_model_is_served(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("run")  # has started the process that later ones are forked from
+@pytest.mark.usefixtures("run")  # starts the process from which later ones are forked
 def test_minutes_hold_next_to_busy_programs(tmp_path: Path) -> None:
     """A minute once took more than two: the samples of one step took two thirds of it."""
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")

@@ -1,7 +1,7 @@
 """Sizes of the attacks, and the memory of the server under attack.
 
-Tests of a mechanism are next to it. An attack tests a whole process: its memory, and the waiting
-times of other clients.
+Tests of single mechanisms are elsewhere. An attack tests a whole process: its memory, and the
+waiting times of other clients.
 """
 
 from pathlib import Path

@@ -100,6 +100,6 @@ def _sockets(server: ServedProcess) -> int:
     """Open sockets of the server's process by /proc."""
     targets = []
     for link in Path(f"/proc/{server.process.pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # it was closed in the meantime
             targets.append(str(link.readlink()))
     return sum(target.startswith("socket:") for target in targets)

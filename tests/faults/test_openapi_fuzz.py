@@ -54,7 +54,7 @@ def test_every_reply_is_one_that_the_document_names(tmp_path: Path) -> None:
                 *("--checks", "all", "--exclude-checks", BEYOND_A_SCHEMA),
                 *("--max-examples", str(examples(12))),
             ],
-            cwd=tmp_path,  # it writes its findings there as well
+            cwd=tmp_path,  # schemathesis also writes its findings there
             capture_output=True,
             text=True,
             check=False,

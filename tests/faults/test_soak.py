@@ -101,7 +101,7 @@ BROKEN: list[tuple[str, Any]] = [
 
 @dataclass
 class Tally:
-    """Answers of all clients."""
+    """The answers that all clients got."""
 
     answered: Counter[tuple[str, int]] = field(default_factory=Counter)
     left: int = 0
@@ -260,4 +260,6 @@ def _compare(server: ServedProcess, tally: Tally) -> None:
     more = counted - tally.answered
     assert not tally.answered - counted, f"not counted: {tally.answered - counted}"
     assert set(more) <= {("/generate", 200), ("/generate", 499)}, f"counted too often: {more}"
-    assert sum(more.values()) == tally.left, f"{tally.left} were left, counted are {more}"
+    assert sum(more.values()) == tally.left, (
+        f"the client left {tally.left} times, but the server counted {more}"
+    )

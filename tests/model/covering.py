@@ -1,4 +1,4 @@
-"""Combinations of parameters: a part runs always, the rest only in the slow set.
+"""Combinations of parameters: some always run, the rest only in the slow set.
 
 For tests with many slow combinations. With `combinations`, the quick half includes every pair of
 values of two parameters; with `values`, it includes every value.

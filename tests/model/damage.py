@@ -1,4 +1,4 @@
-"""Damage to files by disks, copies and people: bytes and fields are changed.
+"""Damage to files, as by disks, copies and people: bytes and fields are changed.
 
 `damaged(raw)` draws a file that differs from `raw` in a few places; `edited(document)` draws JSON
 that differs in one. Both shrink towards the original. Tests decide which errors are right.

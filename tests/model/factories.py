@@ -37,7 +37,7 @@ NANOCHAT: Mapping[str, Any] = {
     "backout": True,
     "logit_softcap": 6.0,
 }
-"""nanochat's shape with the three layers of `tiny_config` and every part that it has."""
+"""nanochat's shape with all of its parts and the three layers of `tiny_config`."""
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gpt2": {},
@@ -133,7 +133,7 @@ def tiny_gpt(config: GPTConfig | None = None, seed: int = 0) -> GPT:
     with torch.no_grad():
         for name, module in gpt.named_modules():
             if isinstance(module, nn.Linear):
-                gain = 3 if name.endswith("qkv") else 1  # attention that chooses, text that varies
+                gain = 3 if name.endswith("qkv") else 1  # selective attention, varied text
                 module.weight.normal_(std=gain * module.in_features**-0.5, generator=generator)
             elif isinstance(module, nn.Embedding):
                 module.weight.normal_(std=1, generator=generator)

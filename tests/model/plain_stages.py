@@ -1,4 +1,4 @@
-"""Oracle for the inside of a forward: every stage of one text, by its definition.
+"""Oracle for the inside of a forward pass: every stage of one text, by its definition.
 
 It takes the model's weights, rotary tables and configuration, but none of its code. `change` is
 called with each stage, positions first, and its result is used from there on.
@@ -164,8 +164,8 @@ def _norm(config: GPTConfig, norm: torch.nn.Module, x: Tensor) -> Tensor:
     assert isinstance(weight, Tensor)
     if config.norm == "rmsnorm":
         return _rms(x, weight, config.norm_eps)
-    centred = x - x.mean(dim=-1, keepdim=True)
-    scaled = centred / (centred.square().mean(dim=-1, keepdim=True) + config.norm_eps).sqrt()
+    centered = x - x.mean(dim=-1, keepdim=True)
+    scaled = centered / (centered.square().mean(dim=-1, keepdim=True) + config.norm_eps).sqrt()
     bias = norm.bias if config.bias else 0
     assert isinstance(bias, (Tensor, int))
     return scaled * weight + bias

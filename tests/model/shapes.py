@@ -23,8 +23,8 @@ SCALINGS: Mapping[str, Mapping[str, Any] | None] = {
     },
     "yarn": {"kind": "yarn", "factor": 4.0, "original_context_length": 32},
 }  # fmt: skip
-"""Scaled rotary positions for which heads of 8 and 16 have channels on each side of an edge and in
-between."""
+"""Scaled rotary positions with which heads of 8 and 16 have channels on both sides of an edge and
+in between."""
 
 ORDERS: Mapping[str, Mapping[str, Any]] = {
     "pre": {"norm_position": "pre", "residual": "sequential"},

@@ -113,7 +113,7 @@ def test_available_processors_are_the_share_of_the_process() -> None:
     compete."""
 
     def confined() -> int:
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # this thread alone
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # only this thread
         return available_processors()
 
     with ThreadPoolExecutor(1) as pool:

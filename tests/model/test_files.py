@@ -30,7 +30,7 @@ def odd_files(folder: Path) -> dict[str, Path]:
     (folder / "zero").symlink_to("/dev/zero")
     with socket.socket(socket.AF_UNIX) as server:
         before = Path.cwd()
-        os.chdir(folder)  # a socket's path is short
+        os.chdir(folder)  # a socket's path must be short
         server.bind("socket")
         os.chdir(before)
     return {

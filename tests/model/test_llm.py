@@ -271,7 +271,9 @@ def test_sweeps_are_interventions_in_one_place_after_another(llm: LLM) -> None:
     np.testing.assert_allclose(several, (grid + other) / 2)
     patched = llm.patch("a prompt", "b prompt", token=97)
     assert patched.shape == (3, 8)
-    assert len(set(patched[-1, :-1])) == 1, "no later block carries another position to the last"
+    assert len(set(patched[-1, :-1])) == 1, (
+        "no later block moves information from another position to the last"
+    )
     value = llm.activations("b prompt", "blocks.0.output")["blocks.0.output"][:1]
     first = Intervention(stage="blocks.0.output", operation="set", positions=(0,), values=value)
     assert patched[0, 0] == llm.logits("a prompt", interventions=[first])[-1, 97]
@@ -312,7 +314,7 @@ def test_prompt_that_cannot_be_continued_is_rejected(
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):
         llm.generate(prompt, SamplingParams(max_tokens=1, seed=0))
-    assert not llm._engine.has_work(), "the others of the call are not computed either"
+    assert not llm._engine.has_work(), "the other prompts of the call are not computed either"
     assert llm._mailboxes == {}
 
 

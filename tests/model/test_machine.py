@@ -29,7 +29,7 @@ def half_a_second(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_bandwidth_is_all_bytes_over_the_time(half_a_second: list[Any]) -> None:
     assert read_bandwidth(CPU, nbytes=4096) == 8192
-    assert half_a_second[0].item() == 1024, "a sum of every number was taken"
+    assert half_a_second[0].item() == 1024, "every number was summed"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

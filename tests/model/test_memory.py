@@ -73,7 +73,7 @@ def test_free_memory_is_the_least_of_system_and_container(tmp_path: Path) -> Non
         memory_current="900000\n",
         memory_stat="anon 500000\ninactive_file 300000\nactive_file 100000\n",
     )
-    assert free_memory((newer,), meminfo) == 1_500_000, "files that were read can be given up"
+    assert free_memory((newer,), meminfo) == 1_500_000, "cached files can be evicted"
     older = tmp_path / "older"
     older.mkdir()
     (older / "memory.limit_in_bytes").write_text("2000000\n")

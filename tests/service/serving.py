@@ -1,5 +1,5 @@
-"""The real application in a real uvicorn, in a thread of the test process, on a port of its own;
-and raw sockets for badly behaved clients."""
+"""The real application in a real uvicorn, in a thread of the test process, on its own port; and raw
+sockets for badly behaved clients."""
 
 import asyncio
 import io
@@ -136,7 +136,7 @@ class Serving:
 
 
 class _ThreadServer(uvicorn.Server):
-    """Reports when it listens, and on which loop."""
+    """Reports when it is listening, and on which loop."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -243,7 +243,7 @@ def engine_of(server: Serving) -> Engine:
 
 
 def client(url: str) -> httpx.Client:
-    """An HTTP client that reads no certificates, which would take longer than most tests."""
+    """An HTTP client that reads no certificates, because that takes longer than most tests."""
     return httpx.Client(base_url=url, trust_env=False, verify=False, timeout=TEST_TIMEOUT)
 
 
@@ -272,7 +272,7 @@ class Poster:
 
 @contextmanager
 def at_work(work: Callable[[int], object], count: int) -> Iterator[None]:
-    """Threads that call `work` with their number again and again, until the block ends."""
+    """Threads that call `work` with their number repeatedly, until the block ends."""
     stop = threading.Event()
     failures: list[BaseException] = []
 

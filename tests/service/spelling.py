@@ -41,7 +41,8 @@ def spelling_gpt() -> GPT:
     gpt.token_embedding.weight.copy_(
         letters[RING.index(END_OF_TEXT_ID)]
     )  # every id that is not a letter
-    # A little noise between those that are not next, so that their order is the same everywhere.
+    # A little noise between the ids that do not come next, so that their order is the same
+    # everywhere.
     gpt.head.weight.copy_(torch.randn(gpt.head.weight.shape, generator=_generator()) * 1e-3)
     for place, token_id in enumerate(RING):
         gpt.token_embedding.weight[token_id] = letters[place]

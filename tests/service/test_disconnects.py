@@ -219,7 +219,7 @@ def test_stopped_reader_is_ended_without_affecting_others(
             assert choice["token_ids"] == spelled("a", 30)
         assert caplog.messages[0] in GIVEN_UP
         server.wait_idle()
-        received = read_all(stopped)  # ends without the last chunk
+        received = read_all(stopped)  # the body ends without the last chunk
         assert not received.endswith(b"0\r\n\r\n")
         if path == "/logits":
             assert server.finished("abort") == 1

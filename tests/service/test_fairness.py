@@ -104,6 +104,6 @@ def test_every_endpoint_knows_its_caller(server: Serving, path: str, fields: Any
             ask = {"prompt": "aa", "timeout": 0.05, **fields}
             statuses.append(server.post(path, ask, Authorization=KEYS[key]).status_code)
     assert statuses == [429, 504], (
-        "no room for one caller; room, but a short timeout, for the other"
+        "the queue has no room for one caller; the other gets in and times out"
     )
     server.wait_idle()

@@ -4,7 +4,7 @@ The fields and most of their values are derived from the schemas of the bodies, 
 covered without a change here; VALUES has the values that a schema does not state. For every body:
 
 company   the reply, or the refusal, is the same alone and next to others, to the last bit
-stream    its pieces, made in company, add up to the reply
+stream    its pieces, computed next to others, add up to the reply
 score     /score returns the logprobs of the generated tokens
 """
 

@@ -289,7 +289,7 @@ def test_deadline_passes_in_the_queue(server: Serving) -> None:
 
 
 def test_waiting_stream_is_kept_alive(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By comments, so that proxies keep the connection open."""
+    """Comments are sent, so that proxies keep the connection open."""
     monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.02)
     with server.connect() as raw:
         with ExitStack() as stack:

@@ -1,6 +1,6 @@
 """Permissions of written checkpoints, adapters, runs and exports, and errors for unreadable files.
 
-A container often runs as another user than the training did.
+A container often runs as a different user than the training did.
 """
 
 import json

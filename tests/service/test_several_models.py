@@ -72,7 +72,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @contextmanager
 def settled(checkpoints: dict[str, Path], **settings: Any) -> Iterator[Serving]:
-    """A server after loading has ended, successfully or not."""
+    """A server whose loading has ended, successfully or not."""
     with serving_app(create_app(serve_settings(checkpoints, **settings))) as running:
         eventually(running.state.settled.is_set)
         yield running
@@ -302,7 +302,9 @@ def test_damaged_model_does_not_affect_others(
             assert reply.headers["x-should-retry"] == "false"
             assert server.client.get("/stages", params={"model": name}).status_code == 503
             assert server.sample("logitd_model_ready", model=name) == 0
-            assert any(f"{name} is not served, the others are" in line for line in logged_errors)
+            assert any(
+                f"{name} is not served, but the other models are" in line for line in logged_errors
+            )
         assert server.post("/generate", SAMPLED).status_code == 503, "the default stays the first"
         info = server.client.get("/info").json()
         assert info["model"] == "good"
@@ -436,7 +438,7 @@ def test_model_is_reloaded_while_another_streams(runs: dict[str, Path]) -> None:
         assert reload(server, checkpoint="step-2").json()["model"] == "one"
         assert reload(server, model="three").status_code == 404
         refused = reload(server, model="one", checkpoint="step-4")
-        assert refused.status_code == 409, "it belongs to the other run"
+        assert refused.status_code == 409, "that checkpoint belongs to the other run"
         for name, step in (("one", "2"), ("two", "4")):
             assert server.sample("logitd_checkpoint_info", model=name, step=step) == 1
 
@@ -457,7 +459,7 @@ def step_of(server: Serving, model: str) -> int:
 
 
 def test_failed_engine_is_named(paths: dict[str, Path], logged_errors: list[str]) -> None:
-    """It ends the server, as a single engine does, because restarting repairs it."""
+    """The failure ends the server, as with a single engine, because a restart may help."""
     both = {"one": paths["small"], "two": paths["large"]}
     with serving(both) as server:
         two = server.state.models.find("two")

@@ -376,7 +376,7 @@ def _describe_folds(
         divisor = "sqrt(d_model)" if how.score_scale == "d_model" else "nothing"
         yield f"query rows scaled: the source divides scores by {divisor}"
     if how.positions == "rotary" and how.rotary_layout == "interleaved":
-        yield "rows of query and key reordered: the source turns neighbouring channels"
+        yield "rows of query and key reordered: the source rotates adjacent channels"
     if how.qk_norm == "unit":
         yield "ones as norms of query and key: the source's have no weights"
     if how.qk_norm != "none" and how.qk_norm_eps != how.norm_eps:
@@ -385,9 +385,9 @@ def _describe_folds(
             f"the other norms {how.norm_eps:g}"
         )
     if not mapped.has("attention_out"):
-        yield "the identity as output projection of attention: the source has none"
+        yield "the identity as the output projection of attention: the source has none"
     if not mapped.has("mlp_down"):
-        yield "the identity as second matrix of the feed-forward: the source has none"
+        yield "the identity as the second matrix of the feed-forward: the source has none"
     if not mapped.has_norms:
         yield "ones as norms: the source's have no weights"
     elif mapped.name("attention_norm") == mapped.name("mlp_norm"):

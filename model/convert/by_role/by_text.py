@@ -177,13 +177,13 @@ class ByText:
         return best
 
     def _polish(self, best: Computation) -> Computation:
-        """Move to better neighbours until there are none. A change of an ambiguous field may be
+        """Move to better neighbors until there are none. A change of an ambiguous field may be
         better by any amount; other changes must be clearly better."""
         moved = True
         while moved:
             moved = False
             for name in self._search.open:
-                for other in self._search.neighbours(best, name):
+                for other in self._search.neighbors(best, name):
                     worse, clear = self._search.compare(best, other)
                     enough = clear or (name in self._search.ambiguous and worse >= 1e-6)
                     if worse > 0 and enough:
@@ -212,7 +212,7 @@ class ByText:
         """The other values of a field with their losses. Close values of an ambiguous field are
         compared on more of the text."""
         alternatives = []
-        for other in self._search.neighbours(best, name):
+        for other in self._search.neighbors(best, name):
             worse, clear = self._search.compare(other, best)
             if not clear and name in self._search.ambiguous and worse > 1e-4:
                 worse, clear = self._search.compare(other, best, "thorough")

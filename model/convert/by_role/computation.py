@@ -11,7 +11,7 @@ from typing import Literal
 from logitd.model.transformer.config import Activation, Norm, NormPosition, Residual
 
 ScoreScale = Literal["head_dim", "d_model", "none"]
-"""Width whose square root divides attention scores; "none" does not divide them."""
+"""Width by whose square root attention scores are divided; "none" does not divide them."""
 Positions = Literal["learned", "rotary", "sinusoidal", "sinusoidal_halves", "none"]
 """With `sinusoidal_halves`, all sines come first, then all cosines."""
 RotaryLayout = Literal["half", "interleaved"]

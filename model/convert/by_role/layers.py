@@ -3,7 +3,7 @@
 A module is a weight and its bias, whose names follow one of several conventions
 (`attn.proj.weight`, `W_q`, `b_q`). Layers may be one list of blocks, one list per part, numbered
 attributes written by hand, or a single block without a number. Their heads may have separate
-tensors. In names, `{N}` is the number of the layer and `{M}` that of the head. `recognise.py` finds
+tensors. In names, `{N}` is the number of the layer and `{M}` that of the head. `recognize.py` finds
 roles.
 """
 
@@ -67,7 +67,7 @@ def modules_of(shapes: Mapping[str, Shape]) -> list[Module]:
     modules = [
         Module(path, name, shape, biases.pop(path, None)) for path, (name, shape) in weights.items()
     ]
-    # A bias without a weight becomes a module, so that it is reported as not understood.
+    # A bias without a weight becomes a module, so that it is reported as unknown.
     return modules + [Module(path, name, ()) for path, name in biases.items()]
 
 
@@ -78,8 +78,8 @@ def _twin(
     `beta1`."""
     starts = ("gamma", "g") if kind == "beta" else ("W", "w", "weight")
     for last in (f"{start}{join}{word}" for start in starts for join in ("_", "")):
-        for spelt in (last, f"{last[:2]}{last[2:].upper()}", last.upper()):
-            if (candidate := (*path[:-1], spelt)) in paths:
+        for spelled in (last, f"{last[:2]}{last[2:].upper()}", last.upper()):
+            if (candidate := (*path[:-1], spelled)) in paths:
                 return candidate
     return None
 

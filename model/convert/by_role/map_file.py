@@ -39,7 +39,7 @@ from torch import Tensor
 
 from logitd.model.convert.by_role.computation import Computation
 from logitd.model.convert.by_role.questions import FIELDS, Findings
-from logitd.model.convert.by_role.recognise import recognise
+from logitd.model.convert.by_role.recognize import recognize
 from logitd.model.convert.by_role.tensor_map import (
     IDENTITY,
     LAYER_ROLES,
@@ -228,7 +228,7 @@ def _completed(file: MapFile, tensors: Mapping[str, Tensor]) -> TensorMap:
     for pattern in given.values():
         if not any(_pattern(pattern).fullmatch(name) for name in kept):
             raise ConvertError(f"{where}: no tensor has the name {pattern!r}")
-    mapped = recognise(where, renamed)
+    mapped = recognize(where, renamed)
     names = {key: usual.get(name, name) for key, name in mapped.names.items()} | dict(file.names)
     return replace(
         mapped,

@@ -1,7 +1,7 @@
 """Names: tables of the words that people use for the parts and settings of a GPT.
 
 A tensor's name is split at its dots (`blocks.0.attn.c_attn.weight`). A word is only evidence;
-`layers.py` and `recognise.py` weigh it together with shapes.
+`layers.py` and `recognize.py` weigh it together with shapes.
 """
 
 import re

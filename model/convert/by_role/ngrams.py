@@ -54,7 +54,7 @@ def ngram_nats(token_ids: Sequence[int], vocab_size: int) -> NgramNats:
     shares = np.full(len(ids), 1.0 / vocab_size)
     losses = []
     for order in range(3):
-        if order:  # number the contexts that begin one token earlier
+        if order:  # numbers of the contexts that begin one token earlier
             contexts = np.unique(contexts * vocab_size + np.roll(ids, order), return_inverse=True)[
                 1
             ]

@@ -96,8 +96,8 @@ def owner_logits(
             "embedding"
         )
     _check_causal(code, logits, answer["changed"])
-    normalised = torch.allclose(logits.logsumexp(-1), torch.zeros(token_ids.shape), atol=1e-4)
-    return LogitsObjective(str(code), token_ids.long(), logits, log_probs=normalised)
+    normalized = torch.allclose(logits.logsumexp(-1), torch.zeros(token_ids.shape), atol=1e-4)
+    return LogitsObjective(str(code), token_ids.long(), logits, log_probs=normalized)
 
 
 def request_of(

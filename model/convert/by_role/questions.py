@@ -26,7 +26,7 @@ from logitd.model.convert.by_role.computation import (
     RotaryLayout,
     ScoreScale,
 )
-from logitd.model.convert.by_role.recognise import is_causal_mask
+from logitd.model.convert.by_role.recognize import is_causal_mask
 from logitd.model.convert.by_role.rotary_table import RotaryTable, rotary_tables
 from logitd.model.convert.by_role.tensor_map import MappedTensors
 from logitd.model.convert.foreign import ConvertError
@@ -85,9 +85,10 @@ def check_rotary_width(
     for table in rotary_tables(ignored):
         if table.width == queries:
             raise ConvertError(
-                f"{where}: {table.name} turns {queries} channels, but there are {heads.values[0]} "
-                f"heads of {queries // heads.values[0]} ({heads.origin}): {WHOLE_WIDTH}. No "
-                "GPTConfig expresses that; --code FILE:NAME --run-code serves the owner's class"
+                f"{where}: {table.name} rotates {queries} channels, but there are "
+                f"{heads.values[0]} heads of {queries // heads.values[0]} ({heads.origin}): "
+                f"{WHOLE_WIDTH}. No GPTConfig expresses that; --code FILE:NAME --run-code serves "
+                "the owner's class"
             )
 
 
@@ -152,7 +153,7 @@ def _n_head(file: _File) -> Finding:
     tensors, mapped = file.tensors, file.tensors.map
     queries, keys = query_rows(tensors)
     if mapped.n_head:
-        return Finding((mapped.n_head,), "each head has tensors of its own")
+        return Finding((mapped.n_head,), "each head has separate tensors")
     name = mapped.of("query" if mapped.has("query") else "qkv", "weight")[0]
     if (weight := tensors.tensors[name]).dim() == 3:
         return Finding((len(weight),), "the first axis of the query's tensor")
@@ -165,8 +166,9 @@ def _n_head(file: _File) -> Finding:
     if (said := file.said("n_head", is_count)) is not None:
         if not fits(said.values[0]):
             raise ConvertError(
-                f"{tensors.where}: n_head is {said.values[0]} by {said.origin}, but {queries} "
-                f"rows of queries and {keys} of keys are not multiples of it; set --n-head"
+                f"{tensors.where}: n_head is {said.values[0]} according to {said.origin}, but "
+                f"{queries} rows of queries and {keys} of keys are not multiples of it; set "
+                "--n-head"
             )
         return said
     if (dim := file.said("head_dim", is_count)) and queries % dim.values[0] == 0:
@@ -176,7 +178,7 @@ def _n_head(file: _File) -> Finding:
         if keys < queries and queries % size == 0:
             return Finding((queries // size,), f"{groups.origin}, {size} channels each")
     if file.tables and queries % (width := file.tables[0].width) == 0 and fits(queries // width):
-        origin = f"its rotary table turns {width} channels of a head"
+        origin = f"its rotary table rotates {width} channels of a head"
         if width < queries:
             return Finding((queries // width,), origin)
         return Finding((1,), f"{origin}: one head, or {WHOLE_WIDTH}", True)
@@ -311,9 +313,9 @@ def _qkv_layout(file: _File) -> Finding:
         return Finding(("qkv",), UNUSED)
     name = mapped.name("qkv")
     if mapped.n_head:
-        return Finding(("per_head",), "each head has a matrix of its own")
+        return Finding(("per_head",), "each head has a separate matrix")
     if name.endswith("in_proj_weight"):
-        return Finding(("qkv",), "torch's MultiheadAttention has them so")
+        return Finding(("qkv",), "torch's MultiheadAttention stores them this way")
     queries, keys = query_rows(file.tensors)
     layouts: tuple[QkvLayout, ...] = ("qkv", "per_head", "kqv")
     if "kqv" in name.lower():
@@ -338,7 +340,9 @@ def _qk_norm(file: _File) -> Finding:
     if (said := file.said("qk_norm", lambda value: value is True)) is not None:
         return Finding(("unit",), f"{said.origin}, without weights")
     if setting(file.settings, "qk_norm_eps") is not None:
-        return Finding(("unit", "none"), "qk_norm_eps is a setting, and no weights are there", True)
+        return Finding(
+            ("unit", "none"), "the settings have qk_norm_eps, but the norms have no weights", True
+        )
     return Finding(("none", "unit"), CONVENTION)
 
 

@@ -33,7 +33,7 @@ from logitd.model.convert.by_role.questions import (
     is_number,
     setting,
 )
-from logitd.model.convert.by_role.recognise import NotRecognised, is_buffer, recognise
+from logitd.model.convert.by_role.recognize import NotRecognized, is_buffer, recognize
 from logitd.model.convert.by_role.resolution import Alternative, OpenQuestions, Resolution
 from logitd.model.convert.by_role.resolve import answer, resolve
 from logitd.model.convert.by_role.tensor_map import (
@@ -75,7 +75,7 @@ class RoleOptions:
 
 
 @dataclass(frozen=True)
-class Recognised:
+class Recognized:
     """The tensors of a file by role, and the evidence of its computation."""
 
     file: StateFile
@@ -109,9 +109,9 @@ def draft_of(destination: Path) -> Path:
     return destination.parent / f"{destination.name}.map.toml"
 
 
-def recognise_file(
+def recognize_file(
     file: StateFile, options: RoleOptions, context_length: int | None = None
-) -> Recognised:
+) -> Recognized:
     """Find the roles of a file's tensors and the evidence for the computation. `context_length` is
     used if the file does not contain one. Raises ConvertError."""
     code = None if options.code is None else parse_owner_code(options.code, options.code_call)
@@ -125,7 +125,7 @@ def recognise_file(
     findings = answer(findings, check_answers("the flags", options.answers))
     ignored = {name: file.tensors[name] for name in mapped.ignored}
     check_rotary_width(file.where, ignored, findings, query_rows(tensors)[0])
-    return Recognised(file, tensors, findings, code, options.draft)
+    return Recognized(file, tensors, findings, code, options.draft)
 
 
 def _checked_map(file: StateFile, options: RoleOptions) -> TensorMap:
@@ -136,7 +136,7 @@ def _checked_map(file: StateFile, options: RoleOptions) -> TensorMap:
         known = mapped.names
         check(file.where, file.tensors, mapped)
     except ConvertError as error:
-        known = error.known if isinstance(error, NotRecognised) else known
+        known = error.known if isinstance(error, NotRecognized) else known
         if options.draft is None or options.map_file is not None:
             raise
         shown = {n: t for n, t in file.tensors.items() if not is_buffer(n, t)}
@@ -147,26 +147,26 @@ def _checked_map(file: StateFile, options: RoleOptions) -> TensorMap:
 
 def _tensor_map(file: StateFile, given: MapFile | None) -> TensorMap:
     if given is None:
-        return recognise(file.where, file.tensors)
+        return recognize(file.where, file.tensors)
     if given.names:
         ignored = [name for name, tensor in file.tensors.items() if is_buffer(name, tensor)]
         return tensor_map(given, file.tensors, ignored)
     extra = tensor_map(given, file.tensors, ()).ignored
     kept = {name: tensor for name, tensor in file.tensors.items() if name not in extra}
-    mapped = recognise(file.where, kept)
+    mapped = recognize(file.where, kept)
     return replace(mapped, ignored=(*mapped.ignored, *extra))
 
 
 def read_by_role(
-    recognised: Recognised,
+    recognized: Recognized,
     *,
     text: CheckText | None = None,
     log: Callable[[str], None] = lambda line: None,
 ) -> ForeignModel:
     """Read the model with the source's computation. Raises OpenQuestions if a field stays open, and
     ConvertError."""
-    tensors, file = recognised.tensors, recognised.file
-    resolution = _resolve(recognised, text)
+    tensors, file = recognized.tensors, recognized.file
+    resolution = _resolve(recognized, text)
     dropout, step, val_loss = (
         said[0] if (said := setting(file.settings, name)) is not None else None
         for name in ("dropout", "step", "val_loss")
@@ -199,21 +199,21 @@ def read_by_role(
     )
 
 
-def _resolve(recognised: Recognised, text: CheckText | None) -> Resolution:
-    tensors, findings, code = recognised.tensors, recognised.findings, recognised.code
+def _resolve(recognized: Recognized, text: CheckText | None) -> Resolution:
+    tensors, findings, code = recognized.tensors, recognized.findings, recognized.code
     objectives: Sequence[Objective] = ()
     if text is not None:
         length = findings["context_length"].values[0]
-        objectives = text_objectives(text, length, recognised.file.loss)
+        objectives = text_objectives(text, length, recognized.file.loss)
     if code is not None:
-        objectives = [owner_logits(code, tensors, findings, recognised.file.settings)]
+        objectives = [owner_logits(code, tensors, findings, recognized.file.settings)]
     try:
         return resolve(tensors, findings, *objectives)
     except OpenQuestions as error:
-        if recognised.draft is None:
+        if recognized.draft is None:
             raise
-        document = draft(recognised.file.state, tensors.map, findings)
-        hint = _write_draft(recognised.draft, document)
+        document = draft(recognized.file.state, tensors.map, findings)
+        hint = _write_draft(recognized.draft, document)
         raise OpenQuestions(f"{error}. {hint}", error.fields) from error
 
 

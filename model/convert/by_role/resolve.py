@@ -90,7 +90,7 @@ def _by_logits(
     alternatives = [
         Alternative(name, getattr(other, name), penalty, penalty > objective.tolerance)
         for name in search.open
-        for other in search.neighbours(best, name)
+        for other in search.neighbors(best, name)
         if math.isfinite(penalty := search.mean(other))
     ]
     return Resolution(

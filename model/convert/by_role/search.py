@@ -107,7 +107,7 @@ class Search:
         best = min((self._descend(how, self.open) for how in ranked), key=self.mean)
         if self.mean(best) == math.inf:
             raise self._reason or ConvertError(
-                f"{self._tensors.where}: no variant computes numbers"
+                f"{self._tensors.where}: no variant computes finite numbers"
             )
         return canonical(best)
 
@@ -128,7 +128,7 @@ class Search:
                         best, improved = other, True
         return best
 
-    def neighbours(self, how: Computation, name: str) -> list[Computation]:
-        """The variants that differ in one field and compute something else."""
+    def neighbors(self, how: Computation, name: str) -> list[Computation]:
+        """The variants that differ in one field and compute something different."""
         others = [canonical(replace(how, **{name: value})) for value in self._findings[name].values]
         return [other for other in dict.fromkeys(others) if other != canonical(how)]

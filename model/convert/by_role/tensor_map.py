@@ -1,6 +1,6 @@
 """TensorMap: the role of each tensor of a file in a GPT.
 
-A name may contain `{N}`, the number of the layer, and `{M}`, the number of the head. `recognise.py`
+A name may contain `{N}`, the number of the layer, and `{M}`, the number of the head. `recognize.py`
 derives a map from names and shapes; users can write one in TOML (`map_file.py`). `computation.py`
 describes the computation with the tensors.
 """
@@ -147,7 +147,7 @@ def check(where: str, tensors: Mapping[str, Tensor], mapped: TensorMap) -> torch
     names = mapped.all_names()
     if missing := [name for name in names if name not in tensors]:
         raise ConvertError(
-            f"{where} lacks {pluralize(len(missing), 'tensor')} of its mapping, the first is "
+            f"{where} lacks {pluralize(len(missing), 'tensor')} of its mapping; the first is "
             f"{missing[0]}"
         )
     taken = {*names, *mapped.ignored}

@@ -2,7 +2,7 @@
 
 Templates here get messages and the end of text, but neither tools nor a beginning of text
 (`model/text/chat_template.py`). A template that needs more is not imported, with a note: a
-conversation in another format than the model learned would only seem to work.
+conversation in a format that the model did not learn would only seem to work.
 """
 
 import re

@@ -43,7 +43,7 @@ def _shards(index: Path) -> dict[str, Tensor]:
         tensors |= {name: held[name] for name in held if homes.get(name) == file}
     if absent := sorted(homes.keys() - tensors.keys()):
         raise ConvertError(
-            f"{index} names {len(absent)} tensors that their files do not hold, the first is "
+            f"{index} names {len(absent)} tensors that are not in their files; the first is "
             f"{absent[0]}"
         )
     return tensors

@@ -51,7 +51,9 @@ def read_rope(
     known = (*OF_ALL, *KEYS[kind])
     if unknown := sorted(key for key in part.names() if key not in known):
         settings.reject_unless(
-            name, (), f"for all layers alike, the type {kind!r} has no {', '.join(unknown)}"
+            name,
+            (),
+            f"with the same settings in all layers, the type {kind!r} has no {', '.join(unknown)}",
         )
     turning = part.number("partial_rotary_factor", settings.number(share, default_share))
     base = part.number("rope_theta", settings.number(theta, 10_000.0))

@@ -80,7 +80,7 @@ def _refuse_gaps(table: Table) -> None:
         first = next(token_id for token_id in itertools.count() if token_id not in table.texts)
         raise ConvertError(
             f"{table.where} has {len(table.texts):,} texts for ids up to {largest:,}: {gaps:,} ids "
-            f"have none, the first is {first}; it is damaged, or not a vocabulary"
+            f"have none; the first is {first}; it is damaged, or not a vocabulary"
         )
 
 

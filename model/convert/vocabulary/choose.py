@@ -26,7 +26,8 @@ from logitd.model.text.published import PUBLISHED
 
 PADDED_TO = (8, 16, 32, 64, 128)
 WIDELY_PADDED_TO = (*PADDED_TO, 256, 512)
-"""Multiples to which programs pad that also state the number of ids in their settings."""
+"""Multiples to which vocabularies are padded by programs whose settings also state the number of
+ids."""
 SLACK = 0.02
 """Largest share of rows without an id."""
 

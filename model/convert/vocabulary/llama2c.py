@@ -1,6 +1,6 @@
 """llama2.c's `tokenizer.bin`: SentencePiece's byte pairs with scores.
 
-Its program begins with whole characters, merges the neighbours whose text has the highest score,
+Its program begins with whole characters, merges the neighbors whose text has the highest score,
 and uses the tokens of single bytes for characters that have no token. tiktoken's algorithm is the
 same for characters of one byte if ids follow the order of scores. Characters of several bytes
 become separate pieces, which is exact unless a longer token contains one; such a vocabulary is

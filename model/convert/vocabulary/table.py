@@ -210,7 +210,7 @@ def checked(texts: Texts, where: str) -> Texts:
 
 
 def _plain(key: Any) -> str:
-    """A name in lower case without underscores and hyphens; "" if it is no text."""
+    """A name in lower case without underscores or hyphens; "" if it is not a text."""
     return key.lower().replace("_", "").replace("-", "") if isinstance(key, str) else ""
 
 

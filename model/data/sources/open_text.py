@@ -40,7 +40,7 @@ def open_text(
     """Open the text that `data` names. Addresses are downloaded now; files are read later. Raises
     DataError.
 
-    licence  licence of all texts except the built-in one, for the checkpoint's card
+    licence  license of all texts except the built-in one, for the checkpoint's card
     """
     text_field, split_at = options.text_field, options.split_at
     words = list(dict.fromkeys(data)) or [PYTHON]

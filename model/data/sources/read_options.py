@@ -1,5 +1,5 @@
-"""ReadOptions: options of reading documents from files, which are flags of commands that read
-texts."""
+"""ReadOptions: options for reading documents from files, and the flags for them in commands that
+read texts."""
 
 from dataclasses import dataclass, fields
 from typing import Annotated

@@ -51,7 +51,7 @@ def json_value(file: TextIO, name: str, field: str | None) -> Iterator[Document]
     if len(content) > LONGEST_LINE:
         raise DataError(
             f"{name} is one JSON value of more than {LONGEST_LINE:,} characters, the most that are "
-            "read at once: write each record on a line of its own (JSON lines)"
+            "read at once: write each record on a separate line (JSON lines)"
         )
     if not content or content.isspace():
         return

@@ -126,14 +126,14 @@ def through_norm(norm: nn.Module, x: Tensor, g: Tensor) -> tuple[Tensor, float |
     product of the returned float64 vector with x equals the product of g with the norm's output
     without bias. Also returns the product of g with the bias, if there is one."""
     assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
-    centred = isinstance(norm, nn.LayerNorm)
+    centered = isinstance(norm, nn.LayerNorm)
     bias = norm.bias if isinstance(norm, nn.LayerNorm) else None
     weight, eps = norm.weight, norm.eps
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     x = x.double()
-    spread = x - x.mean() if centred else x
+    spread = x - x.mean() if centered else x
     u = g if weight is None else g * weight.double()
-    u = u - u.mean() if centred else u
+    u = u - u.mean() if centered else u
     scale = (spread.square().mean() + eps).sqrt()
     return u / scale, None if bias is None else _product(bias, g)
 

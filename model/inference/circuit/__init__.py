@@ -1,1 +1,2 @@
-"""Circuit: the parts of a model that carry a logit difference, and the paths between them."""
+"""Circuits: the parts of a model that account for a logit difference, and the paths between
+them."""

@@ -1,7 +1,7 @@
-"""Ablations: the forward with parts set to their means, nothing frozen.
+"""Ablations: forward passes in which parts are set to their means and nothing is frozen.
 
-Three texts are computed together: the circuit alone (all other parts have their means), the text
-without the circuit, and the text without any part. Biases and value embeddings stay.
+Three versions of the text are computed together: with only the circuit (all other parts are set to
+their means), without the circuit, and without any part. Biases and value embeddings stay.
 
 Shapes: T positions, C = d_model, H = n_head, D = head_dim, F = d_ff.
 """
@@ -17,8 +17,8 @@ from logitd.model.inference.circuit.text import FrozenText, Kept
 
 
 def ablate(text: FrozenText, kept: Kept) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
-    """The last streams (T, C) with the circuit alone, without it, and without any part. A block per
-    piece."""
+    """The last streams (T, C) with only the circuit, without it, and without any part. Each piece
+    is one block."""
     gpt, passes, chosen = text.gpt, text.passes, kept.choice.chosen
     x = embedding = middle = torch.where(
         _keeping(kept.tokens)[..., None], text.tokens, text.mean_token
@@ -62,5 +62,6 @@ def _mask(chosen: Chosen, like: Tensor) -> Tensor:
 
 
 def _keeping(circuit: Tensor) -> Tensor:
-    """The masks (3, ...) of what the three texts keep, from the circuit's (...)."""
+    """The masks (3, ...) of the parts that each version keeps, from the mask (...) of the
+    circuit."""
     return torch.stack((circuit, ~circuit, torch.zeros_like(circuit)))

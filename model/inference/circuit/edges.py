@@ -1,10 +1,10 @@
 """Nodes and edges of a circuit.
 
-The residual stream adds up what the parts write, so a part reads each earlier part separately. An
-edge is the product of what its source writes and the gradient of the target with respect to what
-the edge's target reads, with everything frozen: an inner product of weights. The edges that leave a
-node add up to what the node carries. A head reads values, queries and keys; queries and keys decide
-where it looks.
+The residual stream is the sum of the outputs of all parts, so a part reads each earlier part
+separately. The weight of an edge is the inner product of two vectors, with everything frozen: the
+output of its source, and the gradient with respect to the input of its target. The edges that leave
+a node add up to the node's contribution. A head reads values, queries and keys; queries and keys
+determine where it attends.
 
 Neurons of one MLP at one position are one node.
 
@@ -25,23 +25,24 @@ from logitd.model.inference.circuit.text import FrozenText, Kept
 
 READINGS: tuple[Reading, ...] = get_args(Reading)
 MOST_FOUND = 2**18
-"""Edges are reduced to the strongest when there are more than this many."""
+"""Number of collected edges above which only the strongest are kept."""
 
 
 class Graph:
-    """A circuit's graph, built block by block from the tokens up. `streams` (N, C) is what each
-    node has written, as it is in the residual stream at this height."""
+    """The graph of a circuit, built block by block from the tokens upward. `_streams` (N, C) holds
+    each node's output, as the residual stream contains it at the current block."""
 
     def __init__(self, text: FrozenText, kept: Kept, most_edges: int) -> None:
         self._text, self._kept, self._most = text, kept, most_edges
         self.nodes: list[Node] = []
         self.edge_count = 0
-        self._found: list[tuple[Tensor, Tensor]] = []  # weights (E), and their ends (E, 3)
+        self._found: list[tuple[Tensor, Tensor]] = []  # weights (E); ends and kinds (E, 3)
         self._held = 0
         self._streams = text.tokens.new_zeros(0, text.tokens.shape[1])
 
     def build(self, direction: Tensor) -> Generator[None]:
-        """Add all nodes and edges, a block per piece. `direction` is the target's (C)."""
+        """Add all nodes and edges, one block per piece. The target is the product of `direction`
+        (C) with the final hidden state."""
         text, gpt = self._text, self._text.gpt
         positions = self._kept.tokens.nonzero()[:, 0]
         for position in positions.tolist():
@@ -66,7 +67,7 @@ class Graph:
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        """The strongest edges, the strongest first."""
+        """The strongest edges, in descending order of strength."""
         self._reduce()
         weights, ends = self._found[0]
         return tuple(
@@ -117,7 +118,7 @@ class Graph:
         self._streams = torch.cat(streams)
 
     def _add_nodes(self, stage: str, head: int, chosen: Chosen, at: Tensor) -> range:
-        """Add a head at the positions of its parts `at` (M). Returns the indices of the nodes."""
+        """Add a node for each part `at` (M) of a head. Returns the indices of the nodes."""
         first = len(self.nodes)
         places, carried = chosen.positions[at].tolist(), chosen.carried[:, at].T.tolist()
         for place, (values, attention) in zip(places, carried, strict=True):
@@ -150,14 +151,14 @@ class Graph:
         self._streams = torch.cat((self._streams, written @ matrix.T))
 
     def _positions(self) -> Tensor:
-        """The positions (N) of the nodes whose streams are there."""
+        """The position (N) of each node in `_streams`."""
         nodes = self.nodes[: len(self._streams)]
         return torch.tensor(
             [node.position for node in nodes], device=self._streams.device, dtype=torch.long
         )
 
     def _connect(self, targets: range, weights: Tensor, reads: Reading) -> None:
-        """Add the edges of weights (targets, N) that are not 0. The target -1 is the logits."""
+        """Add an edge for each nonzero weight in (targets, N). The target -1 is the logits."""
         rows, sources = weights.nonzero(as_tuple=True)
         self.edge_count += len(rows)
         kind = torch.full_like(rows, READINGS.index(reads))
@@ -168,14 +169,14 @@ class Graph:
             self._reduce()
 
     def _reduce(self) -> None:
-        """Keep only the strongest edges, in the order of their strength."""
+        """Keep only the strongest edges, in descending order of strength."""
         weights, ends = (torch.cat(parts) for parts in zip(*self._found, strict=True))
         order = weights.abs().argsort(descending=True, stable=True)[: self._most]
         self._found, self._held = [(weights[order], ends[order])], len(order)
 
 
 def _mlp_node(stage: str, position: int, chosen: Chosen, at: Tensor) -> Node:
-    """An MLP with its chosen neurons `at` (M), the strongest first."""
+    """A node for an MLP with its chosen neurons `at` (M), the strongest first."""
     carried = chosen.carried[:, at].double()
     order = carried.abs().amax(0).argsort(descending=True, stable=True)
     indices, (values, attention) = chosen.indices[at][order].tolist(), carried[:, order].tolist()

@@ -1,8 +1,8 @@
-"""Finding: computes the circuit of one prompt in pieces.
+"""Finding: computes the circuit of one prompt, piece by piece.
 
-A piece is one block forward, back, or with ablations. The threshold of the parts is searched from
-the whole difference downwards, by steps of a factor and then by bisection: passes with a high
-threshold follow few parts and are fast.
+A piece is one block forward, backward, or with ablations. The search for the threshold of the parts
+begins high, at the whole difference, because passes with a high threshold follow few parts and are
+fast. It goes down by a constant factor, then by bisection.
 """
 
 import math
@@ -25,10 +25,10 @@ from logitd.model.inference.circuit.text import FrozenText, Kept
 from logitd.model.transformer.gpt import GPT
 
 FACTOR = 8.0
-"""Ratio of two thresholds before one keeps enough."""
+"""Ratio of two successive thresholds until one keeps enough parts."""
 CLOSE = 2.0
-"""The search ends if a threshold that keeps too few parts and one that keeps enough, or too many,
-have this ratio or less."""
+"""The search ends when the ratio of the lowest threshold that keeps too few parts to the highest
+one that keeps enough (or too many) is at most this."""
 
 
 class Finding:
@@ -45,7 +45,7 @@ class Finding:
 
     def advance(self) -> Circuit | None:
         """Compute one piece. The last call returns the result, all others None."""
-        # Autograd, which the forward turns on, does not take tensors of inference mode.
+        # Autograd, which the forward pass turns on, rejects tensors of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             try:
                 next(self._pieces)
@@ -66,7 +66,7 @@ def find_circuit(gpt: GPT, token_ids: Sequence[int], task: CircuitTask) -> Circu
 def _pieces(
     gpt: GPT, token_ids: Sequence[int], task: CircuitTask, watched: Watch | None
 ) -> Generator[None, None, Circuit]:
-    # 1) The text forward, and the target.
+    # 1) Run the text forward, and determine the target.
     passes = TextPasses(gpt, token_ids[: task.position + 1], task.position, watched)
     text = FrozenText(gpt, passes)
     yield from text.freeze()
@@ -77,17 +77,17 @@ def _pieces(
     def difference(last: Tensor) -> float:
         return passes.logit(last[None], token_id) - passes.logit(last[None], minus_id)
 
-    # 2) The parts. If none is kept, the parts left out are all that write to the logits.
+    # 2) Choose the parts. If none is kept, `left_out` covers all parts that write to the logits.
     nothing = yield from text.search(direction, math.inf, task.parts)
     assert nothing is not None
     whole = nothing.choice.left_out[VALUES].item()
     kept = nothing
     if whole and math.isfinite(whole):
         kept = yield from _search(text, direction, whole, nothing, task)
-    # 3) The edges between them.
+    # 3) Compute the edges between them.
     graph = Graph(text, kept, task.edges)
     yield from graph.build(direction)
-    # 4) The ablations.
+    # 4) Verify by ablations.
     streams = yield from ablate(text, kept)
     alone, without, none = map(difference, streams)
     left_out = kept.choice.left_out
@@ -109,7 +109,7 @@ def _pieces(
 
 
 def _compared(passes: TextPasses, last: Tensor, task: CircuitTask) -> tuple[int, int]:
-    """The ids of both tokens; absent ones are the likeliest."""
+    """The ids of both tokens; the likeliest ones by default."""
     token_id, minus_id = task.token_id, task.minus_id
     if token_id is None:
         token_id = passes.likeliest(last, without=minus_id)
@@ -121,11 +121,11 @@ def _compared(passes: TextPasses, last: Tensor, task: CircuitTask) -> tuple[int,
 def _search(
     text: FrozenText, direction: Tensor, whole: float, nothing: Kept, task: CircuitTask
 ) -> Generator[None, None, Kept]:
-    """The parts with the highest threshold found that explain the share of `whole`; if the limit of
-    parts allows none, those that explain most."""
+    """The parts by the highest threshold found at which they explain the requested share of
+    `whole`. If the limit on parts allows no such threshold, the parts that explain most."""
     best, most = nothing, -math.inf
-    # Thresholds that keep too few parts, and enough or too many. A part may carry more than the
-    # whole, if others carry the opposite.
+    # `above` keeps too few parts, `below` enough or too many. A part may contribute more than the
+    # whole difference if others have the opposite sign.
     above, below, threshold = abs(whole) * FACTOR**2, 0.0, abs(whole) / FACTOR
     for _ in range(MOST_SEARCHES):
         if best is not nothing and below and above / below <= CLOSE:

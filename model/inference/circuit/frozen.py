@@ -1,4 +1,4 @@
-"""Frozen blocks: a block whose attention weights, norm scales and gates keep their values.
+"""Frozen blocks: blocks whose attention weights, norm scales and gates are held at their values.
 
 With these held, a block is a linear map of its input, up to constants (biases, value embeddings):
 
@@ -8,20 +8,21 @@ With these held, a block is a linear map of its input, up to constants (biases, 
                  half of silu(gate) up each
 
 These are the rules of RelP (Jafari et al., 2025), with which Arora et al. (2026, arXiv 2601.22594)
-trace single neurons. A ratio, unlike a slope, leaves no remainder.
+trace single neurons. Unlike a slope, a ratio leaves no remainder.
 
-A part is a token's vector, a head or a neuron at one position. It carries <g, o - m> of the target:
-g is the gradient of the target with respect to the part's output o, m the mean of o over the
-positions. There are two gradients. `VALUES` follows the values alone. `ATTENTION` follows every
-path that changes an attention weight at least once: weights have an effect on the target too,
-compared with those p' that a text of means would have. With a_s = <g, v_s> that effect is exactly
+A part is a token's vector, a head or a neuron at one position. It carries <g, o - m> of the target,
+where g is the gradient of the target with respect to the part's output o, and m is the mean of o
+over the positions. There are two gradients. `VALUES` follows the values only. `ATTENTION` follows
+every path that changes at least one attention weight, because the weights p affect the target too.
+Their effect is measured against the weights p' of a text whose inputs are all means. With a_s = <g,
+v_s> it is exactly
 
     sum_s (p_s - p'_s) a_s = sum_s w_s (score_s - score'_s),   w_s = l_s (a_s - sum l a / sum l)
 
 where l_s = (p_s - p'_s) / (log p_s - log p'_s) is the logarithmic mean. A difference of scores
 divides evenly between query and key: q k - q' k' = (q + q')(k - k')/2 + (q - q')(k + k')/2. For
-small changes w is the gradient of the softmax; unlike that, it does not vanish if a head attends to
-one position alone.
+small changes w is the gradient of the softmax. But unlike that gradient, w does not vanish if a
+head attends to a single position.
 
 Shapes: T positions, n of them active, G = 2 gradients, C = d_model, H = n_head, K = n_kv_head, D =
 head_dim, F = d_ff.
@@ -51,7 +52,7 @@ STAGES = frozenset(
 
 
 class BlockValues:
-    """A tap that keeps the stages of one block that `FrozenBlock` needs, for one text."""
+    """A tap that keeps the stages of one block that `FrozenBlock` needs."""
 
     def __init__(self) -> None:
         self.kept: dict[str, Tensor] = {}
@@ -67,38 +68,38 @@ class BlockValues:
 
 @dataclass(frozen=True, slots=True)
 class FrozenNorm:
-    """A norm without its bias, with the scale (T, 1) held: a linear map of each row."""
+    """A norm without its bias and with a fixed scale (T, 1): a linear map of each row."""
 
     weight: Tensor | None
     scale: Tensor
-    centred: bool
+    centered: bool
 
     def forward(self, x: Tensor, positions: Tensor | slice = slice(None)) -> Tensor:
         """Rows (..., C) at the given positions, after the norm."""
-        x = x - x.mean(-1, keepdim=True) if self.centred else x
+        x = x - x.mean(-1, keepdim=True) if self.centered else x
         x = x if self.weight is None else x * self.weight
         return x / self.scale[positions]
 
     def backward(self, g: Tensor) -> Tensor:
         """The gradient (G, T, C) with respect to the norm's input."""
         g = g if self.weight is None else g * self.weight
-        g = g - g.mean(-1, keepdim=True) if self.centred else g
+        g = g - g.mean(-1, keepdim=True) if self.centered else g
         return g / self.scale
 
 
 def freeze_norm(norm: nn.Module, x: Tensor) -> FrozenNorm:
-    """A norm with the scale that it has for the input x (T, C)."""
+    """Fix the scale of a norm at its value for the input x (T, C)."""
     assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
-    centred = isinstance(norm, nn.LayerNorm)
+    centered = isinstance(norm, nn.LayerNorm)
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
-    spread = x - x.mean(-1, keepdim=True) if centred else x
+    spread = x - x.mean(-1, keepdim=True) if centered else x
     weight = None if norm.weight is None else norm.weight.detach().to(x.dtype)
-    return FrozenNorm(weight, _root_mean_square(spread, eps), centred)
+    return FrozenNorm(weight, _root_mean_square(spread, eps), centered)
 
 
 @dataclass(slots=True)
 class Chosen:
-    """The P parts of a sublayer that belong to a circuit, in the order of their positions.
+    """The P parts of a sublayer that belong to a circuit, in order of position.
 
     positions  their positions (P)
     indices    their heads or neurons (P)
@@ -113,7 +114,7 @@ class Chosen:
 
 
 class Choice:
-    """Chooses the parts that carry more than `threshold`, by either gradient.
+    """Chooses the parts that carry more than `threshold` by either gradient.
 
     count     number of chosen parts
     left_out  sums of what all others carry (G)
@@ -127,21 +128,22 @@ class Choice:
         self.chosen: dict[tuple[int, str], Chosen] = {}
 
     def keep(self, carried: Tensor) -> Tensor:
-        """The mask (...) of parts that carry (G, ...)."""
+        """Choose among parts that carry (G, ...). Returns the mask (...) of the chosen ones."""
         kept = (carried.abs() > self.threshold).any(0)
         self.count += int(kept.sum())
         self.leave_out(carried * ~kept)
         return kept
 
     def leave_out(self, carried: Tensor) -> None:
-        """Leave out what parts carry (G, ...)."""
+        """Leave out parts that carry (G, ...)."""
         self.left_out += carried.flatten(1).sum(1, dtype=torch.float64).cpu()
 
     def keep_sublayer(
         self, key: tuple[int, str], rows: Tensor, carried: Tensor, gradients: Tensor
     ) -> Tensor:
-        """The mask (n, parts) of a sublayer's parts at the positions `rows` that carry (G, n,
-        parts). Remembers them with their gradients (G, n, parts, ...)."""
+        """Choose among a sublayer's parts at the positions `rows`, which carry (G, n, parts), and
+        store the chosen ones with their gradients (G, n, parts, ...). Returns their mask (n,
+        parts)."""
         kept = self.keep(carried)
         at, indices = kept.nonzero(as_tuple=True)
         self.chosen[key] = Chosen(
@@ -151,7 +153,7 @@ class Choice:
 
 
 class FrozenBlock:
-    """One block with the values of one text's forward. `x` (T, C) is its input."""
+    """One block, held at the values of one text's forward pass. `x` (T, C) is its input."""
 
     def __init__(
         self,
@@ -180,8 +182,8 @@ class FrozenBlock:
         self.mean_heads = self.heads.mean(0)
         self.hidden = kept["mlp.hidden"]  # (T, F)
         self.mean_hidden = self.hidden.mean(0)
-        # Differences of heads and neurons from their means, and the most that one of them can carry
-        # with a gradient of length 1 (T), by the Cauchy-Schwarz inequality.
+        # Differences of heads and neurons from their means, and an upper bound (T) of what one of
+        # them can carry with a gradient of length 1, by the Cauchy-Schwarz inequality.
         self._written = [out - out.mean(0) for out in (kept["attention.out"], kept["mlp.out"])]
         lengths = (self.heads - self.mean_heads).norm(dim=-1)
         columns = self.weight(block.attention_out).unflatten(1, (config.n_head, -1))
@@ -203,7 +205,7 @@ class FrozenBlock:
 
     def backward(self, g: Tensor, choice: Choice) -> Tensor:
         """The gradients (G, T, C) with respect to the block's input, through the parts that
-        `choice` keeps; `g` is with respect to its output."""
+        `choice` keeps. `g` is the gradient with respect to the block's output."""
         before_attention, before_mlp = self.attention_norm.backward, self.mlp_norm.backward
         if self.is_post:
             g = before_mlp(g)
@@ -234,18 +236,19 @@ class FrozenBlock:
         return scores.masked_fill(~visible, -math.inf).log_softmax(-1)
 
     def score_weights(self, of_heads: Tensor, logs: Tensor, rows: Tensor) -> Tensor:
-        """w (H, n, T): the effect of each score on the target, with the gradient `of_heads` (n, H,
+        """w (H, n, T): the effect of each score on the target, from the gradient `of_heads` (n, H,
         D) and the logarithms `logs` of the attention weights."""
         v = self.v.repeat_interleave(self.group, dim=0)
         aligned = torch.einsum("nhd,hsd->hns", of_heads, v)
         means = self.log_probs(self.mean_q, self.mean_k, rows)
         apart = (logs - means).masked_fill(logs.isneginf(), 0.0).abs().clamp(min=1e-6)
         mean = torch.maximum(logs, means).exp() * (-torch.expm1(-apart) / apart)
-        centre = (mean * aligned).sum(-1, keepdim=True) / mean.sum(-1, keepdim=True)
-        return mean * (aligned - centre)
+        center = (mean * aligned).sum(-1, keepdim=True) / mean.sum(-1, keepdim=True)
+        return mean * (aligned - center)
 
     def _of_means(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries (H, T, D) and keys (K, T, D) if the input (T, C) had its mean everywhere."""
+        """Queries (H, T, D) and keys (K, T, D) that the block would compute if its input (T, C)
+        were its mean everywhere."""
         config, block = self.config, self.block
         mean = x.mean(0).expand_as(x)
         if not self.is_post:
@@ -262,7 +265,7 @@ class FrozenBlock:
 
     def _strong(self, g: Tensor, choice: Choice, sublayer: int) -> Tensor:
         """The positions at which a part of attention (0) or of the MLP (1) may carry more than the
-        threshold. The parts at all other positions are left out at once."""
+        threshold. Leaves out the parts at all other positions."""
         strong = g.norm(dim=-1).amax(0) * self.bounds[sublayer] > choice.threshold
         choice.leave_out(g[:, ~strong] * self._written[sublayer][~strong])
         return strong.nonzero()[:, 0]
@@ -280,8 +283,8 @@ class FrozenBlock:
         return result
 
     def through_units(self, of_hidden: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """The gradients (..., n, C) with respect to the MLP's input, from those of some of its
-        neurons (..., n, columns)."""
+        """The gradients (..., n, C) with respect to the MLP's input, from those with respect to
+        some of its neurons (..., n, columns)."""
         parts = [
             (of_hidden * ratio[rows][:, columns])
             @ self.weight(self.block.mlp_up, columns + index * self.config.d_ff)
@@ -311,8 +314,8 @@ class FrozenBlock:
         return result
 
     def _of_queries_and_keys(self, effects: Tensor, rows: Tensor) -> Tensor:
-        """The gradient (H + K, T, D) with respect to queries and keys before their norm and
-        rotation, from the effects of the scores (H, n, T)."""
+        """The gradient (H + K, T, D) with respect to queries and keys before norm and rotation,
+        from the effects (H, n, T) of the scores."""
         config, root = self.config, 2 * math.sqrt(self.config.head_dim)
         keys = (self.k + self.mean_k).repeat_interleave(self.group, dim=0)
         of_q, of_k = torch.zeros_like(self.q), (self.q + self.mean_q)[:, rows]
@@ -329,7 +332,7 @@ class FrozenBlock:
 
 
 def frozen_ratios(kind: Activation, pre: Tensor, up: Tensor | None) -> tuple[Tensor, ...]:
-    """The ratio (T, F) of a neuron's value to its unit. Of swiglu there are two, each for half of
+    """The ratio (T, F) of each neuron's value to its input. Swiglu has two ratios, each for half of
     the value: one to the gate, one to the unit that the gate multiplies."""
     match kind:
         case "relu":

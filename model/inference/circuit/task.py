@@ -1,7 +1,7 @@
-"""Tasks and results of circuits: frozen plain data, without torch.
+"""Tasks and results of circuits: immutable plain data, without torch.
 
 The target is the difference of two tokens' logits at one position of a prompt. `frozen.py` defines
-what a part carries of it.
+the share of it that a part carries.
 """
 
 import math
@@ -17,7 +17,7 @@ DEFAULT_SHARE = 0.9
 DEFAULT_PARTS = 500
 DEFAULT_EDGES = 1000
 MOST_SEARCHES = 8
-"""Most passes backward that look for the threshold of a circuit."""
+"""Maximum number of backward passes in the search for a threshold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +27,9 @@ class CircuitTask:
     position  position in the prompt, from 0; its logits are for the next token
     token_id  token whose logit is explained; None: the likeliest next token
     minus_id  token whose logit is subtracted; None: the likeliest other token
-    share     least share of the difference that the circuit explains
-    parts     most tokens, heads and neurons of the circuit
-    edges     most edges that are listed
+    share     minimum share of the difference that the circuit explains
+    parts     maximum number of tokens, heads and neurons
+    edges     maximum number of listed edges
     """
 
     position: int
@@ -41,8 +41,8 @@ class CircuitTask:
 
     @property
     def passes(self) -> int:
-        """Cost in forward passes over the prompt: one forward, those backward with two gradients
-        each, and three with ablations."""
+        """Cost in forward passes over the prompt: one forward pass, the backward passes with two
+        gradients each, and three with ablations."""
         return 1 + 2 * MOST_SEARCHES + 3
 
 
@@ -57,8 +57,8 @@ class Neuron:
 class Node:
     """A part of the circuit at one position. `stage` is embedding, blocks.N.attention.heads (with
     `head`) or blocks.N.mlp.hidden (with the neurons that belong to the circuit). `values` and
-    `attention` are what it carries of the difference through values and through attention
-    weights."""
+    `attention` are the amounts of the difference that it carries through values and through
+    attention weights."""
 
     stage: str
     head: int | None
@@ -70,8 +70,8 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """The part of the difference that a node carries through another one, by indices of nodes.
-    The target None is the logits."""
+    """The amount of the difference that the node `source` carries through the node `target`, both
+    given by index. The target None is the logits."""
 
     source: int
     target: int | None
@@ -83,12 +83,12 @@ class Edge:
 class Circuit:
     """The circuit of one prompt.
 
-    baseline             the difference if every part has its mean, with everything frozen
-    left_out, _attention  sums of what all other parts carry through values and attention weights
+    baseline             the difference if every part is set to its mean, with all else frozen
+    left_out, _attention  sums over all other parts, through values and through attention weights
     edge_count           number of edges, of which `edges` are the strongest
-    circuit_alone        the difference if all other parts have their mean
-    without_circuit      the difference if the circuit has its mean
-    without_all          the difference if every part has its mean
+    circuit_alone        the difference if all other parts are set to their means
+    without_circuit      the difference if the circuit is set to its means
+    without_all          the difference if every part is set to its mean
     """
 
     token_id: int
@@ -111,14 +111,14 @@ class Circuit:
 
     @property
     def share(self) -> float | None:
-        """Share of difference - baseline that the circuit explains; None if that is 0."""
+        """Share of (difference - baseline) that the circuit explains; None if that is 0."""
         return explained_share(
             self.difference - self.baseline, self.left_out, self.left_out_attention
         )
 
     def surviving(self, difference: float) -> float | None:
-        """Share of difference - without_all that an ablation leaves; None if that is 0, or if
-        nothing carries the difference."""
+        """Share of (difference - without_all) that an ablation leaves; None if that is 0, or if the
+        circuit is empty."""
         whole = self.difference - self.without_all
         return (difference - self.without_all) / whole if whole and self.nodes else None
 
@@ -136,15 +136,15 @@ class Circuit:
 
 
 def explained_share(whole: float, left_out: float, left_out_attention: float) -> float | None:
-    """1 minus the error of leaving parts out, relative to the whole. The error is the larger one of
-    two: that of values alone, and that of values and attention weights together."""
+    """1 minus the relative error caused by the parts left out: the error of values alone or that of
+    values and attention weights together, whichever is larger."""
     error = max(abs(left_out), abs(left_out + left_out_attention))
     return 1 - error / abs(whole) if whole else None
 
 
 def circuit_elements(task: CircuitTask, config: GPTConfig) -> int:
-    """Largest number of elements that a circuit keeps: what the frozen blocks hold, and the
-    attention weights, gradients and ablated streams of one block."""
+    """Maximum number of elements in memory: the contents of the frozen blocks, and the attention
+    weights, gradients and ablated streams of one block."""
     length = task.position + 1
     heads = config.n_head * config.head_dim
     ratios = 2 if config.activation == "swiglu" else 1

@@ -1,9 +1,9 @@
-"""A frozen text: a forward over one text, and the passes back through it.
+"""Frozen text: a forward pass over one text, and backward passes through it.
 
-`FrozenText.search` is one pass back from the target through the parts that a threshold keeps. What
-the others carry is the error of leaving them out, exactly: in the frozen model the difference is
+`FrozenText.search` is one backward pass from the target through the parts that a threshold keeps.
+The error of leaving out the others is exactly what they carry, because in the frozen model
 
-    difference = baseline + (what the kept parts carry) + (what the parts left out carry).
+    difference = baseline + (sum over the kept parts) + (sum over the parts left out).
 
 `find.py` looks for the threshold.
 """
@@ -29,8 +29,8 @@ from logitd.model.transformer.gpt import GPT
 
 @dataclass(slots=True)
 class Kept:
-    """The result of a pass: the choice of heads and neurons, and of tokens by the mask `tokens`
-    (T); `carried` (G, T) is what each token carries."""
+    """The result of a backward pass: the chosen heads and neurons, the mask `tokens` (T) of the
+    chosen tokens, and the amount `carried` (G, T) by each token."""
 
     choice: Choice
     tokens: Tensor
@@ -38,7 +38,7 @@ class Kept:
 
 
 class FrozenText:
-    """A text whose last position has the target. `freeze` computes its forward first."""
+    """A text whose last position has the target. `freeze` must run its forward pass first."""
 
     def __init__(self, gpt: GPT, passes: TextPasses) -> None:
         self.gpt, self.passes = gpt, passes
@@ -49,7 +49,7 @@ class FrozenText:
         self.final_norm: FrozenNorm | None = None
 
     def freeze(self) -> Generator[None]:
-        """Run the text forward, a block per piece."""
+        """Run the text forward, one block per piece."""
         gpt, embedding = self.gpt, self.tokens[None]
         x = middle = embedding
         for layer in range(gpt.config.n_layer):
@@ -67,8 +67,8 @@ class FrozenText:
     def search(
         self, direction: Tensor, threshold: float, most: int
     ) -> Generator[None, None, Kept | None]:
-        """Choose the parts that carry more than `threshold` of the target, whose product with the
-        final hidden state has the vector `direction` (C). A block per piece. Returns None if there
+        """Choose the parts that carry more than `threshold` of the target, which is the product of
+        `direction` (C) with the final hidden state. Each piece is one block. Returns None if there
         are more than `most` parts."""
         gpt, choice = self.gpt, Choice(threshold)
         g = self.tokens.new_zeros(GRADIENTS, *self.tokens.shape)

@@ -25,7 +25,7 @@ allowed.
 
 A constraint applies to text, so special tokens never match it. If the text is complete but could
 also continue, the end-of-text token is allowed too. If it cannot continue, the sequence ends
-without one. llguidance gets an end token of its own, one id beyond the vocabulary, so vocabularies
+without one. llguidance gets its own end token, one id beyond the vocabulary, so vocabularies
 with and without an end-of-text token need no separate code. Without one, a text that could continue
 always does.
 """

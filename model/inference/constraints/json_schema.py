@@ -1,7 +1,7 @@
 """Supported JSON Schema: a keyword is enforced, treated as an annotation, or refused.
 
 llguidance enforces the keywords below (draft 2020-12), refuses others that it knows, and ignores
-unknown ones. This module also refuses unknown keywords, because they may be misspelt or belong to
+unknown ones. This module also refuses unknown keywords, because they may be misspelled or belong to
 another dialect, and a minProperties that repeated names could satisfy.
 
 Strings have no escapes except NAMED_CONTROLS, `\"` and `\\` (`JSON_LAYOUT` in

@@ -161,7 +161,7 @@ def main(control: socket.socket, memory: int) -> None:
         _make_way(began)
         if not (trial := os.fork()):
             control.close()
-            with contextlib.suppress(OSError):  # the client has gone
+            with contextlib.suppress(OSError):  # the client has disconnected
                 _answer(compiler, socket.socket(fileno=descriptors[0]), descriptors[1])
             os._exit(0)
         for descriptor in descriptors:

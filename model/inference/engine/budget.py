@@ -7,8 +7,8 @@ arrive faster than they are computed, all requests wait for them. So a chunk is 
 a prompt takes more than MOST_DELAY times as long as in whole chunks.
 
 `target_ttft` is the time in which a first token should arrive, in addition to the time of its own
-prompt. If the prompts that wait would miss it, steps become longer in proportion to the delay, up
-to STRETCH times the gap, or more if more sequences wait than decode. Otherwise a few streams with
+prompt. If waiting prompts would miss it, steps become longer in proportion to the delay, up to
+STRETCH times the gap, or more if more sequences wait than decode. Otherwise a few streams with
 short steps would keep many prompts waiting.
 
 The cost of decoding is the median of NEAREST recent steps that decoded similar numbers of rows,
@@ -18,8 +18,8 @@ PASS_WORK. If chunks and decode shared a pass, the chunks are charged the time b
 only decodes; after PROBE such steps, a step without prompts measures it again. A wrong cost changes
 the length of steps but no bits (`model/inference/kernels/README.md`).
 
-The budget has no clock and knows no sequences: it is given seconds and lengths. Outputs are limited
-by their elements (`scheduler.py`) and are not part of these costs.
+The budget has no clock and knows no sequences; its callers pass seconds and lengths. Outputs are
+limited by their elements (`scheduler.py`) and are not part of these costs.
 """
 
 import math
@@ -34,11 +34,11 @@ from logitd.model.transformer.config import BLOCK
 WINDOW = 9
 """Number of prompt parts in the median."""
 NEAREST = 3
-"""Number of decode steps in the median, of the RECENT ones those with the closest row counts."""
+"""Number of decode steps in the median: those of the RECENT ones whose row counts are closest."""
 RECENT = 32
 PROBE = 16
-"""Steps with shared passes after which a step only decodes. The cost of decoding changes with the
-number of rows, and a shared pass does not show it."""
+"""Number of steps with shared passes after which one step only decodes: the cost of decoding
+changes with the number of rows, and a shared pass does not show it."""
 PASS_WORK = 0.5
 """Fixed cost of a pass, in blocks: each pass reads the weights once, and products of few rows are
 slower. It is an assumption; the measured cost of a block compensates for most of its error."""
@@ -46,8 +46,8 @@ MOST_DELAY = 1.75
 """Limit of a prompt's time relative to whole chunks. Chosen by simulation, not measured: a lower
 value lengthens gaps beyond the target, a higher one delays prompts too much."""
 UNNOTICED = 0.04
-"""Least gap in seconds if the target is a multiple of decode steps. Small models have steps of a
-millisecond; shorter chunks would delay their prompts to save time that no reader notices."""
+"""Minimum gap in seconds if the target is a multiple of decode steps. Small models have steps of a
+millisecond; shorter chunks would delay prompts to save time that no reader notices."""
 STRETCH = 3.0
 """Limit of a step's time relative to the target gap while prompts are late."""
 
@@ -55,7 +55,7 @@ STRETCH = 3.0
 @dataclass(frozen=True, slots=True)
 class Waiting:
     """A prompt that can be computed: the positions left, and the time since its request arrived.
-    The age is None if nobody waits for a first token."""
+    The age is None if no client waits for a first token."""
 
     positions: int
     age: float | None
@@ -74,7 +74,7 @@ class PrefillBudget:
         self._shared_passes = 0  # since a step that only decoded
 
     def decoded(self, rows: int, seconds: float) -> None:
-        """Record the time of a step without its prompts."""
+        """Record the time of a step, not counting its prompts."""
         self._decoded.appendleft((rows, seconds))
         self._shared_passes = 0
 
@@ -140,8 +140,8 @@ class PrefillBudget:
         return statistics.median(seconds for _, seconds in near)
 
     def _least_work(self, decode: float) -> float:
-        """Work of the shortest chunk that delays a prompt by at most MOST_DELAY. A decode step
-        costs as much as `decode` blocks."""
+        """Work of the shortest chunk that delays a prompt by at most a factor of MOST_DELAY. A
+        decode step costs as much as `decode` blocks."""
         overhead = decode + PASS_WORK
         in_whole_chunks = 1 + overhead / (self._chunk // BLOCK)  # cost of each block
         # A block of a chunk of n costs 1 + overhead / n.

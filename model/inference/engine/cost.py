@@ -56,7 +56,7 @@ LISTED_ELEMENTS = 2**7
 PRODUCTS_PER_ELEMENT = 2**5
 """Number of multiplications in a matrix product that take as long as one element."""
 TAPPED_PASSES = 2
-"""Time of a tapped pass without its changes, in plain passes."""
+"""Time of a tapped pass, not counting its changes, as a multiple of a plain pass."""
 TAPPED_TOKEN = 12
 """Price of one token generated with interventions, in prompt tokens."""
 SHORTEST_PASS = 128
@@ -100,7 +100,8 @@ def step_cost(request: Request, config: ModelConfig) -> StepCost:
 
 
 def prices(request: Request, config: ModelConfig) -> list[int]:
-    """The price of each sequence of a request: the length of a plain prompt that takes as long."""
+    """The price of each sequence of a request: the length of a plain prompt that takes the same
+    time."""
     if isinstance(request, AttributionRequest | CircuitRequest):
         return [max(SHORTEST_PASS, request.task.position + 1) * request.task.passes]
     lengths = sequence_lengths(request)
@@ -127,8 +128,8 @@ def _products(config: ModelConfig) -> int:
 
 
 def _encodings(request: Request, config: ModelConfig) -> tuple[int, int]:
-    """Elements that take as long as the features of one position of the prompt, and of one
-    generated position."""
+    """Cost in elements of the features at one position of the prompt, and at one generated
+    position."""
     if not isinstance(config, GPTWithFeatures):
         return 0, 0
     each = {

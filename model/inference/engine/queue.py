@@ -1,7 +1,7 @@
 """WaitingQueue: sequences that wait for a slot, in the order of admission.
 
 Lower priorities are admitted first. Within a priority the callers take turns, one sequence each, so
-that nobody waits behind a thousand requests of another caller: a new caller waits for at most one
+that no caller waits behind a thousand requests of another one: a new caller waits for at most one
 turn of each other caller. The sequences of one caller are admitted in the order of arrival.
 
 Each caller has a line with three lanes: new sequences, evicted ones that resume (`scheduler.py`),

@@ -131,7 +131,7 @@ class Sequence:
 
     @property
     def attribution(self) -> AttributionRequest | CircuitRequest | None:
-        """The request if it asks for attributions or a circuit."""
+        """The request if it is for attributions or a circuit."""
         request = self.request
         return request if isinstance(request, AttributionRequest | CircuitRequest) else None
 

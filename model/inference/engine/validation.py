@@ -281,18 +281,19 @@ def _check_gradients(task: AttributionTask, length: int, config: ModelConfig) ->
     for stage in (*stages, *probed):
         if stage.has_features:
             raise InvalidRequest(
-                f"{stage.name} has the features of an autoencoder, of which there are no "
-                f"gradients: name the stage that it reads, {stage.name.partition('.sae.')[0]}",
+                f"{stage.name} has the features of an autoencoder, which have no gradients: name "
+                f"the stage that it reads, {stage.name.partition('.sae.')[0]}",
                 "stages" if stage in stages else "direction",
             )
     if "logits" in task.stages or (probe is not None and probe.stage == "logits"):
         raise InvalidRequest(
-            "logits are the target: their gradients are 1 and -1; name an earlier stage", "stages"
+            "the logits are the target, so their gradients are 1 and -1; name an earlier stage",
+            "stages",
         )
     if probe is None:
         return
     if task.token_id is not None or task.minus_id is not None:
-        raise InvalidRequest("a direction and a token are given; leave one out", "direction")
+        raise InvalidRequest("direction and token are alternatives; give one of them", "direction")
     if not {"gradient_times_input"}.issuperset(task.methods):
         raise InvalidRequest(
             f"methods is {list(task.methods)}; with a direction only gradient_times_input is "

@@ -65,7 +65,7 @@ class DecodePath:
     def plain(
         cls, make: Callable[[GPT, KVCache], Decoder], name: str, note: str | None = None
     ) -> "DecodePath":
-        """A path whose decoders never free weights."""
+        """The path of a decoder that never frees weights."""
         return cls(make, make, name, note)
 
 

@@ -66,7 +66,7 @@ def largest_ids(rows: Tensor, count: int) -> Tensor:
     return ids
 
 
-def summarise(
+def summarize(
     logits: npt.NDArray[Any], *, top_k: int | None = None, token_ids: Sequence[int] | None = None
 ) -> Summary:
     """Summarize a row (V,) of logits: its `top_k` most likely ids, without dropped ones (-inf), or

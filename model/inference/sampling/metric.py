@@ -1,4 +1,4 @@
-"""Metric: one number of a row of logits, in which the cells of a sweep are compared."""
+"""Metric: a number computed from a row of logits, by which the cells of a sweep are compared."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ TOKENS: Mapping[Metric, Sequence[str]] = {
     "loss": ("token",),
     "kl": (),
 }
-"""The tokens of each metric."""
+"""The tokens that each metric takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Measure:
     """A metric with its tokens.
 
     metric  logit        of `token`, minus that of `minus` if given
-            probability  the same of probabilities
+            probability  the same for probabilities
             loss         minus the logprob of `token`, in nats
             kl           Kullback-Leibler divergence of the distribution from that of `unchanged`,
                          in nats: sum of p log(p / q), with p from `unchanged`

@@ -18,7 +18,7 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 FEW = 16
-"""Up to this many numbers are computed one by one. Arrays of any size take about 150 small
+"""Maximum count of numbers that are computed one by one. Arrays of any size take about 150 small
 operations, which cost as much as this many single numbers."""
 
 Integers = npt.NDArray[np.uint64]

@@ -100,7 +100,7 @@ def sample(
     entry, by row, for each row that needs logits processing. `sample_fn` computes steps 7 to 11.
     `logits` stay unchanged."""
     raw = logits if logits.dtype is torch.float32 else logits.float()  # (R, V)
-    final = _biased_and_penalised(raw, contexts) if contexts else raw
+    final = _biased_and_penalized(raw, contexts) if contexts else raw
     token_ids = sample_fn(final, raw, sampling)
     results = sample_results(token_ids)
     for i, row in contexts.items():
@@ -125,7 +125,7 @@ def sample_results(token_ids: Iterable[int | None]) -> list[SampleResult]:
 def process(logits: Tensor, contexts: Sequence[RowContext]) -> Tensor:
     """Logits (R, V) in float32 after steps 1 to 10, or 1 to 6 at temperature 0; -inf for dropped
     ids. `logits` stay unchanged."""
-    values = _biased_and_penalised(logits.float(), dict(enumerate(contexts)))
+    values = _biased_and_penalized(logits.float(), dict(enumerate(contexts)))
     random = [i for i, row in enumerate(contexts) if row.params.temperature > 0]
     if not random:
         return values
@@ -136,7 +136,7 @@ def process(logits: Tensor, contexts: Sequence[RowContext]) -> Tensor:
     return values.index_copy(0, torch.tensor(random, device=values.device), kept)
 
 
-def _biased_and_penalised(raw: Tensor, contexts: Mapping[int, RowContext]) -> Tensor:
+def _biased_and_penalized(raw: Tensor, contexts: Mapping[int, RowContext]) -> Tensor:
     """Logits (R, V) after steps 1 to 6; `raw` itself if none applies."""
     values = raw
     # Constraints come first, for all rows at once: -inf stays -inf in the other steps.
@@ -146,7 +146,7 @@ def _biased_and_penalised(raw: Tensor, contexts: Mapping[int, RowContext]) -> Te
     if changed and values is raw:
         values = raw.clone()
     for i in changed:
-        _bias_and_penalise(values[i], contexts[i])
+        _bias_and_penalize(values[i], contexts[i])
     return values
 
 
@@ -171,7 +171,7 @@ def _forbidden(contexts: Mapping[int, RowContext], raw: Tensor) -> Tensor:
     return torch.from_numpy(forbidden).to(raw.device)
 
 
-def _bias_and_penalise(values: Tensor, row: RowContext) -> None:
+def _bias_and_penalize(values: Tensor, row: RowContext) -> None:
     """Apply steps 1, 2 and 4 to 6 to one row (V,), in place."""
     params, listed, device = row.params, row.listed, values.device
     completion = row.tokens[row.prompt_length :]

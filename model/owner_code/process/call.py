@@ -14,7 +14,7 @@ from logitd.model.owner_code.process.problem import Problem
 TARGETS = frozenset(
     ("target", "targets", "label", "labels", "y", "tgt", "trg", "target_ids", "idx_next", "yb")
 )
-"""Names of parameters for the following ids, which the logits do not depend on."""
+"""Names of parameters for target ids, on which the logits do not depend."""
 SEED = 0
 
 

@@ -52,8 +52,8 @@ def _after(name: str, visit: Visit) -> Callable[[nn.Module, Any, Any], Any]:
 
 
 def _replaced(value: Any, name: str, visit: Visit) -> Any:
-    """Visit the first tensor in `value`. Returns `value` with the visited one in its place, or None
-    if it has no tensor."""
+    """Visit the first tensor in `value`. Returns `value` with that tensor replaced, or None if it
+    contains no tensor."""
     if isinstance(value, Tensor):
         return visit(name, value)
     if isinstance(value, tuple) and not hasattr(value, "_fields"):

@@ -1,1 +1,1 @@
-"""Training of sparse autoencoders: activations of a text, the fit, and the figures."""
+"""Training of sparse autoencoders: activations of a text, the fit, and the resulting figures."""

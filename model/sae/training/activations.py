@@ -1,9 +1,9 @@
-"""Activations of a text for training: the values of one stage, in random order and without end.
+"""Activations for training: the values of one stage on a text, in random order, endlessly.
 
 The text is cut into windows of the model's context (`model/extraction/plan.py`). Some windows are
-held out. The others pass through a buffer that shuffles windows, the engine of an extraction, and a
-buffer that shuffles positions; then the text begins again. So memory does not depend on the size of
-the text. The order is a function of the seed.
+held out. The others pass through a buffer that shuffles windows, an extraction engine, and a buffer
+that shuffles positions; then the text starts over. So memory does not depend on the size of the
+text. The order is a function of the seed.
 """
 
 import random
@@ -25,14 +25,14 @@ from logitd.model.extraction.plan import DataReader, Unit, choose_windows, units
 from logitd.model.extraction.quantities import Stages
 
 HELD_OUT = 32
-"""Most windows that are held out."""
+"""Maximum number of windows that are held out."""
 SHUFFLED_WINDOWS = 2048
 SHUFFLED_POSITIONS = 2**15
 SHUFFLED_BYTES = 2**28
-"""Limit in bytes of the buffer of positions, except that it has two batches at least."""
+"""Size limit of the buffer of positions in bytes; but it always holds at least two batches."""
 WINDOWS_AT_ONCE = 32
 SHORTEST = 8
-"""Fewest tokens of a window that is held out."""
+"""Minimum number of tokens of a held-out window."""
 
 Item = TypeVar("Item")
 
@@ -51,7 +51,7 @@ class Activations:
     def of(
         cls, computer: ShardComputer, stage: str, checkpoint: CheckpointInfo, text: Text
     ) -> "Activations":
-        """Choose the windows that are held out, spread over the first ones of the text. Raises
+        """Choose the held-out windows, spread over the beginning of the text. Raises
         ExtractionError if there are too few."""
         first = [
             unit
@@ -67,7 +67,7 @@ class Activations:
         return cls(computer, stage, checkpoint, text, tuple(first[step - 1 :: step][:HELD_OUT]))
 
     def windows(self, seed: int) -> Iterator[Unit]:
-        """Windows for training, shuffled, without end."""
+        """Shuffled windows for training, endlessly."""
         held_out, rng = {unit.place for unit in self.held_out}, random.Random(seed)
         while True:
             units = _windows(self.checkpoint, self.text)
@@ -80,7 +80,7 @@ class Activations:
         return [np.concatenate([chunk.rows for chunk in of_unit]) for of_unit in chunks]
 
     def batches(self, windows: Iterator[Unit], size: int, seed: int) -> Iterator[Tensor]:
-        """Values (size, D) of random windows and positions, without end."""
+        """Values (size, D) from random windows and positions, endlessly."""
         generator = torch.Generator().manual_seed(seed)
         buffer = torch.empty(0)
         while True:

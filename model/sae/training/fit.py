@@ -1,10 +1,10 @@
-"""Fit: a TopK autoencoder learns to reconstruct the values of a stage.
+"""Fit: trains a TopK autoencoder to reconstruct the values of a stage.
 
 TopK with an auxiliary loss for dead features is that of Gao et al., "Scaling and evaluating sparse
 autoencoders" (2024): the largest k features of a position reconstruct it, and the dead ones
-reconstruct what is left over. Values are centred and divided by one number, so that their mean
-square is 1; the result is in the units of the stage. Rows of the decoder have length 1. Adam's rate
-rises, stays, and falls to 0.
+reconstruct what is left over. Values are centered and divided by a single number, so that their
+mean square is 1; the results are converted back to the units of the stage. Rows of the decoder have
+length 1. Adam's learning rate rises, stays constant, and falls to 0.
 
 Shapes: B values of a batch, D = width of the stage, F features.
 """
@@ -20,11 +20,11 @@ from torch import Tensor
 
 BATCH = 1024
 RATE = 4e-3
-"""Adam's rate for 2^11 features. It falls with the square root of their number."""
+"""Adam's learning rate for 2^11 features. It falls with the square root of their number."""
 WARM_UP, DECAY = 0.05, 0.2
-"""Shares of the training in which the rate rises and falls."""
+"""Shares of the training during which the rate rises and falls."""
 DEAD_TOKENS = 2**17
-"""A feature is dead if it was zero at this many tokens in a row."""
+"""Number of consecutive tokens at which a dead feature was zero."""
 AUXILIARY = 1 / 32
 """Weight of the auxiliary loss."""
 SECONDS_BETWEEN = 2.0
@@ -33,14 +33,15 @@ SECONDS_BETWEEN = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """A number of tokens, or without it a time in seconds since `began` on time.monotonic()."""
+    """The length of the training: a number of tokens, or else seconds since `began` on
+    time.monotonic()."""
 
     tokens: int | None
     began: float
     seconds: float
 
     def share(self, tokens: int) -> float:
-        """The share that is done, up to 1."""
+        """The completed share, at most 1."""
         if self.tokens is not None:
             return min(1.0, tokens / self.tokens)
         return min(1.0, (time.monotonic() - self.began) / self.seconds)
@@ -61,7 +62,7 @@ class Fitting:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fitted:
-    """The weights by SAELens' names, and the number of tokens that they were trained on."""
+    """The weights by SAELens' names, and the number of training tokens."""
 
     tensors: Mapping[str, Tensor]
     tokens: int
@@ -76,8 +77,8 @@ def fit(
     seed: int,
     tell: Callable[[Fitting], None] = lambda event: None,
 ) -> Fitted:
-    """Train on batches (B, D) until the length is reached. With a length in tokens the result is a
-    function of the batches and the seed."""
+    """Train on batches (B, D) until the length is reached. If the length is in tokens, the result
+    is a function of the batches and the seed."""
     batch = next(batches)
     center = batch.mean(dim=0)
     scale = (batch - center).square().mean().sqrt().clamp(min=1e-12)
@@ -97,7 +98,7 @@ def fit(
 
 
 class _Learner:
-    """The weights of an autoencoder of normalised values, and their optimizer."""
+    """The weights of an autoencoder for normalized values, and their optimizer."""
 
     def __init__(self, width: int, features: int, k: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -145,7 +146,7 @@ class _Learner:
         return F.embedding_bag(indices, self._decoder, per_sample_weights=values, mode="sum")
 
     def _auxiliary(self, before: Tensor, error: Tensor) -> Tensor:
-        """The share of the error's squares that the dead features leave."""
+        """The share of the squared error that the dead features leave unexplained."""
         dead = (self._silent >= DEAD_TOKENS).nonzero().flatten()
         if not len(dead):
             return error.new_zeros(())
@@ -164,7 +165,7 @@ class _Learner:
 
     @torch.no_grad()
     def tensors(self, center: Tensor, scale: Tensor) -> dict[str, Tensor]:
-        """The weights for values that are not normalised."""
+        """The weights converted to values that are not normalized."""
         return {
             "W_enc": self._encoder.detach().clone(),
             "b_enc": scale * self._encoder_bias,

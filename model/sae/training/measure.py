@@ -1,6 +1,6 @@
-"""Measures of an autoencoder: its figures on held-out windows, and the facts about its features.
+"""Measure: the figures of an autoencoder on held-out windows, and the facts about its features.
 
-The loss recovered compares three losses of the model: as it is, with the stage replaced by its
+The loss recovered compares three losses of the model: unchanged, with the stage replaced by its
 reconstruction, and with the stage set to zero.
 """
 
@@ -22,7 +22,7 @@ from logitd.model.sae.training.activations import WINDOWS_AT_ONCE, Activations
 from logitd.model.sae.training.fit import Length
 
 FACTS_TOKENS = 2**18
-"""Most tokens on which density and examples are measured."""
+"""Maximum number of tokens on which density and examples are measured."""
 EXAMPLES, BEFORE, AFTER = 10, 16, 7
 """Number of examples of each feature, and tokens around the strongest one."""
 
@@ -32,7 +32,7 @@ class Figures:
     """Figures of an autoencoder.
 
     explained_variance  share of the variance of held-out values that the reconstruction explains
-    active              mean number of features that are not zero at a token (L0)
+    active              mean number of nonzero features at a token (L0)
     dead                share of the features that are zero at all tokens of the facts
     loss, loss_reconstructed, loss_zero
                         nats per token of the held-out windows
@@ -52,7 +52,7 @@ class Figures:
         return (self.loss_zero - self.loss_reconstructed) / gap if gap else math.nan
 
     def to_dict(self) -> dict[str, float | None]:
-        """All figures, for JSON. A figure that is not finite is null."""
+        """All figures, for JSON. Non-finite figures become null."""
         figures = {**asdict(self), "loss_recovered": self.loss_recovered}
         return {name: x if math.isfinite(x) else None for name, x in figures.items()}
 
@@ -96,7 +96,7 @@ def measure(
 
 
 def _loss(activations: Activations, changes: Sequence[tuple[Intervention, ...]]) -> float:
-    """Nats per token of the held-out windows, each with its changes."""
+    """Nats per token of the held-out windows, each computed with its changes."""
 
     def request(request_id: str, unit: Unit) -> ScoreRequest:
         return ScoreRequest(
@@ -125,7 +125,7 @@ def _facts(
 
 
 class _Examples:
-    """The strongest places of each feature, at most one for each window."""
+    """The strongest places of each feature, at most one per window."""
 
     def __init__(self, features: int) -> None:
         shape = (features, EXAMPLES, BEFORE + 1 + AFTER)

@@ -1,6 +1,7 @@
-"""Run: train a sparse autoencoder of one stage of a checkpoint, measure it, and write its folder.
+"""Run: trains a sparse autoencoder for one stage of a checkpoint, measures it, and writes its
+folder.
 
-The folder is written at the end, as a whole. The caller gets events; nothing is printed.
+The folder is written at the end, atomically. The caller gets events; nothing is printed.
 """
 
 import time
@@ -28,10 +29,10 @@ from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.stages import Stage
 
 EXPANSION = 8
-"""By default there are this many times as many features as the stage has numbers."""
+"""Default ratio of the number of features to the stage's width."""
 TRAINED, MEASURED = 0.7, 0.9
-"""Shares of the minutes after which training and the facts about features end. The rest is for the
-figures."""
+"""Shares of the minutes after which the training ends and the measurement of features ends. The
+rest is for the figures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class TrainingRequest:
     """The autoencoder to train.
 
     stage     name of the stage
-    features  number of features; None: EXPANSION times the stage's numbers
+    features  number of features; None: EXPANSION times the stage's width
     k         number of features that reconstruct a position
     tokens    tokens to train on; None: as many as `minutes` allow
     """
@@ -54,7 +55,7 @@ class TrainingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A written autoencoder. `tokens` were trained on; `seconds` is the time of everything."""
+    """A written autoencoder. `tokens` counts training tokens; `seconds` is the total time."""
 
     path: Path
     stage: str
@@ -76,7 +77,7 @@ def train_autoencoder(
     log: Callable[[str], None] = lambda line: None,
     tell: Callable[[Fitting | Downloading | Downloaded], None] = lambda event: None,
 ) -> Trained:
-    """Train an autoencoder of the checkpoint at `path` on the texts of `data`, and write it to
+    """Train an autoencoder for the checkpoint at `path` on the texts of `data`, and write it to
     `out`. Sets the number of torch's threads as in `options`.
 
     Raises AutoencoderError, ExtractionError, InvalidRequest, DataError, CheckpointError,

@@ -46,13 +46,13 @@ CHOSEN_BY_HAND = frozenset(
 """Setting any of these disables autosizing."""
 
 FEW = 3.5
-"""Number of passes over the text up to which the recipe for long texts is best."""
+"""Maximum number of passes over the text for which the recipe for long texts is best."""
 MANY = 4.0
 """Number of passes above which a preset without dropout causes a warning; `small` makes exactly
 4."""
 SMALL_VOCABULARY = 512
 DROPOUT = ((5.0, 0.1), (12.0, 0.2), (30.0, 0.3))
-"""Pairs of a number of passes and the dropout above it. If the vocabulary is larger than
+"""Numbers of passes, each with the dropout to use above it. If the vocabulary is larger than
 SMALL_VOCABULARY, the first dropout begins at FEW."""
 BYTES_PER_TOKEN = ((257, 1.0), (512, 2.05), (1024, 2.65), (2048, 3.2), (4096, 3.65), (8192, 4.05),
                    (16_384, 4.4))  # fmt: skip
@@ -171,8 +171,8 @@ def autosize(
     """The run of the chosen size with the recipe for its text and its length, and a notice about
     it. `text_bytes` is the size of the text; above `choice.enough_bytes` its value does not matter.
 
-    The run gets seven evaluations, each less than a hundredth of the time, and three times samples
-    and a checkpoint."""
+    The run gets seven evaluations, each less than a hundredth of the time, and writes samples and a
+    checkpoint three times."""
     training, tokens = choice.training, choice.tokens
     steps = max(1, round(tokens / training.tokens_per_step))
     # Intervals need not divide the steps: a run always ends with an evaluation and a checkpoint.
@@ -203,7 +203,7 @@ def suit_text(
 ) -> tuple[dict[str, int | float], str]:
     """Changes to vocabulary and dropout if `tokens` pass a training text of `train_bytes` more than
     FEW times, and a notice that begins with a line break; otherwise no changes and "". Fields in
-    `given` stay. Only a `learned` vocabulary is made smaller."""
+    `given` stay unchanged. Only a `learned` vocabulary is made smaller."""
     if passes(tokens, train_bytes, vocab_size) <= FEW:
         return {}, ""
     changes: dict[str, int | float] = {}
@@ -214,7 +214,7 @@ def suit_text(
         changes["dropout"] = dropout
     words = {"vocab_size": "a vocabulary of", "dropout": "dropout"}
     what = " and ".join(f"{words[name]} {value:g}" for name, value in changes.items())
-    notice = f"\nthe text is passed about {often:,.{0 if often >= 10 else 1}f} times in them"
+    notice = f"\nthey pass over the text about {often:,.{0 if often >= 10 else 1}f} times"
     return changes, notice + (f", so the run uses {what}" if what else "")
 
 
@@ -268,6 +268,6 @@ def passes(tokens: float, train_bytes: float, vocab_size: int) -> float:
 
 
 def dropout_of(often: float, vocab_size: int) -> float:
-    """The dropout for a run that passes its text `often` times."""
+    """The dropout for a run that passes over its text `often` times."""
     first = DROPOUT[0][1] if vocab_size > SMALL_VOCABULARY and often > FEW else 0.0
     return max([first, *(share for least, share in DROPOUT if often > least)])

@@ -52,7 +52,7 @@ class _RunFields(BaseModel):
     )
     max_download_mb: MaxDownload = 1000
     data_licence: str | None = Field(
-        None, description="licence of the text, for the checkpoint's card"
+        None, description="license of the text, for the checkpoint's card"
     )
     out: Path | None = Field(
         None,

@@ -102,9 +102,9 @@ class Recipe:
         int | None,
         Field(
             ge=1,
-            description="also keep the weights at this interval of steps in the run's history, and "
-            "those of steps 0, 1, 2, 4, 8 and so on up to the first of them, for `logitd serve "
-            "--history`; they are never removed",
+            description="also keep the weights of every N-th step in the run's history, "
+            "and of steps 0, 1, 2, 4, 8 and so on below N, for `logitd serve --history`; they are "
+            "never removed",
         ),
     ] = None
     save_dtype: Annotated[SaveDType, Field(description="dtype of saved weights")] = "float32"
@@ -113,8 +113,8 @@ class Recipe:
     ] = None
 
     def keeps(self, step: int) -> bool:
-        """True if the history has the weights after this step. Heads form early, so the first steps
-        are dense."""
+        """True if the history keeps the weights after this step. Heads form early, so the first
+        steps are dense."""
         every = self.keep_every
         return every is not None and (step % every == 0 or (step < every and step.bit_count() == 1))
 

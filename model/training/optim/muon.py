@@ -55,7 +55,7 @@ def step(
             rows, columns = own[0].shape
             tall = rows > columns
             stack = torch.stack([update.T if tall else update for update in updates])  # (M, R, S)
-            directions = orthogonalise(
+            directions = orthogonalize(
                 stack.to(dtype), group["ns_coefficients"], group["ns_steps"], group["eps"]
             )
             # 3) Update the rows of this process.
@@ -65,7 +65,7 @@ def step(
                 parameter.add_((direction.T if tall else direction)[shard.rows], alpha=-rate)
 
 
-def orthogonalise(
+def orthogonalize(
     matrices: Tensor,  # (M, R, S)
     coefficients: tuple[float, float, float],
     steps: int,

@@ -7,7 +7,7 @@ updates the matrices and AdamW the others; with `adamw`, AdamW updates all. Adap
 `model/training/optim/schedule.py` computes the learning rate of a step.
 
 Sources: Muon by Keller Jordan (2024) from torch.optim, stepped by `model/training/optim/muon.py`;
-zero-initialised projections and separate learning rates from modded-nanogpt and nanochat.
+zero-initialized projections and separate learning rates from modded-nanogpt and nanochat.
 """
 
 import math
@@ -31,7 +31,7 @@ Kind = Literal["matrix", "embedding", "head", "scalar"]
 
 
 @torch.no_grad()
-def initialise(gpt: GPT, recipe: Recipe, generator: torch.Generator) -> None:
+def initialize(gpt: GPT, recipe: Recipe, generator: torch.Generator) -> None:
     """Set the initial weights. `generator` is the only source of randomness.
 
     gpt2     N(0, 0.02), projections into the residual stream scaled down, as `GPT` itself does

@@ -1,6 +1,6 @@
 """Card: the README.md of a checkpoint, written from its run.
 
-It describes the weights to others: the data and its licence, the model's size, the training, the
+It describes the weights to others: the data and its license, the model's size, the training, the
 scores, and the command that reproduces them. Nothing is measured here.
 """
 
@@ -53,7 +53,7 @@ def write_card(
 
 
 def command(config: TrainingConfig) -> str:
-    """The command line that repeats a configuration, without devices and output paths."""
+    """The command line that repeats a configuration, without devices or output paths."""
     words = ["logitd", "train", "--preset", config.preset]
     for name, field in TrainingConfig.model_fields.items():
         value = getattr(config, name)
@@ -80,7 +80,7 @@ def _head(run: Run, counters: Counters) -> str:
         f"vocabulary {model.vocab_size:,}. {_origin(run)}\n\n"
         f"Text: {data['name']}. {data['bytes']:,} bytes in "
         f"{pluralize(data['documents'], 'document', ',')}, sha256 `{data['sha256']}`.\n"
-        f"Licence of the text: {data['licence']}."
+        f"License of the text: {data['licence']}."
     )
 
 

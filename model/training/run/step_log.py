@@ -24,7 +24,7 @@ class Figures:
     learning_rate: float  # share of the peak
     gradient_norm: float  # before clipping
     tokens_per_second: float
-    matrix_share: float  # model FLOPs utilisation; above 1 if the rate was measured too low
+    matrix_share: float  # model FLOPs utilization; above 1 if the rate was measured too low
     seconds_per_step: float
 
 

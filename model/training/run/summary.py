@@ -50,7 +50,7 @@ class RunSummary:
     notes: tuple[str, ...]  # sentences about damage
 
 
-def summarise(path: Path) -> RunSummary:
+def summarize(path: Path) -> RunSummary:
     """Summarize the run directory `path`. Raises TrainingError if it is not one."""
     if not is_run(path):
         raise TrainingError(f"{path} is not a run directory: it has no {RUN}")

@@ -20,7 +20,7 @@ from logitd.model.training.configuration.config import TrainingError
 from logitd.model.training.configuration.finetune import Base
 from logitd.model.training.configuration.resolve import ResolvedTraining
 from logitd.model.training.events import EventHandler, Noticed
-from logitd.model.training.optim.optimizers import initialise
+from logitd.model.training.optim.optimizers import initialize
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.lora import adapt, trained_weights
 
@@ -65,7 +65,7 @@ def initial_model(training: ResolvedTraining, report: EventHandler) -> GPT:
     gpt = GPT(training.model)
     generator = torch.Generator().manual_seed(training.recipe.seed)
     if (base := training.base) is None:
-        initialise(gpt, training.recipe, generator)
+        initialize(gpt, training.recipe, generator)
         return gpt
     if base.checkpoint is not None:
         try:

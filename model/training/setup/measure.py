@@ -21,7 +21,7 @@ from logitd.model.training.configuration.autosize import (
     search,
 )
 from logitd.model.training.configuration.resolve import ResolvedTraining
-from logitd.model.training.optim.optimizers import Optimizers, initialise
+from logitd.model.training.optim.optimizers import Optimizers, initialize
 from logitd.model.training.step.forward import Forward
 from logitd.model.transformer.gpt import GPT
 
@@ -51,7 +51,7 @@ def measure(candidate: ResolvedTraining, placement: Placement, seconds: float) -
     recipe, model = candidate.recipe, candidate.model
     generator = torch.Generator().manual_seed(recipe.seed)
     gpt = GPT(model)
-    initialise(gpt, recipe, generator)
+    initialize(gpt, recipe, generator)
     gpt.to(placement.device).train()
     optimizers, forward = Optimizers(gpt, recipe), Forward(gpt, placement, dropout=model.dropout)
     shape = (recipe.batch_size, model.context_length + 1)

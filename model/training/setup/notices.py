@@ -29,7 +29,7 @@ def notices(training: ResolvedTraining, text: PreparedText) -> Iterator[str]:
     often = steps * training.tokens_per_step / text.train.count
     if often > MANY and not model.dropout:
         yield (
-            f"{steps:,} steps pass the text {often:.1f} times without dropout: the model may "
+            f"{steps:,} steps pass over the text {often:.1f} times without dropout: the model may "
             "overfit, so that the validation loss rises. Set fewer --steps or --dropout "
             f"{dropout_of(often, model.vocab_size):g}, or let --minutes without --preset choose"
         )

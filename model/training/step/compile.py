@@ -33,7 +33,7 @@ class CompiledLoss:
     failure.
 
     The first call compiles: it runs forward and backward once, drops the gradients, and then
-    computes the result. If the first run fails for another reason than compiling, the second raises
+    computes the result. If the first run fails for a reason other than compiling, the second raises
     the error again.
 
     `peers` are processes that share a model and must compute together. If one of them fell back to

@@ -20,8 +20,8 @@ small enough to finish before another process takes the core."""
 
 
 def flops_per_token(config: GPTConfig) -> float:
-    """Operations (a multiplication and an addition are two) of forward and backward pass for one
-    token of a window of the context length.
+    """Number of operations that the forward and backward passes need for one token, in a window of
+    the context length. A multiplication and an addition count as two.
 
     With M elements in the matrices of blocks and head, L layers, H heads of width D and T
     positions: 6 M + 12 L H D (T + 1) / 2, because a position sees (T + 1) / 2 on average. With

@@ -81,9 +81,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 logits = torch.tanh(logits.div_(softcap))
                 slope = 1 - logits.square()
                 logits = logits.mul_(softcap)
-            normaliser = logits.logsumexp(dim=-1, keepdim=True)
-            total += (normaliser - logits.gather(1, chosen)).sum()
-            gradient = logits.sub_(normaliser).exp_()
+            normalizer = logits.logsumexp(dim=-1, keepdim=True)
+            total += (normalizer - logits.gather(1, chosen)).sum()
+            gradient = logits.sub_(normalizer).exp_()
             gradient.scatter_add_(1, chosen, gradient.new_full((), -1.0).expand(chosen.shape))
             gradient = gradient.div_(count)
             if slope is not None:

@@ -2,11 +2,11 @@
 
 The minutes include set-up and saving the last step. The learning rate depends on the completed
 share of the run (`model/training/optim/schedule.py`). If the clock ends a run, the share is planned
-again before each step: with time for n more steps, the next one completes an n-th of the rest. So
-the share never falls, the learning rate comes down in time even if the machine becomes slower, and
-the last step has the last learning rate. The plan is a part of the counters, so a resumed run
-continues with it: together with the recorded shares, seed and step determine every bit. Only a run
-with a set number of steps can be repeated exactly.
+anew before each step: with time for n more steps, the next one completes 1/n of the rest. So the
+share never falls, the learning rate comes down in time even if the machine becomes slower, and the
+last step has the final learning rate. The plan is part of the counters, so a resumed run continues
+with it: seed, step and the recorded shares determine every bit. Only a run with a set number of
+steps can be repeated exactly.
 """
 
 import math
@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from logitd.model.plural import pluralize
 
 WINDOW = 5
-"""Fewest steps over which the time of a step is averaged; later it is a fifth of all steps."""
+"""Minimum number of steps over which the time of a step is averaged; later it is a fifth of all
+steps."""
 RESERVE = 1.5
-"""Time reserved for saving the last step, relative to the time of the latest checkpoint."""
+"""Time reserved for saving the last step, as a multiple of the latest checkpoint's."""
 MORE_FOR_SLOWER = 0.1
-"""Largest share of the minutes that is reserved in addition if steps have become slower."""
+"""Maximum share of the minutes that is reserved in addition if steps have become slower."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Counters:
     ending       seconds reserved for saving the last step
     pace         seconds of a recent step, without the tasks between steps; 0 if unknown
     ending_pace  the pace when `ending` was measured; 0 if unknown
-    share        completed share of the minutes, as it was planned
-    minutes      the minutes for which `share` was planned; None if it was not
+    share        completed share of the minutes, as planned
+    minutes      the minutes for which `share` was planned; None if it was not planned
     """
 
     step: int = 0
@@ -47,8 +48,8 @@ class Counters:
     minutes: float | None = None
 
     def stepped(self, seconds: float, tokens: int, *, warm: bool) -> "Counters":
-        """Count a step that ended at `seconds`. Its time counts for the pace if it was `warm`: not
-        the first one of a command."""
+        """Count a step that ended at `seconds`. Its time counts toward the pace if it was `warm`,
+        that is, not the first one of a command."""
         took, pace = seconds - self.seconds, self.pace
         if warm:
             pace += (took - pace) / max(WINDOW, self.step / WINDOW) if pace else took
@@ -58,18 +59,18 @@ class Counters:
             tokens=self.tokens + tokens,
             seconds=seconds,
             pace=pace,
-            # One step may be an exception, so it is no measure.
+            # A single step is not representative.
             ending_pace=self.ending_pace or (pace if self.step > WINDOW else 0.0),
         )
 
     def saved(self, took: float) -> "Counters":
-        """Reserve time for the ending, after a checkpoint that took `took` seconds."""
+        """Reserve time for the ending, given that a checkpoint took `took` seconds."""
         ending_pace = self.pace if self.step > WINDOW else 0.0
         return replace(self, ending=RESERVE * took, ending_pace=ending_pace)
 
     @property
     def slowdown(self) -> float:
-        """Time of a step relative to that when `ending` was measured, at least 1."""
+        """Time of a step relative to its time when `ending` was measured, at least 1."""
         return max(1.0, self.pace / self.ending_pace) if self.ending_pace else 1.0
 
 
@@ -120,7 +121,7 @@ class Length:
         )
 
     def seconds_left(self, counters: Counters, pace: float, tasks: float) -> float:
-        """Expected seconds until the last step is saved, with steps of `pace` seconds."""
+        """Expected seconds until the last step is saved, if steps take `pace` seconds."""
         steps = self.steps_left(counters, pace, tasks)
         return steps * (pace + tasks) + counters.ending / RESERVE * counters.slowdown
 
@@ -150,15 +151,15 @@ class Length:
         )
 
     def shortening_notice(self, steps: int, expected: int) -> str:
-        """A notice if the minutes suffice for fewer steps than were expected."""
+        """A notice that the minutes suffice for fewer steps than expected."""
         return (
             f"--minutes {self.minutes:g} suffice for about {pluralize(steps, 'step', ',')} instead "
             f"of {expected:,}: the learning rate falls sooner, so that it is down at the end"
         )
 
     def _share(self, counters: Counters) -> float:
-        """The completed share of the minutes: the planned one, or that of the time if none was
-        planned for these minutes."""
+        """The completed share of the minutes: the planned share, or the share of the time if none
+        was planned for these minutes."""
         if self.minutes is None:
             return 0.0
         if counters.minutes == self.minutes:

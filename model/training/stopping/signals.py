@@ -1,7 +1,7 @@
-"""Signals: Ctrl-C stops a run after the current step instead of in the middle of it.
+"""Signals: let Ctrl-C stop a run after the current step instead of in the middle of it.
 
-In a `StopSignals` context the first SIGINT or SIGTERM only sets a flag, so that the step is
-finished; the second one raises KeyboardInterrupt. (Clusters send SIGTERM before they take a machine
+In a `StopSignals` context the first SIGINT or SIGTERM only sets a flag, so that the step can
+finish; the second one raises KeyboardInterrupt. (Clusters send SIGTERM before they take a machine
 away.) Outside the main thread signals cannot be caught, and the context has no effect.
 """
 

@@ -12,13 +12,13 @@ from typing import Any
 from logitd.model.plural import pluralize
 
 EVALUATIONS = 2
-"""Number of evaluations in a row without a new best that causes a notice."""
+"""Number of consecutive evaluations without a new best that cause a notice."""
 Record = Mapping[str, Any]
 """A line of metrics.jsonl."""
 
 
 def worsening(metrics: Sequence[Record], patience: int | None) -> str | None:
-    """The notice that is due after the last evaluation; None if there is none."""
+    """The notice that is due after the last evaluation, if any."""
     since_best = _since_best(metrics)
     if len(since_best) != 1 + EVALUATIONS or since_best[0]["step"] == 0:
         return None

@@ -86,7 +86,7 @@ def run(settings: ExtractSettings) -> int:
         try:
             result = _extract(settings, progress)
         except (*ERRORS, KeyboardInterrupt) as error:
-            # An interrupt may make Ray raise an error of its own.
+            # An interrupt may make Ray raise its own error.
             if progress.interrupted or isinstance(error, KeyboardInterrupt):
                 progress.say(
                     f"stopped; if {settings.out} exists, the same command continues from there"

@@ -15,7 +15,7 @@ from logitd.model.device import DeviceError, choose_placement
 from logitd.model.plural import pluralize
 from logitd.model.text.tokenizer import NoVocabularyError, TokenizerError
 from logitd.model.training.configuration.config import TrainingError
-from logitd.model.training.run.summary import summarise
+from logitd.model.training.run.summary import summarize
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.stages import stages_of
 from logitd.model.transformer.trace import TracedStage, trace
@@ -39,7 +39,7 @@ def run(settings: InspectSettings) -> int:
             f"--text needs a single model, but there are {len(paths)} paths: give only one"
         )
     if len(paths) > 1 or (is_run(paths[0]) and not asks_for_text):
-        show_runs([summarise(path) for path in paths], as_json=settings.as_json)
+        show_runs([summarize(path) for path in paths], as_json=settings.as_json)
         return 0
     return _inspect_checkpoint(paths[0], settings)
 

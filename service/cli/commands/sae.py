@@ -1,4 +1,4 @@
-"""`logitd sae train`: trains a sparse autoencoder of a stage, and prints the figures of it."""
+"""`logitd sae train`: trains a sparse autoencoder of a stage, and prints its figures."""
 
 import json
 import sys

@@ -17,17 +17,17 @@ from logitd.service.cli.program_name import command
 KEPT_IN = (Path("checkpoints"), Path("runs"))
 """The usual folders of checkpoints and runs, below the working directory."""
 MOST_NAMED = 6
-"""Most paths that a message lists."""
+"""Maximum number of paths that a message lists."""
 TEXTS = (".txt", ".md", ".py", ".jsonl", ".parquet")
 """Suffixes of files to train on."""
 
 
 class NotServable(Exception):
-    """The path cannot be served. The message says why, and which command helps."""
+    """Raised if a path cannot be served. The message gives the reason and a command that helps."""
 
 
 class NotFollowed(Exception):
-    """--follow needs a run, but the path is not a run."""
+    """Raised if --follow is set but the path is not a run."""
 
 
 def checkpoint_at(path: Path, follow: str | None = None) -> Path:

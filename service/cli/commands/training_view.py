@@ -1,8 +1,7 @@
 """TrainingView: draws a run on the terminal while it trains (`logitd train --watch`).
 
-It shows the loss curve, the newest figures, the time left and the newest samples, in place. Other
-events of the trainer are printed above it. The curve of an earlier part of a resumed run comes from
-the run's log.
+It redraws the loss curve, the newest figures, the time left and the newest samples in place. Other
+events of the trainer are printed above it. The curve before a resumption comes from the run's log.
 """
 
 import time
@@ -32,18 +31,19 @@ Points = dict[int, float]
 """Losses by step."""
 
 REDRAW = 0.25
-"""Fewest seconds between two drawings."""
+"""Minimum time in seconds between two drawings."""
 ROWS, SAMPLE_LINES = 10, 3
-"""Lines of the curve and of each sample."""
+"""Height of the curve and of each sample, in lines."""
 AXIS = 9
-"""Width of the curve's axis."""
+"""Width of the curve's axis, in columns."""
 BRAILLE = 0x2800
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Bits of the dots of a Braille pattern, by row and column."""
 
 
 class TrainingView:
-    """Receives a trainer's events. A context manager, which leaves the last drawing behind."""
+    """A handler of a trainer's events. At the end of its context the last drawing stays on the
+    screen."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -80,7 +80,7 @@ class TrainingView:
                 same = [each for each in self._samples if each.step == step]
                 self._samples = [*same, event]
             case Saved():
-                pass  # one line for each checkpoint would push the rest away
+                pass  # a line for each checkpoint would push everything else off the screen
             case _:
                 if isinstance(event, Started):
                     curve = read_curve(event.run / "latest", None)
@@ -95,7 +95,7 @@ class TrainingView:
         self._drawn = time.monotonic()
 
     def drawing(self) -> RenderableType:
-        """The curve, the figures and the samples, as far as there are any."""
+        """The curve, the figures and the samples, if there are any yet."""
         parts: list[RenderableType] = []
         width = self._console.width - AXIS
         if len(self._training) > 1 and width > 0:
@@ -132,8 +132,8 @@ def _figures(progress: Progress, evaluated: Evaluated | None) -> Table:
 
 
 def curve_text(training: Points, validation: Points, width: int) -> Text:
-    """Both losses by step, as Braille dots: ROWS lines of `width` characters after an axis of AXIS.
-    The training loss is a line, the validation loss dots of another color."""
+    """Both losses by step as Braille dots: ROWS lines of `width` characters, after an axis of AXIS
+    columns. The training loss is a line; the validation losses are dots in another color."""
     steps = sorted(training)
     first, last = steps[0], steps[-1]
     # The untrained model would flatten the curve.

@@ -26,13 +26,13 @@ Sae = Annotated[
     "/features",
     response_model=FeaturesReply,
     responses=errors(400, 401, 404, 431, 503),
-    summary="The sparse autoencoders, and figures of all features of one",
+    summary="The sparse autoencoders, and figures of all features of one of them",
     tags=["outputs"],
 )
 def features(context: Chosen, sae: Sae = None) -> dict[str, Any]:
-    """The autoencoders that the server was started with (`--sae`), and of one of them the density
-    of each feature, its strongest activation and the token there. The lists are null without
-    `features.safetensors`."""
+    """The autoencoders that the server was started with (`--sae`); and for one of them the density
+    of each feature, its strongest activation and the token there. The lists are null if the file
+    `features.safetensors` is missing."""
     autoencoders = context.model.autoencoders
     chosen = _chosen(context, sae) if autoencoders or sae is not None else None
     return {"model": context.model.name, **summary(autoencoders, chosen, context.subject.tokenizer)}
@@ -48,10 +48,10 @@ def features(context: Chosen, sae: Sae = None) -> dict[str, Any]:
 async def feature(
     context: Chosen, index: Annotated[int, Path(description="Index from 0.")], sae: Sae = None
 ) -> dict[str, Any]:
-    """The examples are the places of the text on which the autoencoder was measured where the
-    feature was strongest. `promoted` and `suppressed` are the tokens whose logits the feature's
+    """The examples are the places where the feature was strongest in the text on which the
+    autoencoder was measured. `promoted` and `suppressed` are the tokens whose logits the feature's
     row of the decoder raises and lowers most, through the final norm and the head; null if the
-    autoencoder does not read a stage as wide as the residual stream."""
+    autoencoder's stage is not as wide as the residual stream."""
     chosen = _chosen(context, sae)
     if not 0 <= index < chosen.count:
         raise ApiError(
@@ -74,7 +74,8 @@ async def feature(
 
 
 def _chosen(context: RequestContext, name: str | None) -> Features:
-    """The features with this name (None: the first ones). Raises ApiError (404)."""
+    """The features of the autoencoder with this name (None: the first one). Raises ApiError
+    (404)."""
     known = [*context.model.autoencoders]
     found = next((each for each in known if name in (None, each.name)), None)
     if found is not None:

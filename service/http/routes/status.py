@@ -159,8 +159,8 @@ def card(context: Chosen) -> CardReply:
     summary="List the steps of the run that requests may choose",
 )
 def history(context: Chosen) -> HistoryReply:
-    """The steps that the run kept, and its loss curve, read for each request because a run may be
-    going on. Needs a server with --history."""
+    """The steps that the run kept, and its loss curve, read anew for each request because the run
+    may still be in progress. Needs a server with --history."""
     kept, name = context.model.history, context.model.name
     if kept is None:
         raise ApiError(

@@ -44,7 +44,7 @@ router = APIRouter(dependencies=[KNOWN_QUERY])
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """The part of a request that decides about the media type."""
+    """The part of a request that determines the media type."""
 
     dtype: str
     prompts: tuple[()] = ()
@@ -93,8 +93,8 @@ async def weight(
     ] = None,
     dtype: Annotated[DType, Query()] = "float32",
 ) -> Response:
-    """One of the weights that GET /weights lists, as in the checkpoint's file: before
-    quantization, as float32 unless `dtype` is another.
+    """One of the weights that GET /weights lists, as in the checkpoint's file, before quantization;
+    float32 unless `dtype` says otherwise.
 
     `Accept: application/vnd.safetensors` and `application/x-npy` return the array, otherwise
     JSON."""

@@ -1,4 +1,4 @@
-// Attention: the weights of each head. A grid of all heads, a large map of one, and its rows in the text.
+// Attention: the weights of each head, as a grid of all heads, a large map of one, and its rows in the text.
 
 import { postArray } from "./api.js";
 import { button, element, find, heading, hint } from "./dom.js";
@@ -58,13 +58,13 @@ export class Attention {
     ];
   }
 
-  // One head: its map, and the text coloured by the weights of the chosen row.
+  // One head: its map, and the text colored by the weights of the chosen row.
   #detail(at, tokens) {
     const { layer, head } = this.#chosen;
     const { vocabulary } = this.#app;
     const names = tokens.map(vocabulary.named);
     const written = texts(tokens, vocabulary);
-    const text = tokenText("The text, coloured by the attention of the chosen token");
+    const text = tokenText("The text, colored by the attention of the chosen token");
     const title = hint("");
     const draw = (row) => {
       this.#app.place = row;

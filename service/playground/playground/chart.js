@@ -19,8 +19,8 @@ export function ticks(low, high, count) {
   return made;
 }
 
-// series: [{ name, points: [[x, y], ...] }]. now: an x to mark. ends: x that the chart includes. names:
-// the side of the series' names.
+// series: [{ name, points: [[x, y], ...] }]. now: x to mark. ends: x values that the chart must include.
+// names: the side of the series' names.
 export function lineChart({ label, series, x, y, width = 640, height = 280, now = null, ends = [], names = "end" }) {
   const left = 52, right = 12, top = 14, bottom = 40;
   const all = series.flatMap(({ points }) => points);

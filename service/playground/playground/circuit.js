@@ -1,14 +1,14 @@
-// Circuit: the parts that carry the difference of two logits, as a graph. A click switches a part off.
+// Circuit: a graph of the parts that carry the difference of two logits. A click switches a part off.
 
 import { post, postArray } from "./api.js";
 import { shape } from "./chart.js";
-import { button, element, fill, find, heading, hint, labelled, plainTable, roving } from "./dom.js";
+import { button, element, fill, find, heading, hint, labeled, plainTable, roving } from "./dom.js";
 
-const WIDE = 46; // pixels of a node, with its gap
+const WIDE = 46; // width of a node and its gap, in pixels
 const HIGH = 26;
-const LEVEL = 58; // from a row of nodes to the next one
-const LEFT = 76; // for the names of the rows
-const DRAWN = 200; // the strongest edges; those of the chosen node are drawn too
+const LEVEL = 58; // distance between two rows of nodes
+const LEFT = 76; // width of the names of the rows
+const DRAWN = 200; // number of drawn edges, the strongest; those of the chosen node are drawn too
 const LISTED = 8;
 
 export class Circuit {
@@ -19,10 +19,10 @@ export class Circuit {
     this.#app = app;
     const number = (id, value, limits) => element("input", { id, type: "number", value, ...limits });
     const fields = [
-      labelled("token", element("input", { id: "circuit-token", placeholder: "the likeliest", size: 12 })),
-      labelled("rather than", element("input", { id: "circuit-minus", placeholder: "the second", size: 12 })),
-      labelled("share to explain", number("circuit-share", 0.9, { min: 0.05, max: 0.99, step: 0.05 })),
-      labelled("most parts", number("circuit-parts", 150, { min: 1, max: 5000, step: 1 })),
+      labeled("token", element("input", { id: "circuit-token", placeholder: "the likeliest", size: 12 })),
+      labeled("rather than", element("input", { id: "circuit-minus", placeholder: "the second", size: 12 })),
+      labeled("share to explain", number("circuit-share", 0.9, { min: 0.05, max: 0.99, step: 0.05 })),
+      labeled("maximum parts", number("circuit-parts", 150, { min: 1, max: 5000, step: 1 })),
     ];
     find("circuit-fields").append(element("div", { class: "row", onchange: () => this.update() }, ...fields));
   }
@@ -51,7 +51,7 @@ export class Circuit {
     const places = tokens.map((each, index) => `${vocabulary.named(each)} (${index})`);
     const named = ({ stage, head, position: at }) => `${words(stage, head)} at ${places[at]}`;
     const detail = element("div", { "aria-live": "polite" });
-    const effect = element("p", { class: "readout", role: "status" }, "Choose a part to see it and to switch it off.");
+    const effect = element("p", { class: "readout", role: "status" }, "Choose a part to see its details and to switch it off.");
     const graph = new Graph(circuit, vocabulary.named, tokens);
     const show = (index) => {
       graph.mark(index);
@@ -71,16 +71,16 @@ export class Circuit {
     graph.listen(show, toggle, named);
     if (nodes.length) show(nodes.length - 1);
     const whole = `After token ${position}, the logit of "${token}" is ${signed(circuit.difference)} above that of "${minus}".`;
-    const found = `${count(nodes)} explain ${share(circuit.share)} of it with attention weights, norms and gates frozen.`;
+    const found = `${count(nodes)} explain ${share(circuit.share)} of it, with attention weights, norms and gates frozen.`;
     const alone = verification.circuit_alone_share;
-    const tested = `Nothing frozen: ${signed(verification.circuit_alone)} with these parts alone (${share(alone)}), ${signed(verification.without_circuit)} without them (${share(verification.without_circuit_share)}), ${signed(verification.without_all)} without any.`;
-    const doubt = alone !== null && Math.abs(alone - 1) > 0.5 ? [element("p", { class: "problem" }, "Alone, these parts do not give the difference: the graph does not explain it. Allow more parts or a larger share.")] : [];
-    const ignored = this.#app.interventions.list.length ? [hint("The changes inside do not apply to this tab.")] : [];
+    const tested = `With nothing frozen, the difference is ${signed(verification.circuit_alone)} with these parts alone (${share(alone)}), ${signed(verification.without_circuit)} without them (${share(verification.without_circuit_share)}), and ${signed(verification.without_all)} without any part.`;
+    const doubt = alone !== null && Math.abs(alone - 1) > 0.5 ? [element("p", { class: "problem" }, "These parts alone do not produce the difference, so the graph does not explain it. Allow more parts or a larger share.")] : [];
+    const ignored = this.#app.interventions.list.length ? [hint("The changes made in Inside and Features do not apply to this tab.")] : [];
     return [
       hint(`${whole} ${found} ${tested}`),
       ...doubt,
       ...ignored,
-      hint("Layers upward, tokens across. A head has its layer and number, an MLP its number of neurons. Blue carries towards the first token, orange towards the second. Dashed edges decide where a head looks. A part that is switched off has its mean over the positions."),
+      hint("Layers go upward, tokens across. Heads are labeled layer.head, MLPs by their number of neurons. Blue favors the first token, orange the second. Dashed edges decide where a head attends. A part that is switched off is set to its mean over the positions."),
       effect,
       element("div", { class: "scroll" }, graph.element),
       detail,
@@ -98,24 +98,24 @@ export class Circuit {
     const more = node.neurons.length > LISTED ? `, the strongest of ${node.neurons.length}` : "";
     return [
       heading(named(node)),
-      hint(`Carries ${signed(node.values)} by values and ${signed(node.attention)} by attention weights.`),
+      hint(`Carries ${signed(node.values)} through values and ${signed(node.attention)} through attention weights.`),
       element("div", { class: "two" }, ...list("Reads", into), ...list("Is read by", from), ...list(`Neurons${more}`, neurons)),
     ];
   }
 }
 
-// The drawing: edges in SVG, and a button for each node above it.
+// The drawing: edges in SVG, with a button for each node on top.
 class Graph {
   #circuit;
   #buttons = [];
-  #at = []; // middle of each node
+  #at = []; // center of each node
   #edges = [];
-  #end; // where edges to the logits end
+  #end; // end of the edges to the logits
 
   constructor(circuit, name, tokens) {
     this.#circuit = circuit;
     const { nodes, position } = circuit;
-    const rows = [...new Set(nodes.map(({ stage }) => stage))]; // in the order of the forward
+    const rows = [...new Set(nodes.map(({ stage }) => stage))]; // in the order of the forward pass
     const columns = [...new Set([...nodes.map(({ position: at }) => at), position])].sort((a, b) => a - b);
     const cell = (node) => `${node.position} ${node.stage}`;
     const cells = grouped(nodes, cell);
@@ -171,7 +171,7 @@ class Graph {
     for (const { edge, path } of this.#edges) path.classList.toggle("cut", cut(edge));
   }
 
-  // Emphasise the edges of a node.
+  // Emphasize the edges of a node.
   mark(index) {
     const shown = this.#edges.filter(({ edge }, rank) => rank < DRAWN || edge.source === index || edge.target === index);
     for (const { edge, path } of this.#edges) path.classList.toggle("marked", edge.source === index || edge.target === index);
@@ -207,7 +207,7 @@ function grouped(list, key) {
   return groups;
 }
 
-// The parts of nodes in words.
+// The numbers of tokens, heads and neurons, in words.
 function count(nodes) {
   const heads = nodes.filter(({ head }) => head !== null).length;
   const neurons = nodes.reduce((sum, node) => sum + node.neurons.length, 0);
@@ -215,7 +215,7 @@ function count(nodes) {
   return `${tokens} tokens, ${heads} heads and ${neurons} neurons`;
 }
 
-// The difference while some nodes have their means over the positions.
+// The difference of the logits if some nodes are set to their means over the positions.
 async function difference({ token_ids, position, token, minus }, off, signal) {
   const prompt = token_ids.slice(0, position + 1);
   const interventions = [];
@@ -229,7 +229,7 @@ async function difference({ token_ids, position, token, minus }, off, signal) {
   return row.values[0] - row.values[1];
 }
 
-// An intervention that sets a node to its mean. Of an MLP it moves the neurons of the circuit alone.
+// An intervention that sets a node to its mean. In an MLP it moves only the neurons of the circuit.
 function switchedOff({ stage, head, position, neurons }, mean, width, at) {
   const positions = [position];
   if (stage === "embedding") return { stage, positions, operation: "set", values: mean };

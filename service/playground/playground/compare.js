@@ -3,7 +3,7 @@
 
 import { chosenModel, events, get, post, postArray } from "./api.js";
 import { bars, Vocabulary } from "./distribution.js";
-import { button, choice, element, fill, find, heading, hint, labelled, showProblem } from "./dom.js";
+import { button, choice, element, fill, find, heading, hint, labeled, showProblem } from "./dom.js";
 import { ofPrompt } from "./interventions.js";
 import { drawSeed, entropyBits, ranked, softmax } from "./sampling.js";
 import { choose, collect, drawTokens, surpriseLegend, texts, tokenText } from "./tokens.js";
@@ -134,8 +134,8 @@ export class Compare {
       element(
         "form",
         { class: "row", id: "compare-form", onsubmit },
-        labelled("Model A", left),
-        labelled("Model B", right),
+        labeled("Model A", left),
+        labeled("Model B", right),
         button("Generate both", null, { type: "submit", class: "main", id: "compare-go", title: "Ctrl+Enter" }),
         button("Stop", () => this.#running?.abort(), { id: "compare-stop", disabled: true }),
       ),

@@ -1,4 +1,4 @@
-// Elements of the page, and errors shown at their places.
+// Elements of the page, and errors shown where they occur.
 
 // element("td", { class: "bar", onclick }, "text", child): attributes, handlers and children.
 export function element(tag, attributes = {}, ...children) {
@@ -24,12 +24,12 @@ export const plainTable = (rows) =>
   element("table", { class: "plain" }, element("tbody", {}, ...rows.map(([name, value]) => element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, value)))));
 
 // An input with its name before it.
-export const labelled = (text, input) => element("label", {}, element("span", {}, text), input);
+export const labeled = (text, input) => element("label", {}, element("span", {}, text), input);
 
 export const choice = (options, attributes = {}) =>
   element("select", attributes, ...options.map(([value, text]) => element("option", { value }, text)));
 
-// Show an error at its place, with a button that runs `retry`. A refused prompt is reported once, below the prompt.
+// Show an error in an element, with a button that runs `retry`. A refused prompt is reported once, below the prompt.
 export function showProblem(place, error, retry) {
   const ofPrompt = error.param === "prompt";
   if (ofPrompt) place.replaceChildren();
@@ -37,8 +37,8 @@ export function showProblem(place, error, retry) {
   (ofPrompt ? find("prompt-problem") : place).replaceChildren(problem);
 }
 
-// Fill a place with the result of `make`, or with its error; the place is marked busy meanwhile. A later
-// call replaces an earlier one. A place that already shows the result of `key` stays.
+// Fill an element with the result of `make`, or with its error; it is marked busy meanwhile. A later
+// call replaces an earlier one. An element that already shows the result for `key` stays unchanged.
 const turns = new WeakMap();
 const filled = new WeakMap();
 export async function fill(place, make, key = null) {

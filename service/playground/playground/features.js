@@ -1,7 +1,7 @@
 // Features: the sparse autoencoders of the model, the features of a text, and one feature in detail.
 
 import { get, postArray } from "./api.js";
-import { button, choice, element, fill, find, heading, hint, labelled, plainTable } from "./dom.js";
+import { button, choice, element, fill, find, heading, hint, labeled, plainTable } from "./dom.js";
 import { choose, texts, tokenSpan, tokenText, visible } from "./tokens.js";
 
 const LISTED = 40;
@@ -25,7 +25,7 @@ export class Features {
   }
 
   update() {
-    if (this.#figures === null) return; // `open` waits for them, or has reported why not
+    if (this.#figures === null) return; // `open` waits for them, or has reported an error
     this.#text();
     this.#detail();
   }
@@ -49,12 +49,12 @@ export class Features {
         this.update();
       };
       list.addEventListener("change", onchange);
-      return [labelled("autoencoder", list), hint(`${facts.filter(Boolean).join(", ")}.`)];
+      return [labeled("autoencoder", list), hint(`${facts.filter(Boolean).join(", ")}.`)];
     });
     if (this.#figures !== null) this.#search();
   }
 
-  // The features of all tokens, at the chosen token as a list, and the chosen feature as colours.
+  // List the features at the chosen token, and color the text by the chosen feature.
   #text() {
     const draw = async ({ prompt, tokens, interventions }, signal) => {
       const body = { prompt, positions: "all", stages: [this.#sae.stage], interventions };
@@ -74,7 +74,7 @@ export class Features {
     const index = this.#index;
     const shades = tokens.map((_, position) => (index === null ? 0 : of(position)[index]));
     const largest = Math.max(...shades, Number.MIN_VALUE);
-    const text = tokenText("The text, coloured by the chosen feature: choose a token to list its features");
+    const text = tokenText("The text, colored by the chosen feature: choose a token to list its features");
     const written = texts(tokens, vocabulary);
     const spans = tokens.map((token, position) =>
       tokenSpan(token, written[position], {
@@ -92,7 +92,7 @@ export class Features {
     choose(text, spans[place]);
     return [
       text,
-      hint(`Coloured: feature ${index ?? "none"}. Choose a token to list its features, and a feature to colour the text by it.`),
+      hint(`Colored: feature ${index ?? "none"}. Choose a token to list its features, and a feature to color the text by it.`),
       heading(`Active at token ${place}, "${vocabulary.named(tokens[place])}"`),
       this.#table(active.slice(0, LISTED).map(([feature, value]) => [feature, value.toPrecision(3)]), "activation"),
     ];
@@ -103,7 +103,7 @@ export class Features {
     const place = find("feature-list");
     const { density, strongest, tokens } = this.#figures;
     if (density === null) {
-      return place.replaceChildren(hint("This autoencoder has no examples: those of logitd sae train have."));
+      return place.replaceChildren(hint("This autoencoder has no examples; logitd sae train writes them."));
     }
     const field = element("input", { id: "feature-search", placeholder: "a token, or a number" });
     const order = choice(ORDERS, { id: "feature-order" });
@@ -117,7 +117,7 @@ export class Features {
       const rows = all.slice(0, LISTED).map((index) => [index, `${(100 * density[index]).toPrecision(2)} %`]);
       found.replaceChildren(this.#table(rows, "density"), hint(`${all.length} features; ${density.filter((share) => share === 0).length} are dead.`));
     };
-    const form = element("form", { class: "row", oninput: show, onsubmit: (event) => event.preventDefault() }, labelled("search", field), labelled("order", order));
+    const form = element("form", { class: "row", oninput: show, onsubmit: (event) => event.preventDefault() }, labeled("search", field), labeled("order", order));
     place.replaceChildren(heading("All features"), form, found);
     show();
   }
@@ -155,7 +155,7 @@ export class Features {
         "form",
         { class: "row", onsubmit: (event) => event.preventDefault() },
         button("Switch off", () => add({ operation: "zero" }), { id: "feature-off" }),
-        labelled("add", amount),
+        labeled("add", amount),
         button("Add", () => add({ operation: "add", values: [Number(amount.value)] }), { id: "feature-add" }),
       ),
     ];

@@ -1,9 +1,9 @@
-// Film: one prompt at each step that the training kept, from frame to frame: its completion, the next
-// token, one head's attention and the lens; and the curves of the loss and of the induction heads.
+// Film: one prompt at each kept step of the training: its completion, the next token, one head's
+// attention and the lens; and the curves of the loss and of the induction heads.
 
 import { get, post, postArray } from "./api.js";
 import { lineChart } from "./chart.js";
-import { button, choice, element, find, heading, hint, labelled, showProblem } from "./dom.js";
+import { button, choice, element, find, heading, hint, labeled, showProblem } from "./dom.js";
 import { heatMap, paint } from "./heatmap.js";
 import { ofPrompt } from "./interventions.js";
 import { percent, texts } from "./tokens.js";
@@ -12,11 +12,11 @@ const FRAME_MS = 700;
 const COMPLETION = 32; // tokens
 const SHOWN = 8; // likeliest tokens
 const COLUMNS = 10; // positions of the lens
-const RANDOM = 20; // tokens whose repetition is scored
-const CURVES = 4; // heads with a curve
-const FRAME = ["film-text", "film-random", "film-map", "film-lens"]; // places that change with the step
+const RANDOM = 20; // length of the repeated sequence, in tokens
+const CURVES = 4; // number of heads with a curve
+const FRAME = ["film-text", "film-random", "film-map", "film-lens"]; // elements that change with the step
 
-// Token ids that are the same in each run, by the linear congruential generator of Numerical Recipes.
+// Pseudorandom token ids, always the same, from the linear congruential generator of Numerical Recipes.
 function randomIds(count, vocabulary) {
   let state = 1;
   const next = () => (state = (1664525 * state + 1013904223) % 2 ** 32);
@@ -29,11 +29,11 @@ export class Film {
   #app;
   #history = null; // the reply of /history
   #at = 0; // index of the shown step
-  #wanted; // the step to begin with, as a text
+  #wanted; // the initial step, as a text
   #head = null; // { layer, head }; null until the scores of the last step are known
   #random; // ids of the repeated sequence
   #prompt = null; // { key, body }
-  #frames = new Map(); // by step: what the prompt gives there
+  #frames = new Map(); // by step: the results for the prompt
   #scores = new Map(); // by step: induction scores, [layer][head]
   #loading = null; // AbortController of the requests in progress
   #timer = null; // set while the film plays
@@ -70,7 +70,7 @@ export class Film {
     return this.#load();
   }
 
-  // The run may have kept more steps.
+  // Read the history again, because the run may have kept more steps.
   #reread() {
     if (this.#history !== null) this.#wanted = `${this.#step()}`;
     this.#history = null;
@@ -80,8 +80,8 @@ export class Film {
   #frame = (at = this.#at) => this.#frames.get(this.#step(at));
   #ready = (at) => this.#frame(at)?.maps.has(nameOf(this.#head)) && this.#scores.has(this.#step(at));
 
-  // Request what is missing, one request at a time: the shown step first, then those after it. A later
-  // call replaces an earlier one.
+  // Request missing frames one at a time: the shown step first, then those after it. A later call
+  // replaces an earlier one.
   async #load() {
     this.#loading?.abort();
     const { signal } = (this.#loading = new AbortController());
@@ -151,11 +151,11 @@ export class Film {
     const select = choice(options, { id: "film-head", onchange: () => this.#choose(select.value) });
     select.value = nameOf(this.#head);
     find("film").replaceChildren(
-      element("div", { class: "film-row" }, button("Play", () => this.#play(), { id: "film-play", class: "main" }), labelled("Step of the training", slider)),
+      element("div", { class: "film-row" }, button("Play", () => this.#play(), { id: "film-play", class: "main" }), labeled("Step of the training", slider)),
       element("p", { id: "film-line", class: "film-line", role: "status" }),
       element("div", { id: "film-problem" }),
       element("div", { class: "two" }, element("div", { id: "film-text" }), element("div", { id: "film-curves" })),
-      labelled("Head, as layer.head, those with the highest induction score at the last step first", select),
+      labeled("Head (layer.head), sorted by induction score at the last step", select),
       element("div", { class: "film-heads" }, element("div", { id: "film-random" }), element("div", { id: "film-map" })),
       element("div", { id: "film-lens" }),
     );
@@ -174,7 +174,7 @@ export class Film {
     const frame = this.#ready(this.#at) ? this.#frame() : null;
     for (const id of FRAME) find(id).setAttribute("aria-busy", frame === null);
     const shown = frame && frame.maps.get(nameOf(this.#head));
-    if (frame === null || shown === this.#drawn) return; // what the pointer or the focus is in stays
+    if (frame === null || shown === this.#drawn) return; // keep the elements under the pointer and the focus
     this.#drawn = shown;
     find("film-text").replaceChildren(...this.#text(frame));
     find("film-random").replaceChildren(...this.#repeated(shown.ofRandom));
@@ -182,7 +182,7 @@ export class Film {
     find("film-lens").replaceChildren(...this.#lens(frame));
   }
 
-  // The loss that was reported last up to the shown step.
+  // The last losses reported up to the shown step.
   #lossAt() {
     const { training, validation } = this.#history.curve;
     const loss = training.findLast(({ step }) => step <= this.#step())?.loss;
@@ -198,7 +198,7 @@ export class Film {
       { name: "validation", points: points(curve.validation) },
     ].filter((line) => line.points.length > 1);
     const others = this.#ranked(this.#step(steps.length - 1)).filter((head) => nameOf(head) !== nameOf(this.#head)).slice(0, CURVES - 1);
-    const heads = [...others.slice(0, 1), this.#head, ...others.slice(1)]; // the second series has the strongest colour
+    const heads = [...others.slice(0, 1), this.#head, ...others.slice(1)]; // the second series has the strongest color
     const scored = steps.filter(({ step }) => this.#scores.has(step));
     const series = heads.map(({ layer, head }) => ({
       name: nameOf({ layer, head }),
@@ -246,7 +246,7 @@ export class Film {
     return [
       heading(`Head ${nameOf(this.#head)}: ${this.#random.length} random tokens, twice`),
       canvas,
-      hint(`Induction score ${score.toFixed(2)}: the mean weight on the token that followed the first occurrence. An induction head shows a stripe below the diagonal.`),
+      hint(`Induction score ${score.toFixed(2)}: the mean attention weight on the token that followed the first occurrence. An induction head shows a stripe below the diagonal.`),
     ];
   }
 
@@ -296,7 +296,7 @@ export class Film {
     this.#timer = setTimeout(() => this.#advance(), FRAME_MS);
   }
 
-  // The next frame, once it is loaded.
+  // Show the next frame once it is loaded.
   #advance() {
     const last = this.#history.steps.length - 1;
     if (this.#ready(this.#at + 1)) this.#go(this.#at + 1);

@@ -53,7 +53,7 @@ export class Generate {
     this.#app = app;
     this.#distribution = new Distribution(find("distribution"), app.vocabulary, app.sampling);
     this.#tree = new Tree(find("branches"), (run) => {
-      app.restore(run.form); // a token has the distribution of its own settings
+      app.restore(run.form); // a token's distribution depends on the settings of its run
       this.#show(run);
     });
     const how = hint("Choose a token to see its distribution, and to continue with another token in its place.");

@@ -3,7 +3,7 @@
 import { element } from "./dom.js";
 
 // Paint (rows, columns) values into a canvas, one pixel each; CSS enlarges it. `largest` and its negative
-// have the full colour, smaller values are more transparent.
+// have the full color, smaller values are more transparent.
 export function paint(canvas, rows, columns, at, largest) {
   canvas.width = columns;
   canvas.height = rows;
@@ -23,7 +23,7 @@ export function paint(canvas, rows, columns, at, largest) {
 
 const MOST_LABELS = 48; // names of rows or columns that fit
 
-// rows, columns: names. at(row, column): the value. largest: value of the full colour.
+// rows, columns: names. at(row, column): the value. largest: value of the full color.
 // say(row, column): the value in words. onrow(row): called with a chosen row.
 export function heatMap({ label, rows, columns, at, largest, say, onrow, selected = null }) {
   const canvas = element("canvas", { "aria-hidden": "true" });

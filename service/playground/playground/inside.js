@@ -1,8 +1,8 @@
-// Inside: change the forward pass, compare the next token, and view any stage.
+// Inside: changes of the forward pass, their effect on the next token, and a view of any stage.
 
 import { get, postArray } from "./api.js";
 import { bars } from "./distribution.js";
-import { button, choice, element, fill, find, heading, hint, labelled, showProblem } from "./dom.js";
+import { button, choice, element, fill, find, heading, hint, labeled, showProblem } from "./dom.js";
 import { heatMap } from "./heatmap.js";
 import { divergenceBits, ranked, softmax } from "./sampling.js";
 
@@ -43,15 +43,15 @@ export class Inside {
   #changeForm() {
     const changeable = this.#stages.filter((stage) => stage.changeable);
     const labels = {
-      way: labelled("change", choice(WAYS, { id: "change-way" })),
-      stage: labelled("stage", choice(changeable.map(({ name }) => [name, name]), { id: "change-stage" })),
-      layer: labelled("layer", choice([["*", "all"], ...this.#layers()], { id: "change-layer" })),
-      heads: labelled("heads", element("input", { id: "change-heads", placeholder: "all, or 0, 3", size: 10 })),
-      units: labelled("units", element("input", { id: "change-units", placeholder: "all, or 17, 300", size: 10 })),
-      positions: labelled("positions", choice(PLACES, { id: "change-positions" })),
-      factor: labelled("factor", element("input", { id: "change-factor", type: "number", step: "0.1", value: 2 })),
-      from: labelled("from the prompt", element("input", { id: "change-from", placeholder: "another prompt" })),
-      minus: labelled("minus the prompt", element("input", { id: "change-minus", placeholder: "nothing" })),
+      way: labeled("change", choice(WAYS, { id: "change-way" })),
+      stage: labeled("stage", choice(changeable.map(({ name }) => [name, name]), { id: "change-stage" })),
+      layer: labeled("layer", choice([["*", "all"], ...this.#layers()], { id: "change-layer" })),
+      heads: labeled("heads", element("input", { id: "change-heads", placeholder: "all, or 0, 3", size: 10 })),
+      units: labeled("units", element("input", { id: "change-units", placeholder: "all, or 17, 300", size: 10 })),
+      positions: labeled("positions", choice(PLACES, { id: "change-positions" })),
+      factor: labeled("factor", element("input", { id: "change-factor", type: "number", step: "0.1", value: 2 })),
+      from: labeled("from the prompt", element("input", { id: "change-from", placeholder: "another prompt" })),
+      minus: labeled("minus the prompt", element("input", { id: "change-minus", placeholder: "nothing" })),
     };
     const { way, stage, layer, heads } = Object.fromEntries(Object.entries(labels).map(([name, label]) => [name, label.control]));
     const hasHeads = ({ axes }) => axes.some((axis) => axis.endsWith("head"));
@@ -89,11 +89,11 @@ export class Inside {
       const written = given(name).trim();
       if (written === "" || written === "all") continue;
       made[name] = written.split(/[\s,]+/).map(Number);
-      if (made[name].some((index) => !Number.isInteger(index) || index < 0)) throw new Error(`${name} are "${written}": write numbers from 0 separated by commas, or nothing for all`);
+      if (made[name].some((index) => !Number.isInteger(index) || index < 0)) throw new Error(`${name} are "${written}": enter numbers from 0 separated by commas, or leave it empty for all`);
     }
     if (!labels.factor.hidden) made.factor = Number(given("factor"));
     if (!labels.from.hidden) {
-      if (given("from") === "") throw new Error("write the other prompt, whose values are added or patched");
+      if (given("from") === "") throw new Error("enter the other prompt, from which values are added or patched");
       made.from = { prompt: this.#app.promptOf(given("from")) };
     }
     if (given("minus") !== "") made.minus = { prompt: this.#app.promptOf(given("minus")) };
@@ -116,7 +116,7 @@ export class Inside {
         bars(rows, this.#app.vocabulary, { heads: ["unchanged", "changed"] }),
         hint(
           list.length
-            ? `The changes move the distribution by ${moved.toFixed(3)} bits. They apply in all tabs until you remove them.`
+            ? `The changes move the distribution by ${moved.toFixed(3)} bits. They apply in all tabs but Circuit until you remove them.`
             : "No changes yet: make one to see its effect.",
         ),
       ];
@@ -129,7 +129,7 @@ export class Inside {
     stage.value = shown.some(({ name }) => name === "blocks.N.mlp.hidden") ? "blocks.N.mlp.hidden" : shown[0].name;
     const layer = choice(this.#layers(), { id: "view-layer" });
     const head = choice(Array.from({ length: this.#app.info.config.n_head }, (_, index) => [`${index}`, `${index}`]), { id: "view-head" });
-    const fields = element("div", { class: "row", onchange: () => this.#view() }, labelled("stage", stage), labelled("layer", layer), labelled("head", head));
+    const fields = element("div", { class: "row", onchange: () => this.#view() }, labeled("stage", stage), labeled("layer", layer), labeled("head", head));
     find("view-fields").replaceChildren(fields);
   }
 
@@ -150,7 +150,7 @@ export class Inside {
       const sizes = values.filter(Number.isFinite).map(Math.abs).sort();
       const largest = sizes.length ? sizes[Math.floor(0.99 * (sizes.length - 1))] : 1;
       return [
-        hint(`${stage.meaning}. ${columns < width ? `The first ${columns} of ${width} values. ` : ""}Full colour at ${largest.toPrecision(3)}, above 99 % of the values.`),
+        hint(`${stage.meaning}. ${columns < width ? `The first ${columns} of ${width} values. ` : ""}Full color at ${largest.toPrecision(3)}, above 99 % of the values.`),
         heatMap({
           label: stages[0],
           rows: names,

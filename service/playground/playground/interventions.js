@@ -1,4 +1,4 @@
-// The changes inside, which all tabs apply, and their list below the prompt.
+// The changes inside, which apply in all tabs but Circuit, and their list below the prompt.
 
 import { button, element } from "./dom.js";
 
@@ -14,7 +14,7 @@ export class Interventions {
 
   add = (change) => this.#change([...this.list, change]);
 
-  // The changes of a link, as JSON; none if it is damaged.
+  // Restore the changes in a link, as JSON; none if it is damaged.
   restore(written = "[]") {
     try {
       this.list = [JSON.parse(written)].flat();
@@ -63,7 +63,7 @@ export function within(list, prompt, length, generates = false) {
   });
 }
 
-// A change with its positions as numbers. The positions of its other prompts stay.
+// A change with its positions as numbers. The positions in its other prompts stay the same.
 function placedAt(change, positions) {
   const source = ({ positions: own = change.positions === "last" ? "last" : "all", ...rest }) => ({ ...rest, positions: own });
   const { from, minus } = change;

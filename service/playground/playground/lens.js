@@ -56,7 +56,7 @@ export class Lens {
     roving(table, "td", () => positions.length);
     table.querySelector("td").tabIndex = 0;
     show(this.#app.placeIn(tokens), depth - 1);
-    const how = "The likeliest next token after each layer, with the final norm and the head applied there. A stronger colour is a higher probability. Choose a cell for details.";
+    const how = "The likeliest next token after each layer, with the final norm and the head applied there. A stronger color is a higher probability. Choose a cell for details.";
     return [hint(how), ...this.#whole(tokens), element("div", { class: "scroll" }, table), detail];
   }
 
@@ -76,6 +76,6 @@ export class Lens {
     });
     text.append(...spans);
     spans[this.#first].tabIndex = 0;
-    return [text, hint(`Coloured: the ${MOST_POSITIONS} of ${tokens.length} tokens shown below. Choose another token to show those around it.`)];
+    return [text, hint(`Colored: the ${MOST_POSITIONS} of ${tokens.length} tokens shown below. Choose another token to show those around it.`)];
   }
 }

@@ -69,7 +69,7 @@ class App {
     return { ...Object.fromEntries(fields), ...(list.length && { interventions: JSON.stringify(list) }) };
   }
 
-  // Fill in the form. Fields without a value stay; changes inside do not.
+  // Fill in the form. Fields without a value stay unchanged; changes inside are replaced.
   restore(form) {
     for (const name of ["prompt", ...NUMBERS]) {
       find(name).value = form[name] ?? find(name).value;
@@ -105,7 +105,7 @@ class App {
     this.#changed();
   }
 
-  // Fill a place with a view of the shown text: the completion with its prompt, or only the prompt. `more` has other
+  // Fill an element with a view of the shown text: the completion with its prompt, or only the prompt. `more` has other
   // values that the view depends on.
   look(place, make, ...more) {
     const run = find("alone").checked ? null : this.tabs.generate.shown();

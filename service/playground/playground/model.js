@@ -1,4 +1,4 @@
-// Model: its facts, its training, and the current load of the server.
+// Model: facts about it, its training, and the current load of the server.
 
 import { get, getText } from "./api.js";
 import { lineChart } from "./chart.js";
@@ -54,7 +54,7 @@ export class ModelTab {
     this.#follow(key);
   }
 
-  // Draw the training, again and again while it is going on.
+  // Draw the training, repeatedly while it is running.
   async #follow(key = null) {
     clearTimeout(this.#trainingTimer);
     let going = false;

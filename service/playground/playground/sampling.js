@@ -9,7 +9,7 @@ export function softmax(logits) {
   return probs.map((prob) => prob / sum);
 }
 
-// Ids, likeliest first; equal ones by id.
+// Ids, likeliest first; ties in the order of ids.
 export const ranked = (values) =>
   Uint32Array.from(values.keys()).sort((a, b) => values[b] - values[a] || a - b);
 

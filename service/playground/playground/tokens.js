@@ -1,4 +1,4 @@
-// Tokens as visible texts, coloured by their surprise or by another share.
+// Tokens as visible texts, colored by their surprise or by another share.
 
 import { element, roving } from "./dom.js";
 import { surprise } from "./sampling.js";
@@ -28,11 +28,11 @@ function describe(token, { idsAlone, named }) {
   return `${name}: ${percent(Math.exp(token.logprob))}, ${surprise(token.logprob).toFixed(1)} bits, rank ${token.rank}`;
 }
 
-// An element for a token, which can be chosen. `share`: strength of its colour, from 0 to 1.
+// An element for a token, which can be chosen. `share`: strength of its color, from 0 to 1.
 export const tokenElement = (tag, title, share, onclick, ...children) =>
   element(tag, { class: "token", role: "button", tabindex: -1, title, "aria-label": title, style: { "--share": share.toFixed(3) }, onclick }, ...children);
 
-// One token of a text, by default coloured by its surprise.
+// A token of a text, colored by its surprise by default.
 export function tokenSpan(token, text, { vocabulary, onclick, share = Math.min(1, surprise(token.logprob ?? 0) / MOST_BITS), note = describe(token, vocabulary) }) {
   return tokenElement("span", note, share, onclick, ...lines(text));
 }

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.peers import comparison
 from benchmarks.peers.__main__ import parse
-from benchmarks.peers.comparison import WARM_UP, Plan, compare, rounds_of, summarise
+from benchmarks.peers.comparison import WARM_UP, Plan, compare, rounds_of, summarize
 from benchmarks.peers.contract import Run
 from benchmarks.peers.report import Result
 
@@ -23,7 +23,7 @@ def test_rates_are_medians_of_rounds_without_their_first_steps() -> None:
     rounds = [(1.0, 0.25), (8.0, 0.5), (2.0, 4.0)]
     cold = [100.0] * WARM_UP
     runs = [Run(prefill, [*cold, step, step / 2, 50.0]) for prefill, step in rounds]
-    result = summarise(runs, "int8", "us", [[1, 2, 3], [4, 5, 6]], 0.01)
+    result = summarize(runs, "int8", "us", [[1, 2, 3], [4, 5, 6]], 0.01)
     assert result == Result(
         dtype="int8",
         peer="us",

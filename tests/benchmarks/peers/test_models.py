@@ -37,12 +37,12 @@ def test_all_of_them_are_one_model(written: Path, shape: Shape, tmp_path: Path) 
     assert np.array_equal(expected_logprobs(gpt, ids), expected)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(written / HUGGINGFACE).eval()
     assert disagreement(logprobs(theirs, ids), expected) < 1e-4
-    assert not list(written.glob("*.npz")), "what the formats were made of is gone"
+    assert not list(written.glob("*.npz")), "the source of the formats is removed"
 
 
 @TWO
 def test_gguf_equals_the_exporters(written: Path, shape: Shape, tmp_path: Path) -> None:
-    """The tensors have the names and the order of channels that llama.cpp wants."""
+    """The tensors have the names and the order of channels that llama.cpp expects."""
     export_model(written / LOGITD, tmp_path / "ours.gguf", to="gguf", pre="gpt-2")
     theirs = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "ours.gguf").tensors}
     mine = {t.name: t.data for t in gguf.GGUFReader(written / "float32.gguf").tensors}

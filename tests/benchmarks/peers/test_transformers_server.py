@@ -30,7 +30,7 @@ def test_folder_is_the_same_model(folder: Path, saved: Saved) -> None:
     assert disagreement(logprobs(gpt2, saved.ids), saved.expected) < 1e-4
     config = gpt2.generation_config
     assert (config.do_sample, config.temperature, config.top_k, config.top_p) == (True, 1, 0, 1)
-    assert config.eos_token_id is None, "nothing ends a text early"
+    assert config.eos_token_id is None, "no text ends early"
 
 
 def test_text_has_the_ids_that_it_was_made_of(folder: Path) -> None:

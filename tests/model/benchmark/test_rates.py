@@ -1,4 +1,4 @@
-"""Rates: steps of a whole batch are timed, and every token is generated."""
+"""Rates: only steps of a whole batch are timed, and every token is generated."""
 
 import itertools
 from typing import Any

@@ -99,7 +99,7 @@ def test_step_reads_the_tensors_of_the_file(
     read = sum(size for name, size in sizes.items() if name not in lookups) - padding
     rows = sum(
         sizes[name] // (config.context_length if "position" in name else config.padded_vocab_size)
-        for name in tables + ["token_embedding.weight"] * config.smear  # the token before too
+        for name in tables + ["token_embedding.weight"] * config.smear  # and of the previous token
     )
     cell = 2 * config.n_layer * config.n_kv_head * config.head_dim * item
     work = decode_work(gpt, batch=2, live_positions=10)

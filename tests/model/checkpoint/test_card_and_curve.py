@@ -46,7 +46,9 @@ def test_curve_comes_from_the_run(tmp_path: Path) -> None:
     assert read_curve(path, None) == expected
     best = tmp_path / "best"
     best.symlink_to(path.name)
-    assert read_curve(best, "| 1 | 9.0000 | 9.0000 |") == expected, "the run's, not the card's"
+    assert read_curve(best, "| 1 | 9.0000 | 9.0000 |") == expected, (
+        "the curve is the run's, not the card's"
+    )
 
 
 def test_curve_without_a_run_comes_from_the_card(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "one tensor less": (
         tensors(lambda weights: weights.pop("blocks.1.qkv.bias")),
-        "1 tensor,.*blocks.1.qkv.bias",
+        "1 tensor;.*blocks.1.qkv.bias",
     ),
     **{
         f"{number} in a tensor": (filled(float(number)), "blocks.2.mlp_up.weight.*NaN")
@@ -154,7 +154,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "many layers": (section("model", n_layer=10**9), f"{WEIGHTS}.*1,000,000,000 blocks"),
     "much too wide": (section("model", d_ff=2**40), f"{WEIGHTS}.*elements"),
     "a little too wide": (section("model", d_ff=65), r"mlp_down.weight.*\(32, 65\)"),
-    "more layers than 64 bits": (section("model", n_layer=2**64), f"{CONFIG}.*64 bits"),
+    "more layers than fit into 64 bits": (section("model", n_layer=2**64), f"{CONFIG}.*64 bits"),
     "fewer special tokens": (section("tokenizer", special_tokens={}), "256.*257"),
     "special token of a byte": (
         section("tokenizer", special_tokens={"<|endoftext|>": 65}),

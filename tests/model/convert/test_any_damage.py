@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, example, given, settings
 from logitd.service.cli.main import run
 from tests.model.convert.by_role.scheme import state
 from tests.model.convert.by_role.schemes import SCHEMES
-from tests.model.convert.by_role.textbook.common import randomised
+from tests.model.convert.by_role.textbook.common import randomized
 from tests.model.convert.by_role.textbook.nanogpt import Nano, NanoConfig
 from tests.model.convert.test_containers import write_arrays, write_lists, write_llama2c
 from tests.model.convert.theirs import save_theirs
@@ -29,7 +29,7 @@ from tests.model.convert.vocabulary.test_llama2c import SMALL, llama2c_file
 from tests.model.damage import damaged, edited, written
 from tests.profiles import examples
 
-pytestmark = pytest.mark.timeout(600)  # with all examples on a busy machine
+pytestmark = pytest.mark.timeout(600)  # for all examples on a busy machine
 
 NAMES = ("vocab.json", "chars.txt", "vocab.tiktoken", "tokenizer.model", "tokenizer.bin")
 CANARY = "code-of-the-file-ran"
@@ -59,7 +59,7 @@ def nanogpt(hostile: bool) -> dict[str, Any]:
     config = NanoConfig(
         vocab_size=len(STOI), block_size=8, n_layer=1, n_head=2, n_embd=8, bias=False
     )
-    model = randomised(Nano(config)).state_dict()
+    model = randomized(Nano(config)).state_dict()
     saved = {"model": model, "model_args": asdict(config), "iter_num": 3, "best_val_loss": 2.0}
     return saved | ({"config": Exploding()} if hostile else {"config": {"dataset": "x"}})
 
@@ -91,7 +91,7 @@ def test_pickled_files(save: Callable[[Path, bool], None], hostile: bool, tmp_pa
 
     half = whole.replace(
         b"system", b"sys\\em"
-    )  # once failed with Python's message about the escape
+    )  # this once failed with Python's message about the escape
 
     @given(damaged(whole))
     @example(half)

@@ -175,7 +175,7 @@ def test_exportable_run_exports_to_every_promised_format(
     ] == list(ids)
     row = torch.tensor([ids])
     assert_close(model(row).logits, gpt(row).logits, atol=1e-4, rtol=1e-4)
-    # 2) As GGUF if and only if it was promised.
+    # 2) As GGUF, if and only if that was promised.
     promised = "--to gguf with --pre" in export
     assert promised is (name in ("qwen3", "llama", "llama-biased", "gpt2-gelu_tanh"))
     gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")

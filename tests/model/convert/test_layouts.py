@@ -13,7 +13,7 @@ from logitd.model.convert.layouts import (
     Layout,
     half_split,
     head_by_head,
-    neighbours_turn,
+    neighbors_turn,
     read_weights,
     tie_if_equal,
     write_weights,
@@ -108,8 +108,8 @@ def test_fused_heads_are_separated() -> None:
     ]
 
 
-def test_neighbours_are_the_halves_of_a_head() -> None:
+def test_neighbors_are_the_halves_of_a_head() -> None:
     config = tiny_config(positions="rotary", n_head=2, d_model=12)
-    theirs = neighbours_turn(config)["qkv"].argsort().tolist()
+    theirs = neighbors_turn(config)["qkv"].argsort().tolist()
     assert theirs[:12] == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
     assert theirs[24:] == [*range(24, 36)]

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.importing import import_model
 from logitd.model.text.tokenizer import TokenizerError
-from tests.model.convert.by_role.textbook.common import randomised
+from tests.model.convert.by_role.textbook.common import randomized
 from tests.model.convert.by_role.textbook.nanogpt import Nano, NanoConfig
 from tests.model.convert.theirs import loaded
 from tests.model.factories import merging_tokenizer
@@ -43,7 +43,7 @@ def save(
 
 def small(rows: int, *, bias: bool = False) -> Nano:
     model = Nano(NanoConfig(vocab_size=rows, block_size=32, bias=bias))
-    randomised(model)
+    randomized(model)
     return model
 
 
@@ -202,7 +202,7 @@ def test_damaged_files_are_named(damage: Callable[[bytes], bytes], tmp_path: Pat
         (b"", "is not a pickle of plain values"),
         (pickle.dumps([1]), r"meta\.pkl is not a vocabulary in a known form"),
         (pickle.dumps({"stoi": {"a": 0, "b": 2}}), r"38 rows .* 3 ids: 35 rows without a token"),
-        (pickle.dumps({"stoi": {"a": 0, "b": 20}}), "19 ids have none, the first is 1"),
+        (pickle.dumps({"stoi": {"a": 0, "b": 20}}), "19 ids have none; the first is 1"),
         (pickle.dumps({"stoi": {"a": 0, "b": 0}}), "'a' and 'b' of a vocabulary share the id 0"),
         (pickle.dumps({"stoi": {"a": 0}, "itos": {0: "b"}}), "'itos' is not the inverse of 'stoi'"),
     ],

@@ -52,7 +52,7 @@ def test_classes_and_functions_are_named_in_the_order_of_the_file(
 def test_plain_containers_name_nothing(protocol: int, tmp_path: Path) -> None:
     value = {"a": [1, 2.5, "text", None, True, b"bytes"], "b": ({}, ())}
     assert names_of(pickle.dumps(value, protocol=protocol), tmp_path).complete
-    if protocol >= 3:  # before, bytes are made by a function
+    if protocol >= 3:  # earlier protocols make bytes by a function
         assert names_of(pickle.dumps(value, protocol=protocol), tmp_path).foreign == ()
 
 
@@ -86,7 +86,7 @@ def test_other_values_in_a_state_dict_are_named(old: bool, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("how", ["torch", "torch, old", "pickle"])
-def test_module_is_recognised_by_members_of_every_module(how: str, tmp_path: Path) -> None:
+def test_module_is_recognized_by_members_of_every_module(how: str, tmp_path: Path) -> None:
     module: Any = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     path = tmp_path / "m.pt"
     if how == "pickle":

@@ -106,7 +106,7 @@ def test_prefixes_of_wrappers_are_removed(prefix: str, tmp_path: Path) -> None:
     assert set(read_state_file(tmp_path / "m.safetensors").tensors) == set(STATE)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, in its own compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a warning of torch's own compiler
 def test_torchs_wrappers_use_these_names(tmp_path: Path) -> None:
     """A real compiled module in a real DataParallel."""
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
@@ -122,7 +122,7 @@ def test_name_with_and_without_a_prefix_is_refused(tmp_path: Path) -> None:
         read_state_file(saved(tmp_path / "m.pt", both))
 
 
-# Settings.
+# Settings
 
 
 def test_numbers_are_collected_from_all_sections(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_settings_next_to_the_file_are_read(name: str, tmp_path: Path) -> None:
     assert read_state_file(tmp_path / "model.safetensors").settings == {"n_head": 4, "dim": 8}
 
 
-def test_settings_in_the_file_override_neighbouring_ones(tmp_path: Path) -> None:
+def test_settings_in_the_file_override_neighboring_ones(tmp_path: Path) -> None:
     saved(tmp_path / "m.pt", {"model": STATE, "config": {"n_head": 4}})
     (tmp_path / "config.json").write_text(json.dumps({"n_head": 2, "n_layer": 1}))
     assert read_state_file(tmp_path / "m.pt").settings == {"n_head": 4, "n_layer": 1}
@@ -209,7 +209,7 @@ def test_settings_are_the_values_of_all_sections(contents: dict[str, Any]) -> No
     assert {(key, repr(value)) for key, value in collect_settings(contents).items()} <= pairs
 
 
-# Files and folders.
+# Files and folders
 
 
 def test_safetensors_are_read(tmp_path: Path) -> None:

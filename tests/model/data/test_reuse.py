@@ -65,8 +65,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_documents_stay_whole_and_on_one_side(
     folder: Path, documents: list[bytes], ended: bool, chunk: int
 ) -> None:
-    """Short documents repeat, and all copies of one are on the same side. If one text is most of
-    all, its copies are cut at the same place."""
+    """Short documents repeat, and all copies of one are on the same side. If one text makes up most
+    of the data, its copies are cut at the same place."""
     path = write(folder / "a.tokens", documents, ended=ended or documents[-1] == b"")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "CHUNK", chunk)
@@ -78,7 +78,7 @@ def test_documents_stay_whole_and_on_one_side(
     for text, copies in cut.items():
         places = ([text[:at], text[at:]] * copies for at in range(1, len(text)))
         assert sorted(pieces.elements()) in map(sorted, places)
-    whole = documents if ended else documents[:-1]  # the last one has no end
+    whole = documents if ended else documents[:-1]  # the last document has no end token
     assert not {d for d in train if d in whole} & {d for d in val if d in whole} - {
         b"",
         documents[-1],

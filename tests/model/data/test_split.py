@@ -67,7 +67,9 @@ def test_share_is_measured_in_bytes(texts: list[str], least: float, most: float)
 )
 def test_share_is_near_the_fraction(documents: list[tuple[int, int]], fraction: float) -> None:
     documents = [(lot, 1 + (size * (lot + 1)) % 997) for lot, size in documents]
-    documents = [(lot, dict(documents)[lot]) for lot, _ in documents]  # a lot has one size
+    documents = [
+        (lot, dict(documents)[lot]) for lot, _ in documents
+    ]  # every lot belongs to one size
     split = plan_split(documents, fraction)
     total = sum(size for _, size in documents)
     out = sum(size - split.trained(lot, size) for lot, size in documents)
@@ -103,7 +105,7 @@ def test_adding_documents_moves_few_between_sides() -> None:
 
 @given(st.lists(st.text("ab \n", min_size=1, max_size=4), min_size=20), st.floats(0.05, 0.5))
 def test_text_is_on_one_side_under_any_names(texts: list[str], fraction: float) -> None:
-    """Different texts of up to four characters are equal by chance."""
+    """Random texts of up to four characters may be equal by chance."""
     names_of: dict[str, set[str]] = {"train": set(), "val": set()}
     documents = [text_document(f"{number}", text) for number, text in enumerate(texts)]
     for parts, text in zip(parts_of(documents, fraction), texts, strict=True):
@@ -122,8 +124,8 @@ def test_lot_depends_on_the_whole_content() -> None:
 
 
 def test_own_text_of_python_is_drawn_by_names() -> None:
-    """The bundled checkpoint depends on it: changed contents in another Python move no module to
-    the other side."""
+    """The bundled checkpoint depends on this: modules whose contents differ in another Python stay
+    on the same side."""
     documents = [
         text_document(f"module{index}.py", "same", drawn_by_name=True) for index in range(200)
     ]

@@ -15,7 +15,8 @@ LEARNED = learn([story(800)], 340)
 
 
 def test_merges_equal_textbook_byte_pair_encoding() -> None:
-    """A slow trainer in this test counts pairs within pieces and merges the most frequent one."""
+    """Compare with a slow trainer that counts pairs within pieces and merges the most frequent
+    one."""
     text = "low low low lower lower newest newest newest newest widest widest"
     learned = learn([text], 256 + 4 + 1)
     pieces = [list(word) for word in _split(text)]

@@ -1,4 +1,4 @@
-"""Held-out text of a file, of a run, or of Python itself."""
+"""Held-out text from a file, a run, or Python itself."""
 
 import gzip
 import json
@@ -69,7 +69,7 @@ def test_only_whole_characters_of_the_first_bytes_are_read(
     checkpoint: CheckpointInfo, before: str
 ) -> None:
     document = text_document("long", before + "é" * 1000)
-    shard = module._tokenised([document], checkpoint, 1000)
+    shard = module._tokenized([document], checkpoint, 1000)
     assert shard.count == 1000 - len(before)
 
 

@@ -1,4 +1,4 @@
-"""Texts of every kind, and their extraction by the tiny checkpoint."""
+"""Texts of every kind, and their extraction with the tiny checkpoint."""
 
 import gzip
 import json

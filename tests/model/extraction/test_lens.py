@@ -151,7 +151,7 @@ def test_default_shard_fills_its_bytes() -> None:
     config = tiny_config()
     assert choose_lens(1, config).shard_tokens(config) == SHARD_TOKENS  # 96 bytes a token
     wide = choose_lens(257, config)
-    row = 4 * (257 * (4 + 4) + 16)  # of four layers: ids and logprobs, and four figures
+    row = 4 * (257 * (4 + 4) + 16)  # for each of four layers: an id and a logprob, and four figures
     assert wide.shard_tokens(config) == SHARD_BYTES // row < SHARD_TOKENS
     assert LensFigures(layers=100, top_k=10**7).shard_tokens(config) == 1
 

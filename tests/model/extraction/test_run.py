@@ -183,7 +183,7 @@ def test_stages_equal_activations_to_the_bit(
 def test_sample_is_rows_of_the_whole_in_the_stored_dtype(
     extracting: Extract, tmp_path: Path, dtype: Any
 ) -> None:
-    """The same tokens are chosen for other windows and shards."""
+    """Other windows and shards do not change the choice of tokens."""
     stage = "blocks.1.output"
 
     def tokens(name: str, **asked: Any) -> dict[tuple[int, int], Any]:

@@ -1,5 +1,6 @@
-"""HookedGPT against TransformerLens: the same random weights in the shapes of GPT-2 and Pythia,
-with the calls of its demos. Needs `pip install transformer-lens`, 3 or 4; nothing is downloaded."""
+"""HookedGPT compared with TransformerLens: the same random weights in the shapes of GPT-2 and
+Pythia, and the calls of its demos. Needs `pip install transformer-lens`, 3 or 4; nothing is
+downloaded."""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -40,7 +41,7 @@ SHARED_SETTINGS = (
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[HookedGPT, Any]]:
-    """A model here and in TransformerLens, as loaded and in compatibility mode."""
+    """A model of ours and of TransformerLens, as loaded and in compatibility mode."""
     name, mode = request.param
     gpt, theirs = CASES[name]()
     folder = tmp_path_factory.mktemp(name)
@@ -107,8 +108,8 @@ def test_hooks_have_their_effect(pair: tuple[HookedGPT, Any]) -> None:
     model, theirs = pair
     names = [name for name in model.hook_dict if name.startswith("blocks.1.")]
     for name in names:
-        # The bridge's `hook_resid_mid` changes only the input of the norm, its HookedTransformer's
-        # the stream, as here.
+        # A hook at the bridge's `hook_resid_mid` changes only the input of the norm; in
+        # HookedTransformer and here it changes the stream.
         if name.endswith(("result", "scale", "rot_q", "rot_k", "resid_mid")):
             continue
         hooks = [(name, move)]

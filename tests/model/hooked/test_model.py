@@ -1,4 +1,4 @@
-"""HookedGPT against the plain stages, the engine's interventions and finite differences.
+"""HookedGPT compared with the plain stages, the engine's interventions and finite differences.
 `test_against_transformer_lens.py` compares it with TransformerLens."""
 
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def llm(checkpoint_path: Path) -> Iterator[LLM]:
 
 
 def in_lens_order(name: str, value: Tensor) -> Tensor:
-    """A stage (T, ...) in the axes of TransformerLens."""
+    """A stage (T, ...) with TransformerLens' order of axes."""
     return value.transpose(0, 1) if name.endswith(("attn_scores", "pattern")) else value
 
 
@@ -60,7 +60,7 @@ def test_points_are_the_stages_of_every_shape(gpt: GPT) -> None:
     for name, stage in lens_stages(gpt.config).items():
         rotated = stage.kind.name.startswith(("attention.q", "attention.k"))
         capped = gpt.config.logit_softcap is not None and name == "unembed.hook_out"
-        absent = name not in cache  # a parallel block has no middle for TransformerLens
+        absent = name not in cache  # TransformerLens has no middle of a parallel block
         if absent or capped or (rotated and gpt.config.rotary_dim != gpt.config.head_dim):
             continue
         expected = in_lens_order(name, stages[stage.name])
@@ -264,7 +264,7 @@ def test_generation_continues_with_the_hooks_in_place() -> None:
     assert text == model.to_string(greedy[0, 1:])
 
 
-# In an LLM
+# Within an LLM
 
 
 @torch.no_grad()

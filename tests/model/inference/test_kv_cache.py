@@ -36,7 +36,7 @@ def gpt(request: pytest.FixtureRequest) -> GPT:
     return tiny_gpt(tiny_config(**SHAPES[request.param]))
 
 
-@pytest.mark.skipif(not resident(), reason="the system does not tell a process's size")
+@pytest.mark.skipif(not resident(), reason="the system does not report a process's size")
 def test_cache_takes_memory_only_for_used_cells() -> None:
     """`torch.zeros` writes the zeros: 64 slots of GPT-2 took 2.3 GiB before the first request."""
     config = tiny_config(n_layer=4, n_head=8, d_model=512, context_length=1024)
@@ -44,7 +44,7 @@ def test_cache_takes_memory_only_for_used_cells() -> None:
     cache = KVCache(config, 32, device=torch.device("cpu"), dtype=torch.float32)
     assert cache.nbytes == 512 * 2**20
     assert resident() - before < 0.02 * cache.nbytes
-    assert not cache.keys.any(), "zeros all the same"
+    assert not cache.keys.any(), "the memory is still all zeros"
     cache.keys[:, 0] = 1.0
     cache.values[:, 0] = 1.0
     assert (resident() - before) / cache.nbytes > 0.9 / 32, "one slot of 32"

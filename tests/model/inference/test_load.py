@@ -46,7 +46,7 @@ def test_dtype_and_threads_follow_decoder_and_options(covered: Path) -> None:
     assert model.placement.dtype_name == model.dtype.name
     assert model.gpt.token_embedding.weight.dtype == model.placement.dtype
     assert model.placement.threads == threads + 1
-    assert torch.get_num_threads() == threads, "the thread that computes sets them"
+    assert torch.get_num_threads() == threads, "only the thread that computes sets them"
 
 
 def test_plain_torch_computes_in_float32_by_default(covered: Path) -> None:

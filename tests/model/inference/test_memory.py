@@ -123,7 +123,7 @@ def served(free: int, **budget: Any) -> int:
         (GIB, 7),  # 7 of 36 MiB, of 256
         (4 * GIB, 28),
         (9 * GIB, 64),
-        (2**45, 64),  # no more without being asked
+        (2**45, 64),  # more only on request
         (4 * 16 * ONE, 16),
         (4 * 16 * ONE - 1, 15),
         (4 * ONE - 1, 1),  # a quarter has no room for one, but serving needs one

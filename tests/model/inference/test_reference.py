@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from logitd.model.inference.reference import filtered, generate, penalised, sample_row
+from logitd.model.inference.reference import filtered, generate, penalized, sample_row
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.inference.sampling.philox import uniform
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
@@ -63,12 +63,12 @@ def test_penalties_by_hand() -> None:
     tokens, logits = [0, 3, 1, 1, 2], [4.0, -2.0, 6.0, -8.0, 1.0, 5.0]
 
     def row(**fields: Any) -> list[float]:
-        return penalised(logits, tokens, 2, params(**fields))
+        return penalized(logits, tokens, 2, params(**fields))
 
     assert row() == logits
     assert row(logit_bias={4: 1.5, 0: -10.0}) == [-6.0, -2.0, 6.0, -8.0, 2.5, 5.0]
     assert row(allowed_token_ids=(0, 5)) == [4.0, *[-math.inf] * 4, 5.0]
-    assert row(stop_token_ids=frozenset({5}), min_tokens=3) == logits  # three are there
+    assert row(stop_token_ids=frozenset({5}), min_tokens=3) == logits  # there are three
     assert row(stop_token_ids=frozenset({5}), min_tokens=4) == [*logits[:5], -math.inf]
     assert row(repetition_penalty=2.0) == [2.0, -4.0, 3.0, -16.0, 1.0, 5.0]
     assert row(presence_penalty=0.5) == [4.0, -2.5, 5.5, -8.0, 1.0, 5.0]
@@ -87,10 +87,10 @@ def test_filters_by_hand() -> None:
 
     assert left() == {0, 1, 2, 3, 4}
     assert left(top_k=1) == {1}
-    assert left(top_k=4) == {0, 1, 2, 3, 4}  # the fourth and the fifth are equal
+    assert left(top_k=4) == {0, 1, 2, 3, 4}  # the fourth and the fifth tie
     assert left(top_p=0.4 - 1e-9) == {1}
     assert left(top_p=0.64) == {1, 3}
-    assert left(top_p=0.81) == {0, 1, 3, 4}  # of two equals, the lower id first
+    assert left(top_p=0.81) == {0, 1, 3, 4}  # of two ties, the lower id comes first
     assert left(min_p=0.3) == {1, 3, 4}
     quarters = filtered([0.0] * 4, params(top_p=0.5))  # reached exactly: no more ids are needed
     assert quarters == [0.0, 0.0, -math.inf, -math.inf]

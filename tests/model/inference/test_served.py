@@ -1,6 +1,6 @@
 """The service's arithmetic without a server: the same model, with any kernels.
 
-That a server gives the same bits is tested in `tests/service/` and `tests/e2e/`.
+`tests/service/` and `tests/e2e/` test that a server gives the same bits.
 """
 
 import pytest

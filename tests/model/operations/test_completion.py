@@ -107,7 +107,7 @@ def test_stop_string_ends_text_and_counting() -> None:
     one = completion("cd")
     ended = [one.push(token(byte)) for byte in b"abcdef"]
     assert ended == [False, False, False, True, False, False]
-    one.finish(finish(FinishReason.ABORT))  # as the service does with the sequence
+    one.finish(finish(FinishReason.ABORT))  # as the service ends the sequence
     whole = taken(one)
     assert (whole.text, whole.token_ids) == ("ab", list(b"abcd"))
     assert (whole.finish_reason, whole.stop_reason) == ("stop", "cd")
@@ -238,7 +238,7 @@ def test_choices_are_numbered_by_prompt() -> None:
     reply = growing_reply(b"x", b"y", n=2, stop=("b",))
     assert reply.take_json() == {"choices": []}
     assert not reply.push(TokenEvent("gen-1", 0, 97))
-    assert reply.push(TokenEvent("gen-1", 1, 98)), "its sequence need not go on"
+    assert reply.push(TokenEvent("gen-1", 1, 98)), "its sequence need not continue"
     one, other = reply.take_json()["choices"]
     assert (one["index"], one["prompt_index"], one["text"]) == (2, 1, "a")
     assert (other["index"], other["finish_reason"], other["stop_reason"]) == (3, "stop", "b")

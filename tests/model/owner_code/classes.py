@@ -124,7 +124,7 @@ class Recurrent(nn.Module):
 
 
 class Remembering(Recurrent):
-    """The GRU with the protocol for a cache of its own."""
+    """The GRU with the protocol for its own cache."""
 
     def logits_and_state(self, ids, state):
         values, state = self.gru(self.embed(ids), state)
@@ -132,7 +132,7 @@ class Remembering(Recurrent):
 
 
 class Forgetful(Recurrent):
-    """Its cache computes something else than its forward."""
+    """Its cache computes something different from its forward."""
 
     def logits_and_state(self, ids, state):
         return self.head(self.gru(self.embed(ids))[0]), None
@@ -191,6 +191,6 @@ class Masked(Recurrent):
 
 
 def made(name: str, seed: int = 1) -> Any:
-    """A model of a class, in evaluation mode."""
+    """An instance of a class, in evaluation mode."""
     torch.manual_seed(seed)
     return globals()[name](VOCABULARY).eval()

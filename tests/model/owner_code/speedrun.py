@@ -1,11 +1,11 @@
 """A small GPT in the shape of modded-nanogpt in 2026, in plain torch, as its owner might write it.
 
-Its parts, after that project's list of techniques: banks of weights instead of modules per layer;
-a bigram embedding of a part of the channels; smeared token embeddings; gated value embeddings;
-paired heads; rotary positions of half a head, and keys of the other half shifted by one position;
-norms without weights; short and long windows; outputs without their part along the own value;
-gates of heads; a mix of heads; a layer without attention; a skip connection; mixed outputs of
-earlier layers; squared ReLU; soft-capped logits.
+Its parts, after that project's list of techniques: banks of weights instead of modules per layer; a
+bigram embedding of a part of the channels; smeared token embeddings; gated value embeddings; paired
+heads; rotary positions of half a head, and keys of the other half shifted by one position; norms
+without weights; short and long windows; outputs without their component along the position's own
+value; gates of heads; a mix of heads; a layer without attention; a skip connection; mixed outputs
+of earlier layers; squared ReLU; soft-capped logits.
 """
 
 # mypy: ignore-errors
@@ -18,7 +18,7 @@ BIGRAMS, SHORT, LONG = 31, 4, 12
 
 
 def bigram_hashes(ids: torch.Tensor) -> torch.Tensor:
-    """The bucket of each id and the one before it; the first position has a bucket of its own."""
+    """The bucket of each id and the one before it; the first position has its own bucket."""
     pairs = (ids[:, 1:] * 36313 ^ ids[:, :-1] * 27191) % (BIGRAMS - 1)
     return F.pad(pairs, (1, 0), value=BIGRAMS - 1)
 
@@ -40,7 +40,7 @@ class Attention(nn.Module):
         self.heads, self.size, self.paired = heads, size, paired
 
     def turn(self, x, places):
-        """Rotary positions of the first half of a head's channels, in neighbouring pairs."""
+        """Rotary positions of the first half of a head's channels, in neighboring pairs."""
         speeds = (1 / 1024) ** torch.linspace(0, 1, self.size // 4)
         angles = places[:, None] * torch.cat([speeds, torch.zeros(self.size // 4)])
         cos, sin = angles.cos()[None, :, None], angles.sin()[None, :, None]
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         q, k, v = (x @ weights[:3].flatten(0, 1).T).view(b, t, 3, self.heads, self.size).unbind(2)
         q, k = norm(q), norm(k)
         v = v if value is None else v + value
-        if self.paired:  # neighbouring heads take turns along one sequence of twice the length
+        if self.paired:  # neighboring heads take turns along one sequence of twice the length
             q, k, v = (part.reshape(b, 2 * t, self.heads // 2, self.size) for part in (q, k, v))
         places = torch.arange(q.shape[1])
         q, k = self.turn(q, places), self.turn(k, places)

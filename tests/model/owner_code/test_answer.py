@@ -94,7 +94,7 @@ def test_logits_are_those_of_the_class(kind: str) -> None:
         got = asker.logits(FIRST, SECOND, firsts=[2, 0])
         expected = torch.cat([of_class(model, FIRST)[2:], of_class(model, SECOND)])
         assert torch.allclose(got, expected, atol=1e-5)
-        for end in range(1, len(FIRST)):  # a decode step after another
+        for end in range(1, len(FIRST)):  # one decode step after another
             got = asker.logits(FIRST[:end], firsts=[end - 1])
             assert torch.allclose(got, of_class(model, FIRST[:end])[-1:], atol=1e-5)
 

@@ -34,7 +34,7 @@ def untouched_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def built(folder: Path, files: Mapping[str, str], expression: str = "Model", **said: Any) -> Any:
-    """The layer of the model of the first file."""
+    """The definition of the first file's layer."""
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")

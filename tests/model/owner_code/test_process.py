@@ -197,7 +197,7 @@ def test_package_that_imports_itself_by_its_name_keeps_its_folder(tmp_path: Path
 
 
 def test_table_of_positions_is_the_context_length_if_a_setting_is_shorter(tmp_path: Path) -> None:
-    """The settings had the length of the last training beside that of the table."""
+    """The settings had the length of the last training in addition to that of the table."""
     names: dict[str, Any] = {"__name__": "owner"}
     code = PARTS + BY_NAMES.replace("block_size", "max_seq_len")
     exec(code, names)

@@ -1,4 +1,4 @@
-"""Random autoencoders for tests, and their features by the definition in the papers."""
+"""Random autoencoders for tests, and their features by the papers' definitions."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Features as stages of the engine: read, changed, and beside other requests, against
+"""Features as stages of the engine: read, changed, and next to other requests, compared with
 `tests/model/plain_stages.py`."""
 
 import random
@@ -50,7 +50,8 @@ def recorded(*stages: str, interventions: tuple[Intervention, ...] = (), **confi
 
 
 def changed_by_hand(feature: int, change: Any) -> dict[str, Tensor]:
-    """Every stage if one feature of MINE changes and the others, and the error, stay."""
+    """Every stage if one feature of MINE changes while the other features and the error stay the
+    same."""
 
     def hook(name: str, value: Tensor) -> Tensor:
         if name != HOST:
@@ -118,7 +119,7 @@ def test_rows_whose_features_stay_keep_their_bits() -> None:
 
 
 def test_steered_requests_and_others_keep_their_bits_in_a_batch() -> None:
-    """Chunks of other lengths, other rows, and neighbours with and without features."""
+    """Chunks and batches differ, and other requests have features or none."""
     scale = Intervention(stage=STAGE, operation="scale", factor=-2.0)
     units = Intervention(stage="blocks.0.mlp.hidden.sae.units", operation="zero")
     requests: list[Request] = [
@@ -146,7 +147,7 @@ def test_steered_requests_and_others_keep_their_bits_in_a_batch() -> None:
 
 
 def test_features_of_a_bfloat16_model_are_changed_in_float32() -> None:
-    """Features that are set to what they are move nothing, although the model rounds."""
+    """Setting features to their own values moves nothing, although the model rounds."""
     gpt = tiny_gpt(tiny_config()).bfloat16()
     driven = Driven(gpt, autoencoders=AUTOENCODERS)
     driven.add(outputs_request("a", PROMPT, None, output=Activations(stages=(STAGE,))))

@@ -1,4 +1,5 @@
-"""Folders in SAELens' format, written by hand; and against SAELens itself where it is installed."""
+"""Folders in SAELens' format, written by hand, and compared with SAELens itself if it is
+installed."""
 
 import json
 import re
@@ -103,7 +104,7 @@ def by_hand(config: dict[str, Any], x: Tensor) -> tuple[Tensor, Tensor]:
 
 FORMS = {
     "standard": settings("standard"),
-    "uncentred": settings("standard", apply_b_dec_to_input=False),
+    "uncentered": settings("standard", apply_b_dec_to_input=False),
     "topk": settings("topk"),
     "rescaled": settings("topk", rescale_acts_by_decoder_norm=True),
     "jumprelu": settings("jumprelu"),

@@ -1,4 +1,4 @@
-"""The fit, against dictionaries that are known."""
+"""The fit, compared with known dictionaries."""
 
 import random
 from collections.abc import Iterator
@@ -70,7 +70,8 @@ def test_same_seed_gives_the_same_bits() -> None:
 
 
 def test_dead_features_learn_from_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Features that never lead would stay as they began without the auxiliary loss."""
+    """Without the auxiliary loss, features that are never among the largest would stay
+    unchanged."""
     monkeypatch.setattr(module, "DEAD_TOKENS", 0)
     learner = module._Learner(WIDTH, COUNT, 1, seed=0)
     before = learner._decoder.detach().clone()

@@ -103,7 +103,7 @@ def test_special_tokens_have_ids() -> None:
     assert render("{{ bos_token }}a{{ eos_token }}", "") == [256, "a", 256]
     assert render("{{ bos_token }}a", "", special_tokens=["<s>"]) == ["a"], "there is none"
     assert render("<a><a>b", special_tokens=["<a>", "<a>b"]) == [256, 257], "the longest counts"
-    role = "<|{{ messages[0].role }}|>x"  # roles are from a closed set
+    role = "<|{{ messages[0].role }}|>x"  # roles come from a fixed set
     assert render(role, "", special_tokens=["<|user|>"]) == [256, "x"]
 
 

@@ -41,7 +41,7 @@ def test_stop_string_is_found_however_the_text_is_cut(
 
 
 @given(TEXT, st.lists(STOP, max_size=4), st.lists(st.integers(0, 30)))
-@example("a", ["ab"], [])  # all of the stop string but its last character
+@example("a", ["ab"], [])  # all of the stop string except its last character
 def test_text_that_could_begin_a_stop_string_is_held_back_and_no_more(
     text: str, stops: list[str], places: list[int]
 ) -> None:

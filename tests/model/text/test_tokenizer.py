@@ -382,7 +382,7 @@ def test_known_patterns_run_in_linear_time() -> None:
     assert TOKENIZER.cuts_in_time
     assert Tokenizer.without_text(9).cuts_in_time
     bundled = Path(__file__).parents[3] / "checkpoints" / "python-small"
-    assert read_checkpoint(bundled).tokenizer.cuts_in_time  # it has an earlier pattern
+    assert read_checkpoint(bundled).tokenizer.cuts_in_time  # it has an older pattern
     for cut in pieces.CUTS:
         tokenizer = Tokenizer(
             ranks={b" a": 0, b" a b": 1}, special_tokens={}, kind="words",

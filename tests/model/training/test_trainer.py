@@ -37,7 +37,7 @@ from logitd.model.training.events import (
 from logitd.model.training.recording import recorder
 from logitd.model.training.run.directory import RunDirectory
 from logitd.model.training.run.state import read_state
-from logitd.model.training.run.summary import summarise
+from logitd.model.training.run.summary import summarize
 from logitd.model.training.step.validate import ValidationLoss
 from logitd.model.training.trainer import Trainer, TrainingResult, train
 from logitd.model.transformer.config import ConfigError, RopeScaling
@@ -132,7 +132,7 @@ def test_run_learns_and_writes_its_files(configure: Configure) -> None:
     progress = [event for event in events if isinstance(event, Progress)]
     assert [event.step for event in progress] == sorted({1, *range(2, 41, 2)})
     assert progress[-1].share == 1
-    assert 0 < progress[-1].seconds_left < 10, "the last step is still to be saved"
+    assert 0 < progress[-1].seconds_left < 10, "the last step is not saved yet"
     sampled = [event.step for event in events if isinstance(event, Sampled)]
     assert sampled == [step for step in (0, 1, 2, 4, 12, 20, 40) for _ in range(3)]  # 3 prompts
     saved = [event.step for event in events if isinstance(event, Saved)]
@@ -146,7 +146,7 @@ def test_card_describes_the_run(configure: Configure) -> None:
     data = read_checkpoint(result.checkpoint).training.data
     for part in (
         data["sha256"],
-        "Licence of the text: CC0",
+        "License of the text: CC0",
         f"{result.val_bits_per_byte:.4f} bits per byte",
         "logitd train --preset tiny --data",
         "| 12 | ",
@@ -412,7 +412,7 @@ def test_slower_steps_shorten_a_run_and_are_reported(
 def test_minutes_count_from_the_start_of_the_command(
     configure: Configure, clock: float, used: float
 ) -> None:
-    """Importing and reading the text count, and so does saving the last step."""
+    """The minutes include importing, reading the text and saving the last step."""
     given = configure(minutes=0.5, log_every=1).model_dump(exclude_unset=True)
     del given["steps"]
     events: list[Event] = []
@@ -427,7 +427,7 @@ def test_minutes_count_from_the_start_of_the_command(
         assert result.step == 1
     rates = [event.figures.learning_rate for event in events if isinstance(event, Progress)]
     assert rates[0] == 1  # the schedule begins with the first step
-    assert summarise(result.run).finished
+    assert summarize(result.run).finished
 
 
 def test_checkpoints_and_samples_become_rarer(configure: Configure) -> None:
@@ -602,7 +602,7 @@ def test_parts_of_gpt_neox_are_trained_and_saved(tmp_path: Path, story_file: Pat
     assert {name: getattr(info.config, name) for name in shape} == shape
     for name, tensor in gpt.named_parameters():
         if name.endswith("bias"):
-            assert tensor.abs().max() > 0, f"{name} was zero before and is now"
+            assert tensor.abs().max() > 0, f"{name} is still zero"
 
 
 @pytest.mark.first

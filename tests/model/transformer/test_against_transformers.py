@@ -1,7 +1,6 @@
-"""The whole GPT compared with GPT-2, GPT-NeoX, OPT, Llama and Qwen3 of `transformers`.
-
-Random weights, float32, no download. Their weights, with biases and norms, are so large that
-attention is selective, and are imported into our model.
+"""The whole GPT compared with GPT-2, GPT-NeoX, OPT, Llama and Qwen3 of `transformers`, in float32,
+without downloads. The random weights, with biases and norms, are so large that attention is
+selective, and are imported into our model.
 """
 
 from collections.abc import Callable, Mapping

@@ -93,7 +93,7 @@ def test_bfloat16_stays_near_float32(gpt: GPT) -> None:
     ids = random_ids(2, 9)
     exact = gpt(ids).logits
     rounded = gpt.to(torch.bfloat16)(ids, hidden_states=True, attentions=True)
-    assert rounded.logits.dtype == torch.float32, "rounded, likely tokens would be equals"
+    assert rounded.logits.dtype == torch.float32, "rounded logits of likely tokens would be equal"
     assert rounded.hidden_states.dtype == torch.bfloat16
     error = (rounded.logits - exact).std() / exact.std()
     assert error < 0.2

@@ -35,7 +35,7 @@ def elements_of(gpt: GPT) -> Elements:
         embeddings=sum(table.weight.numel() for table in tables),
         head=0 if gpt.config.tied_head else gpt.head.weight.numel(),
         looked_up=sum(table.embedding_dim for table in tables)
-        + gpt.config.d_model * gpt.config.smear,  # the token before
+        + gpt.config.d_model * gpt.config.smear,  # the previous token
     )
 
 

@@ -102,7 +102,7 @@ def test_every_key_is_accepted(locked: Serving, scheme: str, key: str) -> None:
 )  # fmt: skip
 def test_other_authorization_is_refused(locked: Serving, value: bytes) -> None:
     for path in ("/info", "/generate"):
-        with locked.connect() as raw:  # no client sends all of these
+        with locked.connect() as raw:  # no client sends all of these headers
             head = b"GET %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" % path.encode()
             raw.sendall(head + b"Authorization: " + value + b"\r\n\r\n")
             assert read_all(raw).startswith(b"HTTP/1.1 401 ")
@@ -194,7 +194,7 @@ def test_log_and_metrics_name_callers(
         server.client.get("/version", headers=bearer("wrong-key") | {"X-Request-ID": "c"})
         server.client.get("/info", headers={"X-Request-ID": "d"})
         eventually(lambda: calls(server) == {"alice": 1, "ci": 1, "none": 2})
-        eventually(lambda: len(http_lines(caplog)) == 4)  # written after the reply
+        eventually(lambda: len(http_lines(caplog)) == 4)  # the log line is written after the reply
     lines = http_lines(caplog)
     assert [line.partition(" ms ")[2] for line in lines] == [
         "a key=alice", "b key=ci", "c key=none", "d key=none"

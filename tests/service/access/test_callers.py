@@ -1,4 +1,4 @@
-"""Callers: requests of one caller have the same name."""
+"""Callers: all requests of a caller have the same name."""
 
 from typing import Any
 

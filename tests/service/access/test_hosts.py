@@ -113,7 +113,7 @@ def test_settings_decide_which_hosts_are_accepted(
     [("127.0.0.1", True), ("127.1.2.3", True), ("::1", True), ("localhost", True),
      ("0.0.0.0", False), ("::", False), ("192.0.2.1", False), ("no.such.host.invalid", False)],
 )  # fmt: skip
-def test_loopback_is_recognised(host: str, loopback: bool) -> None:
+def test_loopback_is_recognized(host: str, loopback: bool) -> None:
     assert binds_loopback(host) is loopback
 
 

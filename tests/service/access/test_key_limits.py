@@ -113,7 +113,7 @@ def test_replaced_limits_keep_spent_tokens(clock: Clock) -> None:
             pass
     assert rejected(limits, "ann").retry_after == 5
     limits.replace({"ann": KeyLimit(per_minute=2)})
-    assert rejected(limits, "ann").retry_after == 30, "no longer than for one request"
+    assert rejected(limits, "ann").retry_after == 30, "no longer than the wait for one request"
     limits.replace({})
     for _ in range(100):
         with limits.request("ann"):

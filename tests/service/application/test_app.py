@@ -33,7 +33,7 @@ def test_routes_are_prepared_before_the_first_request(
     with monkeypatch.context() as patch:
         patch.setattr(fastapi.routing, "get_dependant", noted)
         with serving(checkpoint_path) as server:
-            assert made, "the test watches the wrong function"
+            assert made, "the test replaces the wrong function"
             made.clear()
             for path in ("/version", "/nowhere", "/v1/models"):
                 server.client.get(path)
@@ -67,7 +67,7 @@ def no_free_thread(server: Serving) -> Iterator[None]:
 
 @pytest.mark.parametrize("path", ANSWERED_BY_THE_LOOP)
 def test_endpoint_without_work_needs_no_thread(server: Serving, path: str) -> None:
-    """A probe must succeed even if all threads wait for a disk."""
+    """Probes must succeed even if all threads wait for a disk."""
     with no_free_thread(server):
         assert server.client.get(path, timeout=10).status_code in (200, 404)
 

@@ -66,7 +66,7 @@ def test_large_headers_are_refused(server: Serving, headers: dict[str, str]) -> 
     assert server.client.get("/version", headers={"X-Long": "a" * 60_000}).status_code == 200
 
 
-# Our own bugs
+# Bugs
 
 
 def test_bug_is_500_with_the_request_id(buggy: Serving, logged_errors: list[str]) -> None:
@@ -88,7 +88,7 @@ def test_bug_after_the_first_byte_ends_the_reply(buggy: Serving, logged_errors: 
         buggy.client.get("/late-bug")
     eventually(lambda: len(logged_errors) > 0)
     assert "/secret/path of our own" in logged_errors[0]
-    assert "our own bug" not in logged_errors[0], "there is no second answer"
+    assert "our own bug" not in logged_errors[0], "there is no second reply"
     logged_errors.clear()
     assert buggy.client.get("/version").status_code == 200
 
@@ -209,7 +209,7 @@ def test_polled_endpoints_are_not_logged(server: Serving, caplog: pytest.LogCapt
     assert caplog.records == []
 
 
-# Pages of other origins
+# Pages from other origins
 
 PAGE = "https://page.example"
 KEY = {"Authorization": "Bearer a-key-of-the-page"}
@@ -280,7 +280,7 @@ def test_preflight_is_logged_and_counted(
     assert response.headers.get_list("x-request-id") == ["abc"]
     counted = {"endpoint": "/probs", "status": "200"}
     eventually(lambda: open_to_page.sample("logitd_http_requests_total", **counted) == 1)
-    eventually(lambda: len(caplog.records) == 1)  # written after the reply
+    eventually(lambda: len(caplog.records) == 1)  # the log line is written after the reply
     (record,) = caplog.records
     assert record.getMessage().startswith("OPTIONS /probs 200 ")
     assert record.getMessage().endswith(" ms abc")

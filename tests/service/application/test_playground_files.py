@@ -1,5 +1,5 @@
-"""Files of the playground: none is missing, and every text is legible.
-`tests/e2e/test_playground.py` tests the page in a browser."""
+"""Files of the playground: none is missing, and all text is legible. `tests/e2e/test_playground.py`
+tests the page in a browser."""
 
 import re
 from pathlib import Path
@@ -17,15 +17,15 @@ LEAST_CONTRAST = 4.5
 """Least contrast of text: https://www.w3.org/TR/WCAG22/#contrast-minimum."""
 
 
-def colours(scheme: str) -> dict[str, str]:
-    """The colours that a scheme declares."""
+def colors(scheme: str) -> dict[str, str]:
+    """The colors that a scheme declares."""
     blocks = re.findall(r":root \{(.*?)\}", STYLES, re.DOTALL)
     return dict(re.findall(r"(--[a-z-]+): (#[0-9a-f]{6});", blocks[scheme == "dark"]))
 
 
-def luminance(colour: str) -> float:
+def luminance(color: str) -> float:
     """https://www.w3.org/TR/WCAG22/#dfn-relative-luminance"""
-    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    parts = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
     linear = [
         part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
     ]
@@ -47,12 +47,12 @@ def contrast(first: str, second: str) -> float:
     ],
 )  # fmt: skip
 def test_text_is_legible_in_both_schemes(scheme: str, text: str, behind: str) -> None:
-    of = colours(scheme)
+    of = colors(scheme)
     assert contrast(of[f"--{text}"], of[f"--{behind}"]) >= LEAST_CONTRAST
 
 
-def test_both_schemes_declare_the_same_colours() -> None:
-    assert colours("light").keys() == colours("dark").keys()
+def test_both_schemes_declare_the_same_colors() -> None:
+    assert colors("light").keys() == colors("dark").keys()
     used = set(re.findall(r"var\((--[a-z-]+)", STYLES))
     set_elsewhere = {
         "--share",
@@ -65,14 +65,14 @@ def test_both_schemes_declare_the_same_colours() -> None:
         "--side",
         "--strength",
     }
-    assert used - set_elsewhere <= colours("light").keys()
+    assert used - set_elsewhere <= colors("light").keys()
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
 def test_module_imports_existing_names(module: Path) -> None:
-    """Its imports, their exports, and elements of the page exist."""
+    """The imported files, the exported names and the page's elements exist."""
     text = module.read_text(encoding="utf-8")
-    assert re.match(r"// [A-Z][^\n]*", text), "it begins with a description"
+    assert re.match(r"// [A-Z][^\n]*", text), "it must begin with a description"
     for names, source in re.findall(r'import \{([^}]*)\} from "\./([a-z]+\.js)"', text):
         exported = (module.parent / source).read_text(encoding="utf-8")
         for name in map(str.strip, names.split(",")):

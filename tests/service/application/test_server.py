@@ -74,7 +74,8 @@ class Stream:
 
 
 def posted(url: str, body: dict[str, Any]) -> tuple[threading.Thread, list[httpx.Response]]:
-    """A request in a separate thread, and the list that receives its response."""
+    """Send a request in a separate thread. Returns the thread and the list that receives the
+    response."""
     responses: list[httpx.Response] = []
 
     def post() -> None:
@@ -171,7 +172,7 @@ def test_keys_are_read_again_on_sighup(spelling_path: Path, tmp_path: Path) -> N
 
 
 def test_sighup_leaves_the_served_checkpoint_alone(tmp_path: Path) -> None:
-    """Even if the run has a new best checkpoint."""
+    """The old checkpoint stays even if the run has a new best one."""
     run, keys = tmp_path / "run", tmp_path / "keys"
     for step in (1, 2):
         save_tiny_checkpoint(run / f"step-{step}", training=training_record(step=step))
@@ -265,7 +266,7 @@ def test_checkpoint_that_cannot_be_loaded_ends_the_server(
 def test_failed_engine_ends_the_server_with_1(
     checkpoint_path: Path, logged_errors: list[str]
 ) -> None:
-    """A supervisor can then restart it."""
+    """The process exits, so that a supervisor can restart it."""
     requests: list[threading.Thread] = []
 
     def break_engine(models: Models, port: int) -> None:

@@ -15,7 +15,7 @@ from logitd.service.cli.busy import busy_notice
         ("0.40 0.20 0.10 1/171 7776", False),
         ("9.41 5.00 2.00 1/171 7776", False),  # a command that has just ended
         ("0.40 0.20 0.10 11/171 7776", False),  # a burst of some milliseconds
-        ("1.02 0.20 0.10 2/171 7776", True),  # one other program, and two processors
+        ("1.02 0.20 0.10 2/171 7776", True),  # one other program on two processors
         ("no numbers", False),
     ],
 )

@@ -89,21 +89,21 @@ def until(descriptor: int, pattern: bytes) -> bytes:
 def test_shells_at_a_terminal_offer_words(shell: str, folder: Path) -> None:
     """Type words and the Tab key, twice for a list in bash. Fish gets the other lines too."""
     if shutil.which(shell) is None:
-        pytest.skip(f"there is no {shell} here")
+        pytest.skip(f"{shell} is not installed")
     flags = {"bash": ["--norc", "-i"], "zsh": ["-f", "-i"]}[shell]
     tabs = "\t\t" if shell == "bash" else "\t"
     lines = list(OFFERED)[::2]
     outputs = at_a_terminal(folder, [shell, *flags], [f"{line}{tabs}" for line in lines])
     for line, output in zip(lines, outputs, strict=True):
         offered = OFFERED[line]
-        if len(offered) == 1:  # it is on the line then
+        if len(offered) == 1:  # it was inserted into the line
             assert f"{line.rpartition(' ')[0]} {offered[0]}" in output
         else:
             assert {*offered} <= {*output.split()}
             assert "train" not in output.split()
 
 
-@pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish here")
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
 def test_fish_offers_words(folder: Path) -> None:
     asked = "; ".join(f"complete -C '{line}'; echo the end" for line in OFFERED)
     done = subprocess.run(

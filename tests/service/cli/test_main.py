@@ -348,7 +348,7 @@ class Finder:
             os._exit(0)
 sys.meta_path.insert(0, Finder())
 """
-"""Prints the environment and exits at the first import of torch."""
+"""Print the environment and exit at the first import of torch."""
 
 
 @pytest.mark.parametrize(
@@ -384,7 +384,7 @@ def test_spin_is_set_before_torch_is_imported(entry: str, command: str) -> None:
     )
     *lines, environment = done.stdout.splitlines()
     assert json.loads(environment).items() >= SPIN.items()
-    assert lines == ["loading PyTorch"] * (command == "train")  # so the screen is never empty
+    assert lines == ["loading PyTorch"] * (command == "train")  # so the screen does not stay empty
 
 
 # Interrupts
@@ -395,7 +395,7 @@ def test_spin_is_set_before_torch_is_imported(entry: str, command: str) -> None:
 def test_interrupts_during_imports_end_silently(
     arguments: list[str], library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """During imports of the command line, and of the command."""
+    """During the imports of the command line and those of the command."""
     monkeypatch.chdir(ROOT)
     process = subprocess.Popen(
         [sys.executable, "-m", "logitd", *arguments],

@@ -1,4 +1,4 @@
-"""Fixture of the client's tests: clients of both kinds."""
+"""Fixture for the client's tests: clients of both kinds."""
 
 import asyncio
 from collections.abc import Callable, Iterator

@@ -1,4 +1,5 @@
-"""The asynchronous client driven from outside its event loop, so one test covers both clients."""
+"""The asynchronous client, driven from outside its event loop, so that one test covers both
+clients."""
 
 import asyncio
 from typing import Any, Self, cast

@@ -1,6 +1,6 @@
-"""A server with the answers of a test, byte by byte.
+"""A server that sends a test's replies byte by byte.
 
-It plays faults that a real server does not have on demand: two refusals and then an answer,
+It simulates faults that a real server does not have on demand: two refusals and then a reply,
 silence, a broken connection, a proxy.
 """
 
@@ -20,7 +20,7 @@ SSE = "Content-Type: text/event-stream"
 
 @dataclass(frozen=True)
 class Script:
-    """The answer to one request. Afterwards the connection is closed, kept for the next request, or
+    """The reply to one request. Afterwards the connection is closed, kept for the next request, or
     held open in silence until the client closes it."""
 
     answer: bytes
@@ -56,7 +56,7 @@ class ScriptedServer:
             thread.join(TEST_TIMEOUT)
 
     def header(self, name: str, request: int = 0) -> str | None:
-        """A header of a request."""
+        """The value of a request's header."""
         for line in self.requests[request].partition(b"\r\n\r\n")[0].decode().split("\r\n")[1:]:
             found, _, value = line.partition(": ")
             if found.lower() == name.lower():
@@ -98,7 +98,7 @@ class ScriptedServer:
 
 @contextmanager
 def scripted(*scripts: Script | bytes) -> Iterator[ScriptedServer]:
-    """A server with these answers, in order; bytes keep the connection."""
+    """Run a server with these replies, in order. After bytes the connection stays open."""
     server = ScriptedServer([Script(one) if isinstance(one, bytes) else one for one in scripts])
     try:
         yield server
@@ -130,7 +130,7 @@ def events(*data: Any, end: bool = True, whole: bool = True) -> bytes:
 
 
 def _read_request(connection: socket.socket) -> bytes:
-    """A whole request; empty if the client has closed."""
+    """A whole request; empty if the client has closed the connection."""
     received = bytearray()
     while (at := received.find(b"\r\n\r\n")) < 0:
         if not (data := connection.recv(65536)):

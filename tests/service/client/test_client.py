@@ -26,7 +26,7 @@ LONG: dict[str, Any] = {"prompt": "a", "ignore_eos": True}
 
 
 def plain(value: Any) -> Any:
-    """A result as JSON, without nulls and members that differ between two equal requests."""
+    """A result as JSON, without nulls or members that differ between two equal requests."""
     match value:
         case dict():
             passing = ("request_id", "id", "created", "timings") if "checkpoint" in value else ()
@@ -233,7 +233,7 @@ def test_clients_of_the_caller_stay_open(speller: Serving) -> None:
 
 
 OF_NOTEBOOKS = {"run_with_cache", "run_with_hooks"}
-"""Methods of Client alone: notebooks block."""
+"""Methods that only Client has, because notebooks use a blocking client."""
 
 
 def test_both_clients_have_the_same_methods() -> None:

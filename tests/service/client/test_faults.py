@@ -34,7 +34,7 @@ KEY = "sk-0123456789abcdef"
 VERSION = reply(200, {"version": "9"})
 STREAM = events(*CHUNKS, chunk(**TAIL))
 SOON = 0.6
-"""Seconds of a timeout that passes."""
+"""A timeout in seconds that is allowed to pass."""
 
 SENT: dict[str, Callable[[Client], Any]] = {
     "generate": lambda client: client.generate("a"),
@@ -44,7 +44,7 @@ SENT: dict[str, Callable[[Client], Any]] = {
 }
 
 
-# Further tries
+# Retries
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ DECIDED = {"logits": {"top_k", "stream"}}
 
 
 def tree(source: str) -> str:
-    """A source without its layout and comments."""
+    """A source file without layout or comments."""
     parsed = ast.parse(source)
     for node in ast.walk(parsed):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -60,7 +60,7 @@ def test_fields_match_the_object(model: type[BaseModel]) -> None:
 
 
 def models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The replies of an annotation, and their parts."""
+    """The reply models in an annotation, and their parts."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
         for field in annotation.model_fields.values():

@@ -1,4 +1,4 @@
-"""HookedClient against HookedGPT on the same weights."""
+"""HookedClient compared with HookedGPT on the same weights."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +32,7 @@ def client(server: Serving) -> Iterator[Client]:
 
 
 def check_cache(client: Client, gpt: GPT) -> None:
-    """Compare all stages that the server has with those in process."""
+    """Compare all stages of the server with those computed in process."""
     model = HookedGPT(gpt, byte_tokenizer(), "tiny")
     logits, cache = client.run_with_cache([TEXT, TEXT[::-1]])
     with torch.no_grad():
@@ -40,7 +40,7 @@ def check_cache(client: Client, gpt: GPT) -> None:
     np.testing.assert_allclose(logits, expected_logits, rtol=0, atol=3e-4)
     assert len(cache) > 12 * gpt.config.n_layer
     for name, array in cache.items():
-        if name in expected:  # a parallel block has no middle for TransformerLens
+        if name in expected:  # TransformerLens has no middle of a parallel block
             np.testing.assert_allclose(array, expected[name], rtol=0, atol=3e-4, err_msg=name)
     assert set(cache) - set(expected) <= {
         f"blocks.{layer}.hook_resid_mid" for layer in range(gpt.config.n_layer)

@@ -46,7 +46,7 @@ def test_arrays_equal_the_endpoints(
             members[name] = getattr(result, name)
         for key, values in members.items():
             expected = found.pop(f"{key}.{index}" if many else key)
-            if expected.dtype == torch.bfloat16:  # NumPy has none
+            if expected.dtype == torch.bfloat16:  # NumPy has no bfloat16
                 expected = expected.float()
             assert values.dtype == expected.numpy().dtype
             assert np.array_equal(values, expected.numpy())
@@ -79,7 +79,7 @@ def test_arrays_of_results_are_accepted_as_fields(server: Serving, connect: Conn
             prompt, max_tokens=1, temperature=zero, logit_bias={likeliest: -100.0}
         ).choices
         assert choices[0].token_ids != (likeliest,)
-    two = np.array([[1, 2], [3, 4]])  # of any shape to a type checker, as numpy's results are
+    two = np.array([[1, 2], [3, 4]])  # like NumPy's results, they have any shape for a type checker
     both = client.logits(two)
     assert [one.token_ids.tolist() for one in both] == [[1, 2], [3, 4]]
     assert both[1].logits[0][5] == both[1].logits[0, 5] == client.logits(two[1]).logits[0][5]

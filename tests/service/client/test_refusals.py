@@ -70,7 +70,7 @@ def test_other_models_and_paths_are_not_found(server: Serving, connect: Connect)
     error = refused(NotFoundError, lambda: connect(server.url).generate("x", model="gpt-9"))
     assert (error.status, error.code) == (404, "model_not_found")
     gone = connect(server.url, model="gpt-9")
-    refused(NotFoundError, lambda: gone.generate("x", model=None))  # no model is chosen
+    refused(NotFoundError, lambda: gone.generate("x", model=None))  # it chooses no model
     error = refused(NotFoundError, lambda: connect(f"{server.url}/elsewhere/").info())
     assert "/elsewhere/info" in error.message
 

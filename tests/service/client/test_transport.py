@@ -1,4 +1,4 @@
-"""Settings of a client, and its waits before further tries. Nothing is sent."""
+"""Settings of a client, and its waits before retries. Nothing is sent."""
 
 import re
 import time
@@ -151,7 +151,7 @@ def test_request_has_the_settings() -> None:
     assert other.headers["X-Request-ID"] != first.request_id
 
 
-# Further tries
+# Retries
 
 
 @pytest.mark.parametrize("status", [302, 400, 401, 404, 413, 415, 431, 499, 500, 501, 504])
@@ -179,7 +179,7 @@ def test_waits_stay_within_the_timeout() -> None:
     with pytest.raises(APIStatusError):
         wait(429, "5", timeout=4.9)
     late = exchange(timeout=6)
-    late._began = time.monotonic() - 3  # it has already waited this long
+    late._began = time.monotonic() - 3  # the client has already waited this long
     with pytest.raises(APIStatusError):
         late.wait_after_refusal(httpx.Response(429, headers={"Retry-After": "5"}), b"")
     assert wait(429, "5", timeout=None) >= 5

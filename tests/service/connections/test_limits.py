@@ -80,8 +80,8 @@ def ended(server: Serving, reason: str) -> float:
 
 
 def test_connection_that_waits_longest_makes_room(narrow: Serving) -> None:
-    """First connections without a request, the oldest first; then one with a body; never one with a
-    reply."""
+    """Connections without a request are closed first, in order of age; then one with a body; never
+    one with a reply."""
     with ExitStack() as stack:
 
         def connect(begin: bytes) -> socket.socket:
@@ -195,7 +195,7 @@ def test_silent_connections_keep_no_client_out(checkpoint_path: Path) -> None:
         for _ in range(5):
             with client(server.url) as http:
                 assert http.get("/health").status_code == 200
-        # Under load the system drops connections and repeats them a second later.
+        # Under load the system drops connection attempts and repeats them a second later.
         said = "with 112 connections open; see --max-connections"
         eventually(lambda: said in server.output)
 

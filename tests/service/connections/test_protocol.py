@@ -157,7 +157,7 @@ def pipelines(draw: st.DrawFn) -> tuple[list[bytes], list[int]]:
                 size = MAX_HEADER_BYTES + draw(st.integers(0, 2 * MAX_RAW_HEADER_BYTES))
                 requests.append(GET[:-2] + b"X-A: " + b"b" * size + b"\r\n\r\n")
                 statuses.append(431)
-                if size > MAX_RAW_HEADER_BYTES - 200:  # the connection is closed after it
+                if size > MAX_RAW_HEADER_BYTES - 200:  # the connection is closed after this reply
                     return requests, statuses
                 continue
         statuses.append(200)
@@ -249,7 +249,7 @@ def test_refusal_waits_for_its_turn(speller: Serving) -> None:
 def test_half_closed_connection_counts_as_disconnected(
     speller: Serving, ahead: int, closes: bool
 ) -> None:
-    """Also if the server has stopped reading, because of pipelined requests."""
+    """Even if the server has stopped reading because of pipelined requests."""
     server = speller
     before = server.finished("abort")
     with server.connect() as raw:
@@ -275,7 +275,7 @@ def test_client_answered_before_its_body_can_read_the_answer(
     body = b"a" * 600_000
     with hurried.connect() as raw:
         raw.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode())
-        select.select([raw], [], [], 10)  # the answer has come, but is not read
+        select.select([raw], [], [], 10)  # the reply has arrived, but was not read
         for start in range(0, len(body), 100_000):
             raw.sendall(body[start : start + 100_000])
             time.sleep(0.01)
@@ -288,7 +288,7 @@ def test_client_that_keeps_sending_after_the_answer_is_ended(hurried: Serving) -
         raw.settimeout(10)
         raw.sendall(head + b"Content-Length: 1000000000\r\n\r\n")
         with pytest.raises((ConnectionResetError, BrokenPipeError)):
-            raw.sendall(b"a" * 64 * 2**20)  # more than sockets hold and the server discards
+            raw.sendall(b"a" * 64 * 2**20)  # more than sockets hold and the server would discard
     eventually(lambda: hurried.sample("logitd_connections") <= 1)
 
 
@@ -462,7 +462,7 @@ def drained(raw: socket.socket) -> bytes:
 
 
 def test_shutdown_does_not_wait_for_stuck_clients(spelling_path: Path) -> None:
-    """The clients have sent nothing, half a head or half a body, or do not read."""
+    """Clients have sent nothing, half a head or half a body, or do not read."""
     rows = {"prompt": "abc" * 2000, "positions": "all"}
     starts: list[bytes] = [
         b"",

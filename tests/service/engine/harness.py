@@ -59,7 +59,7 @@ class GatedEngine(Engine):
 
 
 def no_weights(path: Path, weights_sha256: str) -> GPT:
-    raise LookupError(f"a test without a reload was asked for {path}")
+    raise LookupError(f"this test has no reload, but {path} was requested")
 
 
 @asynccontextmanager

@@ -35,7 +35,7 @@ async def test_abort_ends_a_sequence_or_a_request() -> None:
         assert ends == {
             ("a", 0): FinishReason.LENGTH,
             ("a", 1): FinishReason.ABORT,
-            ("b", 0): FinishReason.STOP,  # its reader has found a stop string
+            ("b", 0): FinishReason.STOP,  # as if its reader had found a stop string
         }
         submission.abort()  # no effect: they have ended
         assert owner.admission.sequences == 0

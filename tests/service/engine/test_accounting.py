@@ -37,7 +37,7 @@ COMMANDS = ("rows", "scores", "prompt logprobs", "generation", "too late", "rese
 
 
 class Account:
-    """Sends requests to an AsyncEngine and knows its open elements: reserved ones, and those of
+    """Sends requests to an AsyncEngine and tracks its open elements: reserved ones, and those of
     requests with unfinished sequences."""
 
     def __init__(self, owner: AsyncEngine, reports: list[StepReport]) -> None:

@@ -90,18 +90,18 @@ async def test_tokens_wait_while_the_loop_pauses(monkeypatch: pytest.MonkeyPatch
         permits.release(3)
         assert await first.take(timeout=0.1) == []
         second = owner.submit([generation("b", 10)])
-        permits.release(2)  # one may have begun without it
+        permits.release(2)  # a step may have begun without it
         assert len(token_ids(await second.take(), "b")) == 1
         before = token_ids(await first.take(), "a")
         assert len(before) >= 4
         permits.release(20)
         assert len(token_ids(await rest(first), "a")) == 9 - len(before)
         assert len(token_ids(await rest(second), "b")) == 9
-        assert len(reports) >= 11, "each step is reported all the same"
+        assert len(reports) >= 11, "each step is still reported"
 
 
 async def test_waiting_tokens_come_after_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if the thread is in a step that does not end."""
+    """Events are delivered even if the thread is in a step that does not end."""
     monkeypatch.setattr("logitd.service.engine.wakeup.PAUSE_FACTOR", 1e9)
     permits = threading.Semaphore(0)
     engine = GatedEngine(TINY, EngineConfig(slots=4), permits=permits)
@@ -140,7 +140,7 @@ async def test_take_can_be_cancelled() -> None:
         taking = asyncio.ensure_future(submission.take(timeout=TEST_TIMEOUT))
         await asyncio.sleep(0)
         engine.gate.set()
-        while not reports:  # the delivery and the cancellation meet in one turn of the loop
+        while not reports:  # delivery and cancellation happen in the same iteration of the loop
             await asyncio.sleep(0)
         taking.cancel()
         await asyncio.wait({taking})

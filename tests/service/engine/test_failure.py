@@ -53,7 +53,7 @@ def broken() -> AsyncEngine:
 async def test_hanging_step_is_reported_as_stalled() -> None:
     engine = tiny()
     async with running(engine, stall_timeout=0.05) as (owner, _):
-        assert owner.stalled() is None, "nothing to do is not a stall"
+        assert owner.stalled() is None, "an idle engine is not stalled"
         engine.gate.clear()
         submission = owner.submit([generation("a")])
         while owner.stalled() is None:
@@ -65,7 +65,7 @@ async def test_hanging_step_is_reported_as_stalled() -> None:
 
 async def test_failed_engine_ends_every_submission(logged_errors: list[str]) -> None:
     owner = broken()
-    # One running, one waiting for a slot, and one whose events nobody has taken.
+    # One running, one waiting for a slot, and one whose events were not taken.
     submissions = [owner.submit([generation(name, 50)]) for name in "ab"]
     submissions.append(owner.submit([all_rows("c", 9)]))
     reservation = reserved(owner, [all_rows("rows", 9)])

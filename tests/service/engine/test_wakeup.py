@@ -26,7 +26,7 @@ class Loop:
     def __init__(self) -> None:
         self.now = 1000.0
         self.cpu = 0.0
-        self.woken: list[Callable[[], None]] = []  # by the thread
+        self.woken: list[Callable[[], None]] = []  # wake-ups by the thread
         self.soon: list[Callable[[], None]] = []
         self.timers: list[Timer] = []
 
@@ -152,7 +152,7 @@ def test_pause_counts_the_tasks_that_a_delivery_wakes(bench: Bench) -> None:
     bench.cost = 0.0
     bench.put(1)
     bench.loop.woken.pop()()
-    bench.loop.cpu += 0.001  # of them
+    bench.loop.cpu += 0.001  # tasks that were woken
     bench.loop.run()
     assert not bench.put(2)
     bench.loop.now += PAUSE_FACTOR * 0.001

@@ -1,4 +1,5 @@
-"""Helpers of the API's tests: a prompt, the smallest body of each operation, replies as arrays."""
+"""Helpers for tests of the API: a prompt, the smallest body of each operation, replies as
+arrays."""
 
 import io
 from collections.abc import Mapping

@@ -102,7 +102,7 @@ HEAD: dict[str, Any] = {"stage": "blocks.1.attention.heads", "heads": [2], "oper
 
 
 def without_head(name: str, value: torch.Tensor) -> torch.Tensor:
-    """Removal of HEAD, computed by hand."""
+    """The logits without HEAD, computed by hand."""
     if name != HEAD["stage"]:
         return value
     value = value.clone()
@@ -222,7 +222,8 @@ def test_values_count_in_the_queue(checkpoint_path: Path) -> None:
 
 
 def test_direction_between_prompts_equals_its_numbers(server: Serving) -> None:
-    """A direction that is read from two prompts, at every layer, and the same one as numbers."""
+    """A direction read from two prompts, at every layer, compared with the same direction as
+    numbers."""
     stages = ["blocks.*.output"]
 
     def values(prompt: str, *interventions: Any) -> dict[str, Any]:

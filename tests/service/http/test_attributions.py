@@ -40,7 +40,7 @@ def attributions(server: Serving, **fields: Any) -> list[PromptAttributions]:
 
 
 def same(ours: float | None, theirs: float) -> None:
-    """The server may have another number of threads than the test, and so other bits."""
+    """The server's number of threads may differ from the test's, and so may the bits."""
     assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
@@ -189,13 +189,15 @@ def test_streams_continue_unchanged_during_attributions(spelling_path: Path) -> 
             asking.start()
             assert server.generate("a", **asked)["choices"][0]["token_ids"] == expected
             asking.join()
-            assert server.sample("logitd_num_sequences_running") == 1, "the long one still runs"
+            assert server.sample("logitd_num_sequences_running") == 1, (
+                "the long one is still running"
+            )
         assert beside == [alone]
         server.wait_idle()
 
 
 def test_gradients_count_in_the_budget_until_they_are_read(spelling_path: Path) -> None:
-    """Seven clients that did not read kept 200 MB each, which no limit counted."""
+    """Seven clients that did not read once kept 200 MB each, which counted toward no limit."""
     stages = ["blocks.*.attention.probs", "blocks.*.attention.scores"]
     body = {"prompt": "b" * 100, "stages": stages}
     with serving(spelling_path, slots=1, max_reply_elements=2**24) as server:
@@ -212,7 +214,7 @@ def test_gradients_count_in_the_budget_until_they_are_read(spelling_path: Path) 
 
 
 def test_direction_without_finite_gradients_is_a_400(server: Serving) -> None:
-    """It was logged as a failure of the engine, with a 500."""
+    """This was once logged as a failure of the engine, with a 500."""
     stage = "blocks.0.output"
     read = server.json("/activations", {"prompt": "a", "stages": [stage], "positions": "all"})
     width = len(read["prompts"][0]["stages"][stage][0])
@@ -238,5 +240,5 @@ def test_attribution_counts_in_the_queue_as_its_passes(spelling_path: Path) -> N
                 assert server.post("/attributions", {"prompt": "c" * 300}).status_code == 200
         server.wait_idle()
         assert server.served.engine.admission._open.total == Load(), (
-            "what was counted is given back"
+            "all counted elements are released"
         )

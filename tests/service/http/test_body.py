@@ -95,7 +95,7 @@ def test_deeply_structured_body_is_not_parsed(
     """4 MB of nested lists once blocked the event loop, and with it every stream, for a second."""
 
     def parsed(*_: Any, **__: Any) -> Any:
-        raise AssertionError("this body was to be refused before it is parsed")
+        raise AssertionError("this body must be refused before it is parsed")
 
     body, values, parts = LARGE[name]
     with monkeypatch.context() as patch:
@@ -225,7 +225,7 @@ def test_connection_continues_after_a_refused_body(small: Serving) -> None:
 def test_unknown_path_is_404(server: Serving, path: str) -> None:
     for send in (server.client.get, server.client.post):
         response = send(f"{server.url}{path}")
-        if response.status_code != 405:  # a file that is not there has no methods either
+        if response.status_code != 405:  # a missing file has no methods either
             assert "there is no /" in error_of(response, 404).message
 
 

@@ -61,7 +61,7 @@ def test_most_parts_limit_a_circuit(server: Serving) -> None:
 
 
 def test_verification_is_that_of_logits_with_interventions(server: Serving) -> None:
-    """With every stage of parts at its mean. `test_find.py` tests the other ablations."""
+    """All parts of every stage are set to their means. `test_find.py` tests the other ablations."""
     found = circuit(server, share=0.5)
     stages = tensors(server, "/activations", positions="all", stages=list(STAGES))
     means = [
@@ -76,7 +76,7 @@ def test_verification_is_that_of_logits_with_interventions(server: Serving) -> N
 
 
 def test_single_token_has_nothing_to_explain(server: Serving) -> None:
-    """Its parts are their own means."""
+    """With a single position, all parts equal their means."""
     found = circuit(server, prompt="x")
     assert (found.share, found.nodes, found.edges) == (None, [], [])
     assert found.verification.without_all == pytest.approx(found.difference, abs=1e-4)

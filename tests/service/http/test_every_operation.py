@@ -31,7 +31,7 @@ WITH_PROMPTS = [
 def test_reply_fits_its_schema_and_names_the_weights(server: Serving, name: str) -> None:
     operation = BY_NAME[name]
     bodies: Sequence[Mapping[str, Any]] = [SMALLEST[name]]
-    if operation.form == "vocabulary":  # several texts have another reply
+    if operation.form == "vocabulary":  # replies to several texts differ
         bodies = [SMALLEST[name], {key: [value] for key, value in SMALLEST[name].items()}]
     for body in bodies:
         response = server.post(operation.path, body)
@@ -177,7 +177,7 @@ def test_readings_are_bounded_as_replies_are(small: Serving, name: str) -> None:
     assert small.post(f"/{name}", reads("x" * 66)).status_code == 200
 
 
-# One file more
+# A new operation in a single file
 
 
 class RankRequest(PromptBody):

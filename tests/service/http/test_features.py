@@ -105,10 +105,10 @@ def test_feature_promotes_what_its_direction_does_through_the_head(
     assert (reply.sae, reply.stage, reply.index, reply.density) == ("mine", STAGE, 5, 0.25)
     _, gpt = load_checkpoint(checkpoint.path, device=torch.device("cpu"), dtype=torch.float32)
     direction = AUTOENCODER.decoder[5]
-    centred = direction - direction.mean()
-    length = direction.norm() / WIDTH**0.5 / centred.square().mean().sqrt()
+    centered = direction - direction.mean()
+    length = direction.norm() / WIDTH**0.5 / centered.square().mean().sqrt()
     logits = gpt.head_parameters()[0][: checkpoint.config.vocab_size] @ (
-        length * centred * gpt.final_norm.weight
+        length * centered * gpt.final_norm.weight
     )
     assert reply.promoted is not None
     assert reply.suppressed is not None
@@ -168,7 +168,7 @@ def test_wrong_path_or_query_has_the_form_of_other_errors(
 
 
 def test_gradients_of_features_are_refused(featured: Serving) -> None:
-    """They failed in the engine, with a 500."""
+    """These once failed in the engine, with a 500."""
     for asked in (
         {"stages": [STAGE]},
         {"stages": ["blocks.*.output.sae.mine"]},

@@ -38,7 +38,7 @@ def stream(server: Serving, prompt: Any, **fields: Any) -> list[Any]:
 
 
 def joined(chunks: Sequence[Any], index: int = 0) -> dict[str, Any]:
-    """A choice put together from the deltas of a stream."""
+    """A choice joined from the deltas of a stream."""
     deltas = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
     whole = dict(deltas[-1])
     whole["text"] = "".join(delta["text"] for delta in deltas)
@@ -72,7 +72,7 @@ def test_phases_are_in_a_header(server: Serving) -> None:
         f"{phase};dur={timings[f'{phase}_ms']:.3f}" for phase in ("queue", "prefill", "decode")
     )
     streamed = server.post("/generate", {"prompt": PROMPT, "max_tokens": 3, "stream": True})
-    assert "server-timing" not in streamed.headers, "they are not known yet"
+    assert "server-timing" not in streamed.headers, "they are still unknown"
 
 
 @pytest.mark.parametrize("fields", [{}, {"seed": -1}], ids=str)
@@ -190,12 +190,14 @@ def test_stop_strings(
         reply = speller.generate("a", stop=stop, ignore_eos=True)
         (choice,), usage = reply["choices"], reply["usage"]
     assert choice["text"] == text
-    assert choice["token_ids"] == spelled("a", tokens), "up to the one that completes it"
+    assert choice["token_ids"] == spelled("a", tokens), (
+        "up to the one that completes the stop string"
+    )
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", found)
     assert usage["completion_tokens"] == tokens
     speller.wait_idle()
     after = speller.finished("stop"), speller.finished("abort"), speller.finished("length")
-    assert after == (before[0] + 1, *before[1:]), "it ended as told, and does not run on"
+    assert after == (before[0] + 1, *before[1:]), "it ended as requested, and does not continue"
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -239,7 +241,7 @@ def test_echo_puts_the_prompt_in_front_of_every_text(speller: Serving) -> None:
     fields: dict[str, Any] = {"echo": True, "max_tokens": 3, "n": 2, "stop": "ab"}
     whole = speller.generate(["tab", list(b"x")], **fields)["choices"]
     assert [choice["text"] for choice in whole] == ["tabcde", "tabcde", "xyz ", "xyz "]
-    assert whole[0]["token_ids"] == list(b"tabcde"), "ids and text stay side by side"
+    assert whole[0]["token_ids"] == list(b"tabcde"), "ids and text stay in step"
     chunks = stream(speller, ["tab", list(b"x")], **fields)
     assert [joined(chunks, index)["text"] for index in range(4)] == [c["text"] for c in whole]
 
@@ -362,7 +364,7 @@ def test_chunks_have_the_shape_of_the_reply(server: Serving) -> None:
     Usage.model_validate(last["usage"])
     Timings.model_validate(last["timings"])
     assert last["seed"] == 5
-    # Put together they are the reply.
+    # Joined, they are the reply.
     choices = [joined(chunks, index) for index in range(4)]
     GenerateReply.model_validate({**heads[0], **last, "choices": choices})
 

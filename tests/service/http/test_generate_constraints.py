@@ -1,4 +1,4 @@
-"""POST /generate with a constraint: texts that match, streams and neighbours, and every refusal."""
+"""POST /generate with a constraint: texts that match, streams and neighbors, and every refusal."""
 
 import json
 import re
@@ -195,7 +195,7 @@ def test_slow_compilation_is_refused_without_delaying_others(hasty: Serving) -> 
         asked += 1
     error = error_of(answers[0])
     assert "more than 0.5 s to compile" in error.message
-    assert asked > 3, "the event loop or the engine was held up"
+    assert asked > 3, "the event loop or the engine was blocked"
     assert hasty.sample("logitd_constraints_total", outcome="timed_out") == 1
     assert hasty.generate("x", regex="ab", max_tokens=5)["choices"][0]["text"] == "ab"
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from logitd.model.inference.sampling.distribution import summarise
+from logitd.model.inference.sampling.distribution import summarize
 from logitd.model.operations.lens import LensReply, PromptLens
 from tests.service.http.asking import PROMPT
 from tests.service.serving import Serving, read_chunks, request_bytes
@@ -36,14 +36,14 @@ def test_last_layer_equals_probs(server: Serving) -> None:
 
 
 def test_earlier_layer_equals_the_head_on_its_residual_stream(server: Serving) -> None:
-    """An intervention puts the layer's output into the last layer."""
+    """An intervention copies the layer's output into the last layer."""
     (prompt,) = lens(server, layers=[1], positions=[-1], top_k=2)
     body = {"prompt": PROMPT, "layers": [1], "positions": [-1]}
     stream = server.json("/hidden_states", body)["prompts"][0]["hidden_states"][0][0]
     change = {"stage": "blocks.2.output", "positions": [-1], "operation": "set", "values": stream}
     logits = server.json("/logits", {"prompt": PROMPT, "interventions": [change]})
     row = np.array(logits["prompts"][0]["logits"][0], dtype=np.float32)
-    expected = summarise(row, top_k=2).tokens
+    expected = summarize(row, top_k=2).tokens
     (layer,) = prompt.positions[0].layers
     assert [token.id for token in layer.top] == [token.token_id for token in expected]
     assert [token.logprob for token in layer.top] == pytest.approx(

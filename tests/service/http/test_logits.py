@@ -1,4 +1,5 @@
-"""POST /logits: the model's own rows to the bit, chosen, listed and processed."""
+"""POST /logits: the model's own rows, bit for bit; chosen columns, the largest logits,
+processing."""
 
 import json
 import math
@@ -40,7 +41,7 @@ def test_rows_are_the_models_own_to_the_bit(server: Serving, rows: Rows) -> None
     assert np.array_equal(npy(server, "/logits", positions="all"), rows)
     (prompt,) = prompts(server, positions="all")
     assert np.array_equal(np.array(prompt["logits"], dtype=np.float32), rows)
-    # JSON's numbers are float32 in the fewest digits, no rounded doubles.
+    # Numbers in JSON are float32 in the fewest digits, not rounded doubles.
     assert json.dumps(prompt["logits"][0][0]) == orjson.dumps(rows[0, 0], option=16).decode()
 
 

@@ -51,7 +51,7 @@ def test_likeliest_tokens_are_listed(
     assert [token.rank for token in prompt.tokens] == list(range(1, count + 1))
     assert prompt.mass == pytest.approx(sum(plain[i] for i in best), abs=1e-4)
     (everything,) = probs(server, top_k=257).prompts
-    assert prompt.entropy == everything.entropy, "of all of it, whatever is listed"
+    assert prompt.entropy == everything.entropy, "of the whole distribution, whatever is listed"
 
 
 def test_named_tokens_keep_their_order_and_know_their_rank(
@@ -136,7 +136,7 @@ def test_probs_are_the_distribution_that_generate_samples_from(
 
 
 def test_perplexity_computes_each_block_of_a_prompt_once(server: Serving) -> None:
-    prompt = "A prompt of its own, which no other test of this server has computed: " + "y" * 50
+    prompt = "A separate prompt, which no other test of this server has computed: " + "y" * 50
     before = server.sample("logitd_prefill_tokens_total")
     probs(server, prompt, perplexity=True)
     computed = server.sample("logitd_prefill_tokens_total") - before

@@ -1,4 +1,4 @@
-"""POST /score: against the model's plain forward, and against sums of its own numbers."""
+"""POST /score: compared with the model's plain forward, and with sums of its numbers."""
 
 import math
 from typing import Any
@@ -38,7 +38,7 @@ def test_whole_text_can_be_scored(server: Serving, gpt: GPT) -> None:
     assert found.logprob == math.fsum(t.logprob or 0 for t in found.tokens)
     mean = found.logprob / found.scored_tokens
     assert found.perplexity == pytest.approx(math.exp(-mean))
-    assert found.bits_per_byte == pytest.approx(-mean / math.log(2))  # a byte per token here
+    assert found.bits_per_byte == pytest.approx(-mean / math.log(2))  # every token is a byte
 
 
 def test_continuations(server: Serving, gpt: GPT) -> None:

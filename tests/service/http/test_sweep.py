@@ -25,7 +25,9 @@ def sweep(server: Serving, prompt: Any = PROMPT, **fields: Any) -> SweepReply:
 def logits(server: Serving, columns: list[int], *interventions: Any) -> list[float]:
     body = {"prompt": PROMPT, "token_ids": columns, "interventions": interventions}
     row = server.json("/logits", body)["prompts"][0]["logits"][0]
-    return [float(np.float32(logit)) for logit in row]  # JSON has the fewest digits of a float32
+    return [
+        float(np.float32(logit)) for logit in row
+    ]  # JSON writes a float32 with as few digits as possible
 
 
 def test_each_head_in_turn_is_that_head_by_hand(server: Serving) -> None:

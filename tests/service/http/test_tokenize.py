@@ -97,11 +97,11 @@ def test_pieces_add_up_to_the_text(merging: Serving, text: str, names: str) -> N
     assert b"".join(bytes(piece.bytes) for piece in reply.pieces) == text.encode()
     for piece in reply.pieces:
         part = text[piece.start : piece.end]
-        assert bytes(piece.bytes) in part.encode(), "what it touches holds it"
+        assert bytes(piece.bytes) in part.encode(), "its characters contain its bytes"
         assert piece.text == bytes(piece.bytes).decode(errors="replace")
         assert piece.special == (piece.id >= END_OF_TEXT_ID)
     covered = [index for piece in reply.pieces for index in range(piece.start, piece.end)]
-    assert sorted(set(covered)) == list(range(len(text))), "no character is left out"
+    assert sorted(set(covered)) == list(range(len(text))), "every character belongs to a piece"
     assert covered == sorted(covered), "the pieces are in order"
 
 
@@ -259,7 +259,7 @@ def test_vocabulary_may_lack_an_end_of_text(tmp_path: Path) -> None:
 def test_text_that_times_out_the_pattern_is_refused(tmp_path: Path) -> None:
     tokenizer = Tokenizer(
         ranks={bytes([byte]): byte for byte in range(256)},
-        pattern=r"(x+x+)+y(?!z)|.",  # takes for ever on a row of x
+        pattern=r"(x+x+)+y(?!z)|.",  # takes forever on a row of x
         special_tokens={END_OF_TEXT: 256},
     )
     with serving(save_tiny_checkpoint(tmp_path / "slow", tokenizer=tokenizer).path) as server:

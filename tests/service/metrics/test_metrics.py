@@ -92,7 +92,7 @@ def finish(
     )
 
 
-# What is counted
+# Counts
 
 
 def test_sequence_from_arrival_to_end(metrics: Metrics, tiny: ModelMetrics) -> None:

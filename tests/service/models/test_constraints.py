@@ -252,7 +252,7 @@ async def test_trial_ends_with_its_last_client() -> None:
         for client in clients[:3]:
             client.cancel()
         await asyncio.wait(clients[:3])
-        assert len(b.constraints._compiling) == 3, "each has a waiting client"
+        assert len(b.constraints._compiling) == 3, "each still has a waiting client"
         for client in clients[3:]:
             client.cancel()
         await asyncio.wait(clients)

@@ -62,7 +62,7 @@ def server(run: Path) -> Iterator[Serving]:
 
 
 def test_step_answers_with_its_own_weights(server: Serving) -> None:
-    """More steps than fit into memory, there and back."""
+    """More steps than fit into memory, in both directions."""
     for step in (*STEPS, *reversed(STEPS)):
         assert check_reply(ask(server, step=step)) == step
     reply = ask(server)
@@ -124,7 +124,7 @@ def test_step_without_a_history_is_refused(run: Path) -> None:
 
 
 def test_used_steps_stay_in_memory_and_others_wait(run: Path) -> None:
-    """A stream of a step holds its place; afterwards the place is free."""
+    """A stream keeps its step in memory; afterwards the step can be evicted."""
     with serving(run, history=True, history_steps=1) as server:
         with ExitStack() as stack:
             raw = stack.enter_context(server.connect(receive_buffer=4096))

@@ -331,7 +331,7 @@ def test_full_queue_refuses_before_anything_is_rendered(parrot: Serving) -> None
 
 
 def test_template_belongs_to_the_checkpoint(chatter: Serving, tmp_path: Path) -> None:
-    """It is in config.json, and can be added to a checkpoint without one."""
+    """The template is in config.json, and can be added to a checkpoint without one."""
     path = save_tiny_checkpoint(tmp_path / "plain").path
     document = json.loads((path / "config.json").read_text())
     document["tokenizer"]["chat_template"] = "{{ messages[0].content }}"

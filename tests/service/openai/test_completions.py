@@ -36,4 +36,4 @@ def test_choice_that_says_nothing_new_gets_no_chunk(checkpoint_path: Path) -> No
     (last,) = written.chunks({"choices": [choice("", "length", index=1)]}, COUNTS)
     assert last["choices"][0]["finish_reason"] == "length"
     end = {"choices": [], "usage": COUNTS | {"cached_tokens": 0}}
-    assert list(written.chunks(end, COUNTS)) == [], "nobody asked for the usage"
+    assert list(written.chunks(end, COUNTS)) == [], "the usage was not requested"

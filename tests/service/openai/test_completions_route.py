@@ -34,7 +34,7 @@ def refusal(server: Serving, **fields: Any) -> ErrorDetail:
 
 
 def joined(chunks: Sequence[Any], index: int = 0) -> dict[str, Any]:
-    """A choice put together from the chunks of a stream."""
+    """A choice joined from the chunks of a stream."""
     parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
     whole: dict[str, Any] = {
         "index": index,

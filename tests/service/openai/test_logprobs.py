@@ -77,7 +77,7 @@ def test_no_two_ids_have_one_name(longer: list[bytes]) -> None:
     assert len(set(names)) == len(names)
 
 
-# Which tokens a text shows
+# Tokens that a text shows
 
 
 def event(token_id: int) -> TokenEvent:

@@ -63,7 +63,7 @@ def called(message: dict[str, Any]) -> tuple[str, Any]:
 
 
 def joined(chunks: list[Any]) -> dict[str, Any]:
-    """A choice put together from the deltas of its chunks."""
+    """A choice joined from the deltas of its chunks."""
     call: dict[str, Any] = {}
     for chunk in chunks:
         for delta in chunk["choices"][0]["delta"].get("tool_calls", []):

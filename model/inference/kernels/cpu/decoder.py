@@ -130,7 +130,8 @@ class NativeDecoder:
 
     @property
     def contended(self) -> bool:
-        """True while other processes use the cores, so that the decoder computes on one thread."""
+        """True while other processes use the cores and the decoder therefore computes on one
+        thread."""
         return bool(self._library.logitd_contended(self._handle))
 
     def decode(
@@ -259,7 +260,7 @@ class TorchHead:
     """The head of prompts in torch, with the same bits as on one thread.
 
     A few rows are computed on one thread, because the decoder's own threads are running too. The
-    many rows of a prompt are worth all of torch's threads.
+    many rows of a prompt use all of torch's threads.
     """
 
     def __init__(self, gpt: GPT) -> None:

@@ -1,7 +1,8 @@
 """AppliedChange: one intervention on the device, applied to the rows of a stage.
 
 An intervention changes either numbers of the stage (some heads and units) or one coordinate, the
-dot product of the stage with a direction of length 1. The operation on these numbers is the same.
+dot product of the stage with a direction of length 1. The operation on these numbers is the same in
+both cases.
 
 A row's bits depend on no other row: all operations are elementwise, and `_coordinate` adds products
 in a fixed order, by halves. Coordinates are computed in float32 even if the model is in bfloat16,
@@ -113,7 +114,7 @@ class AppliedChange:
 
 
 def _direction(array: Any, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-    """A direction at length 1."""
+    """A direction scaled to length 1."""
     if array is None:
         return None
     direction = torch.from_numpy(array).double()
@@ -139,7 +140,7 @@ def _axis(indices: Sequence[int]) -> Axis:
 
 
 def _mesh(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[Axis, ...]:
-    """The index of all combinations of indices along each axis."""
+    """An index of every combination of the indices along the axes."""
     if sum(isinstance(axis, Tensor) for axis in axes) < 2:
         return tuple(axes)
     last = len(axes) - 1

@@ -6,7 +6,7 @@ changes. `RowTaps` applies the changes of several sequences to a decode step wit
 is used for one forward pass, `Changes` for a whole sequence.
 
 Features are computed from the stage that their autoencoder reads, after its changes. If features
-change, that stage moves by the difference along the decoder.
+change, that stage moves along the decoder by the difference.
 
 Shapes: T positions of a piece, H heads, S keys.
 """
@@ -34,7 +34,7 @@ NO_READERS: Readers = MappingProxyType({})
 
 
 class Changes:
-    """The interventions of one sequence, by the stage that they change."""
+    """The interventions of one sequence, grouped by the stage that they change."""
 
     def __init__(
         self,

@@ -17,10 +17,10 @@ from logitd.model.convert.by_role.build import Built, build
 from logitd.model.convert.by_role.computation import Computation
 from logitd.model.convert.by_role.objective import open_gpt
 from logitd.model.convert.by_role.questions import Finding, find
-from logitd.model.convert.by_role.recognise import recognise
+from logitd.model.convert.by_role.recognize import recognize
 from logitd.model.convert.by_role.tensor_map import MappedTensors, check
 from logitd.model.convert.state_file import StateFile
-from tests.model.convert.by_role.textbook.common import CONTEXT, HEADS, LAYERS, VOCAB, randomised
+from tests.model.convert.by_role.textbook.common import CONTEXT, HEADS, LAYERS, VOCAB, randomized
 from tests.model.convert.by_role.textbook.plain import Plain
 
 USUAL: Mapping[str, Any] = {
@@ -52,7 +52,7 @@ class Scheme:
     """One textbook model.
 
     make        the model with initial weights; None is `Plain`, with the names of `roles`
-    how         where its computation differs from USUAL
+    how         differences of its computation from USUAL
     roles       a line for each role and name; `ln.(weight|bias)` are a weight and its bias
     hidden      width of the feed-forward of `Plain`
     raw         attention's parameters have an axis for the heads in `Plain`
@@ -78,7 +78,7 @@ class Scheme:
     logits: Callable[[nn.Module, Tensor], Tensor] = lambda model, ids: model(ids)
 
     def model(self, seed: int = 0) -> nn.Module:
-        return randomised(Plain(self) if self.make is None else self.make(), seed)
+        return randomized(Plain(self) if self.make is None else self.make(), seed)
 
     @property
     def computation(self) -> Computation:
@@ -114,7 +114,7 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 def mapped(model: nn.Module, where: str = "model.pt") -> MappedTensors:
     """The tensors of a model by the roles that are recognized."""
     tensors = state(model)
-    roles = recognise(where, tensors)
+    roles = recognize(where, tensors)
     check(where, tensors, roles)
     return MappedTensors(where, tensors, roles)
 

@@ -279,7 +279,7 @@ head             linear.(weight|bias)
         settings={"rope_theta": 5_000.0, "rms_norm_eps": 1e-6},
         roles=PROJ_AND_NORMS,
     ),
-    "llama, QK-norm, neighbours": Scheme(
+    "llama, QK-norm, neighbors": Scheme(
         **GROUPED,
         how={**ROTARY, "qk_norm": "learned", "qk_norm_eps": 3e-2, "rotary_layout": "interleaved"},
         settings={"rope_theta": 5_000.0, "rms_norm_eps": 1e-6, "qk_norm_eps": 3e-2},

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from logitd.model.convert.by_role.recognise import is_buffer
+from logitd.model.convert.by_role.recognize import is_buffer
 
 
 @pytest.mark.parametrize(

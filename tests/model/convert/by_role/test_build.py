@@ -25,7 +25,7 @@ from tests.model.convert.by_role.scheme import (
     state,
 )
 from tests.model.convert.by_role.schemes import SCHEMES
-from tests.model.convert.by_role.textbook.common import VOCAB, randomised
+from tests.model.convert.by_role.textbook.common import VOCAB, randomized
 from tests.model.convert.by_role.textbook.nanogpt import Nano, NanoConfig
 
 
@@ -102,14 +102,14 @@ def test_wrong_computation_has_other_logits(name: str, wrong: dict[str, Any]) ->
 
 FOLDS = {
     "lecture": ("4 heads stacked", r"query rows scaled: .* by sqrt\(d_model\)"),
-    "llama2.c": ("rows of query and key reordered: the source turns neighbouring channels",),
+    "llama2.c": ("rows of query and key reordered: the source rotates adjacent channels",),
     "torch, post-LN": (r"the embedding times sqrt\(32\)",),
     "sines, then cosines": (r"sinusoidal table \(sines, then cosines\) stored as learned",),
     "fused, head by head": ("rows of the fused query, key and value reordered from per_head",),
     "fused, keys first": ("rows of the fused query, key and value reordered from kqv",),
     "llama, QK-norm without weights": ("ones as norms of query and key", "have eps 0.03 in the"),
-    "one wide head": ("the identity as output projection of attention",),
-    "no second matrix": ("the identity as second matrix of the feed-forward",),
+    "one wide head": ("the identity as the output projection of attention",),
+    "no second matrix": ("the identity as the second matrix of the feed-forward",),
     "one norm for both": ("one norm for attention and feed-forward: stored twice",),
     "gate and up together, no positions": (
         "zeros as positions", "query rows scaled: .* by nothing", "zeros for biases.*attention_out",
@@ -143,7 +143,7 @@ def test_shape_equals_the_sources() -> None:
 
 def test_biases_that_some_parts_have_are_zeros_elsewhere() -> None:
     """A bias of the first feed-forward matrix alone, under norms without biases."""
-    model = randomised(Nano(NanoConfig(bias=False)))
+    model = randomized(Nano(NanoConfig(bias=False)))
     scheme = SCHEMES["nanoGPT"]
     bias = {}
     for layer in range(2):

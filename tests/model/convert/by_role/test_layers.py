@@ -4,20 +4,20 @@ has."""
 import pytest
 import torch
 
-from logitd.model.convert.by_role.recognise import recognise
+from logitd.model.convert.by_role.recognize import recognize
 from logitd.model.convert.foreign import ConvertError
 
 
 def test_file_without_a_gpt_is_described() -> None:
     picture = {"conv1.weight": torch.ones(8, 3, 3, 3), "fc.weight": torch.ones(10, 8)}
     with pytest.raises(ConvertError, match=r"model\.pt has no layers of a GPT: .* fc\.weight"):
-        recognise("model.pt", picture)
+        recognize("model.pt", picture)
     with pytest.raises(ConvertError, match=r"has no layers of a GPT: .*no float tensor"):
-        recognise("model.pt", {})
+        recognize("model.pt", {})
 
 
 def test_model_without_attention_is_refused() -> None:
     """Layers of two matrices: a stack of perceptrons."""
     tensors = {f"layers.{n}.linear{k}.weight": torch.ones(32, 32) for n in range(3) for k in (1, 2)}
     with pytest.raises(ConvertError, match="has no layers of a GPT"):
-        recognise("model.pt", tensors | {"emb.weight": torch.ones(29, 32)})
+        recognize("model.pt", tensors | {"emb.weight": torch.ones(29, 32)})

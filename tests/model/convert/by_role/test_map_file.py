@@ -8,7 +8,7 @@ import torch
 
 from logitd.model.convert.by_role.build import Built
 from logitd.model.convert.by_role.map_file import check_answers, draft, read_map_file, tensor_map
-from logitd.model.convert.by_role.read import RoleOptions, read_by_role, recognise_file
+from logitd.model.convert.by_role.read import RoleOptions, read_by_role, recognize_file
 from logitd.model.convert.by_role.resolution import OpenQuestions
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.state_file import StateFile
@@ -40,7 +40,7 @@ def completed(text: str, scheme: Scheme) -> str:
 
 def logits_of(file: StateFile, map_file: Path) -> torch.Tensor:
     options = RoleOptions(map_file=read_map_file(map_file))
-    model = read_by_role(recognise_file(file, options))
+    model = read_by_role(recognize_file(file, options))
     return our_logits(Built(model.config, model.weights, ()), some_ids())
 
 
@@ -49,7 +49,7 @@ def test_completed_draft_imports_the_model(scheme: Scheme, tmp_path: Path) -> No
     model, path = scheme.model(), tmp_path / "draft.toml"
     file = state_file(model, settings=scheme.settings)
     with pytest.raises(OpenQuestions):
-        read_by_role(recognise_file(file, RoleOptions(draft=path)))
+        read_by_role(recognize_file(file, RoleOptions(draft=path)))
     path.write_text(completed(path.read_text(encoding="utf-8"), scheme), encoding="utf-8")
     read = read_map_file(path)
     assert dict(read.names) == scheme.names()
@@ -117,7 +117,7 @@ def test_map_file_names_meaningless_tensors(tmp_path: Path) -> None:
     given, tensors = read_map_file(path), strange_tensors()
     assert given.state == "inner"
     file = StateFile(Path("s.pt"), "s.pt", tensors)
-    model = read_by_role(recognise_file(file, RoleOptions(map_file=given)))
+    model = read_by_role(recognize_file(file, RoleOptions(map_file=given)))
     assert (model.config.n_layer, model.config.n_head, model.config.head_dim) == (2, 2, 4)
     weights = model.weights
     queries = torch.cat([tensors["l2.h0.a"], tensors["l2.h1.a"]])
@@ -133,7 +133,7 @@ def test_map_file_names_meaningless_tensors(tmp_path: Path) -> None:
         (('ignore = ["junk.*", "l{N}.noise"]', 'ignore = ["junk.*"]'), r"2 tensors .* l1\.noise"),
         (('ignore = ["junk.*", "l{N}.noise"]', ""), r"3 tensors without a known role"),
         (('"l{N}.x"', '"l{N}.z"'), r"mlp_up\.weight is 'l\{N\}\.z', but no tensor has such a name"),
-        (('"t"', '"tt"'), r"lacks 1 tensor of its mapping, the first is tt"),
+        (('"t"', '"tt"'), r"lacks 1 tensor of its mapping; the first is tt"),
     ],
 )
 def test_map_that_does_not_fit_the_file_is_refused(
@@ -144,7 +144,7 @@ def test_map_that_does_not_fit_the_file_is_refused(
     assert STRANGE.replace(*change) != STRANGE
     file = StateFile(Path("s.pt"), "s.pt", strange_tensors())
     with pytest.raises(ConvertError, match=sentence):
-        read_by_role(recognise_file(file, RoleOptions(map_file=read_map_file(path))))
+        read_by_role(recognize_file(file, RoleOptions(map_file=read_map_file(path))))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_map_without_a_role_that_every_gpt_has_is_refused(
     path.write_text(less.replace('["junk.*"', f'["junk.*", "{name}"'), encoding="utf-8")
     file = StateFile(Path("s.pt"), "s.pt", strange_tensors())
     with pytest.raises(ConvertError, match=rf"lacks {role}, and not all"):
-        read_by_role(recognise_file(file, RoleOptions(map_file=read_map_file(path))))
+        read_by_role(recognize_file(file, RoleOptions(map_file=read_map_file(path))))
 
 
 def test_layer_without_a_match_is_refused(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_layer_without_a_match_is_refused(tmp_path: Path) -> None:
     path.write_text(STRANGE, encoding="utf-8")
     tensors = {name: t for name, t in strange_tensors().items() if name != "l2.h1.c"}
     with pytest.raises(ConvertError, match=r"lacks 1 tensor .* l2\.h1\.c"):
-        recognise_file(
+        recognize_file(
             StateFile(Path("s.pt"), "s.pt", tensors), RoleOptions(map_file=read_map_file(path))
         )
 
@@ -181,7 +181,7 @@ def test_gaps_between_layers_are_refused(tmp_path: Path) -> None:
     path.write_text(STRANGE, encoding="utf-8")
     tensors = {name.replace("l2.", "l3."): t for name, t in strange_tensors().items()}
     with pytest.raises(ConvertError, match=r"l2\.|l3\."):
-        recognise_file(
+        recognize_file(
             StateFile(Path("s.pt"), "s.pt", tensors), RoleOptions(map_file=read_map_file(path))
         )
 
@@ -199,16 +199,16 @@ def test_map_without_tensors_answers_and_ignores(tmp_path: Path) -> None:
     file = StateFile(Path("m.pt"), "m.pt", state(model) | {"gadget.weight": torch.ones(7, 5)})
     difference = largest_difference(logits_of(file, path), given_logits(scheme, model, some_ids()))
     assert difference < 1e-5
-    recognised = recognise_file(file, RoleOptions(map_file=read_map_file(path)))
-    assert recognised.findings["n_head"].origin == "n_head in few.toml"
+    recognized = recognize_file(file, RoleOptions(map_file=read_map_file(path)))
+    assert recognized.findings["n_head"].origin == "n_head in few.toml"
 
 
 def test_flags_come_before_the_file(tmp_path: Path) -> None:
     path = tmp_path / "few.toml"
     path.write_text("[computation]\nn_head = 4\n", encoding="utf-8")
     options = RoleOptions(map_file=read_map_file(path), answers={"n_head": 2})
-    recognised = recognise_file(state_file(SCHEMES["nanoGPT"].model()), options)
-    assert recognised.findings["n_head"].values == (2,)
+    recognized = recognize_file(state_file(SCHEMES["nanoGPT"].model()), options)
+    assert recognized.findings["n_head"].values == (2,)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""Orientation: telling the up from the down matrix by shape if names do not tell."""
+"""Orientation: up and down matrices are told apart by shape if names do not show it."""
 
 import torch
 
-from logitd.model.convert.by_role.recognise import recognise
+from logitd.model.convert.by_role.recognize import recognize
 
 ROWS, WIDTH, HIDDEN = 50, 32, 64
 
@@ -23,7 +23,7 @@ def test_swapped_up_and_down_are_exchanged() -> None:
     tensors |= {
         f"h.{n}.{name}": torch.ones(shape) for n in range(2) for name, shape in layer.items()
     }
-    mapped = recognise("model.pt", tensors)
+    mapped = recognize("model.pt", tensors)
     assert mapped.names["mlp_up", "weight"] == "h.{N}.mlp.beta_matrix.weight"
     assert mapped.names["mlp_down", "weight"] == "h.{N}.mlp.alpha_matrix.weight"
     assert mapped.names["mlp_down", "bias"] == "h.{N}.mlp.alpha_matrix.bias"

@@ -14,7 +14,7 @@ from logitd.model.convert.by_role.owner_code import (
     owner_logits,
     parse_owner_code,
 )
-from logitd.model.convert.by_role.read import RoleOptions, read_by_role, recognise_file
+from logitd.model.convert.by_role.read import RoleOptions, read_by_role, recognize_file
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.owner_code import process
 from tests.model.convert.by_role.conftest import Write
@@ -61,7 +61,7 @@ def test_owner_code_answers_all_questions(write: Write) -> None:
     model = scheme.model(seed=2)
     code = write(SCRIPT)
     options = RoleOptions(code=f"{code.file}:{code.expression}")
-    read = read_by_role(recognise_file(state_file(model), options))
+    read = read_by_role(recognize_file(state_file(model), options))
     assert read.config.activation == "gelu_tanh"
     assert (read.config.n_head, read.config.final_norm) == (4, True)
     assert "logits of gpt.py:GPT on random ids" in read.facts["verified"]

@@ -194,20 +194,20 @@ def test_state_dict_of_a_part_is_loaded_into_that_part(write: Write, book: nn.Mo
 
 
 PROBLEMS: dict[str, tuple[str, str, str]] = {
-    "a parameter that nobody knows": (
+    "an unknown parameter": (
         "class GPT(Base):\n    def __init__(self, vocab_size, temper):\n        pass\n", "GPT",
         r"GPT needs 'temper', which the checkpoint does not contain: give an expression .*"
         r"'GPT\(\.\.\., temper=\.\.\.\)'",
     ),
-    "a name that is not there": (
+    "a missing name": (
         BY_NAMES, "Gpt",
         r"gpt\.py does not define 'Gpt'; its classes and functions are .*Block, .*GPT",
     ),
-    "a name that is not there, in an expression": (
+    "a missing name in an expression": (
         BY_NAMES, "GPT(29, 16, Wider)", r"gpt\.py does not define 'Wider'; its classes",
     ),
     "not a module": ("GPT = 3\n", "GPT", "makes a int; expected a torch module"),
-    "a key that nobody knows": (
+    "an unknown key": (
         "class GPT(Base):\n    def __init__(self, cfg):\n        cfg['temper']\n", "GPT",
         r"KeyError: 'temper'\. .* give an expression that makes the model",
     ),
@@ -216,7 +216,7 @@ PROBLEMS: dict[str, tuple[str, str, str]] = {
         "        self.build(29, 16, 32, 4, 3)\n", "GPT",
         r"have different tensors: the checkpoint lacks \['trf_blocks\.2\.",
     ),
-    "a flag of which no value fits": (
+    "a flag without a fitting value": (
         FLAGGED.format(vocabulary="", flag=", bias=True", bad="True"), "GPT",
         r"have different tensors.*bias.*'GPT\(bias=False\)'",
     ),

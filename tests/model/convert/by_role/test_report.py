@@ -10,7 +10,7 @@ from logitd.model.convert.by_role.objective import LogitsObjective
 from logitd.model.convert.by_role.read import (
     RoleOptions,
     read_by_role,
-    recognise_file,
+    recognize_file,
     table,
     understood,
 )
@@ -28,7 +28,7 @@ def lines_of(name: str, **answers: Any) -> list[str]:
     right = {field: getattr(scheme.computation, field) for field in fields}
     lines: list[str] = []
     file = state_file(scheme.model(), settings=scheme.settings)
-    read_by_role(recognise_file(file, RoleOptions(answers=right | answers)), log=lines.append)
+    read_by_role(recognize_file(file, RoleOptions(answers=right | answers)), log=lines.append)
     return lines
 
 
@@ -82,7 +82,7 @@ def test_identities_and_folds_are_lines() -> None:
     assert line(lines, "mlp_down", "tensors:") == "mlp_down none: the identity"
     assert line(lines, "attention_out", "tensors:") == "attention_out none: the identity"
     start = lines.index("changes of weights:")
-    assert any("identity as output projection" in text for text in lines[start:])
+    assert any("identity as the output projection" in text for text in lines[start:])
     assert "changes of weights:" not in lines_of("nanoGPT")
 
 

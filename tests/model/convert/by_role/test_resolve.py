@@ -18,7 +18,7 @@ from logitd.model.convert.by_role.objective import (
     text_objective,
 )
 from logitd.model.convert.by_role.questions import FIELDS, Finding, canonical
-from logitd.model.convert.by_role.read import RoleOptions, read_by_role, recognise_file
+from logitd.model.convert.by_role.read import RoleOptions, read_by_role, recognize_file
 from logitd.model.convert.by_role.resolution import OpenQuestions, Resolution, first
 from logitd.model.convert.by_role.resolve import answer, resolve
 from logitd.model.convert.foreign import ConvertError
@@ -63,7 +63,7 @@ def resolved_by_logits(scheme: Scheme, model: torch.nn.Module) -> Resolution:
     [*QUICK.items(), *(pytest.param(name, {}, marks=pytest.mark.slow) for name in SCHEMES)],
 )
 def test_logits_select_the_sources_computation(name: str, said: Mapping[str, Any]) -> None:
-    torch.manual_seed(1)  # with other weights the search was seen to miss its way
+    torch.manual_seed(1)  # with other weights the search once found a wrong variant
     scheme = replace(SCHEMES[name], settings={**SCHEMES[name].settings, **said})
     resolution = resolved_by_logits(scheme, scheme.model())
     right = canonical(scheme.computation)
@@ -75,7 +75,7 @@ def test_logits_select_the_sources_computation(name: str, said: Mapping[str, Any
     unlike.pop("context_length", None)  # llama's files do not store it
     for eps in ("norm_eps", "qk_norm_eps"):
         ours, theirs = unlike.pop(eps, (0.0, 0.0))
-        assert abs(ours - theirs) < 1e-5  # as far as logits tell
+        assert abs(ours - theirs) < 1e-5  # as far as logits show
     assert unlike == {}
     assert resolution.penalty is not None
     assert resolution.penalty < 1e-4
@@ -90,7 +90,7 @@ def test_alternatives_have_their_difference_of_logits() -> None:
     assert others["activation", "gelu"].penalty > 1e-4
     assert others["norm_position", "pre"].penalty > others["activation", "gelu"].penalty
     assert resolution.origins["activation"] == "agrees with its class"
-    assert resolution.origins["n_head"] == "each head has tensors of its own"
+    assert resolution.origins["n_head"] == "each head has separate tensors"
 
 
 def test_logits_that_no_variant_gives_are_refused() -> None:
@@ -126,7 +126,7 @@ def test_nan_logits_are_infinitely_far_off() -> None:
     assert objective(built_from(scheme, model), causal=True, effort="quick").tolist() == [math.inf]
 
 
-# A text.
+# By a text
 
 
 def words(token_ids: list[int]) -> TextObjective:
@@ -225,7 +225,7 @@ def test_frequencies_are_those_of_the_text() -> None:
     assert objective.unigram_nats() == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(4))
 
 
-# No causal mask.
+# Without a causal mask
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +254,7 @@ def test_model_without_a_mask_is_refused_by_a_text(sees_all: Multihead) -> None:
         resolve(tensors, given, objective)
 
 
-# Nothing but the file.
+# By the file alone
 
 
 def test_open_questions_stop_with_their_flags() -> None:
@@ -286,7 +286,7 @@ def test_open_questions_write_a_draft(tmp_path: Path) -> None:
     draft = tmp_path / "draft.toml"
     file = state_file(SCHEMES["nanoGPT"].model())
     with pytest.raises(OpenQuestions, match=r"(?s)--n-head .*draft\.toml is a draft .*complete it"):
-        read_by_role(recognise_file(file, RoleOptions(draft=draft)))
+        read_by_role(recognize_file(file, RoleOptions(draft=draft)))
     text = draft.read_text(encoding="utf-8")
     assert 'qkv.weight = "transformer.h.{N}.attn.c_attn.weight"' in text
     assert '# activation = "gelu" | "gelu_tanh" | "relu" | "relu2"  # open: ' in text
@@ -301,31 +301,31 @@ def test_questions_are_asked_without_a_writable_draft(tmp_path: Path) -> None:
         files_of_at_most(100),
         pytest.raises(OpenQuestions, match=r"(?s)--n-head .*cannot be written: File too lar"),
     ):
-        read_by_role(recognise_file(file, RoleOptions(draft=tmp_path / "draft.toml")))
+        read_by_role(recognize_file(file, RoleOptions(draft=tmp_path / "draft.toml")))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_text_that_is_too_short_is_refused() -> None:
-    recognised = recognise_file(state_file(SCHEMES["nanoGPT"].model()), RoleOptions())
+    recognized = recognize_file(state_file(SCHEMES["nanoGPT"].model()), RoleOptions())
     with pytest.raises(ConvertError, match=r"two\.txt has 2 tokens: too few to check"):
-        read_by_role(recognised, text=CheckText("two.txt", [1, 2]))
+        read_by_role(recognized, text=CheckText("two.txt", [1, 2]))
 
 
 def test_text_completes_the_import(trained: Trained) -> None:
     """Step, loss and dropout of the file are kept, and so is the list of verified facts."""
     settings = {"iter": 200, "val_loss": 1.25, "dropout": 0.2}
-    recognised = recognise_file(state_file(trained.model, settings=settings), RoleOptions())
-    assert recognised.rows == 9
+    recognized = recognize_file(state_file(trained.model, settings=settings), RoleOptions())
+    assert recognized.rows == 9
     lines: list[str] = []
     text = CheckText("words.txt", trained.token_ids)
-    model = read_by_role(recognised, text=text, log=lines.append)
+    model = read_by_role(recognized, text=text, log=lines.append)
     assert (model.step, model.val_loss, model.config.dropout) == (200, 1.25, 0.2)
     assert model.facts["verified"] in lines[-1]
     assert model.facts["settled"]["score_scale"].startswith("d_model (clearly the lowest")
     assert any("stacked into one matrix" in note for note in model.notes)
 
 
-# Answers that the tensors contradict.
+# Answers that contradict the tensors
 
 
 @pytest.mark.parametrize(
@@ -348,9 +348,9 @@ def test_answer_that_the_tensors_contradict_is_refused(name: str, answers: dict[
               "score_scale", "rotary_layout")  # fmt: skip
     right = {field: getattr(scheme.computation, field) for field in fields}
     file = state_file(scheme.model(), settings=scheme.settings)
-    read_by_role(recognise_file(file, RoleOptions(answers=right)))
+    read_by_role(recognize_file(file, RoleOptions(answers=right)))
     with pytest.raises(ConvertError, match=r"model\.pt: "):
-        read_by_role(recognise_file(file, RoleOptions(answers=right | answers)))
+        read_by_role(recognize_file(file, RoleOptions(answers=right | answers)))
 
 
 def test_not_causal_as_an_answer_is_refused() -> None:
@@ -358,10 +358,10 @@ def test_not_causal_as_an_answer_is_refused() -> None:
     answers = {"n_head": 4, "norm_position": "pre", "final_norm": True, "activation": "gelu",
                "score_scale": "head_dim", "causal": False}  # fmt: skip
     with pytest.raises(ConvertError, match="causal"):
-        read_by_role(recognise_file(state_file(scheme.model()), RoleOptions(answers=answers)))
+        read_by_role(recognize_file(state_file(scheme.model()), RoleOptions(answers=answers)))
 
 
-# What files say by their settings and shapes.
+# Settings and shapes in files
 
 
 def finding(name: str, field: str, settings: dict[str, Any] | None = None) -> Finding:
@@ -417,7 +417,7 @@ def test_settings_of_a_wrong_kind_are_ignored() -> None:
 
 
 @pytest.mark.parametrize("theta", [10_000.0, 500_000.0, 31_000.0])
-@pytest.mark.parametrize("form", ["inv_freq", "cos", "doubled", "neighbours", "freqs_cis"])
+@pytest.mark.parametrize("form", ["inv_freq", "cos", "doubled", "neighbors", "freqs_cis"])
 def test_rotary_table_shows_theta_layout_and_heads(form: str, theta: float) -> None:
     """Tables of 8 channels of a head, in the forms that people store."""
     rates = theta ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
@@ -426,18 +426,18 @@ def test_rotary_table_shows_theta_layout_and_heads(form: str, theta: float) -> N
         "inv_freq": ("rotary.inv_freq", rates.float()),
         "cos": ("layers.0.self_attn._cos", angles.cos().float()),
         "doubled": ("rope.cos_cached", torch.cat((angles, angles), 1).cos().float()[None, None]),
-        "neighbours": ("rope.cos", angles.repeat_interleave(2, 1).cos().float()),
+        "neighbors": ("rope.cos", angles.repeat_interleave(2, 1).cos().float()),
         "freqs_cis": ("freqs_cis", torch.polar(torch.ones(64, 4), angles.float())),
     }[form]
     scheme = SCHEMES["llama"]
     file = state_file(scheme.model())
-    said = recognise_file(
+    said = recognize_file(
         type(file)(file.path, file.where, {**file.tensors, name: table}), RoleOptions()
     ).findings
     assert said["positions"].values == ("rotary",)
     assert said["n_head"].values == (4,)
     assert said["rope_theta"].values == (pytest.approx(theta, rel=2e-3),)
-    layout = {"doubled": "half", "neighbours": "interleaved", "freqs_cis": "interleaved"}
+    layout = {"doubled": "half", "neighbors": "interleaved", "freqs_cis": "interleaved"}
     assert said["rotary_layout"].values[0] == layout.get(form, "half")
     assert said["rotary_layout"].resolved is (form in layout)
     if form != "inv_freq":

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from logitd.model.convert.by_role.recognise import recognise
+from logitd.model.convert.by_role.recognize import recognize
 from logitd.model.convert.by_role.tensor_map import MappedTensors, TensorMap, check
 from logitd.model.convert.foreign import ConvertError
 from tests.model.convert.by_role.scheme import state
@@ -29,7 +29,7 @@ def test_layers_that_differ_in_shape_are_refused() -> None:
     tensors = state(scheme.model())
     tensors["trf_blocks.1.ff.layers.0.weight"] = torch.ones(40, 32)
     with pytest.raises(ConvertError, match=r"layers\.0\.weight"):
-        check("model.pt", tensors, recognise("model.pt", tensors))
+        check("model.pt", tensors, recognize("model.pt", tensors))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -37,7 +37,7 @@ def test_infinite_values_are_named(value: float) -> None:
     tensors = state(SCHEMES["nanoGPT"].model())
     tensors["transformer.h.1.mlp.c_fc.bias"][3] = value
     with pytest.raises(ConvertError, match=r"h\.1\.mlp\.c_fc\.bias has NaN or infinite values"):
-        check("model.pt", tensors, recognise("model.pt", tensors))
+        check("model.pt", tensors, recognize("model.pt", tensors))
 
 
 def test_quantized_weights_are_refused() -> None:
@@ -45,4 +45,4 @@ def test_quantized_weights_are_refused() -> None:
     name = "transformer.h.0.mlp.c_fc.weight"
     tensors |= {name.replace("0", n): torch.ones(128, 32, dtype=torch.int8) for n in "01"}
     with pytest.raises(ConvertError, match=r"is int8; weights in .* can be imported"):
-        check("model.pt", tensors, recognise("model.pt", tensors))
+        check("model.pt", tensors, recognize("model.pt", tensors))

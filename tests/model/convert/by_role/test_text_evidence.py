@@ -19,7 +19,7 @@ from logitd.model.convert.by_role.objective import (
     text_objectives,
 )
 from logitd.model.convert.by_role.questions import CONVENTION, Finding
-from logitd.model.convert.by_role.read import RoleOptions, recognise_file
+from logitd.model.convert.by_role.read import RoleOptions, recognize_file
 from logitd.model.convert.by_role.resolution import OpenQuestions, Resolution
 from logitd.model.convert.by_role.resolve import resolve
 from logitd.model.convert.by_role.stated_loss import StatedLoss, stated_loss
@@ -171,13 +171,13 @@ def with_wide_table(width: int) -> nn.Module:
 
 
 def test_rotary_table_of_the_whole_width_does_not_settle_one_head() -> None:
-    """The rotation may come before the heads are split; a text once chose one head, and the choice
-    was believed."""
+    """The rotation may come before the heads are split; an import once accepted one head because a
+    text chose it."""
     file = state_file(with_wide_table(WIDTH))
-    found = recognise_file(file, RoleOptions(answers={"n_head": 1}))
+    found = recognize_file(file, RoleOptions(answers={"n_head": 1}))
     assert found.findings["n_head"].resolved
-    with pytest.raises(ConvertError, match=r"turns 32 channels, .* 4 heads of 8 .*--run-code"):
-        recognise_file(file, RoleOptions(answers={"n_head": 4}))
+    with pytest.raises(ConvertError, match=r"rotates 32 channels, .* 4 heads of 8 .*--run-code"):
+        recognize_file(file, RoleOptions(answers={"n_head": 4}))
 
 
 def test_single_open_value_raises_a_question(trained: Trained) -> None:

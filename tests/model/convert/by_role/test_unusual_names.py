@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from logitd.model.convert.by_role.recognise import recognise
+from logitd.model.convert.by_role.recognize import recognize
 from logitd.model.convert.by_role.tensor_map import Part, Role, check
 
 ROWS, LENGTH, WIDTH = 50, 16, 32
@@ -16,7 +16,7 @@ def block(names: Mapping[str, tuple[int, ...]], prefix: str) -> dict[str, Tensor
 
 
 def roles(tensors: Mapping[str, Tensor]) -> Mapping[tuple[Role, Part], str]:
-    mapped = recognise("file.pt", tensors)
+    mapped = recognize("file.pt", tensors)
     check("file.pt", tensors, mapped)
     return mapped.names
 
@@ -66,7 +66,7 @@ def test_final_norm_may_end_the_list_of_blocks() -> None:
         "blocks.2.weight": torch.rand(WIDTH),
         "blocks.2.bias": torch.rand(WIDTH),
     }
-    mapped = recognise("file.pt", tensors)
+    mapped = recognize("file.pt", tensors)
     assert mapped.n_layer == 2
     assert mapped.names["final_norm", "weight"] == "blocks.2.weight"
     assert mapped.names["token_embedding", "weight"] == "table.weight"

@@ -80,7 +80,7 @@ def test_weights_in_pickles_are_the_same(family: str, shards: int, tmp_path: Pat
         index = folder / "pytorch_model.bin.index.json"
         index.write_text(json.dumps({"weight_map": homes}), encoding="utf-8")
     import_model(tmp_path / "theirs", tmp_path / "a")
-    named = folder / "pytorch_model.bin"  # means the folder that it is in
+    named = folder / "pytorch_model.bin"  # the file stands for its folder
     import_model(named if shards == 1 else folder, tmp_path / "b")
     assert loaded(tmp_path / "a")[0].weights_sha256 == loaded(tmp_path / "b")[0].weights_sha256
 
@@ -180,7 +180,7 @@ UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"rope_parameters": {"rope_type": "linear", "factor": 0, "rope_theta": 5e3}},
          r"rope_scaling\.factor is 0\.0; it must be greater"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "low_freq_factor": 1.0}},
-         "for all layers alike, the type 'linear' has no low_freq_factor"),
+         "with the same settings in all layers, the type 'linear' has no low_freq_factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}},
          "the type 'default' has no full_attention"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
@@ -193,7 +193,7 @@ UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"num_hidden_layers": 1}, r"has 9 tensors that .* the first is model\.layers\.1\.input"),
         ({"num_hidden_layers": 3}, r"lacks the tensor model\.layers\.2\."),
         ({"intermediate_size": 64},
-         r"gate_proj\.weight has shape \(48, 32\); by its .* it must be \(64, 32\)"),
+         r"gate_proj\.weight has shape \(48, 32\); its configuration requires \(64, 32\)"),
         ({"tie_word_embeddings": True}, "lm_head.weight differs from the embedding"),
         ({"attention_bias": True}, r"lacks the tensor .*q_proj\.bias"),
         ({"num_key_value_heads": 3}, "n_head 4 is not a multiple of n_kv_head 3"),
@@ -290,7 +290,7 @@ def test_old_form_of_scaled_positions_is_equivalent(
     assert config.rope_scaling is not None
     assert config.rope_scaling.kind == kind
     if kind != "linear":
-        assert config.rope_scaling.original_context_length == 64, "the context, if nothing is said"
+        assert config.rope_scaling.original_context_length == 64, "the context, by default"
         edit(folder / "config.json", original_max_position_embeddings=24)
         import_model(folder, tmp_path / "stretched")
         stretched = loaded(tmp_path / "stretched")[0].config.rope_scaling

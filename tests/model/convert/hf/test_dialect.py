@@ -1,4 +1,4 @@
-"""Split patterns in the dialect of the other regex engine: the same pieces of any text."""
+"""Split patterns translated between two regex engines: the same pieces of any text."""
 
 import pytest
 import regex

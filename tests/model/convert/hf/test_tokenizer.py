@@ -57,7 +57,7 @@ def test_ids_are_the_librarys(pattern: str | None, special_first: bool, tmp_path
 
     @given(TEXTS)
     def same(text: str) -> None:
-        # There it would be the special token; here it is text like any other.
+        # In the library it would be the special token; here it is plain text.
         assume(not any(special in text for special in vocabulary.tokenizer.special_tokens))
         ids = vocabulary.tokenizer.encode(text)
         assert ids == library.encode(text).ids
@@ -209,7 +209,7 @@ def test_added_tokens_are_the_librarys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("older", [False, True])
-def test_neighbouring_files_add_tokens_as_in_transformers(older: bool, tmp_path: Path) -> None:
+def test_neighboring_files_add_tokens_as_in_transformers(older: bool, tmp_path: Path) -> None:
     their_tokenizer().save(str(tmp_path / "tokenizer.json"))
     flags = {"lstrip": False, "single_word": False, "normalized": False}
     config: dict[str, Any] = {

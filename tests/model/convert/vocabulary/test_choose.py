@@ -235,7 +235,7 @@ def test_other_entries_of_a_checkpoint_are_not_vocabularies() -> None:
     }  # fmt: skip
     check_characters(chosen(contents=contents))
     data = {"words": ["emma", "olivia"], "tokens": ["a", "b"], "chars": CHARACTERS, "merges": []}
-    check_characters(chosen(contents=data))  # names that it was trained on
+    check_characters(chosen(contents=data))  # names the text that it was trained on
     del contents["config"]
     with pytest.raises(ConvertError, match=r"Its settings name gpt2: try --tokenizer gpt2\."):
         chosen(contents=contents)
@@ -251,7 +251,7 @@ def test_contents_exclude_tensors(tmp_path: Path) -> None:
     assert contents == {"itos": ITOS, "config": {"n_layer": 2}}
 
 
-# The rows
+# Rows of the embedding
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def test_text_of_known_characters_round_trips(text: str) -> None:
 CHARACTER_TOKENIZER = chosen(contents={"stoi": STOI})
 
 
-# What --tokenizer names
+# Values of --tokenizer
 
 
 def test_characters_of_a_text_are_sorted(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_assumptions_are_noted() -> None:
     ("text", "sentence"),
     [
         ("the dog sat", "'dog', at character 4 of the text, is not one of the 9 words"),
-        ("aI", "'aI', at character 0"),  # not the words 'a' and 'I' one after the other
+        ("aI", "'aI', at character 0"),  # not the words 'a' and 'I' in succession
         ("the cats", "'cats', at character 4"),
         ("\n  <unk>", "'<', at character 3"),
     ],

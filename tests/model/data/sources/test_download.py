@@ -60,7 +60,7 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def log_message(self, format: str, *args: object) -> None:
-        pass  # no log in the test's output
+        pass  # keeps the log out of the test's output
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_text_above_the_limit_is_refused(
     with pytest.raises(DataError, match=r"more than 50,000 bytes.*--max-download-mb"):
         get(f"{server.address}/unannounced.txt")
     with pytest.raises(DataError, match="more than 50,000"):
-        get(f"{server.address}/encoded.txt")  # small in transit, large when unpacked
+        get(f"{server.address}/encoded.txt")  # small in transit, large once unpacked
     assert list(cache.iterdir()) == []
     assert get(f"{server.address}/story.txt", max_mb=3).size == 104_000
 

@@ -84,9 +84,9 @@ def test_each_part_is_the_loss_of_the_logit_without_it(gpt: GPT) -> None:
     position = len(IDS) - 1
 
     def frozen(norm: Any, x: Tensor, part: Tensor) -> Tensor:
-        centred = isinstance(norm, nn.LayerNorm)
-        variance = x.var(correction=0) if centred else x.square().mean()
-        part = part - part.mean() if centred else part
+        centered = isinstance(norm, nn.LayerNorm)
+        variance = x.var(correction=0) if centered else x.square().mean()
+        part = part - part.mean() if centered else part
         scaled: Tensor = part / (variance + config.norm_eps).sqrt() * norm.weight
         return scaled
 

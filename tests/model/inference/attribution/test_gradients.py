@@ -123,7 +123,7 @@ def test_integrated_gradients_are_the_mean_of_autograd_along_the_path(exact: GPT
 def test_integrated_gradients_close_the_gap_with_many_steps(family: str) -> None:
     """On a smooth path the error of the midpoint rule falls with the square of the steps."""
     gpt = tiny_gpt(tiny_config(**FAMILIES[family], n_layer=2)).double()
-    with torch.no_grad():  # a smooth model: attention that barely chooses
+    with torch.no_grad():  # a smooth model: attention is hardly selective
         for block in gpt.blocks:
             assert isinstance(block, Block)
             block.qkv.weight.mul_(0.1)
@@ -176,7 +176,7 @@ def test_attribution_takes_the_lowest_of_equally_likely_ids() -> None:
 
 
 def test_bfloat16_weights_are_used_as_they_are_in_float32(gpt: GPT) -> None:
-    """The gradients of a model with rounded weights, not of rounded arithmetic."""
+    """The gradients are those of a model with rounded weights, not of rounded arithmetic."""
     rounded = copy.deepcopy(gpt).bfloat16()
     wide = copy.deepcopy(rounded).float()
     for name, table in rounded.named_buffers():
@@ -212,7 +212,7 @@ def test_piece_is_one_block(gpt: GPT) -> None:
         work, count = Attributing(gpt, IDS, task(methods=methods, steps=3)), 1
         while work.advance() is None:
             count += 1
-        assert count == pieces + 1, "the last one adds up"
+        assert count == pieces + 1, "the last one is complete"
 
 
 def test_no_more_than_a_block_of_the_graph_is_kept(gpt: GPT) -> None:
@@ -256,7 +256,7 @@ def two_threads() -> Iterator[None]:
 
 def test_fewer_threads_keep_bits(gpt: GPT, two_threads: None) -> None:
     if not threads_keep_bits(gpt, BLOCK):
-        pytest.skip("here a block has other bits with one thread")
+        pytest.skip("on this machine a block has different bits with one thread")
     together = attribute(gpt, IDS, task())
     use_threads(1)
     assert attribute(gpt, IDS, task()) == together

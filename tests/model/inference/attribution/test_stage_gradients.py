@@ -55,7 +55,7 @@ def check(gpt: GPT, task: AttributionTask, target: Tensor, stages: Mapping[str, 
     rows = POSITION + 1
     for name, gradient in zip(task.stages, expected, strict=True):
         array = found.gradients[name]
-        if name.endswith("attention.head_out"):  # by definition nothing reads it
+        if name.endswith("attention.head_out"):  # nothing reads it, by definition
             of_out = found.gradients[name.replace("head_out", "out")]
             np.testing.assert_allclose(array, np.broadcast_to(of_out[:, None], array.shape))
             continue

@@ -1,5 +1,5 @@
-"""Circuits: what parts carry, against autograd over a forward that is frozen by hand; edges, which
-add up; ablations, against the plain forward; an induction head whose circuit is known."""
+"""Circuits: parts are compared with autograd over a forward pass that is frozen by hand, ablations
+with the plain forward pass; edges add up; an induction head has its known circuit."""
 
 import math
 from collections.abc import Callable, Generator, Sequence
@@ -48,16 +48,16 @@ def block_of(gpt: GPT, name: str) -> tuple[Block, str]:
 
 
 def plain_carried(gpt: GPT, ids: list[int], token: int, minus: int) -> tuple[float, Parts]:
-    """The difference of the last position's logits, and what each part of each stage carries of it
-    by autograd over the plain forward, in which attention weights, norm scales, gates and value
-    embeddings are constants."""
+    """The difference of the last position's logits, and the amount that each part of each stage
+    carries, by autograd over the plain forward pass with constant attention weights, norm scales,
+    gates and value embeddings."""
     config, now, parts = gpt.config, dict[str, Tensor](), dict[str, Tensor]()
 
     def frozen(norm: Any, x: Tensor) -> Tensor:
-        centred = x - x.mean(-1, keepdim=True) if isinstance(norm, nn.LayerNorm) else x
-        scale = (centred.square().mean(-1, keepdim=True) + config.norm_eps).sqrt().detach()
+        centered = x - x.mean(-1, keepdim=True) if isinstance(norm, nn.LayerNorm) else x
+        scale = (centered.square().mean(-1, keepdim=True) + config.norm_eps).sqrt().detach()
         bias = getattr(norm, "bias", None)
-        scaled = centred / scale * norm.weight
+        scaled = centered / scale * norm.weight
         return scaled if bias is None else scaled + bias
 
     def change(name: str, value: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def complete(pieces: Generator[None, None, Result]) -> Result:
 def search(
     gpt: GPT, ids: list[int], token: int, minus: int, threshold: float = 0.0
 ) -> tuple[FrozenText, Kept, Graph]:
-    """A text, its parts that carry more than a threshold, and all of their edges."""
+    """A text, its parts that carry more than a threshold, and all edges between them."""
     passes = TextPasses(gpt, ids, len(ids) - 1)
     text, direction = FrozenText(gpt, passes), passes.direction(token, minus)
     complete(text.freeze())
@@ -140,7 +140,7 @@ def search(
 
 
 def carried_by(nodes: Sequence[Node], like: Parts) -> Parts:
-    """What nodes carry through values, in the form of `plain_carried`."""
+    """The amounts that nodes carry through values, in the form of `plain_carried`."""
     carried = {name: torch.zeros_like(values) for name, values in like.items()}
     for node in nodes:
         into = carried[node.stage]
@@ -155,7 +155,7 @@ def carried_by(nodes: Sequence[Node], like: Parts) -> Parts:
 
 
 def check_everything(gpt: GPT, ids: list[int], token: int, minus: int) -> None:
-    """What all parts carry is that of autograd, and their edges add up."""
+    """All parts carry the amounts given by autograd, and their edges add up."""
     difference, expected = plain_carried(gpt, ids, token, minus)
     _, kept, graph = search(gpt, ids, token, minus)
     found = carried_by(graph.nodes, expected)
@@ -175,7 +175,7 @@ def check_everything(gpt: GPT, ids: list[int], token: int, minus: int) -> None:
 
 
 def check_edges(graph: Graph) -> None:
-    """The edges that leave a node add up to what it carries."""
+    """The edges that leave a node add up to the amount that it carries."""
     assert graph.edge_count == len(graph.edges)
     leaving = [0.0] * len(graph.nodes)
     for edge in graph.edges:
@@ -206,7 +206,8 @@ def test_edges_of_some_parts_add_up(gpt: GPT) -> None:
 
 
 def test_positions_that_are_skipped_have_no_strong_part(gpt: GPT) -> None:
-    """By a bound of what a part can carry; the same without the bound."""
+    """Positions are left out by an upper bound of what a part can carry; without the bound the
+    result is the same."""
     passes = TextPasses(gpt, IDS, len(IDS) - 1)
     text, direction = FrozenText(gpt, passes), passes.direction(TOKEN, MINUS)
     with torch.no_grad():
@@ -243,8 +244,8 @@ def test_share_is_explained_with_as_few_parts_as_needed(gpt: GPT) -> None:
 
 
 def ablated(gpt: GPT, circuit: Circuit, keep: Callable[[Tensor], Tensor]) -> float:
-    """The difference by the plain forward, with the parts outside the mask `keep(circuit)` at the
-    means of the unchanged forward."""
+    """The difference by the plain forward pass if all parts outside the mask `keep(circuit)` are
+    set to their means in the unchanged pass."""
     ids = IDS[: POSITION + 1]
     plain = plain_stages(without_softcap(gpt), ids)
 
@@ -273,8 +274,8 @@ def test_ablations_are_those_of_the_plain_forward(gpt: GPT) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "modern", "multi-query", "neox", "scaled"])
 def test_tokens_carry_the_whole_effect_of_attention_weights(family: str) -> None:
-    """In one block: the target with the weights of the text minus that with the weights that the
-    mean input would have."""
+    """In one block, compare the target with the text's attention weights and with those of the mean
+    input."""
     gpt = tiny_gpt(tiny_config(**{**FAMILIES[family], "n_layer": 1})).double()
     text, kept, _ = search(gpt, IDS, TOKEN, MINUS)
     (block,), chosen = text.blocks, kept.choice.chosen[0, "heads"]
@@ -292,14 +293,15 @@ def test_tokens_carry_the_whole_effect_of_attention_weights(family: str) -> None
 # An induction head, written by hand
 
 SIZE = 16
-"""Tokens, positions, and dimensions of a head. The stream has four parts of this width: the token,
-its position, the token before it, and the prediction."""
+"""Number of tokens, of positions, and of dimensions of a head. The stream has four parts of this
+width: the token, its position, the previous token, and the prediction."""
 TOKENS, PLACES, BEFORE, NEXT = (slice(start, start + SIZE) for start in range(0, 4 * SIZE, SIZE))
 
 
 def induction_gpt() -> GPT:
-    """Head 0.0 writes the token before each position. Head 1.1 looks for the position whose token
-    before is the current token, and predicts the token there. Nothing else writes anything."""
+    """Head 0.0 writes the previous token of each position. Head 1.1 attends to the position whose
+    previous token is the current token, and predicts the token there. No other part writes
+    anything."""
     config = tiny_config(
         vocab_size=SIZE, context_length=SIZE, n_layer=2, n_head=2, head_dim=SIZE, n_kv_head=2,
         d_model=4 * SIZE, d_ff=4, norm="rmsnorm", bias=False, qkv_bias=False, tied_head=False,
@@ -328,8 +330,8 @@ def induction_gpt() -> GPT:
 
 
 def test_circuit_of_an_induction_head_is_found() -> None:
-    """After "... 3 8 ... 3" it predicts 8: the token before 8, written at its position, is what the
-    last position looks for."""
+    """After "... 3 8 ... 3" it predicts 8: the last position attends to the position of 8, whose
+    previous token is 3."""
     gpt = induction_gpt()
     ids = [5, 3, 8, 1, 6, 9, 11, 13, 2, 3]
     circuit = find_circuit(gpt, ids, CircuitTask(position=9, minus_id=0))

@@ -75,7 +75,7 @@ def walk(constraint: Constraint, seed: int, tokens: int = 60) -> list[int]:
     return ids
 
 
-# What the kinds mean
+# Kinds of constraints
 
 MATCHES: dict[tuple[Kind, str], tuple[list[str], list[str]]] = {
     ("regex", "ab+c?"): (["ab", "abbbc"], ["a", "xab", "abx", ""]),
@@ -152,7 +152,7 @@ def test_forced_text_has_its_own_tokens() -> None:
     assert len(ids) < len("endoftext null")
 
 
-# Where texts end
+# Ends of texts
 
 
 def test_end_of_text_is_allowed_after_a_complete_text() -> None:
@@ -238,7 +238,7 @@ def test_matchers_of_one_constraint_go_their_own_ways() -> None:
 def test_text_that_leads_nowhere_is_an_error() -> None:
     constraint = compiled("grammar", 'start: "a" (A | B)\nA: /a/ & /b/\nB: "c" & "d"')
     matcher = after(constraint, "a")
-    for _ in range(2):  # it does not become another answer by asking again
+    for _ in range(2):  # asking again gives the same answer
         with pytest.raises(ConstraintError, match="no text matches"):
             matcher.allowed()
 
@@ -252,7 +252,7 @@ def test_limit_that_a_text_reaches_by_itself_is_an_error(monkeypatch: pytest.Mon
         walk(constraint, seed=1)
 
 
-# What is refused
+# Refusals
 
 REFUSED: list[tuple[Kind, Any, str]] = [
     ("regex", "(", "unclosed group"),

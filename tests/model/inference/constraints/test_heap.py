@@ -34,7 +34,7 @@ print(grown, resident() - before)
 """
 
 
-@pytest.mark.skipif(not resident(), reason="the system does not tell a process's size")
+@pytest.mark.skipif(not resident(), reason="the system does not report a process's size")
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
 def test_memory_of_ended_sequences_is_freed() -> None:
     output = subprocess.run(

@@ -41,7 +41,7 @@ def tried(sandbox: Sandbox, source: Source, seconds: float = TEST_TIMEOUT) -> No
         trial.sendall(request_of(source, seconds))
         try:
             check(trial.recv(ANSWER_BYTES))
-        except ConnectionError:  # the trial ended before it had read all
+        except ConnectionError:  # the trial ended before it had read everything
             check(b"")
 
 

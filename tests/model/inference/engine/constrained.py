@@ -1,8 +1,8 @@
 """A random model that writes under constraints, and checks of its texts.
 
-Its vocabulary splits characters and JSON in odd places, and its logits favour nothing: it tries
-everything that the mask allows. Covers finished texts and cut ones. Each test states what they must
-match.
+Its vocabulary splits characters and JSON in odd places, and its logits favor nothing: it tries
+everything that the mask allows. Covers finished texts and texts cut by max_tokens. Each test states
+what they must match.
 """
 
 from typing import Any

@@ -293,7 +293,7 @@ class Driven:
             for event in self.step().events:
                 if isinstance(event, OutputsChunk):
                     self.engine.grant(event.request_id)
-        assert not self.unfinished, "the engine has no work, yet somebody waits"
+        assert not self.unfinished, "the engine has no work although a request waits"
         return self.outcomes
 
     def record(self, events: Iterable[Event]) -> None:

@@ -1,6 +1,6 @@
-"""Commands for an engine with a launching decoder, and its events while it plays them. Hypothesis
-draws requests of every kind, aborts, deadlines, new weights and grants of outputs; the decoder does
-everything as late as possible. `test_overlap.py` compares the events."""
+"""Commands for an engine with a launching decoder, and the engine's events while it executes them.
+Hypothesis draws requests of every kind, aborts, deadlines, new weights and grants of outputs; the
+decoder does everything as late as possible. `test_overlap.py` compares the events."""
 
 import random
 from collections.abc import Sequence
@@ -152,7 +152,7 @@ plays = st.lists(st.one_of(asks, steps, steps, others), min_size=2, max_size=25)
 
 
 class Played:
-    """An engine that plays commands and records all events."""
+    """An engine that executes commands and records all events."""
 
     def __init__(
         self, gpt: GPT = OLD, make: DecoderMaker | None = None, *, slots: int = 3, **options: Any

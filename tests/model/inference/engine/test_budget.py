@@ -1,5 +1,5 @@
-"""Budget: prompts get the rest of the target gap, for any costs of steps. The scheduler is driven
-on a simulated machine: each plan takes the time that its costs say, and the clock moves by that."""
+"""Budget: prompts get the rest of the target gap, whatever steps cost. The scheduler is driven on a
+simulated machine: each plan takes the time that its costs say, and the clock moves by that."""
 
 import re
 from dataclasses import dataclass, field
@@ -196,7 +196,7 @@ def test_incomplete_blocks_count_until_whole_ones_are_measured() -> None:
     budget = PrefillBudget(target, None, 8 * BLOCK)
     assert budget.work(1) == 0.0
     budget.decoded(1, 0.02)
-    assert budget.work(1) == 0.0, "nothing is known of prompts"
+    assert budget.work(1) == 0.0, "the cost of prompts is unknown"
     budget.prefilled([1], 0.015)
     assert budget.work(1) == pytest.approx(20.0)
     budget.prefilled([BLOCK], 0.150)
@@ -240,7 +240,7 @@ def test_free_pass_allows_whole_chunks() -> None:
 
 
 def test_small_models_compute_whole_chunks() -> None:
-    """Nobody notices a gap of a few steps of a millisecond."""
+    """A gap of a few milliseconds goes unnoticed."""
     machine = Machine(DecodeSteps(3), decode=0.001, block=0.002, passing=0.001)
     machine.streams()
     machine.add("prompt", PROMPT)
@@ -249,9 +249,9 @@ def test_small_models_compute_whole_chunks() -> None:
 
 
 def test_clients_of_shared_passes_do_not_starve() -> None:
-    """32 clients each send a new prompt as soon as their stream ends. Passes were shared, so the
-    cost of decoding was known only for few rows. Prompts got single blocks, half of the clients
-    waited for seconds, and this never ended."""
+    """32 clients each send a new prompt as soon as their stream ends. Because passes were shared,
+    the cost of decoding was known only for few rows, prompts got single blocks, and half of the
+    clients waited for seconds, forever."""
     machine = Machine(DecodeSteps(4), slots=32, decode=0.006, row=0.0008, block=0.015, saved=0.004)
     machine.passing = 0.008
     waiting: list[int] = []
@@ -270,9 +270,9 @@ def test_clients_of_shared_passes_do_not_starve() -> None:
 
 
 def test_late_first_tokens_lengthen_steps() -> None:
-    """A single prompt in time keeps the gap. A queue of prompts, or an old one, lengthens the step
-    in proportion to its delay, up to a limit that grows with the number of waiting prompts per
-    stream."""
+    """A single prompt that is not late keeps the gap. A queue of prompts, or an old one, lengthens
+    the step in proportion to its delay, up to a limit that grows with the number of waiting prompts
+    per stream."""
     budget = PrefillBudget(1.0, 0.5, 64 * BLOCK)
     budget.decoded(2, 0.02)
     budget.prefilled([BLOCK] * 8, 0.1 * (8 + PASS_WORK))
@@ -287,7 +287,7 @@ def test_late_first_tokens_lengthen_steps() -> None:
     assert stretch(Waiting(2 * BLOCK, 1.0)) == pytest.approx((1.0 + one) / (0.5 + one))
     assert stretch(Waiting(2 * BLOCK, 60.0)) == pytest.approx(STRETCH)
     assert stretch(*[Waiting(2 * BLOCK, 60.0)] * 4) == pytest.approx(2 * STRETCH)
-    assert stretch(Waiting(2 * BLOCK, None)) == pytest.approx(1.0), "nobody waits for its token"
+    assert stretch(Waiting(2 * BLOCK, None)) == pytest.approx(1.0), "no reader waits for its token"
 
 
 def test_cost_of_decoding_is_measured_between_shared_passes() -> None:

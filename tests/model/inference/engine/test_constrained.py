@@ -85,7 +85,7 @@ def test_choices_limit_the_text(texts: list[str], seed: int) -> None:
         assert check(source, outcome) in texts
 
 
-# Among others, and to the end
+# Among other requests, and up to the end
 
 SOURCES: dict[Kind, Source] = {
     "regex": Source("regex", r"(ab|c)+ [0-9]{2,9}é"),
@@ -138,7 +138,7 @@ def test_end_of_text_ends_a_text_that_could_continue() -> None:
     assert outcome.ended.reason is FinishReason.LENGTH
 
 
-# Where the limits of a lexer end a text
+# Texts that end at the limits of a lexer
 
 with pytest.MonkeyPatch.context() as patched:
     tight = {"max_lexer_states": 300, "step_lexer_fuel": 2000}
@@ -220,7 +220,7 @@ def test_lexer_limits_apply_to_each_sequence() -> None:
     assert reasons == {FinishReason.ERROR, FinishReason.LENGTH}
 
 
-# What fails, and what is refused
+# Failures and refusals
 
 
 @dataclasses.dataclass(frozen=True)

@@ -138,7 +138,7 @@ def test_interventions_cost_their_number(request_: Any, change: Intervention) ->
     ]
     plain, first, second, many = costs
     each = second - first
-    assert first - each >= 2 * plain - 2, "plain code alone takes twice as long"
+    assert first - each >= 2 * plain - 2, "plain code takes twice as long"
     assert each > 0
     assert many == pytest.approx(first + 99 * each, rel=0.01)
 

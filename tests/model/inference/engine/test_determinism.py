@@ -299,7 +299,7 @@ def test_step_times_change_no_bit(
         assert found == alone(gpt, pool, make_decoder)
 
 
-# These tests can fail.
+# The tests above can fail
 
 
 def test_unpadded_rows_differ_in_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def test_abort_ends_a_request_at_once(gpt: GPT, name: str) -> None:
     others = {key[0]: outcome.ended.reason for key, outcome in driven.outcomes.items()}
     del others[name]
     assert set(others.values()) == {FinishReason.LENGTH}
-    assert driven.engine.abort(name) == []  # twice is once
+    assert driven.engine.abort(name) == []  # a second abort has no effect
 
 
 def test_deadline_ends_a_request_in_every_state(gpt: GPT) -> None:

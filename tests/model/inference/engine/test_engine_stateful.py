@@ -2,7 +2,7 @@
 
 The rules that hold at every moment are in `harness.Driven`: one finish per sequence and nothing
 after it, counts equal to the events, no slot lost or shared, work when there is work. Readers of
-rows fall behind, lose their slots to others and continue: their rows have the bits of an otherwise
+rows fall behind, lose their slots to others and continue; their rows have the bits of an otherwise
 idle engine.
 """
 
@@ -254,7 +254,7 @@ class EngineMachine(RuleBasedStateMachine):
                     self.take(name)
             self.driven.step()
             budget -= 1
-            assert budget > 0, "it takes too many steps"
+            assert budget > 0, "there are too many steps"
         self.driven.step()  # deadlines of requests that wait for nothing else
         assert self.driven.outcomes.keys() == self.driven.accepted
         assert self.driven.unfinished == set()

@@ -126,8 +126,8 @@ def final_norm(gpt: GPT, x: Tensor) -> Tensor:
     config, norm = gpt.config, gpt.final_norm
     if not config.final_norm:
         return x
-    centred = config.norm == "layernorm"
-    if centred:
+    centered = config.norm == "layernorm"
+    if centered:
         x = x - x.mean(dim=-1, keepdim=True)
     assert isinstance(norm.weight, Tensor)
     x = x / (x.square().mean(dim=-1, keepdim=True) + config.norm_eps).sqrt() * norm.weight
@@ -147,7 +147,7 @@ def check(values: Values, expected: Tensor, tolerance: float = 1e-5) -> None:
     close(values.logprobs, likeliest)
     named = expected[..., list(EVERYTHING.token_ids)]
     close(values.named, named)
-    for column in range(named.shape[-1]):  # up to equals as near as rounding
+    for column in range(named.shape[-1]):  # up to values that differ only by rounding
         chosen = named[..., column : column + 1]
         assert (values.ranks[..., column] > (expected > chosen + tolerance).sum(-1).numpy()).all()
         most = (expected > chosen - tolerance).sum(-1).numpy()
@@ -256,7 +256,7 @@ def test_following_token_has_the_bits_of_naming_and_scoring_it(gpt: GPT) -> None
     scored = run(gpt, score_request("s", PROMPT[:4], PROMPT[4:]))["s", 0].prompt
     of_score = [np.float32(token.chosen.logprob) for token in scored if token.chosen is not None]
     assert np.array_equal(values.named[:, -1, -1], of_score)
-    # Everything else is the same as without.
+    # Everything else is the same as without it.
     plain = lens_of(gpt, ask(positions=positions))
     assert np.array_equal(values.named[..., :-1], plain.named)
     assert np.array_equal(values.ranks[..., :-1], plain.ranks)
@@ -289,7 +289,7 @@ def test_change_of_the_final_norm_affects_the_last_layer_only() -> None:
     plain, changed = lens_of(gpt, ask()), lens_of(gpt, ask(interventions=(zero,)))
     assert np.array_equal(plain.entropy[:, :3], changed.entropy[:, :3])
     np.testing.assert_allclose(changed.entropy[:, 3], np.log(257), rtol=1e-6)
-    assert (changed.ids[:, 3] == np.arange(6)).all(), "equals in the order of their ids"
+    assert (changed.ids[:, 3] == np.arange(6)).all(), "ties in the order of ids"
     assert (changed.ranks[:, 3] == 1).all()
 
 
@@ -325,7 +325,7 @@ def test_native_decoder_matches_the_lens(
     every = Lens(layers=LAYERS, top_k=257, token_ids=())
     values = lens_of(
         gpt, ask(every), make_decoder=native
-    )  # the weights become the quantized ones, too
+    )  # this also replaces the weights by the quantized ones
     exact = copy.deepcopy(gpt).double()
     states = outputs_request("a", PROMPT, output=HiddenStates(layers=LAYERS))
     streams = run(gpt, states, make_decoder=native)["a", 0].values.double()

@@ -105,7 +105,7 @@ def test_each_length_of_a_repetition_has_its_own_record() -> None:
     text = [1, 2, 3, 4, 5, 6, 7, 3, 4]
     drafter = Drafter(text)
     drafter.learn(Draft([9], 2))
-    assert drafter.guess(1, 1) is None, "two tokens are not enough now"
+    assert drafter.guess(1, 1) is None, "two tokens are no longer enough"
     text += [5, 6]
     assert drafter.guess(1, 1) == Draft([7], 4)
     drafter.learn(Draft([9, 9], 4, accepted=1))
@@ -151,7 +151,7 @@ def test_draft_has_the_rows_that_pay(rate: float, sequences: int) -> None:
 @pytest.mark.parametrize("sequences", [1, 8])
 @pytest.mark.parametrize("alphabet", [10, 50, 500])
 def test_random_text_has_few_wrong_rows(alphabet: int, sequences: int) -> None:
-    """Runs repeat all the time, but are followed by other ids."""
+    """Runs repeat all the time, but different ids follow."""
     rng = random.Random(alphabet)
     text = [rng.randrange(alphabet) for _ in range(4000)]
     drafts = drafts_over(text, known=100, sequences=sequences)

@@ -1,7 +1,6 @@
-"""Requests for numbers: the engine's outputs and scores equal the model's.
-
-To the bit against `forward_as_served`, as promised, and within float32's tolerance against the
-plain forward, which does not use the cache.
+"""Requests for numbers: the engine's outputs and scores equal the model's. They equal
+`forward_as_served` to the bit, as promised, and the plain forward pass, which does not use the
+cache, within float32's tolerance.
 """
 
 import random
@@ -121,7 +120,7 @@ def test_eviction_changes_no_bit(gpt: GPT, wanted: Any) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_processed_logits_match_the_definition(seed: int) -> None:
-    """Against definitions on Python lists, for a text that is partly prompt and partly
+    """Compare with definitions on Python lists, for a text that is partly prompt and partly
     generated."""
     gpt, rng = tiny_gpt(), random.Random(seed)
     sampling = random_params(rng, 1, 257)

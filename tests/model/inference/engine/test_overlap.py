@@ -1,6 +1,6 @@
 """Overlap changes the time of a step but no event. Engines with a launching decoder, on a device
-that does everything as late as possible, are compared with engines without one. Both play the same
-commands, and each step must have the same events, counts, times and remaining work."""
+that does everything as late as possible, are compared with engines without one. Both execute the
+same commands, and each step must have the same events, counts, times and remaining work."""
 
 import random
 from dataclasses import replace
@@ -129,9 +129,9 @@ def test_later_steps_are_launched_before_they_are_due() -> None:
     for decoded in range(1, 9):
         result = driven.step()
         assert result.decoded_sequences == (2 if decoded <= 6 else 1)
-        assert not device.idle(), "the next step has been launched, and nobody waited for it"
+        assert not device.idle(), "the next step has been launched, and nothing waited for it"
     driven.step()
-    assert device.idle(), "there is nothing behind the last token"
+    assert device.idle(), "no step follows the last token"
     assert not driven.engine.has_work()
     decoder = launching(driven)
     assert (decoder.decoded, decoder.launched, decoder.launched_next) == (0, 1, 8)
@@ -240,7 +240,7 @@ def test_step_with_processed_rows_is_not_overlapped(sampling: dict[str, Any]) ->
         assert launching(driven).late.idle()
     decoder = launching(driven)
     assert (decoder.launched, decoder.decoded) == (0, 4)
-    driven.step()  # of the plain one alone
+    driven.step()  # only the plain one
     assert not decoder.late.idle()
 
 

@@ -1,4 +1,4 @@
-"""WaitingQueue: callers take turns, first come, first served within each, and nobody starves.
+"""WaitingQueue: callers take turns, each caller's requests in order of arrival, and none starves.
 
 Compared with a plain list and with counts; also the scheduler's prompts, which take turns too.
 """
@@ -41,7 +41,9 @@ def test_queue_serves_one_caller_by_priority_and_arrival(priorities: list[int]) 
     for sequence in sequences:
         queue.push(sequence)
     assert len(queue) == len(sequences)
-    assert take_all(queue) == sorted(sequences, key=lambda s: s.request.priority)  # is stable
+    assert take_all(queue) == sorted(
+        sequences, key=lambda s: s.request.priority
+    )  # sorting is stable
 
 
 @given(st.lists(st.tuples(st.sampled_from(CALLERS), st.booleans()), max_size=60))
@@ -57,7 +59,9 @@ def test_caller_waits_for_one_sequence_of_each_other_caller(acts: list[tuple[str
             queue.push(sequence)
         elif (first := next(iter(queue.firsts()), None)) is not None:
             name = first.request.caller
-            assert lines[name].pop(0) is first, "within a caller, first come first served"
+            assert lines[name].pop(0) is first, (
+                "requests of a caller are served in order of arrival"
+            )
             queue.take(first)
             passed[name].clear()
             for other in CALLERS:

@@ -133,7 +133,7 @@ class Simulation:
             assert all(s.outputs is not None for s in passed_over)
         for chunk in plan.prefill[:-1]:
             whole = chunk.completes_prompt or chunk.sequence.outputs is not None
-            assert whole, "a later prompt was served while an earlier one could have gone on"
+            assert whole, "a later prompt was served while an earlier one could have continued"
 
     def prefill(self, chunk: PrefillChunk) -> None:
         sequence = chunk.sequence
@@ -278,7 +278,7 @@ def test_siblings_wait_for_the_leader_and_copy() -> None:
     assert computed == [(0, 0, 64), (0, 64, 128), (0, 128, 138)] + [
         (index, 128, 138) for index in range(1, 5)
     ]
-    # After two steps all four blocks are there: nobody has to wait any more.
+    # After two steps all four blocks are in the cache: no request has to wait any more.
     assert [s.admitted for s in sequences] == [1.0, 3.0, 3.0, 3.0, 3.0]
     assert behind.admitted == 3.0
 
@@ -324,7 +324,7 @@ def test_large_outputs_cool_down_while_others_decode(width: int) -> None:
     scheduler.prefilled(second, 20.0)
     scheduler.stepped(plan, 20.0)
     scheduler.remove(decoding)
-    (third,) = scheduler.plan(20.0).prefill  # nobody decodes: no reason to rest
+    (third,) = scheduler.plan(20.0).prefill  # without decoding there is no cooldown
     assert third.start == second.end
 
 
@@ -349,7 +349,7 @@ def test_tapped_steps_cool_down_while_others_decode() -> None:
         scheduler.stepped(plan, now + took)
         return [chunk.sequence for chunk in plan.prefill], list(plan.decode)
 
-    assert step(0.0, 1.0) == ([decoding, *tapped], []), "nobody decodes yet"
+    assert step(0.0, 1.0) == ([decoding, *tapped], []), "no sequence decodes yet"
     assert step(1.0, 0.1) == ([], [decoding]), "a cooldown of 2 s"
     d, e = (Sequence(Group(replace(request, request_id=name)), 0, 0.0) for name in ("d", "e"))
     for sequence in tapped:
@@ -357,9 +357,9 @@ def test_tapped_steps_cool_down_while_others_decode() -> None:
     for sequence in (d, e):
         scheduler.enqueue(sequence)
     assert step(2.0, 0.1) == ([], [decoding])
-    assert step(3.0, 1.0) == ([d], [decoding]), "one prompt that is tapped, not both"
+    assert step(3.0, 1.0) == ([d], [decoding]), "one tapped prompt, not both"
     assert step(4.0, 0.1) == ([], [decoding])
-    assert step(6.0, 1.0) == ([e], [decoding, d]), "rows that are tapped rest as well"
+    assert step(6.0, 1.0) == ([e], [decoding, d]), "tapped rows wait as well"
     assert step(7.0, 0.1) == ([], [decoding])
     scheduler.remove(decoding)
     assert step(7.1, 1.0) == ([], [d, e]), "no reason to rest"
@@ -412,7 +412,7 @@ def test_small_outputs_have_no_cooldown() -> None:
 
 
 def behind(simulation: Simulation, *requests: Request) -> list[Sequence]:
-    """Requests for rows that nobody reads, computed as far as possible."""
+    """Requests for rows that no client reads, computed as far as possible."""
     sequences = [simulation.add(request)[0] for request in requests]
     while simulation.scheduler.has_work():
         simulation.step()
@@ -427,13 +427,13 @@ def test_waiting_request_takes_the_slot_of_the_slowest_reader() -> None:
         outputs_request("first", [1] * 200, range(200)),
         outputs_request("second", [2] * 200, range(200)),
     )
-    assert states([first, second]) == [State.PREFILL] * 2, "nobody waits: nothing changes"
+    assert states([first, second]) == [State.PREFILL] * 2, "no sequence waits: nothing changes"
     (waiting,) = simulation.add(generation("waiting", [5], max_tokens=3))
     assert simulation.step().evicted == 1
     assert states([waiting, first, second]) == [State.DECODE, State.PAUSED, State.PREFILL]
     simulation.drain()
     assert states([waiting, first]) == [State.FINISHED, State.PAUSED]
-    simulation.scheduler.grant(first)  # a piece is still on its way to its reader
+    simulation.scheduler.grant(first)  # a piece has not reached its reader yet
     assert not simulation.scheduler.has_work()
     simulation.scheduler.grant(first)
     simulation.drain()
@@ -444,7 +444,7 @@ def test_waiting_request_takes_the_slot_of_the_slowest_reader() -> None:
     simulation.drain()
     assert states([first, second]) == [State.FINISHED] * 2
     assert simulation.rows == {first: list(range(200)), second: list(range(200))}
-    assert first.admitted == 1.0, "as when it came first"
+    assert first.admitted == 1.0, "as at its first admission"
 
 
 def test_no_more_are_paused_than_there_are_slots() -> None:
@@ -470,7 +470,7 @@ def test_competing_readers_all_finish() -> None:
     steps = 0
     while any(sequence.state is not State.FINISHED for sequence in sequences):
         if not simulation.scheduler.has_work():
-            for sequence in sequences:  # everybody takes all there is, and only then
+            for sequence in sequences:  # readers take everything, and only then
                 while sequence.credit < CHUNKS_IN_FLIGHT:
                     simulation.scheduler.grant(sequence)
         simulation.step()
@@ -511,7 +511,7 @@ class Mix:
         if self.simulation.share_decoded and ended and self.rng.random() < 0.7:
             return ended[-1].tokens + [0] * self.rng.randint(1, BLOCK)
         whole = [self.rng.randrange(2) for _ in range(self.rng.randrange(5))]
-        if self.simulation.share_decoded:  # a few tokens reach beyond the end of the block
+        if self.simulation.share_decoded:  # a few tokens beyond the end of the block
             return blocks(*whole, rest=BLOCK - self.rng.randint(1, 4))
         return blocks(*whole, rest=self.rng.randrange(BLOCK)) or [0]
 

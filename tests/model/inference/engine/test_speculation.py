@@ -133,12 +133,12 @@ def test_drafted_positions_are_never_shared(counting: GPT) -> None:
     again = generation("again", text, max_tokens=20, logprobs=3)
     driven.add(again)
     outcome = driven.drain()["again", 0]
-    assert outcome.ended.cached_tokens == 32, "of the prompt's own blocks"
+    assert outcome.ended.cached_tokens == 32, "of the prompt's blocks"
     _, expected = both(counting, again, prefix_reuse=False)
     assert outcome.computed == expected["again", 0]
 
 
-# What a step gives
+# Results of a step
 
 
 def steps_of(driven: Driven) -> list[list[int]]:
@@ -154,7 +154,7 @@ def test_repetitive_text_takes_few_steps(counting: GPT) -> None:
     driven = Driven(counting, speculate="ngram")
     driven.add(generation("a", PROMPT, max_tokens=30))
     assert steps_of(driven) == [
-        [3],  # the prompt's own
+        [3],  # those of the prompt
         [4, 5],
         [6, 7, 8],
         list(range(9, 15)),
@@ -195,7 +195,7 @@ def test_drafted_row_that_is_not_finite_fails_only_if_reached(counting: GPT) -> 
     driven, expected = both(broken, generation("a", PROMPT, sampling=stopping))
     assert driven.outcomes["a", 0].computed == expected["a", 0]
     assert driven.outcomes["a", 0].ended.reason is FinishReason.STOP
-    assert driven.drafted_tokens == 1 + 2 + 5 + 7 + 7, "a row stood at 64"
+    assert driven.drafted_tokens == 1 + 2 + 5 + 7 + 7, "there was a row at 64"
     driven, expected = both(broken, generation("a", PROMPT, sampling=params(60, logprobs=1)))
     assert driven.outcomes["a", 0].computed == expected["a", 0]
     assert driven.outcomes["a", 0].ended.reason is FinishReason.ERROR

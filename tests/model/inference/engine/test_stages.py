@@ -104,7 +104,7 @@ def test_recorded_stages_match_their_definition(exact: GPT, prefill_chunk: int) 
 
 @pytest.mark.parametrize("kept", get_args(KVCacheDType))
 def test_recorded_stages_have_the_bits_of_their_own_outputs(gpt: GPT, kept: KVCacheDType) -> None:
-    """Keys and values may be read as rounded."""
+    """Keys and values may be returned as rounded."""
 
     def rows(output: Any) -> Tensor:
         return run(gpt, ask(output), kv_cache_dtype=kept)["a", 0].values
@@ -406,7 +406,7 @@ def test_patching_a_prompt_with_itself_changes_no_bit(gpt: GPT, count: int | Non
     rng = random.Random(count)
     for name in changeable(gpt) if count is None else rng.sample(changeable(gpt), count):
         if name.endswith((".scores", ".probs")):
-            continue  # computed differently once they are changed
+            continue  # computed differently if changed
         value = recorded(gpt, ask(Activations(stages=(name,))))[name]
         patch = Intervention(
             stage=name, operation="set", positions=tuple(range(LENGTH)), values=value.numpy()
@@ -415,7 +415,7 @@ def test_patching_a_prompt_with_itself_changes_no_bit(gpt: GPT, count: int | Non
         assert torch.equal(logits, run(gpt, ask(Logits()))["a", 0].values), name
 
 
-# Beside others
+# Next to other requests
 
 
 @cache

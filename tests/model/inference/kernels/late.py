@@ -86,7 +86,7 @@ class LateDecoder(GraphDecoder):
         self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
     ) -> Tensor:
         logits = super().decode(token_ids, slots, positions)
-        self.late.finish()  # likewise
+        self.late.finish()  # likewise used at once
         return logits
 
 

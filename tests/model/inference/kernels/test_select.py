@@ -126,7 +126,7 @@ HERE = runnable(platform.machine(), processor_features())
 
 
 def test_target_is_refused_if_the_system_withholds_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the other machines of a fleet would compute with AMX, hence other bits."""
+    """Otherwise the other machines of a fleet would compute with AMX, hence different bits."""
 
     class Withheld:
         def logitd_has_tiles(self) -> int:

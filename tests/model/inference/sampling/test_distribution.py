@@ -12,9 +12,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from logitd.model.inference.sampling.distribution import largest, log_softmax, summarise
+from logitd.model.inference.sampling.distribution import largest, log_softmax, summarize
 
-LOGIT = st.integers(-3200, 3200).map(lambda i: i / 64) | st.sampled_from([0.0, 1.0])  # equals too
+LOGIT = st.integers(-3200, 3200).map(lambda i: i / 64) | st.sampled_from(
+    [0.0, 1.0]
+)  # includes ties
 ROW = st.lists(LOGIT, min_size=1, max_size=40)
 
 
@@ -54,7 +56,7 @@ def test_largest_of_a_large_row_with_many_equals(dtype: type) -> None:
 @given(ROW, st.integers(1, 40))
 def test_likeliest(row: list[float], top_k: int) -> None:
     values = np.array(row, dtype=np.float32)
-    summary = summarise(values, top_k=top_k)
+    summary = summarize(values, top_k=top_k)
     probs = softmax(row)
     assert [token.token_id for token in summary.tokens] == largest(values, top_k).tolist()
     for token in summary.tokens:
@@ -69,7 +71,7 @@ def test_likeliest(row: list[float], top_k: int) -> None:
 @given(ROW, st.data())
 def test_named_ids(row: list[float], data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, len(row) - 1), min_size=1, max_size=10))
-    summary = summarise(np.array(row, dtype=np.float32), token_ids=ids)
+    summary = summarize(np.array(row, dtype=np.float32), token_ids=ids)
     probs = softmax(row)
     assert [token.token_id for token in summary.tokens] == ids, "in the order given"
     assert summary.mass == pytest.approx(math.fsum(probs[i] for i in set(ids)), abs=1e-12)
@@ -78,14 +80,14 @@ def test_named_ids(row: list[float], data: st.DataObject) -> None:
 
 def test_numbers_are_plain_python() -> None:
     """The numbers go into JSON as they are."""
-    summary = summarise(np.array([1, 2], dtype=np.float32), top_k=1)
+    summary = summarize(np.array([1, 2], dtype=np.float32), top_k=1)
     (token,) = summary.tokens
     kinds = (token.token_id, token.prob, token.logprob, token.rank, summary.mass, summary.entropy)
     assert [type(value) for value in kinds] == [int, float, float, int, float, float]
 
 
 def test_tiny_probabilities_do_not_vanish_from_their_logarithms() -> None:
-    summary = summarise(np.array([1000.0, 0.0], dtype=np.float32), token_ids=[1])
+    summary = summarize(np.array([1000.0, 0.0], dtype=np.float32), token_ids=[1])
     (token,) = summary.tokens
     assert token.logprob == -1000
     assert token.prob == 0

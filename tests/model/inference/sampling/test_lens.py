@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from logitd.model.inference.sampling import lens as under_test
-from logitd.model.inference.sampling.distribution import largest, log_softmax, summarise
+from logitd.model.inference.sampling.distribution import largest, log_softmax, summarize
 from logitd.model.inference.sampling.lens import LensDigest, LensRow, lens_width, read_lens
 from logitd.model.inference.sampling.sampler import score
 from tests.profiles import examples
@@ -37,8 +37,8 @@ def check(logits: Tensor, own: Tensor, top_k: int, token_ids: tuple[int, ...]) -
     for read, row, own_row in zip(
         lens_of(logits, own, top_k, token_ids), logits.numpy(), own.numpy(), strict=True
     ):
-        _, *named = summarise(row, token_ids=(0, *token_ids)).tokens
-        logprobs, likeliest = log_softmax(row), summarise(row, top_k=top_k)
+        _, *named = summarize(row, token_ids=(0, *token_ids)).tokens
+        logprobs, likeliest = log_softmax(row), summarize(row, top_k=top_k)
         assert read.top_ids.tolist() == largest(row, top_k).tolist()
         np.testing.assert_allclose(read.top_logprobs, logprobs[read.top_ids], rtol=1e-6, atol=1e-12)
         expected = [token.logprob for token in named]
@@ -94,7 +94,7 @@ def test_answer_does_not_diverge_from_itself() -> None:
 
 
 def test_row_has_the_same_bits_alone_as_among_others() -> None:
-    torch.set_num_threads(2)  # between which a sum can be split
+    torch.set_num_threads(2)  # a sum may be divided between them
     generator = torch.Generator().manual_seed(1)
     logits, own = (5 * torch.randn(5, 50_257, generator=generator) for _ in range(2))
     together = LensDigest(own, 5, (1, 2))
@@ -113,7 +113,7 @@ def test_following_token_has_the_bits_of_a_score_at_the_last_layer() -> None:
     float64 sum decides the rounding."""
     generator = torch.Generator().manual_seed(2)
     logits = 3 * torch.randn(2000, 60, generator=generator)
-    logits[:, 0] = 0  # a logit near 0 can be chosen finely
+    logits[:, 0] = 0  # near 0, logits can be set precisely
     for _ in range(3):
         total = logits.double().logsumexp(dim=-1)
         rounded = (-total).float()
@@ -125,7 +125,7 @@ def test_following_token_has_the_bits_of_a_score_at_the_last_layer() -> None:
     logprobs = np.array([token.logprob for token in scored])
     assert np.array_equal(figures[:, 2].numpy(), logprobs.astype(np.float32))
     assert figures[:, 3].tolist() == [token.rank for token in scored]
-    # By the sums of the digest, which other layers have, some are the other one.
+    # With the digest's sums, as for other layers, some are rounded to the adjacent number.
     by_sums = LensDigest(logits, 1, (0,)).numbers(logits)[:, 2].numpy()
     assert not np.array_equal(by_sums, figures[:, 2].numpy())
     other = LensDigest(torch.zeros(2000, 60), 1, (), torch.zeros(2000, dtype=torch.int64))

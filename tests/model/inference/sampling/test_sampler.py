@@ -16,7 +16,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from logitd.model.inference.reference import filtered, penalised
+from logitd.model.inference.reference import filtered, penalized
 from logitd.model.inference.sampling.params import SamplingParams, TokenLogprob
 from logitd.model.inference.sampling.philox import uniform
 from logitd.model.inference.sampling.results import (
@@ -78,7 +78,7 @@ def mask(allowed: Iterable[int]) -> np.ndarray:
 def defined(logits: Sequence[float], one: RowContext) -> list[float]:
     """A row after steps 1 to 6, by the definition."""
     allowed = None if one.allowed is None else one.allowed.tolist()
-    return penalised(logits, one.tokens, one.prompt_length, one.params, allowed)
+    return penalized(logits, one.tokens, one.prompt_length, one.params, allowed)
 
 
 def sample_all(logits: Tensor, rows: Sequence[RowContext]) -> list[Sampled]:
@@ -97,14 +97,14 @@ def sample_one(logits: Sequence[float], one: RowContext) -> Sampled:
 
 
 def processed(logits: Sequence[float], one: RowContext) -> dict[int, float]:
-    """Logprobs of the ids that a row can be sampled from, after all steps."""
+    """Logprobs of the ids that can be sampled from a row, after all steps."""
     asking = dataclasses.replace(one.params, logprobs=len(logits), logprobs_stage="processed")
     result = sample_one(logits, dataclasses.replace(one, params=asking))
     return {token.token_id: token.logprob for token in result.top}
 
 
-# Strategies. Numbers are fractions that float32 holds exactly, so that what ties here ties there;
-# on the coarse grid ties are common.
+# Strategies. Numbers are fractions that float32 holds exactly, so ties are the same in both; on the
+# coarse grid ties are common.
 
 
 def fractions(low: int, high: int, of: int) -> st.SearchStrategy[float]:
@@ -152,7 +152,7 @@ def rows(draw: st.DrawFn, temperature: st.SearchStrategy[float] = greedy_or_not)
         index=draw(st.integers(0, 3)),
     )
     if one.params.allowed_token_ids is not None or one.params.min_tokens:
-        return one  # a constraint has no counterpart in it
+        return one  # the reference has no constraints
     allowed = draw(st.none() | st.sets(ids, min_size=1))
     return one if allowed is None else dataclasses.replace(one, allowed=mask(allowed))
 
@@ -330,7 +330,7 @@ def test_processed_logprobs_are_those_that_are_sampled_from() -> None:
     one = row(params(temperature=0.5, top_k=3, seed=1, logprobs=6, logprobs_stage="processed"))
     result = sample_one(LOGITS, one)
     assert result.chosen is not None
-    assert [token.token_id for token in result.top] == [1, 3, 2]  # dropped ids are not in it
+    assert [token.token_id for token in result.top] == [1, 3, 2]  # it has no dropped ids
     assert sum(math.exp(token.logprob) for token in result.top) == pytest.approx(1)
     ratio = result.top[0].logprob - result.top[2].logprob
     assert ratio == pytest.approx((3 - 2) / 0.5)
@@ -441,7 +441,7 @@ def test_slot_is_sampled_for_its_current_sequence() -> None:
     state.begin(1, params(seed=2**64 - 1, temperature=1, top_p=0.5, min_p=0.25), index=0)
     before = SamplingRow(0.5, 4, 1.0, 0.0, seed=0, position=8, index=2)
     now = SamplingRow(1.0, 0, 0.5, 0.25, seed=2**64 - 1, position=9, index=0)
-    for further in range(2):  # the second time from what was kept
+    for further in range(2):  # the second time from the stored records
         positions = [8 + further, 9 + further, 10 + further]
         sampling, processed = state.rows([2, 1, 1], positions)
         expected = [

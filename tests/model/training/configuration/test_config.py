@@ -43,7 +43,7 @@ def test_every_field_of_a_recipe_and_a_shape_has_a_described_setting() -> None:
         {"residual": "both"},
         {"rope_scaling": {"kind": "linear"}},
         {"rope_scaling": {"kind": "linear", "factor": "2"}},
-        {"rope_scaling": {"kind": "linear", "factor": 2.0, "colour": "red"}},
+        {"rope_scaling": {"kind": "linear", "factor": 2.0, "color": "red"}},
     ],
 )
 def test_config_refuses_impossible_values_and_unknown_names(wrong: dict[str, Any]) -> None:

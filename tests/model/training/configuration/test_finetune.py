@@ -91,7 +91,7 @@ def test_run_begins_with_the_loss_of_its_base_and_lowers_it(
         base, [str(held_out(text, tmp_path / "end.txt"))], batch_size=4, dtype=dtype, threads=1
     )
     assert found.evaluation.tokens == HELD_OUT
-    rounding = 1e-5 if dtype == "float32" else 0  # the former is computed as served
+    rounding = 1e-5 if dtype == "float32" else 0  # the former is computed as for serving
     assert losses[0] == pytest.approx(found.evaluation.loss, rel=rounding, abs=0)
     assert losses[12] < losses[6] < losses[0]
 
@@ -131,7 +131,7 @@ def test_checkpoint_names_its_base(tune: Tune, base: Path) -> None:
         f"Fine-tuned from base, step 7, weights sha256 `{was.weights_sha256}`",
         "which was trained on tiny (MIT)",
         f"--from {base}",
-        "Licence of the text: CC0",
+        "License of the text: CC0",
     ):
         assert part in card
     again = open_base(result.best)

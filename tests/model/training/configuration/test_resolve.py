@@ -95,7 +95,7 @@ def test_resumed_run_may_be_lengthened_but_not_changed() -> None:
         ({}, {"minutes": 9}, None),  # minutes replace the preset's steps
         ({"steps": 90, "minutes": 9}, {"minutes": 60}, "--minutes 60 cannot be .*--steps 90 count"),
         ({"steps": 90, "minutes": 9}, {"minutes": 60, "steps": 91}, None),
-        ({"steps": 90, "minutes": 9}, {"steps": 90, "minutes": 9}, None),  # started once more
+        ({"steps": 90, "minutes": 9}, {"steps": 90, "minutes": 9}, None),  # started again
         ({"minutes": 1}, {"minutes": 3}, None),
     ],
 )

@@ -30,7 +30,7 @@ from logitd.model.training.distributed.fsdp import (
     worth_sharding,
 )
 from logitd.model.training.distributed.ranks import ALONE, Ranks, process_group
-from logitd.model.training.optim.optimizers import Optimizers, initialise
+from logitd.model.training.optim.optimizers import Optimizers, initialize
 from logitd.model.training.run.state import environment, load_state, save_state
 from logitd.model.training.step.forward import Forward
 from logitd.model.training.stopping.length import Counters
@@ -112,7 +112,7 @@ def _gpt(optimizer: str) -> GPT:
         **TOGETHER,
     )  # fmt: skip
     gpt = GPT(config)
-    initialise(gpt, PRESETS["tiny"].recipe, torch.Generator().manual_seed(1))
+    initialize(gpt, PRESETS["tiny"].recipe, torch.Generator().manual_seed(1))
     for block in gpt.blocks:  # zero at the start, so the layers before them would have no gradient
         for name in ("attention_out", "mlp_down"):
             torch.nn.init.normal_(
@@ -257,7 +257,7 @@ def test_three_processes_train_what_one_trains(
         ranks = [_Found(**each[optimizer]) for each in files]
         for found in ranks:
             assert all(here == said for here, said in found.rows.values())
-            assert found.held == 0, "matrices are let go of after the forward pass"
+            assert found.held == 0, "matrices are freed after the forward pass"
             assert found.same_logits
             assert found.losses == pytest.approx(losses, rel=1e-3)
             assert found.same_back

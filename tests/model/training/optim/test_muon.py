@@ -62,11 +62,11 @@ def test_step_is_that_of_torch(monkeypatch: pytest.MonkeyPatch, stacked_elements
 
 
 @pytest.mark.parametrize("shape", [(6, 6), (6, 20), (20, 6), (140, 150)])
-def test_orthogonalise_in_float32_is_the_iteration_as_defined(shape: tuple[int, int]) -> None:
+def test_orthogonalize_in_float32_is_the_iteration_as_defined(shape: tuple[int, int]) -> None:
     torch.manual_seed(1)
     matrices = torch.randn(3, *shape).double()
     found = [
-        muon.orthogonalise(stack.float(), COEFFICIENTS, STEPS, EPS)
+        muon.orthogonalize(stack.float(), COEFFICIENTS, STEPS, EPS)
         for stack in (matrices, matrices[:1])
     ]
     a, b, c = COEFFICIENTS

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Muon
 
 from logitd.model.training.configuration.presets import PRESETS
-from logitd.model.training.optim.optimizers import Optimizers, initialise, kind_of
+from logitd.model.training.optim.optimizers import Optimizers, initialize, kind_of
 from logitd.model.training.optim.schedule import lr_scale
 from logitd.model.training.step.forward import native_bfloat16
 from logitd.model.transformer.config import MODERN, gpt2_shape
@@ -26,7 +26,7 @@ def _gpt(**overrides: Any) -> GPT:
     torch.manual_seed(0)
     config = gpt2_shape(vocab_size=100, context_length=16, n_layer=2, n_head=2, d_model=32, **shape)
     gpt = GPT(config)
-    initialise(gpt, RECIPE, torch.Generator().manual_seed(1))
+    initialize(gpt, RECIPE, torch.Generator().manual_seed(1))
     return gpt
 
 
@@ -67,7 +67,7 @@ def test_blocks_begin_as_the_identity_drawn_from_the_generator() -> None:
     before = torch.get_rng_state()
     gpt = GPT(_gpt().config)
     torch.set_rng_state(before)
-    initialise(gpt, RECIPE, torch.Generator().manual_seed(1))
+    initialize(gpt, RECIPE, torch.Generator().manual_seed(1))
     assert torch.equal(torch.get_rng_state(), before)
     states = gpt(torch.arange(8)[None], hidden_states=True).hidden_states
     assert states is not None
@@ -77,7 +77,7 @@ def test_blocks_begin_as_the_identity_drawn_from_the_generator() -> None:
         assert torch.equal(parameter, again.get_parameter(name)), name
 
 
-def test_muon_orthogonalises_query_key_and_value_separately() -> None:
+def test_muon_orthogonalizes_query_key_and_value_separately() -> None:
     """The fused matrix moves as three torch Muons on three matrices would move it.
 
     The bits are equal if the processor multiplies bfloat16. If not, the update is computed in
@@ -125,7 +125,7 @@ def test_every_parameter_is_trained_by_one_optimizer(optimizer: str, shape: dict
     )
     assert trained == gpt.parameter_count()
     before = {name: value.clone() for name, value in gpt.state_dict().items()}
-    for _ in range(3):  # zero-initialised projections pass gradients on from the second step
+    for _ in range(3):  # zero-initialized projections pass gradients on from the second step
         _loss(gpt).backward()
         optimizers.step(1.0)
     for name, value in gpt.state_dict().items():
@@ -202,9 +202,9 @@ def test_learned_scales_begin_at_those_of_nanochat() -> None:
     assert not state["smear_gate.weight"].any()
 
 
-def test_gpt2_initialisation_has_the_spread_of_gpt2() -> None:
+def test_gpt2_initialization_has_the_spread_of_gpt2() -> None:
     gpt = _gpt()
-    initialise(gpt, replace(RECIPE, init="gpt2"), torch.Generator().manual_seed(1))
+    initialize(gpt, replace(RECIPE, init="gpt2"), torch.Generator().manual_seed(1))
     assert float(gpt.token_embedding.weight.detach().std()) == pytest.approx(0.02, rel=0.1)
     out = gpt.get_parameter("blocks.0.mlp_down.weight")
     assert float(out.detach().std()) == pytest.approx(0.02 / 2, rel=0.1)

@@ -1,4 +1,4 @@
-"""The picture of a run."""
+"""The plot of a run."""
 
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ def metrics(steps: int) -> list[dict[str, Any]]:
     return found
 
 
-def colours(path: Path, rows: slice) -> set[tuple[int, ...]]:
-    """The colours of some rows, by tenths of the height."""
+def colors(path: Path, rows: slice) -> set[tuple[int, ...]]:
+    """The colors of some rows, by tenths of the height."""
     picture = image.imread(path)[:, :, :3]
     height = len(picture)
     part = picture[height * rows.start // 10 : height * rows.stop // 10]
@@ -40,7 +40,7 @@ def test_each_curve_is_in_its_axes(tmp_path: Path) -> None:
     path = tmp_path / "loss.png"
     assert draw(metrics(20), path, "a run")
     blue, orange, green, grey = (31, 119, 180), (255, 127, 14), (44, 160, 44), (127, 127, 127)
-    top, middle, bottom = (colours(path, slice(*rows)) for rows in ((0, 4), (5, 8), (8, 10)))
+    top, middle, bottom = (colors(path, slice(*rows)) for rows in ((0, 4), (5, 8), (8, 10)))
     assert {blue, orange} <= top
     assert green in middle
     assert green not in top

@@ -9,7 +9,7 @@ from logitd.model.checkpoint.checkpoint import read_checkpoint
 from logitd.model.checkpoint.run_folder import is_run
 from logitd.model.training.configuration.config import TrainingError
 from logitd.model.training.run.directory import RunDirectory
-from logitd.model.training.run.summary import differences, summarise
+from logitd.model.training.run.summary import differences, summarize
 from logitd.model.training.trainer import train
 from tests.model.conftest import configuration
 from tests.model.training.test_trainer import _train_until
@@ -32,7 +32,7 @@ def copy(runs: Path, tmp_path: Path) -> Path:
 
 
 def test_summary_of_a_finished_run(runs: Path) -> None:
-    found = summarise(runs / "whole")
+    found = summarize(runs / "whole")
     metrics = RunDirectory(runs / "whole").metrics()
     evals = [each for each in metrics if each["kind"] == "eval"]
     best = min(evals, key=lambda each: each["val_loss"])
@@ -54,17 +54,17 @@ def test_summary_of_a_finished_run(runs: Path) -> None:
 
 def test_summary_has_the_parameters_of_the_model(runs: Path) -> None:
     card = (runs / "whole" / "best" / "README.md").read_text()
-    assert f"A GPT of {summarise(runs / 'whole').parameters:,} parameters" in card
+    assert f"A GPT of {summarize(runs / 'whole').parameters:,} parameters" in card
 
 
 def test_interrupted_run_is_unfinished(runs: Path) -> None:
-    found = summarise(runs / "broken")
+    found = summarize(runs / "broken")
     assert (found.finished, found.step, found.steps) == (False, 7, 12)
     assert 0 <= found.idle_seconds < 600
 
 
 def test_differences_between_runs(runs: Path) -> None:
-    found = differences([summarise(runs / "whole"), summarise(runs / "broken")])
+    found = differences([summarize(runs / "whole"), summarize(runs / "broken")])
     assert found["d_model"] == (32, 16)
     assert found["checkpoint_every"] == (12, 100)
     assert set(found) == {"d_model", "d_ff", "head_dim", "rotary_dim", "checkpoint_every"}
@@ -73,16 +73,16 @@ def test_differences_between_runs(runs: Path) -> None:
 def test_summary_of_a_run_without_metrics(copy: Path) -> None:
     (copy / "metrics.jsonl").unlink()
     (copy / "samples.txt").unlink()
-    found = summarise(copy)
+    found = summarize(copy)
     assert (found.finished, found.step, found.loss, found.val_loss) == (False, 0, None, None)
     assert (found.best_step, found.samples, found.notes) == (None, (), ())
 
 
 def test_cut_off_last_line_is_noted(copy: Path) -> None:
-    before = summarise(copy)
+    before = summarize(copy)
     with (copy / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "step": 1')
-    found = summarise(copy)
+    found = summarize(copy)
     lines = len(RunDirectory(copy).metrics())
     assert found.notes == (
         f"the last line of metrics.jsonl is cut off: {lines} complete lines were read",
@@ -95,12 +95,12 @@ def test_damaged_lines_are_noted(copy: Path) -> None:
     lines = path.read_text().splitlines(keepends=True)
     lines[1], lines[3] = "\0\0\0\n", '["train"]\n'
     path.write_text("".join(lines))
-    assert summarise(copy).notes == ("2 lines of metrics.jsonl are damaged and were skipped: 2, 4",)
+    assert summarize(copy).notes == ("2 lines of metrics.jsonl are damaged and were skipped: 2, 4",)
 
 
 def test_folder_that_is_no_run_is_refused(copy: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"is not a run directory: it has no run\.json"):
-        summarise(tmp_path / "nowhere")
+        summarize(tmp_path / "nowhere")
     (copy / "run.json").write_text('{"config": {}, "recipe": {}}')
     with pytest.raises(TrainingError, match="is not the description of a run"):
-        summarise(copy)
+        summarize(copy)

@@ -13,7 +13,7 @@ from logitd.model.checkpoint.checkpoint import read_checkpoint
 from logitd.model.data.prepare import read_prepared
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.events import Event, Noticed, Prepared, Started
-from logitd.model.training.run.summary import summarise
+from logitd.model.training.run.summary import summarize
 from logitd.model.training.trainer import train
 from tests.model.conftest import Configure, story
 from tests.model.full_disk import files_of_at_most
@@ -46,7 +46,7 @@ def test_run_in_training_is_resumed_only_afterwards(configure: Configure) -> Non
     train(configure(resume=True, steps=4), second)
     assert f"is being trained by process {os.getpid()} on" in str(second.error)
     assert train(configure(resume=True, steps=6)).step == 6
-    assert summarise(result.run).step == 6
+    assert summarize(result.run).step == 6
 
 
 def test_failed_run_releases_its_lock(configure: Configure) -> None:
@@ -66,7 +66,7 @@ def test_run_in_training_can_be_read(configure: Configure, tmp_path: Path) -> No
 
     def read(event: Event) -> None:
         if isinstance(event, Prepared):
-            seen.append(summarise(first.run).step)
+            seen.append(summarize(first.run).step)
             based = configure(from_checkpoint=first.best, out=tmp_path / "tuned", steps=1)
             own = {"vocab_size", "n_layer", "n_head", "n_kv_head", "d_model", "context_length"}
             given = {k: v for k, v in based.given().items() if k not in own}
@@ -145,7 +145,7 @@ def test_names_of_special_tokens_in_a_text_are_reported(
     end = text.tokenizer.end_of_text
     assert (text.train.tokens.tolist().count(end) > 200) is special_ids
     info = read_checkpoint(config.out / "latest")
-    assert info.special_ids is special_ids, "so it is evaluated alike"
+    assert info.special_ids is special_ids, "so it is evaluated in the same way"
     divided = configure(data=(str(path),), steps=1, split_at="<|endoftext|>", out=tmp_path / "b")
     assert "<|endoftext|>" not in notices(divided)
     assert read_prepared(tmp_path / "b" / "data").record["documents"] == 300

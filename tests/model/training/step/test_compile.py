@@ -126,8 +126,8 @@ def test_failed_compiler_leaves_training_eager_with_one_notice(
 def test_compiler_that_fails_in_one_process_leaves_all_eager(
     fails_here: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If one of two processes could not compile, it once went on eagerly, and both waited for each
-    other forever."""
+    """If one of two processes could not compile, it once continued eagerly, and both waited for
+    each other forever."""
 
     def broken(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no C compiler here")
@@ -155,8 +155,8 @@ def test_compiler_that_fails_in_one_process_leaves_all_eager(
 def test_resumed_run_keeps_the_decision_to_compile(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the second half decided anew, it would run eagerly, hence with other bits. A backend that
-    doubles the loss replaces the compiler, whose bits differ less from the eager ones."""
+    """If the second half decided anew, it would run eagerly, hence with different bits. A backend
+    that doubles the loss replaces the compiler, whose bits differ less from the eager ones."""
 
     def doubled(forward: Forward, notice: Any, *, compiled: bool, peers: Any) -> Any:
         return (lambda ids, targets: 2 * forward.loss(ids, targets)) if compiled else forward.loss

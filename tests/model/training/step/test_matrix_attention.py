@@ -22,7 +22,7 @@ def _inputs(heads: int, kv_heads: int, length: int) -> tuple[Tensor, Tensor, Ten
 def test_matrix_attention_is_causal_attention(
     monkeypatch: pytest.MonkeyPatch, kv_heads: int, length: int, window: int | None
 ) -> None:
-    """Texts of less than a block, of whole blocks, and of blocks and a rest."""
+    """Texts shorter than a block, of whole blocks, and of blocks with a remainder."""
     monkeypatch.setattr(matrix_attention, "QUERIES", 4)
     inputs = _inputs(4, kv_heads, length)
     weights = torch.randn(2, 4, length, 8)

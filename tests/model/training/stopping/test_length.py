@@ -1,4 +1,4 @@
-"""The share of a run that is done, by steps and by the clock."""
+"""The completed share of a run, by steps and by the clock."""
 
 import math
 from dataclasses import dataclass, replace
@@ -59,9 +59,9 @@ class Simulated:
 def simulate(
     length: Length, recipe: Recipe, times: list[float], *, setup: float = 0.0, saving: float = 0.0
 ) -> Simulated:
-    """Run with these times of steps, again and again, on the trainer's rules. After every 20th step
-    an evaluation takes a fifth of its time. Saving takes `saving` seconds before the first step;
-    at the end it takes longer by the factor by which steps have become slower."""
+    """Run by the trainer's rules, with these times of steps again and again. After every 20th step
+    an evaluation takes a fifth of its time. Saving takes `saving` seconds before the first step; at
+    the end it takes longer by the factor by which steps have become slower."""
     counters = Counters(seconds=setup, setup=setup).saved(saving)
     tasks, scales, expected = 0.2 * times[0] / 20, list[float](), list[tuple[float, float]]()
     while not length.is_over(counters):
@@ -86,8 +86,8 @@ STEP_TIMES = st.lists(st.floats(0.1, 1.0), min_size=1, max_size=200)
 
 
 @given(STEP_TIMES, st.sampled_from(["linear", "cosine"]), st.floats(0.0, 20.0), st.floats(0.0, 1.0))
-@example([0.1] * 250 + [1.0] * 250, "linear", 0.0, 1.0)  # slow from the half on
-@example([1.0] * 20 + [0.1] * 900, "linear", 5.0, 1.0)  # fast from a third on
+@example([0.1] * 250 + [1.0] * 250, "linear", 0.0, 1.0)  # slow in the second half
+@example([1.0] * 20 + [0.1] * 900, "linear", 5.0, 1.0)  # fast after the beginning
 @example([0.1] * 540 + [1.0] * 60, "linear", 0.0, 0.0)  # slow in the last tenth
 def test_minutes_end_a_run_in_time_with_the_last_learning_rate(
     times: list[float], decay: str, setup: float, saving: float
@@ -110,7 +110,8 @@ def test_time_left_is_right_after_a_tenth(took: float, by_clock: bool, saving: f
 
 
 def test_run_on_a_steady_machine_decays_evenly() -> None:
-    """With the same time for each step, the clock plans the schedule of a fixed number of steps."""
+    """If every step takes the same time, the clock plans the schedule of a fixed number of
+    steps."""
     recipe = PRESETS["tiny"].recipe
     by_clock = simulate(Length(None, 1), recipe, [0.5]).scales
     steps = len(by_clock)

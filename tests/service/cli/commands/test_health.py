@@ -27,7 +27,7 @@ def server(checkpoint_path: Path) -> Iterator[Serving]:
 
 @contextmanager
 def answering(raw: bytes) -> Iterator[int]:
-    """Another server that gives this answer; returns its port."""
+    """Run another server that always sends this reply. Returns its port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
@@ -46,7 +46,7 @@ def answering(raw: bytes) -> Iterator[int]:
 def test_ready_servers_exit_0(
     server: Serving, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without an API key, as in container checks."""
+    """Without an API key, as for container checks."""
     assert run(["health", "--port", str(server.port), *flags]) == 0
     assert capsys.readouterr() == ("ok\n", "")
 

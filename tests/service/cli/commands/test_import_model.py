@@ -75,7 +75,7 @@ def test_models_of_words_are_measured_and_tuned(
     (tmp_path / "bad.txt").write_text("the cat  sat\n" * 300 + "dog")
     assert run(["eval", "words", "--data", "good.txt", "--json"]) == 0
     measured = json.loads(capsys.readouterr().out)
-    assert measured["tokens"] == 900  # of three words and the end of text, the first is not
+    assert measured["tokens"] == 900  # three words and the end of text; the first is not predicted
     assert run(["eval", "words", "--data", "bad.txt"]) == 1
     assert "logitd eval: the text cannot be encoded: 'dog', at" in capsys.readouterr().err
     tune = ["train", "--from", "words", "--out", "run", "--eval-every", "2", "--batch-size", "2",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from logitd.model.training.configuration.config import TrainingConfig
-from logitd.model.training.run.summary import summarise
+from logitd.model.training.run.summary import summarize
 from logitd.model.training.trainer import train
 from logitd.service.cli.main import run
 from tests.model.conftest import story
@@ -38,7 +38,7 @@ def wide(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_single_runs_are_shown_in_full(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["inspect", "slow"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    found = summarise(Path("slow"))
+    found = summarize(Path("slow"))
     for row in (
         ["preset", "tiny"],
         ["matrix_lr", "0.001", "(preset:", "0.035)"],
@@ -67,7 +67,7 @@ def test_several_runs_are_compared(
     assert rows["preset"] == ["tiny", "tiny"]
     assert rows["steps"] == ["4", "4"]
     assert rows["tokens"] == ["128", "128"]
-    best = [f"{summarise(Path(name)).best_bits_per_byte:.4f}" for name in ("slow", "fast")]
+    best = [f"{summarize(Path(name)).best_bits_per_byte:.4f}" for name in ("slow", "fast")]
     assert rows["best bits/byte"] == best
     assert rows["state"] == ["finished", "finished"]
     assert rows["matrix_lr"] == ["0.001", "0.02"]
@@ -90,7 +90,7 @@ def test_json_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["inspect", "fast", "--json"]) == 0
     one = json.loads(capsys.readouterr().out)
     assert one["changes"]["matrix_lr"] == {"preset": 0.035, "run": 0.02}
-    assert one["best_val_loss"] == summarise(Path("fast")).best_val_loss
+    assert one["best_val_loss"] == summarize(Path("fast")).best_val_loss
     assert one["finished"] is True
 
 

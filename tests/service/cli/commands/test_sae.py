@@ -65,7 +65,7 @@ def test_training_writes_a_folder_and_its_figures(
     assert f"--sae again={tmp_path / 'again'}" in out.replace("\\\n", "")
     for name in ("sae_weights.safetensors", "features.safetensors"):
         first, second = ((tmp_path / run / name).read_bytes() for run in ("mine", "again"))
-        assert first == second, f"{name} follows from the seed"
+        assert first == second, f"{name} must be determined by the seed"
 
 
 @pytest.mark.parametrize(

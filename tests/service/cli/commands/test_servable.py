@@ -167,7 +167,7 @@ def test_mistyped_names_get_suggestions(capsys: pytest.CaptureFixture[str]) -> N
     )
 
 
-def test_missing_paths_without_neighbours_name_the_training(
+def test_missing_paths_without_neighbors_name_the_training(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     message = refused(capsys, "a/mine")

@@ -1,4 +1,4 @@
-"""The live view of a run, of events from a real training."""
+"""The live view of a run, drawn from the events of a real training."""
 
 import io
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_view_shows_curve_figures_time_left_and_samples(config: TrainingConfig) 
     assert min(event.step for event in resumed if isinstance(event, Progress)) > 12
     first = next(index for index, event in enumerate(resumed) if isinstance(event, Progress))
     before = [each for each in again[:first] if any(BRAILLE < ord(part) < 0x28FF for part in each)]
-    assert before, "the curve begins with the part before the stop"
+    assert before, "the curve includes the part before the interruption"
 
 
 def test_curve_falls_from_its_highest_to_its_lowest_loss() -> None:

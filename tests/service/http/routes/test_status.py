@@ -61,7 +61,7 @@ POSTS = ("/generate", "/logits", "/probs", "/tokenize")
 
 
 def test_endpoints_with_query_parameters_refuse_unknown_ones(server: Serving) -> None:
-    """Other endpoints ignore them: probes and clients add parameters."""
+    """Other endpoints ignore unknown parameters, because probes and clients add some."""
     for path in ("/info", "/card", "/stages", "/tokenizer_info"):
         error = error_of(server.client.get(path, params={"modle": "x" * 999}))
         assert error.message == f"unknown query parameter 'modle'; GET {path} takes model"
@@ -149,7 +149,7 @@ def test_while_draining_new_requests_are_refused_and_running_ones_finish(
             assert response.status_code == 503
             assert response.headers["retry-after"] == "1"
             assert "shutting down" in ErrorReply.model_validate(response.json()).error.message
-        assert not drain.done(), "the stream was to outlast this"
+        assert not drain.done(), "the stream must outlast this"
         *_, last = events(received + b"".join(pieces))
         assert last["usage"]["completion_tokens"] == 2000
         drain.result(TEST_TIMEOUT)
@@ -280,7 +280,7 @@ def test_metrics_of_known_requests_are_exact(checkpoint_path: Path) -> None:
         assert total("logitd_http_requests_total", endpoint="/logits", status="200") == 1
         assert total("logitd_http_requests_total", endpoint="/probs", status="200") == 1
         assert total("logitd_sequences_finished_total", reason="length") == 5
-        assert total("logitd_sequences_finished_total", reason="stop") == 5  # rows are all there
+        assert total("logitd_sequences_finished_total", reason="stop") == 5  # all rows have arrived
         assert total("logitd_sequences_finished_total", reason="timeout") == 1
         assert total("logitd_sequences_finished_total", reason="abort") == 0
         assert total("logitd_generation_tokens_total") == 3 * 4 + 2 * 2

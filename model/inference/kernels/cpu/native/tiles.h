@@ -195,7 +195,7 @@ template <bool INTEGERS, int W, int M>
 constexpr int PANEL_STEP = SIDE * STEP_BYTES;
 
 // Multiply int4 weights by their scales, step by step, as two integers of eight bits: a scale is 16 * upper +
-// lower, and each weight is multiplied by both. Two neighbours share a scale and are multiplied as one number
+// lower, and each weight is multiplied by both. Two neighbors share a scale and are multiplied as one number
 // of sixteen bits: as weight + 8, by a factor of at least 0, each product fits into its byte. The excess is
 // subtracted.
 inline void split_rows(const std::uint8_t* rows, int count, int width, std::uint8_t* upper,

@@ -26,7 +26,7 @@ def draw(model: nn.Module, seed: int = 0) -> None:
                 parameter.uniform_(0.5, 1.5, generator=generator)
 
 
-def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
+def randomized(model: nn.Module, seed: int = 0) -> nn.Module:
     """The model with random weights, in evaluation mode and without gradients."""
     draw(model, seed)
     return model.eval().requires_grad_(False)
@@ -67,13 +67,13 @@ def waves(length: int, width: int, *, halves: bool = False) -> Tensor:
     return table.float()
 
 
-def turned(x: Tensor, *, neighbours: bool, theta: float = 10_000.0) -> Tensor:
+def turned(x: Tensor, *, neighbors: bool, theta: float = 10_000.0) -> Tensor:
     """Apply rotary positions to (B, H, T, D), as products of complex numbers."""
     time, width = x.shape[-2:]
     rates = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     angles = torch.outer(torch.arange(time, dtype=torch.float64), rates)  # (T, D / 2)
     turn = torch.polar(torch.ones_like(angles), angles)
-    if neighbours:
+    if neighbors:
         pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
         return torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)
     first, second = x.double().chunk(2, dim=-1)

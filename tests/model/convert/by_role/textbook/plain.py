@@ -137,8 +137,8 @@ class Plain(nn.Module):
             x = rms(x, self._how.qk_norm_eps) * (1 if weight is None else weight)
         if self._how.positions != "rotary":
             return x
-        neighbours = self._how.rotary_layout == "interleaved"
-        return turned(x, neighbours=neighbours, theta=self._how.rope_theta)
+        neighbors = self._how.rotary_layout == "interleaved"
+        return turned(x, neighbors=neighbors, theta=self._how.rope_theta)
 
     def _feed_forward(self, layer: int, x: Tensor) -> Tensor:
         if ("mlp_gate_up", "weight") in self._names:

@@ -27,7 +27,7 @@ WIDTHS = st.one_of([st.integers(last - 2, last) for last in (64, 128, 512, 608)]
 @pytest.fixture(autouse=True)
 def needs_tiles(library: ctypes.CDLL) -> None:
     if not library.logitd_has_tiles():
-        pytest.skip("the processor, or what the kernels were built for, has no AMX")
+        pytest.skip("the processor or the target of the kernels has no AMX")
 
 
 def normal(rows: int, width: int, seed: int) -> Tensor:

@@ -263,7 +263,7 @@ def prefilled(decoder: Decoder, slot: int, ids: list[int], cuts: list[int]) -> T
 def test_int8_keys_and_values_match_the_twin(
     library: ctypes.CDLL, family: str, head_dim: int
 ) -> None:
-    """A prompt and steps after it. Values that differ by a rounding may be stored as neighbouring
+    """A prompt and steps after it. Values that differ by a rounding may be stored as neighboring
     steps; there are few in one block, but sharp attention and further blocks amplify them. So the
     results are compared with the effect of the rounding itself, and if there are several blocks,
     attention is even."""
@@ -559,7 +559,7 @@ def test_stages_are_timed_on_request(library: ctypes.CDLL) -> None:
         assert all(seconds > 0 for seconds in stages.values())
         shares.append(sum(stages.values()) / whole)
     assert max(shares) <= 1
-    assert statistics.median(shares) > 0.5, "the rest is Python's lists"
+    assert statistics.median(shares) > 0.5, "the rest of the time is spent on Python's lists"
     hidden = torch.randn(2, gpt.config.d_model)
     native.head(hidden)
     found = native.take_stage_seconds()

@@ -124,7 +124,7 @@ def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_compiler_is_replaced_by_the_packaged_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("ziglang", reason="`make setup` installs it where no compiler is")
+    pytest.importorskip("ziglang", reason="`make setup` installs it if there is no compiler")
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "ziglang" in library._compiler()
@@ -165,7 +165,7 @@ def prebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("compiler", "cache", "sources")
-@pytest.mark.skipif(not HERE, reason="this processor is of no target")
+@pytest.mark.skipif(not HERE, reason="this processor runs no target")
 def test_targets_are_built_in_addition_to_this_processor() -> None:
     lines: list[str] = []
     load_library(lines.append)
@@ -186,7 +186,7 @@ def test_target_that_the_processor_cannot_run_is_refused(target: Target) -> None
 
 
 @pytest.mark.usefixtures("compiler", "sources")
-@pytest.mark.skipif(not HERE, reason="this processor is of no target")
+@pytest.mark.skipif(not HERE, reason="this processor runs no target")
 def test_prebuilt_library_needs_no_compiler_and_no_cache(
     cache: Path, prebuilt: Path, monkeypatch: pytest.MonkeyPatch, sources: Path
 ) -> None:
@@ -200,13 +200,13 @@ def test_prebuilt_library_needs_no_compiler_and_no_cache(
     assert not cache.exists()
     (sources / "decoder.cpp").write_text('extern "C" int answer() { return 43; }\n')
     with pytest.raises(KernelsUnavailable, match="compiler"):
-        load_library()  # the prebuilt kernels are of other sources
+        load_library()  # the prebuilt kernels belong to other sources
 
 
 @pytest.mark.usefixtures("compiler", "cache", "sources")
 def test_lesser_prebuilt_target_is_used_if_the_greatest_is_missing(prebuilt: Path) -> None:
     if len(HERE) < 2:
-        pytest.skip("this processor is of one target at most")
+        pytest.skip("this processor runs at most one target")
     prebuilt.mkdir()
     build_kernels(HERE[0], prebuilt_path(HERE[0]))
     assert load_library().description == f"{HERE[0].name}, prebuilt"
@@ -254,7 +254,7 @@ def arm_compiler() -> list[str]:
     """A command that compiles for 64-bit Arm."""
     if cross := shutil.which("aarch64-linux-gnu-g++"):
         return [cross, "-march=armv8-a"]
-    pytest.importorskip("ziglang", reason="no compiler for Arm is here")
+    pytest.importorskip("ziglang", reason="no compiler for Arm is installed")
     return [sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-gnu", "-mcpu=generic"]
 
 

@@ -2,7 +2,7 @@
 
     TRITON_INTERPRET=1 python -m tests.model.inference.kernels.cuda.interpreted FAMILY...
 
-Triton reads the variable when it is imported, so this is a process of its own. The interpreter
+Triton reads the variable when it is imported, so this is a separate process. The interpreter
 multiplies no bfloat16 matrices.
 """
 

@@ -68,7 +68,7 @@ def test_late_thread_computes_alone_for_a_while() -> None:
     assert threads_of(monitor, machine, lost=0.6) == 2, "lateness is known afterwards"
     alone_since = machine.now
     while threads_of(monitor, machine, lost=0.0) == 1:
-        assert torch.get_num_threads() == 2, "all threads are back afterwards"
+        assert torch.get_num_threads() == 2, "all threads compute again afterwards"
     assert SHORTEST <= machine.now - alone_since < SHORTEST + 0.11
     assert threads_of(monitor, machine, lost=0.1) == 2, "it helped"
 
@@ -117,7 +117,7 @@ def test_threads_that_change_bits_are_kept(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @contextmanager
-def neighbours(core: int, count: int) -> Iterator[None]:
+def neighbors(core: int, count: int) -> Iterator[None]:
     """Run endless loops as processes on one core."""
     spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
@@ -134,7 +134,7 @@ def threads_of_this_process() -> set[int]:
     return {int(path.name) for path in Path("/proc/self/task").iterdir()}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="binds a thread to a core as Linux does it")
+@pytest.mark.skipif(sys.platform != "linux", reason="binds a thread to a core, for Linux only")
 def test_native_threads_notice_contention_and_keep_the_bits(library: ctypes.CDLL) -> None:
     """A thread that shares its core with two processes loses it while it holds work. All steps
     before, during and after have the bits of one thread."""
@@ -153,7 +153,7 @@ def test_native_threads_notice_contention_and_keep_the_bits(library: ctypes.CDLL
     core = max(os.sched_getaffinity(0))
     os.sched_setaffinity(worker, {core})
     until, seen = time.monotonic() + 60, set[bool]()
-    with neighbours(core, 2):
+    with neighbors(core, 2):
         while seen != {False, True} and time.monotonic() < until:
             for step, logits in zip(steps, expected, strict=True):
                 assert torch.equal(two.decode(*step), logits)

@@ -1,7 +1,7 @@
 """Row groups: the found group sizes keep a row's bits on any processor.
 
-Multiples of 4 are right for AMD's processors. On Intel's with AVX-512, a row of a float32 model in
-plain torch has other bits among sixteen rows than among fifteen.
+Multiples of 4 are right for AMD's processors. On Intel's with AVX-512, the bits of a row of a
+float32 model in plain torch differ between sixteen and fifteen rows.
 """
 
 import pytest

@@ -47,7 +47,7 @@ SQUARE: tuple[Role, ...] = (*READS_STREAM[:-1], "attention_out", "mlp_down")
 """Matrices of a layer, which may be square."""
 
 
-class NotRecognised(ConvertError):
+class NotRecognized(ConvertError):
     """Raised if no tensor has a role that a GPT needs. `known` are the roles that were found."""
 
     def __init__(self, message: str, known: Mapping[tuple[Role, Part], str]) -> None:
@@ -55,8 +55,8 @@ class NotRecognised(ConvertError):
         self.known = known
 
 
-def recognise(where: str, tensors: Mapping[str, Tensor]) -> TensorMap:
-    """Find the roles of a state dict's tensors. Raises NotRecognised if parts of a GPT are
+def recognize(where: str, tensors: Mapping[str, Tensor]) -> TensorMap:
+    """Find the roles of a state dict's tensors. Raises NotRecognized if parts of a GPT are
     missing."""
     ignored = tuple(name for name, tensor in tensors.items() if is_buffer(name, tensor))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in ignored}
@@ -66,7 +66,7 @@ def recognise(where: str, tensors: Mapping[str, Tensor]) -> TensorMap:
         width = _outer_roles(where, modules_of(layers.outside), layers.matrices, names)
         _layer_roles(where, modules_of(layers.inside), width, names)
     except ConvertError as error:
-        raise NotRecognised(str(error), _in_order(names)) from error
+        raise NotRecognized(str(error), _in_order(names)) from error
     mapped = TensorMap(
         n_layer=layers.count,
         first_layer=layers.first,

@@ -1,10 +1,10 @@
 """Cost of a process that spins on one of the cores.
 
-    python -m benchmarks.busy_neighbour [--shape 124m|30m|CHECKPOINT] [--threads N]
+    python -m benchmarks.busy_neighbor [--shape 124m|30m|CHECKPOINT] [--threads N]
 
 Measures the mean step of 1 and 8 sequences, and of prompts one after the other, first without and
 then with a process that never sleeps, in bfloat16. Each measurement takes SECONDS, after a warm-up
-of the same length. The neighbour takes half of one of N cores. A step that loses only this share
+of the same length. The neighbor takes half of one of N cores. A step that loses only this share
 takes N / (N - 1/2) times as long; if every operation waits for all threads, or runs only on the
 free cores, it takes N / (N - 1) times as long. The last line is JSON.
 """
@@ -36,7 +36,8 @@ PROMPT, TOKENS, SECONDS = 256, 120, 2.0
 
 @dataclass(frozen=True)
 class Cost:
-    """Mean seconds of a step of `batch` sequences, and of a prompt, with and without neighbour."""
+    """Mean seconds of a step of `batch` sequences and of a prompt, with and without a busy
+    neighbor."""
 
     batch: int
     step: float
@@ -46,7 +47,7 @@ class Cost:
 
 
 @contextmanager
-def neighbour() -> Iterator[None]:
+def neighbor() -> Iterator[None]:
     """Run a process that spins on the last of this process's cores."""
     spinning = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     os.sched_setaffinity(spinning.pid, {max(os.sched_getaffinity(0))})
@@ -118,13 +119,13 @@ def main() -> None:
     for batch in (1, 8):
         load_of = Load(gpt, batch, arguments.threads)
         step, prompt = load_of.measure()
-        with neighbour():
+        with neighbor():
             beside = load_of.measure()
         load_of.engine.close()
         costs.append(Cost(batch, step, beside[0], prompt, beside[1]))
         print(
             f"{batch} sequences: a step {1000.0 * step:.2f} ms, {beside[0] / step:.2f} times that "
-            f"next to a neighbour; a prompt {1000.0 * prompt:.1f} ms, {beside[1] / prompt:.2f} "
+            f"next to a neighbor; a prompt {1000.0 * prompt:.1f} ms, {beside[1] / prompt:.2f} "
             "times"
         )
     print(json.dumps({"shape": arguments.shape, "costs": [asdict(cost) for cost in costs]}))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from logitd.model.convert.by_role.recognise import recognise
+from logitd.model.convert.by_role.recognize import recognize
 from logitd.model.convert.by_role.tensor_map import check
 from logitd.model.convert.foreign import ConvertError
 from tests.model.convert.by_role.scheme import Scheme, state
@@ -22,7 +22,7 @@ named = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
 @named
 def test_each_scheme_has_its_roles(scheme: Scheme) -> None:
     tensors = state(scheme.model())
-    roles = recognise("model.pt", tensors)
+    roles = recognize("model.pt", tensors)
     assert dict(roles.names) == scheme.names()
     assert (roles.n_layer, roles.first_layer, roles.n_head) == (
         scheme.n_layer, scheme.first_layer, scheme.heads,
@@ -47,13 +47,13 @@ def test_unknown_tensor_is_named(scheme: Scheme) -> None:
         {inside.replace("{N}", str(number)): torch.ones(11) for number in numbers},
     ):
         with pytest.raises(ConvertError, match=r"gadget\.weight"):
-            check("model.pt", tensors | extra, recognise("model.pt", tensors | extra))
+            check("model.pt", tensors | extra, recognize("model.pt", tensors | extra))
 
 
 IN_LAYERS = [
     name
     for name, scheme in SCHEMES.items()
-    if scheme.n_layer > 1 and name != "a list for each kind of part"  # one list is short there
+    if scheme.n_layer > 1 and name != "a list for each kind of part"  # one of its lists is shorter
 ]
 
 
@@ -68,7 +68,7 @@ def test_tensor_that_one_layer_lacks_is_named(name: str) -> None:
         lost = pattern.replace("{N}", last).replace("{M}", "1")
         less = {key: tensor for key, tensor in tensors.items() if key != lost}
         with pytest.raises(ConvertError, match=re.escape(lost)):
-            check("model.pt", less, recognise("model.pt", less))
+            check("model.pt", less, recognize("model.pt", less))
 
 
 def test_model_without_a_token_embedding_is_refused() -> None:
@@ -77,10 +77,10 @@ def test_model_without_a_token_embedding_is_refused() -> None:
     with pytest.raises(
         ConvertError, match=r"no token embedding: .* there are wpe\.weight \[16, 32\]"
     ):
-        recognise("model.pt", tensors)
+        recognize("model.pt", tensors)
 
 
-# Names put together from synonyms.
+# Names composed of synonyms.
 
 EMBEDDINGS = (
     "wte", "tok_emb", "token_emb", "token_embed", "token_embedding", "token_embedding_table",
@@ -195,7 +195,7 @@ def spellings(draw: st.DrawFn) -> Spelling:
 
 @given(spellings())
 def test_roles_are_independent_of_words_and_order(spelling: Spelling) -> None:
-    roles = recognise("model.pt", spelling.tensors)
+    roles = recognize("model.pt", spelling.tensors)
     assert dict(roles.names) == spelling.roles
     assert roles.n_layer == 3
     assert roles.ignored == ()
