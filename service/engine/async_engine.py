@@ -244,7 +244,8 @@ class AsyncEngine:
         try:
             while (report := self._driver.run_once(self._reports.wake)) is not None:
                 urgent = report.result.prefilled_tokens > 0 or not report.has_work
-                self._reports.put(report, urgent=urgent)
+                ends = any(isinstance(event, FinishEvent) for event in report.events)
+                self._reports.put(report, urgent=urgent or ends)
                 if not report.has_work:
                     self._reports.wake()  # if there is work, the next step wakes the loop
         except BaseException:  # of any kind: waiting clients must get an answer
