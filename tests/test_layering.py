@@ -120,6 +120,7 @@ ROOMS: dict[str, set[str]] = {
         "model.inference", "model.sae", "model.transformer",
     },
     "service.log": set(),
+    "service.body_writer": set(),
     "service.client": set(),
     "service.settings": {
         "model.checkpoint.run_folder", "model.convert.by_role.computation",
@@ -143,8 +144,8 @@ ROOMS: dict[str, set[str]] = {
         "service.settings",
     },
     "service.http": {
-        "model", "service.access", "service.engine", "service.errors", "service.metrics",
-        "service.models",
+        "model", "service.access", "service.body_writer", "service.engine", "service.errors",
+        "service.metrics", "service.models",
     },
     "service.openai": {
         "model", "service.access", "service.errors", "service.http", "service.models",
@@ -153,7 +154,9 @@ ROOMS: dict[str, set[str]] = {
     "service.generate_client": {
         "model.operations", "service.client_methods", "service.http.schemas",
     },
-    "service.connections": {"service.errors", "service.metrics", "service.settings"},
+    "service.connections": {
+        "service.body_writer", "service.errors", "service.metrics", "service.settings",
+    },
     "service.tracing": {
         "model", "service.access", "service.engine", "service.http", "service.metrics",
         "service.models", "service.settings",

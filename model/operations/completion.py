@@ -84,6 +84,8 @@ class Completion:
             stop=stop,
             min_tokens=params.min_tokens,
         )
+        self._has_stop = bool(stop)
+        self._undecoded: list[int] = []  # tokens of the new piece without their text
         self._new = Piece(index, prompt_index, params.seed, tokenizer.decode(echo), list(echo))
 
     def push(self, event: TokenEvent) -> bool:
@@ -96,7 +98,10 @@ class Completion:
         new.token_ids.append(event.token_id)
         if event.chosen is not None:
             new.tokens.append(event)
-        new.text += self._growing.push(event.token_id)
+        self._undecoded.append(event.token_id)
+        if not self._has_stop:  # tokens that arrive together are decoded together
+            return False
+        self._decode()
         return self._stopped()
 
     def push_prompt(self, tokens: Iterable[ScoredToken]) -> None:
@@ -106,6 +111,7 @@ class Completion:
         """Add the engine's final event. It must not be an error."""
         if self.finished:
             return
+        self._decode()
         cut = event.reason is not FinishReason.STOP
         self._new.text += self._growing.finish(cut=cut)
         if not self._stopped():
@@ -113,11 +119,17 @@ class Completion:
 
     def take(self) -> Piece | None:
         """Text and tokens added since the last call; None if there are none."""
+        self._decode()
         new = self._new
         if not (new.text or new.token_ids or new.finish_reason):
             return None
         self._new = Piece(new.index, new.prompt_index, new.seed, stop_reason=new.stop_reason)
         return new
+
+    def _decode(self) -> None:
+        if self._undecoded:
+            self._new.text += self._growing.push(*self._undecoded)
+            self._undecoded.clear()
 
     def _stopped(self) -> bool:
         """End the completion if its text has reached a stop string."""

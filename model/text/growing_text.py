@@ -10,8 +10,8 @@ from logitd.model.text.tokenizer import Tokenizer
 
 
 class GrowingText:
-    """The text of one sequence. The caller calls `push` with each token, then `finish` once. After
-    `stopped_by` is set, there is no more text.
+    """The text of one sequence. The caller calls `push` with all tokens in order, then `finish`
+    once. After `stopped_by` is set, there is no more text.
 
     The returned pieces together are the decoded tokens without the stop token, or, if a stop string
     was found, the text before it. A piece never ends within a character. A stop string counts only
@@ -35,12 +35,12 @@ class GrowingText:
         self._min_tokens = min_tokens
         self._tokens = 0
 
-    def push(self, token_id: int) -> str:
-        """Add a token. Returns the new text that can be shown."""
-        self._tokens += 1
-        if token_id in self._stop_token_ids:
-            return ""
-        return self._find_stop(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+    def push(self, *token_ids: int) -> str:
+        """Add tokens. Returns the new text that can be shown. With stop strings, add one token at a
+        time: the last one added is taken for the one that completes a stop string."""
+        self._tokens += len(token_ids)
+        shown = [token_id for token_id in token_ids if token_id not in self._stop_token_ids]
+        return self._find_stop(self._decoder.decode(self._tokenizer.decode_bytes(shown)))
 
     def finish(self, *, cut: bool) -> str:
         """End the text. Returns the part that was held back. An incomplete character becomes

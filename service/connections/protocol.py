@@ -22,6 +22,7 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from logitd.service.body_writer import EXTENSION
 from logitd.service.connections.open_connections import EvictionClass, OpenConnections
 from logitd.service.connections.reading import Reading, ReadState, ReplyProgress, tcp_info
 from logitd.service.connections.refusals import (
@@ -157,6 +158,8 @@ class Connection(HttpToolsProtocol):
             is_closing=self.transport.is_closing,
             close=partial(self._close_after, self.cycle),
         )
+        writer = partial(self._write_piece, self.cycle)
+        self.scope["extensions"] = {EXTENSION: {"write": writer}}
         self.headers = []  # collects trailers, which are ignored
         self._reading.begin_body(self.loop.time())
 
@@ -198,6 +201,13 @@ class Connection(HttpToolsProtocol):
             self._answer(self._refusal)
         elif not self._held and not self.pipeline:
             self.flow.resume_reading()
+
+    def _write_piece(self, cycle: RequestResponseCycle, piece: bytes) -> bool:
+        """Write a piece of a cycle's chunked body; a `BodyWriter`."""
+        if cycle.disconnected or self.transport.is_closing():
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        return not self.flow.write_paused
 
     def _close_after(self, cycle: RequestResponseCycle) -> None:
         """Close the connection after this cycle's reply, its last one. The client may still be

@@ -64,6 +64,7 @@ class AsyncEngine:
         self._stall_timeout = stall_timeout
         self._on_step = on_step
         self._open: dict[str, _OpenRequest] = {}
+        self._unread: dict[Submission, None] = {}  # have events, and their readers were not woken
         self._draining = False  # no new requests
         self._closed = False  # no reserved requests either
         self._weights = WeightsVersion(0)  # for new requests
@@ -243,7 +244,8 @@ class AsyncEngine:
         try:
             while (report := self._driver.run_once(self._reports.wake)) is not None:
                 urgent = report.result.prefilled_tokens > 0 or not report.has_work
-                self._reports.put(report, urgent=urgent)
+                ends = any(isinstance(event, FinishEvent) for event in report.events)
+                self._reports.put(report, urgent=urgent or ends)
                 if not report.has_work:
                     self._reports.wake()  # if there is work, the next step wakes the loop
         except BaseException:  # of any kind: waiting clients must get an answer
@@ -255,10 +257,21 @@ class AsyncEngine:
 
     # Back on the event loop
 
-    def _deliver(self, report: StepReport) -> None:
+    def _deliver(self, reports: Sequence[StepReport], only_urgent: bool) -> None:
+        """Put events into the mailboxes, then wake each reader once, whatever number of events it
+        has."""
+        for report in reports:
+            self._distribute(report)
+        for submission in list(self._unread):
+            if submission.urgent or not only_urgent:
+                del self._unread[submission]
+                submission.wake()
+
+    def _distribute(self, report: StepReport) -> None:
         for event in report.events:
             request = self._open[event.request_id]
             request.submission.deliver(event)
+            self._unread[request.submission] = None
             if isinstance(event, FinishEvent):
                 request.open -= 1
                 elements = 0 if request.open else request.load.elements

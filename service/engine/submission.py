@@ -1,13 +1,20 @@
 """Submission: requests that the engine computes, and the mailbox for their events.
 
-`async_engine.py` puts events into the mailbox. A reader takes all of them at once, so a slow reader
-gets fewer, larger parts. Use it only on the event loop.
+`async_engine.py` puts events into the mailbox, then wakes its reader: a task that waits in `take`,
+or a callback, which costs less. A reader takes all events at once, so a slow reader gets fewer,
+larger parts. Use it only on the event loop.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from logitd.model.inference.engine.events import Event, FinishEvent, FinishReason, OutputsChunk
+from logitd.model.inference.engine.events import (
+    Event,
+    FinishEvent,
+    FinishReason,
+    OutputsChunk,
+    TokenEvent,
+)
 from logitd.service.engine.driver import EngineDriver
 from logitd.service.engine.usage import Usage
 
@@ -26,11 +33,16 @@ class Submission:
     ) -> None:
         """`usage` counts each sequence that ends."""
         self.request_ids = tuple(request_ids)
+        self.urgent = False  # has an event other than a later token of a sequence
+        self.reader: Callable[[], bool] | None = None
+        """Called first if there are events. Returns True if the task in `take` can sleep on. An
+        error that it raises is raised by `take`."""
         self._driver = driver
         self._usage = usage
-        self._open = sequences  # number that have not ended
+        self._open = self._sequences = sequences  # the number that have not ended, and all
         self._events: list[Event] = []
-        self._failure: str | None = None
+        self._begun: set[tuple[str, int]] = set()  # sequences of which a token was delivered
+        self._failure: Exception | None = None
         self._loop = asyncio.get_running_loop()
         self._waiting: asyncio.Future[None] | None = None
 
@@ -41,14 +53,18 @@ class Submission:
 
     async def take(self, timeout: float | None = None) -> list[Event]:
         """Wait for events, and return all that came since the last call; none after `timeout`
-        seconds.
+        seconds, or if `reader` took the last ones.
 
         Raises EngineStopped if the engine failed before the last event.
         """
         if not self._events and self._open and self._failure is None:
             await self._wait(timeout)
         if not self._events and self._failure is not None:
-            raise EngineStopped(self._failure)
+            raise self._failure
+        return self.take_now()
+
+    def take_now(self) -> list[Event]:
+        """Return all events that came since the last call."""
         events, self._events = self._events, []
         for event in events:
             if isinstance(event, OutputsChunk):
@@ -69,20 +85,35 @@ class Submission:
     def deliver(self, event: Event) -> None:
         """Put an event into the mailbox; called by AsyncEngine."""
         self._events.append(event)
-        if isinstance(event, FinishEvent):
-            self._open -= 1
-            self._usage.end(event)
+        if not isinstance(event, TokenEvent):
+            self.urgent = True
+            if isinstance(event, FinishEvent):
+                self._open -= 1
+                self._usage.end(event)
+        elif len(self._begun) < self._sequences:
+            sequence = event.request_id, event.index
+            self.urgent |= sequence not in self._begun
+            self._begun.add(sequence)
+
+    def wake(self) -> None:
+        """Wake the reader after events; called by AsyncEngine."""
+        self.urgent = False
+        try:
+            if self.reader is not None and self.reader():
+                return
+        except Exception as error:  # of any kind: other submissions go on
+            self.reader, self._failure = None, error
         self._wake()
 
     def fail(self, reason: str) -> None:
         """End the mailbox: no more events will come. Called by AsyncEngine."""
-        self._failure = reason
+        self._failure = EngineStopped(reason)
         self._usage.lose(self._open)
         self._wake()
 
     async def _wait(self, timeout: float | None) -> None:
         self._waiting = self._loop.create_future()
-        # asyncio.timeout would take three times as long, at every step of every stream.
+        # asyncio.timeout would take three times as long.
         alarm = None if timeout is None else self._loop.call_later(timeout, self._wake)
         try:
             await self._waiting

@@ -1,11 +1,11 @@
 """WakeupThrottle: limits how often the engine's thread wakes the event loop.
 
 For a small model, Python takes as long to send a token as the model to compute it, and both need
-the same interpreter. So the event loop may spend at most an eighth of its time on delivery: after
+the same interpreter. So the event loop may spend at most a sixteenth of its time on delivery: after
 each delivery it pauses for PAUSE_FACTOR times the processor time that the delivery took, but at
 most for MAX_PAUSE, and then delivers everything that came meanwhile. If steps are longer than the
 pause, nothing is delayed. Urgent items (first tokens, the last report before the engine is idle) do
-not wait for the end of a pause.
+not wait for the end of a pause; what else came with them does.
 
 The engine's thread calls `wake` when it starts to compute and no longer needs the interpreter. If
 it woke the loop earlier, the loop would use the interpreter while the thread prepares its step, and
@@ -16,13 +16,13 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-PAUSE_FACTOR = 7
+PAUSE_FACTOR = 15
 """Length of a pause as a multiple of the duration of the delivery before it."""
-MAX_PAUSE = 0.02
-"""Longest pause in seconds: too short for a reader to notice."""
+MAX_PAUSE = 0.04
+"""Longest pause in seconds: text still grows as smoothly as a film, 25 times a second."""
 MIN_TIMER = 0.002
 """Shortest timer in seconds: event loops count in milliseconds."""
 
@@ -35,27 +35,32 @@ class WakeupThrottle:
                       wake, for an item                 delivered
         OPEN  ---------------------------> DELIVERING ------------> PAUSED
         (in the past)                      (infinite)               (in the future)
-          ^                                    ^  ^                  |  |
-          |                                    |  +-- urgent item ---+  |
+          ^                                    ^                        |
+          |                                    |                        |
           |                                    |                        v
           +-------- nothing was put ------- the timer at the end of the pause
 
-    In DELIVERING the loop need not be woken, because the current delivery also takes new items. The
-    thread appends an item before it reads the state, and the timer reads the items after the pause
-    has ended. So the timer sees every item for which the loop was not woken.
+    The thread appends an item before it reads the state, and the timer reads the items after the
+    pause has ended. So the timer sees every item for which the loop was not woken. An urgent item
+    that comes in a pause is delivered at once, and the pause continues.
 
     The thread uses only `put` and `wake`, the event loop everything else.
     """
 
     def __init__(
-        self, deliver: Callable[[Any], None], loop: asyncio.AbstractEventLoop | None = None
+        self,
+        deliver: Callable[[Sequence[Any], bool], None],
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
+        """`deliver` takes new items. If its second argument is True, it delivers only the urgent
+        ones and keeps the others for the next call with False."""
         self._deliver = deliver
         self._loop = asyncio.get_running_loop() if loop is None else loop
         self._items: deque[Any] = deque()
         self._quiet_until = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._urgent = False  # an item since the last `wake`
+        self._postponed = False  # `deliver` may keep items
 
     def put(self, item: Any, *, urgent: bool) -> None:
         """Leave an item for the loop until the next `wake`."""
@@ -65,18 +70,30 @@ class WakeupThrottle:
     def wake(self) -> None:
         """Wake the loop if there are items, unless it pauses and no item is urgent."""
         urgent, self._urgent = self._urgent, False
-        if self._items and (urgent or time.monotonic() >= self._quiet_until):
+        if self._items and time.monotonic() >= self._quiet_until:
             self._quiet_until = math.inf
             self._loop.call_soon_threadsafe(self.deliver)
+        elif urgent:
+            self._loop.call_soon_threadsafe(self._deliver_urgent)
 
     def deliver(self) -> None:
         """Deliver every item. The tasks woken by it run before the pause is measured."""
         began = time.thread_time()
+        self._postponed = False
         try:
-            while self._items:
-                self._deliver(self._items.popleft())
+            self._deliver(self._taken(), False)
         finally:
             self._loop.call_soon(self._pause, began)
+
+    def _deliver_urgent(self) -> None:
+        if time.monotonic() >= self._quiet_until:
+            self.deliver()  # the pause has ended meanwhile, and its timer may have fired
+        else:
+            self._postponed = True
+            self._deliver(self._taken(), True)
+
+    def _taken(self) -> list[Any]:
+        return [self._items.popleft() for _ in range(len(self._items))]
 
     def _pause(self, began: float) -> None:
         """Begin a pause. Only processor time counts, not waiting for the interpreter."""
@@ -90,7 +107,7 @@ class WakeupThrottle:
         self._timer = None
         left = self._quiet_until - time.monotonic()
         if left <= 0:
-            if self._items:
+            if self._items or self._postponed:
                 self.deliver()
         elif left < math.inf:  # another delivery has begun another pause
             self._set_timer(left)

@@ -5,15 +5,18 @@ than /generate has a `ResponseFormat`. `model/operations/completion.py` turns to
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import orjson
 from starlette.responses import Response
 
-from logitd.model.inference.engine.events import FinishEvent
+from logitd.model.inference.engine.events import Event, FinishEvent
 from logitd.model.operations.completion import GrowingReply
 from logitd.model.operations.operation import Completions, envelope
+from logitd.service.body_writer import BodyWriter, body_writer
 from logitd.service.errors import EXPECTED, as_api_error, raise_failure
 from logitd.service.http import sse
 from logitd.service.http.envelope import server_timing, timings
@@ -40,7 +43,7 @@ async def respond(generation: "Generation", context: RequestContext, *, stream: 
         headers = server_timing(generation.growing.finishes)
         return Response(reply, media_type="application/json", headers=headers)
     return sse.StreamedResponse(
-        generation.events(),
+        generation.events(body_writer(context.request.scope)),
         on_end=generation.abort,
         write_timeout=context.model.settings.slow_reader_timeout,
         media_type=sse.MEDIA_TYPE,
@@ -64,17 +67,21 @@ class Generation:
         self._head = envelope("gen", context.model.name, context.checkpoint)
         self._lists_tokens = plan.logprobs is not None or plan.prompt_logprobs is not None
         self._format = response_format
+        self._waits = False  # the task that sends the reply waits for events
+        self._sent = 0.0  # time.monotonic() when something was last sent
 
     def abort(self) -> None:
         """End the sequences, because the client has left."""
+        self._submission.reader = None
         self._submission.abort()
 
     async def reply(self) -> bytes:
         """Return the whole reply as JSON. Cancelling this call ends the generation. A reply that
         lists tokens may be long, so it is written in a thread while streams continue."""
+        self._submission.reader = self._read_new
         try:
             while not self._submission.finished:
-                await self._advance(timeout=None)
+                self._push(await self._submission.take())
         finally:
             self.abort()
         return await asyncio.to_thread(self._write) if self._lists_tokens else self._write()
@@ -83,20 +90,45 @@ class Generation:
         reply = {**self._head, **self.growing.take_json(), **self._tail()}
         return orjson.dumps(reply if self._format is None else self._format.reply(reply))
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self, write: BodyWriter | None) -> AsyncIterator[bytes]:
+        """The events of a stream. While this iterator waits and the client reads, new events go
+        straight to `write`, if there is one, and no task wakes."""
+        self._sent = time.monotonic()
+        if write is not None:
+            self._submission.reader = partial(self._write_new, write)
         try:
             while not self._submission.finished:
-                if not await self._advance(timeout=sse.KEEP_ALIVE_SECONDS):
-                    yield sse.KEEP_ALIVE
-                    continue
-                new = self.growing.take_json()
-                if (new["choices"] or "prompts" in new) and (part := self._part(new)):
+                self._waits = True
+                silent = time.monotonic() - self._sent
+                new = await self._submission.take(max(0.0, sse.KEEP_ALIVE_SECONDS - silent))
+                self._waits = False
+                part = self._grown(new)
+                silent = time.monotonic() - self._sent
+                if not new and silent >= sse.KEEP_ALIVE_SECONDS and not self._submission.finished:
+                    part = sse.KEEP_ALIVE
+                if part:
                     yield part
+                    self._sent = time.monotonic()
             if part := self._part({"choices": [], **self._tail()}):
                 yield part
         except EXPECTED as error:
             yield sse.event(as_api_error(error).body())
         yield sse.DONE
+
+    def _read_new(self) -> bool:
+        """Add what is in the mailbox. Returns False at the end of the reply."""
+        self._push(self._submission.take_now())
+        return not self._submission.finished
+
+    def _write_new(self, write: BodyWriter) -> bool:
+        """Write what is in the mailbox. Returns False if the task has to go on: at the end of the
+        stream, or if the client reads slowly."""
+        if not self._waits:
+            return False
+        if part := self._grown(self._submission.take_now()):
+            self._sent = time.monotonic()
+            self._waits = write(part)
+        return not self._submission.finished
 
     def _part(self, chunk: dict[str, Any]) -> bytes:
         whole = {**self._head, **chunk}
@@ -110,16 +142,18 @@ class Generation:
         }
         return b"".join(map(sse.event, self._format.chunks(whole, counts)))
 
-    async def _advance(self, timeout: float | None) -> bool:
-        """Add the events since the last call. Returns False if none comes within `timeout`
-        seconds."""
-        events = await self._submission.take(timeout)
+    def _grown(self, events: Sequence[Event]) -> bytes:
+        """Add events. Returns the part of the stream for them, which may be empty."""
+        self._push(events)
+        new = self.growing.take_json()
+        return self._part(new) if new["choices"] or "prompts" in new else b""
+
+    def _push(self, events: Sequence[Event]) -> None:
         for event in events:
             if isinstance(event, FinishEvent) and not self.growing.is_finished(event):
                 raise_failure(event)
             if self.growing.push(event):
                 self._submission.stop(event.request_id, event.index)  # type: ignore[union-attr]
-        return bool(events)
 
     def _tail(self) -> dict[str, Any]:
         growing = self.growing

@@ -58,8 +58,9 @@ def event(data: Any) -> bytes:
     """An event on one line. orjson escapes ASCII line breaks; Unicode's are escaped here, because
     some clients split lines at them too."""
     line = orjson.dumps(data)
-    for raw, escaped in UNICODE_BREAKS:
-        line = line.replace(raw, escaped)
+    if not line.isascii():
+        for raw, escaped in UNICODE_BREAKS:
+            line = line.replace(raw, escaped)
     return b"data: " + line + b"\n\n"
 
 

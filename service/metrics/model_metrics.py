@@ -16,10 +16,11 @@ from logitd.model.checkpoint.checkpoint import CheckpointInfo
 from logitd.model.inference.engine.events import FinishEvent, FinishReason, StepResult, TokenEvent
 from logitd.service.engine.admission import AdmissionController
 from logitd.service.engine.driver import StepReport
+from logitd.service.metrics.counted_histogram import CountedHistogram
 
 CONSTRAINT_OUTCOMES = ("kept", "compiled", "refused", "timed_out", "busy")
 
-Metric = TypeVar("Metric", bound=MetricWrapperBase)
+Metric = TypeVar("Metric", bound=MetricWrapperBase | CountedHistogram)
 Key = TypeVar("Key", bound=str)
 
 
@@ -139,9 +140,13 @@ class ModelMetrics:
             "logitd_time_to_first_token_seconds",
             "Seconds from the arrival of a sequence to its first token",
         )
-        self.inter_token = histogram(
-            "logitd_inter_token_latency_seconds", "Seconds from one token of a sequence to the next"
-        )
+        self.inter_token = families.get(
+            CountedHistogram,
+            "logitd_inter_token_latency_seconds",
+            "Seconds from one token of a sequence to the next",
+            "model",
+            buckets=_LATENCY,
+        ).labels(model)
         self.queue_time = histogram(
             "logitd_sequence_queue_seconds", "Seconds from a sequence's arrival to its admission"
         )
@@ -233,20 +238,21 @@ class ModelMetrics:
             self.chunk.observe(result.prefilled_tokens)
         if result.decoded_sequences:
             self.batch.observe(result.decoded_sequences)
-        tokens = 0
+        tokens, now, last_token = 0, report.ended, self._last_token
+        before: dict[float | None, int] = {}  # tokens by the time of the one before
         for event in report.events:
             if isinstance(event, TokenEvent):
                 tokens += 1
-                self._observe_token(event, report.ended)
+                key = (event.request_id, event.index)
+                last = last_token.get(key)
+                before[last] = before.get(last, 0) + 1
+                last_token[key] = now
             elif isinstance(event, FinishEvent):
                 self._observe_finish(event)
         self.generated.inc(tokens)
-
-    def _observe_token(self, event: TokenEvent, now: float) -> None:
-        key = (event.request_id, event.index)
-        if (last := self._last_token.get(key)) is not None:
-            self.inter_token.observe(now - last)
-        self._last_token[key] = now
+        for last, count in before.items():
+            if last is not None:
+                self.inter_token.observe(now - last, count)
 
     def _observe_finish(self, event: FinishEvent) -> None:
         self._last_token.pop((event.request_id, event.index), None)

@@ -78,7 +78,7 @@ async def test_slow_reader_gets_everything_at_once() -> None:
 
 
 async def test_tokens_wait_while_the_loop_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """First tokens and the last step are delivered at once, together with the waiting tokens."""
+    """Readers of first tokens and of the last step are woken at once."""
     monkeypatch.setattr("logitd.service.engine.wakeup.PAUSE_FACTOR", 1e9)
     monkeypatch.setattr("logitd.service.engine.wakeup.MAX_PAUSE", TEST_TIMEOUT)
     permits = threading.Semaphore(0)
