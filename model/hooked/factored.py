@@ -82,10 +82,10 @@ class FactoredMatrix:
         if inner > 2:
             raise IndexError(f"{len(index)} indices; the matrix has the shape {list(self.shape)}")
         outer, inside = index[: len(index) - inner], index[len(index) - inner :]
-        rows, columns = (*map(_kept, inside), *[slice(None)] * (2 - inner))
         if not inner:
             return FactoredMatrix(self.A[outer], self.B[outer])
-        return FactoredMatrix(self.A[(*outer, rows)], self.B[(*outer, slice(None), columns)])
+        rows, *columns = map(_kept, inside)
+        return FactoredMatrix(self.A[(*outer, rows)], self.B[(*outer, slice(None), *columns)])
 
     def unsqueeze(self, axis: int) -> "FactoredMatrix":
         return FactoredMatrix(self.A.unsqueeze(axis), self.B.unsqueeze(axis))

@@ -177,7 +177,8 @@ def test_composition_and_biases(pair: tuple[HookedGPT, Any]) -> None:
         ours, theirs = (model.all_composition_scores(mode) for model in pair)
         near(ours, getattr(theirs, "scores", theirs), mode)
     for arguments in ((0,), (2,), (1, True), (2, False, False)):
-        near(*(model.accumulated_bias(*arguments) for model in pair), "accumulated_bias")
+        ours, theirs = (model.accumulated_bias(*arguments) for model in pair)
+        near(ours, theirs, "accumulated_bias")
 
 
 def test_names_of_weights(pair: tuple[HookedGPT, Any]) -> None:
