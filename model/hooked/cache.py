@@ -6,21 +6,19 @@ stream apart, scale the parts by the cached scale of a norm, and read logits fro
 Shapes: B sequences, T positions, C = d_model. Stacks of parts are (parts, B, T, C).
 """
 
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Sequence, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor
 
 from logitd.model.hooked.names import find_name, usual_name
+from logitd.model.hooked.reading import Reading, Where, take
 
 if TYPE_CHECKING:
     from logitd.model.hooked.model import HookedGPT
 
-Where = int | tuple[int | None, ...] | slice | Sequence[int] | Tensor | None
-"""A choice along an axis: an index, which removes the axis; the arguments of `slice`; several
-indices; or None for everything."""
-Labeled = Tensor | tuple[Tensor, list[str]]
+Labelled = Tensor | tuple[Tensor, list[str]]
 
 
 class ActivationCache:
@@ -69,6 +67,10 @@ class ActivationCache:
         """Move all tensors to a device."""
         self.cache_dict = {name: value.to(device) for name, value in self.items()}
         return self
+
+    def toggle_autodiff(self, mode: bool = False) -> None:
+        """Turn torch's gradients on or off, for all that follows."""
+        torch.set_grad_enabled(mode)
 
     def remove_batch_dim(self) -> Self:
         """Remove the first axis of all tensors. Raises ValueError for a batch of several
@@ -168,9 +170,7 @@ class ActivationCache:
         self.compute_head_results()
         parts = [take(self["result", at], pos_slice, -3).movedim(-2, 0) for at in range(last)]
         labels = [f"L{at}H{head}" for at in range(last) for head in range(heads)]
-        of_stream = take(
-            self["resid_post", last - 1] if last else self["resid_pre", 0], pos_slice, -2
-        )
+        of_stream = take(self._stream_before(last), pos_slice, -2)
         stack = torch.cat([of_stream.new_zeros(0, *of_stream.shape), *parts])
         if incl_remainder:
             stack = torch.cat([stack, (of_stream - stack.sum(dim=0))[None]])
@@ -187,12 +187,112 @@ class ActivationCache:
         return torch.stack([self[activation_name, at, sublayer_type] for at in layers])
 
     def get_neuron_results(
-        self, layer: int, neuron_slice: Where = None, pos_slice: Where = None
+        self,
+        layer: int,
+        neuron_slice: Where = None,
+        pos_slice: Where = None,
+        project_output_onto: Tensor | None = None,
     ) -> Tensor:
-        """The contribution of each unit of a block's MLP to the stream (B, T, units, C)."""
+        """The writes of each unit of a block's MLP to the stream (B, T, units, C), or their
+        projections onto directions (C,) or (C, O)."""
+        reading = Reading(None, False, project_output_onto)
+        return reading.scaled(self._neurons(layer, neuron_slice, pos_slice, reading))
+
+    def stack_neuron_results(
+        self,
+        layer: int | None,
+        pos_slice: Where = None,
+        neuron_slice: Where = None,
+        return_labels: bool = False,
+        incl_remainder: bool = False,
+        apply_ln: bool = False,
+        project_output_onto: Tensor | None = None,
+    ) -> Any:
+        """The writes of all units before `layer` (units, B, T, C), labeled L0N0 and so on, or
+        their projections onto directions (C,) or (C, O); with `incl_remainder`, then the rest of
+        the stream."""
+        last = self._layer(layer)
+        chosen = [neuron_slice] if isinstance(neuron_slice, int) else neuron_slice
+        reading = self._reading(last, False, pos_slice, apply_ln, project_output_onto)
+        parts, labels = self._neurons_before(last, chosen, pos_slice, reading)
+        whole = reading(take(self._stream_before(last), pos_slice, -2))
+        stack = torch.cat([whole.new_zeros(0, *whole.shape), *parts])
+        if incl_remainder:
+            stack = torch.cat([stack, (whole - stack.sum(dim=0))[None]])
+            labels.append("remainder")
+        return _labeled(stack, labels, return_labels)
+
+    def get_full_resid_decomposition(
+        self,
+        layer: int | None = None,
+        mlp_input: bool = False,
+        expand_neurons: bool = True,
+        apply_ln: bool = False,
+        pos_slice: Where = None,
+        return_labels: bool = False,
+        project_output_onto: Tensor | None = None,
+    ) -> Any:
+        """The smallest parts whose sum is the input of `layer` (parts, B, T, C): heads, units (or
+        MLPs), embeddings and the sum of biases; or their projections onto directions (C,) or
+        (C, O)."""
+        last = self._layer(layer)
+        reading = self._reading(last, mlp_input, pos_slice, apply_ln, project_output_onto)
+        heads, labels = self.stack_head_results(
+            last + mlp_input, return_labels=True, pos_slice=pos_slice
+        )
+        parts = [reading(heads)]
+        if last and expand_neurons:
+            units, names = self._neurons_before(last, None, pos_slice, reading)
+            parts += units
+            labels += names
+        elif last:
+            of_layers, names = self.decompose_resid(
+                last, mode="mlp", incl_embeds=False, pos_slice=pos_slice, return_labels=True
+            )
+            parts.append(reading(of_layers))
+            labels += names
+        for name in ("embed", "pos_embed"):
+            if f"hook_{name}" in self.cache_dict:
+                parts.append(reading(take(self[name], pos_slice, -2)[None]))
+                labels.append(name)
+        bias = self.model.accumulated_bias(last, mlp_input, include_mlp_biases=expand_neurons)
+        parts.append(reading(bias.expand(1, *heads.shape[1:])))
+        return _labeled(torch.cat(parts), [*labels, "bias"], return_labels)
+
+    def _neurons_before(
+        self, last: int, chosen: Where, pos_slice: Where, reading: Reading
+    ) -> tuple[list[Tensor], list[str]]:
+        """The units of each block before a layer, as they are read, and their labels."""
+        parts = [
+            reading.scaled(self._neurons(at, chosen, pos_slice, reading).movedim(-2, 0))
+            for at in range(last)
+        ]
+        units = take(torch.arange(self.model.cfg.d_mlp), chosen, 0).tolist()
+        return parts, [f"L{at}N{unit}" for at in range(last) for unit in units]
+
+    def _neurons(
+        self, layer: int, neuron_slice: Where, pos_slice: Where, reading: Reading
+    ) -> Tensor:
         units = take(take(self["post", layer], pos_slice, -2), neuron_slice, -1)
-        rows = take(self.model.W_out[layer], neuron_slice, 0)
-        return units[..., None] * rows
+        rows = take(self.model.blocks[layer].mlp.W_out, neuron_slice, 0)
+        return units[..., None] * reading.vectors(rows)
+
+    def _stream_before(self, layer: int) -> Tensor:
+        return self["resid_post", layer - 1] if layer else self["resid_pre", 0]
+
+    def _reading(
+        self, layer: int, mlp_input: bool, pos_slice: Where, apply_ln: bool, onto: Tensor | None
+    ) -> Reading:
+        if not apply_ln or (layer == self.model.cfg.n_layers and self.model.ln_final is None):
+            return Reading(None, False, onto)
+        centred = self.model.cfg.normalization_type.startswith("LN")
+        return Reading(take(self._scale(layer, mlp_input), pos_slice, -2), centred, onto)
+
+    def _scale(self, layer: int, mlp_input: bool) -> Tensor:
+        """The cached scale of the norm that reads a layer."""
+        final = layer == self.model.cfg.n_layers
+        norm = "ln_final" if final else f"blocks.{layer}.ln{2 if mlp_input else 1}"
+        return self[f"{norm}.hook_scale"]
 
     def apply_ln_to_stack(
         self,
@@ -217,11 +317,9 @@ class ActivationCache:
         if final and recompute_ln:
             assert self.model.ln_final is not None
             return self.model.ln_final(residual_stack)
-        if cfg.normalization_type.startswith("LN"):
-            residual_stack = residual_stack - residual_stack.mean(dim=-1, keepdim=True)
-        norm = "ln_final" if final else f"blocks.{last}.ln{2 if mlp_input else 1}"
-        scale = take(self[f"{norm}.hook_scale"], pos_slice, -2)
-        return residual_stack / (take(scale, batch_slice, 0) if self.has_batch_dim else scale)
+        scale = take(self._scale(last, mlp_input), pos_slice, -2)
+        scale = take(scale, batch_slice, 0) if self.has_batch_dim else scale
+        return Reading(scale, cfg.normalization_type.startswith("LN"), None)(residual_stack)
 
     def logit_attrs(
         self,
@@ -254,14 +352,5 @@ class ActivationCache:
         return self.model.cfg.n_layers if layer is None or layer == -1 else layer
 
 
-def take(tensor: Tensor, where: Where, axis: int) -> Tensor:
-    """Choose along an axis; see `Where`."""
-    if where is None:
-        return tensor
-    index: list[Any] = [slice(None)] * tensor.ndim
-    index[axis] = slice(*where) if isinstance(where, tuple) else where
-    return tensor[tuple(index)]
-
-
-def _labeled(stack: Tensor, labels: list[str], wanted: bool) -> Labeled:
+def _labeled(stack: Tensor, labels: list[str], wanted: bool) -> Labelled:
     return (stack, labels) if wanted else stack

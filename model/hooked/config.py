@@ -1,21 +1,22 @@
 """HookedConfig: the shape of a model by TransformerLens' names."""
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
 from logitd.model.transformer.config import GPTConfig
 
+PaddingSide = Literal["left", "right"]
 ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu", "swiglu": "silu"}
 """TransformerLens' names of activations, where they differ from ours."""
 
 
 @dataclass(slots=True)
 class HookedConfig:
-    """The model's shape by TransformerLens' names. Callers may set `use_attn_result` and
-    `default_prepend_bos`."""
+    """The model's shape by TransformerLens' names. May be set: `default_prepend_bos`,
+    `default_padding_side`, and with `use_` the points that are computed (`names.SETTINGS`)."""
 
     model_name: str
     n_layers: int
@@ -35,8 +36,12 @@ class HookedConfig:
     device: torch.device
     dtype: torch.dtype
     default_prepend_bos: bool
+    default_padding_side: PaddingSide = "right"
     attn_only: bool = False
     use_attn_result: bool = False
+    use_split_qkv_input: bool = False
+    use_attn_in: bool = False
+    use_hook_mlp_in: bool = False
 
     @property
     def d_vocab_out(self) -> int:
@@ -64,6 +69,6 @@ class HookedConfig:
             ),
             parallel_attn_mlp=config.residual == "parallel",
             device=like.device,
-            dtype=like.dtype,
+            dtype=torch.promote_types(like.dtype, torch.float32),
             default_prepend_bos=bos,
         )

@@ -15,33 +15,31 @@ It shares no state with the engine, whose results never change.
 Shapes: B sequences, T positions, V = vocab_size.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
-from functools import cached_property, partial
-from types import SimpleNamespace
+from functools import partial
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
-from logitd.model.hooked.cache import ActivationCache, Where, take
-from logitd.model.hooked.config import HookedConfig
-from logitd.model.hooked.names import point_names, positions_axis, usual_name
-from logitd.model.hooked.network import Norm, fold_weights, hooked_copy, run
-from logitd.model.hooked.points import Direction, Hook, HookPoint
-from logitd.model.hooked.tokens import Tokens, beginning
-from logitd.model.hooked.weights import OF_ATTENTION, OF_MLP, nested_blocks
-from logitd.model.inference.errors import ContextLengthExceeded, InvalidRequest
+from logitd.model.hooked.cache import ActivationCache
+from logitd.model.hooked.config import HookedConfig, PaddingSide
+from logitd.model.hooked.folding import fold_weights
+from logitd.model.hooked.generation import Sampling, continued
+from logitd.model.hooked.names import positions_axis
+from logitd.model.hooked.network import hooked_copy
+from logitd.model.hooked.points import HookPoint
+from logitd.model.hooked.reading import Where, take
+from logitd.model.hooked.registry import AddedHooks, HookRegistry, NamesFilter
+from logitd.model.hooked.tap import run
+from logitd.model.hooked.tokens import Batch, Input, Tokens, beginning
+from logitd.model.hooked.weights import HookedWeights
+from logitd.model.inference.errors import InvalidRequest
 from logitd.model.text.tokenizer import Tokenizer
 from logitd.model.transformer.gpt import GPT
 
-NamesFilter = str | Sequence[str] | Callable[[str], bool] | None
-HookName = str | Callable[[str], bool]
-AddedHooks = Sequence[tuple[HookName, Hook]]
-Input = str | Sequence[str] | Tensor | Sequence[int] | Any
 ReturnType = Literal["logits", "loss", "both"] | None
-
-RESULT = "hook_result"
 
 
 class HookedGPT:
@@ -50,29 +48,37 @@ class HookedGPT:
     API = frozenset(
         (
             *("run_with_cache", "run_with_hooks", "hooks", "add_hook", "add_perma_hook"),
-            *("reset_hooks", "hook_dict", "mod_dict", "cfg", "blocks", "ln_final", "unembed"),
-            *("W_E", "W_pos", "W_U", "b_U", *OF_ATTENTION, *OF_MLP, "all_head_labels"),
+            *("reset_hooks", "hook_dict", "mod_dict", "cfg", "loss_fn", *HookedWeights.NAMES),
             *("to_tokens", "to_string", "to_str_tokens", "to_single_token", "to_single_str_token"),
-            *("get_token_position", "tokens_to_residual_directions", "loss_fn"),
-            *("set_use_attn_result", "enable_compatibility_mode"),
+            *("get_token_position", "tokens_to_residual_directions", "enable_compatibility_mode"),
+            *("set_use_attn_result", "set_use_split_qkv_input", "set_use_attn_in"),
+            "set_use_hook_mlp_in",
         )
     )
 
     def __init__(self, gpt: GPT, tokenizer: Tokenizer, name: str) -> None:
         self._config = gpt.config
-        points = {each: HookPoint(each) for each in point_names(gpt.config)}
-        self.hook_dict: Mapping[str, HookPoint] = points
-        self._gpt, self.unembed = hooked_copy(gpt, points)
         self.cfg = HookedConfig.of(
-            gpt.config, self.unembed.W_U, name, bos=beginning(tokenizer) is not None
+            gpt.config, gpt.token_embedding.weight, name, bos=beginning(tokenizer) is not None
         )
+        registry = self._registry = HookRegistry(gpt.config, self.cfg)
+        self.hook_dict = self.mod_dict = registry.points
+        self.add_hook, self.add_perma_hook = registry.add_hook, registry.add_perma_hook
+        self.reset_hooks = registry.reset_hooks
+        self._gpt, self._unembed = hooked_copy(gpt, registry.points)
+        self._weights = HookedWeights(self._gpt, self._unembed, registry.points)
         self.tokenizer = tokenizer
         tokens = self._tokens = Tokens(tokenizer, self.cfg)
         self.to_tokens, self.to_string = tokens.to_tokens, tokens.to_string
         self.to_str_tokens, self.to_single_token = tokens.to_str_tokens, tokens.to_single_token
         self.to_single_str_token = tokens.to_single_str_token
         self.get_token_position = tokens.get_token_position
-        self._level = 0  # depth of the `hooks` contexts
+
+    def __getattr__(self, name: str) -> Any:
+        """The weights and what follows from them: `W_Q`, `blocks`, `OV`."""
+        if name in HookedWeights.NAMES:
+            return getattr(self._weights, name)
+        raise AttributeError(f"HookedGPT has no attribute {name!r}")
 
     # Running the model
 
@@ -82,36 +88,30 @@ class HookedGPT:
         return_type: ReturnType = "logits",
         loss_per_token: bool = False,
         prepend_bos: bool | None = None,
+        padding_side: PaddingSide | None = None,
+        attention_mask: Tensor | None = None,
         stop_at_layer: int | None = None,
     ) -> Any:
         """Run a text, several texts, or ids (B, T) or (T,) through the model.
 
         return_type     "logits" (B, T, V), "loss", "both", or None
-        loss_per_token  losses (B, T - 1) in nats instead of their mean over all real tokens
+        loss_per_token  losses (B, T - 1) in nats, 0 at padding, instead of their mean over tokens
+        padding_side    the side on which shorter texts, or rows of ids, are padded
+        attention_mask  (B, T), 0 for padding
         stop_at_layer   return the stream (B, T, d_model) before this block; negative numbers count
                         from the end
 
-        Raises InvalidRequest for ids outside the vocabulary, and ContextLengthExceeded.
+        Values at padding mean nothing. Raises InvalidRequest for ids outside the vocabulary, and
+        ContextLengthExceeded.
         """
-        ids, lengths = self._ids(input, prepend_bos)
-        layers = self.cfg.n_layers
-        stop = stop_at_layer
-        if stop is not None and not -layers <= stop <= layers:
-            raise InvalidRequest(f"stop_at_layer is {stop}; the model has {layers} blocks")
-        results = self.cfg.use_attn_result
-        out = run(
-            self._gpt,
-            self.unembed,
-            ids,
-            self.hook_dict,
-            results=results,
-            stop=None if stop is None else stop % layers if stop < layers else stop,
-        )
-        if stop is not None or return_type == "logits":
+        batch = self._tokens.batch(input, prepend_bos, padding_side, attention_mask)
+        out = self._run(batch, self._stop(stop_at_layer))
+        if stop_at_layer is not None or return_type == "logits":
             return out
         if return_type is None:
             return None
-        loss = self._loss(out, ids, lengths, per_token=loss_per_token)
+        mask = None if batch.real.all() else batch.real
+        loss = self.loss_fn(out, batch.ids, mask, per_token=loss_per_token)
         if return_type == "both":
             return out, loss
         if return_type == "loss":
@@ -119,6 +119,18 @@ class HookedGPT:
         raise InvalidRequest(
             f"return_type is {return_type!r}; it must be 'logits', 'loss', 'both' or None"
         )
+
+    def _run(self, batch: Batch, stop: int | None = None) -> Tensor:
+        points, real = self.hook_dict, batch.hidden_padding
+        return run(self._gpt, self._unembed, batch.ids, points, real=real, stop=stop)
+
+    def _stop(self, layer: int | None) -> int | None:
+        layers = self.cfg.n_layers
+        if layer is None or layer == layers:
+            return layer
+        if not -layers <= layer < layers:
+            raise InvalidRequest(f"stop_at_layer is {layer}; the model has {layers} blocks")
+        return layer % layers
 
     def run_with_hooks(
         self,
@@ -162,7 +174,7 @@ class HookedGPT:
             value = value.detach().to(device or value.device)
             kept[hook.name + suffix] = take(value, pos_slice, positions_axis(hook.name))
 
-        names = self._filtered(names_filter)
+        names = self._registry.chosen(names_filter)
         save_gradient = partial(save, suffix="_grad")
         backward = [(name, save_gradient) for name in names] if incl_bwd else []
         with self.hooks(
@@ -176,53 +188,41 @@ class HookedGPT:
             cache.remove_batch_dim()
         return out, cache if return_cache_object else cache.cache_dict
 
-    @torch.no_grad()
     def generate(
         self,
         input: Input = "",
         max_new_tokens: int = 10,
         stop_at_eos: bool = True,
+        eos_token_id: int | list[int] | None = None,
         do_sample: bool = True,
         top_k: int | None = None,
         temperature: float = 1.0,
         prepend_bos: bool | None = None,
         return_type: Literal["input", "str", "tokens"] = "input",
     ) -> Any:
-        """Continue a text or ids (B, T), with all hooks in place and torch's random numbers.
-        Sequences that have ended are padded with the end of a document. `LLM.generate` is many
-        times faster."""
-        ids, lengths = self._ids(input, prepend_bos)
-        if len(set(lengths)) > 1:
-            raise InvalidRequest("the prompts have different lengths; generate one at a time")
-        ends = self.tokenizer.ends if stop_at_eos else ()
-        ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-        for _ in range(max_new_tokens):
-            row = self(ids[:, -self.cfg.n_ctx :])[:, -1]
-            if do_sample and temperature > 0:
-                row = row / temperature
-                if top_k is not None:
-                    row = row.masked_fill(row < row.topk(top_k).values[:, -1:], float("-inf"))
-                new = torch.multinomial(row.softmax(dim=-1), 1)[:, 0]
-            else:
-                new = row.argmax(dim=-1)
-            if ends:
-                new = torch.where(ended, ends[0], new)
-                ended |= torch.isin(new, torch.tensor(ends, device=ids.device))
-            ids = torch.cat((ids, new[:, None]), dim=1)
-            if ends and ended.all():
-                break
-        as_text = return_type == "str" or (return_type == "input" and isinstance(input, str))
-        if not as_text:
+        """Continue a text, texts, or ids (B, T), with the hooks in place (`generation.py`). A
+        sequence that has ended is filled with its end, by default that of a document. Shorter texts
+        are padded on the left."""
+        as_texts = isinstance(input, str) or (len(input) > 0 and isinstance(input[0], str))
+        batch = self._tokens.batch(input, prepend_bos, "left" if as_texts else None)
+        chosen = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
+        ids = continued(
+            self._run,
+            batch,
+            max_new_tokens,
+            Sampling(do_sample, top_k, temperature),
+            ends=(chosen or self.tokenizer.ends) if stop_at_eos else (),
+            context=self.cfg.n_ctx,
+        )
+        if return_type == "tokens" or (return_type == "input" and not as_texts):
             return ids
-        start = 1 if isinstance(input, str) and self._prepends(prepend_bos) else 0
-        texts = self.to_string(ids[:, start:])
+        begins = as_texts and self._tokens.prepends(prepend_bos)
+        starts = (~batch.real).sum(dim=1) + begins
+        rows = zip(ids, starts.tolist(), strict=True)
+        texts = [self.to_string(row[start:]) for row, start in rows]
         return texts[0] if isinstance(input, str) else texts
 
     # Hooks
-
-    @property
-    def mod_dict(self) -> Mapping[str, HookPoint]:
-        return self.hook_dict
 
     @contextmanager
     def hooks(
@@ -232,44 +232,39 @@ class HookedGPT:
         reset_hooks_end: bool = True,
         clear_contexts: bool = False,
     ) -> Generator[Self]:
-        """A context that adds hooks to the model and removes them at its end."""
-        self._level += 1
-        try:
-            for direction, added in (("fwd", fwd_hooks), ("bwd", bwd_hooks)):
-                for name, hook in added:
-                    self._add(name, hook, direction, level=self._level)
+        """A context in which hooks are added to the model."""
+        with self._registry.hooks(fwd_hooks, bwd_hooks, reset_hooks_end, clear_contexts):
             yield self
-        finally:
-            if reset_hooks_end:
-                self.reset_hooks(clear_contexts, level=self._level)
-            self._level -= 1
-
-    def add_hook(
-        self, name: HookName, hook: Hook, dir: Direction = "fwd", is_permanent: bool = False
-    ) -> None:
-        """Add a hook to the point with this name, or to all points whose names satisfy a
-        function."""
-        self._add(name, hook, dir, is_permanent=is_permanent)
-
-    def add_perma_hook(self, name: HookName, hook: Hook, dir: Direction = "fwd") -> None:
-        self._add(name, hook, dir, is_permanent=True)
-
-    def reset_hooks(
-        self,
-        clear_contexts: bool = True,
-        direction: Literal["fwd", "bwd", "both"] = "both",
-        including_permanent: bool = False,
-        level: int | None = None,
-    ) -> None:
-        """Remove the hooks that are not permanent."""
-        for point in self.hook_dict.values():
-            point.remove_hooks(direction, including_permanent, level)
-            if clear_contexts:
-                point.clear_context()
 
     def set_use_attn_result(self, use_attn_result: bool) -> None:
         """Also compute `attn.hook_result`, the output of each head (B, T, H, d_model)."""
         self.cfg.use_attn_result = use_attn_result
+
+    def set_use_split_qkv_input(self, use_split_qkv_input: bool) -> None:
+        """Give the queries, keys and values of each head copies of the stream of their own:
+        `hook_q_input` (B, T, H, d_model), `hook_k_input` and `hook_v_input`. Raises InvalidRequest
+        next to `use_attn_in`."""
+        self._exclude("use_split_qkv_input", use_split_qkv_input, "use_attn_in")
+        self.cfg.use_split_qkv_input = use_split_qkv_input
+
+    def set_use_attn_in(self, use_attn_in: bool) -> None:
+        """Give each head a copy of the stream of its own, `hook_attn_in` (B, T, H, d_model). Raises
+        InvalidRequest next to `use_split_qkv_input`, or if heads share keys."""
+        self._exclude("use_attn_in", use_attn_in, "use_split_qkv_input")
+        if use_attn_in and self.cfg.n_key_value_heads is not None:
+            raise InvalidRequest("heads share keys and values: call set_use_split_qkv_input(True)")
+        self.cfg.use_attn_in = use_attn_in
+
+    def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
+        """Give each MLP a copy of the stream of its own, `hook_mlp_in` (B, T, d_model). Raises
+        InvalidRequest if norms come after the MLPs."""
+        if use_hook_mlp_in and self._config.norm_position == "post":
+            raise InvalidRequest("norms come after the MLPs: the model has no hook_mlp_in")
+        self.cfg.use_hook_mlp_in = use_hook_mlp_in
+
+    def _exclude(self, setting: str, on: bool, other: str) -> None:
+        if on and getattr(self.cfg, other):
+            raise InvalidRequest(f"{setting} excludes {other}: call set_{other}(False) first")
 
     # Weights
 
@@ -281,10 +276,12 @@ class HookedGPT:
         center_writing_weights: bool = True,
         center_unembed: bool = True,
         fold_value_biases: bool = True,
+        refactor_factored_attn_matrices: bool = False,
+        disable_warnings: bool = True,
     ) -> None:
         """Process the weights as TransformerLens' HookedTransformer does when it loads a model.
-        Direct logit attribution needs this. Probabilities stay the same, up to rounding. Raises
-        InvalidRequest for shapes whose probabilities would change."""
+        Probabilities stay the same, up to rounding; direct logit attribution needs this. There are
+        no warnings. Raises InvalidRequest for shapes whose probabilities would change."""
         if no_processing:
             return
         config = self._config
@@ -292,55 +289,28 @@ class HookedGPT:
             config.norm == "layernorm" and (config.smear or config.value_embeddings)
         ):
             raise InvalidRequest("the norms of this shape cannot be folded: use no_processing=True")
+        if refactor_factored_attn_matrices and (
+            config.positions == "rotary"
+            or config.qk_norm
+            or config.value_embeddings
+            or config.n_kv_head < config.n_head
+        ):
+            raise InvalidRequest(
+                "refactor_factored_attn_matrices: queries and keys of this shape are rotated, "
+                "normalised or shared between heads, or values have embeddings; leave it out"
+            )
         fold_weights(
             self._gpt,
-            self.unembed,
+            self._unembed,
             fold_ln=fold_ln,
             center_writing_weights=center_writing_weights,
             center_unembed=center_unembed,
             fold_value_biases=fold_value_biases,
+            refactor=refactor_factored_attn_matrices,
         )
         if fold_ln:
             self.cfg.normalization_type = f"{self.cfg.normalization_type.removesuffix('Pre')}Pre"
-        self.__dict__.pop("blocks", None)
-
-    @cached_property
-    def blocks(self) -> list[SimpleNamespace]:
-        """The blocks, with weights and points as attributes: `blocks[0].attn.W_Q`."""
-        return nested_blocks(self._gpt, self.hook_dict)
-
-    @property
-    def ln_final(self) -> Norm | None:
-        """The final norm, as a function of a stream; None if the model has none."""
-        norm = self._gpt.final_norm
-        return norm if isinstance(norm, Norm) else None
-
-    @property
-    def W_E(self) -> Tensor:
-        """(V, d_model)"""
-        return self._gpt.token_embedding.weight[: self.cfg.d_vocab]
-
-    @property
-    def W_pos(self) -> Tensor:
-        """(n_ctx, d_model)"""
-        return self._gpt.position_embedding.weight
-
-    @property
-    def W_U(self) -> Tensor:
-        """(d_model, V)"""
-        return self.unembed.W_U
-
-    @property
-    def b_U(self) -> Tensor:
-        return self.unembed.b_U
-
-    def __getattr__(self, name: str) -> Tensor:
-        """The weights of all blocks, stacked: `W_Q` (n_layers, n_heads, d_model, d_head)."""
-        if name in OF_ATTENTION:
-            return torch.stack([getattr(block.attn, name) for block in self.blocks])
-        if name in OF_MLP:
-            return torch.stack([getattr(block.mlp, name) for block in self.blocks])
-        raise AttributeError(f"HookedGPT has no attribute {name!r}")
+        self._weights = HookedWeights(self._gpt, self._unembed, self.hook_dict)
 
     def tokens_to_residual_directions(self, tokens: Any) -> Tensor:
         """The columns (..., d_model) of `W_U` for a token, given as text, an id or ids."""
@@ -348,89 +318,17 @@ class HookedGPT:
         ids = torch.as_tensor(ids, device=self.cfg.device)
         return self.W_U[:, ids.reshape(()) if ids.numel() == 1 else ids].movedim(0, -1)
 
-    @property
-    def all_head_labels(self) -> list[str]:
-        """The labels L0H0, L0H1 and so on."""
-        cfg = self.cfg
-        return [f"L{layer}H{head}" for layer in range(cfg.n_layers) for head in range(cfg.n_heads)]
-
-    def loss_fn(self, logits: Tensor, tokens: Tensor, per_token: bool = False) -> Tensor:
-        """The loss of each token after the first (B, T - 1), in nats, or their mean."""
-        losses = -logits[:, :-1].log_softmax(dim=-1).gather(-1, tokens[:, 1:, None])[..., 0]
-        return losses if per_token else losses.mean()
-
-    # Helpers of the methods above
-
-    def _loss(
-        self, logits: Tensor, ids: Tensor, lengths: Sequence[int], *, per_token: bool
-    ) -> Tensor:
-        losses = self.loss_fn(logits, ids, per_token=True)
-        if per_token:
-            return losses
-        real = torch.arange(1, ids.shape[1], device=ids.device) < torch.tensor(
-            lengths, device=ids.device
-        ).unsqueeze(1)
-        return losses[real].mean()
-
-    def _ids(self, input: Input, prepend_bos: bool | None) -> tuple[Tensor, list[int]]:
-        """Ids (B, T) and the number of real ones in each row."""
-        texts = [input] if isinstance(input, str) else input
-        if isinstance(texts, list | tuple) and texts and isinstance(texts[0], str):
-            rows = self._tokens.encode_all(texts, prepend_bos)
-            ids, lengths = self._tokens.pad(rows), list(map(len, rows))
-        else:
-            ids = torch.as_tensor(input, device=self.cfg.device)
-            ids = ids[None] if ids.ndim == 1 else ids
-            lengths = [ids.shape[-1]] * len(ids)
-        if ids.ndim != 2 or not ids.numel():
-            raise InvalidRequest("the input is empty; give a text, texts, or ids (B, T) or (T,)")
-        if ids.shape[1] > self.cfg.n_ctx:
-            raise ContextLengthExceeded(
-                f"the input has {ids.shape[1]} tokens; the model's context is {self.cfg.n_ctx}"
-            )
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self.cfg.d_vocab:
-            raise InvalidRequest(
-                f"the input has ids from {low} to {high}; the vocabulary has {self.cfg.d_vocab}"
-            )
-        return ids, lengths
-
-    def _prepends(self, prepend_bos: bool | None) -> bool:
-        return self.cfg.default_prepend_bos if prepend_bos is None else prepend_bos
-
-    def _filtered(self, names_filter: NamesFilter) -> list[str]:
-        if names_filter is None or callable(names_filter):
-            wanted: Callable[[str], bool] = names_filter or (lambda name: True)
-            return [
-                name
-                for name in self.hook_dict
-                if (self.cfg.use_attn_result or not name.endswith(RESULT)) and wanted(name)
-            ]
-        names = [names_filter] if isinstance(names_filter, str) else names_filter
-        chosen = {self._point(name).name for name in names}
-        return [name for name in self.hook_dict if name in chosen]
-
-    def _point(self, name: str) -> HookPoint:
-        point = self.hook_dict.get(usual_name(name))
-        if point is None:
-            raise InvalidRequest(f"the model has no hook point {name!r}; hook_dict lists them")
-        if name.endswith(RESULT) and not self.cfg.use_attn_result:
-            raise InvalidRequest(f"{name} is not computed; call set_use_attn_result(True) first")
-        return point
-
-    def _add(
+    def loss_fn(
         self,
-        name: HookName,
-        hook: Hook,
-        direction: Any,
-        *,
-        is_permanent: bool = False,
-        level: int | None = None,
-    ) -> None:
-        points = (
-            [self._point(name)]
-            if isinstance(name, str)
-            else [self.hook_dict[each] for each in self._filtered(name)]
-        )
-        for point in points:
-            point.add_hook(hook, direction, is_permanent, level)
+        logits: Tensor,
+        tokens: Tensor,
+        attention_mask: Tensor | None = None,
+        per_token: bool = False,
+    ) -> Tensor:
+        """The loss of each token after the first (B, T - 1), in nats, or their mean. Padding, 0 in
+        `attention_mask` (B, T), is left out: its losses are 0."""
+        losses = -logits[:, :-1].log_softmax(dim=-1).gather(-1, tokens[:, 1:, None])[..., 0]
+        if attention_mask is None:
+            return losses if per_token else losses.mean()
+        real = (attention_mask[:, :-1] * attention_mask[:, 1:]).bool()
+        return losses.masked_fill(~real, 0.0) if per_token else losses[real].mean()

@@ -19,6 +19,10 @@ BRIDGE_NAMES = {
     "attn.v.hook_out": "attn.hook_v",
     "attn.o.hook_in": "attn.hook_z",
     "attn.hook_out": "hook_attn_out",
+    "attn.hook_q_input": "hook_q_input",
+    "attn.hook_k_input": "hook_k_input",
+    "attn.hook_v_input": "hook_v_input",
+    "attn.hook_attn_in": "hook_attn_in",
     "mlp.in.hook_out": "mlp.hook_pre",
     "mlp.out.hook_in": "mlp.hook_post",
     "mlp.hook_out": "hook_mlp_out",
@@ -38,8 +42,19 @@ SHORT_NAMES = {
 LAYER_TYPES = {"a": "attn", "attention": "attn", "m": "mlp", "b": "", "block": "", "blocks": ""}
 _SHORT = re.compile(r"([a-z_]+)(\d+)([a-z]?.*)")
 
-OVER_HEADS = frozenset(("q", "k", "v", "z", "rot_q", "rot_k", "result"))
-"""Points whose axis of positions is the third from the end; for others, it is the second."""
+SETTINGS = {
+    "hook_result": "use_attn_result",
+    "hook_attn_in": "use_attn_in",
+    "hook_q_input": "use_split_qkv_input",
+    "hook_k_input": "use_split_qkv_input",
+    "hook_v_input": "use_split_qkv_input",
+    "hook_mlp_in": "use_hook_mlp_in",
+}
+"""Ends of the names of points that need a setting of `cfg`, which is off at first."""
+INPUTS = ("attn_in", "q_input", "k_input", "v_input")
+
+OVER_HEADS = frozenset((*INPUTS, "q", "k", "v", "z", "rot_q", "rot_k", "result"))
+"""Points whose positions are on the third axis from the end; for others, on the second."""
 
 
 def point_names(config: GPTConfig) -> list[str]:
@@ -61,12 +76,13 @@ def _in_block(config: GPTConfig) -> list[str]:
     up = ["mlp.hook_pre_linear"] if config.activation == "swiglu" else []
     return [
         "hook_resid_pre",
+        *(f"hook_{name}" for name in INPUTS),
         *(before if pre else []),
         *(f"attn.hook_{name}" for name in heads),
         "hook_attn_out",
         *([] if pre else before),
         *middle,
-        *(after if pre else []),
+        *(["hook_mlp_in", *after] if pre else []),
         *("mlp.hook_pre", *up, "mlp.hook_post", "hook_mlp_out"),
         *([] if pre else after),
         "hook_resid_post",

@@ -26,10 +26,12 @@ class _Handle:
 
 
 class HookPoint:
-    """A place in the forward pass. `ctx` is a dict for the user's functions."""
+    """A place in the forward pass. `ctx` is a dict for the caller's functions. Hooks run only while
+    `is_on` is true."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, is_on: Callable[[], bool] = lambda: True) -> None:
         self.name = name
+        self.is_on = is_on
         self.ctx: dict[Any, Any] = {}
         self.fwd_hooks: list[_Handle] = []
         self.bwd_hooks: list[_Handle] = []
@@ -40,6 +42,8 @@ class HookPoint:
     def __call__(self, tensor: Tensor) -> Tensor:
         """Pass a tensor through the forward hooks, in the order in which they were added, and
         prepare its gradient for the backward hooks."""
+        if not self.has_hooks():
+            return tensor
         for handle in tuple(self.fwd_hooks):
             result = handle.hook(tensor, hook=self)
             tensor = tensor if result is None else result
@@ -64,7 +68,8 @@ class HookPoint:
         return int(parts[1])
 
     def has_hooks(self) -> bool:
-        return bool(self.fwd_hooks or self.bwd_hooks)
+        """True if the point is on and has hooks."""
+        return bool(self.fwd_hooks or self.bwd_hooks) and self.is_on()
 
     def add_hook(
         self,

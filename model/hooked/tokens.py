@@ -1,40 +1,57 @@
 """Texts and tokens of a hooked GPT, with TransformerLens' names and rules.
 
-With `prepend_bos`, a text begins with the vocabulary's first token of BEGINNINGS, otherwise with
-the end of a document, as in GPT-2. None means `cfg.default_prepend_bos`, which is true if the
-vocabulary has such a token. Names of special tokens in a text become their ids. Shorter texts of a
-list are padded on the right with the end of a document, or id 0.
+A text begins with the id of the beginning of a text if `prepend_bos` says so; None: as
+`cfg.default_prepend_bos` says, which is true if the vocabulary has such an id. It is one of
+BEGINNINGS, otherwise the end of a document, as in GPT-2. Names of special tokens in a text become
+their ids. Shorter texts of a list are padded with the end of a document, or id 0, on the right
+unless `padding_side` or `cfg.default_padding_side` says "left".
+
+Shapes: B sequences, T positions.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from logitd.model.inference.errors import InvalidRequest
+from logitd.model.hooked.config import HookedConfig, PaddingSide
+from logitd.model.inference.errors import ContextLengthExceeded, InvalidRequest
 from logitd.model.text.tokenizer import Tokenizer
 
 BEGINNINGS = ("<|bos|>", "<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>")
 
 
-class Settings(Protocol):
-    default_prepend_bos: bool
-    n_ctx: int
-    device: torch.device
+Input = str | Sequence[str] | Tensor | Sequence[int] | Any
+"""A text, texts, or ids (B, T) or (T,)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Ids (B, T), and where they are tokens (True) or padding (False)."""
+
+    ids: Tensor
+    real: Tensor
+
+    @property
+    def hidden_padding(self) -> Tensor | None:
+        """`real`, if a token follows padding. None otherwise: then causality hides all padding."""
+        trailing = torch.equal(self.real.cumprod(dim=1).bool(), self.real)
+        return None if trailing else self.real
 
 
 class Tokens:
     """The vocabulary of a model, with the settings of its `cfg`."""
 
-    def __init__(self, tokenizer: Tokenizer, cfg: Settings) -> None:
+    def __init__(self, tokenizer: Tokenizer, cfg: HookedConfig) -> None:
         self._tokenizer = tokenizer
         self._cfg = cfg
 
     def encode_all(self, texts: Sequence[str], prepend_bos: bool | None = None) -> list[list[int]]:
-        """The ids of each text, cut to the context length."""
-        prepend = self._cfg.default_prepend_bos if prepend_bos is None else prepend_bos
+        """The ids of each text, at most as many as the context holds."""
+        prepend = self.prepends(prepend_bos)
         first = beginning(self._tokenizer)
         if prepend and first is None:
             raise InvalidRequest("prepend_bos is True, but the vocabulary has no beginning of text")
@@ -42,17 +59,91 @@ class Tokens:
         encode = self._tokenizer.encode
         return [[*start, *encode(text, special_ids=True)][: self._cfg.n_ctx] for text in texts]
 
-    def pad(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Pad rows of ids to equal lengths: (rows, longest)."""
-        padding = self._tokenizer.end_of_text or 0
-        longest = max(map(len, rows))
-        padded = [[*row, *[padding] * (longest - len(row))] for row in rows]
-        return torch.tensor(padded, device=self._cfg.device)
+    def batch(
+        self,
+        input: Input,
+        prepend_bos: bool | None,
+        padding_side: PaddingSide | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Batch:
+        """The ids of an input. Padding is added to texts, zero in `attention_mask` (B, T), or the
+        first ids of a row if these are padding and the side is "left".
 
-    def to_tokens(self, input: str | Sequence[str], prepend_bos: bool | None = None) -> Tensor:
-        """Ids (texts, tokens) of one or several texts."""
+        Raises InvalidRequest for no ids, ids outside the vocabulary and a mask of another shape,
+        and ContextLengthExceeded.
+        """
         texts = [input] if isinstance(input, str) else input
-        return self.pad(self.encode_all(texts, prepend_bos))
+        if isinstance(texts, list | tuple) and texts and isinstance(texts[0], str):
+            batch = self._padded(self.encode_all(texts, prepend_bos), padding_side)
+        else:
+            ids = torch.as_tensor(input, device=self._cfg.device)
+            batch = self._of_ids(ids[None] if ids.ndim == 1 else ids, prepend_bos, padding_side)
+        self._check(batch.ids)
+        if attention_mask is None:
+            return batch
+        if attention_mask.shape != batch.ids.shape:
+            raise InvalidRequest(
+                f"attention_mask has the shape {list(attention_mask.shape)}; the ids have "
+                f"{list(batch.ids.shape)}"
+            )
+        return Batch(batch.ids, attention_mask.to(self._cfg.device).bool())
+
+    def _padded(self, rows: Sequence[Sequence[int]], side: PaddingSide | None) -> Batch:
+        longest = max(map(len, rows))
+        lacking = torch.tensor([longest - len(row) for row in rows])[:, None]
+        places = torch.arange(longest)
+        left = self._side(side) == "left"
+        real = places >= lacking if left else places < longest - lacking
+        ids = torch.full(real.shape, self._padding)
+        ids[real] = torch.tensor([each for row in rows for each in row])
+        return Batch(ids.to(self._cfg.device), real.to(self._cfg.device))
+
+    def _of_ids(self, ids: Tensor, prepend_bos: bool | None, side: PaddingSide | None) -> Batch:
+        if self._side(side) == "right":
+            return Batch(ids, torch.ones_like(ids, dtype=torch.bool))
+        padded = (ids == self._padding).cumprod(dim=-1).bool()
+        if self.prepends(prepend_bos) and beginning(self._tokenizer) == self._padding:
+            padded &= padded.roll(-1, dims=-1)  # the last of them begins the text
+            padded[..., -1:] = False
+        return Batch(ids, ~padded)
+
+    def _check(self, ids: Tensor) -> None:
+        cfg = self._cfg
+        if ids.ndim != 2 or not ids.numel():
+            raise InvalidRequest("the input is empty; give a text, texts, or ids (B, T) or (T,)")
+        if ids.shape[1] > cfg.n_ctx:
+            raise ContextLengthExceeded(
+                f"the input has {ids.shape[1]} tokens; the model's context is {cfg.n_ctx}"
+            )
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= cfg.d_vocab:
+            raise InvalidRequest(
+                f"the input has ids from {low} to {high}; the vocabulary has {cfg.d_vocab}"
+            )
+
+    @property
+    def _padding(self) -> int:
+        return self._tokenizer.end_of_text or 0
+
+    def _side(self, side: PaddingSide | None) -> PaddingSide:
+        chosen = side or self._cfg.default_padding_side
+        if chosen not in ("left", "right"):
+            raise InvalidRequest(f"padding_side is {chosen!r}; it must be 'left' or 'right'")
+        return chosen
+
+    def prepends(self, prepend_bos: bool | None) -> bool:
+        """True if texts begin with a beginning of a text."""
+        return self._cfg.default_prepend_bos if prepend_bos is None else prepend_bos
+
+    def to_tokens(
+        self,
+        input: str | Sequence[str],
+        prepend_bos: bool | None = None,
+        padding_side: PaddingSide | None = None,
+    ) -> Tensor:
+        """Ids (texts, tokens) of a text or several."""
+        texts = [input] if isinstance(input, str) else input
+        return self._padded(self.encode_all(texts, prepend_bos), padding_side).ids
 
     def to_string(self, tokens: Any) -> str | list[str]:
         """The text of ids (tokens,), or a list of texts for ids (texts, tokens)."""

@@ -13,7 +13,7 @@ Threads may share a client. Only one thread may use a stream.
 """
 
 from collections.abc import Callable, Coroutine
-from functools import cached_property
+from functools import partial
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 import httpx
@@ -21,7 +21,7 @@ import httpx
 from logitd.service.client import endpoints
 from logitd.service.client.calls import Call, documented_by
 from logitd.service.client.fields import GenerateFields, Prompt
-from logitd.service.client.hooked import Cache, Changes, Floats, HookedClient, Input, NamesFilter
+from logitd.service.client.hooked import Cache, Changes, Floats, HookedCalls, Input, NamesFilter
 from logitd.service.client.streaming import AsyncStream, Stream
 from logitd.service.client.transport import Exchange, settings_of
 from logitd.service.client.wire import AsyncWire, BlockingWire, finish, run
@@ -82,6 +82,7 @@ class Client:
         self._settings = settings_of(base_url, api_key, timeout, max_retries, model, http)
         self._owned = http is None
         self._wire = BlockingWire(http or httpx.Client())
+        self._hooked = HookedCalls(partial(run, self._wire, self._settings))
 
     def __repr__(self) -> str:
         return f"Client({self._settings.base_url!r})"
@@ -103,21 +104,16 @@ class Client:
         exchange = Exchange(self._settings, endpoints.stream(prompt, **fields))
         return Stream(AsyncStream(self._wire, exchange))
 
-    @cached_property
-    def hooked(self) -> HookedClient:
-        """The served model with TransformerLens' names and shapes."""
-        return HookedClient(self)
-
     def run_with_cache(
         self, input: Input, names_filter: NamesFilter = None, **fields: Any
     ) -> tuple[Floats, Cache]:
-        """Logits (B, T, V), and the values of stages under TransformerLens' names."""
-        return self.hooked.run_with_cache(input, names_filter, **fields)
+        """Logits (B, T, V), and the values of stages by TransformerLens' names."""
+        return finish(self._hooked.run_with_cache(input, names_filter, **fields))
 
     def run_with_hooks(self, input: Input, fwd_hooks: Changes = (), **fields: Any) -> Floats:
         """Logits (B, T, V) with changes of stages: `fwd_hooks=[("blocks.0.hook_mlp_out",
         {"operation": "zero"})]`. Functions are refused: a server runs no code of its clients."""
-        return self.hooked.run_with_hooks(input, fwd_hooks, **fields)
+        return finish(self._hooked.run_with_hooks(input, fwd_hooks, **fields))
 
     generate = _blocking(endpoints.generate)
     logits = _blocking(endpoints.logits)
@@ -173,6 +169,7 @@ class AsyncClient:
         )
         self._owned = http is None
         self._wire = AsyncWire(http or httpx.AsyncClient())
+        self._hooked = HookedCalls(partial(run, self._wire, self._settings))
 
     def __repr__(self) -> str:
         return f"AsyncClient({self._settings.base_url!r})"
@@ -193,6 +190,16 @@ class AsyncClient:
         entered (`async with`), or when the first chunk is read."""
         exchange = Exchange(self._settings, endpoints.stream(prompt, **fields))
         return AsyncStream(self._wire, exchange)
+
+    async def run_with_cache(
+        self, input: Input, names_filter: NamesFilter = None, **fields: Any
+    ) -> tuple[Floats, Cache]:
+        """Logits (B, T, V), and the values of stages by TransformerLens' names."""
+        return await self._hooked.run_with_cache(input, names_filter, **fields)
+
+    async def run_with_hooks(self, input: Input, fwd_hooks: Changes = (), **fields: Any) -> Floats:
+        """Logits (B, T, V) with changes of stages, as `Client.run_with_hooks`."""
+        return await self._hooked.run_with_hooks(input, fwd_hooks, **fields)
 
     generate = _awaited(endpoints.generate)
     logits = _awaited(endpoints.logits)

@@ -1,22 +1,26 @@
-"""HookedClient: a served model with TransformerLens' interface, without functions as hooks.
+"""HookedCalls: a served model with TransformerLens' interface, for everything that is data.
 
     with Client() as client:
         logits, cache = client.run_with_cache("def main():", ["blocks.0.attn.hook_pattern"])
         ablate = {"operation": "zero", "heads": [3]}
         client.run_with_hooks("def main():", fwd_hooks=[("blocks.0.attn.hook_z", ablate)])
 
-Names, axes and the beginning of texts are as in `LLM.run_with_cache`; values are NumPy arrays. A
-change is an intervention without its stage. Functions are refused, because they would have to run
-in the server; `LLM` runs them in process. GET /stages and /info are requested once.
+Names, axes and the beginning of texts are those of `LLM.run_with_cache`, the values NumPy arrays.
+A change is an intervention without its stage. Functions would have to run in the server, so they
+are refused; `LLM` runs them in process. Both clients send the calls, as those of `wire.py`.
 """
 
 import re
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Awaitable, Callable, ItemsView, Iterator, KeysView, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from logitd.service.client import endpoints
+from logitd.service.client.calls import Call
+from logitd.service.client.results import Info, Stages, TokenizerInfo
 
 Floats = npt.NDArray[Any]
 Ids = npt.NDArray[np.int64]
@@ -71,28 +75,43 @@ class Cache:
         return self.cache_dict.items()
 
 
-class HookedClient:
-    """The model of a `Client`: the one named by its `model`, or the server's first one."""
+@dataclass(frozen=True, slots=True)
+class HookedModel:
+    """The facts of a served model that names, axes and texts need."""
 
-    def __init__(self, client: Any) -> None:
-        self._client = client
+    stages: Stages
+    info: Info
+    vocabulary: TokenizerInfo
 
-    @cached_property
-    def names(self) -> Mapping[str, str]:
-        """The server's name of each stage, by TransformerLens' name, in the order of the forward
-        pass."""
+    @property
+    def layers(self) -> int:
+        layers: int = self.config["n_layer"]
+        return layers
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self.info.config
+
+    @property
+    def beginning(self) -> int | None:
+        """The id that begins a text; None if the vocabulary has none."""
+        special = self.vocabulary.special_tokens
+        found = (special[name] for name in BEGINNINGS if name in special)
+        return next(found, self.vocabulary.eos_token_id)
+
+    def names(self) -> dict[str, str]:
+        """The server's name of each stage by TransformerLens' name, in the order of the forward."""
         found: dict[str, str] = {}
-        infos = self._client.stages().stages
-        own = [name for info in infos for name in info.names]
+        own = [name for info in self.stages.stages for name in info.names]
         compared = "" if any(name.endswith("q_raw") for name in own) else "rot_"
-        for layer in [None, *range(self._layers)]:
+        for layer in [None, *range(self.layers)]:
             start = "" if layer is None else f"blocks.{layer}."
             before = "embedding" if layer == 0 else f"blocks.{(layer or 0) - 1}.output"
             if layer is not None:
                 found[f"{start}hook_resid_pre"] = (
                     f"{start}input" if f"{start}input" in own else before
                 )
-            for info in infos:
+            for info in self.stages.stages:
                 name = info.name.replace("blocks.N.", start) if "N" in info.name else info.name
                 lens = info.transformer_lens
                 if lens is None or name not in own or ("N" in info.name) is (layer is None):
@@ -101,32 +120,45 @@ class HookedClient:
                 found[lens.replace(f"hook_{compared}", "hook_")] = name
         return found
 
-    @cached_property
-    def _config(self) -> Mapping[str, Any]:
-        config: Mapping[str, Any] = self._client.info().config
-        return config
+    def lens_axes(self, name: str, array: Floats) -> Floats:
+        """A stage (B, T, ...) in the axes of TransformerLens."""
+        if name.endswith(HEADS_FIRST):
+            return array.swapaxes(1, 2)
+        width, turning = self.config["head_dim"], self.config["rotary_dim"]
+        if not ROTATED.search(name) or self.config["positions"] != "rotary" or turning == width:
+            return array
+        half, rest = turning // 2, (width - turning) // 2
+        first = [*range(half), *range(width // 2, width // 2 + half)]
+        others = [*range(half, half + rest), *range(width // 2 + half, width)]
+        return array[..., first + others]
 
-    @property
-    def _layers(self) -> int:
-        layers: int = self._config["n_layer"]
-        return layers
 
-    @cached_property
-    def _beginning(self) -> int | None:
-        info = self._client.tokenizer_info()
-        special: Mapping[str, int] = info.special_tokens
-        end: int | None = info.eos_token_id
-        return next((special[name] for name in BEGINNINGS if name in special), end)
+class HookedCalls:
+    """The model of a client: its `model`, or the server's first one. `ask` sends a call. The facts
+    of the model are asked once."""
 
-    def to_tokens(self, input: str | Sequence[str], prepend_bos: bool | None = None) -> Ids:
-        """Ids (texts, tokens) of texts with the same number of tokens. The beginning-of-text id is
-        added always (True), never (False), or if the vocabulary has one (None)."""
+    def __init__(self, ask: Callable[[Call[Any]], Awaitable[Any]]) -> None:
+        self._ask = ask
+        self._model: HookedModel | None = None
+
+    async def _facts(self) -> HookedModel:
+        if self._model is None:
+            self._model = HookedModel(
+                await self._ask(endpoints.stages()),
+                await self._ask(endpoints.info()),
+                await self._ask(endpoints.tokenizer_info()),
+            )
+        return self._model
+
+    async def _tokens(self, input: str | Sequence[str], prepend_bos: bool | None) -> Ids:
+        """Ids (texts, tokens) of texts with equally many tokens. A text begins with the id of a
+        beginning if the vocabulary has one (None), always or never."""
         texts = [input] if isinstance(input, str) else list(input)
-        first = self._beginning if prepend_bos is not False else None
+        first = (await self._facts()).beginning if prepend_bos is not False else None
         if prepend_bos and first is None:
             raise ValueError("prepend_bos is True, but the vocabulary has no beginning of text")
         start = [] if first is None else [first]
-        found = self._client.tokenize(texts, special_tokens="ids")
+        found = await self._ask(endpoints.tokenize(texts, special_tokens="ids"))
         rows = [[*start, *each.tokens] for each in found]
         if len({len(row) for row in rows}) > 1:
             raise ValueError(
@@ -134,7 +166,7 @@ class HookedClient:
             )
         return np.array(rows, dtype=np.int64)
 
-    def run_with_cache(
+    async def run_with_cache(
         self,
         input: Input,
         names_filter: NamesFilter = None,
@@ -144,24 +176,27 @@ class HookedClient:
         fwd_hooks: Changes = (),
         **fields: Any,
     ) -> tuple[Floats, Cache]:
-        """Logits (B, T, V), and the values of the chosen stages after the changes. `fields` are
-        those of /activations."""
-        names = self._filtered(names_filter)
-        ids = self._ids(input, prepend_bos)
-        own = list(dict.fromkeys(self.names[name] for name in names))
+        """Logits (B, T, V), and the values of the stages that the filter names, after the changes.
+        `fields` are those of /activations."""
+        model = await self._facts()
+        own = model.names()
+        chosen = _filtered(own, names_filter)
+        ids = await self._ids(input, prepend_bos)
         if "interventions" not in fields:
-            fields["interventions"] = self._interventions(fwd_hooks)
-        found = self._client.activations(ids.tolist(), [*own, "logits"], positions="all", **fields)
+            fields["interventions"] = _interventions(own, fwd_hooks)
+        stages = [*dict.fromkeys(own[name] for name in chosen), "logits"]
+        call = endpoints.activations(ids.tolist(), stages, positions="all", **fields)
+        found = await self._ask(call)
         arrays = {
-            name: self._lens_axes(name, np.stack([each.stages[self.names[name]] for each in found]))
-            for name in names
+            name: model.lens_axes(name, np.stack([each.stages[own[name]] for each in found]))
+            for name in chosen
         }
         logits = np.stack([each.stages["logits"] for each in found])
         if remove_batch_dim:
             arrays = {name: array[0] for name, array in arrays.items()}
-        return logits, Cache(arrays, self._layers)
+        return logits, Cache(arrays, model.layers)
 
-    def run_with_hooks(
+    async def run_with_hooks(
         self,
         input: Input,
         fwd_hooks: Changes = (),
@@ -169,51 +204,42 @@ class HookedClient:
         prepend_bos: bool | None = None,
         **fields: Any,
     ) -> Floats:
-        """Logits (B, T, V) with these changes."""
-        return self.run_with_cache(
+        """Logits (B, T, V) with changes in place."""
+        logits, _ = await self.run_with_cache(
             input, [], prepend_bos=prepend_bos, fwd_hooks=fwd_hooks, **fields
-        )[0]
+        )
+        return logits
 
-    def _filtered(self, names_filter: NamesFilter) -> list[str]:
-        known = [name for name in self.names if not name.startswith("unembed")]
-        if names_filter is None:
-            return [name for name in known if not name.endswith("hook_result")]
-        if callable(names_filter):
-            return [name for name in known if names_filter(name)]
-        wanted = [names_filter] if isinstance(names_filter, str) else list(names_filter)
-        for name in wanted:
-            if name not in known:
-                raise ValueError(
-                    f"the server has no stage {name!r}; it has {', '.join(known[:40])} and so on"
-                )
-        return [name for name in known if name in wanted]
-
-    def _interventions(self, changes: Changes) -> list[dict[str, Any]]:
-        result = []
-        for place, (name, change) in enumerate(changes):
-            if callable(change) or callable(name):
-                raise TypeError(
-                    f"fwd_hooks[{place}] has a function, and a server runs no code of its clients: "
-                    "send a change, such as {'operation': 'zero', 'heads': [3]}, or run functions "
-                    "in process with LLM"
-                )
-            result.append({"stage": self.names.get(name, name), **change})
-        return result
-
-    def _ids(self, input: Input, prepend_bos: bool | None) -> Ids:
+    async def _ids(self, input: Input, prepend_bos: bool | None) -> Ids:
         if isinstance(input, str) or (len(input) > 0 and isinstance(input[0], str)):
-            return self.to_tokens(input, prepend_bos)  # type: ignore[arg-type]
+            return await self._tokens(input, prepend_bos)  # type: ignore[arg-type]
         ids = np.asarray(input, dtype=np.int64)
         return ids[None] if ids.ndim == 1 else ids
 
-    def _lens_axes(self, name: str, array: Floats) -> Floats:
-        """A stage (B, T, ...) with TransformerLens' order of axes."""
-        if name.endswith(HEADS_FIRST):
-            return array.swapaxes(1, 2)
-        width, turning = self._config["head_dim"], self._config["rotary_dim"]
-        if not ROTATED.search(name) or self._config["positions"] != "rotary" or turning == width:
-            return array
-        half, rest = turning // 2, (width - turning) // 2
-        first = [*range(half), *range(width // 2, width // 2 + half)]
-        others = [*range(half, half + rest), *range(width // 2 + half, width)]
-        return array[..., first + others]
+
+def _filtered(own: Mapping[str, str], names_filter: NamesFilter) -> list[str]:
+    known = [name for name in own if not name.startswith("unembed")]
+    if names_filter is None:
+        return [name for name in known if not name.endswith("hook_result")]
+    if callable(names_filter):
+        return [name for name in known if names_filter(name)]
+    wanted = [names_filter] if isinstance(names_filter, str) else list(names_filter)
+    for name in wanted:
+        if name not in known:
+            raise ValueError(
+                f"the server has no stage {name!r}; it has {', '.join(known[:40])} and so on"
+            )
+    return [name for name in known if name in wanted]
+
+
+def _interventions(own: Mapping[str, str], changes: Changes) -> list[dict[str, Any]]:
+    result = []
+    for place, (name, change) in enumerate(changes):
+        if callable(change) or callable(name):
+            raise TypeError(
+                f"fwd_hooks[{place}] has a function, and a server runs no code of its clients: "
+                "send a change, such as {'operation': 'zero', 'heads': [3]}, or run functions "
+                "in process with LLM"
+            )
+        result.append({"stage": own.get(name, name), **change})
+    return result

@@ -1,4 +1,4 @@
-// Circuit: a graph of the parts that carry the difference of two logits. A click switches a part off.
+// Circuit: the parts that carry the difference of two logits, as a graph. A click switches a part or a neuron off.
 
 import { post, postArray } from "./api.js";
 import { shape } from "./chart.js";
@@ -13,7 +13,7 @@ const LISTED = 8;
 
 export class Circuit {
   #app;
-  #off = new Set(); // indices of the nodes that are switched off
+  #off = new Map(); // the pieces that are switched off of each node, by its index
 
   constructor(app) {
     this.#app = app;
@@ -55,17 +55,19 @@ export class Circuit {
     const graph = new Graph(circuit, vocabulary.named, tokens);
     const show = (index) => {
       graph.mark(index);
-      detail.replaceChildren(...this.#detail(index, nodes, edges, named));
+      detail.replaceChildren(...this.#detail(index, nodes, edges, named, (neuron) => toggle(index, [neuron])));
     };
-    const toggle = (index) => {
-      if (!this.#off.delete(index)) this.#off.add(index);
+    const toggle = (index, pieces) => {
+      const off = this.#off.get(index) ?? new Set();
+      const back = pieces.every((piece) => off.has(piece));
+      for (const piece of pieces) back ? off.delete(piece) : off.add(piece);
+      off.size ? this.#off.set(index, off) : this.#off.delete(index);
       graph.draw(this.#off);
       show(index);
-      const off = nodes.filter((_, at) => this.#off.has(at));
-      if (off.length === 0) return fill(effect, () => `Nothing is switched off: the difference is ${signed(circuit.difference)}.`);
+      if (this.#off.size === 0) return fill(effect, () => `Nothing is switched off: the difference is ${signed(circuit.difference)}.`);
       return fill(effect, async (signal) => {
-        const now = await difference(circuit, off, signal);
-        return `With ${off.length === 1 ? named(off[0]) : `${off.length} parts`} switched off, the difference is ${signed(now)} instead of ${signed(circuit.difference)}.`;
+        const now = await difference(circuit, this.#off, signal);
+        return `With ${this.#named(nodes, named)} switched off, the difference is ${signed(now)} instead of ${signed(circuit.difference)}.`;
       });
     };
     graph.listen(show, toggle, named);
@@ -80,20 +82,37 @@ export class Circuit {
       hint(`${whole} ${found} ${tested}`),
       ...doubt,
       ...ignored,
-      hint("Layers go upward, tokens across. Heads are labeled layer.head, MLPs by their number of neurons. Blue favors the first token, orange the second. Dashed edges decide where a head attends. A part that is switched off is set to its mean over the positions."),
+      hint("Layers upward, tokens across. A head has its layer and number, an MLP its number of neurons. Blue carries towards the first token, orange towards the second. Dashed edges decide where a head looks. A part that is switched off has its mean over the positions; click on a neuron below to switch off that one."),
       effect,
       element("div", { class: "scroll" }, graph.element),
       detail,
     ];
   }
 
-  #detail(index, nodes, edges, named) {
+  // What is switched off, in words.
+  #named(nodes, named) {
+    const [[index, off]] = this.#off;
+    const [node, alone] = [nodes[index], this.#off.size === 1];
+    if (alone && off.size === piecesOf(node).length) return named(node);
+    if (alone && off.size === 1) return named(node).replace("neurons", `neuron ${[...off][0]}`);
+    return `${[...this.#off.values()].reduce((sum, { size }) => sum + size, 0)} parts`;
+  }
+
+  #detail(index, nodes, edges, named, toggle) {
     const node = nodes[index];
     const line = ({ reads, weight }, other) => [`${other === null ? "the logits" : named(nodes[other])}, ${reads}`, signed(weight)];
     const strongest = (list) => list.sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight)).slice(0, LISTED);
     const into = strongest(edges.filter(({ target }) => target === index)).map((edge) => line(edge, edge.source));
     const from = strongest(edges.filter(({ source }) => source === index)).map((edge) => line(edge, edge.target));
-    const neurons = node.neurons.slice(0, LISTED).map(({ index: neuron, values, attention }) => [`neuron ${neuron}`, signed(values + attention)]);
+    const pressed = (neuron) => this.#off.get(index)?.has(neuron) ?? false;
+    const press = (neuron) => {
+      toggle(neuron);
+      find("circuit").querySelector(`[data-neuron="${neuron}"]`)?.focus();
+    };
+    const neurons = node.neurons.slice(0, LISTED).map((each) => [
+      button(`neuron ${each.index}`, () => press(each.index), { "aria-pressed": `${pressed(each.index)}`, "data-neuron": each.index }),
+      signed(carried(each)),
+    ]);
     const list = (title, rows) => (rows.length ? [element("div", {}, heading(title), plainTable(rows))] : []);
     const more = node.neurons.length > LISTED ? `, the strongest of ${node.neurons.length}` : "";
     return [
@@ -150,7 +169,7 @@ class Graph {
     if (order.length) this.#buttons[order[0]].tabIndex = 0;
     const widths = circuit.edges.map(({ weight }) => Math.abs(weight));
     this.#edges = circuit.edges.map((edge) => this.#edge(edge, Math.max(...widths)));
-    this.draw(new Set());
+    this.draw(new Map());
   }
 
   listen(show, toggle, named) {
@@ -158,7 +177,7 @@ class Graph {
     roving(this.element, ".part", sameRow);
     for (const [index, made] of this.#buttons.entries()) {
       made.addEventListener("focus", () => show(index));
-      made.addEventListener("click", () => toggle(index));
+      made.addEventListener("click", () => toggle(index, piecesOf(this.#circuit.nodes[index])));
       made.title = named(this.#circuit.nodes[index]);
       made.setAttribute("aria-label", `${made.title}: ${signed(carried(this.#circuit.nodes[index]))}`);
     }
@@ -166,8 +185,9 @@ class Graph {
 
   // Draw the edges between nodes that are not switched off.
   draw(off) {
-    for (const [index, made] of this.#buttons.entries()) made.setAttribute("aria-pressed", off.has(index));
-    const cut = ({ source, target }) => off.has(source) || off.has(target);
+    const whole = (index) => off.get(index)?.size === piecesOf(this.#circuit.nodes[index]).length;
+    for (const [index, made] of this.#buttons.entries()) made.setAttribute("aria-pressed", whole(index) || (off.has(index) ? "mixed" : false));
+    const cut = ({ source, target }) => whole(source) || (target !== null && whole(target));
     for (const { edge, path } of this.#edges) path.classList.toggle("cut", cut(edge));
   }
 
@@ -191,6 +211,8 @@ class Graph {
   }
 }
 
+// What can be switched off of a node: its neurons, or the whole of a head or token.
+const piecesOf = ({ neurons }) => (neurons.length ? neurons.map(({ index }) => index) : [null]);
 const carried = ({ values, attention }) => values + attention;
 const signed = (value) => `${value < 0 ? "−" : ""}${Math.abs(value).toFixed(Math.abs(value) < 0.1 ? 3 : 2)}`;
 const share = (value) => (value === null ? "nothing" : `${signed(100 * value).split(".")[0]} %`);
@@ -215,28 +237,25 @@ function count(nodes) {
   return `${tokens} tokens, ${heads} heads and ${neurons} neurons`;
 }
 
-// The difference of the logits if some nodes are set to their means over the positions.
-async function difference({ token_ids, position, token, minus }, off, signal) {
+// The difference while pieces of some nodes have their means over the positions.
+async function difference({ token_ids, position, token, minus, nodes }, off, signal) {
   const prompt = token_ids.slice(0, position + 1);
   const interventions = [];
-  for (const [stage, nodes] of grouped(off, ({ stage }) => stage)) {
+  for (const [stage, indices] of grouped([...off.keys()], (index) => nodes[index].stage)) {
     const { shape, values } = await postArray("/activations", { prompt, positions: "all", stages: [stage] }, signal);
     const width = values.length / prompt.length;
     const mean = Array.from({ length: width }, (_, column) => prompt.reduce((sum, _, row) => sum + values[row * width + column], 0) / prompt.length);
-    interventions.push(...nodes.map((node) => switchedOff(node, mean, shape.at(-1), (column) => values[node.position * width + column])));
+    interventions.push(...indices.map((index) => switchedOff(nodes[index], off.get(index), mean, shape.at(-1))));
   }
   const row = await postArray("/logits", { prompt, token_ids: [token.id, minus.id], interventions }, signal);
   return row.values[0] - row.values[1];
 }
 
-// An intervention that sets a node to its mean. In an MLP it moves only the neurons of the circuit.
-function switchedOff({ stage, head, position, neurons }, mean, width, at) {
-  const positions = [position];
-  if (stage === "embedding") return { stage, positions, operation: "set", values: mean };
-  if (head === null) {
-    const values = mean.map(() => 0);
-    for (const { index } of neurons) values[index] = mean[index] - at(index);
-    return { stage, positions, operation: "add", values };
-  }
-  return { stage, positions, heads: [head], operation: "set", values: [mean.slice(head * width, (head + 1) * width)] };
+// An intervention that sets a head, a token, or neurons to their means.
+function switchedOff({ stage, head, position, neurons }, pieces, mean, width) {
+  const change = { stage, positions: [position], operation: "set" };
+  if (head !== null) return { ...change, heads: [head], values: [mean.slice(head * width, (head + 1) * width)] };
+  if (neurons.length === 0) return { ...change, values: mean };
+  const units = [...pieces].sort((a, b) => a - b);
+  return { ...change, units, values: units.map((unit) => mean[unit]) };
 }

@@ -106,11 +106,12 @@ def move(value: Tensor, hook: Any) -> Tensor:
 
 def test_hooks_have_their_effect(pair: tuple[HookedGPT, Any]) -> None:
     model, theirs = pair
-    names = [name for name in model.hook_dict if name.startswith("blocks.1.")]
-    for name in names:
-        # A hook at the bridge's `hook_resid_mid` changes only the input of the norm; in
-        # HookedTransformer and here it changes the stream.
-        if name.endswith(("result", "scale", "rot_q", "rot_k", "resid_mid")):
+    for name, point in model.hook_dict.items():
+        if not name.startswith("blocks.1.") or not point.is_on():
+            continue
+        # The bridge's `hook_resid_mid` changes only the input of the norm, its HookedTransformer's
+        # the stream, as here.
+        if name.endswith(("scale", "rot_q", "rot_k", "resid_mid")):
             continue
         hooks = [(name, move)]
         changed = theirs.run_with_hooks(IDS, fwd_hooks=hooks)
@@ -147,6 +148,97 @@ def test_induction_heads(pair: tuple[HookedGPT, Any]) -> None:
     near(found[0], found[1], "scores")
 
 
+def test_factored_circuits(pair: tuple[HookedGPT, Any]) -> None:
+    ours, theirs = (
+        (model.OV, model.QK, model.embed.W_E @ model.OV @ model.unembed.W_U, model.QK.T @ model.OV)
+        for model in pair
+    )
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine.shape, mine.mdim, mine.ndim) == (other.shape, other.mdim, other.ndim)
+        near(mine.AB, other.AB, "AB")
+        near(mine.S, other.S, "S")
+        near(mine.norm(), other.norm(), "norm")
+        near(mine.U * mine.S[..., None, :] @ mine.V.mT, other.AB, "svd")
+        near(mine.make_even().A.norm(dim=-2), other.make_even().A.norm(dim=-2), "make_even")
+        # Sums of powers, because rounding may turn an eigenvalue's order.
+        for power in (1, 2, 3):
+            sums = [each.eigenvalues.pow(power).sum(dim=-1).real for each in (mine, other)]
+            near(sums[0], sums[1], "eigenvalues")
+        vector = torch.linspace(-1, 1, mine.shape[-1])
+        near(mine @ vector, other @ vector, "times vector")
+        for index in (1, (1, 2), (0, slice(2)), (1, 1, 3), (-1, 2, slice(4), 5)):
+            found, expected = mine[index], other[index]
+            assert found.shape == expected.shape
+            near(found.AB, expected.AB, f"[{index}]")
+        near(mine.get_corner(2), other.get_corner(2), "corner")
+
+
+def test_composition_and_biases(pair: tuple[HookedGPT, Any]) -> None:
+    for mode in ("Q", "K", "V"):
+        ours, theirs = (model.all_composition_scores(mode) for model in pair)
+        near(ours, getattr(theirs, "scores", theirs), mode)
+    for arguments in ((0,), (2,), (1, True), (2, False, False)):
+        ours, theirs = (model.accumulated_bias(*arguments) for model in pair)
+        near(ours, theirs, "accumulated_bias")
+
+
+def test_names_of_weights(pair: tuple[HookedGPT, Any]) -> None:
+    ours, theirs = (dict(model.tl_named_parameters()) for model in pair)
+    for name in ours.keys() & theirs.keys():
+        near(ours[name], theirs[name], name)
+    assert {name for name in theirs if ".ln" not in name and "ln_" not in name} <= set(ours)
+
+
+def test_split_inputs(pair: tuple[HookedGPT, Any]) -> None:
+    def set_all(name: str, on: bool) -> None:
+        for model in pair:
+            getattr(model, f"set_{name}")(on)
+
+    def one_head(value: Tensor, hook: Any) -> Tensor:
+        value[:, 2:, 1] += torch.linspace(-2, 2, value.shape[-1])
+        return value
+
+    def turned(value: Tensor, hook: Any) -> Tensor:
+        return value + torch.linspace(-1, 1, value.shape[-1])
+
+    for setting, points in (
+        ("use_split_qkv_input", ("q_input", "k_input", "v_input")),
+        ("use_attn_in", ("attn_in",)),
+        ("use_hook_mlp_in", ("mlp_in",)),
+    ):
+        set_all(setting, True)
+        for point in points:
+            name = f"blocks.1.hook_{point}"
+            hook = turned if point == "mlp_in" else one_head
+            ours, theirs = (model.run_with_hooks(IDS, fwd_hooks=[(name, hook)]) for model in pair)
+            near(ours, theirs, name)
+            assert not torch.allclose(ours, pair[0](IDS), atol=1e-3)
+            ours, theirs = (model.run_with_cache(IDS)[1][name] for model in pair)
+            near(ours, theirs, name)
+        set_all(setting, False)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding(pair: tuple[HookedGPT, Any], side: str) -> None:
+    lengths = torch.tensor([14, 9])[:, None]
+    places = torch.arange(14)
+    mask = places >= 14 - lengths if side == "left" else places < lengths
+    ids = IDS.where(mask, 0)
+    results = [model.run_with_cache(ids, attention_mask=mask.int()) for model in pair]
+    for name in ("logits", "blocks.1.hook_resid_post", "blocks.0.attn.hook_pattern"):
+        ours, theirs = (logits if name == "logits" else cache[name] for logits, cache in results)
+        if "pattern" in name:
+            ours, theirs = ours.movedim(1, 2), theirs.movedim(1, 2)
+        near(ours[mask], theirs[mask], name)
+    losses = [
+        model(ids, return_type="loss", attention_mask=mask.int(), loss_per_token=True)
+        for model in pair
+    ]
+    near(losses[0], losses[1], "losses")
+    alone = pair[0](IDS[1:, 14 - 9 :] if side == "left" else IDS[1:, :9])
+    near(results[0][0][1][mask[1]], alone[0], "alone")
+
+
 def test_activation_patching_by_their_own_code(pair: tuple[HookedGPT, Any]) -> None:
     def metric(logits: Tensor) -> Tensor:
         return (logits[:, -1, 5] - logits[:, -1, 7]).mean()
@@ -162,6 +254,8 @@ def test_activation_patching_by_their_own_code(pair: tuple[HookedGPT, Any]) -> N
                     patching.get_act_patch_attn_head_out_all_pos,
                     patching.get_act_patch_mlp_out,
                     patching.get_act_patch_attn_head_pattern_all_pos,
+                    patching.get_act_patch_block_every,
+                    patching.get_act_patch_attn_head_all_pos_every,
                 )
             ]
         )
@@ -188,6 +282,33 @@ def test_direct_logit_attribution_and_logit_lens(pair: tuple[HookedGPT, Any]) ->
     ]
     assert heads[0][1] == heads[1][1]
     near(heads[0][0], heads[1][0], "stack_head_results")
+    directions = pair[0].tokens_to_residual_directions(answers).T
+    for options in (
+        {},
+        {"apply_ln": True},
+        {"apply_ln": True, "project_output_onto": directions},
+        {"project_output_onto": directions[:, 0], "expand_neurons": False},
+        {"layer": 1, "apply_ln": True, "expand_neurons": False, "pos_slice": (2, 5)},
+    ):
+        full = [
+            cache.get_full_resid_decomposition(
+                **{"layer": -1, "pos_slice": -1, "return_labels": True, **options}
+            )
+            for cache in caches
+        ]
+        assert full[0][1] == full[1][1]
+        near(full[0][0], full[1][0], f"get_full_resid_decomposition {options}")
+    for options in (
+        {"incl_remainder": True},
+        {"neuron_slice": (0, 6, 2), "apply_ln": True},
+        {"apply_ln": True, "incl_remainder": True, "project_output_onto": directions},
+    ):
+        neurons = [
+            cache.stack_neuron_results(1, pos_slice=-1, return_labels=True, **options)
+            for cache in caches
+        ]
+        assert neurons[0][1] == neurons[1][1]
+        near(neurons[0][0], neurons[1][0], f"stack_neuron_results {options}")
     for stack in (parts[0][0], heads[0][0]):
         ours, theirs = (cache.logit_attrs(stack, answers, others, pos_slice=-1) for cache in caches)
         near(ours, theirs, "logit_attrs")
@@ -230,14 +351,46 @@ def test_points_and_hooks_equal_those_of_version_3(case: str) -> None:
                 if (value := getattr(getattr(block, part), name, None)) is not None:
                     weights[f"blocks.{layer}.{part}.{name}"] = value
     assert not theirs.load_state_dict(weights, strict=False).unexpected_keys
-    for each in (model, theirs):
-        each.set_use_attn_result(True)
-    cache, their_cache = model.run_with_cache(IDS)[1], theirs.run_with_cache(IDS)[1]
-    for name, value in their_cache.items():
-        near(cache[name], value, name)
-        hooks = [(name, move)]
-        changed = theirs.run_with_hooks(IDS, fwd_hooks=hooks)
-        near(model.run_with_hooks(IDS, fwd_hooks=hooks), changed, name)
+    for split in (False, True):
+        for each in (model, theirs):
+            each.set_use_attn_result(True)
+            each.set_use_split_qkv_input(split)
+            each.set_use_hook_mlp_in(split)
+        cache, their_cache = model.run_with_cache(IDS)[1], theirs.run_with_cache(IDS)[1]
+        for name, value in their_cache.items():
+            if split and ".ln1." in name:  # theirs shows the norm of one of the split inputs
+                continue
+            near(cache[name], value, name)
+            hooks = [(name, move)]
+            changed = theirs.run_with_hooks(IDS, fwd_hooks=hooks)
+            near(model.run_with_hooks(IDS, fwd_hooks=hooks), changed, name)
+
+
+def test_their_tools_run_on_the_model(pair: tuple[HookedGPT, Any]) -> None:
+    """Head detection, singular vectors and direct paths, by TransformerLens' own code."""
+    detector = importlib.import_module("transformer_lens.head_detector")
+    caches = [model.run_with_cache(IDS[:1], remove_batch_dim=True)[1] for model in pair]
+    pattern = torch.eye(14).roll(-1, dims=1).tril()
+    for options in ({}, {"exclude_bos": True, "error_measure": "abs"}):
+        scores = [
+            detector.detect_head(Ids(model), "", pattern, cache=cache, **options)
+            for model, cache in zip(pair, caches, strict=True)
+        ]
+        near(scores[0], scores[1], "detect_head")
+    interpreter = importlib.import_module("transformer_lens.SVDInterpreter").SVDInterpreter
+    for arguments in (("OV", 1, 3, 2), ("w_in", 0, 3), ("w_out", 2, 3)):
+        ours, theirs = (interpreter(model).get_singular_vectors(*arguments) for model in pair)
+        near(ours.abs(), theirs.abs(), arguments[0])  # the sign of a singular vector is free
+
+
+class Ids:
+    """A model for whose texts the detector gets IDS."""
+
+    def __init__(self, model: Any) -> None:
+        self.cfg = model.cfg
+
+    def to_tokens(self, text: str) -> Tensor:
+        return IDS[:1]
 
 
 def test_gradients(pair: tuple[HookedGPT, Any]) -> None:

@@ -102,8 +102,9 @@ def test_hook_may_change_its_tensor_in_place(family: str) -> None:
         factors[::2] = 0.5
         return value * factors
 
-    for name in model.hook_dict:
-        if name.startswith(("blocks.0", "blocks.2")) or name.endswith(("result", "attn_scores")):
+    for name, point in model.hook_dict.items():
+        other = name.startswith(("blocks.0", "blocks.2")) or name.endswith("attn_scores")
+        if other or not point.is_on():
             continue
         changed, expected = (
             model.run_with_hooks(ids, fwd_hooks=[(name, hook)]) for hook in (in_place, elsewhere)
@@ -159,8 +160,8 @@ def test_cached_gradients_are_finite_differences() -> None:
     ids = model.to_tokens(TEXT)
     names = [
         name
-        for name in model.hook_dict
-        if name.startswith("blocks.1.") and not name.endswith(("hook_result", "attn_scores"))
+        for name, point in model.hook_dict.items()
+        if name.startswith("blocks.1.") and point.is_on() and not name.endswith("attn_scores")
     ]
     _, cache = model.run_with_cache(ids, return_type="loss", incl_bwd=True, names_filter=names)
     for name in names:

@@ -1,5 +1,6 @@
-"""HookedClient compared with HookedGPT on the same weights."""
+"""HookedCalls of both clients, against HookedGPT on the same weights."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from logitd import Client
+from logitd import AsyncClient, Client
 from logitd.model.hooked.model import HookedGPT
 from logitd.model.hooked.points import HookPoint
 from logitd.model.transformer.gpt import GPT
@@ -92,6 +93,24 @@ def test_change_acts_as_a_function_in_process(client: Client, gpt: GPT) -> None:
         with torch.no_grad():
             expected = model.run_with_hooks(TEXT, fwd_hooks=[(name, function)])
         np.testing.assert_allclose(logits, expected, rtol=0, atol=3e-4, err_msg=name)
+
+
+def test_asynchronous_client_has_the_same_calls(server: Serving, client: Client) -> None:
+    changes = [("blocks.1.attn.hook_z", {"operation": "zero", "heads": [2]})]
+
+    async def both() -> tuple[Any, Any]:
+        async with httpx.AsyncClient(trust_env=False) as http:
+            other = AsyncClient(server.url, http=http, timeout=TEST_TIMEOUT)
+            return await asyncio.gather(
+                other.run_with_cache(TEXT, "blocks.1.hook_mlp_out", fwd_hooks=changes),
+                other.run_with_hooks(TEXT, fwd_hooks=changes),
+            )
+
+    (logits, cache), hooked = asyncio.run(both())
+    expected, own = client.run_with_cache(TEXT, "blocks.1.hook_mlp_out", fwd_hooks=changes)
+    np.testing.assert_array_equal(logits, expected)
+    np.testing.assert_array_equal(hooked, expected)
+    np.testing.assert_array_equal(cache["mlp_out", 1], own["mlp_out", 1])
 
 
 def test_function_is_refused_with_the_reason(client: Client) -> None:

@@ -1,0 +1,56 @@
+"""Reading: how a layer reads parts of the residual stream, and choices along an axis.
+
+Shapes: C = d_model, O = number of directions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+Where = int | tuple[int | None, ...] | slice | Sequence[int] | Tensor | None
+"""A choice along an axis: an index, which removes the axis; arguments of `slice`; indices; None:
+everything."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """Division by the scale of a norm, and projection onto directions. Both are linear, so the
+    product of a unit and its row of W_out is never computed for each position.
+
+    scale    (..., 1); None: no norm
+    centred  True if the norm subtracts the mean
+    onto     (C,) or (C, O); None: vectors stay vectors
+    """
+
+    scale: Tensor | None
+    centred: bool
+    onto: Tensor | None
+
+    def __call__(self, parts: Tensor) -> Tensor:
+        """Parts of the stream (..., C) as they are read: (..., C), (...,) or (..., O)."""
+        return self.scaled(self.vectors(parts))
+
+    def vectors(self, vectors: Tensor) -> Tensor:
+        """Vectors (..., C), centred and projected: (..., C), (..., 1) or (..., O)."""
+        if self.centred:
+            vectors = vectors - vectors.mean(dim=-1, keepdim=True)
+        if self.onto is None:
+            return vectors
+        return vectors @ (self.onto[:, None] if self.onto.ndim == 1 else self.onto)
+
+    def scaled(self, read: Tensor) -> Tensor:
+        """Results of `vectors`, divided by the scale. One direction has no axis."""
+        if self.scale is not None:
+            read = read / self.scale
+        return read[..., 0] if self.onto is not None and self.onto.ndim == 1 else read
+
+
+def take(tensor: Tensor, where: Where, axis: int) -> Tensor:
+    """Choose along an axis; see `Where`."""
+    if where is None:
+        return tensor
+    index: list[Any] = [slice(None)] * tensor.ndim
+    index[axis] = slice(*where) if isinstance(where, tuple) else where
+    return tensor[tuple(index)]
