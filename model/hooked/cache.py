@@ -18,7 +18,7 @@ from logitd.model.hooked.reading import Reading, Where, take
 if TYPE_CHECKING:
     from logitd.model.hooked.model import HookedGPT
 
-Labelled = Tensor | tuple[Tensor, list[str]]
+Labeled = Tensor | tuple[Tensor, list[str]]
 
 
 class ActivationCache:
@@ -285,8 +285,8 @@ class ActivationCache:
     ) -> Reading:
         if not apply_ln or (layer == self.model.cfg.n_layers and self.model.ln_final is None):
             return Reading(None, False, onto)
-        centred = self.model.cfg.normalization_type.startswith("LN")
-        return Reading(take(self._scale(layer, mlp_input), pos_slice, -2), centred, onto)
+        centered = self.model.cfg.normalization_type.startswith("LN")
+        return Reading(take(self._scale(layer, mlp_input), pos_slice, -2), centered, onto)
 
     def _scale(self, layer: int, mlp_input: bool) -> Tensor:
         """The cached scale of the norm that reads a layer."""
@@ -352,5 +352,5 @@ class ActivationCache:
         return self.model.cfg.n_layers if layer is None or layer == -1 else layer
 
 
-def _labeled(stack: Tensor, labels: list[str], wanted: bool) -> Labelled:
+def _labeled(stack: Tensor, labels: list[str], wanted: bool) -> Labeled:
     return (stack, labels) if wanted else stack

@@ -44,7 +44,7 @@ def fold_weights(
                 unembed.b_U = unembed.b_U + norm.b @ unembed.W_U
             unembed.W_U = norm.w[:, None] * unembed.W_U
             _reset(norm)
-            if norm.centred:
+            if norm.centered:
                 unembed.W_U = unembed.W_U - unembed.W_U.mean(dim=0, keepdim=True)
     if center_writing_weights and before and config.norm == "layernorm":
         tables = [gpt.token_embedding]
@@ -73,7 +73,7 @@ def _fold(norm: nn.Module, layer: nn.Linear) -> None:
         layer.bias = _parameter(added if layer.bias is None else layer.bias + added)
     weight = layer.weight * norm.w
     layer.weight = _parameter(
-        weight - weight.mean(dim=-1, keepdim=True) if norm.centred else weight
+        weight - weight.mean(dim=-1, keepdim=True) if norm.centered else weight
     )
     _reset(norm)
 

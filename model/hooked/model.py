@@ -297,7 +297,7 @@ class HookedGPT:
         ):
             raise InvalidRequest(
                 "refactor_factored_attn_matrices: queries and keys of this shape are rotated, "
-                "normalised or shared between heads, or values have embeddings; leave it out"
+                "normalized or shared between heads, or values have embeddings; leave it out"
             )
         fold_weights(
             self._gpt,

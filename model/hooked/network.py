@@ -40,17 +40,17 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self._entry is not None and self._entry.has_hooks():
             x = self._entry(x.clone())
-        x, scale = self._centred_and_scale(x)
+        x, scale = self._centered_and_scale(x)
         x = self.hook_normalized(x / self.hook_scale(scale))
         return self.hook_out(self._weighted(x))
 
     def without_points(self, x: Tensor) -> Tensor:
         """The norm of streams (..., C), which no hook sees."""
-        x, scale = self._centred_and_scale(x)
+        x, scale = self._centered_and_scale(x)
         return self._weighted(x / scale)
 
-    def _centred_and_scale(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if self.centred:
+    def _centered_and_scale(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.centered:
             x = x - x.mean(dim=-1, keepdim=True)
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         return x, (x.square().mean(dim=-1, keepdim=True) + eps).sqrt()

@@ -20,12 +20,12 @@ class Reading:
     product of a unit and its row of W_out is never computed for each position.
 
     scale    (..., 1); None: no norm
-    centred  True if the norm subtracts the mean
+    centered  True if the norm subtracts the mean
     onto     (C,) or (C, O); None: vectors stay vectors
     """
 
     scale: Tensor | None
-    centred: bool
+    centered: bool
     onto: Tensor | None
 
     def __call__(self, parts: Tensor) -> Tensor:
@@ -33,8 +33,8 @@ class Reading:
         return self.scaled(self.vectors(parts))
 
     def vectors(self, vectors: Tensor) -> Tensor:
-        """Vectors (..., C), centred and projected: (..., C), (..., 1) or (..., O)."""
-        if self.centred:
+        """Vectors (..., C), centered and projected: (..., C), (..., 1) or (..., O)."""
+        if self.centered:
             vectors = vectors - vectors.mean(dim=-1, keepdim=True)
         if self.onto is None:
             return vectors
