@@ -128,9 +128,7 @@ def test_generate_command_agrees_with_the_server(
 def test_classroom_model_is_served(tmp_path: Path) -> None:
     """decoder-8x64: post-LN, sinusoids, and a context of 16, shorter than a cache block."""
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
-    flags = (
-        "--preset decoder-8x64 --data text.txt --out run --vocab-size 300 --threads 1 --steps 60"
-    )
+    flags = "--preset decoder-8x64 --data text.txt --out run --vocab-size 300 --threads 1 --steps 4"
     command = ["train", *flags.split(), "--sample-tokens", "4"]
     completed(command, cwd=tmp_path, without=[MATPLOTLIB]).check_returncode()
     info, gpt = load_checkpoint(
