@@ -12,7 +12,8 @@ import torch
 
 from benchmarks.gpu.part import Finding, Setting
 from benchmarks.synthetic import synthetic_gpt
-from logitd.model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
+from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.device import choose_device, disable_cudnn_attention
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.engine import Engine

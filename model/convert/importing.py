@@ -24,9 +24,9 @@ from logitd.model.checkpoint.checkpoint import (
     CheckpointError,
     CheckpointInfo,
     TrainingRecord,
-    empty_gpt,
     save_checkpoint,
 )
+from logitd.model.checkpoint.load import empty_gpt
 from logitd.model.checkpoint.run_folder import is_run
 from logitd.model.convert import litgpt, nanochat
 from logitd.model.convert.by_role.objective import CheckText

@@ -10,12 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from logitd.model.checkpoint.checkpoint import (
-    CheckpointError,
-    CheckpointInfo,
-    check_header,
-    read_checkpoint,
-)
+from logitd.model.checkpoint.checkpoint import CheckpointError, CheckpointInfo, read_checkpoint
+from logitd.model.checkpoint.load import check_header
 from logitd.model.checkpoint.run_folder import checkpoint_of
 from logitd.model.data.errors import DataError
 from logitd.model.device import (

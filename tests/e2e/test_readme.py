@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.device import use_threads
 from logitd.model.llm import LLM
 from logitd.model.transformer.gpt import GPT

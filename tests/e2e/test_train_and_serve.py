@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from logitd.model.checkpoint.checkpoint import CheckpointInfo, load_checkpoint
+from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.inference import reference
 from logitd.model.inference.sampling.distribution import log_softmax
 from logitd.model.inference.sampling.params import SamplingParams

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from logitd.model import llm as llm_module
-from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.inference import reference
 from logitd.model.llm import (
     LLM,

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from logitd.model.benchmark.work import Work, decode_work, limit, prefill_work
-from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.options import KVCacheDType, Quantization
 from logitd.model.machine import Machine

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from logitd.model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
+from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.checkpoint.run_folder import HISTORY, checkpoints_in
 from logitd.model.data.errors import DataError
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError

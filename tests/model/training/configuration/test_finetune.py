@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from logitd.model.checkpoint.adapter import merge, read_adapter
-from logitd.model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
+from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.evaluation.text_loss import text_loss
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.configuration.finetune import LORA_RATE
