@@ -28,8 +28,8 @@ from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.options import Speculation
 from logitd.model.inference.sampling.params import SamplingParams
-from logitd.model.transformer.config import gpt2_shape
 from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.shapes import gpt2_shape
 
 BUNDLED = Path(__file__).parents[2] / "checkpoints" / "python-small"
 CPU = torch.device("cpu")

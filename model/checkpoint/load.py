@@ -4,7 +4,8 @@ No size in a file is trusted by itself: before anything is allocated, the header
 compared with the configuration, and both with the free memory. Loading verifies hashes, names,
 shapes and finiteness. It executes no code (`model/inference/load.py` starts an owner's) and copies
 the weights, so later changes of a file do not affect a loaded model. The configuration is read and
-everything is written in `model/checkpoint/checkpoint.py`."""
+everything is written in `model/checkpoint/checkpoint.py`.
+"""
 
 import math
 import re

@@ -58,7 +58,8 @@ from logitd.model.convert.unknown_settings import question, still_unknown
 from logitd.model.convert.vocabulary.choose import choose_vocabulary
 from logitd.model.dtypes import DTypeName
 from logitd.model.files import written_to
-from logitd.model.transformer.config import GPTConfig, padded
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.shapes import padded
 
 NANOGPT = "ckpt.pt"
 PUBLISHED_FILES = (litgpt.WEIGHTS, CONFIG, WEIGHTS, PICKLE)

@@ -59,7 +59,7 @@ from logitd.model.sae.files import (
     placed,
     read_autoencoders,
 )
-from logitd.model.transformer.config import Features
+from logitd.model.transformer.features import Features
 from logitd.model.transformer.size import parameter_count
 from logitd.service.engine.driver import WeightsLoader
 from logitd.service.settings.model_source import ModelSource

@@ -22,7 +22,8 @@ from logitd.model.training.run.directory import RunDirectory
 from logitd.model.training.run.state import read_state
 from logitd.model.training.setup.base import open_base
 from logitd.model.training.trainer import TrainingResult, train
-from logitd.model.transformer.config import MODERN, GPTConfig, RopeScaling
+from logitd.model.transformer.config import GPTConfig, RopeScaling
+from logitd.model.transformer.shapes import MODERN
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 from tests.model.training.test_trainer import _state, _train_until
 

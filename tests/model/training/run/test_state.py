@@ -17,8 +17,8 @@ from logitd.model.training.run.state import (
     save_state,
 )
 from logitd.model.training.stopping.length import Counters
-from logitd.model.transformer.config import gpt2_shape
 from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.shapes import gpt2_shape
 
 HERE = environment(Placement(torch.device("cpu"), torch.float32, 2))
 
