@@ -30,12 +30,7 @@ from logitd.model.checkpoint.load import empty_gpt
 from logitd.model.checkpoint.run_folder import is_run
 from logitd.model.convert import litgpt, nanochat
 from logitd.model.convert.by_role.objective import CheckText
-from logitd.model.convert.by_role.read import (
-    Recognised,
-    RoleOptions,
-    read_by_role,
-    recognise_file,
-)
+from logitd.model.convert.by_role.read import Recognised, RoleOptions, read_by_role, recognise_file
 from logitd.model.convert.by_role.resolution import OpenQuestions
 from logitd.model.convert.card import write_import_card
 from logitd.model.convert.check_text import check_files, compare_with_text, read_check_text

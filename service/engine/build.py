@@ -25,11 +25,7 @@ from logitd.model.device import (
 from logitd.model.evaluation.quantization_cost import QuantizationCost, measure_quantization
 from logitd.model.inference.constraints.compiler import Compiler, ConstraintsUnavailable
 from logitd.model.inference.constraints.heap import release_memory
-from logitd.model.inference.engine.config import (
-    SERVED_TARGET_GAP,
-    SERVED_TARGET_TTFT,
-    EngineConfig,
-)
+from logitd.model.inference.engine.config import SERVED_TARGET_GAP, SERVED_TARGET_TTFT, EngineConfig
 from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.kernels.select import KernelError
