@@ -143,7 +143,7 @@ def test_stream_that_is_closed_ends_its_requests(llm: LLM) -> None:
     assert llm._engine.has_work()
     stream.close()
     assert not llm._engine.has_work()
-    assert llm._mailboxes == {}
+    assert llm._operations._mailboxes == {}
 
 
 def test_closed_llm_refuses_to_compute(checkpoint_path: Path) -> None:
