@@ -5,7 +5,6 @@ import codecs
 import inspect
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from logitd.model import llm as llm_module
 from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.inference import reference
+from logitd.model.inference.sweep import Axis
 from logitd.model.llm import (
     LLM,
     Completion,
@@ -185,29 +185,15 @@ def test_intervention_object_along_a_direction_has_the_effect_of_its_fields(llm:
     assert not np.array_equal(values, plain)
 
 
-def test_sweeps_are_interventions_in_one_place_after_another(llm: LLM) -> None:
-    ablate = Intervention(stage="blocks.*.attention.heads", operation="zero")
-    grid = llm.sweep("a prompt", ablate, ["layers", "heads"], token=97, minus=98)
-    assert grid.shape == (3, 4)
-    zero = Intervention(stage="blocks.1.attention.heads", operation="zero", heads=(2,))
-    row = llm.logits("a prompt", interventions=[zero])[-1].astype(np.float64)
-    assert grid[1, 2] == row[97] - row[98]
-    assert np.array_equal(grid, llm.sweep("a prompt", ablate, ["layers", "heads"], "a", "b"))
-    several = llm.sweep(["a prompt", "b"], ablate, ["layers", "heads"], ["a", "c"], [98, 100])
-    other = llm.sweep("b", ablate, ["layers", "heads"], "c", "d")
-    np.testing.assert_allclose(several, (grid + other) / 2)
-    patched = llm.patch("a prompt", "b prompt", token=97)
-    assert patched.shape == (3, 8)
-    assert len(set(patched[-1, :-1])) == 1, "no later block carries another position to the last"
-    value = llm.activations("b prompt", "blocks.0.output")["blocks.0.output"][:1]
-    first = Intervention(stage="blocks.0.output", operation="set", positions=(0,), values=value)
-    assert patched[0, 0] == llm.logits("a prompt", interventions=[first])[-1, 97]
-    with pytest.raises(InvalidRequest, match="layers"):
-        llm.sweep("a", Intervention(stage="embedding", operation="zero"), ["layers"], 97)
-    with pytest.raises(InvalidRequest, match=r"vary.*\[8, 32\]"):
-        llm.sweep("a", replace(first, values=llm.hidden_states("a prompt")[0]), ["layers"], 97)
-    with pytest.raises(InvalidRequest, match=r"^vary: .* 8 positions.* has 3"):
-        llm.patch("abc", "b prompt", token=97)
+def test_patches_are_sweeps_and_tokens_may_be_texts(llm: LLM) -> None:
+    """The values of sweeps are tested in tests/service/http/test_sweep.py."""
+    vary = {"stage": "blocks.*.output", "operation": "set", "from": {"prompt": "b prompt"}}
+    axes: list[Axis] = ["layers", "positions"]
+    expected = llm.sweep("a prompt", vary, axes, token=97, minus=98)
+    assert expected.shape == (3, 8)
+    assert np.array_equal(llm.patch("a prompt", "b prompt", "a", "b"), expected)
+    several = llm.sweep(["a prompt", "a prompt"], vary, axes, ["a", "a"], [98, 98])
+    assert np.array_equal(several, expected)
 
 
 def test_long_prompt_comes_in_several_pieces(tmp_path: Path) -> None:
