@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.arguments import new_parser
-from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.device import choose_placement, describe, use_threads
 from logitd.model.inference.constraints.compiler import Compiler, Constraint, Source
 from logitd.model.inference.constraints.protocol import TokenMatcher

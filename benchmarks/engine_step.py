@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.arguments import new_parser
-from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.device import choose_placement, describe, use_threads
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.engine import Engine

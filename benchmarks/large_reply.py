@@ -25,7 +25,7 @@ import httpx
 from benchmarks.arguments import new_parser
 from benchmarks.started_server import started_server
 from benchmarks.synthetic import save_synthetic
-from logitd.model.transformer.config import gpt2_shape
+from logitd.model.transformer.shapes import gpt2_shape
 
 CONTEXT, VOCABULARY = 1024, 50_257
 PROMPT = [i % VOCABULARY for i in range(CONTEXT)]

@@ -12,15 +12,12 @@ from typing import Any
 import torch
 
 from benchmarks.shapes import SHAPES, Shape
-from logitd.model.checkpoint.checkpoint import (
-    CheckpointInfo,
-    TrainingRecord,
-    load_checkpoint,
-    save_checkpoint,
-)
+from logitd.model.checkpoint.checkpoint import CheckpointInfo, TrainingRecord, save_checkpoint
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
-from logitd.model.transformer.config import GPTConfig, gpt2_shape
+from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.shapes import gpt2_shape
 
 LLAMA: Mapping[str, Any] = {
     "norm": "rmsnorm",

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.data.prepare import read_prepared
 from logitd.model.data.windows import validation_windows
 from logitd.model.device import Placement, keep_freed_memory

@@ -23,7 +23,6 @@ import logging
 import math
 import operator
 import os
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -41,19 +40,12 @@ from logitd.model.checkpoint.stored_weights import StoredWeights, Weight, parse_
 from logitd.model.device import DeviceError, use_threads
 from logitd.model.dtypes import DTypeName
 from logitd.model.hooked.model import HookedGPT
+from logitd.model.in_process import BY_NAME, GenerationError, Operations, refuse
 from logitd.model.inference.attribution.task import Attribution
-from logitd.model.inference.constraints.compiler import Compiler, ConstraintsUnavailable
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.engine import Engine
-from logitd.model.inference.engine.events import (
-    Event,
-    FinishEvent,
-    FinishReason,
-    OutputsChunk,
-    TokenEvent,
-)
-from logitd.model.inference.engine.requests import Lens, Request, sequence_lengths
-from logitd.model.inference.errors import ConstraintError, InvalidRequest
+from logitd.model.inference.engine.requests import Lens, sequence_lengths
+from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.interventions import Intervention
 from logitd.model.inference.kernels.select import KernelError
 from logitd.model.inference.load import choose_slots, load_model
@@ -71,22 +63,11 @@ from logitd.model.inference.sampling.lens import LensRow, read_lens
 from logitd.model.inference.sampling.params import SamplingParams, TokenLogprob
 from logitd.model.inference.selection import gpt_only
 from logitd.model.inference.sweep import Axis
-from logitd.model.operations.all import OPERATIONS
 from logitd.model.operations.completion import GrowingReply, Piece
-from logitd.model.operations.computed import Computed, logprobs_of
-from logitd.model.operations.operation import (
-    Compile,
-    Completions,
-    Compute,
-    Outputs,
-    Plan,
-    Record,
-    Series,
-    Subject,
-    envelope,
-)
+from logitd.model.operations.computed import logprobs_of
+from logitd.model.operations.operation import Completions, Outputs, Record, Series, envelope
 from logitd.model.operations.prompts import encode_text
-from logitd.model.operations.validation import describe_errors, parse
+from logitd.model.operations.validation import describe_errors
 from logitd.model.sae.files import AutoencoderError, placed, read_autoencoders
 from logitd.model.text.tokenizer import Tokenizer
 
@@ -110,23 +91,14 @@ Floats = npt.NDArray[np.float32]
 Change = Intervention | dict[str, Any]
 """An intervention, as an object or with the fields of a request."""
 
-SERVER_FIELDS = ("dtype", "model", "prompt_logprobs", "step", "stream", "timeout")
-"""Fields of requests that have a meaning only in the server."""
-
 RUN_CODE = "LOGITD_RUN_CODE"
 """Environment variable that allows an owner's code to run, like the flag of the commands."""
-BY_NAME = {operation.name: operation for operation in OPERATIONS}
-
 logger = logging.getLogger("logitd")
 
 
 class LoadError(Exception):
     """Raised if a checkpoint cannot be loaded with the given options; the message gives the reason
     and the fix."""
-
-
-class GenerationError(Exception):
-    """Raised if the engine could not finish a sequence; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -235,7 +207,7 @@ class LLM:
             autoencoders=placed(stored, loaded.placement.device),
         )
         self.checkpoint = replace(loaded.checkpoint, shape=self._engine.model_config)
-        self._mailboxes: dict[str, deque[Event]] = {}  # of unfinished requests
+        self._operations = Operations(self._engine, self.checkpoint)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -263,7 +235,7 @@ class LLM:
         (n, stop, ignore_eos, interventions, regex, ...); `params` sets several of them at once."""
         plan = self._completions(prompts, params, fields)
         growing = GrowingReply(plan, self.tokenizer)
-        for _ in self._grow(growing, plan):
+        for _ in self._operations.grow(growing, plan):
             pass
         return [_completion(piece, plan.n) for piece in growing.take()]
 
@@ -276,7 +248,7 @@ class LLM:
         """
         plan = self._completions(prompts, params, fields)
         growing = GrowingReply(plan, self.tokenizer)
-        with closing(self._grow(growing, plan)) as events:
+        with closing(self._operations.grow(growing, plan)) as events:
             for _ in events:
                 for piece in growing.take():
                     yield _completion(piece, plan.n)
@@ -284,12 +256,12 @@ class LLM:
     def logits(self, prompt: Prompt, **fields: Any) -> Floats:
         """Logits (T, V); row i predicts the token after token i. With the field `token_ids`, only
         these columns."""
-        _refuse(fields, "top_k")
+        refuse(fields, "top_k")
         return self._arrays("logits", prompt=prompt, **fields)["logits"]
 
     def probs(self, prompt: Prompt, **fields: Any) -> npt.NDArray[np.float64]:
         """Probabilities (V,) of the next token."""
-        _refuse(fields, "top_k", "token_ids", "positions")
+        refuse(fields, "top_k", "token_ids", "positions")
         row = self._arrays("logits", prompt=prompt, positions="last", **fields)["logits"][0]
         return np.exp(log_softmax(row))
 
@@ -316,9 +288,10 @@ class LLM:
         has the likeliest ids, the rank and logprob of the ids in the field `token_ids`, the
         entropy, and the divergence from the model's own prediction."""
         given = {"positions": "all", "prompt": prompt, **fields}
-        request = _only(cast(Outputs, self._plan("lens", **given)).requests)
+        request = _only(cast(Outputs, self._operations.plan("lens", **given)).requests)
         lens = cast(Lens, request.output)
-        rows = self._compute([request]).rows[request.request_id]  # (layers, numbers) each
+        # One array (layers, numbers) for each position.
+        rows = self._operations.compute([request]).rows[request.request_id]
         return [[read_lens(numbers, lens.top_k, lens.named) for numbers in at] for at in rows]
 
     def attributions(
@@ -335,8 +308,8 @@ class LLM:
         With the field `stages`, `gradients` has the gradients with respect to these stages; with
         `direction`, the target is a direction at a stage instead of a logit."""
         given = {"prompt": prompt, **_tokens(token=token, minus=minus), **fields}
-        request = _only(cast(Record, self._plan("attributions", **given)).requests)
-        return self._compute([request]).attributions[request.request_id]
+        request = _only(cast(Record, self._operations.plan("attributions", **given)).requests)
+        return self._operations.compute([request]).attributions[request.request_id]
 
     def sweep(
         self,
@@ -352,8 +325,8 @@ class LLM:
         for each of `over` ("layers", "heads", "positions"). `metric` chooses another metric; of
         several prompts, with a token each or one for all, the result is the mean."""
         given = {"vary": vary, "over": over, **_tokens(token=token, minus=minus), **fields}
-        plan = cast(Series, self._plan("sweep", prompt=prompt, **given))
-        return np.array(plan.members(self._parts(plan))["grid"])
+        plan = cast(Series, self._operations.plan("sweep", prompt=prompt, **given))
+        return np.array(plan.members(self._operations.parts(plan))["grid"])
 
     def patch(
         self,
@@ -377,8 +350,8 @@ class LLM:
         """The score of each continuation of the prompt; without continuations, of the prompt
         itself."""
         given = {"prompt": prompt, "continuations": continuations or None, **fields}
-        request = _only(cast(Record, self._plan("score", **given)).requests)
-        tokens = self._compute([request]).tokens
+        request = _only(cast(Record, self._operations.plan("score", **given)).requests)
+        tokens = self._operations.compute([request]).tokens
         count = len(sequence_lengths(request))
         return [_score(tokens[request.request_id, index]) for index in range(count)]
 
@@ -390,11 +363,11 @@ class LLM:
             raise InvalidRequest(
                 f"there is no operation {operation!r}; use one of {', '.join(BY_NAME)}", "operation"
             )
-        plan = self._plan(operation, **fields)
+        plan = self._operations.plan(operation, **fields)
         if isinstance(plan, Record):
-            members = plan.reply(self._compute(plan.requests))
+            members = plan.reply(self._operations.compute(plan.requests))
         elif isinstance(plan, Series):
-            members = {**plan.head, **plan.members(self._parts(plan))}
+            members = {**plan.head, **plan.members(self._operations.parts(plan))}
         else:
             raise InvalidRequest(f"{operation} has no JSON object: call LLM.{operation}")
         head = envelope(chosen.reply_id, self.checkpoint.name, self.checkpoint)
@@ -457,35 +430,6 @@ class LLM:
         except CheckpointError as error:
             raise LoadError(str(error)) from error
 
-    # Running operations
-
-    def _plan(self, name: str, /, **fields: Any) -> Plan:
-        """The plan of a request. Other requests on which it depends are computed first."""
-        _refuse(fields, *SERVER_FIELDS)
-        operation = BY_NAME[name]
-        body = parse(operation.body, fields)
-        planning = operation.plan(body, Subject(self.checkpoint))
-        answer: Any = None
-        while True:
-            try:
-                step = planning.send(answer)
-            except StopIteration as stop:
-                plan: Plan = stop.value
-                return plan
-            try:
-                answer = self._answer(step)
-            except InvalidRequest as error:
-                planning.throw(error)  # the plan adds the name of the field
-
-    def _answer(self, step: Compute | Compile) -> Any:
-        if isinstance(step, Compute):
-            return self._compute(step.requests)
-        try:
-            return Compiler(self.tokenizer).compile(step.source)
-        except (ConstraintError, ConstraintsUnavailable) as error:
-            kind = step.source.kind
-            raise InvalidRequest(f"{kind}: {error}", kind) from error
-
     def _completions(
         self, prompts: Prompts, params: SamplingParams | None, fields: dict[str, Any]
     ) -> Completions:
@@ -507,7 +451,9 @@ class LLM:
                 "by dataclasses.replace",
                 name,
             )
-        plan = cast(Completions, self._plan("generate", prompt=prompts, **given, **fields))
+        plan = cast(
+            Completions, self._operations.plan("generate", prompt=prompts, **given, **fields)
+        )
         if constraint is None:
             return plan
         requests = [
@@ -516,65 +462,15 @@ class LLM:
         ]
         return replace(plan, requests=requests)
 
-    def _grow(self, growing: GrowingReply, plan: Completions) -> Generator[Event]:
-        """The events of a generation. Each is added to `growing` before it is yielded."""
-        with closing(self._run(plan.requests)) as events:
-            for event in events:
-                if growing.push(event):  # the text has reached a stop string
-                    assert isinstance(event, TokenEvent)
-                    ended = self._engine.abort(event.request_id, event.index, FinishReason.STOP)
-                    self._mailboxes[event.request_id].extend(ended)
-                yield event
-
-    def _compute(self, requests: Sequence[Request]) -> Computed:
-        computed = Computed()
-        for event in self._run(requests):
-            computed.add(event)
-        return computed
-
-    def _parts(self, plan: Series) -> list[dict[str, Any]]:
-        jobs = list(plan.jobs)
-        rows = self._compute(jobs).rows
-        parts = (plan.part(Computed(rows={job.request_id: rows[job.request_id]})) for job in jobs)
-        return [part for part in parts if part is not None]
-
     def _arrays(self, name: str, /, **fields: Any) -> dict[str, Floats]:
         """The arrays of one prompt, by default at all positions."""
-        plan = cast(Outputs, self._plan(name, **{"positions": "all", **fields}))
+        plan = cast(Outputs, self._operations.plan(name, **{"positions": "all", **fields}))
         request = _only(plan.requests)
-        rows = np.stack(self._compute([request]).rows[request.request_id])
+        rows = np.stack(self._operations.compute([request]).rows[request.request_id])
         return {
             array.name: np.moveaxis(part, 0, array.position_axis)
             for array, part in zip(plan.arrays, plan.parts(0, rows), strict=True)
         }
-
-    def _run(self, requests: Sequence[Request]) -> Generator[Event]:
-        """The events of requests until all have ended. Closing the generator aborts the requests.
-
-        A step of the engine also computes the requests of other streams; their events are kept in
-        the mailboxes of those streams."""
-        mailbox: deque[Event] = deque()
-        running = sum(len(sequence_lengths(request)) for request in requests)
-        try:
-            for request in requests:
-                self._engine.add(request)
-                self._mailboxes[request.request_id] = mailbox
-            while running:
-                while not mailbox:
-                    for event in self._engine.step().events:
-                        self._mailboxes[event.request_id].append(event)
-                event = mailbox.popleft()
-                if isinstance(event, OutputsChunk):
-                    self._engine.grant(event.request_id)
-                elif isinstance(event, FinishEvent):
-                    running -= 1
-                    if event.reason not in (FinishReason.STOP, FinishReason.LENGTH):
-                        raise GenerationError(event.error or event.reason)
-                yield event
-        finally:
-            for request in requests:
-                self._engine.abort(request.request_id)
-                self._mailboxes.pop(request.request_id, None)
 
 
 def _check_types(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
@@ -585,14 +481,6 @@ def _check_types(function: Callable[..., Any], arguments: Mapping[str, Any]) -> 
         create_model("Arguments", **types).model_validate(arguments, strict=True)
     except ValidationError as error:
         raise describe_errors(error) from error
-
-
-def _refuse(fields: Mapping[str, Any], *names: str) -> None:
-    """Raise InvalidRequest for fields that have no meaning in a call."""
-    for name in names:
-        value = fields.get(name)
-        if value is not None and value is not False:
-            raise InvalidRequest(f"{name} has no meaning in this call; leave it out", name)
 
 
 def _tokens(**named: Any) -> dict[str, Any]:

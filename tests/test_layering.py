@@ -81,9 +81,10 @@ ROOMS: dict[str, set[str]] = {
         "model.text", "model.transformer",
     },
     "model.hooked": {"model.inference.errors", "model.text", "model.transformer"},
+    "model.in_process": {"model.checkpoint", "model.inference", "model.operations"},
     "model.llm": {
-        "model.checkpoint", "model.device", "model.dtypes", "model.hooked", "model.inference",
-        "model.operations", "model.sae", "model.text",
+        "model.checkpoint", "model.device", "model.dtypes", "model.hooked", "model.in_process",
+        "model.inference", "model.operations", "model.sae", "model.text",
     },
     "model.benchmark": {"model.inference", "model.machine", "model.transformer"},
     # Data: what finds documents, which imports of models use too, is below what prepares them.

@@ -64,16 +64,8 @@ def test_client_import_loads_httpx_numpy_and_nothing_of_the_server() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["LLM", "Client"])
-def test_import_works_next_to_a_users_own_model_and_service(tmp_path: Path, name: str) -> None:
-    """A user's own model.py must not be imported in place of ours."""
-    for file in ("model.py", "service.py"):
-        (tmp_path / file).write_text("raise SystemExit('the wrong module was imported')\n")
-    code = f"from logitd import {name}; print({name}.__module__)"
-    assert python(code, tmp_path).startswith("logitd.")
-
-
 def test_command_runs_next_to_a_users_own_model_and_service(tmp_path: Path) -> None:
+    """tests/e2e/test_readme.py imports `LLM` and `Client` next to such files."""
     for file in ("model.py", "service.py"):
         (tmp_path / file).write_text("raise SystemExit('the wrong module was imported')\n")
     command = [sys.executable, "-m", "logitd", "generate", "def ", "--help"]

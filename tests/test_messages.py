@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from logitd.model.checkpoint.adapter import read_adapter
-from logitd.model.checkpoint.checkpoint import CONFIG, RANKS, WEIGHTS, load_checkpoint
+from logitd.model.checkpoint.checkpoint import CONFIG, RANKS, WEIGHTS
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.device import choose_placement
 from logitd.model.inference.attribution.task import AttributionTask
 from logitd.model.inference.circuit.task import CircuitTask

@@ -12,7 +12,8 @@ import torch
 
 from benchmarks.gpu.part import Finding, Setting
 from benchmarks.synthetic import synthetic_gpt
-from logitd.model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
+from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.device import choose_device, disable_cudnn_attention
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.engine import Engine
@@ -27,8 +28,8 @@ from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.options import Speculation
 from logitd.model.inference.sampling.params import SamplingParams
-from logitd.model.transformer.config import gpt2_shape
 from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.shapes import gpt2_shape
 
 BUNDLED = Path(__file__).parents[2] / "checkpoints" / "python-small"
 CPU = torch.device("cpu")

@@ -30,13 +30,13 @@ from logitd.model.checkpoint.checkpoint import (
     CheckpointError,
     CheckpointInfo,
     TrainingRecord,
-    load_weights,
     read_checkpoint,
     save_checkpoint,
     sha256_of,
     verify,
     write_config,
 )
+from logitd.model.checkpoint.load import load_weights
 from logitd.model.checkpoint.run_folder import checkpoint_of
 from logitd.model.checkpoint.weights_file import write_weights
 from logitd.model.dtypes import FloatName

@@ -14,12 +14,8 @@ from typing import Literal
 import torch
 from safetensors import safe_open
 
-from logitd.model.checkpoint.checkpoint import (
-    WEIGHTS,
-    CheckpointError,
-    load_weights,
-    read_checkpoint,
-)
+from logitd.model.checkpoint.checkpoint import WEIGHTS, CheckpointError, read_checkpoint
+from logitd.model.checkpoint.load import load_weights
 from logitd.model.convert.exportable import gguf_objections, hf_objections, require
 from logitd.model.convert.family import family_of, folder_family_of
 from logitd.model.convert.family import objections as shape_objections

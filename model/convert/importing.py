@@ -24,9 +24,9 @@ from logitd.model.checkpoint.checkpoint import (
     CheckpointError,
     CheckpointInfo,
     TrainingRecord,
-    empty_gpt,
     save_checkpoint,
 )
+from logitd.model.checkpoint.load import empty_gpt
 from logitd.model.checkpoint.run_folder import is_run
 from logitd.model.convert import litgpt, nanochat
 from logitd.model.convert.by_role.objective import CheckText
@@ -58,7 +58,8 @@ from logitd.model.convert.unknown_settings import question, still_unknown
 from logitd.model.convert.vocabulary.choose import choose_vocabulary
 from logitd.model.dtypes import DTypeName
 from logitd.model.files import written_to
-from logitd.model.transformer.config import GPTConfig, padded
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.shapes import padded
 
 NANOGPT = "ckpt.pt"
 PUBLISHED_FILES = (litgpt.WEIGHTS, CONFIG, WEIGHTS, PICKLE)

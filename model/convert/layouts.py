@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitd.model.checkpoint.checkpoint import empty_gpt
+from logitd.model.checkpoint.load import empty_gpt
 from logitd.model.convert.foreign import ConvertError, Settings, StateDictReader
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.gpt import GPT

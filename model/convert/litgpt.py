@@ -32,7 +32,8 @@ from logitd.model.convert.source_file import source_text
 from logitd.model.convert.state_file import named_tensors
 from logitd.model.extras import installation
 from logitd.model.files import CONFIG_BYTES
-from logitd.model.transformer.config import GPTConfig, gpt2_shape
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.shapes import gpt2_shape
 
 WEIGHTS, CONFIG = "lit_model.pth", "model_config.yaml"
 

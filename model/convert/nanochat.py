@@ -31,8 +31,9 @@ from logitd.model.convert.source_file import source_object
 from logitd.model.convert.state_file import named_tensors
 from logitd.model.convert.unknown_settings import unknown_settings
 from logitd.model.text.tokenizer import Tokenizer
-from logitd.model.transformer.config import GPTConfig, gpt2_shape
+from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.gate import VALUE_GATE_WIDTH
+from logitd.model.transformer.shapes import gpt2_shape
 
 KIND = "nanochat"
 _FILE = re.compile(r"model_(\d+)\.pt")

@@ -17,7 +17,7 @@ from logitd.model.convert.layouts import NANOGPT, read_sizes, read_weights, tie_
 from logitd.model.convert.pt_file import read_pt, without_tensors
 from logitd.model.convert.state_file import collect_settings, named_tensors
 from logitd.model.convert.unknown_settings import unknown_settings
-from logitd.model.transformer.config import gpt2_shape
+from logitd.model.transformer.shapes import gpt2_shape
 
 
 def read_nanogpt(path: Path) -> ForeignModel | None:

@@ -13,11 +13,9 @@ from logitd.model.checkpoint.checkpoint import (
     RANKS,
     CheckpointError,
     CheckpointInfo,
-    check_header,
-    load_weights,
     read_checkpoint,
-    read_sources,
 )
+from logitd.model.checkpoint.load import check_header, load_weights, read_sources
 from logitd.model.checkpoint.run_folder import is_run
 from logitd.model.device import (
     Placement,

@@ -17,7 +17,8 @@ from logitd.model.operations.computed import Computed
 from logitd.model.operations.operation import new_id
 from logitd.model.sae.files import StoredAutoencoder
 from logitd.model.text.tokenizer import Tokenizer
-from logitd.model.transformer.config import Features, GPTConfig
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.features import Features
 
 PROMOTED = 12
 """Number of tokens whose logits a feature raises most, and of those that it lowers most."""

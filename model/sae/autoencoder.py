@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from logitd.model.device import one_thread
-from logitd.model.transformer.config import BLOCK, Features
+from logitd.model.transformer.config import BLOCK
+from logitd.model.transformer.features import Features
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -30,7 +30,8 @@ from torch import Tensor
 from logitd.model.checkpoint.checkpoint import CheckpointInfo
 from logitd.model.files import CONFIG_BYTES, atomic_folder, parse_json, read_regular
 from logitd.model.sae.autoencoder import Autoencoder
-from logitd.model.transformer.config import Features, GPTConfig
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.features import Features
 from logitd.model.transformer.stages import lens_stages, stages_of
 
 CONFIG, WEIGHTS, FACTS = "cfg.json", "sae_weights.safetensors", "features.safetensors"

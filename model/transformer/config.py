@@ -363,44 +363,6 @@ class GPTConfig:
         return cls(**{**values, **read})
 
 
-@dataclass(frozen=True, slots=True)
-class Features:
-    """The features of a sparse autoencoder, which are a stage of a model that is served with it.
-
-    layer, stage  the block (None: outside the blocks) and the kind of the stage that it reads
-    count         number of features
-    width         width of the stage that it reads
-    """
-
-    name: str
-    layer: int | None
-    stage: str
-    count: int
-    width: int
-
-    @property
-    def reads(self) -> tuple[int | None, str]:
-        """The stage that the autoencoder reads."""
-        return self.layer, self.stage
-
-    @property
-    def key(self) -> tuple[int | None, str]:
-        """The stage of the features."""
-        return self.layer, f"{self.stage}.sae.{self.name}"
-
-    @property
-    def stage_name(self) -> str:
-        """The full name of the stage of the features."""
-        return self.key[1] if self.layer is None else f"blocks.{self.layer}.{self.key[1]}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GPTWithFeatures(GPTConfig):
-    """The shape of a GPT that is served with sparse autoencoders. `to_dict` leaves them out."""
-
-    features: tuple[Features, ...]
-
-
 WITHOUT_PARTS: Mapping[str, Any] = {
     "embedding_norm": False,
     "smear": False,
@@ -422,19 +384,6 @@ def parts_of(config: GPTConfig) -> dict[str, Any]:
 
 ModelConfig = GPTConfig | CodeConfig
 """The shape of any model that can be served."""
-
-
-def with_features(config: ModelConfig, features: tuple[Features, ...]) -> ModelConfig:
-    """The shape with these features. Raises ConfigError for a model by its owner's code."""
-    if not features:
-        return config
-    if isinstance(config, CodeConfig):
-        raise ConfigError(
-            f"the model is computed by its owner's code ({config.code}), which is not served with "
-            "sparse autoencoders"
-        )
-    values = {field.name: getattr(config, field.name) for field in fields(GPTConfig)}
-    return GPTWithFeatures(**values, features=features)
 
 
 def read_config(values: Mapping[str, Any]) -> ModelConfig:
@@ -480,76 +429,3 @@ def _check(name: str, value: Any, adapter: TypeAdapter[Any]) -> None:
     except ValidationError as error:
         rule = error.errors()[0]["msg"].replace("Input should", "it must")
         raise ConfigError(f"{name} is {value!r}; {rule}") from error
-
-
-def padded(vocab_size: int, multiple: int = 64) -> int:
-    """The vocabulary size rounded up to a multiple, for the tiles of matrix kernels."""
-    return -(-vocab_size // multiple) * multiple
-
-
-def gpt2_shape(
-    *,
-    vocab_size: int,
-    context_length: int,
-    n_layer: int,
-    n_head: int,
-    d_model: int,
-    **overrides: Any,
-) -> GPTConfig:
-    """GPT-2 (Radford et al., 2019): pre-LN, learned positions, GELU-tanh, biases, tied head."""
-    values: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "padded_vocab_size": padded(vocab_size),
-        "context_length": context_length,
-        "n_layer": n_layer,
-        "n_head": n_head,
-        "n_kv_head": n_head,
-        "head_dim": overrides.get("head_dim") or _head_dim(d_model, n_head),
-        "d_model": d_model,
-        "d_ff": 4 * d_model,
-        "norm": "layernorm",
-        "norm_position": "pre",
-        "norm_eps": 1e-5,
-        "positions": "learned",
-        "rope_theta": 10_000.0,
-        "activation": "gelu_tanh",
-        "bias": True,
-        "qkv_bias": True,
-        "qk_norm": False,
-        "tied_head": True,
-        "value_embeddings": False,
-        "dropout": 0.0,
-    }
-    return GPTConfig.from_dict(values | overrides)
-
-
-ORIGINAL: Mapping[str, Any] = {
-    "norm_position": "post",
-    "positions": "sinusoidal",
-    "activation": "relu",
-    "tied_head": False,
-}
-"""Overrides that turn `gpt2_shape` into the decoder of "Attention Is All You Need" (Vaswani et al.,
-2017), without cross-attention. Many models use the variant with `norm_position="pre"`."""
-
-MODERN: Mapping[str, Any] = {
-    "norm": "rmsnorm",
-    "norm_eps": 1e-6,
-    "positions": "rotary",
-    "bias": False,
-    "qkv_bias": False,
-    "qk_norm": True,
-    "tied_head": False,
-    "value_embeddings": True,
-}
-"""Overrides that turn `gpt2_shape` into the shape that learns fastest at small sizes: RMSNorm,
-rotary positions, QK-norm, no biases, an untied head, gated value embeddings."""
-
-
-def _head_dim(d_model: int, n_head: int) -> int:
-    if n_head < 1 or d_model % n_head:
-        raise ConfigError(
-            f"d_model {d_model} is not divisible by n_head {n_head}: change one of them, or give "
-            "head_dim"
-        )
-    return d_model // n_head

@@ -20,7 +20,8 @@ from functools import lru_cache
 from typing import Literal
 
 from logitd.model.owner_code.config import CodeConfig, ModuleStage
-from logitd.model.transformer.config import Features, GPTConfig, GPTWithFeatures, ModelConfig
+from logitd.model.transformer.config import GPTConfig, ModelConfig
+from logitd.model.transformer.features import Features, GPTWithFeatures
 
 Axis = Literal["n_head", "n_kv_head", "head_dim", "T", "d_model", "d_ff", "vocab_size"] | int
 """The name of an axis, or the size of an axis without a name."""

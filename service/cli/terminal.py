@@ -2,12 +2,15 @@
 
 import math
 import sys
+import time
 import unicodedata
 from collections.abc import Mapping
 from typing import Any, TextIO
 
 CLEAR_LINE = "\r\x1b[K"
 """Return to the beginning of the line and clear it."""
+SECONDS_BETWEEN_LINES = 10.0
+"""Seconds between lines of progress in a file that is not a terminal."""
 
 
 def visible(text: str) -> str:
@@ -30,12 +33,23 @@ def say(text: str = "", *, end: str = "\n", file: TextIO | None = None) -> None:
 
 
 class ProgressLine:
-    """Prints lines to `file`. On a terminal, the progress line is redrawn in place."""
+    """Prints lines to `file`, each after `prefix`. On a terminal, the progress line is redrawn in
+    place, without the prefix."""
 
-    def __init__(self, file: TextIO) -> None:
+    def __init__(self, file: TextIO, prefix: str = "") -> None:
         self.in_place = file.isatty()
         self._file = file
+        self._prefix = prefix
         self._open = False  # the last line is a progress line
+        self._next = 0.0
+
+    def show(self, text: str) -> None:
+        """Redraw the progress line on a terminal; elsewhere, print a line every few seconds."""
+        if self.in_place:
+            self.redraw(text)
+        elif (now := time.monotonic()) >= self._next:
+            self._next = now + SECONDS_BETWEEN_LINES
+            self.say(text)
 
     def redraw(self, text: str) -> None:
         """Replace the progress line, on a terminal only."""
@@ -45,7 +59,7 @@ class ProgressLine:
     def say(self, text: str) -> None:
         """Print a line below the progress line."""
         self.end()
-        say(text, file=self._file)
+        say(self._prefix + text, file=self._file)
 
     def end(self) -> None:
         if self._open:

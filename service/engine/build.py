@@ -10,12 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from logitd.model.checkpoint.checkpoint import (
-    CheckpointError,
-    CheckpointInfo,
-    check_header,
-    read_checkpoint,
-)
+from logitd.model.checkpoint.checkpoint import CheckpointError, CheckpointInfo, read_checkpoint
+from logitd.model.checkpoint.load import check_header
 from logitd.model.checkpoint.run_folder import checkpoint_of
 from logitd.model.data.errors import DataError
 from logitd.model.device import (
@@ -29,11 +25,7 @@ from logitd.model.device import (
 from logitd.model.evaluation.quantization_cost import QuantizationCost, measure_quantization
 from logitd.model.inference.constraints.compiler import Compiler, ConstraintsUnavailable
 from logitd.model.inference.constraints.heap import release_memory
-from logitd.model.inference.engine.config import (
-    SERVED_TARGET_GAP,
-    SERVED_TARGET_TTFT,
-    EngineConfig,
-)
+from logitd.model.inference.engine.config import SERVED_TARGET_GAP, SERVED_TARGET_TTFT, EngineConfig
 from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.kernels.select import KernelError
@@ -63,7 +55,7 @@ from logitd.model.sae.files import (
     placed,
     read_autoencoders,
 )
-from logitd.model.transformer.config import Features
+from logitd.model.transformer.features import Features
 from logitd.model.transformer.size import parameter_count
 from logitd.service.engine.driver import WeightsLoader
 from logitd.service.settings.model_source import ModelSource

@@ -13,7 +13,7 @@ from logitd.model.checkpoint.checkpoint import CheckpointInfo
 from logitd.model.evaluation.quantization_cost import QuantizationCost
 from logitd.model.operations.prompts import clip
 from logitd.model.sae.files import StoredAutoencoder
-from logitd.model.transformer.config import Features
+from logitd.model.transformer.features import Features
 from logitd.service.access.auth import KeyRing
 from logitd.service.engine.admission import Limit
 from logitd.service.engine.async_engine import AsyncEngine

@@ -7,7 +7,6 @@ from torch.testing import assert_close
 
 from benchmarks.determinism import (
     PRODUCTS,
-    NativePrice,
     by_linear,
     by_vector,
     fastest_products,
@@ -36,16 +35,3 @@ def test_padded_and_plain_are_the_same_product(biased: bool) -> None:
     expected = F.linear(row, weight, bias)
     assert_close(by_linear(weight, row, bias)[0], expected)
     assert_close(by_vector(weight, row, bias), expected)
-
-
-def price(**changed: float) -> NativePrice:
-    values = {"step": 10.0, "reading": 5.0, "sampling": 1.0, "fastest_sampling": 0.5} | changed
-    ours, fastest = dict.fromkeys(PRODUCTS, 1.6), dict.fromkeys(PRODUCTS, 1.5)
-    return NativePrice(ours=ours, fastest=fastest, **values)
-
-
-def test_shares_are_of_the_whole_step() -> None:
-    assert price().products == pytest.approx(0.05)
-    assert price().whole == pytest.approx(0.1)
-    assert price().bound == pytest.approx(0.3)
-    assert price(reading=9.0).bound == 0

@@ -8,14 +8,8 @@ import pytest
 from benchmarks.profile import (
     OUTSIDE,
     STAGES,
-    Timeline,
     Watch,
-    WatchedStep,
-    middle_half,
     profile_engine,
-    run_watched,
-    summarize,
-    summed,
 )
 from logitd.model.benchmark.rates import BenchmarkError, Workload
 from logitd.model.inference.engine.config import EngineConfig
@@ -91,65 +85,9 @@ def test_watching_changes_no_token(decoder: DecoderMaker) -> None:
     assert tokens(watched=True) == tokens(watched=False)
 
 
-def test_every_other_step_is_watched(decoder: DecoderMaker) -> None:
-    watch = Watch(decoder)
-    engine = Engine(small("gpt2"), EngineConfig(slots=1), make_decoder=watch.make_decoder)
-    steps = run_watched(engine, watch, ASKED.requests(1, "x"))
-    engine.close()
-    assert [step.stages is not None for step in steps] == [True, False] * 10
-    assert [step.prefilled for step in steps] == [40] + [0] * 19
-
-
 def test_decoder_in_plain_torch_is_refused() -> None:
     with pytest.raises(BenchmarkError, match="native"):
         profile_engine(PlainDecoder, small("gpt2"), ASKED)
 
 
 # Figures computed from steps
-
-
-def watched_step(length: float, **stages: float) -> WatchedStep:
-    return WatchedStep(length, 0, 1, stages)
-
-
-def test_only_the_middle_half_counts() -> None:
-    steps = [watched_step(length) for length in (9.0, 1.0, 5.0, 4.0, 6.0, 5.5, 0.5, 100.0)]
-    assert sorted(step.seconds for step in middle_half(steps)) == [4.0, 5.0, 5.5, 6.0]
-    assert len(middle_half(steps[:1])) == 1
-    assert len(middle_half(steps[:3])) == 3
-
-
-def test_profile_by_hand() -> None:
-    steps = [
-        watched_step(10.0, scheduling=1.0, head=6.0, events=2.0),
-        watched_step(12.0, scheduling=1.0, head=8.0, events=2.0),
-        WatchedStep(10.0, 0, 1, None),
-    ]
-    profile = summarize(steps, "decode", 1)
-    found = {stage: us / 1e6 for stage, us in profile.stages_us.items() if us}
-    assert found == {"scheduling": 1.0, "head": 7.0, "events": 2.0}
-    assert (profile.step_us, profile.remainder_us, profile.overhead_us) == (11e6, 1e6, 3e6)
-    assert profile.watching == pytest.approx(0.1)
-    assert profile.steps == 2
-
-
-def test_steps_of_a_prompt_are_added_up() -> None:
-    whole = summed([watched_step(1.0, head=0.5), watched_step(2.0, head=1.0, sampling=0.25)])
-    assert (whole.seconds, whole.stages) == (3.0, {"head": 1.5, "sampling": 0.25})
-    assert summed([WatchedStep(1.0, 32, 0, None)]).stages is None
-
-
-def test_timeline_by_a_clock_that_is_moved_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([0.0, 1.0, 6.0, 8.0, 12.0, 13.0])
-    monkeypatch.setattr("benchmarks.profile.time.perf_counter", lambda: next(times))
-    timeline = Timeline()
-    timeline.mark("head")  # not profiled: the clock is not read
-    timeline.begin()
-    timeline.mark("scheduling")
-    # After this mark a reading takes 2 seconds, which belong to no stage.
-    timeline.mark("tensors", lambda: {"qkv": 2.0, "head": 1.5, "sampling": 0.0})
-    timeline.mark("scheduling")
-    assert timeline.end("events") == {
-        "scheduling": 5.0, "qkv": 2.0, "head": 1.5, "tensors": 1.5, "events": 1.0,
-    }  # fmt: skip
-    assert timeline.seconds is None

@@ -19,11 +19,9 @@ from benchmarks.streams import (
     StreamRecord,
     asking,
     full_batch_rate,
-    gaps,
     run_streams,
 )
 from logitd.service.client import AsyncClient
-from tests.service.client.scripted import events, scripted
 from tests.service.serving import TEST_TIMEOUT, serving
 
 
@@ -86,52 +84,6 @@ def test_every_token_is_counted_and_failures_are_seen(checkpoint_path: Path, cli
 # Against scripted replies
 
 
-def chunk(token_ids: list[int], **members: Any) -> dict[str, Any]:
-    checkpoint = {"name": "x", "step": 1, "val_loss": None, "weights_sha256": "0"}
-    choice = {"index": 0, "prompt_index": 0, "text": "x", "token_ids": token_ids,
-              "seed": 0, "finish_reason": None, "stop_reason": None}  # fmt: skip
-    return {"id": "x", "created": 1, "model": "x", "checkpoint": checkpoint,
-            "choices": [choice]} | members  # fmt: skip
-
-
-TAIL = {
-    "usage": {"prompt_tokens": 1, "completion_tokens": 4, "total_tokens": 5, "cached_tokens": 0},
-    "seed": 0,
-    "timings": {"queue_ms": 0.0, "prefill_ms": 0.0, "decode_ms": 0.0, "ttft_ms": 0.0,
-                "tokens_per_second": 1.0},
-}  # fmt: skip
-
-
-@CLIENTS
-def test_tokens_are_counted_by_ids(client: Asked) -> None:
-    stream = events(chunk([1]), chunk([]), chunk([2, 3, 4]), chunk([], **TAIL))
-    with scripted(stream) as server:
-        (record,) = streams(server.url, [[1]], 4, client)
-        sent = server.body()
-    assert record.failure is None
-    assert [arrival.tokens for arrival in record.arrivals] == [1, 3]
-    assert sent == {
-        "prompt": [1], "max_tokens": 4, "ignore_eos": True, "temperature": 1.0, "seed": 0,
-        "prefix_reuse": False, "stream": True,
-    }  # fmt: skip
-
-
-@CLIENTS
-def test_too_few_tokens_are_a_failure(client: Asked) -> None:
-    with scripted(events(chunk([1, 2]), chunk([], **TAIL))) as server:
-        (record,) = streams(server.url, [[1]], 4, client)
-    assert record.failure == Failure("TokensMissing", "2 of 4 tokens arrived")
-
-
-@CLIENTS
-def test_stream_that_breaks_off_is_a_failure(client: Asked) -> None:
-    with scripted(events(chunk([1, 2]), end=False)) as server:
-        (record,) = streams(server.url, [[1]], 4, client)
-    assert record.failure is not None
-    assert record.failure.kind == "StreamError"
-    assert [arrival.tokens for arrival in record.arrivals] == [2]
-
-
 # Figures from known times
 
 
@@ -150,10 +102,6 @@ def test_rate_is_that_of_the_whole_batch() -> None:
     assert full_batch_rate([early, late]) == (2 + 4 + 1 + 1) / (7 - 3)
 
 
-def test_rate_of_one_stream_excludes_its_first_tokens() -> None:
-    assert full_batch_rate([record((1, 1), (2, 1), (5, 3))]) == 4 / 4
-
-
 @pytest.mark.parametrize(
     "records",
     [[record((1, 1), (2, 1)), record((3, 1), (4, 1))], [record((1, 1))],
@@ -161,8 +109,3 @@ def test_rate_of_one_stream_excludes_its_first_tokens() -> None:
 )  # fmt: skip
 def test_without_a_whole_batch_there_is_no_rate(records: list[StreamRecord]) -> None:
     assert full_batch_rate(records) is None
-
-
-def test_gaps_are_between_chunks_whatever_they_carry() -> None:
-    assert gaps(record((1, 1), (2, 4), (5, 1))) == [1, 3]
-    assert gaps(record((1, 1))) == []

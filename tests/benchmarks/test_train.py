@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.train import Run, check, settings, smaller
+from benchmarks.train import Run, check, settings
 from benchmarks.trained import Outcome, block_matrices
 from logitd.model.training.configuration.autosize import SIZES
 from logitd.model.training.configuration.config import TrainingConfig
@@ -40,11 +40,6 @@ def test_nanogpt_and_logitd_have_the_same_matrices() -> None:
             assert resolution.recipe.optimizer == ("muon" if side == "default" else "adamw")
             found.add(block_matrices(resolution.model))
         assert found == {12 * size.n_layer * size.d_model**2}
-
-
-def test_smaller_size_has_the_same_windows() -> None:
-    assert smaller(SIZES[3]).d_model < SIZES[3].d_model
-    assert smaller(SIZES[5]).context_length == SIZES[5].context_length
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.footprint import besides, peak, resident
 from benchmarks.synthetic import save_synthetic
 from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
-from logitd.model.transformer.config import gpt2_shape
+from logitd.model.transformer.shapes import gpt2_shape
 from tests.e2e.server import ServedProcess
 
 READY_SECONDS = 10

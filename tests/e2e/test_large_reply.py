@@ -18,7 +18,7 @@ from benchmarks.large_reply import (
     served,
 )
 from benchmarks.synthetic import save_synthetic
-from logitd.model.transformer.config import gpt2_shape
+from logitd.model.transformer.shapes import gpt2_shape
 
 LIMIT = 64 * 10**6
 

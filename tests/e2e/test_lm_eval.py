@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.inference.reference import generate
 from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.text.tokenizer import Tokenizer

@@ -20,7 +20,8 @@ import httpx
 import pytest
 import torch
 
-from logitd.model.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from logitd.model.checkpoint.checkpoint import save_checkpoint
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.text.tokenizer import Tokenizer
 from logitd.service.settings.common import BUNDLED_CHECKPOINT
 from tests.e2e.server import STARTUP_SECONDS, ServedProcess

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.device import use_threads
 from logitd.model.llm import LLM
 from logitd.model.transformer.gpt import GPT
@@ -67,8 +67,11 @@ def server() -> Iterator[ServedProcess]:
 
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
-    """A writable folder with the checkpoints."""
+    """A writable folder with the checkpoints, and with a user's own model.py and service.py, which
+    must not be imported in place of ours."""
     (tmp_path / "checkpoints").symlink_to(BUNDLED.parent)
+    for file in ("model.py", "service.py"):
+        (tmp_path / file).write_text("raise SystemExit('the wrong module was imported')\n")
     return tmp_path
 
 

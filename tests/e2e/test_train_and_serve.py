@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from logitd.model.checkpoint.checkpoint import CheckpointInfo, load_checkpoint
+from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.inference import reference
 from logitd.model.inference.sampling.distribution import log_softmax
 from logitd.model.inference.sampling.params import SamplingParams
@@ -128,9 +129,7 @@ def test_generate_command_agrees_with_the_server(
 def test_classroom_model_is_served(tmp_path: Path) -> None:
     """decoder-8x64: post-LN, sinusoids, and a context of 16, shorter than a cache block."""
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
-    flags = (
-        "--preset decoder-8x64 --data text.txt --out run --vocab-size 300 --threads 1 --steps 60"
-    )
+    flags = "--preset decoder-8x64 --data text.txt --out run --vocab-size 300 --threads 1 --steps 4"
     command = ["train", *flags.split(), "--sample-tokens", "4"]
     completed(command, cwd=tmp_path, without=[MATPLOTLIB]).check_returncode()
     info, gpt = load_checkpoint(

@@ -11,8 +11,9 @@ from torch import nn
 
 from logitd.model.checkpoint.checkpoint import CheckpointInfo, TrainingRecord, save_checkpoint
 from logitd.model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
-from logitd.model.transformer.config import MODERN, ORIGINAL, GPTConfig, gpt2_shape
+from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.shapes import MODERN, ORIGINAL, gpt2_shape
 
 VOCAB_SIZE = 257
 """Ids of `byte_tokenizer`: the 256 bytes and END_OF_TEXT."""

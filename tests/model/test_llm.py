@@ -5,7 +5,6 @@ import codecs
 import inspect
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ import pytest
 import torch
 
 from logitd.model import llm as llm_module
-from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.inference import reference
+from logitd.model.inference.sweep import Axis
 from logitd.model.llm import (
     LLM,
     Completion,
@@ -27,7 +27,6 @@ from logitd.model.llm import (
 )
 from logitd.model.transformer.gpt import GPT
 from tests.model.factories import random_ids, save_tiny_checkpoint, tiny_config, tiny_gpt
-from tests.model.inference.engine.harness import check_integrity
 from tests.model.inference.served import forward_as_served
 
 ROOT = Path(__file__).parents[2]
@@ -126,48 +125,6 @@ def test_stream_gives_the_same_piece_by_piece(llm: LLM) -> None:
         assert [len(top) for top in one.top_logprobs] == [2] * 25
 
 
-@pytest.mark.parametrize("given", ["fields", "params"])
-def test_each_prompt_draws_a_seed_that_gives_the_same_again(llm: LLM, given: str) -> None:
-    """Nearly uniform draws of 12 of 257 tokens do not coincide by chance."""
-    hot = SamplingParams(max_tokens=12, temperature=100.0)
-    even: dict[str, Any] = {"max_tokens": 12, "temperature": 100.0, "ignore_eos": True}
-    fields = {**even, "seed": -1} if given == "fields" else {"ignore_eos": True}
-    found = llm.generate(["import"] * 2, hot if given == "params" else None, n=2, **fields)
-    assert len({one.seed for one in found}) == 2, "choices of a prompt share its seed"
-    assert len({one.token_ids for one in found}) == 4
-    for one in found:
-        again = llm.generate("import", seed=one.seed, n=2, **even)
-        assert again[one.index].token_ids == one.token_ids
-
-
-def test_stop_string_ends_a_completion_and_is_not_in_it(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=40, seed=2, allowed_token_ids=tuple(b"abc"))
-    (free,) = llm.generate(PROMPT, params)
-    stop = free.text[20:23]
-    end = free.text.index(stop)
-    whole, other = llm.generate([PROMPT, "other"], params, stop=[stop, "never"])
-    assert whole.text == free.text[:end]
-    assert whole.token_ids == free.token_ids[: end + 3]
-    assert (whole.finish_reason, whole.stop_reason) == ("stop", stop)
-    assert stop not in other.text
-    parts = list(llm.stream(PROMPT, params, stop=[stop]))
-    assert joined(parts) == (whole.text, whole.token_ids)
-    assert parts[-1].stop_reason == stop
-    check_integrity(llm._engine)
-    assert not llm._engine.has_work()
-
-
-def test_end_of_text_ends_a_completion_unless_it_is_ignored(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=5, seed=0, allowed_token_ids=(END_OF_TEXT,))
-    (one,) = llm.generate("a", params)
-    assert (one.text, one.token_ids) == ("", (END_OF_TEXT,))
-    assert (one.finish_reason, one.stop_reason) == ("stop", END_OF_TEXT)
-    (ignored,) = llm.generate("a", params, ignore_eos=True)
-    assert ignored.token_ids == (END_OF_TEXT,) * 5
-    assert ignored.text == "<|endoftext|>" * 5
-    assert (ignored.finish_reason, ignored.stop_reason) == ("length", None)
-
-
 def test_streams_can_be_read_alternately(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=12, seed=seed) for seed in (1, 2)]
     expected = [llm.generate(PROMPT, one)[0] for one in params]
@@ -186,7 +143,7 @@ def test_stream_that_is_closed_ends_its_requests(llm: LLM) -> None:
     assert llm._engine.has_work()
     stream.close()
     assert not llm._engine.has_work()
-    assert llm._mailboxes == {}
+    assert llm._operations._mailboxes == {}
 
 
 def test_closed_llm_refuses_to_compute(checkpoint_path: Path) -> None:
@@ -200,18 +157,6 @@ def test_closed_llm_refuses_to_compute(checkpoint_path: Path) -> None:
 
 
 # Numbers
-
-
-def test_logits_hidden_states_and_attention_are_the_models_own_to_the_bit(
-    llm: LLM, gpt: GPT
-) -> None:
-    own = forward_as_served(gpt, torch.tensor(IDS), hidden_states=True, attentions=True)
-    assert own.hidden_states is not None
-    assert own.attentions is not None
-    assert np.array_equal(llm.logits(PROMPT), own.logits[0].numpy())
-    assert np.array_equal(llm.logits(np.array(IDS)), own.logits[0].numpy())
-    assert np.array_equal(llm.hidden_states(PROMPT), own.hidden_states[:, 0].numpy())
-    assert np.array_equal(llm.attention(PROMPT), own.attentions[:, 0].numpy())
 
 
 def test_intervention_object_has_the_effect_of_its_fields(llm: LLM) -> None:
@@ -240,49 +185,15 @@ def test_intervention_object_along_a_direction_has_the_effect_of_its_fields(llm:
     assert not np.array_equal(values, plain)
 
 
-def test_attributions_are_by_default_of_the_likeliest_token(llm: LLM) -> None:
-    assert llm.attributions("a prompt").token_id == llm.probs("a prompt").argmax()
-    with pytest.raises(InvalidRequest, match=r"position.*8.*8"):
-        llm.attributions("a prompt", position=8)
-    with pytest.raises(InvalidRequest, match=r"prompt.*empty"):
-        llm.attributions("")
-
-
-def test_lens_ends_in_the_models_own_answer(llm: LLM) -> None:
-    readings = llm.lens("a prompt", top_k=2, token_ids=[97])
-    assert (len(readings), len(readings[0])) == (8, 4)
-    last = readings[-1][-1]
-    probs = llm.probs("a prompt")
-    assert last.top_ids[0] == probs.argmax()
-    assert np.exp(last.logprobs[0]) == pytest.approx(probs[97], rel=1e-5)
-    assert last.divergence == 0
-
-
-def test_sweeps_are_interventions_in_one_place_after_another(llm: LLM) -> None:
-    ablate = Intervention(stage="blocks.*.attention.heads", operation="zero")
-    grid = llm.sweep("a prompt", ablate, ["layers", "heads"], token=97, minus=98)
-    assert grid.shape == (3, 4)
-    zero = Intervention(stage="blocks.1.attention.heads", operation="zero", heads=(2,))
-    row = llm.logits("a prompt", interventions=[zero])[-1].astype(np.float64)
-    assert grid[1, 2] == row[97] - row[98]
-    assert np.array_equal(grid, llm.sweep("a prompt", ablate, ["layers", "heads"], "a", "b"))
-    several = llm.sweep(["a prompt", "b"], ablate, ["layers", "heads"], ["a", "c"], [98, 100])
-    other = llm.sweep("b", ablate, ["layers", "heads"], "c", "d")
-    np.testing.assert_allclose(several, (grid + other) / 2)
-    patched = llm.patch("a prompt", "b prompt", token=97)
-    assert patched.shape == (3, 8)
-    assert len(set(patched[-1, :-1])) == 1, (
-        "no later block moves information from another position to the last"
-    )
-    value = llm.activations("b prompt", "blocks.0.output")["blocks.0.output"][:1]
-    first = Intervention(stage="blocks.0.output", operation="set", positions=(0,), values=value)
-    assert patched[0, 0] == llm.logits("a prompt", interventions=[first])[-1, 97]
-    with pytest.raises(InvalidRequest, match="layers"):
-        llm.sweep("a", Intervention(stage="embedding", operation="zero"), ["layers"], 97)
-    with pytest.raises(InvalidRequest, match=r"vary.*\[8, 32\]"):
-        llm.sweep("a", replace(first, values=llm.hidden_states("a prompt")[0]), ["layers"], 97)
-    with pytest.raises(InvalidRequest, match=r"^vary: .* 8 positions.* has 3"):
-        llm.patch("abc", "b prompt", token=97)
+def test_patches_are_sweeps_and_tokens_may_be_texts(llm: LLM) -> None:
+    """The values of sweeps are tested in tests/service/http/test_sweep.py."""
+    vary = {"stage": "blocks.*.output", "operation": "set", "from": {"prompt": "b prompt"}}
+    axes: list[Axis] = ["layers", "positions"]
+    expected = llm.sweep("a prompt", vary, axes, token=97, minus=98)
+    assert expected.shape == (3, 8)
+    assert np.array_equal(llm.patch("a prompt", "b prompt", "a", "b"), expected)
+    several = llm.sweep(["a prompt", "a prompt"], vary, axes, ["a", "a"], [98, 98])
+    assert np.array_equal(several, expected)
 
 
 def test_long_prompt_comes_in_several_pieces(tmp_path: Path) -> None:
@@ -296,26 +207,6 @@ def test_long_prompt_comes_in_several_pieces(tmp_path: Path) -> None:
 
 
 # Refusals
-
-
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        ("", "prompt.*empty"),
-        ([], "prompt.*empty"),
-        (["a", ""], "prompt.*empty"),
-        ("x" * 128, "prompt.*128.*128"),
-        ([1, 257], "257.*prompt"),
-        ("\udcff", "prompt.*UTF-8"),
-    ],
-)
-def test_prompt_that_cannot_be_continued_is_rejected(
-    llm: LLM, prompt: str | list[int], message: str
-) -> None:
-    with pytest.raises(InvalidRequest, match=message):
-        llm.generate(prompt, SamplingParams(max_tokens=1, seed=0))
-    assert not llm._engine.has_work(), "the other prompts of the call are not computed either"
-    assert llm._mailboxes == {}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import torch
 from logitd.model.device import DeviceError, free_memory, machine_memory, memory_groups
 from logitd.model.memory import Available, available, check_weights_fit, format_bytes, model_bytes
 from logitd.model.transformer.attention import visible_keys
-from logitd.model.transformer.config import BLOCK, gpt2_shape
+from logitd.model.transformer.config import BLOCK
+from logitd.model.transformer.shapes import gpt2_shape
 from logitd.model.transformer.size import parameter_count
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.operations import generate
 from logitd.model.transformer.gpt import GPT
 from tests.model.factories import (

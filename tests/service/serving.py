@@ -20,7 +20,8 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.responses import StreamingResponse
 
-from logitd.model.checkpoint.checkpoint import empty_gpt, read_checkpoint, save_checkpoint
+from logitd.model.checkpoint.checkpoint import read_checkpoint, save_checkpoint
+from logitd.model.checkpoint.load import empty_gpt
 from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.load import LoadedModel, load_model
 from logitd.service.application.app import create_app

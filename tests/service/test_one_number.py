@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.data.shards import open_shard, write_shard
 from logitd.model.data.vocabulary import tokenizer_sha256
 from logitd.model.data.windows import rolling_windows

@@ -2,7 +2,6 @@
 forms of a prompt, its exceptions and its retries.
 """
 
-import asyncio
 import codecs
 import time
 from collections.abc import Iterator
@@ -22,10 +21,6 @@ MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What 
 
 def client(server: Serving, **settings: Any) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", timeout=TEST_TIMEOUT, **settings)
-
-
-def async_client(server: Serving) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", timeout=TEST_TIMEOUT)
 
 
 @pytest.fixture
@@ -91,22 +86,6 @@ def test_every_field_of_the_client_is_understood(tiny: openai.OpenAI) -> None:
     assert len(reply.choices) == 2
 
 
-def test_stream_adds_up_to_the_reply(tiny: openai.OpenAI) -> None:
-    fields: dict[str, Any] = {"model": "tiny", "prompt": "ab", "seed": 3, "max_tokens": 20, "n": 2}
-    whole = tiny.completions.create(**fields)
-    texts, usage = ["", ""], None
-    for chunk in tiny.completions.create(
-        **fields, stream=True, stream_options={"include_usage": True}
-    ):
-        for choice in chunk.choices:
-            texts[choice.index] += choice.text
-        usage = chunk.usage
-    assert texts == [choice.text for choice in whole.choices]
-    assert whole.usage is not None
-    assert usage is not None
-    assert usage.total_tokens == whole.usage.total_tokens
-
-
 def test_models(tiny: openai.OpenAI) -> None:
     assert [model.id for model in tiny.models.list()] == ["tiny"]
     assert tiny.models.retrieve("tiny").owned_by == "logitd"
@@ -137,15 +116,6 @@ def test_chat(chatty: openai.OpenAI) -> None:
     assert text == choice.message.content
     assert roles == ["assistant", *[None] * (len(roles) - 1)]
     assert reasons == [*[None] * (len(reasons) - 1), choice.finish_reason]
-
-
-def test_answer_can_be_sent_back(chatty: openai.OpenAI) -> None:
-    first = chatty.chat.completions.create(model="chatty", messages=MESSAGES, max_tokens=3, seed=1)
-    more: list[Any] = [*MESSAGES, first.choices[0].message, {"role": "user", "content": "and?"}]
-    again = chatty.chat.completions.create(model="chatty", messages=more, max_tokens=3, seed=1)
-    assert again.usage is not None
-    assert first.usage is not None
-    assert again.usage.prompt_tokens > first.usage.prompt_tokens
 
 
 def test_chat_stream_helper_works(chatty: openai.OpenAI) -> None:
@@ -198,22 +168,6 @@ def test_full_queue_is_retried_after_the_given_time(narrow: Serving) -> None:
         assert answered(narrow, 429) == 3
         narrow.wait_idle()
         assert http.completions.create(model="spelling", prompt="a", max_tokens=3).choices
-
-
-def test_full_queue_is_answered_at_the_second_try(narrow: Serving) -> None:
-    async def ask() -> str:
-        async with async_client(narrow) as http:
-            with ExitStack() as stack:
-                occupy(narrow, stack)
-                asking = asyncio.ensure_future(
-                    http.completions.create(model="spelling", prompt="a", max_tokens=3)
-                )
-                while not answered(narrow, 429):
-                    await asyncio.sleep(0.01)
-            return (await asking).choices[0].text
-
-    assert asyncio.run(ask()) == "bcd"
-    assert answered(narrow, 429) == 1
 
 
 def break_the_model(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,18 +140,6 @@ def test_request_keeps_its_place_during_compilation(
     server.wait_idle()
 
 
-def test_request_is_accepted_whole(server: Serving) -> None:
-    with ExitStack() as stack:
-        occupy(server, stack)
-        for path, body in POSTS.items():
-            many = body | {"prompt": ["a", "b", "c"]}
-            queue_full(server.post(path, many))
-        assert server.served.engine.admission.sequences == 1
-        accepted = [Poster(server, "/probs", {"prompt": ["a", "b"]})]
-        eventually(lambda: server.sample("logitd_num_sequences_waiting") == 2)
-    assert len(accepted[0].response().json()["prompts"]) == 2
-
-
 def test_later_prompts_of_a_reply_have_room_from_the_start(spelling_path: Path) -> None:
     """A full queue cannot break off a reply that has begun."""
     with (
@@ -220,28 +208,6 @@ def test_request_larger_than_the_queue_is_invalid(elements_server: Serving) -> N
         error = elements_server.refused(path, body)
         assert re.search(f"{elements} .* {limit}.* --max-queue-elements", error.message)
     elements_server.wait_idle()
-
-
-def test_elements_are_released_when_their_client_leaves(spelling_path: Path) -> None:
-    """Elements of running, waiting and paused sequences."""
-    whole = {"prompt": long_prompt(8000), "positions": "all"}
-    limits = {"max_queue_elements": 6 * 8000 * 257 + ELEMENTS_LEFT}
-    with serving(spelling_path, slots=2, slow_reader_timeout=TEST_TIMEOUT, **limits) as server:
-
-        def ask(stack: ExitStack, body: Any, prompts_by_then: int) -> None:
-            raw = stack.enter_context(server.connect(receive_buffer=4096))
-            raw.sendall(request_bytes("/logits", body))
-            elements = prompts_by_then * 8000 * 257
-            eventually(lambda: server.sample("logitd_queue_elements") == elements)
-
-        with ExitStack() as stack:
-            ask(stack, whole | {"prompt": [whole["prompt"]] * 3}, 3)
-            for others in range(1, 4):  # the last two get no slot
-                ask(stack, whole, 3 + others)
-            eventually(lambda: server.sample("logitd_num_sequences_paused") == 2)
-            assert server.post("/logits", LARGE["/logits"][0]).status_code == 429
-        server.wait_idle()
-        assert server.post("/logits", LARGE["/logits"][0]).status_code == 200
 
 
 def answered(server: Serving, status: int) -> float:

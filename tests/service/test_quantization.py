@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from logitd.model.checkpoint.checkpoint import CheckpointInfo, load_checkpoint
+from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.evaluation import quantization_cost
 from logitd.model.evaluation.held_out import held_out_windows
 from logitd.model.evaluation.quantization_cost import QuantizationCost

@@ -105,24 +105,6 @@ def test_stop_string_in_the_last_step_is_the_same(spellers: Pair, max_tokens: in
     assert choice["token_ids"] == list(b"bcde")
 
 
-SAMPLED: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0},
-    "cold": {"temperature": 0.4, "n": 3},
-    "warm": {"temperature": 1.5, "n": 2, "logprobs": 3},
-    "processed": {"logprobs": 2, "logprobs_stage": "processed", "top_p": 0.8},
-    "stop string": {"stop": ["abc", "ccc", "bb"], "n": 4, "logprobs": 0},
-    "stop token": {"stop_token_ids": [98], "min_tokens": 30},
-    "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.2, "repetition_penalty": 1.1},
-}
-
-
-@pytest.mark.parametrize("name", SAMPLED)
-def test_text_of_few_letters_is_the_same(tiny: Pair, name: str) -> None:
-    """Some of its drafts are right."""
-    body = {"prompt": ["abcab", "cccaaaaabbb"], "allowed_token_ids": LETTERS, "max_tokens": 40}
-    check(tiny, body | {"seed": 11} | SAMPLED[name])
-
-
 def test_some_drafts_are_accepted(tiny: Pair) -> None:
     drafted = tiny.drafting.sample("logitd_draft_tokens_total")
     body = {"prompt": "abc", "allowed_token_ids": LETTERS, "max_tokens": 100, "seed": 1, "n": 4}
@@ -131,16 +113,3 @@ def test_some_drafts_are_accepted(tiny: Pair) -> None:
     assert 0 < tiny.accepted < tiny.drafting.sample("logitd_draft_tokens_total")
     assert tiny.drafting.sample("logitd_draft_tokens_total") > drafted
     assert tiny.plain.sample("logitd_draft_tokens_total") == 0
-
-
-@pytest.mark.parametrize("fields", [{}, {"stop": "klm"}, {"logprobs": 2, "n": 2}, {"echo": True}])
-def test_openai_completions_are_the_same(spellers: Pair, fields: dict[str, Any]) -> None:
-    check(spellers, {"prompt": KNOWN, "max_tokens": 60, "seed": 1, **fields}, "/v1/completions")
-
-
-def test_constraint_excludes_drafts(tiny: Pair) -> None:
-    tiny.drafting.wait_idle()
-    drafted = tiny.drafting.sample("logitd_draft_tokens_total")
-    reply = check(tiny, {"prompt": "ababab", "regex": "(?:ab){10,20}", "seed": 2, "max_tokens": 50})
-    assert reply["choices"][0]["text"].startswith("ab" * 10)
-    assert tiny.drafting.sample("logitd_draft_tokens_total") == drafted

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from logitd.model.checkpoint.checkpoint import empty_gpt
+from logitd.model.checkpoint.load import empty_gpt
 from logitd.model.convert.by_role.build import Built
 from logitd.model.convert.by_role.ngrams import NgramNats, ngram_nats
 from logitd.model.convert.by_role.stated_loss import StatedLoss

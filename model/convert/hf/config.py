@@ -33,7 +33,8 @@ from logitd.model.convert.layouts import (
 )
 from logitd.model.convert.source_file import source_object
 from logitd.model.convert.unknown_settings import unknown_settings
-from logitd.model.transformer.config import Activation, GPTConfig, gpt2_shape
+from logitd.model.transformer.config import Activation, GPTConfig
+from logitd.model.transformer.shapes import gpt2_shape
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",

@@ -40,7 +40,8 @@ from logitd.model.inference.interventions import Intervention
 from logitd.model.inference.sampling.lens import lens_width
 from logitd.model.inference.selection import gpt_only
 from logitd.model.owner_code.config import CodeConfig
-from logitd.model.transformer.config import BLOCK, GPTWithFeatures, ModelConfig
+from logitd.model.transformer.config import BLOCK, ModelConfig
+from logitd.model.transformer.features import GPTWithFeatures
 from logitd.model.transformer.size import count_elements
 from logitd.model.transformer.stages import match_stages, stages_of
 

@@ -58,7 +58,8 @@ from logitd.model.inference.sampling.sampler import RowContext, sample, score, s
 from logitd.model.inference.sampling.state import SamplingState
 from logitd.model.owner_code.connection import CodeModel
 from logitd.model.sae.autoencoder import WITHOUT, Autoencoder, Autoencoders
-from logitd.model.transformer.config import BLOCK, with_features
+from logitd.model.transformer.config import BLOCK
+from logitd.model.transformer.features import with_features
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.stages import Key
 

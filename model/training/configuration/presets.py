@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from logitd.model.transformer.config import MODERN, ORIGINAL, GPTConfig, gpt2_shape
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.shapes import MODERN, ORIGINAL, gpt2_shape
 
 NANOGPT: Mapping[str, Any] = {"bias": False, "qkv_bias": False, "activation": "gelu"}
 """Arguments that make `gpt2_shape` return nanoGPT's model: learned positions, LayerNorm without

@@ -32,8 +32,9 @@ from logitd.model.training.configuration.presets import PRESETS, Recipe
 from logitd.model.training.optim.schedule import Rewarming, lr_scale
 from logitd.model.training.step.flops import flops_per_token
 from logitd.model.training.stopping.length import Counters, Length
-from logitd.model.transformer.config import GPTConfig, padded
+from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.lora import LoraShape
+from logitd.model.transformer.shapes import padded
 
 NEEDS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "cooldown": ("decay", ("linear",)),

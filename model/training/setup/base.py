@@ -9,12 +9,8 @@ from pathlib import Path
 
 import torch
 
-from logitd.model.checkpoint.checkpoint import (
-    CheckpointError,
-    CheckpointInfo,
-    load_weights,
-    read_checkpoint,
-)
+from logitd.model.checkpoint.checkpoint import CheckpointError, CheckpointInfo, read_checkpoint
+from logitd.model.checkpoint.load import load_weights
 from logitd.model.checkpoint.run_folder import is_run
 from logitd.model.training.configuration.config import TrainingError
 from logitd.model.training.configuration.finetune import Base

@@ -5,7 +5,6 @@ import contextlib
 import json
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from types import FrameType
@@ -27,18 +26,14 @@ from logitd.service.cli.terminal import ProgressLine, say
 from logitd.service.settings.tools import ExtractSettings
 
 ERRORS = CheckpointError, DataError, DeviceError, ExtractionError, InvalidRequest, KernelError
-SECONDS_BETWEEN_LINES = 10.0
-"""Seconds between lines of progress if stderr is not a terminal."""
 
 
-class ProgressLines:
-    """Prints progress on stderr: a line redrawn in place on a terminal, otherwise a line every few
-    seconds."""
+class Reporter:
+    """Prints progress on stderr, and notes interrupts."""
 
     def __init__(self) -> None:
         self.interrupted = False
-        self._lines = ProgressLine(sys.stderr)
-        self._next = 0.0
+        self.lines = ProgressLine(sys.stderr, "logitd extract: ")
 
     @contextlib.contextmanager
     def interrupts(self) -> Iterator[None]:
@@ -58,43 +53,31 @@ class ProgressLines:
     def __call__(self, event: Surveyed | Progress | Downloading | Downloaded, /) -> None:
         if self.interrupted:
             raise KeyboardInterrupt
-        text = _line(event)
-        if isinstance(event, Progress | Downloading):
-            if self._lines.in_place:
-                self._lines.redraw(text)
-                return
-            if (now := time.monotonic()) < self._next:
-                return
-            self._next = now + SECONDS_BETWEEN_LINES
-        self.say(text)
-
-    def say(self, text: str) -> None:
-        self._lines.say(f"logitd extract: {text}")
-
-    def end(self) -> None:
-        self._lines.end()
+        show = self.lines.show if isinstance(event, Progress | Downloading) else self.lines.say
+        show(_line(event))
 
 
 def run(settings: ExtractSettings) -> int:
     if refusal := _unclear(settings):
         say(f"logitd extract: {refusal}", file=sys.stderr)
         return 2
-    progress = ProgressLines()
-    with progress.interrupts():
+    reporter = Reporter()
+    lines = reporter.lines
+    with reporter.interrupts():
         if notice := busy_notice():
-            progress.say(notice)
+            lines.say(notice)
         try:
-            result = _extract(settings, progress)
+            result = _extract(settings, reporter)
         except (*ERRORS, KeyboardInterrupt) as error:
             # An interrupt may make Ray raise its own error.
-            if progress.interrupted or isinstance(error, KeyboardInterrupt):
-                progress.say(
+            if reporter.interrupted or isinstance(error, KeyboardInterrupt):
+                lines.say(
                     f"stopped; if {settings.out} exists, the same command continues from there"
                 )
                 return 130
-            progress.say(str(error))
+            lines.say(str(error))
             return 1
-    progress.end()
+    lines.end()
     if settings.as_json:
         facts = {**asdict(result), "path": str(result.path)}
         facts["tokens_per_second"] = result.tokens_per_second
@@ -104,7 +87,7 @@ def run(settings: ExtractSettings) -> int:
     return 0
 
 
-def _extract(settings: ExtractSettings, progress: ProgressLines) -> Extracted:
+def _extract(settings: ExtractSettings, reporter: Reporter) -> Extracted:
     return extract(
         settings.checkpoint,
         settings.data,
@@ -123,8 +106,8 @@ def _extract(settings: ExtractSettings, progress: ProgressLines) -> Extracted:
         ray=settings.ray or None,
         ray_workers=settings.ray_workers,
         reading=ReadOptions.of(settings),
-        log=progress.say,
-        tell=progress,
+        log=reporter.lines.say,
+        tell=reporter,
     )
 
 

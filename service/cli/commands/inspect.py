@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from logitd.model.checkpoint.checkpoint import CheckpointError, CheckpointInfo, load_checkpoint
+from logitd.model.checkpoint.checkpoint import CheckpointError, CheckpointInfo
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.checkpoint.run_folder import is_run
 from logitd.model.device import DeviceError, choose_placement
 from logitd.model.plural import pluralize

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from dataclasses import asdict
 
 from logitd.model.checkpoint.checkpoint import CheckpointError
@@ -34,35 +33,10 @@ ERRORS = (
     InvalidRequest,
     KernelError,
 )
-SECONDS_BETWEEN_LINES = 10.0
-"""Seconds between lines of progress if stderr is not a terminal."""
-
-
-class ProgressLines:
-    """Prints progress on stderr: a line that is redrawn on a terminal, otherwise a line every few
-    seconds."""
-
-    def __init__(self) -> None:
-        self._lines = ProgressLine(sys.stderr)
-        self._next = 0.0
-
-    def __call__(self, event: Fitting | Downloading | Downloaded) -> None:
-        text = _line(event)
-        if self._lines.in_place:
-            self._lines.redraw(text)
-        elif (now := time.monotonic()) >= self._next:
-            self._next = now + SECONDS_BETWEEN_LINES
-            self.say(text)
-
-    def say(self, text: str) -> None:
-        self._lines.say(f"logitd sae: {text}")
-
-    def end(self) -> None:
-        self._lines.end()
 
 
 def run(settings: SaeSettings) -> int:
-    progress = ProgressLines()
+    progress = ProgressLine(sys.stderr, "logitd sae: ")
     if notice := busy_notice():
         progress.say(notice)
     result = train_autoencoder(
@@ -80,7 +54,7 @@ def run(settings: SaeSettings) -> int:
         options=ComputeOptions.of(settings),
         reading=ReadOptions.of(settings),
         log=progress.say,
-        tell=progress,
+        tell=lambda event: progress.show(_line(event)),
     )
     progress.end()
     if settings.as_json:

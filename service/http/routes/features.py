@@ -8,7 +8,8 @@ from logitd.model.inference.engine.validation import check_request
 from logitd.model.operations.computed import Computed
 from logitd.model.operations.features import described_feature, promotion_request, summary
 from logitd.model.operations.prompts import clip
-from logitd.model.transformer.config import Features, GPTConfig
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.features import Features
 from logitd.service.errors import ApiError, errors
 from logitd.service.http.query import KNOWN_QUERY
 from logitd.service.http.schemas import FeatureReply, FeaturesReply

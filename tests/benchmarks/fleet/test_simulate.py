@@ -16,26 +16,6 @@ def run(
     return simulate(times, load, server, replicas, arrivals(load, count, seed=1))
 
 
-def test_times_between_measured_sizes_are_on_lines() -> None:
-    times = StepTimes(0.0, ((1, 1.0), (4, 4.0), (8, 6.0)))
-    expected = {0: 0.0, 1: 1.0, 2: 2.0, 4: 4.0, 6: 5.0, 8: 6.0, 12: 8.0}
-    assert {batch: times.decode_step(batch) for batch in expected} == expected
-    assert StepTimes(0.0, ((4, 4.0), (8, 6.0))).decode_step(2) == 3.0
-
-
-def test_step_times_come_from_bench() -> None:
-    found = {
-        "engine": {
-            "prefill": [{"tokens_per_second": 900.0}, {"tokens_per_second": 1000.0}],
-            "decode": [
-                {"batch": 8, "tokens_per_second": 400.0},
-                {"batch": 1, "tokens_per_second": 100.0},
-            ],
-        }
-    }
-    assert StepTimes.of_bench(found) == StepTimes(0.001, ((1, 0.01), (8, 0.02)))
-
-
 def test_single_request_takes_the_time_of_its_steps() -> None:
     """Chunks of 100, 100 and 50 tokens, then four decode steps."""
     load, server = Load(1.0, 250, 5), Server(prefill_chunk=100, overhead=0.5)
@@ -47,17 +27,6 @@ def test_single_request_takes_the_time_of_its_steps() -> None:
     assert outcome.busy == pytest.approx(1.0)
 
 
-def test_prompt_delays_decoding_sequences() -> None:
-    """The second arrives while the first decodes, so its prompt is computed in the first one's next
-    step."""
-    load, server = Load(1.0, 100, 3), Server(prefill_chunk=256)
-    outcome = simulate(FLAT, load, server, 1, [0.0, 0.105])
-    # To 0.1: the first prompt. To 0.11: one of its tokens. To 0.22: its last token, with the second
-    # prompt.
-    assert outcome.first_tokens == pytest.approx((0.1, 0.22 - 0.105))
-    assert outcome.inter_token == pytest.approx((0.12 + 0.02) / 4)
-
-
 @pytest.mark.parametrize("use", [0.3, 0.6, 0.85])
 def test_server_of_one_slot_is_the_queue_of_the_books(use: float) -> None:
     """M/D/1: the Pollaczek-Khinchine mean wait is use / (2 (1 - use)) service times."""
@@ -67,13 +36,6 @@ def test_server_of_one_slot_is_the_queue_of_the_books(use: float) -> None:
     waits = sum(outcome.first_tokens) / len(outcome.first_tokens) - service
     assert waits == pytest.approx(service * use / (2 * (1 - use)), rel=0.1)
     assert outcome.busy == pytest.approx(use, rel=0.05)
-
-
-def test_flood_is_answered_as_fast_as_full_batches_go() -> None:
-    times = StepTimes(0.0, ((1, 0.010), (8, 0.020)))
-    outcome = run(times, Load(10**6, 1, 1000), Server(slots=8, max_queue=10**6), count=800)
-    assert outcome.tokens_per_second == pytest.approx(8 / 0.020, rel=0.01)
-    assert outcome.busy == pytest.approx(1.0, rel=0.01)
 
 
 @given(

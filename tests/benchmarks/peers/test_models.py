@@ -15,7 +15,7 @@ from benchmarks.peers.models import write_models
 from benchmarks.peers.transformers_generate import logprobs
 from benchmarks.peers.weights import HUGGINGFACE, LOGITD
 from benchmarks.shapes import SMALL, SMALL_LLAMA, Shape
-from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.convert.exporting import export_model
 
 TWO = pytest.mark.parametrize("shape", [SMALL, SMALL_LLAMA], ids=["gpt2", "llama"])

@@ -9,12 +9,9 @@ import transformers
 from benchmarks.peers.contract import disagreement
 from benchmarks.peers.transformers_generate import logprobs
 from benchmarks.peers.transformers_server import (
-    check_usage,
     save_for_transformers,
     text_of,
-    tokens_in,
 )
-from benchmarks.streams import StreamFailed
 from tests.benchmarks.peers.conftest import Saved
 
 
@@ -38,25 +35,3 @@ def test_text_has_the_ids_that_it_was_made_of(folder: Path) -> None:
     ids = torch.randint(300, (50,)).tolist()
     assert tokenizer(text_of(ids))["input_ids"] == ids
     assert str(tokenizer.decode(ids)).split() == text_of(ids).split()
-
-
-def test_tokens_of_a_line() -> None:
-    piece = 'data: {"choices": [{"text": " t5"}]}'
-    end = 'data: {"choices": [{"text": ""}], "usage": {"prompt_tokens": 2, "completion_tokens": 1}}'
-    assert tokens_in(piece, None) == (1, None)
-    assert tokens_in("", None) == (0, None)
-    assert tokens_in("data: [DONE]", None) == (0, None)
-    assert tokens_in(end, None) == (0, {"prompt_tokens": 2, "completion_tokens": 1})
-    with pytest.raises(StreamFailed, match="out of pages"):
-        tokens_in('data: {"error": "out of pages"}', None)
-
-
-def test_prompt_counts_must_agree() -> None:
-    usage = {"prompt_tokens": 2, "completion_tokens": 3}
-    check_usage(usage, prompt=2, came=3)
-    with pytest.raises(StreamFailed, match="the server counts 2 and 3 tokens"):
-        check_usage(usage, prompt=2, came=4)
-    with pytest.raises(StreamFailed, match="the server counts 2 and 3 tokens"):
-        check_usage(usage, prompt=1, came=3)
-    with pytest.raises(StreamFailed, match="without its counts, after 3 tokens"):
-        check_usage(None, prompt=2, came=3)

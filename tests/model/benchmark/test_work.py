@@ -9,12 +9,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from logitd.model.benchmark.work import Work, decode_work, limit, prefill_work
-from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.options import KVCacheDType, Quantization
 from logitd.model.machine import Machine
-from logitd.model.transformer.config import gpt2_shape
 from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.shapes import gpt2_shape
 from logitd.model.transformer.size import attention_operations
 from tests.model.factories import FAMILIES, save_tiny_checkpoint, tiny_config, tiny_gpt
 

@@ -11,13 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from logitd.model.checkpoint.checkpoint import (
-    CONFIG,
-    RANKS,
-    WEIGHTS,
-    CheckpointError,
-    load_checkpoint,
-)
+from logitd.model.checkpoint.checkpoint import CONFIG, RANKS, WEIGHTS, CheckpointError
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.transformer.gpt import GPT
 
 CPU = torch.device("cpu")

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from logitd.model.checkpoint.adapter import WEIGHTS, merge, read_adapter, save_adapter
-from logitd.model.checkpoint.checkpoint import CheckpointError, load_checkpoint, read_checkpoint
+from logitd.model.checkpoint.checkpoint import CheckpointError, read_checkpoint
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.transformer.config import TARGETS
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.lora import LoraShape, trained_weights

@@ -21,10 +21,10 @@ from logitd.model.checkpoint.checkpoint import (
     RANKS,
     WEIGHTS,
     CheckpointError,
-    load_checkpoint,
     read_checkpoint,
 )
 from logitd.model.checkpoint.hashed_file import HashedFile
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.checkpoint.weights_file import StoredTensor, read_header
 from logitd.model.text.tokenizer import Tokenizer
 from tests.model.checkpoint.files import CPU, contents, edit_config, load, refuse
@@ -139,7 +139,7 @@ def test_loaded_bytes_are_the_hashed_ones(saved: Path, monkeypatch: pytest.Monke
         return tensors
 
     with monkeypatch.context() as meanwhile:
-        meanwhile.setattr("logitd.model.checkpoint.checkpoint.read_header", change_then)
+        meanwhile.setattr("logitd.model.checkpoint.load.read_header", change_then)
         refuse(saved, "model.safetensors.*sha256")
 
 
@@ -152,7 +152,8 @@ def test_loading_holds_neither_the_file_nor_a_second_copy(tmp_path: Path) -> Non
         import re, sys
         from pathlib import Path
         import torch
-        from logitd.model.checkpoint.checkpoint import load_weights, read_checkpoint
+        from logitd.model.checkpoint.checkpoint import read_checkpoint
+        from logitd.model.checkpoint.load import load_weights
 
         def peak():
             status = Path("/proc/self/status").read_text()

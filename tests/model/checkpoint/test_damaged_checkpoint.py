@@ -19,9 +19,9 @@ from logitd.model.checkpoint.checkpoint import (
     RANKS,
     WEIGHTS,
     CheckpointError,
-    check_header,
     read_checkpoint,
 )
+from logitd.model.checkpoint.load import check_header
 from logitd.model.device import DeviceError
 from tests.model.checkpoint.files import edit_config, edit_weights, load, refuse, rehash
 from tests.model.factories import FAMILIES, save_tiny_checkpoint, tiny_config, tiny_gpt

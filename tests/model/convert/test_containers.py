@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.convert.by_role.map_file import read_map_file
 from logitd.model.convert.by_role.read import RoleOptions
 from logitd.model.convert.foreign import ConvertError

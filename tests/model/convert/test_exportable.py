@@ -18,7 +18,8 @@ from logitd.model.training.configuration.config import TrainingConfig, TrainingE
 from logitd.model.training.configuration.resolve import resolve
 from logitd.model.training.events import Event, Started, line
 from logitd.model.training.trainer import train
-from logitd.model.transformer.config import MODERN, ORIGINAL, ConfigError, GPTConfig
+from logitd.model.transformer.config import ConfigError, GPTConfig
+from logitd.model.transformer.shapes import MODERN, ORIGINAL
 from tests.model.convert.theirs import loaded
 from tests.model.factories import (
     FAMILIES,

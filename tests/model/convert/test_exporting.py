@@ -19,7 +19,7 @@ from logitd.model.convert.importing import import_model
 from logitd.model.convert.vocabulary.words import character_tokenizer, word_tokenizer
 from logitd.model.files import FileError
 from logitd.model.llm import LLM, SamplingParams
-from logitd.model.transformer.config import MODERN, ORIGINAL
+from logitd.model.transformer.shapes import MODERN, ORIGINAL
 from tests.model.convert.theirs import SAMPLE, loaded, save_theirs, their_tokenizer
 from tests.model.factories import (
     CHAT_TEMPLATE,

@@ -18,7 +18,7 @@ from logitd.model.convert.layouts import (
     tie_if_equal,
     write_weights,
 )
-from logitd.model.transformer.config import MODERN
+from logitd.model.transformer.shapes import MODERN
 from tests.model.factories import tiny_config, tiny_gpt
 
 ROTARY = {"positions": "rotary", "tied_head": False}

@@ -9,7 +9,8 @@ import transformers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import nn
 
-from logitd.model.checkpoint.checkpoint import CheckpointInfo, load_checkpoint
+from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.convert.probe import probe_text
 from logitd.model.transformer.gpt import GPT
 

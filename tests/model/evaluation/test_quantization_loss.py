@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.data.shards import Shard
 from logitd.model.data.windows import Windows, validation_windows
 from logitd.model.evaluation.held_out import held_out_windows

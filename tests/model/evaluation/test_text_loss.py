@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from logitd.model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
+from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.data.errors import DataError
 from logitd.model.evaluation.text_loss import text_loss
 from logitd.model.training.step.validate import bits_per_byte

@@ -21,7 +21,7 @@ from logitd.model.extraction.quantities import (
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from logitd.model.llm import LLM
-from logitd.model.transformer.config import MODERN
+from logitd.model.transformer.shapes import MODERN
 from tests.model.extraction.conftest import TORCH, Extract, in_memory
 from tests.model.extraction.test_run import CONTEXT, rows_of
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt

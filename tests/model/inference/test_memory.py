@@ -28,7 +28,8 @@ from logitd.model.inference.options import (
     parse_memory,
 )
 from logitd.model.memory import Available, format_bytes
-from logitd.model.transformer.config import BLOCK, gpt2_shape
+from logitd.model.transformer.config import BLOCK
+from logitd.model.transformer.shapes import gpt2_shape
 from tests.model.factories import FAMILIES, tiny_config
 
 GIB = 2**30

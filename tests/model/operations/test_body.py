@@ -13,7 +13,6 @@ from logitd.model.inference.errors import InvalidRequest
 from logitd.model.operations.all import OPERATIONS
 from logitd.model.operations.body import ReplyBody, RequestBody
 from logitd.model.operations.generate import GenerateRequest, constraint_source
-from logitd.model.operations.logits import LogitsRequest
 
 REQUESTS = [operation.body for operation in OPERATIONS]
 NUMBERS = [
@@ -87,23 +86,6 @@ def test_any_text_is_a_prompt(text: str) -> None:
         assert GenerateRequest.model_validate_json(raw).prompt == text
 
 
-@pytest.mark.parametrize(
-    "prompt", ["a", [], [0], [1, 2, 3], ["a"], [[1], "a", []], ["a", [1, 2]], [[1, 2], [3]]]
-)
-def test_prompt_is_read_unchanged(prompt: Any) -> None:
-    assert read(GenerateRequest, prompt=prompt).prompt == prompt
-
-
-@pytest.mark.parametrize(
-    "prompt",
-    [None, 1, {}, True, [None], [1, "a"], ["a", 1], [[["a"]]], [[1.0]], [1.5], [-1], [[-1]],
-     [2**31], [10**30], [True], ["a", None], [["a"]]],
-)  # fmt: skip
-def test_other_prompts_are_refused(prompt: Any) -> None:
-    with pytest.raises(ValidationError):
-        read(GenerateRequest, prompt=prompt)
-
-
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "true", '"1"', "null"])
 def test_bias_must_be_a_number(value: str) -> None:
     with pytest.raises(ValidationError, match="logit_bias"):
@@ -121,12 +103,6 @@ def test_stop_strings_are_a_list(stop: Any, texts: list[str]) -> None:
 def test_stop_strings_are_few_short_and_not_empty(stop: Any) -> None:
     with pytest.raises(ValidationError):
         read(GenerateRequest, stop=stop)
-
-
-@pytest.mark.parametrize("positions", ["last", "all", [0], [-1, 5], [0] * 9])
-def test_positions(positions: Any) -> None:
-    body = LogitsRequest.model_validate_json(json.dumps({"prompt": "a", "positions": positions}))
-    assert body.positions == positions
 
 
 @pytest.mark.parametrize(

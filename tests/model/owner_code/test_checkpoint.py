@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from logitd import LLM, LoadError
-from logitd.model.checkpoint.checkpoint import CheckpointError, read_checkpoint, read_sources
+from logitd.model.checkpoint.checkpoint import CheckpointError, read_checkpoint
+from logitd.model.checkpoint.load import read_sources
 from logitd.model.convert.exporting import export_model
 from logitd.model.owner_code.config import CodeConfig
 from tests.model.owner_code.imported import written

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from logitd import LLM, SamplingParams
-from logitd.model.checkpoint.checkpoint import read_checkpoint, read_sources
+from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.checkpoint.load import read_sources
 from logitd.model.convert.by_code import CodeOptions, import_by_code
 from logitd.model.convert.by_role.owner_code import parse_owner_code
 from logitd.model.convert.foreign import ConvertError

@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 import torch
 
-from logitd.model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
+from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.trainer import train
 from tests.conftest import MATPLOTLIB

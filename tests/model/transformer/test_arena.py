@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from logitd.model.checkpoint.checkpoint import empty_gpt
+from logitd.model.checkpoint.load import empty_gpt
 from logitd.model.transformer.arena import (
     GAP,
     LINE,

@@ -9,14 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from logitd.model.transformer.config import (
-    MODERN,
-    WITHOUT_PARTS,
-    ConfigError,
-    GPTConfig,
-    padded,
-    parts_of,
-)
+from logitd.model.transformer.config import WITHOUT_PARTS, ConfigError, GPTConfig, parts_of
+from logitd.model.transformer.shapes import MODERN, padded
 from tests.model.factories import tiny_config
 from tests.model.shapes import shapes
 

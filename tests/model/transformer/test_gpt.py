@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from torch.testing import assert_close
 
 from logitd.model.transformer.attention import CausalAttend
-from logitd.model.transformer.config import GPTConfig, gpt2_shape
+from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.gpt import GPT, HEAD_ROWS, sinusoidal_table
+from logitd.model.transformer.shapes import gpt2_shape
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
 from tests.model.plain_stages import plain_stages
 from tests.model.shapes import COMBINATIONS, shapes

@@ -4,10 +4,8 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
-import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -141,21 +139,6 @@ def test_refused_body_does_not_affect_the_next_request(locked: Serving) -> None:
     assert replies.count(b"HTTP/1.1 200 ") == 1
 
 
-def test_openai_client_understands_the_refusal(locked: Serving) -> None:
-    def ask(key: str) -> Any:
-        http = openai.OpenAI(
-            base_url=locked.url, api_key=key, http_client=openai.DefaultHttpxClient(trust_env=False)
-        )
-        with http:
-            return http.get("/info", cast_to=object)
-
-    with pytest.raises(openai.AuthenticationError) as caught:
-        ask("another-key")
-    assert caught.value.code == "invalid_api_key"
-    assert caught.value.type == "authentication_error"
-    assert ask(ALICE)["model"] == "tiny"
-
-
 @pytest.mark.parametrize("public", ["/metrics,/generate", ""])
 def test_setting_decides_which_paths_are_public(checkpoint_path: Path, public: str) -> None:
     """Except for /health, which is always public."""
@@ -253,16 +236,6 @@ def test_no_reply_or_log_line_contains_a_key(
     for secret in (sent, ALICE, CI):
         assert not any(secret in one for one in shown)
     assert "/info" in caplog.text
-
-
-def test_settings_do_not_show_keys(tmp_path: Path) -> None:
-    settings = serve_settings(tmp_path, api_keys=KEYS)
-    dumped = str(settings.model_dump())
-    for shown in (repr(settings), str(settings), settings.model_dump_json(), dumped):
-        assert ALICE not in shown
-        assert CI not in shown
-    assert settings.api_keys == SecretStr(KEYS)
-    assert repr(read_api_keys(SecretStr(KEYS), None)) == "ApiKeys()", "not even a digest"
 
 
 def test_openapi_marks_what_needs_a_key(locked: Serving, server: Serving) -> None:

@@ -87,20 +87,6 @@ def posted(url: str, body: dict[str, Any]) -> tuple[threading.Thread, list[httpx
     return thread, responses
 
 
-def test_server_answers_health_while_it_loads(slow_path: Path) -> None:
-    with closing(process(slow_path)) as server:
-        server.wait_for("listening on port")
-        assert "logitd is ready" not in server.output
-        with client(server.url) as http:
-            assert http.get("/health").status_code == 503
-            assert http.get("/health/live").status_code == 200
-            assert http.post("/generate", json=LONG).status_code == 503
-            server.wait_for("logitd is ready")
-            assert http.get("/health").status_code == 200
-        server.signal(signal.SIGINT)
-        assert server.exit_code() == 0
-
-
 def test_signal_while_loading_quits_at_once(slow_path: Path) -> None:
     with closing(process(slow_path)) as server:
         server.wait_for("listening on port")

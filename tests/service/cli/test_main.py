@@ -368,7 +368,7 @@ def test_spin_variables_of_the_environment_win(
 @pytest.mark.parametrize(
     ("entry", "command"),
     [
-        *(("from logitd.service.cli.main import main; main()", c) for c in ("eval", "serve")),
+        ("from logitd.service.cli.main import main; main()", "serve"),
         ("from logitd.service.cli.start import main; main()", "train"),
         ("runpy.run_module('logitd', run_name='__main__')", "bench"),
     ],
@@ -391,14 +391,13 @@ def test_spin_is_set_before_torch_is_imported(entry: str, command: str) -> None:
 
 
 @pytest.mark.parametrize("library", ["_pydantic_core", "libtorch_cpu"])
-@pytest.mark.parametrize("arguments", [["serve", "--port", "0"], ["generate", "a"], ["bench"]])
 def test_interrupts_during_imports_end_silently(
-    arguments: list[str], library: str, monkeypatch: pytest.MonkeyPatch
+    library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """During the imports of the command line and those of the command."""
     monkeypatch.chdir(ROOT)
     process = subprocess.Popen(
-        [sys.executable, "-m", "logitd", *arguments],
+        [sys.executable, "-m", "logitd", "serve", "--port", "0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

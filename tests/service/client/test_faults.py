@@ -33,7 +33,7 @@ from tests.service.serving import TEST_TIMEOUT
 KEY = "sk-0123456789abcdef"
 VERSION = reply(200, {"version": "9"})
 STREAM = events(*CHUNKS, chunk(**TAIL))
-SOON = 0.6
+SOON = 0.3
 """A timeout in seconds that is allowed to pass."""
 
 SENT: dict[str, Callable[[Client], Any]] = {

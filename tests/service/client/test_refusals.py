@@ -1,7 +1,6 @@
 """Refusals of a real server and their exceptions; retries after a full queue."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,11 @@ from logitd import (
     BadRequestError,
     DeadlineExceededError,
     NotFoundError,
-    QueueFullError,
     ServerError,
     StreamError,
 )
-from logitd.service.client.transport import Exchange
 from tests.service.client.conftest import Connect
-from tests.service.serving import TEST_TIMEOUT, Serving, eventually, request_bytes, serving
-from tests.service.spelling import long_prompt
+from tests.service.serving import Serving, serving
 
 KEY = "0123456789abcdef"
 LONG: dict[str, Any] = {"prompt": "a", "ignore_eos": True}
@@ -100,61 +96,3 @@ def test_faults_of_the_server_have_their_id_in_the_log(
 
 
 # A full queue
-
-
-def occupy(server: Serving, stack: ExitStack) -> Callable[[], None]:
-    """Hold the slot with a reply that is not read, until the returned function is called."""
-    raw = stack.enter_context(server.connect(receive_buffer=4096))
-    raw.sendall(request_bytes("/logits", {"prompt": long_prompt(8000), "positions": "all"}))
-    eventually(lambda: server.sample("logitd_kv_slots_used") == 1)
-    return raw.close
-
-
-def test_full_queues_refuse_and_clients_retry(spelling_path: Path, connect: Connect) -> None:
-    with serving(spelling_path, slots=1, max_queue=0, slow_reader_timeout=TEST_TIMEOUT) as server:
-
-        def answered(status: int) -> float:
-            return server.sample(
-                "logitd_http_requests_total", endpoint="/generate", status=str(status)
-            )
-
-        with ExitStack() as stack:
-            occupy(server, stack)
-            client = connect(server.url, max_retries=0)
-            error = refused(QueueFullError, lambda: client.generate("a"))
-            assert (error.status, error.code) == (429, "queue_full")
-            assert error.retry_after is not None
-            assert error.retry_after >= 1
-            with pytest.raises(QueueFullError), client.stream("a"):
-                pass
-            assert answered(429) == 2
-            retrying = connect(server.url, max_retries=1)
-            refused(QueueFullError, lambda: retrying.generate("a"))
-            assert answered(429) == 4
-
-
-def test_queues_that_empty_answer_the_next_try(
-    spelling_path: Path, connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A slot becomes free after the first refusal."""
-    with (
-        serving(spelling_path, slots=1, max_queue=0, slow_reader_timeout=TEST_TIMEOUT) as server,
-        ExitStack() as stack,
-    ):
-        leave = occupy(server, stack)
-        waits: list[float] = []
-        decide = Exchange.wait_after_refusal
-
-        def let_go(*args: Any) -> float:
-            waits.append(decide(*args))
-            leave()
-            server.wait_idle()
-            return waits[-1]
-
-        monkeypatch.setattr("logitd.service.client.transport.Exchange.wait_after_refusal", let_go)
-        client = connect(server.url)
-        assert client.generate("a", max_tokens=3).text == "bcd"
-        assert len(waits) == 1
-        assert waits[0] >= 1
-        ok = server.sample("logitd_http_requests_total", endpoint="/generate", status="200")
-        assert ok == 1

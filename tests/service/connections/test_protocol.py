@@ -26,11 +26,11 @@ from logitd.service.http.schemas import ErrorReply
 from logitd.service.settings.serve import ServeSettings
 from tests.e2e.server import ServedProcess
 from tests.service.serving import Serving, eventually, read_all, read_until, request_bytes, serving
-from tests.service.spelling import long_prompt
+from tests.service.spelling import END_OF_TEXT_ID
 
 GET = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
 LAST = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-LARGE: dict[str, Any] = {"prompt": long_prompt(1000), "max_tokens": 1, "prompt_logprobs": 200}
+LARGE: tuple[str, Any] = ("/detokenize", {"tokens": [END_OF_TEXT_ID] * 2**17})
 """Request for a JSON reply that is larger than socket buffers."""
 WINDOW = 256 * 1024
 """Size in bytes of a slow reader's reads."""
@@ -75,7 +75,7 @@ def hurried(spelling_path: Path) -> Iterator[Serving]:
 
 @pytest.fixture(scope="module")
 def large_size(hurried: Serving) -> int:
-    size = len(hurried.post("/generate", LARGE).content)
+    size = len(hurried.post(*LARGE).content)
     assert size > 6_000_000, "more than sockets hold"
     return size
 
@@ -424,7 +424,7 @@ def test_unread_reply_is_ended(
 ) -> None:
     before = ended(hurried, "unread")
     with hurried.connect(receive_buffer=65536) as raw:
-        raw.sendall(request_bytes("/generate", LARGE))
+        raw.sendall(request_bytes(*LARGE))
         eventually(lambda: ended(hurried, "unread") == before + 1)
         assert len(drained(raw)) < large_size
     eventually(lambda: any("too little of a reply was read" in line for line in caplog.messages))
@@ -433,14 +433,14 @@ def test_unread_reply_is_ended(
 def test_trickling_reader_is_ended_and_slow_one_is_not(hurried: Serving, large_size: int) -> None:
     before = ended(hurried, "unread")
     with hurried.connect(receive_buffer=2048) as raw:
-        raw.sendall(request_bytes("/generate", LARGE, "Connection: close"))
+        raw.sendall(request_bytes(*LARGE, "Connection: close"))
         deadline = time.monotonic() + 40
         while ended(hurried, "unread") == before:
             raw.recv(50)
             time.sleep(0.1)  # 500 bytes/s
             assert time.monotonic() < deadline
     with hurried.connect(receive_buffer=WINDOW) as raw:
-        raw.sendall(request_bytes("/generate", LARGE, "Connection: close"))
+        raw.sendall(request_bytes(*LARGE, "Connection: close"))
         received = 0
         while piece := raw.recv(WINDOW):
             received += len(piece)
@@ -469,7 +469,7 @@ def test_shutdown_does_not_wait_for_stuck_clients(spelling_path: Path) -> None:
         b"GET / HT",
         request_bytes("/generate", {"prompt": "abc"})[:-3],
         GET,
-        request_bytes("/generate", LARGE),
+        request_bytes(*LARGE),
         request_bytes("/logits", rows),
     ]
     with (
@@ -505,7 +505,7 @@ def test_reply_that_is_being_read_is_finished_at_shutdown(spelling_path: Path) -
         with socket.socket() as raw:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, WINDOW)
             raw.connect((host, int(port)))
-            raw.sendall(request_bytes("/generate", LARGE))
+            raw.sendall(request_bytes(*LARGE))
             head, _, body = read_until(raw, b"\r\n\r\n").partition(b"\r\n\r\n")
             received = len(body)
             server.signal(signal.SIGTERM)

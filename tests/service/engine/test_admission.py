@@ -24,7 +24,6 @@ GENERATION = GenerationRequest(
     request_id="a", token_ids=(1, 2, 3), params=SamplingParams(max_tokens=5, seed=0)
 )
 ROWS = OutputsRequest(request_id="a", token_ids=(1, 2, 3), positions=(0, 2))
-ROWS_LOAD = Load(sequences=1, tokens=3, elements=2 * CONFIG.vocab_size)
 
 
 class Clock:
@@ -65,33 +64,6 @@ def retry_after(gaps: Sequence[float], *, sequences: int) -> int:
     with pytest.raises(QueueFull) as caught:
         admission.admit([GENERATION])
     return caught.value.retry_after
-
-
-def test_load_counts_each_sequence_of_a_request() -> None:
-    admission = controller(1, 10)
-    assert admission.load_of(replace(GENERATION, n=3)) == Load(sequences=3, tokens=9)
-    assert admission.load_of(ROWS) == ROWS_LOAD
-
-
-def test_ended_requests_leave_nothing() -> None:
-    admission = controller(2, 10, 100, 10**6)
-    admission.reserve([ROWS, ROWS])
-    assert admission.admit_reserved(ROWS) == ROWS_LOAD
-    assert (admission.sequences, admission.elements) == (2, 4 * CONFIG.vocab_size)
-    admission.end_sequence(finish(3), elements=ROWS_LOAD.elements)
-    assert (admission.sequences, admission.elements) == (1, 2 * CONFIG.vocab_size)
-    assert admission.sequences
-    admission.release([ROWS])
-    assert (admission.sequences, admission.elements) == (0, 0)
-    assert not admission.sequences
-
-
-def test_admit_takes_all_requests_or_none() -> None:
-    admission = controller(1, 2)
-    assert admission.admit([ROWS, GENERATION]) == [ROWS_LOAD, Load(sequences=1, tokens=3)]
-    with pytest.raises(QueueFull, match="1 sequence waiting, limit 2"):
-        admission.admit([ROWS, ROWS])
-    assert admission.sequences == 2
 
 
 def test_tokens_of_running_requests_do_not_count() -> None:
@@ -198,37 +170,6 @@ def sent_by(caller: str, n: int = 1) -> GenerationRequest:
     return replace(GENERATION, n=n, caller=caller)
 
 
-def test_full_queue_admits_a_caller_below_its_share() -> None:
-    """The share is half of 8 for two callers, a third for three; the total at most twice 8."""
-    admission = controller(2, 8)
-    admission.admit([sent_by("a", 10)])
-    with pytest.raises(QueueFull, match="8 sequences waiting, limit 8"):
-        admission.admit([sent_by("a")])
-    admission.admit([sent_by("b", 4)])
-    with pytest.raises(QueueFull):
-        admission.admit([sent_by("b")])
-    with pytest.raises(QueueFull):
-        admission.admit([sent_by("c", 3)])
-    admission.admit([sent_by("c", 2)])
-    admission.admit([sent_by("d", 2)])
-    with pytest.raises(QueueFull, match="16 sequences waiting, limit 8"):
-        admission.admit([sent_by("e")])
-    assert admission.sequences == 2 + 2 * 8
-
-
-def test_caller_alone_may_fill_the_queue() -> None:
-    admission = controller(1, 4)
-    admission.admit([sent_by("a", 5)])
-    admission.admit([sent_by("b")])
-    for _ in range(2):
-        admission.end_sequence(finish(3), "a")
-    with pytest.raises(QueueFull):
-        admission.admit([sent_by("a", 2)])
-    admission.end_sequence(finish(3), "b")
-    admission.admit([sent_by("a", 2)])
-    assert admission.sequences == 5
-
-
 def test_shares_apply_to_tokens_and_elements() -> None:
     rows = CONFIG.vocab_size * 2
     admission = controller(1, 100, tokens=12, elements=2 * rows)
@@ -246,13 +187,6 @@ def test_shares_apply_to_tokens_and_elements() -> None:
     admission.reserve([replace(ROWS, caller="b")])
     with pytest.raises(QueueFull, match="output elements"):
         admission.reserve([replace(ROWS, caller="b")])
-
-
-def test_queue_of_zero_admits_no_waiting_sequence() -> None:
-    admission = controller(1, 0)
-    admission.admit([sent_by("a")])
-    with pytest.raises(QueueFull):
-        admission.admit([sent_by("b")])
 
 
 @given(

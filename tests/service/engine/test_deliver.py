@@ -42,16 +42,6 @@ async def test_submission_gets_its_events_and_one_end_per_sequence() -> None:
         assert owner.admission.sequences == 0
 
 
-async def test_submission_of_several_requests_has_one_mailbox() -> None:
-    async with running(tiny()) as (owner, _):
-        submission = owner.submit([generation("one"), generation("two", n=2)])
-        assert submission.request_ids == ("one", "two")
-        events = await rest(submission)
-        assert [len(token_ids(events, "one")), len(token_ids(events, "two", 1))] == [5, 5]
-        assert len(finishes(events)) == 3
-        assert submission.finished
-
-
 async def test_step_delivers_the_tokens_of_all_sequences_together() -> None:
     engine = tiny(slots=4)
     async with running(engine) as (owner, reports):
@@ -64,17 +54,6 @@ async def test_step_delivers_the_tokens_of_all_sequences_together() -> None:
     assert sum(tokens) == 40
     assert max(tokens) == 4, "tokens of one step come together"
     assert engine.steps < 20
-
-
-async def test_slow_reader_gets_everything_at_once() -> None:
-    async with running(tiny()) as (owner, reports):
-        submission = owner.submit([generation("a", 20)])
-        while owner.admission.sequences:
-            await asyncio.sleep(0)
-        events = await submission.take()
-        assert len(token_ids(events, "a")) == 20
-        assert submission.finished
-        assert len(reports) >= 20
 
 
 async def test_tokens_wait_while_the_loop_pauses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,9 @@ import random
 
 import pytest
 
-from logitd.model.inference.engine.config import EngineConfig
-from logitd.model.inference.engine.events import FinishReason
 from logitd.service.engine.admission import Load
 from logitd.service.engine.async_engine import AsyncEngine
-from logitd.service.engine.submission import EngineStopped
 from tests.service.engine.harness import (
-    SPELLING,
-    GatedEngine,
     all_rows,
     finishes,
     generation,
@@ -20,32 +15,6 @@ from tests.service.engine.harness import (
     running,
     tiny,
 )
-from tests.service.serving import TEST_TIMEOUT
-
-
-async def test_drain_lets_requests_finish() -> None:
-    async with running(tiny(slots=1)) as (owner, _):
-        submissions = [owner.submit([generation(name, 30)]) for name in "abc"]
-        stopping = asyncio.ensure_future(owner.stop(TEST_TIMEOUT))
-        for submission in submissions:
-            (end,) = finishes(await rest(submission))
-            assert end.reason is FinishReason.LENGTH
-        await stopping
-        with pytest.raises(EngineStopped, match="shutting down"):
-            owner.submit([generation("late")])
-
-
-async def test_short_drain_aborts_the_rest(caplog: pytest.LogCaptureFixture) -> None:
-    engine = GatedEngine(SPELLING, EngineConfig(slots=1))
-    async with running(engine) as (owner, _):
-        submissions = [owner.submit([generation(name, 8000)]) for name in "ab"]
-        await submissions[0].take()
-        await owner.stop(0.01)
-        for submission in submissions:
-            (end,) = finishes(await rest(submission))
-            assert end.reason is FinishReason.ABORT
-        assert owner.admission.sequences == 0
-    assert caplog.messages == ["aborting 2 sequences at shutdown"]
 
 
 async def test_idle_engine_stops_without_a_log_line_and_may_stop_again(

@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 
 from logitd.model.inference.engine.config import EngineConfig
-from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.engine.events import Event, FinishEvent, FinishReason, TokenEvent
 from logitd.model.inference.reference import generate
 from logitd.model.transformer.gpt import GPT
 from logitd.service.engine.async_engine import ReloadError
-from logitd.service.engine.driver import WeightsLoader
 from logitd.service.engine.session import EngineSession
 from logitd.service.engine.submission import REPLACED, EngineStopped, Submission
 from tests.model.factories import tiny_gpt
@@ -129,31 +127,6 @@ async def test_cancelled_reload_continues_and_excludes_others() -> None:
         assert await finished(new) == (expected(NEW, "new"), FinishReason.LENGTH)
         await owner.reload(PATH, "hash", TEST_TIMEOUT)
         assert owner.version == 2
-
-
-class Full(Engine):
-    def prepare_weights(self, gpt: GPT) -> None:  # type: ignore[override]
-        raise MemoryError("of the device")
-
-
-def fail(path: Path, weights_sha256: str) -> GPT:
-    raise OSError("the disk is gone")
-
-
-@pytest.mark.parametrize(
-    ("kind", "loader", "reason"),
-    [(Engine, fail, "the disk is gone"), (Full, load, "of the device")],
-    ids=["not loaded", "do not fit"],
-)
-async def test_incompatible_weights_change_nothing(
-    kind: type[Engine], loader: WeightsLoader, reason: str
-) -> None:
-    async with running(kind(OLD, EngineConfig(slots=2)), load=loader) as (owner, _):
-        with pytest.raises(ReloadError, match=reason):
-            await owner.reload(PATH, "hash", TEST_TIMEOUT)
-        assert owner.version == 0
-        old = owner.submit([generation("old")])
-        assert await finished(old) == (expected(OLD, "old"), FinishReason.LENGTH)
 
 
 async def test_stopping_engine_ends_a_reload_and_refuses_others() -> None:

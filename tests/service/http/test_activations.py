@@ -2,7 +2,6 @@
 every operation that runs the model."""
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -192,21 +191,6 @@ def test_generated_tokens_alone_can_be_changed(server: Serving) -> None:
     changed = server.generate("abc", **fields)["choices"][0]["token_ids"]
     assert changed[0] == plain[0]
     assert len(set(changed[1:])) == 1, "the head's bias alone, or the lowest id"
-
-
-def test_company_changes_no_bit(server: Serving) -> None:
-    """Requests with and without interventions run together, and each keeps its bits."""
-    plain = server.generate(PROMPT, max_tokens=12, seed=3, logprobs=0)["choices"][0]
-    fields: dict[str, Any] = {"max_tokens": 12, "seed": 3, "logprobs": 0, "interventions": [HEAD]}
-    alone = server.generate(PROMPT, **fields)["choices"][0]
-    streams = [
-        server.client.build_request("POST", "/generate", json={"prompt": PROMPT, **body})
-        for body in ({"max_tokens": 12, "seed": 3, "logprobs": 0}, fields) * 3
-    ]
-    with ThreadPoolExecutor(6) as pool:
-        replies = list(pool.map(lambda request: server.client.send(request).json(), streams))
-    for index, reply in enumerate(replies):
-        assert reply["choices"][0] == (alone if index % 2 else plain)
 
 
 def test_values_count_in_the_queue(checkpoint_path: Path) -> None:

@@ -1,21 +1,17 @@
 """POST /attributions: the model's values, next to other requests; it can end at any moment."""
 
 import re
-import threading
-import time
 from contextlib import closing
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 
 from logitd.model.inference.attribution.attribute import attribute
 from logitd.model.inference.attribution.task import (
-    DEFAULT_STEPS,
     METHODS,
     AttributionTask,
-    Method,
     Probe,
 )
 from logitd.model.operations.attributions import AttributionsReply, PromptAttributions
@@ -24,7 +20,7 @@ from logitd.service.engine.admission import Load
 from logitd.service.metrics.model_metrics import StepKind
 from tests.service.http.asking import PROMPT
 from tests.service.serving import Serving, eventually, request_bytes, serving
-from tests.service.spelling import long_prompt, spelled
+from tests.service.spelling import long_prompt
 
 LONG: dict[str, Any] = {
     "prompt": long_prompt(3000),
@@ -126,14 +122,6 @@ def test_defaults_are_the_likeliest_token_and_one_method(server: Serving) -> Non
     assert "integrated_gradients" not in reply["prompts"][0]["tokens"][0]
 
 
-def test_schema_limits_equal_the_engines(server: Serving) -> None:
-    assert get_args(Method) == METHODS
-    (prompt,) = attributions(server, prompt="x", methods=["integrated_gradients"])
-    assert prompt.integrated_gradients is not None
-    assert prompt.integrated_gradients.steps == DEFAULT_STEPS
-    assert prompt.integrated_gradients.baseline == "zero"
-
-
 def test_pieces_and_steps_are_counted(checkpoint_path: Path) -> None:
     with serving(checkpoint_path, slots=1) as server:
         attributions(server, token="a")
@@ -153,16 +141,6 @@ def test_attributions_refuse_too_many_steps(spelling_path: Path) -> None:
         ), message
 
 
-def test_timeout_ends_an_attribution(spelling_path: Path) -> None:
-    with serving(spelling_path, slots=1, max_request_tokens=2**30) as server:
-        began = time.monotonic()
-        response = server.post("/attributions", {**LONG, "timeout": 0.5})
-        assert response.status_code == 504
-        assert time.monotonic() - began < 20
-        server.wait_idle()
-        assert server.finished("timeout") == 1
-
-
 def test_attribution_ends_when_its_client_disconnects(spelling_path: Path) -> None:
     with serving(spelling_path, slots=1, max_request_tokens=2**30) as server:
         with closing(server.connect()) as raw:
@@ -170,30 +148,6 @@ def test_attribution_ends_when_its_client_disconnects(spelling_path: Path) -> No
             eventually(lambda: server.sample("logitd_num_sequences_running") == 1)
         server.wait_idle()
         assert server.finished("abort") == 1
-
-
-def test_streams_continue_unchanged_during_attributions(spelling_path: Path) -> None:
-    with serving(spelling_path, slots=2) as server:
-        short = {"prompt": long_prompt(100), "methods": list(METHODS), "steps": 2}
-        alone = server.json("/attributions", short)["prompts"]
-        asked = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
-        expected = spelled("a", 60)
-        assert server.generate("a", **asked)["choices"][0]["token_ids"] == expected
-        with closing(server.connect()) as raw:
-            raw.sendall(request_bytes("/attributions", {**LONG, "prompt": long_prompt(300)}))
-            eventually(lambda: server.sample("logitd_num_sequences_running") == 1)
-            beside: list[Any] = []
-            asking = threading.Thread(
-                target=lambda: beside.append(server.json("/attributions", short)["prompts"])
-            )
-            asking.start()
-            assert server.generate("a", **asked)["choices"][0]["token_ids"] == expected
-            asking.join()
-            assert server.sample("logitd_num_sequences_running") == 1, (
-                "the long one is still running"
-            )
-        assert beside == [alone]
-        server.wait_idle()
 
 
 def test_gradients_count_in_the_budget_until_they_are_read(spelling_path: Path) -> None:

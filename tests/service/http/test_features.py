@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from logitd.model.checkpoint.checkpoint import CheckpointInfo, load_checkpoint
+from logitd.model.checkpoint.checkpoint import CheckpointInfo
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.llm import LLM, LoadError
 from logitd.service.application.app import create_app
 from logitd.service.client import Client

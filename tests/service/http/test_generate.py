@@ -14,7 +14,7 @@ from logitd.model.operations.generate import Choice, GenerateReply, Timings, Usa
 from logitd.model.transformer.gpt import GPT
 from logitd.service.http.schemas import ErrorReply
 from tests.service.serving import Serving, events, read_until, request_bytes
-from tests.service.spelling import ALPHABET, END_OF_TEXT_ID, RING, spelled
+from tests.service.spelling import END_OF_TEXT_ID, spelled
 
 PROMPT = "A prompt"
 
@@ -200,40 +200,6 @@ def test_stop_strings(
     assert after == (before[0] + 1, *before[1:]), "it ended as requested, and does not continue"
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_beginning_of_a_stop_string_is_sent_at_the_end(speller: Serving, streamed: bool) -> None:
-    fields: dict[str, Any] = {"stop": ["fgX", "yz é€😀.!"]}
-    if streamed:
-        choice = joined(stream(speller, "w", **fields))
-    else:
-        (choice,) = speller.generate("w", **fields)["choices"]
-    assert choice["text"] == "xyz é€😀."
-    assert choice["stop_reason"] == END_OF_TEXT_ID
-
-
-def test_text_that_may_begin_a_stop_string_is_held_back(speller: Serving) -> None:
-    """Its tokens are sent at once; its text is sent when it can no longer begin a stop string."""
-    chunks = stream(speller, "a", stop="defgX", max_tokens=9)
-    seen_ids: list[int] = []
-    seen_text = ""
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            seen_ids += choice["token_ids"]
-            seen_text += choice["text"]
-            if choice["finish_reason"] is None and seen_ids[-1] in b"defg":
-                assert seen_text == "bc"
-    assert seen_text == "bcdefghij"
-
-
-def test_each_of_several_sequences_stops_by_itself(speller: Serving) -> None:
-    choices = speller.generate(["a", "p", "w"], stop=["d", "rs"], max_tokens=8)["choices"]
-    assert [(c["text"], c["finish_reason"], c["stop_reason"]) for c in choices] == [
-        ("bc", "stop", "d"),
-        ("q", "stop", "rs"),
-        ("xyz é", "length", None),
-    ]
-
-
 # Echo, logprobs, model, timeout
 
 
@@ -383,19 +349,6 @@ def test_stream_gives_the_same_as_one_reply(server: Serving, fields: dict[str, A
     same = ("prompt_tokens", "completion_tokens", "total_tokens")
     assert [chunks[-1]["usage"][k] for k in same] == [whole["usage"][k] for k in same]
     assert chunks[-1]["seed"] == whole["seed"]
-
-
-def test_no_chunk_ends_inside_a_character(speller: Serving) -> None:
-    for _ in range(3):
-        text = ""
-        for chunk in stream(speller, "y", max_tokens=3 * len(RING), ignore_eos=True):
-            for choice in chunk["choices"]:
-                text += choice["text"]
-                assert "\ufffd" not in text
-        everything = f"{ALPHABET}<|endoftext|>" * 4
-        start = everything.index("z")
-        assert text == everything[start : start + len(text)]
-        assert text.count("😀") == 3
 
 
 def test_tokens_come_one_by_one_not_all_at_the_end(speller: Serving) -> None:

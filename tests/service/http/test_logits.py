@@ -45,11 +45,6 @@ def test_rows_are_the_models_own_to_the_bit(server: Serving, rows: Rows) -> None
     assert json.dumps(prompt["logits"][0][0]) == orjson.dumps(rows[0, 0], option=16).decode()
 
 
-def test_rows_are_those_of_the_plain_forward(server: Serving, gpt: GPT) -> None:
-    plain = gpt(torch.tensor([IDS])).logits[0].numpy()
-    assert np.abs(npy(server, "/logits", positions="all") - plain).max() < 1e-4
-
-
 def test_last_row_is_the_default(server: Serving, rows: Rows) -> None:
     assert np.array_equal(npy(server, "/logits"), rows[-1:])
     (prompt,) = prompts(server)

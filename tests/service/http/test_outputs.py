@@ -156,26 +156,6 @@ def test_largest_of_several_chunks_in_safetensors_are_those_of_json(speller: Ser
     assert np.array_equal(found["top_logits"].numpy(), np.array(values, dtype=np.float32))
 
 
-def test_disconnected_client_drops_waiting_prompts(speller: Serving) -> None:
-    body = {"prompt": [long_prompt(8000)] * 3, "positions": "all"}
-    with speller.connect() as raw:
-        raw.sendall(request_bytes("/logits", body))
-        read_until(raw, b"\r\n\r\n")
-        assert speller.served.engine.admission.sequences == 3
-    speller.wait_idle()
-
-
-@pytest.mark.parametrize("path", ["/hidden_states", "/attention"])
-def test_disconnected_client_frees_everything(speller: Serving, path: str) -> None:
-    for letter in b"vwxyz":
-        # A new prompt each time: a cached one would end before the test sees it.
-        body = {"prompt": [letter] * 8000, "positions": {"from": 7900}}
-        with speller.connect() as raw:
-            raw.sendall(request_bytes(path, body))
-            eventually(lambda: speller.served.engine.admission.sequences == 1)
-    speller.wait_idle()
-
-
 def test_replies_share_one_budget(speller: Serving) -> None:
     """The reply of a reader that stops stays in memory and counts in the budget."""
     path = speller.served.checkpoint.path

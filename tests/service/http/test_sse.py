@@ -99,16 +99,6 @@ async def some(*pieces: bytes) -> AsyncIterator[bytes]:
 # The format
 
 
-@given(st.recursive(TEXT | st.integers(-(2**53), 2**53) | st.none(), st.lists, max_leaves=5))
-def test_event_is_one_line(data: object) -> None:
-    raw = event({"value": data})
-    assert raw.startswith(b"data: {")
-    assert raw.endswith(b"}\n\n")
-    assert b"\n" not in raw[:-2]
-    assert b"\r" not in raw
-    assert json.loads(raw[6:]) == {"value": data}
-
-
 def test_fixed_lines_have_exact_bytes() -> None:
     assert event({"text": "é\r\n"}) == 'data: {"text":"é\\r\\n"}\n\n'.encode()
     assert DONE == b"data: [DONE]\n\n"
@@ -148,59 +138,6 @@ async def test_endless_stream_ends_with_its_client() -> None:
     assert ends.count == 1
     assert len(connection.sent) < 200
     assert not connection.ended
-
-
-async def test_waiting_stream_ends_with_its_client() -> None:
-    connection, ends = Connection(), Ends()
-    waiting = asyncio.Event()
-
-    async def silent() -> AsyncIterator[bytes]:
-        waiting.set()
-        await asyncio.Event().wait()
-        yield b""
-
-    running = asyncio.ensure_future(run(silent(), connection, ends))
-    await waiting.wait()
-    connection.gone.set()
-    await asyncio.wait_for(running, NEVER)
-    assert ends.count == 1
-
-
-async def test_early_disconnection_ends_the_request() -> None:
-    connection, ends = Connection(), Ends()
-    connection.gone.set()
-    await run(some(*[b"x"] * 1000), connection, ends)
-    assert ends.count == 1
-    assert not connection.ended
-
-
-@pytest.mark.parametrize("stuck_at", [1, 3], ids=["at a piece", "at the end of the body"])
-async def test_stopped_reader_is_disconnected(
-    stuck_at: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def accept(number: int) -> None:
-        if number == stuck_at:
-            await asyncio.Event().wait()
-
-    connection, ends = Connection(accept), Ends()
-    await asyncio.wait_for(run(some(b"one", b"two"), connection, ends, 0.01), NEVER)
-    assert ends.count == 1
-    assert len(connection.sent) == stuck_at
-    assert caplog.messages == ["a client left its stream unread for 0.01 s"]
-
-
-def test_slow_is_not_stopped() -> None:
-    async def main() -> None:
-        async def accept(number: int) -> None:
-            await asyncio.sleep(0.06)
-
-        connection, ends = Connection(accept), Ends()
-        await run(some(*[b"x"] * 8), connection, ends, 0.45)  # 0.6 s in all, 0.06 s each
-        assert connection.ended
-        assert connection.body == b"x" * 8
-
-    with asyncio.Runner(loop_factory=PatientLoop) as runner:
-        runner.run(main())
 
 
 async def test_failure_midway_leaves_the_body_incomplete(

@@ -24,7 +24,7 @@ from logitd.model.inference.engine.events import (
 )
 from logitd.model.inference.engine.requests import OutputsRequest
 from logitd.model.version import VERSION
-from logitd.service.engine.admission import AdmissionController, Limit, QueueLimits
+from logitd.service.engine.admission import AdmissionController, QueueLimits
 from logitd.service.engine.driver import StepReport
 from logitd.service.metrics.metrics import ENDPOINTS, Metrics, endpoint_label
 from logitd.service.metrics.model_metrics import ModelMetrics, StepKind
@@ -203,22 +203,6 @@ def test_text_is_the_classic_format(checkpoint_path: Path) -> None:
     assert value(metrics, "logitd_queue_elements") == 2 * 7
 
 
-def test_callers_are_counted_separately() -> None:
-    metrics = Metrics(callers=["alice", "ci"])
-    metrics.observe_request("/generate", 200, 0.5, "alice")
-    metrics.observe_request("/generate", 429, 0.25, "alice", Limit.TOKENS)
-    metrics.observe_request("/probs", 200, 2)
-    assert value(metrics, "logitd_api_key_requests_total", key="alice") == 2
-    assert value(metrics, "logitd_api_key_requests_total", key="ci") == 0
-    assert value(metrics, "logitd_http_requests_total", endpoint="/generate", status="429") == 1
-    assert value(metrics, "logitd_http_requests_total", endpoint="/probs", status="200") == 1
-    for endpoint, seconds in {"/generate": 0.75, "/probs": 2, "/score": 0}.items():
-        assert value(metrics, "logitd_http_request_seconds_sum", endpoint=endpoint) == seconds
-    for limit in Limit:
-        rejected = value(metrics, "logitd_requests_rejected_total", limit=limit.value)
-        assert rejected == (limit is Limit.TOKENS)
-
-
 @pytest.mark.parametrize(
     ("result", "kind"),
     [
@@ -276,24 +260,6 @@ def test_endpoints_have_their_own_labels() -> None:
     assert endpoint_label("/v1/models/any/name") == endpoint_label("/v1/models/") == "/v1/models"
     assert endpoint_label("/healthy") == endpoint_label("/v1/modelsx") == "other"
     assert endpoint_label("/docs") == endpoint_label("/nothing") == "other"
-
-
-def test_models_are_counted_separately(metrics: Metrics, checkpoint_path: Path) -> None:
-    one, other = metrics.of("tiny"), metrics.of("other")
-    assert metrics.of("tiny") is one
-    for model in (one, other):
-        model.served(read_checkpoint(checkpoint_path))
-    one.serving(read_checkpoint(checkpoint_path), ADMISSION)
-    one.observe_step(report([TokenEvent("gen-1", 0, 7)], decoded=2, ended=12.0))
-    for name, counted in (("tiny", 1), ("other", 0)):
-        assert value(metrics, "logitd_generation_tokens_total", model=name) == counted
-        assert value(metrics, "logitd_model_ready", model=name) == counted
-        assert value(metrics, "logitd_step_seconds_count", model=name, kind="decode") == counted
-    info = [family for family in families(metrics) if family.name == "logitd_checkpoint_info"]
-    assert {sample.labels["model"] for sample in info[0].samples} == {"tiny", "other"}
-    other_application = Metrics()
-    other_application.of("tiny")
-    assert value(other_application, "logitd_generation_tokens_total") == 0
 
 
 def test_checkpoint_replaces_the_previous_one(

@@ -1,7 +1,6 @@
 """Constraints are compiled once, within a time limit, and cached, even if clients disconnect."""
 
 import asyncio
-import re
 import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable
@@ -185,20 +184,6 @@ async def test_refusal_has_the_compilers_message_and_is_not_cached() -> None:
         assert (b.count("refused"), b.kept) == (2, 0)
 
 
-async def test_slow_constraint_is_refused_and_others_are_not() -> None:
-    async with bench(timeout=0.5) as b:
-        await asyncio.to_thread(b.sandbox.start)
-        slow = asyncio.create_task(b.constraints.compiled(SLOW))
-        await asyncio.sleep(0.1)
-        good = asyncio.create_task(b.constraints.compiled(GOOD))
-        error = await error_of(slow)
-        assert (error.status, error.param) == (400, "json_schema")
-        assert re.search(r"0\.5 s.*--constraint-timeout", error.message)
-        assert b.count("timed_out") == 1
-        await asyncio.to_thread(eventually, lambda: not trials(b.sandbox))
-        assert await good
-
-
 async def error_or_constraint(work: Awaitable[Constraint]) -> Constraint | ApiError:
     try:
         return await work
@@ -319,23 +304,3 @@ async def test_nothing_is_compiled_on_the_event_loop() -> None:
         await b.constraints.compiled(GOOD)
         assert len(compiler.threads) == 1
         assert threading.current_thread() not in compiler.threads
-
-
-async def test_without_a_compiler_the_reason_is_given() -> None:
-    async with bench(ConstraintsUnavailable("constraints need llguidance")) as b:
-        error = await error_of(b.constraints.compiled(GOOD))
-        assert (error.status, error.message) == (400, "regex: constraints need llguidance")
-        assert b.constraints.tried == []
-
-
-async def test_closing_during_a_trial_ends_its_process() -> None:
-    async with bench() as b:
-        slow = asyncio.create_task(b.constraints.compiled(SLOW))
-        while not b.constraints._trials:
-            await asyncio.sleep(0.01)
-        running, process = trials(b.sandbox), b.sandbox._process
-        assert process is not None
-        b.constraints.close()
-        assert (await error_of(slow)).status == 400
-        assert process.poll() is not None
-        eventually(lambda: not any(trial.exists() for trial in running))

@@ -57,15 +57,6 @@ def test_shared_field_has_generates_meaning(model: type[RequestBody]) -> None:
             assert own.description == native.description
 
 
-def test_fields_of_other_servers_are_refused_by_name() -> None:
-    for model in REQUESTS:
-        for name in ("top_a", "prompt_logprobs", "typical_p", "Temperature"):
-            with pytest.raises(ValidationError) as caught:
-                read(model, **{name: 1})
-            (problem,) = caught.value.errors()
-            assert (problem["type"], problem["loc"]) == ("extra_forbidden", (name,))
-
-
 @pytest.mark.parametrize("name", NEUTRAL)
 def test_unsupported_field_is_refused_by_name(name: str) -> None:
     with pytest.raises(ValidationError, match=f"{name} is not supported") as caught:

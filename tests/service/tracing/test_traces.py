@@ -188,18 +188,6 @@ def test_common_seed_is_an_attribute(
     assert request.attributes["gen_ai.request.max_tokens"] == 1
 
 
-def test_cached_prefix_and_stop_are_attributes(traced: Serving, collector: Collector) -> None:
-    prompt = "q" * 70
-    traced.generate(prompt, max_tokens=1)
-    trace, _, headers = parent()
-    body = {"prompt": prompt, "max_tokens": 20, "regex": "a{3}"}
-    reply = traced.post("/generate", body, **headers).json()
-    assert reply["choices"][0]["text"] == "aaa"
-    (request, *_) = collector.trace(trace)
-    assert request.attributes["gen_ai.usage.cache_read.input_tokens"] == 64
-    assert request.attributes["gen_ai.response.finish_reasons"] == ["stop"]
-
-
 def test_polled_endpoints_have_no_trace(traced: Serving, collector: Collector) -> None:
     ids = []
     for path in ("/health", "/metrics", "/health/live", "/version"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
-from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.convert.importing import import_model
 
 

@@ -85,11 +85,6 @@ def drop_merge(tokenizer_json: dict[str, Any]) -> None:
     del tokenizer_json["model"]["merges"][-1]
 
 
-def other_merge(tokenizer_json: dict[str, Any]) -> None:
-    left, right = tokenizer_json["model"]["merges"][-1]
-    tokenizer_json["model"]["merges"][-1] = [left + right[:1], right[1:]]
-
-
 def change(**changes: Any) -> Callable[[dict[str, Any]], None]:
     return lambda tokenizer_json: tokenizer_json.update(changes)
 

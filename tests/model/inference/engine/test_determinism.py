@@ -77,7 +77,7 @@ CHANGES = (
 )
 
 AS_THEY_ARE = RowGroups(1, 33)
-POOL, MIXES = 14, 2
+POOL, MIXES = 14, 1
 """Numbers of requests and of engines that compute some of them together. Enough to notice missing
 padding rows."""
 

@@ -219,18 +219,6 @@ def test_lens_has_the_same_bits_in_pieces_among_others_and_copied(
     assert same_bits(alone, split(rows_of(pieces), EVERYTHING))
 
 
-@pytest.mark.parametrize("changes", [(), ("blocks.0.output",)])
-def test_lens_of_the_last_position_of_several_chunks(changes: tuple[str, ...]) -> None:
-    """Chunks without requested positions have no rows."""
-    gpt = tiny_gpt()
-    interventions = tuple(
-        Intervention(stage=name, operation="scale", factor=1.0) for name in changes
-    )
-    request = ask(positions=(LENGTH - 1,), interventions=interventions)
-    pieces = lens_of(gpt, request, prefill_chunk=32)
-    assert same_bits(lens_of(gpt, ask()), pieces, [LENGTH - 1])
-
-
 # The token that follows
 
 FOLLOWING = replace(EVERYTHING, following=True)

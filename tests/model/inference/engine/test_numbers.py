@@ -24,7 +24,6 @@ from tests.model.inference.engine.harness import (
     Outcome,
     generation,
     outputs_request,
-    params,
     random_params,
     random_prompt,
     run,
@@ -135,15 +134,6 @@ def test_processed_logits_match_the_definition(seed: int) -> None:
         assert_close(values, expected.float(), atol=1e-3, rtol=1e-4)
 
 
-def test_columns_of_processed_logits() -> None:
-    gpt = tiny_gpt()
-    cold = params(temperature=0.5, top_k=20)
-    everything = rows(gpt, Logits(processing=cold))
-    chosen = rows(gpt, Logits(processing=cold, columns=(256, 3, 3)))
-    assert torch.equal(chosen, everything[:, [256, 3, 3]])
-    assert (everything.isfinite().sum(dim=-1) == 20).all()
-
-
 # Scores
 
 
@@ -183,17 +173,6 @@ def test_text_is_scored_as_a_whole(gpt: GPT, length: int) -> None:
     (outcome,) = score(gpt, PROMPT[:length])
     assert outcome.prompt_start == 0
     check_scores(gpt, PROMPT[:length], 0, outcome)
-
-
-def test_prompt_is_computed_once() -> None:
-    outcomes = score(tiny_gpt(), PROMPT[:70], [1, 2], [3], [4, 5, 6])
-    assert [outcome.ended.cached_tokens for outcome in outcomes] == [0, 64, 64]
-
-
-def test_scores_equal_a_generations_prompt_logprobs() -> None:
-    gpt = tiny_gpt()
-    generated = run(gpt, generation("g", PROMPT, prompt_logprobs=3))["g", 0].prompt
-    assert score(gpt, PROMPT, top=3)[0].prompt == generated
 
 
 @pytest.mark.parametrize(

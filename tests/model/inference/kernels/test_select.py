@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from logitd.model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
+from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.data.errors import DataError
 from logitd.model.evaluation.held_out import held_out_windows
 from logitd.model.evaluation.quantization_loss import decode_nats

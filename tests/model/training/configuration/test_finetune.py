@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from logitd.model.checkpoint.adapter import merge, read_adapter
-from logitd.model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
+from logitd.model.checkpoint.checkpoint import read_checkpoint
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.evaluation.text_loss import text_loss
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.configuration.finetune import LORA_RATE
@@ -21,7 +22,8 @@ from logitd.model.training.run.directory import RunDirectory
 from logitd.model.training.run.state import read_state
 from logitd.model.training.setup.base import open_base
 from logitd.model.training.trainer import TrainingResult, train
-from logitd.model.transformer.config import MODERN, GPTConfig, RopeScaling
+from logitd.model.transformer.config import GPTConfig, RopeScaling
+from logitd.model.transformer.shapes import MODERN
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 from tests.model.training.test_trainer import _state, _train_until
 

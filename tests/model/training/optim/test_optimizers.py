@@ -14,8 +14,8 @@ from logitd.model.training.configuration.presets import PRESETS
 from logitd.model.training.optim.optimizers import Optimizers, initialize, kind_of
 from logitd.model.training.optim.schedule import lr_scale
 from logitd.model.training.step.forward import native_bfloat16
-from logitd.model.transformer.config import MODERN, gpt2_shape
 from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.shapes import MODERN, gpt2_shape
 from tests.model.shapes import TOGETHER
 
 RECIPE = PRESETS["tiny"].recipe

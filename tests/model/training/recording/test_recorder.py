@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from logitd.model.checkpoint.checkpoint import load_checkpoint
+from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
 from logitd.model.training.events import Event, Progress, Sampled
 from logitd.model.training.trainer import Trainer, train

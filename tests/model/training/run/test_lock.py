@@ -4,8 +4,8 @@ import json
 import os
 import re
 import socket
-import subprocess
-import sys
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pytest
@@ -14,39 +14,31 @@ from logitd.model.checkpoint.run_folder import LOCK
 from logitd.model.training.configuration.config import TrainingError
 from logitd.model.training.run.directory import RunDirectory
 
-HOLDER = """
-import sys
-from pathlib import Path
-from logitd.model.training.run.directory import RunDirectory
-run = RunDirectory(Path(sys.argv[1]))
-run.lock()
-print("locked", flush=True)
-sys.stdin.read()
-"""
+
+def _hold(path: Path, locked: "Connection[str, str]") -> None:
+    """Take the lock and keep it, in a child process."""
+    RunDirectory(path).lock()
+    locked.send("locked")
+    locked.recv()
 
 
-def _holder(path: Path) -> "subprocess.Popen[bytes]":
-    """A process that has the lock."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+def test_lock_names_its_owner_and_ends_with_it(
+    tmp_path: Path, processes: ForkServerContext
+) -> None:
+    here, there = processes.Pipe()
+    process = processes.Process(target=_hold, args=(tmp_path, there))
+    process.start()
+    assert here.recv() == "locked"
+    note = json.loads((tmp_path / LOCK).read_text())
+    sentence = (
+        f"is being trained by process {process.pid} on {socket.gethostname()} "
+        f"since {note['since']}: wait until"
     )
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"locked\n"
-    return process
-
-
-def test_lock_names_its_owner_and_ends_with_it(tmp_path: Path) -> None:
-    with _holder(tmp_path) as process:
-        note = json.loads((tmp_path / LOCK).read_text())
-        sentence = (
-            f"is being trained by process {process.pid} on {socket.gethostname()} "
-            f"since {note['since']}: wait until"
-        )
-        for take in (RunDirectory(tmp_path).lock, lambda: RunDirectory.create(tmp_path)):
-            with pytest.raises(TrainingError, match=re.escape(sentence)):
-                take()
-        process.kill()
-        process.wait()
+    for take in (RunDirectory(tmp_path).lock, lambda: RunDirectory.create(tmp_path)):
+        with pytest.raises(TrainingError, match=re.escape(sentence)):
+            take()
+    process.kill()
+    process.join()
     run = RunDirectory(tmp_path)
     for _ in range(2):
         run.lock()

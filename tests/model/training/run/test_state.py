@@ -1,6 +1,5 @@
 """The trainer's own state on disk."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,8 @@ from logitd.model.training.run.state import (
     save_state,
 )
 from logitd.model.training.stopping.length import Counters
-from logitd.model.transformer.config import gpt2_shape
 from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.shapes import gpt2_shape
 
 HERE = environment(Placement(torch.device("cpu"), torch.float32, 2))
 
@@ -51,21 +50,6 @@ def test_counters_environment_and_unreported_steps_are_restored(tmp_path: Path) 
     assert before == HERE
     assert reports == {"steps": 2, "loss": torch.tensor(5.0)}
     assert [file.name for file in path.parent.iterdir()] == ["state.pt"]
-
-
-def test_failed_save_leaves_the_old_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "state.pt"
-    _save(path)
-    before = path.read_bytes()
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        _save(path)
-    assert path.read_bytes() == before
-    assert [file.name for file in tmp_path.iterdir()] == ["state.pt"]
 
 
 def test_missing_damaged_and_foreign_states_are_refused(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from logitd.model.device import Placement
 from logitd.model.training.run.step_log import StepLog
 from logitd.model.training.step.flops import flops_per_token, machine_rate
 from logitd.model.training.step.forward import Forward
-from logitd.model.transformer.config import MODERN, ORIGINAL, GPTConfig, gpt2_shape
+from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.shapes import MODERN, ORIGINAL, gpt2_shape
 from logitd.model.transformer.size import count_elements
 from tests.model.shapes import TOGETHER
 

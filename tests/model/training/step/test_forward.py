@@ -10,8 +10,8 @@ from torch import Tensor
 
 from logitd.model.device import Placement
 from logitd.model.training.step.forward import Forward, training_placement
-from logitd.model.transformer.config import MODERN, gpt2_shape
 from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.shapes import MODERN, gpt2_shape
 from tests.model.shapes import TOGETHER
 
 CPU = torch.device("cpu")

@@ -22,8 +22,8 @@ from logitd.model.data.windows import (
 from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer
 from logitd.model.training.distributed.ranks import Ranks
 from logitd.model.training.step.validate import bits_per_byte, validate
-from logitd.model.transformer.config import gpt2_shape
 from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.shapes import gpt2_shape
 
 BYTES = {bytes([byte]): byte for byte in range(256)}
 TOKENIZER = Tokenizer(

@@ -62,18 +62,6 @@ def test_running_server_is_measured(
         assert rate["first_token_seconds"] > 0
 
 
-def test_server_key_comes_from_the_environment(
-    checkpoint_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    key = "0123456789abcdef"
-    with serving(checkpoint_path, slots=4, api_keys=f"ci={key}") as running:
-        assert run(["bench", str(checkpoint_path), *SMALL, "--url", running.url]) == 1
-        assert "API key" in capsys.readouterr().err
-        monkeypatch.setenv("LOGITD_API_KEY", key)
-        found = bench(capsys, checkpoint_path, "--url", running.url)
-    assert key not in json.dumps(found)
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

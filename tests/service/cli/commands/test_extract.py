@@ -12,8 +12,9 @@ from pyarrow import parquet
 from logitd.model.data.sources.download import Downloading
 from logitd.model.extraction.plan import Survey
 from logitd.model.extraction.run import Progress, Surveyed
-from logitd.service.cli.commands.extract import ProgressLines
+from logitd.service.cli.commands.extract import Reporter
 from logitd.service.cli.main import run
+from logitd.service.cli.terminal import ProgressLine
 from tests.model.conftest import story
 
 FLAGS = ("--dtype", "float32", "--threads", "1", "--kernels", "torch")
@@ -111,10 +112,10 @@ def test_missing_package_is_explained(
 
 
 def test_progress_is_a_line_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = ProgressLines()
-    lines(Surveyed(Survey("", 2, 3000), 1, 500))
+    reporter = Reporter()
+    reporter(Surveyed(Survey("", 2, 3000), 1, 500))
     for tokens in (1000, 2000):
-        lines(Progress(tokens, tokens / 4000, 1234.5, 75.0, 3))
+        reporter(Progress(tokens, tokens / 4000, 1234.5, 75.0, 3))
     assert capsys.readouterr().err.splitlines() == [
         "logitd extract: 2 documents, 3,000 bytes; 500 tokens in 1 shard are finished",
         "logitd extract:  25%  1,000 tokens  3 shards  1,234 tok/s  1:15 left",
@@ -125,10 +126,10 @@ def test_progress_is_redrawn_on_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    lines = ProgressLines()
-    lines(Downloading("https://example.org/a", 5_000_000, 10_000_000))
-    lines(Progress(2000, 0.5, 1234.5, 3675.0, 3))
-    lines.say("done")
+    reporter = Reporter()
+    reporter(Downloading("https://example.org/a", 5_000_000, 10_000_000))
+    reporter(Progress(2000, 0.5, 1234.5, 3675.0, 3))
+    reporter.lines.say("done")
     assert capsys.readouterr().err == (
         "\r\x1b[Kdownloading https://example.org/a: 5.0 of 10.0 MB, 50%"
         "\r\x1b[K 50%  2,000 tokens  3 shards  1,234 tok/s  1:01:15 left\n"
@@ -146,14 +147,14 @@ def test_interrupt_that_a_finalizer_loses_stops_the_command(
         def __del__(self) -> None:
             signal.raise_signal(signal.SIGINT)
 
-    say = ProgressLines.say
+    say = ProgressLine.say
 
-    def say_and_die(progress: ProgressLines, text: str) -> None:
-        say(progress, text)
+    def say_and_die(lines: ProgressLine, text: str) -> None:
+        say(lines, text)
         if "1 document" in text:
             Dying()
 
-    monkeypatch.setattr(ProgressLines, "say", say_and_die)
+    monkeypatch.setattr(ProgressLine, "say", say_and_die)
     monkeypatch.setattr("logitd.model.extraction.run.SECONDS_BETWEEN", 0.0)
     before = signal.getsignal(signal.SIGINT)
     assert extracted(checkpoint_path, "--logprobs", "--shard-tokens", "200") == 130

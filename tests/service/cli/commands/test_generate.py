@@ -4,12 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from logitd.model.inference import reference
 from logitd.model.inference.kernels.cpu.library import KernelsUnavailable, load_library
-from logitd.model.inference.sampling.params import SamplingParams
-from logitd.model.transformer.gpt import GPT
 from logitd.service.cli.main import run
-from tests.model.factories import byte_tokenizer, save_tiny_checkpoint, tiny_config, tiny_gpt
+from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 from tests.service.serving import Serving, serving
 from tests.service.spelling import ALPHABET
 
@@ -26,15 +23,6 @@ def generate(
     return out
 
 
-def test_text_equals_the_reference(
-    checkpoint_path: Path, gpt: GPT, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = generate(checkpoint_path, capsys, PROMPT, "--seed", "3", "--max-tokens", "30")
-    params = SamplingParams(max_tokens=30, seed=3, temperature=0.8, stop_token_ids=frozenset({256}))
-    ids = reference.generate(gpt, list(PROMPT.encode()), params)
-    assert text == PROMPT + byte_tokenizer().decode([i for i in ids if i != 256])
-
-
 @pytest.mark.parametrize(
     ("flags", "fields"),
     [
@@ -49,7 +37,7 @@ def test_text_equals_the_endpoint(
     server: Serving, checkpoint_path: Path, capsys: pytest.CaptureFixture[str],
     flags: tuple[str, ...], fields: dict[str, float],
 ) -> None:  # fmt: skip
-    for tokens in (1, 40, 41):  # some of these end inside a character
+    for tokens in (40, 41):  # some of these end inside a character
         printed = generate(checkpoint_path, capsys, PROMPT, "--max-tokens", str(tokens), *flags)
         (choice,) = server.generate(PROMPT, max_tokens=tokens, echo=True, **fields)["choices"]
         assert printed == choice["text"]
@@ -73,11 +61,6 @@ def test_dtype_and_decoder_equal_the_services(
             "choices"
         ]
     assert printed == choice["text"]
-
-
-def test_seeds_decide_the_text(checkpoint_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    texts = [generate(checkpoint_path, capsys, PROMPT, "--seed", seed) for seed in ("1", "1", "2")]
-    assert texts[0] == texts[1] != texts[2]
 
 
 @pytest.mark.parametrize("flags", [(), ("--seed", "-1")])

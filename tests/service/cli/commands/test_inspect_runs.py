@@ -73,16 +73,6 @@ def test_several_runs_are_compared(
     assert rows["matrix_lr"] == ["0.001", "0.02"]
 
 
-def test_damaged_runs_have_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = Path("slow/metrics.jsonl").read_text()
-    (tmp_path / "cut").mkdir()
-    (tmp_path / "cut/run.json").write_text(Path("slow/run.json").read_text())
-    (tmp_path / "cut/metrics.jsonl").write_text(text[:-20])
-    for arguments in ([str(tmp_path / "cut")], [str(tmp_path / "cut"), "fast"]):
-        assert run(["inspect", *arguments]) == 0
-        assert "the last line of metrics.jsonl is cut off" in capsys.readouterr().out
-
-
 def test_json_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["inspect", "slow", "fast", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

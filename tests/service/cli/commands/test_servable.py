@@ -45,10 +45,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 # Checkpoints
 
 
-@pytest.mark.parametrize("flag", [[], ["--checkpoint"]])
-def test_best_checkpoint_of_a_run_is_served_under_its_name(flag: list[str]) -> None:
+def test_best_checkpoint_of_a_run_is_served_under_its_name() -> None:
     path = make_run(Path("runs/mine"), 400, 800, 1200, best=800)
-    with ServedProcess(*flag, "runs/mine", "--threads", "1", cwd=Path.cwd()) as process:
+    with ServedProcess("--checkpoint", "runs/mine", "--threads", "1", cwd=Path.cwd()) as process:
         assert (
             "logitd serve: runs/mine is a run; serving its checkpoint step-000800" in process.output
         )
@@ -242,12 +241,11 @@ def test_hints_name_the_program_as_called(
 # Followed runs
 
 
-@pytest.mark.parametrize("at_first", ["nothing", "empty", "being prepared", "a run"])
+@pytest.mark.parametrize("at_first", ["nothing", "being prepared", "a run"])
 def test_followed_runs_are_awaited_until_they_save(at_first: str) -> None:
     path = Path("runs/mine")
     if at_first != "nothing":
         path.mkdir(parents=True)
-    if at_first in ("being prepared", "a run"):
         (path / "run.lock").touch()
         (path / "data").mkdir()
     if at_first == "a run":

@@ -4,7 +4,6 @@ import asyncio
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -12,21 +11,14 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from logitd.model.inference.engine.config import EngineConfig
-from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.kernels.base import Decoder
 from logitd.model.inference.kernels.select import DecodePath, cuda_path
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.gpt import GPT
 from logitd.model.version import VERSION
 from logitd.service.application.app import create_app
-from logitd.service.engine.admission import AdmissionController, QueueLimits
-from logitd.service.engine.async_engine import AsyncEngine
-from logitd.service.engine.driver import EngineDriver, OnCompute
 from logitd.service.http.schemas import CardReply, ErrorReply, Health, Info, Version
 from logitd.service.metrics.metrics import ENDPOINTS
-from logitd.service.models.served import Models
-from tests.service.engine.harness import no_weights
 from tests.service.serving import (
     TEST_TIMEOUT,
     Serving,
@@ -155,42 +147,6 @@ def test_while_draining_new_requests_are_refused_and_running_ones_finish(
         drain.result(TEST_TIMEOUT)
 
 
-def test_failed_engine_is_neither_ready_nor_alive(
-    checkpoint_path: Path, gpt: GPT, logged_errors: list[str]
-) -> None:
-    class BrokenEngine(Engine):
-        def step(self, on_compute: OnCompute | None = None) -> Any:
-            raise ZeroDivisionError("a secret of the engine")
-
-    with serving(checkpoint_path) as server:
-        broken = BrokenEngine(gpt, EngineConfig(slots=2))
-        state = server.state
-
-        async def swap() -> None:
-            await server.served.engine.stop(0)
-            driver = EngineDriver(broken, no_weights)
-            limits = QueueLimits(
-                sequences=5, tokens=100, elements=10**6, per_request=64, most_tokens=10**6
-            )
-            engine = AsyncEngine(
-                driver,
-                AdmissionController(broken.model_config, broken.slots, limits),
-                stall_timeout=TEST_TIMEOUT,
-                on_step=state.metrics.of("tiny").observe_step,
-            )
-            state.models = Models([replace(server.served, engine=engine)])
-
-        asyncio.run_coroutine_threadsafe(swap(), server.loop).result(TEST_TIMEOUT)
-        for body in ({"prompt": "a"}, {"prompt": "b"}):
-            response = server.post("/generate", body)
-            assert response.status_code == 503
-            assert "secret" not in response.text
-        assert health(server) == health(server, LIVE) == (503, "failed")
-        assert "secret" not in server.client.get("/health").text
-        assert "a secret of the engine" in logged_errors[0]
-        logged_errors.clear()
-
-
 # Info and version
 
 
@@ -242,12 +198,6 @@ def test_info_and_log_say_why_cuda_graphs_do_not_serve(
     assert len(told) == 1
     for text in (info.decoding_note or "", *told):
         assert "self-check: RuntimeError: operation not permitted" in text
-
-
-def test_info_has_the_settings_of_steps(checkpoint_path: Path) -> None:
-    with serving(checkpoint_path, speculate="ngram", target_gap="0.15s") as server:
-        info = Info.model_validate(server.client.get("/info").json())
-    assert (info.speculate, info.target_gap) == ("ngram", "0.15s")
 
 
 def test_version(server: Serving) -> None:

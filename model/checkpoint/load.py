@@ -1,0 +1,226 @@
+"""Weights and source files of a checkpoint, verified while they are read.
+
+No size in a file is trusted by itself: before anything is allocated, the header of the weights is
+compared with the configuration, and both with the free memory. Loading verifies hashes, names,
+shapes and finiteness. It executes no code (`model/inference/load.py` starts an owner's) and copies
+the weights, so later changes of a file do not affect a loaded model. The configuration is read and
+everything is written in `model/checkpoint/checkpoint.py`.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from logitd.model.checkpoint.checkpoint import (
+    CONFIG,
+    WEIGHTS,
+    CheckpointError,
+    CheckpointInfo,
+    read_checkpoint,
+    reading,
+    sha256_of,
+    verify,
+)
+from logitd.model.checkpoint.hashed_file import HashedFile
+from logitd.model.checkpoint.weights_file import (
+    StoredTensor,
+    WeightsFileError,
+    read_elements,
+    read_header,
+)
+from logitd.model.device import one_thread
+from logitd.model.files import read_regular
+from logitd.model.memory import available, check_weights_fit
+from logitd.model.owner_code.config import FOLDER
+from logitd.model.plural import pluralize
+from logitd.model.transformer.arena import allocate_in_arena
+from logitd.model.transformer.config import GPTConfig
+from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.size import parameter_count
+
+MOST_REHASHED = 2**34
+"""Largest file, in bytes, that is hashed again after loading failed, to distinguish damage from
+weights of another model. Larger ones would take too long."""
+MOST_TIMES = 2**10
+"""Names and shapes are compared only if the configured shape has at most this many times as many
+elements as the file."""
+SOURCE_BYTES = 2**22
+"""Maximum size in bytes of one of the owner's source files."""
+_SOURCE_PART = re.compile(r"[\w-]+(\.[\w-]+)*")
+
+
+def load_checkpoint(
+    path: Path, *, device: torch.device, dtype: torch.dtype
+) -> tuple[CheckpointInfo, GPT]:
+    """Read and verify a checkpoint. The returned model is in evaluation mode, without gradients."""
+    info = read_checkpoint(path)
+    return info, load_weights(info, device=device, dtype=dtype)
+
+
+def load_weights(info: CheckpointInfo, *, device: torch.device, dtype: torch.dtype) -> GPT:
+    """Load the weights of a checkpoint that `read_checkpoint` has read. On a CPU they are stored in
+    an arena (`model/transformer/arena.py`).
+
+    Each piece of the file is hashed and converted to `dtype` while it is read. The model is
+    returned only if the hash is right. Raises CheckpointError; DeviceError if it does not fit.
+    """
+    config = info.config
+    with _open_weights(info, whole=True) as file:
+        gpt, stored = _shape_of(file, config)
+        check_weights_fit(config, dtype.itemsize, available(device))
+        gpt = gpt.to(dtype)
+        _allocate(gpt, device)
+        weights = gpt.state_dict()
+        # The other thread hashes. With all of torch's threads, two cores take 1.45 times as long.
+        with one_thread():
+            for tensor in stored:
+                check = partial(_check_finite, file.path, tensor)
+                read_elements(file, tensor, weights[tensor.name], check)
+    return gpt.eval().requires_grad_(False)
+
+
+def check_header(info: CheckpointInfo) -> None:
+    """Raise CheckpointError unless the weights have the names and shapes of the configuration. Only
+    the header is read; nothing is checked if the owner's code defines the shapes. This is for
+    callers that rely on the configured sizes before `load_weights`, which checks again."""
+    if isinstance(info.shape, GPTConfig):
+        with _open_weights(info, whole=False) as file:
+            _shape_of(file, info.shape)
+
+
+def read_sources(info: CheckpointInfo) -> tuple[dict[str, bytes], FileIO]:
+    """Read and verify the owner's source files, and open the file of weights, verified. Raises
+    CheckpointError."""
+    sources = {}
+    for name in info.files:
+        folder, _, inner = name.partition("/")
+        if folder == FOLDER:
+            parts = inner.split("/")
+            if not inner.endswith(".py") or not all(map(_SOURCE_PART.fullmatch, parts)):
+                raise CheckpointError(
+                    f"{info.path / CONFIG} names {name!r}, which is not a source file"
+                )
+            with reading(info.path / name):
+                sources[inner] = read_regular(info.path / name, SOURCE_BYTES)
+            verify(info.path, name, sha256_of(sources[inner]), len(sources[inner]), info.files)
+    with ExitStack() as stack:
+        with _open_weights(info, whole=True) as file:
+            read_header(file)
+            weights = stack.enter_context(file.another())
+        stack.pop_all()  # verified: it stays open
+    return sources, weights
+
+
+@contextmanager
+def _open_weights(info: CheckpointInfo, *, whole: bool) -> Iterator[HashedFile]:
+    """Open the weights. If they are read `whole`, their hash is verified at the end. It is also
+    verified after an error, so that damage is reported instead of its consequences."""
+    with reading(info.path / WEIGHTS), HashedFile(info.path / WEIGHTS) as file:
+        try:
+            yield file
+        except (CheckpointError, WeightsFileError):
+            if file.size <= MOST_REHASHED:
+                verify(info.path, WEIGHTS, file.finish(), file.taken, info.files)
+            raise
+        if whole:
+            verify(info.path, WEIGHTS, file.finish(), file.taken, info.files)
+
+
+def _shape_of(file: HashedFile, config: GPTConfig) -> tuple[GPT, tuple[StoredTensor, ...]]:
+    """The model on the meta device, where it takes no memory, and the tensors of a newly opened
+    file, whose names and shapes have been compared with it. Nothing is hashed yet."""
+    stored = read_header(file)
+    _check_sizes(file.path, config, stored)
+    gpt = empty_gpt(config, torch.device("meta"))
+    _check_weights(file.path, gpt.state_dict(), stored)
+    return gpt, stored
+
+
+def _check_sizes(where: Path, config: GPTConfig, stored: Sequence[StoredTensor]) -> None:
+    """Raise CheckpointError if the sizes in the configuration are far larger than the file, because
+    building such a shape would take too long."""
+    if config.n_layer > len(stored):
+        raise CheckpointError(
+            f"{where} has {len(stored):,} tensors, too few for the {config.n_layer:,} blocks of "
+            "the configuration: one of the two files belongs to another model"
+        )
+    held, needed = sum(tensor.elements for tensor in stored), parameter_count(config)
+    if needed > max(MOST_TIMES * held, 2**40):
+        raise CheckpointError(
+            f"{where} has {held:,} elements, but a model of the configuration's shape has "
+            f"{needed:,}: one of the two files belongs to another model"
+        )
+
+
+def _allocate(gpt: GPT, device: torch.device) -> None:
+    """Move a GPT from the meta device to `device`. Its weights are uninitialized."""
+    dtype = gpt.token_embedding.weight.dtype
+    if device.type == "cpu":
+        allocate_in_arena(gpt)
+    else:
+        gpt.to_empty(device=device)
+    gpt.reset_tables()
+    gpt.to(dtype)
+
+
+def empty_gpt(config: GPTConfig, device: torch.device) -> GPT:
+    """A GPT with uninitialized weights, which the caller sets."""
+    with torch.device(device), _SkipInit():
+        return GPT(config)
+
+
+class _SkipInit(TorchFunctionMode):
+    """Skips functions that write into a tensor. Initializing weights on the meta device would
+    import torch's compiler, which takes a second."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name.endswith("_") and not name.endswith("__"):
+            return kwargs.get("tensor", args[0] if args else None)
+        return func(*args, **kwargs)
+
+
+def _check_weights(
+    where: Path, expected: Mapping[str, Tensor], stored: Sequence[StoredTensor]
+) -> None:
+    names = {tensor.name for tensor in stored}
+    if missing := sorted(set(expected) - names):
+        raise CheckpointError(
+            f"{where} lacks {pluralize(len(missing), 'tensor')}, the first is {missing[0]}"
+        )
+    if unknown := sorted(names - set(expected)):
+        raise CheckpointError(
+            f"{where} has {len(unknown)} tensors that are not in the configuration, the first is "
+            f"{unknown[0]}"
+        )
+    for tensor in stored:
+        if tensor.shape != (shape := tuple(expected[tensor.name].shape)):
+            raise CheckpointError(
+                f"{where}: {tensor.name} has shape {tensor.shape}, but the configuration gives "
+                f"{shape}"
+            )
+        if not tensor.dtype.is_floating_point:
+            raise CheckpointError(
+                f"{where}: {tensor.name} has the dtype {tensor.dtype}; real numbers are needed"
+            )
+
+
+def _check_finite(where: Path, tensor: StoredTensor, elements: Tensor) -> None:
+    # The extremes are enough; torch.isfinite takes twenty times as long.
+    if not all(math.isfinite(extreme) for extreme in torch.aminmax(elements)):
+        raise CheckpointError(
+            f"{where}: {tensor.name} has NaN or infinite elements: its training diverged, or the "
+            "file was damaged before it was hashed"
+        )

@@ -1,0 +1,60 @@
+"""Sparse autoencoders' features as part of a model's shape.
+
+The autoencoders are in `model/sae`.
+"""
+
+from dataclasses import dataclass, fields
+
+from logitd.model.owner_code.config import CodeConfig
+from logitd.model.transformer.config import ConfigError, GPTConfig, ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """The features of a sparse autoencoder, which are a stage of a model that is served with it.
+
+    layer, stage  the block (None: outside the blocks) and the kind of the stage that it reads
+    count         number of features
+    width         width of the stage that it reads
+    """
+
+    name: str
+    layer: int | None
+    stage: str
+    count: int
+    width: int
+
+    @property
+    def reads(self) -> tuple[int | None, str]:
+        """The stage that the autoencoder reads."""
+        return self.layer, self.stage
+
+    @property
+    def key(self) -> tuple[int | None, str]:
+        """The stage of the features."""
+        return self.layer, f"{self.stage}.sae.{self.name}"
+
+    @property
+    def stage_name(self) -> str:
+        """The full name of the stage of the features."""
+        return self.key[1] if self.layer is None else f"blocks.{self.layer}.{self.key[1]}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GPTWithFeatures(GPTConfig):
+    """The shape of a GPT that is served with sparse autoencoders. `to_dict` leaves them out."""
+
+    features: tuple[Features, ...]
+
+
+def with_features(config: ModelConfig, features: tuple[Features, ...]) -> ModelConfig:
+    """The shape with these features. Raises ConfigError for a model by its owner's code."""
+    if not features:
+        return config
+    if isinstance(config, CodeConfig):
+        raise ConfigError(
+            f"the model is computed by its owner's code ({config.code}), which is not served with "
+            "sparse autoencoders"
+        )
+    values = {field.name: getattr(config, field.name) for field in fields(GPTConfig)}
+    return GPTWithFeatures(**values, features=features)
