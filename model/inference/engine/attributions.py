@@ -3,7 +3,8 @@
 Attributions need no slot of the cache. They wait in a separate queue, under the rules of the main
 queue. Up to AT_ONCE attributions run at a time, and up to MOST_AT_ONCE if each further one is its
 caller's only one. Callers get equal times. Those of a caller take turns, one piece each, so that a
-long one does not delay a short one. A step computes at most one piece, after everything else. Then the engine only decodes for a while (`scheduler.py`).
+long one does not delay a short one. A step computes at most one piece, after everything else. Then
+the engine only decodes for a while (`scheduler.py`).
 """
 
 from collections import deque

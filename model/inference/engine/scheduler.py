@@ -340,7 +340,9 @@ class Scheduler:
     def _leaves_rows(self, sequence: Sequence) -> bool:
         """False if this sequence generates with interventions, and its caller runs as many of these
         as compute in one step."""
-        mine = [s for s in (*self.running, sequence) if s.changes_rows and _same_caller(s, sequence)]
+        mine = [
+            s for s in (*self.running, sequence) if s.changes_rows and _same_caller(s, sequence)
+        ]
         elements = sum(each.group.cost.row for each in mine)
         return not sequence.changes_rows or len(mine) == 1 or elements <= self.step_elements
 
@@ -448,9 +450,7 @@ class Scheduler:
             return None
         return PrefillChunk(sequence, start, end, copy_from)
 
-    def _decode_in_turn(
-        self, decode: tuple[Sequence, ...], *, light: bool
-    ) -> tuple[Sequence, ...]:
+    def _decode_in_turn(self, decode: tuple[Sequence, ...], *, light: bool) -> tuple[Sequence, ...]:
         """All plain sequences and some tapped ones: none in a `light` step, otherwise those that
         have waited the longest, as many as fit into `step_elements` but at least one."""
         elements = 0

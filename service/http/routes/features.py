@@ -10,7 +10,7 @@ from logitd.model.operations.features import described_feature, promotion_reques
 from logitd.model.operations.prompts import clip
 from logitd.model.transformer.config import Features, GPTConfig
 from logitd.service.errors import ApiError, errors
-from logitd.service.http.query import KNOWN_QUERY
+from logitd.service.http.query import KNOWN_QUERY, PlainInt
 from logitd.service.http.schemas import FeatureReply, FeaturesReply
 from logitd.service.models.context import RequestContext
 from logitd.service.models.state import Chosen
@@ -46,7 +46,7 @@ def features(context: Chosen, sae: Sae = None) -> dict[str, Any]:
     tags=["outputs"],
 )
 async def feature(
-    context: Chosen, index: Annotated[int, Path(description="Index from 0.")], sae: Sae = None
+    context: Chosen, index: Annotated[PlainInt, Path(description="Index from 0.")], sae: Sae = None
 ) -> dict[str, Any]:
     """The examples are the places of the text on which the autoencoder was measured where the
     feature was strongest. `promoted` and `suppressed` are the tokens whose logits the feature's
