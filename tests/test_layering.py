@@ -17,6 +17,7 @@ ROOMS: dict[str, set[str]] = {
     "model.extras": set(),
     "model.optional_fields": set(),
     "model.plural": set(),
+    "model.plain_integer": set(),
     "model.folder_lock": set(),
     "model.processor": set(),
     "model.openmp": set(),
@@ -30,7 +31,7 @@ ROOMS: dict[str, set[str]] = {
     "model.text": {"model.files"},
     "model.checkpoint": {
         "model.device", "model.dtypes", "model.files", "model.memory", "model.owner_code.config",
-        "model.plural", "model.text", "model.transformer",
+        "model.plain_integer", "model.plural", "model.text", "model.transformer",
     },
     # Inference: parameters and protocols first, then what computes, then the engine over both.
     "model.inference.errors": set(),

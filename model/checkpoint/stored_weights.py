@@ -28,6 +28,7 @@ import torch
 from logitd.model.checkpoint.checkpoint import WEIGHTS, CheckpointError, CheckpointInfo, read_files
 from logitd.model.checkpoint.weights_file import StoredTensor, WeightsFileError, read_header
 from logitd.model.files import open_regular
+from logitd.model.plain_integer import plain_integer
 from logitd.model.transformer.config import GPTConfig
 
 READ_BYTES = 2**22
@@ -154,15 +155,15 @@ class StoredWeights:
 def parse_part(text: str | None, shape: Sequence[int]) -> tuple[Part, tuple[int, ...]]:
     """Parse a slice such as "3,:,0:64", as in NumPy but in steps of 1. Returns the part and the
     shape of the result, which lacks the axes of single indices. Raises ValueError."""
-    pieces = [] if text is None or not text.strip() else text.split(",")
+    pieces = [] if text is None else text.split(",")
     if len(pieces) > len(shape):
         raise ValueError(f"slice has {len(pieces)} axes; the weight has {len(shape)}")
     part, kept = [], []
     for axis, size in enumerate(shape):
-        piece = pieces[axis].strip() if axis < len(pieces) else ":"
+        piece = pieces[axis] if axis < len(pieces) else ":"
         start, colon, stop = piece.partition(":")
         try:
-            bounds = [int(each) if each.strip() else None for each in (start, stop)]
+            bounds = [plain_integer(each) if each else None for each in (start, stop)]
         except ValueError as error:
             raise _not_a_slice(piece) from error
         if colon:

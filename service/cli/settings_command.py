@@ -8,6 +8,7 @@ first use, because the list of commands does not need them.
 import importlib
 import textwrap
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -62,16 +63,15 @@ class SettingsCommand(click.Command):
         flags, rest = args[:end], args[end:]
         if "checkpoint" in names and flags[-1:] != ["--checkpoint"]:
             flags = [word.removeprefix("--checkpoint=") for word in flags if word != "--checkpoint"]
+        for flag, _, word in zip(flags, flags[1:], flags[2:], strict=False):
+            if flag == "--data" and not word.startswith("-") and Path(word).is_file():
+                raise click.UsageError(_one_value(f"Got unexpected extra argument ({word})"), ctx)
         try:
             return super().parse_args(ctx, flags + rest)
         except click.UsageError as error:
             if "extra argument" not in error.message or "--data" not in flags:
                 raise
-            raise click.UsageError(
-                f"{error.message}. --data takes one value: quote a pattern, as in --data '*.txt', "
-                "so that the shell does not expand it, or repeat --data",
-                ctx,
-            ) from error
+            raise click.UsageError(_one_value(error.message), ctx) from error
 
     def invoke(self, ctx: click.Context) -> "CommandSettings":
         from logitd.service.cli.flags import read_settings
@@ -96,3 +96,10 @@ class SettingsCommand(click.Command):
         for title, records in groups.items():
             with formatter.section(title.capitalize()):
                 formatter.write_dl(records, col_max=6)  # puts descriptions below their flags
+
+
+def _one_value(problem: str) -> str:
+    return (
+        f"{problem}. --data takes one value: quote a pattern, as in --data '*.txt', so that the "
+        "shell does not expand it, or repeat --data"
+    )

@@ -111,9 +111,9 @@ def stages(*, model: str | None = None) -> Call[Stages]:
     return _get("/stages", Stages, model)
 
 
-def weights(*, model: str | None = None) -> Call[Weights]:
+def weights(*, model: str | None = None, step: int | None = None) -> Call[Weights]:
     """Names and shapes of the weights, among them derived ones such as the matrices of heads."""
-    return _get("/weights", Weights, model)
+    return _get("/weights", Weights, model, step=step)
 
 
 def weight(
@@ -122,9 +122,10 @@ def weight(
     *,
     dtype: Literal["float32", "float16", "bfloat16"] = "float32",
     model: str | None = None,
+    step: int | None = None,
 ) -> Call[Array]:
     """A weight, or a part of it: "3,:,0:64" has indices for each axis, in steps of 1."""
-    given = {"slice": slice, "dtype": dtype, "model": model}
+    given = {"slice": slice, "dtype": dtype, "model": model, "step": step}
     fields = {key: value for key, value in given.items() if value is not None}
     request = Request("GET", f"/weights/{quote(name, safe='')}", fields, SAFETENSORS)
     return Call(request, lambda answer: TensorFile(answer.body).array(name))
@@ -187,7 +188,9 @@ def version() -> Call[str]:
     return Call(Request("GET", "/version"), lambda answer: answer.read(_Version).version)
 
 
-def _get(path: str, form: type[Result], model: str | None, **more: str | None) -> Call[Result]:
+def _get(
+    path: str, form: type[Result], model: str | None, **more: str | int | None
+) -> Call[Result]:
     given = {"model": model, **more}
     fields = {name: value for name, value in given.items() if value is not None}
     return Call(Request("GET", path, fields), lambda answer: answer.read(form))

@@ -6,7 +6,8 @@ another all count from the start (`reserve`), so that none of them is rejected h
 
 When the queue is full, a caller below its fair share is still admitted. The share is the limit
 divided by the number of callers with requests in the queue. All callers together never exceed
-FULLEST times the limits. A single caller may fill the whole queue.
+FULLEST times the limits. A single caller may fill the whole queue. If one request costs more tokens
+than the limit, an empty queue still admits it, but against others it counts as the limit.
 
 Belongs to the event loop. The scheduler, not this module, decides which request runs next.
 """
@@ -174,10 +175,12 @@ class AdmissionController:
         )
         if waiting:
             tokens = max(0, present.tokens - self.begun_tokens)
+            loads = self._open.by_caller.values()
+            counted = min(tokens, sum(min(each.tokens, limits.tokens) for each in loads))
             check(
                 Limit.TOKENS,
                 limits.tokens,
-                tokens + load.tokens,
+                counted + load.tokens,
                 own.tokens,
                 f"{pluralize(tokens, 'prompt token')} waiting",
             )

@@ -1,15 +1,20 @@
-"""Query: refuses unknown query parameters, on endpoints that have any.
+"""Query: refuses unknown and repeated query parameters, on endpoints that have any; and reads
+integers of paths and queries strictly.
 
 Other endpoints ignore the query: health checks, scrapers and OpenAI's clients add parameters such
 as a time or `api-version`.
 """
 
+from collections import Counter
 from collections.abc import Iterator
+from typing import Annotated
 
 from fastapi import Depends, Request
 from fastapi.dependencies.models import Dependant
+from pydantic import BeforeValidator
 
 from logitd.model.operations.prompts import clip
+from logitd.model.plain_integer import plain_integer
 from logitd.service.errors import bad_request
 
 
@@ -18,12 +23,18 @@ async def _refuse_unknown(request: Request) -> None:
         return
     route = request.scope["route"]
     known = list(_parameters(route.dependant))
-    for name in request.query_params:
-        if known and name not in known:
+    if not known:
+        return
+    for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
+        if name not in known:
             raise bad_request(
                 f"unknown query parameter {clip(name)!r}; {request.method} {route.path} takes "
                 f"{' and '.join(known)}",
                 clip(name),
+            )
+        if count > 1:
+            raise bad_request(
+                f"query parameter {name!r} is given {count} times; give it once", name
             )
 
 
@@ -34,5 +45,7 @@ def _parameters(dependant: Dependant) -> Iterator[str]:
         yield from _parameters(each)
 
 
+PlainInt = Annotated[int, BeforeValidator(plain_integer)]
+"""An integer of a path or a query. pydantic alone would also take "+1", " 1", "1_0" and "1.0"."""
 KNOWN_QUERY = Depends(_refuse_unknown)
 """Dependency of routers whose endpoints take query parameters."""

@@ -95,21 +95,26 @@ class ModelChoice:
         return self._context(model, _deadline(model, timeout))
 
     async def answering(self, body: ModelBody) -> RequestContext:
-        """The context of a body's request, to its model at its step, with its deadline. Raises like
+        """The context of a body's request, with its deadline. Raises like `at`."""
+        return await self.at(body.model, body.step, getattr(body, "timeout", None))
+
+    async def at(
+        self, name: str | None, step: int | None, timeout: float | None = None
+    ) -> RequestContext:
+        """The context of a request to a model at a step of its run (None: as served). Raises like
         `Models.find` and `History.open`, and ApiError for a step if the model has no history."""
-        timeout = getattr(body, "timeout", None)
-        if body.step is None:
-            return self.of(body.model, timeout)
-        model = self.all.find(body.model)
+        if step is None:
+            return self.of(name, timeout)
+        model = self.all.find(name)
         if model.history is None:
             raise bad_request(
-                f"step is {body.step}, but only one step of the model {clip(model.name)!r} is "
+                f"step is {step}, but only one step of the model {clip(model.name)!r} is "
                 "served: leave step out, or start the server with --history",
                 "step",
             )
         deadline = _deadline(model, timeout)
-        at_step = await model.history.open(body.step)
-        self._ends.append(partial(model.history.close, body.step))
+        at_step = await model.history.open(step)
+        self._ends.append(partial(model.history.close, step))
         return self._context(at_step, deadline)
 
     def _context(self, model: ServedModel, deadline: float | None) -> RequestContext:

@@ -143,7 +143,10 @@ def _field(where: str, record: Any, field: str | None) -> str:
             f"{field or TEXT!r}"
         )
     if "messages" in record and not isinstance(record.get(field or TEXT), str):
-        another = ", or name a field that is text with --text-field" if field else ""
+        texts = [name for name, value in record.items() if isinstance(value, str)]
+        names = ", ".join(map(repr, texts[:8]))
+        way_out = f", or name a field that is text with --text-field: {names}"
+        another = way_out if field and texts else ""
         raise DataError(
             f"{where} is a conversation ('messages') without a text in {field or TEXT!r}: write "
             f"each conversation as one text, in the form of the chat template{another}"

@@ -1,9 +1,10 @@
 """Attributions: choose the attribution that computes the next piece.
 
 Attributions need no slot of the cache. They wait in a separate queue, under the rules of the main
-queue. Up to AT_ONCE attributions run at a time and take turns, one piece each, so that a long one
-does not delay a short one. A step computes at most one piece, after everything else. Then the
-engine only decodes for a while (`scheduler.py`).
+queue. Up to AT_ONCE attributions run at a time, and up to MOST_AT_ONCE if each further one is its
+caller's only one. Callers get equal times. Those of a caller take turns, one piece each, so that a
+long one does not delay a short one. A step computes at most one piece, after everything else. Then
+the engine only decodes for a while (`scheduler.py`).
 """
 
 from collections import deque
@@ -14,6 +15,8 @@ from logitd.model.inference.engine.sequence import Sequence, State
 AT_ONCE = 2
 """Number of attributions that run at a time. It is small because each keeps the residual stream
 before each block in memory."""
+MOST_AT_ONCE = 8
+"""Number of attributions up to which a caller that has none running begins another."""
 
 
 class AttributionTurns:
@@ -21,30 +24,52 @@ class AttributionTurns:
 
     def __init__(self) -> None:
         self.waiting = WaitingQueue()
-        self.running: deque[Sequence] = deque()  # in the order of their turns
+        self._running: dict[str, deque[Sequence]] = {}  # by caller, in the order of turns
+        self._used: dict[str, float] = {}  # seconds by caller, in the order of their last turns
+
+    @property
+    def running(self) -> list[Sequence]:
+        return [sequence for line in self._running.values() for sequence in line]
 
     def has_work(self) -> bool:
         """True if `next` would return a sequence."""
-        return bool(self.running) or any(self.waiting.firsts())
+        return bool(self._running) or any(self.waiting.firsts())
 
     def next(self, now: float) -> Sequence | None:
-        """Begin waiting attributions, up to AT_ONCE running. Returns the one that computes the next
-        piece."""
-        while len(self.running) < AT_ONCE:
-            first = next(self.waiting.firsts(), None)
-            if first is None:
-                break
+        """Begin waiting attributions. Returns the one that computes the next piece."""
+        while (first := self._first()) is not None:
             self.waiting.take(first)
             first.state = State.ATTRIBUTION
             first.admitted = now
-            self.running.append(first)
-        if not self.running:
+            self._used.setdefault(first.request.caller, min(self._used.values(), default=0.0))
+            self._running.setdefault(first.request.caller, deque()).append(first)
+        if not self._running:
             return None
-        self.running.rotate(-1)
-        return self.running[-1]
+        caller = min(self._used, key=self._used.__getitem__)
+        self._used[caller] = self._used.pop(caller)
+        line = self._running[caller]
+        line.rotate(-1)
+        return line[-1]
+
+    def charge(self, sequence: Sequence, seconds: float) -> None:
+        """Count the time of a piece. The sequence may have ended with it."""
+        if sequence.request.caller in self._used:
+            self._used[sequence.request.caller] += seconds
+
+    def _first(self) -> Sequence | None:
+        """The next attribution to begin; None if as many run as may."""
+        count = len(self.running)
+        for sequence in self.waiting.firsts():
+            most = AT_ONCE if sequence.request.caller in self._running else MOST_AT_ONCE
+            if count < most:
+                return sequence
+        return None
 
     def remove(self, sequence: Sequence) -> None:
         if sequence.state is State.WAITING:
             self.waiting.remove(sequence)
-        else:
-            self.running.remove(sequence)
+            return
+        caller = sequence.request.caller
+        self._running[caller].remove(sequence)
+        if not self._running[caller]:
+            del self._running[caller], self._used[caller]

@@ -21,13 +21,20 @@ tapped sequence, or a piece of an attribution. After a heavy step, no such work 
 decoding for COOLDOWN times its duration. So it at most about doubles the time per token of other
 sequences.
 
-Attributions take no slot (`attributions.py`). With speculation, a decode step with few rows also
+Attributions take no slot (`attributions.py`). If attributions and other heavy work wait, each gets
+half of the time, so a short attribution does not wait for a queue of heavy prompts.
+
+One caller should not hold all slots for long. Of its sequences that generate with interventions,
+it holds slots for as many as compute in one step: more would only wait in their slots. It leaves an
+eighth of the slots free if another caller has asked in the last COMPANY_SECONDS.
+
+With speculation, a decode step with few rows also
 verifies drafted tokens (`ngram.py`). A sequence with a constraint gets no drafts, because its mask
 depends on every earlier token.
 """
 
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 from logitd.model.inference.engine.attributions import AttributionTurns
@@ -48,6 +55,10 @@ LARGE = 2**20
 COOLDOWN = 2
 """Duration of a cooldown, as a multiple of the heavy step. It limits the mean time between two
 tokens to 1 + 1 / COOLDOWN times the usual; writing the reply takes additional processor time."""
+COMPANY_SECONDS = 60
+"""Time after a caller's request during which others leave slots free for it."""
+LEFT_SLOTS = 8
+"""Divisor of the number of slots that gives the number of those left free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +129,11 @@ class Scheduler:
         self._planned_at = 0.0
         self._reserved_elements = 0  # by prompts, in the current step
         self._cooldown_until = 0.0
+        self._prompts_ahead = 0.0  # seconds of other heavy work that attributions may catch up on
+        self._asked: OrderedDict[str, float] = OrderedDict()  # last arrival by caller, oldest first
 
     def enqueue(self, sequence: Sequence, *, held: bool = False) -> None:
+        self._note_asked(sequence)
         if sequence.attribution is not None:
             self.attributions.waiting.push(sequence, held=held)
         else:
@@ -168,21 +182,27 @@ class Scheduler:
         decode = tuple(s for s in self.running if s.state is State.DECODE)
         has_untapped_decode = any(not sequence.tapped for sequence in decode)
         cooldown = has_untapped_decode and now < self._cooldown_until
-        if len(decode) > 1 and any(sequence.tapped for sequence in decode):
-            decode = self._decode_in_turn(decode, cooldown=cooldown)
-        tapped_prompts = 0 if cooldown else 1 if has_untapped_decode else self.config.slots
+        attributes = self.attributions.has_work()
+        if not attributes:
+            self._prompts_ahead = 0.0
+        light = cooldown or self._prompts_ahead > 0
+        if light or (len(decode) > 1 and any(sequence.tapped for sequence in decode)):
+            decode = self._decode_in_turn(decode, light=light)
+        tapped_prompts = 0 if light else 1 if has_untapped_decode else self.config.slots
         prompts = self._prompts_in_turn()
         positions = self.config.prefill_chunk
         if decode and prompts:
             waiting = (_waiting(sequence, now) for sequence in prompts)
             positions = self._budget.positions(len(decode), waiting)
+        prefill = self._prefill_chunks(prompts, positions, tapped_prompts, light=light)
+        attributes = attributes and not cooldown and not self._is_heavy(prefill, decode)
         return StepPlan(
-            prefill=self._prefill_chunks(prompts, positions, tapped_prompts, cooldown=cooldown),
+            prefill=prefill,
             decode=decode,
             drafts=self._drafts(decode) if self.config.speculate == "ngram" else {},
             given_up=self._given_up(),
             evicted=evicted,
-            attribution=None if cooldown else self.attributions.next(now),
+            attribution=self.attributions.next(now) if attributes else None,
         )
 
     def stepped(
@@ -197,13 +217,13 @@ class Scheduler:
         known. `together` is true if one pass computed prompts and decode. A heavy step begins a
         cooldown."""
         seconds = now - self._planned_at
-        heavy = (
-            self._reserved_elements >= LARGE
-            or plan.attribution is not None
-            or any(chunk.sequence.tapped for chunk in plan.prefill)
-            or any(sequence.tapped for sequence in plan.decode)
-        )
-        if heavy:
+        if plan.attribution is not None:
+            self.attributions.charge(plan.attribution, seconds)
+            self._prompts_ahead = max(0.0, self._prompts_ahead - seconds)
+            self._cooldown_until = now + COOLDOWN * seconds
+            return
+        if self._is_heavy(plan.prefill, plan.decode):
+            self._prompts_ahead += seconds
             self._cooldown_until = now + COOLDOWN * seconds
             return
         if plan.decode and prefill_seconds is not None:
@@ -262,13 +282,27 @@ class Scheduler:
             del draft.token_ids[count:]
         return {sequence: draft for sequence, draft in drafts.items() if draft.token_ids}
 
+    def _is_heavy(self, prefill: tuple[PrefillChunk, ...], decode: tuple[Sequence, ...]) -> bool:
+        """True if the prompts or rows of the current step need a cooldown."""
+        return (
+            self._reserved_elements >= LARGE
+            or any(chunk.sequence.tapped for chunk in prefill)
+            or any(sequence.tapped for sequence in decode)
+        )
+
+    def _note_asked(self, sequence: Sequence) -> None:
+        self._asked[sequence.request.caller] = sequence.arrived
+        self._asked.move_to_end(sequence.request.caller)
+        while next(iter(self._asked.values())) < sequence.arrived - COMPANY_SECONDS:
+            self._asked.popitem(last=False)
+
     def _has_room(self) -> bool:
         return bool(self._behind) or self.slots.used < self.slots.total
 
     def _admit(self, now: float) -> int:
         """Admit sequences while slots are available. Returns the number of evicted sequences."""
         evicted = 0
-        while self._has_room() and (admitted := self._next()) is not None:
+        while self._has_room() and (admitted := self._next(now)) is not None:
             sequence, source, length = admitted
             if self.slots.used == self.slots.total:
                 self._evict(next(iter(self._behind)))
@@ -282,14 +316,35 @@ class Scheduler:
             self.running.append(sequence)
         return evicted
 
-    def _next(self) -> tuple[Sequence, int, int] | None:
+    def _next(self, now: float) -> tuple[Sequence, int, int] | None:
         """The next sequence to admit, the slot to copy its prefix from, and the length of the
-        prefix. A sequence that should wait for a sibling is skipped, together with its caller."""
+        prefix. A sequence that should wait for another one of its caller is skipped, together with
+        its caller."""
         for sequence in self.waiting.firsts():
-            source, length = self._shared_prefix(sequence)
-            if not self._sibling_computes_more(sequence, length):
-                return sequence, source, length
+            if self._leaves_slots(sequence, now) and self._leaves_rows(sequence):
+                source, length = self._shared_prefix(sequence)
+                if not self._sibling_computes_more(sequence, length):
+                    return sequence, source, length
         return None
+
+    def _leaves_slots(self, sequence: Sequence, now: float) -> bool:
+        """False if this sequence would take a slot that its caller leaves to others. Those whose
+        readers are behind do not count: they can be evicted."""
+        left, caller = self.slots.total // LEFT_SLOTS, sequence.request.caller
+        since = now - COMPANY_SECONDS
+        if not left or not any(at > since for name, at in self._asked.items() if name != caller):
+            return True
+        held = sum(s.may_compute and _same_caller(s, sequence) for s in self.running)
+        return held < self.slots.total - left
+
+    def _leaves_rows(self, sequence: Sequence) -> bool:
+        """False if this sequence generates with interventions, and its caller runs as many of these
+        as compute in one step."""
+        mine = [
+            s for s in (*self.running, sequence) if s.changes_rows and _same_caller(s, sequence)
+        ]
+        elements = sum(each.group.cost.row for each in mine)
+        return not sequence.changes_rows or len(mine) == 1 or elements <= self.step_elements
 
     def _evict(self, sequence: Sequence) -> None:
         """Take the slot from a sequence whose reader is behind. The slot's contents can still be
@@ -334,7 +389,7 @@ class Scheduler:
         return allowed and not sequence.tapped
 
     def _prefill_chunks(
-        self, prompts: list[Sequence], positions: int, tapped: int, *, cooldown: bool
+        self, prompts: list[Sequence], positions: int, tapped: int, *, light: bool
     ) -> tuple[PrefillChunk, ...]:
         """The next chunks of these prompts, in turn: at most `positions` positions and `tapped`
         tapped prompts."""
@@ -342,7 +397,7 @@ class Scheduler:
         for sequence in prompts:
             if not positions or (sequence.tapped and not tapped):
                 continue
-            chunk = self._chunk(sequence, positions, cooldown=cooldown)
+            chunk = self._chunk(sequence, positions, light=light)
             if chunk is not None:
                 self._reserve(chunk)
                 positions -= -(-(chunk.end - chunk.start) // BLOCK) * BLOCK
@@ -375,7 +430,7 @@ class Scheduler:
                 counts[caller] += 1
         return sorted(prompts, key=places.__getitem__)
 
-    def _chunk(self, sequence: Sequence, budget: int, *, cooldown: bool) -> PrefillChunk | None:
+    def _chunk(self, sequence: Sequence, budget: int, *, light: bool) -> PrefillChunk | None:
         """The next chunk of a prompt, at most `budget` positions long; None if its elements do not
         fit into this step."""
         # 1) Begin after the computed positions, or after the prefix of another slot.
@@ -391,17 +446,15 @@ class Scheduler:
         first = min(start + BLOCK, end)
         while (elements := _elements(sequence, start, end)) > left and end > first:
             end = max(first, (end - 1) // BLOCK * BLOCK)
-        if (elements > left and self._reserved_elements) or (cooldown and elements >= LARGE):
+        if (elements > left and self._reserved_elements) or (light and elements >= LARGE):
             return None
         return PrefillChunk(sequence, start, end, copy_from)
 
-    def _decode_in_turn(
-        self, decode: tuple[Sequence, ...], *, cooldown: bool
-    ) -> tuple[Sequence, ...]:
-        """All plain sequences and some tapped ones: none during a cooldown, otherwise those that
+    def _decode_in_turn(self, decode: tuple[Sequence, ...], *, light: bool) -> tuple[Sequence, ...]:
+        """All plain sequences and some tapped ones: none in a `light` step, otherwise those that
         have waited the longest, as many as fit into `step_elements` but at least one."""
         elements = 0
-        tapped = [] if cooldown else [sequence for sequence in decode if sequence.tapped]
+        tapped = [] if light else [sequence for sequence in decode if sequence.tapped]
         for index, sequence in enumerate(sorted(tapped, key=lambda each: each.decoded_step)):
             elements += sequence.group.cost.row
             if index and elements > self.step_elements:
@@ -427,6 +480,10 @@ class Scheduler:
         if len(self._began) > len(self.running):  # some callers have nothing running any more
             callers = {sequence.request.caller for sequence in self.running}
             self._began = {name: step for name, step in self._began.items() if name in callers}
+
+
+def _same_caller(one: Sequence, other: Sequence) -> bool:
+    return one.request.caller == other.request.caller
 
 
 def _elements(sequence: Sequence, start: int, end: int) -> int:

@@ -136,6 +136,11 @@ class Sequence:
         return request if isinstance(request, AttributionRequest | CircuitRequest) else None
 
     @property
+    def changes_rows(self) -> bool:
+        """True if it generates with interventions."""
+        return self.tapped and self.generation is not None
+
+    @property
     def first_needed(self) -> int:
         """The first position whose hidden state is still needed; earlier ones may be copied."""
         if self.outputs is not None and not self.all_handed_out:

@@ -11,7 +11,7 @@ from logitd.model.operations.prompts import clip
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.features import Features
 from logitd.service.errors import ApiError, errors
-from logitd.service.http.query import KNOWN_QUERY
+from logitd.service.http.query import KNOWN_QUERY, PlainInt
 from logitd.service.http.schemas import FeatureReply, FeaturesReply
 from logitd.service.models.context import RequestContext
 from logitd.service.models.state import Chosen
@@ -47,7 +47,7 @@ def features(context: Chosen, sae: Sae = None) -> dict[str, Any]:
     tags=["outputs"],
 )
 async def feature(
-    context: Chosen, index: Annotated[int, Path(description="Index from 0.")], sae: Sae = None
+    context: Chosen, index: Annotated[PlainInt, Path(description="Index from 0.")], sae: Sae = None
 ) -> dict[str, Any]:
     """The examples are the places where the feature was strongest in the text on which the
     autoencoder was measured. `promoted` and `suppressed` are the tokens whose logits the feature's

@@ -11,7 +11,7 @@ from math import prod
 from typing import Annotated, Any
 
 import orjson
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
 from logitd.model.checkpoint.checkpoint import CheckpointError, CheckpointInfo
@@ -33,13 +33,27 @@ from logitd.service.http.arrays import (
 )
 from logitd.service.http.envelope import checkpoint_headers
 from logitd.service.http.negotiation import ARRAYS, JSON, NPY, RESPONSES, negotiate
-from logitd.service.http.query import KNOWN_QUERY
+from logitd.service.http.query import KNOWN_QUERY, PlainInt
 from logitd.service.http.reader import paced
 from logitd.service.http.schemas import WeightsReply
 from logitd.service.models.context import RequestContext
-from logitd.service.models.state import Chosen, State
+from logitd.service.models.state import AskedModel, Ready, State
 
 router = APIRouter(dependencies=[KNOWN_QUERY])
+
+
+async def _at_step(
+    models: Ready,
+    model: AskedModel = None,
+    step: Annotated[
+        PlainInt | None,
+        Query(ge=0, description="Step of the run, of a server with --history. Absent: the served."),
+    ] = None,
+) -> RequestContext:
+    return await models.at(model, step)
+
+
+AtStep = Annotated[RequestContext, Depends(_at_step)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +67,11 @@ class _Form:
 @router.get(
     "/weights",
     response_model=WeightsReply,
-    responses=errors(400, 401, 404, 409, 431, 503),
+    responses=errors(400, 401, 404, 409, 429, 431, 503),
     summary="The names and shapes of the weights",
     tags=["outputs"],
 )
-async def weights(context: Chosen, state: State) -> dict[str, Any]:
+async def weights(context: AtStep, state: State) -> dict[str, Any]:
     """Every tensor of the checkpoint, then derived ones: embedding `W_E`, unembedding `W_U`, and
     the matrices of each head, which are multiplied from the right by row vectors."""
     async with state.weight_reads:
@@ -80,7 +94,7 @@ async def weights(context: Chosen, state: State) -> dict[str, Any]:
 async def weight(
     request: Request,
     name: str,
-    context: Chosen,
+    context: AtStep,
     state: State,
     part: Annotated[
         str | None,
@@ -102,7 +116,7 @@ async def weight(
     async with state.weight_reads:
         chosen, shape = await asyncio.to_thread(_choose, context.checkpoint, name, part)
         elements = -(-prod(shape) * ITEM_BYTES[dtype] // 4)
-        context.subject.check_array(prod(shape))
+        context.subject.check_array(elements)
         context.model.reply_budget.take(elements)
         try:
             values = await asyncio.to_thread(_read, context.checkpoint, name, chosen)

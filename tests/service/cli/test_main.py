@@ -113,6 +113,7 @@ def test_unknown_commands_exit_2_with_the_nearest(
         (("extract", "x", "--data", "y"), "--out is required"),
         (("generate", "x", "--temperature", "nan"), "--temperature: .*finite.*given: 'nan'"),
         (("extract", "x", "--data", "a.txt", "b.txt"), r"argument \(b.txt\)\. --data .*'\*\.txt'"),
+        (("eval", "--data", "a.txt", __file__), r"argument \(.*\)\. --data .*'\*\.txt'"),
         (("train", "--steps", "0"), "--steps: .* 1 .*given: '0'"),
         (("extract", "x", "--data", "y", "--out", "z", "--top-k", "0"), "--top-k: .* 1 "),
         (("train", "--rope-scaling", "{"), "'--rope-scaling'.*not JSON"),

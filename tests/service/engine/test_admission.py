@@ -189,6 +189,26 @@ def test_shares_apply_to_tokens_and_elements() -> None:
         admission.reserve([replace(ROWS, caller="b")])
 
 
+def test_request_above_the_limit_of_tokens_shuts_nobody_out() -> None:
+    """64 circuits of one request cost more tokens than twice the limit. For as long as they ran,
+    everybody else got 429."""
+    admission = controller(1, 100, tokens=12)
+    large = replace(GENERATION, token_ids=(1,) * 30, caller="a")
+    admission.admit([large, large])
+    admission.admit([sent_by("b"), sent_by("b")])
+    with pytest.raises(QueueFull, match="66 prompt tokens waiting"):
+        admission.admit([sent_by("b")])
+    with pytest.raises(QueueFull):
+        admission.admit([sent_by("a")])
+
+
+def test_queue_of_zero_admits_no_waiting_sequence() -> None:
+    admission = controller(1, 0)
+    admission.admit([sent_by("a")])
+    with pytest.raises(QueueFull):
+        admission.admit([sent_by("b")])
+
+
 @given(
     st.lists(st.tuples(st.sampled_from("abcde"), st.integers(1, 4), st.booleans()), max_size=80),
     st.integers(0, 12),

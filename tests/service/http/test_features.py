@@ -157,7 +157,12 @@ def test_unknown_features_get_404(featured: Serving, path: str, expected: str) -
 
 
 @pytest.mark.parametrize(
-    ("path", "param"), [("/features/x", "index"), ("/weights/W_E?dtype=int4", "dtype")]
+    ("path", "param"),
+    [
+        *((f"/features/{index}", "index") for index in ("x", "+1", "%201", "1_0", "1.0", "01")),
+        ("/weights/W_E?dtype=int4", "dtype"),
+        ("/features?sae=mine&sae=mine", "sae"),
+    ],
 )
 def test_wrong_path_or_query_has_the_form_of_other_errors(
     featured: Serving, path: str, param: str

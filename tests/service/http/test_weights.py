@@ -121,12 +121,20 @@ def test_array_forms_hold_the_same_numbers(server: Serving) -> None:
         ("W_E", {"slice": "5:5"}, 400, "slice", "is empty"),
         ("W_E", {"slice": "::2"}, 400, "slice", "first:last"),
         ("W_E", {"slice": "x"}, 400, "slice", "'x'"),
+        *(
+            ("W_E", {"slice": each}, 400, "slice", "first:last")
+            for each in ("", "+1", " 1", "1_0", "01", "1e0", "\u0661", "0:+2", "9" * 30)
+        ),
+        ("W_E", {"slice": ["0", "1"]}, 400, "slice", "given 2 times"),
+        ("W_E", {"step": "+1"}, 400, "step", "plain digits"),
+        ("W_E", {"step": "-1"}, 400, "step", "greater than or equal to 0"),
+        ("W_E", {"step": "1"}, 400, "step", "--history"),
         ("W_E", {"dtype": "bfloat16"}, 400, "dtype", "cannot hold bfloat16"),
         ("W_E", {"part": "0"}, 400, "part", "unknown query parameter"),
     ],
 )
 def test_weight_refuses_what_it_cannot_give(
-    server: Serving, name: str, query: dict[str, str], status: int, param: str, said: str
+    server: Serving, name: str, query: dict[str, Any], status: int, param: str, said: str
 ) -> None:
     response = server.client.get(f"/weights/{name}", params=query)
     error = response.json()["error"]
@@ -141,6 +149,7 @@ def test_large_and_replaced_weights_are_refused(tmp_path: Path) -> None:
         assert response.status_code == 400
         assert "8224 elements, but the limit is 4096" in response.json()["error"]["message"]
         assert reply(small, "W_E", slice="0:128")["shape"] == [128, 32]
+        assert reply(small, "W_E", slice="0:250", dtype="float16")["shape"] == [250, 32]
         shutil.rmtree(path)
         gpt = tiny_gpt()
         gpt.token_embedding.weight.data *= 2

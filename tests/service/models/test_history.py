@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from logitd.model.checkpoint.run_folder import HISTORY
@@ -75,6 +76,14 @@ def test_every_operation_takes_a_step(server: Serving, name: str) -> None:
     for step in (1, 16):
         reply = server.json(f"/{name}", {**SMALLEST[name], "step": step})
         assert reply["checkpoint"]["step"] == step
+
+
+def test_weights_take_a_step(server: Serving) -> None:
+    with Client(server.url) as client:
+        for step in STEPS:
+            vectors = tiny_gpt(seed=step).token_embedding.weight.detach().numpy()
+            assert np.array_equal(client.weight("token_embedding.weight", step=step), vectors)
+        assert client.weights(step=STEPS[0]).weights == client.weights().weights
 
 
 def test_openai_endpoints_take_a_step(server: Serving) -> None:

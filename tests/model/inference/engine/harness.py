@@ -20,7 +20,7 @@ from logitd.model.inference.attribution.task import Attribution
 from logitd.model.inference.circuit.task import Circuit
 from logitd.model.inference.constraints.compiler import Compiler, Source
 from logitd.model.inference.constraints.protocol import TokenConstraint, TokenMatcher
-from logitd.model.inference.engine.attributions import AT_ONCE
+from logitd.model.inference.engine.attributions import MOST_AT_ONCE
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.engine.events import (
@@ -347,7 +347,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert len(paused) <= scheduler.slots.total
     assert set(scheduler._behind) == {s for s in running if not s.may_compute}
     attributions = scheduler.attributions
-    assert len(attributions.running) <= AT_ONCE
+    assert len(attributions.running) <= MOST_AT_ONCE
     assert all(s.state is State.ATTRIBUTION and s.slot is None for s in attributions.running)
     assert all(s.state is State.WAITING and s.slot is None for s in attributions.waiting)
 

@@ -65,6 +65,15 @@ def ask(
     )
 
 
+def steps_to_end(driven: Driven, request_id: str) -> int:
+    """The number of steps until a request ends."""
+    steps = 0
+    while driven.outcomes.get((request_id, 0), Outcome()).finish is None:
+        driven.step()
+        steps += 1
+    return steps
+
+
 def others() -> list[Request]:
     rng = random.Random(1)
     return [
@@ -181,6 +190,19 @@ def test_attributions_begin_by_priority_and_caller(gpt: GPT) -> None:
     ):  # fmt: skip
         driven.add(ask(name, caller=caller, priority=priority))
     assert [name for name, _ in driven.drain()] == ["c1", "a1", "b1", "a2", "a3"]
+
+
+def test_attribution_of_another_caller_begins_at_once(gpt: GPT) -> None:
+    """Two long ones of a caller once made everybody wait until one of them ended."""
+    alone, driven = Driven(gpt), Driven(gpt)
+    alone.add(ask("b"))
+    for name in ("a1", "a2", "a3"):
+        driven.add(ask(name, caller="a", methods=("integrated_gradients",), steps=50))
+    driven.step()
+    driven.add(ask("b", caller="b"))
+    assert steps_to_end(driven, "b") <= 2 * steps_to_end(alone, "b")
+    stats = driven.engine.stats()
+    assert (stats.waiting, stats.running) == (1, AT_ONCE)
 
 
 def test_deadline_ends_attribution_between_two_pieces(gpt: GPT) -> None:

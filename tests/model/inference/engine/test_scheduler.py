@@ -13,10 +13,12 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from logitd.model.inference.attribution.task import AttributionTask
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.cost import StepCost
-from logitd.model.inference.engine.requests import Request
+from logitd.model.inference.engine.requests import AttributionRequest, Request
 from logitd.model.inference.engine.scheduler import (
+    COMPANY_SECONDS,
     COOLDOWN,
     LARGE,
     STEP_ELEMENTS,
@@ -365,10 +367,10 @@ def test_tapped_steps_cool_down_while_others_decode() -> None:
     assert step(7.1, 1.0) == ([], [d, e]), "no reason to rest"
 
 
-def changed(name: str, cost: StepCost, length: int = 100) -> Sequence:
+def changed(name: str, cost: StepCost, length: int = 100, caller: str = "") -> Sequence:
     """A sequence whose interventions have this cost."""
     zero = (Intervention(stage="embedding", operation="zero"),)
-    request = replace(generation(name, [2] * length, max_tokens=99), interventions=zero)
+    request = generation(name, [2] * length, max_tokens=99, interventions=zero, caller=caller)
     return Sequence(Group(request, cost=cost), 0, 0.0)
 
 
@@ -386,15 +388,102 @@ def test_step_has_one_costly_block_and_plain_prompts() -> None:
 @pytest.mark.parametrize(("row", "at_once"), [(2 * STEP_ELEMENTS, 1), (STEP_ELEMENTS // 2, 2)])
 def test_costly_changed_rows_decode_in_turn(row: int, at_once: int) -> None:
     scheduler = Scheduler(EngineConfig(slots=4, prefill_chunk=256))
-    sequences = [changed(name, StepCost(row=row), length=3) for name in "abcd"]
-    for sequence in sequences:
-        scheduler.enqueue(sequence)
+    for name in "abcd":
+        scheduler.enqueue(changed(name, StepCost(row=row), length=3, caller=name))
     for chunk in scheduler.plan(0.0).prefill:
         scheduler.prefilled(chunk, 0.0)
     plans = [scheduler.plan(1.0).decode for _ in range(8 // at_once)]
     assert [len(decode) for decode in plans] == [at_once] * len(plans)
     turns = Counter(sequence.request_id for decode in plans for sequence in decode)
     assert turns == dict.fromkeys("abcd", 2)
+
+
+@pytest.mark.parametrize(("row", "held"), [(2 * STEP_ELEMENTS, 1), (STEP_ELEMENTS // 3, 3)])
+def test_changed_rows_take_no_slots_to_wait_in(row: int, held: int) -> None:
+    """64 sequences with interventions of one caller once held all slots for a minute and computed
+    one row a step, while others waited for a slot."""
+    scheduler = Scheduler(EngineConfig(slots=7))
+    sequences = [changed(f"{number}", StepCost(row=row), caller="a") for number in range(7)]
+    plain = Sequence(Group(generation("plain", [1], max_tokens=9, caller="b")), 0, 0.0)
+    for sequence in (*sequences, plain):
+        scheduler.enqueue(sequence)
+    for now in (0.0, 1.0):
+        scheduler.plan(now)
+        assert scheduler.running == [sequences[0], plain, *sequences[1:held]]
+    scheduler.remove(sequences[0])
+    scheduler.plan(2.0)
+    assert scheduler.running == [plain, *sequences[1 : held + 1]]
+
+
+def test_caller_leaves_slots_while_another_one_is_about() -> None:
+    """A caller that held all slots once made the next request of another one wait until the first
+    of its long texts ended."""
+    scheduler = Scheduler(EngineConfig(slots=16, prefill_chunk=32))
+
+    def running_after(now: float, caller: str, n: int = 1) -> int:
+        request = generation(f"{caller} at {now}", [1], n=n, max_tokens=9, caller=caller)
+        for index in range(n):
+            scheduler.enqueue(Sequence(Group(request), index, now))
+        scheduler.plan(now)
+        return len(scheduler.running)
+
+    assert running_after(0.0, "a", n=20) == 16, "a caller alone may hold all"
+    assert running_after(1.0, "b") == 16
+    for sequence in scheduler.running[:3]:
+        scheduler.remove(sequence)
+    assert running_after(2.0, "a") == 15, "one of b, and 14 of a, of which more wait"
+    assert running_after(3.0, "b") == 16
+    for sequence in [s for s in scheduler.running if s.request.caller == "b"]:
+        scheduler.remove(sequence)
+    scheduler.plan(4.0)
+    assert len(scheduler.running) == 14
+    scheduler.plan(3.0 + COMPANY_SECONDS)
+    assert len(scheduler.running) == 16
+
+
+def test_attributions_get_half_of_the_time_next_to_heavy_prompts() -> None:
+    """A short attribution once got one piece for each heavy step, and waited half a minute."""
+    scheduler = Scheduler(EngineConfig(slots=2, prefill_chunk=32))
+    request = outputs_request("rows", [2] * 2000, range(2000))
+    rows = Sequence(Group(request, cost=StepCost(output=LARGE)), 0, 0.0)
+    rows.credit = 1000
+    task = AttributionTask(position=0)
+    why = AttributionRequest(request_id="why", token_ids=(1,), task=task)
+    for sequence in (rows, Sequence(Group(why), 0, 0.0)):
+        scheduler.enqueue(sequence)
+    seconds = {"prompts": 0.0, "pieces": 0.0}
+    now = 0.0
+    for _ in range(60):
+        plan = scheduler.plan(now)
+        kind, took = ("prompts", 1.0) if plan.prefill else ("pieces", 0.1)
+        assert bool(plan.prefill) != (plan.attribution is not None)
+        for chunk in plan.prefill:
+            scheduler.prefilled(chunk, now + took)
+        now, seconds[kind] = now + took, seconds[kind] + took
+        scheduler.stepped(plan, now)
+    assert seconds["pieces"] == pytest.approx(seconds["prompts"], abs=1.0)
+
+
+def test_callers_of_attributions_get_equal_times() -> None:
+    """Pieces in turn once made a short attribution wait for a long piece before each of its own."""
+    scheduler, task = Scheduler(EngineConfig(slots=2)), AttributionTask(position=0)
+    for caller, count in (("slow", 2), ("fast", 1)):
+        for index in range(count):
+            name = f"{caller} {index}"
+            why = AttributionRequest(request_id=name, token_ids=(1,), task=task, caller=caller)
+            scheduler.enqueue(Sequence(Group(why), 0, 0.0))
+        scheduler.plan(0.0)
+    seconds, pieces, now = {"slow": 0.0, "fast": 0.0}, Counter[str](), 0.0
+    for _ in range(200):
+        plan = scheduler.plan(now)
+        assert plan.attribution is not None
+        caller = plan.attribution.request.caller
+        pieces[plan.attribution.request_id] += 1
+        took = 1.0 if caller == "slow" else 0.0625
+        now, seconds[caller] = now + took, seconds[caller] + took
+        scheduler.stepped(plan, now)
+    assert abs(seconds["slow"] - seconds["fast"]) <= 1.0
+    assert abs(pieces["slow 0"] - pieces["slow 1"]) <= 1
 
 
 def test_small_outputs_have_no_cooldown() -> None:
