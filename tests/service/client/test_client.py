@@ -232,10 +232,6 @@ def test_clients_of_the_caller_stay_open(speller: Serving) -> None:
         own.version()
 
 
-OF_NOTEBOOKS = {"run_with_cache", "run_with_hooks"}
-"""Methods that only Client has, because notebooks use a blocking client."""
-
-
 def test_both_clients_have_the_same_methods() -> None:
     def methods(kind: type) -> dict[str, Any]:
         return {
@@ -244,8 +240,7 @@ def test_both_clients_have_the_same_methods() -> None:
             if callable(value) and not name.startswith("_")
         }
 
-    blocking = {name: each for name, each in methods(Client).items() if name not in OF_NOTEBOOKS}
-    assert blocking == methods(AsyncClient)
+    assert methods(Client) == methods(AsyncClient)
     assert methods(logitd.Stream) == methods(logitd.AsyncStream)
     with Client("http://a") as client:
         parameters = inspect.signature(client.logits).parameters
