@@ -9,8 +9,8 @@
 // and 177), 32 rows 18 and 590.
 //
 // The many rows of a prompt meet an item of weights that stays in the cache. Measured there on a slower day,
-// 256 rows, 768 columns, GFLOP/s: bfloat16 415, float32 180, int8 650; oneDNN's bfloat16 400, MKL's float32
-// 165. All three ways add up a product in the same order.
+// 256 rows, 768 columns, GFLOP/s: bfloat16 415, float32 180; oneDNN's bfloat16 400, MKL's float32 165. All
+// three ways add up a product in the same order.
 //
 // With AMX most products are those of strips.h or tiles.h, depending on the form of the weights.
 #pragma once
@@ -219,10 +219,12 @@ class Product {
 // out (count, rows) = inputs times matrix, or += if `add`. `pitch` is the floats between rows of `out`.
 inline void linear(Pool& pool, const Matrix& matrix, const Inputs& inputs, float* out, int pitch,
                    bool add) {
-#if defined(TILES)
+#if defined(STRIPS)
   const FloatRows rows = {out, pitch, add};
+  if (matrix.kind == KIND_INT8_STRIPS) return int8_strip_products(pool, matrix, inputs, rows);
+#endif
+#if defined(TILES)
   if (matrix.kind == KIND_COMPRESSED) return strip_products<CompressedStrip>(pool, matrix, inputs, rows);
-  if (matrix.kind == KIND_INT8_STRIPS) return strip_products<Int8Strip>(pool, matrix, inputs, rows);
   if (takes_tiles(matrix, inputs.count)) return tile_linear(pool, matrix, inputs, out, pitch, add);
 #endif
   // Items of about 32 KB of weights, so that the threads end together; for many rows items that stay in the
