@@ -58,10 +58,11 @@ class Description:
         self._quantize = quantize
         self.originals = Originals(library, release=owns_weights)
         self._tiles = bool(library.logitd_has_tiles())
+        self._strips = bool(library.logitd_has_strips())
         self._quantized = None
         if quantize != "none":
             # Contiguous, so that a step reads memory in order, as it does the weights.
-            sizes = quantized_bytes(gpt, quantize, tiles=self._tiles)
+            sizes = quantized_bytes(gpt, quantize, strips=self._strips)
             self._quantized = Arena(sum(map(room_for_bytes, sizes)))
         self._cells = KINDS[dtype_name(gpt.token_embedding.weight.dtype)]
         self._compressed = None
@@ -195,7 +196,7 @@ class Description:
             described.weights = self._keep(weight)
             return described, self._compress(weight, described)
         assert self._quantized is not None
-        form = quantized_form(quantize, tiles=self._tiles)
+        form = quantized_form(quantize, strips=self._strips)
         described.kind = KINDS[form]
         # Rounds `weight` in place too, so that torch computes with the same weights.
         stored = self._quantized.make_room(stored_shape(weight, form))
@@ -226,7 +227,7 @@ class Description:
             return KINDS["compressed"]
         if self._quantize == "none":
             return self._cells
-        return KINDS[quantized_form(self._quantize, tiles=self._tiles)]
+        return KINDS[quantized_form(self._quantize, strips=self._strips)]
 
     def _floats(self, tensor: Tensor) -> int:
         return self._keep(tensor.detach().float().clone())
@@ -247,18 +248,18 @@ def matrices(gpt: GPT) -> Iterator[Tensor]:
     yield head_matrix(gpt)
 
 
-def quantized_form(quantize: Literal["int8", "int4"], *, tiles: bool) -> Format:
-    """The format of quantized matrices, for kernels with or without AMX tiles."""
-    return "int8_strips" if quantize == "int8" and tiles else quantize
+def quantized_form(quantize: Literal["int8", "int4"], *, strips: bool) -> Format:
+    """The format of quantized matrices, for kernels with or without products of strips."""
+    return "int8_strips" if quantize == "int8" and strips else quantize
 
 
-def quantized_bytes(gpt: GPT, quantize: Literal["int8", "int4"], *, tiles: bool) -> Iterator[int]:
+def quantized_bytes(gpt: GPT, quantize: Literal["int8", "int4"], *, strips: bool) -> Iterator[int]:
     """Bytes of each matrix of `matrices(gpt)` after quantization."""
     *blocks, head = matrices(gpt)
-    form = quantized_form(quantize, tiles=tiles)
+    form = quantized_form(quantize, strips=strips)
     for matrix in blocks:
         yield stored_shape(matrix, form).nbytes
-    yield stored_shape(head, quantized_form("int8", tiles=tiles)).nbytes
+    yield stored_shape(head, quantized_form("int8", strips=strips)).nbytes
 
 
 def head_matrix(gpt: GPT) -> Tensor:

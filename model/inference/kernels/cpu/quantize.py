@@ -1,9 +1,9 @@
 """Quantize: converts matrices to int8 with a scale for each row, or int4 with a scale for every 16
 weights.
 
-This module defines the formats, their layout in memory for native/dot.h and native/strips.h, and
-the conversion back to weights. native/quantize.h does the rounding. `describe.py` chooses the
-format of each matrix.
+This module defines the formats, their layout in memory for native/dot.h and
+native/int8_strips.h, and the conversion back to weights. native/quantize.h does the rounding.
+`describe.py` chooses the format of each matrix.
 
 Both formats are symmetric. In int8 the largest magnitude of a row becomes 127. In int4 the weight
 with the largest magnitude among sixteen becomes -8 for either sign, as in llama.cpp's q4_0. That

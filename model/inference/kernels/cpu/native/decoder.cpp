@@ -30,6 +30,15 @@ const char* logitd_instructions() {
 // 1 if AMX computes products: the code was compiled for it, and the system allows it.
 std::int32_t logitd_has_tiles() { return has_tiles(); }
 
+// 1 if int8 weights are multiplied in strips.
+std::int32_t logitd_has_strips() {
+#if defined(STRIPS)
+  return 1;
+#else
+  return 0;
+#endif
+}
+
 void* logitd_decoder_new(const ModelWeights* weights, const Cache* cache, std::int32_t rows,
                          std::int32_t threads) {
   return new Decoder(*weights, *cache, rows, threads);

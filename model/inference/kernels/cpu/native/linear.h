@@ -9,8 +9,8 @@
 // and 177), 32 rows 18 and 590.
 //
 // The many rows of a prompt meet an item of weights that stays in the cache. Measured there on a slower day,
-// 256 rows, 768 columns, GFLOP/s: bfloat16 415, float32 180, int8 650; oneDNN's bfloat16 400, MKL's float32
-// 165. All three ways add up a product in the same order.
+// 256 rows, 768 columns, GFLOP/s: bfloat16 415, float32 180; oneDNN's bfloat16 400, MKL's float32 165. All
+// three ways add up a product in the same order.
 //
 // With AMX most products are those of strips.h or tiles.h, depending on the form of the weights.
 #pragma once
@@ -32,8 +32,23 @@ constexpr int STREAM_ROWS = 8;
 constexpr std::size_t STREAM_BYTES = 6144;  // limit of the activations
 constexpr int TILE = 4;
 constexpr int LARGE_TILE = 5;
-constexpr int TALL_ITEM = TILE * LARGE_TILE;
+constexpr std::size_t LARGE_TILE_BYTES = 2048;  // of a weight row, at least
 constexpr int TALL_ROWS = 32;  // more activation rows than this meet weights in the cache
+
+// True if the many rows of a prompt meet a matrix in LARGE_TILE x LARGE_TILE products. Larger tiles load less
+// per product, but cost more at the end of a row.
+inline bool takes_large_tiles([[maybe_unused]] const Matrix& matrix) {
+#if defined(__AVX512F__)
+  return (matrix.kind == KIND_F32 || matrix.kind == KIND_BF16) && row_bytes(matrix) >= LARGE_TILE_BYTES;
+#else
+  return false;
+#endif
+}
+
+// Weight rows that many activation rows meet together.
+inline int tall_item(const Matrix& matrix) {
+  return matrix.kind == KIND_INT4 ? LANES : takes_large_tiles(matrix) ? 2 * LARGE_TILE : 4 * TILE;
+}
 
 template <class Format>
 class Product {
@@ -155,17 +170,25 @@ class Product {
 
   // A few activation rows at a time over all of [first, last), which stays in the cache.
   void tall(int first, int last) const {
-#if defined(__AVX512F__)
-    // Larger tiles load less per product, but cost more at the end of a row.
-    if (std::is_same_v<Format, F32> && matrix_.width >= 512) return tall<LARGE_TILE>(first, last);
-#endif
+    if constexpr (std::is_same_v<Sum, float>)
+      if (takes_large_tiles(matrix_)) return tall<LARGE_TILE>(first, last);
     tall<TILE>(first, last);
   }
 
+  // Meanwhile the weights of the next item and the lines of the next outputs arrive.
   template <int SIDE>
   void tall(int first, int last) const {
+    const char* ahead = reinterpret_cast<const char*>(weight(last));
+    const int lines = int((ahead - reinterpret_cast<const char*>(weight(first))) / LINE);
+    const int share = (lines * SIDE + inputs_.count - 1) / inputs_.count;
     int m = 0;
-    for (; m + SIDE <= inputs_.count; m += SIDE) across<SIDE, SIDE>(first, last, m);
+    for (; m + SIDE <= inputs_.count; m += SIDE) {
+      for (int line = 0; line < share; line++, ahead += LINE) __builtin_prefetch(ahead, 0, SECOND_CACHE);
+      for (int i = m + SIDE; i < m + 2 * SIDE; i++)
+        for (int n = first; n < last; n += LANES)
+          __builtin_prefetch(out_ + std::size_t(i) * pitch_ + n, 1, NEAREST_CACHE);
+      across<SIDE, SIDE>(first, last, m);
+    }
     for (; m < inputs_.count; m++) across<SIDE, 1>(first, last, m);
   }
 
@@ -219,17 +242,19 @@ class Product {
 // out (count, rows) = inputs times matrix, or += if `add`. `pitch` is the floats between rows of `out`.
 inline void linear(Pool& pool, const Matrix& matrix, const Inputs& inputs, float* out, int pitch,
                    bool add) {
-#if defined(TILES)
+#if defined(STRIPS)
   const FloatRows rows = {out, pitch, add};
+  if (matrix.kind == KIND_INT8_STRIPS) return int8_strip_products(pool, matrix, inputs, rows);
+#endif
+#if defined(TILES)
   if (matrix.kind == KIND_COMPRESSED) return strip_products<CompressedStrip>(pool, matrix, inputs, rows);
-  if (matrix.kind == KIND_INT8_STRIPS) return strip_products<Int8Strip>(pool, matrix, inputs, rows);
   if (takes_tiles(matrix, inputs.count)) return tile_linear(pool, matrix, inputs, out, pitch, add);
 #endif
   // Items of about 32 KB of weights, so that the threads end together; for many rows items that stay in the
   // cache. Whole tiles. Lanes are a tenth to a fifth faster than taking every other item (measured).
   const int tile = matrix.kind == KIND_INT4 ? LANES : TILE;
   int per_item = std::max(tile, 32768 / int(row_bytes(matrix)) / tile * tile);
-  if (inputs.count > TALL_ROWS) per_item = matrix.kind == KIND_INT4 ? LANES : TALL_ITEM;
+  if (inputs.count > TALL_ROWS) per_item = tall_item(matrix);
   int items = (matrix.rows + per_item - 1) / per_item;
   pool.lanes(items, [&](int item) {
     int first = item * per_item, last = std::min(first + per_item, int(matrix.rows));

@@ -32,7 +32,7 @@ struct Matrix {
   std::int32_t reserved;
 };
 
-// True for matrices in strips (strips.h), which only processors with tiles multiply.
+// True for matrices in strips (strip_outputs.h).
 inline bool in_strips(int kind) { return kind == KIND_COMPRESSED || kind == KIND_INT8_STRIPS; }
 
 // Activations (count, pitch) in the format of the matrix that they meet, zeros from `width` on. Quantized

@@ -99,9 +99,9 @@ inline void activate(Activation kind, const float* from, To* to, int width) {
   }
 }
 
-#if defined(TILES)
+#if defined(STRIPS)
 
-// Outputs of strips.h that activate the products as they are computed.
+// Outputs of strips that activate the products as they are computed.
 template <class Cell>
 struct ActivatedRows {
   Cell* to;
@@ -217,13 +217,13 @@ class Converted {
   void activated_products([[maybe_unused]] Pool& pool, [[maybe_unused]] const Matrix& matrix,
                           [[maybe_unused]] const Inputs& inputs, [[maybe_unused]] Activation kind,
                           [[maybe_unused]] float* floats, [[maybe_unused]] int pitch) {
+#if defined(STRIPS)
+    if (matrix.kind == KIND_INT8_STRIPS)
+      return int8_strip_products(pool, matrix, inputs, ActivatedRows<float>{floats, pitch, kind});
+#endif
 #if defined(TILES)
-    if (matrix.kind == KIND_COMPRESSED) {
-      const ActivatedRows<Bf16> rows = {at<Bf16>(0), pitch_, kind};
-      strip_products<CompressedStrip>(pool, matrix, inputs, rows);
-    } else {
-      strip_products<Int8Strip>(pool, matrix, inputs, ActivatedRows<float>{floats, pitch, kind});
-    }
+    const ActivatedRows<Bf16> rows = {at<Bf16>(0), pitch_, kind};
+    strip_products<CompressedStrip>(pool, matrix, inputs, rows);
 #endif
   }
 

@@ -1,10 +1,9 @@
 // Strips: products in AMX's registers, with weights stored in the instruction's layout and
 // activations stored row by row.
 //
-// A strip is SIDE * 2 weight rows. A step of it has STEP_BYTES of each row, as two registers of SIDE rows.
-// Line j of a register has the four bytes from 4 j on of each row: the register is the second operand of a
-// product. The first operand is activations, row after row as they are. So weights are one stream from memory
-// for any number of activation rows, and nothing is rearranged. tiles.h does the opposite.
+// The registers of a step (strip_outputs.h) are the second operand of a product. The first operand is
+// activations, row after row as they are. So weights are one stream from memory for any number of activation
+// rows, and nothing is rearranged. tiles.h does the opposite.
 //
 // A `Strip` class reads the stored form: compressed.h decompresses weights into registers in the nearest
 // cache on their way from memory; int8_strips.h stores the registers themselves. A few activation rows meet
@@ -21,15 +20,10 @@
 #include "buffer.h"
 #include "matrix.h"
 #include "pool.h"
+#include "strip_outputs.h"
 #include "tiles.h"
 
 namespace logitd {
-
-constexpr int STRIP_ROWS = 2 * SIDE;
-constexpr int REGISTER_BYTES = SIDE * STEP_BYTES;
-constexpr int STEP_REGISTERS = 2 * REGISTER_BYTES;  // bytes of a step of a strip, as it is multiplied
-
-inline int strips(int rows) { return (rows + STRIP_ROWS - 1) / STRIP_ROWS; }
 
 // The number of steps that all strips multiply before the next ones: the activations' columns of these steps
 // fit into the second cache, since each strip reads them again.
@@ -41,65 +35,7 @@ inline int steps_at_once(int count, int steps) {
 
 #if defined(TILES)
 
-// An output of products: stores the values of a row, with the bias, a vector at a time, or adds them.
-struct FloatRows {
-  float* to;
-  int pitch;
-  bool add;
-
-  void put(int row, int column, __mmask16 lanes, __m512 values) const {
-    float* at = to + std::size_t(row) * pitch + column;
-    if (add) values = _mm512_add_ps(values, _mm512_maskz_loadu_ps(lanes, at));
-    _mm512_mask_storeu_ps(at, lanes, values);
-  }
-};
-
-// The values of a strip's sums, SIDE at a time. Sums of bfloat16 are the products. Sums of integers include
-// the ZERO of activations and need scales.
-template <bool INTEGERS>
-class StripOutputs {
- public:
-  StripOutputs(const Matrix& matrix, const Inputs& inputs, int strip)
-      : first_(strip * STRIP_ROWS), inputs_(inputs) {
-    const __mmask32 lanes = _bzhi_u32(~0u, unsigned(std::min(STRIP_ROWS, matrix.rows - first_)));
-    for (int half = 0; half < 2; half++) {
-      const int n = first_ + half * SIDE;
-      lanes_[half] = __mmask16(lanes >> half * SIDE);
-      bias_[half] = _mm512_setzero_ps();
-      if (matrix.bias) bias_[half] = _mm512_maskz_loadu_ps(lanes_[half], matrix.bias + n);
-      if constexpr (INTEGERS) {
-        scale_[half] = _mm512_maskz_loadu_ps(lanes_[half], matrix.scale + n);
-        const __m512i sums = _mm512_maskz_loadu_epi32(lanes_[half], matrix.row_sum + n);
-        shift_[half] = _mm512_mullo_epi32(sums, _mm512_set1_epi32(ZERO));
-      }
-    }
-  }
-
-  // Output activation row `row` to `out`; `from(half)` is the address of SIDE sums.
-  template <class From, class Rows>
-  void put(int row, const From& from, const Rows& out) const {
-    for (int half = 0; half < 2; half++) {
-      __m512 values;
-      if constexpr (INTEGERS) {
-        const __m512i sums = _mm512_sub_epi32(_mm512_load_si512(from(half)), shift_[half]);
-        const __m512 scale = _mm512_mul_ps(scale_[half], _mm512_set1_ps(inputs_.scale[row]));
-        values = _mm512_mul_ps(_mm512_cvtepi32_ps(sums), scale);
-      } else {
-        values = _mm512_load_ps(from(half));
-      }
-      out.put(row, first_ + half * SIDE, lanes_[half], _mm512_add_ps(values, bias_[half]));
-    }
-  }
-
- private:
-  int first_;
-  const Inputs& inputs_;
-  __mmask16 lanes_[2];
-  __m512 bias_[2], scale_[2];
-  __m512i shift_[2];
-};
-
-// A matrix in strips times activations. `Rows` is an output such as FloatRows. A `Strip` reads one strip from
+// A matrix in strips times activations. `Rows` is an output of strip_outputs.h. A `Strip` reads one strip from
 // its beginning:
 //   INTEGERS      true for int8, false for bfloat16
 //   IN_PLACE      true if memory holds the registers themselves
@@ -125,12 +61,6 @@ class StripProduct {
 
   // Outputs of strips [first, last), for up to 2 * SIDE activation rows.
   void few(int first, int last) const {
-    if constexpr (Strip::INTEGERS && Strip::IN_PLACE) switch (count_) {
-        case 1: return by_vectors<1>(first, last);
-        case 2: return by_vectors<2>(first, last);
-        case 3: return by_vectors<3>(first, last);
-        case 4: return by_vectors<4>(first, last);
-      }
     configure(rows_of(0));
     for (int strip = first; strip < last; strip++) {
       if (count_ > SIDE) few<2>(strip);
@@ -246,34 +176,6 @@ class StripProduct {
 #define STRIP_PRODUCT(sum, input, weight)                           \
   if constexpr (Strip::INTEGERS) _tile_dpbusd(sum, input, weight); \
   else _tile_dpbf16ps(sum, input, weight)
-
-  // `few` for up to four rows of integers, for which tiles are slower than memory: measured on two cores of a
-  // Xeon, 768 columns, 1 row and 4 rows are 1.3 and 1.07 times as fast.
-  template <int MR>
-  void by_vectors(int first, int last) const {
-    for (int strip = first; strip < last; strip++) {
-      const std::uint8_t *weights = Strip(matrix_, strip).next(), *inputs = inputs_;
-      __m512i sum[MR][2] = {};
-      for (int step = 0; step < steps_; step++, weights += STEP_REGISTERS, inputs += STEP_BYTES)
-#pragma GCC unroll 16
-        for (int line = 0; line < SIDE; line++) {
-          const std::uint8_t* at = weights + line * STEP_BYTES;
-          __builtin_prefetch(at + AHEAD, 0, SECOND_CACHE);
-          __builtin_prefetch(at + REGISTER_BYTES + AHEAD, 0, SECOND_CACHE);
-          const __m512i upper = _mm512_loadu_si512(at), lower = _mm512_loadu_si512(at + REGISTER_BYTES);
-#pragma GCC unroll 4
-          for (int m = 0; m < MR; m++) {
-            std::int32_t four;
-            std::memcpy(&four, inputs + m * stride_ + line * 4, sizeof four);
-            const __m512i input = _mm512_set1_epi32(four);
-            sum[m][0] = _mm512_dpbusd_epi32(sum[m][0], input, upper);
-            sum[m][1] = _mm512_dpbusd_epi32(sum[m][1], input, lower);
-          }
-        }
-      const Outputs outputs(matrix_, activations_, strip);
-      for (int m = 0; m < MR; m++) outputs.put(m, [&](int half) { return &sum[m][half]; }, out_);
-    }
-  }
 
   template <int M>
   void few(int strip) const {
@@ -393,7 +295,10 @@ class StripProduct {
 
   // Output activation row `row`, which is row `place` of `sums`.
   void put(const Outputs& outputs, int row, const Sums& sums, int place) const {
-    outputs.put(row, [&](int half) { return sums[place / SIDE * 2 + half] + place % SIDE * SIDE; }, out_);
+    const auto from = [&](int half) {
+      return _mm512_load_si512(sums[place / SIDE * 2 + half] + place % SIDE * SIDE);
+    };
+    outputs.put(row, from, out_);
   }
 
   const Matrix& matrix_;

@@ -310,41 +310,36 @@ inline float sum(V v) {
 
 namespace detail {
 
-// Each function adds the upper half of every group of lanes to its lower half and joins the groups of two
-// vectors: a level of the tree of `sum` for two vectors at once.
 #if defined(__AVX512F__)
-template <class V>
-inline V halve8(V a, V b) {
-  return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-         __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-}
-
-template <class V>
-inline V halve4(V a, V b) {
-  return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-         __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-}
-
-template <class V>
-inline V halve2(V a, V b) {
-  return __builtin_shufflevector(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
-         __builtin_shufflevector(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
-}
-
-template <class V>
-inline V halve1(V a, V b) {
-  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-         __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+// A level of the tree of `sum` for two vectors: each half of a group of lanes is added to the other half, and
+// the result has a's sums in the lanes of a, b's in those of b (BS). A blend and one shuffle, `others`, bring
+// them together: most units blend, few shuffle.
+template <unsigned BS, class V>
+[[gnu::always_inline]] inline V level(V a, V b, __m512 others) {
+  return (V)_mm512_mask_blend_ps(BS, (__m512)a, (__m512)b) + (V)others;
 }
 
 template <class V>
 [[gnu::always_inline]] inline V sums(const V* v) {
-  V eight[8], four[4];
+  const __m512i blocks = _mm512_setr_epi32(4, 5, 6, 7, 16, 17, 18, 19, 12, 13, 14, 15, 24, 25, 26, 27);
+  const __m512i lanes = _mm512_setr_epi32(1, 16, 3, 18, 5, 20, 7, 22, 9, 24, 11, 26, 13, 28, 15, 30);
+  V eight[8], four[4], two[2];
 #pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) eight[i] = halve8(v[2 * i], v[2 * i + 1]);
+  for (int i = 0; i < 8; i++) {
+    const V a = v[i], b = v[i + 8];
+    eight[i] = level<0xFF00>(a, b, _mm512_shuffle_f32x4((__m512)a, (__m512)b, 0x4E));
+  }
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) four[i] = halve4(eight[2 * i], eight[2 * i + 1]);
-  return halve1(halve2(four[0], four[1]), halve2(four[2], four[3]));
+  for (int i = 0; i < 4; i++) {
+    const V a = eight[i], b = eight[i + 4];
+    four[i] = level<0xF0F0>(a, b, _mm512_permutex2var_ps((__m512)a, blocks, (__m512)b));
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    const V a = four[i], b = four[i + 2];
+    two[i] = level<0xCCCC>(a, b, (__m512)_mm512_shuffle_pd((__m512d)a, (__m512d)b, 0x55));
+  }
+  return level<0xAAAA>(two[0], two[1], _mm512_permutex2var_ps((__m512)two[0], lanes, (__m512)two[1]));
 }
 #elif defined(__AVX2__)
 // Uses shuffles of one instruction each. The lanes have the order of the tree only after the last step.

@@ -647,14 +647,14 @@ def test_quantized_weights_are_one_stream(
         if isinstance(one, Tensor) and one.dtype in (torch.int8, torch.uint8)
     ]
     native.close()
-    tiles = bool(library.logitd_has_tiles())
-    sizes = list(quantized_bytes(gpt, quantize, tiles=tiles))
+    strips = bool(library.logitd_has_strips())
+    sizes = list(quantized_bytes(gpt, quantize, strips=strips))
     assert [one.numel() for one in kept] == sizes
     if quantize == "int4":
         *blocks, head = matrices(gpt)
         assert sizes == [*(len(one) * (one.shape[1] // 2 + 16 * -(-one.shape[1] // 256))
                            for one in blocks),
-                         -(-len(head) // 32) * 32 * 64 if tiles else head.numel()]  # fmt: skip
+                         -(-len(head) // 32) * 32 * 64 if strips else head.numel()]  # fmt: skip
     assert kept[0].data_ptr() % PAGE == 0
     for before, after in pairwise(kept):
         assert after.data_ptr() == before.data_ptr() + room_for(before)

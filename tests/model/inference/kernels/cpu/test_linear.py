@@ -63,9 +63,9 @@ def native(library: ctypes.CDLL, matrix: Matrix, inputs: Tensor, threads: int) -
     return out
 
 
-def needs_tiles(library: ctypes.CDLL) -> None:
-    if not library.logitd_has_tiles():
-        pytest.skip("these kernels have no tiles")
+def needs_strips(library: ctypes.CDLL) -> None:
+    if not library.logitd_has_strips():
+        pytest.skip("these kernels do not multiply strips")
 
 
 def rounded_rows(inputs: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def test_products_are_the_twins(
     inputs = torch.randn(count, width, generator=generator)
     added = torch.randn(rows, generator=generator) if bias else None
     if kind == "int8_strips":
-        needs_tiles(library)
+        needs_strips(library)
     matrix = placed_matrix(weights, kind, offset, added)
     if kind in get_args(Format):
         exact = rounded_rows(inputs) @ quantized_matrix(weights, kind).dequantized().double().T
@@ -126,7 +126,7 @@ def test_rows_beyond_the_second_cache_keep_their_bits(
 ) -> None:
     """Rows meet the weights in groups, and one row remains."""
     if kind == "int8_strips":
-        needs_tiles(library)
+        needs_strips(library)
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(129, width, generator=generator)
     weights = torch.randn(70, width, generator=generator)
@@ -149,7 +149,7 @@ def test_strips_of_int8_have_the_bits_of_its_rows(
     library: ctypes.CDLL, count: int, rows: int, width: int, threads: int, seed: int
 ) -> None:
     """At any address: an aligned load once ended the process with few rows of activations."""
-    needs_tiles(library)
+    needs_strips(library)
     generator = torch.Generator().manual_seed(seed)
     inputs, weights = (5 * torch.randn(n, width, generator=generator) for n in (count, rows))
     bias = torch.randn(rows, generator=generator)
