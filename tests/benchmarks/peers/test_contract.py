@@ -61,7 +61,7 @@ def test_llama_is_computed_too(tmp_path: Path, dtype: str, limit: float) -> None
     assert disagreement(load("logitd_engine", tmp_path, dtype).logprobs(ids), expected) < limit
 
 
-def test_log_softmax_is_normalised_and_safe() -> None:
+def test_log_softmax_is_normalized_and_safe() -> None:
     logits = np.array([1000.0, 1000.0, 999.0], dtype=np.float32)
     expected = np.log([1, 1, np.exp(-1)]) - np.log(2 + np.exp(-1))
     assert np.allclose(log_softmax(logits), expected, atol=1e-12)

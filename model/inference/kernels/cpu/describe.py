@@ -157,13 +157,13 @@ class Description:
         if isinstance(norm, nn.Identity):
             return Norm()
         assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
-        centred = isinstance(norm, nn.LayerNorm)
+        centered = isinstance(norm, nn.LayerNorm)
         bias = norm.bias if isinstance(norm, nn.LayerNorm) else None
         return Norm(
             weight=self._floats(norm.weight),
             bias=None if bias is None else self._floats(bias),
             eps=norm.eps,
-            centred=centred,
+            centered=centered,
         )
 
     def _linear(self, linear: nn.Linear) -> Matrix:

@@ -18,7 +18,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class Norm(Structure):
-    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("centred", c_int32))
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("centered", c_int32))
 
 
 class Matrix(Structure):

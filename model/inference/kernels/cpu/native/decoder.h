@@ -288,7 +288,7 @@ class Decoder {
   // The embedding of a token, after its norm.
   void put_token(int token, float* to) const {
     add_row(w_.token_embedding, token, w_.d_model, to, false);
-    if (w_.embedding_norm.weight) normalise(w_.embedding_norm, to, to, w_.d_model);
+    if (w_.embedding_norm.weight) normalize(w_.embedding_norm, to, to, w_.d_model);
   }
 
   // x += smear_scale * sigmoid(gate . leading channels) * the embedding of the token before.
@@ -326,7 +326,7 @@ class Decoder {
     if (keeps_middle() && layer == w_.backout_layer + 1) std::memcpy(middle(row), x(row), bytes);
     if (w_.residual_mix) scale_add(w.stream_scale, x(row), w.embedding_scale, embedding(row), x(row));
     if (w_.post_norm) std::memcpy(h(row), x(row), bytes);
-    else normalise(w.attention_norm, x(row), h(row), w_.d_model);
+    else normalize(w.attention_norm, x(row), h(row), w_.d_model);
     narrow_.put(row, h(row), w_.d_model);
   }
 
@@ -345,7 +345,7 @@ class Decoder {
     if (w_.backout_layer >= 0)
       scale_add(1.0f, x(row), -w_.backout_scale, keeps_middle() ? middle(row) : x(row), x(row));
     if (!w_.final_norm_on) return x(row);
-    normalise(w_.final_norm, x(row), h(row), w_.d_model);
+    normalize(w_.final_norm, x(row), h(row), w_.d_model);
     return h(row);
   }
 
@@ -356,7 +356,7 @@ class Decoder {
   }
 
   void finish_post(const LayerWeights& w, int row) {
-    normalise(w.mlp_norm, x(row), x(row), w_.d_model);
+    normalize(w.mlp_norm, x(row), x(row), w_.d_model);
   }
 
   // The input of the feed-forward, in `narrow_`, which attention's products have finished reading.
@@ -367,10 +367,10 @@ class Decoder {
 
   void before_mlp(const LayerWeights& w, int row) {
     if (w_.post_norm) {
-      normalise(w.attention_norm, x(row), x(row), w_.d_model);
+      normalize(w.attention_norm, x(row), x(row), w_.d_model);
       narrow_.put(row, x(row), w_.d_model);
     } else {
-      normalise(w.mlp_norm, x(row), h(row), w_.d_model);
+      normalize(w.mlp_norm, x(row), h(row), w_.d_model);
       narrow_.put(row, h(row), w_.d_model);
     }
   }
@@ -457,9 +457,9 @@ class Decoder {
     float* value = qkv(row) + heads_width_ + kv_width_ + kv_head * width;
     if (w.value_embedding) add_value_embedding(w, row, kv_head, value);
     if (w_.qk_norm) {
-      normalise(w.key_norm, key, key, width);
+      normalize(w.key_norm, key, key, width);
       for (int i = 0; i < group(); i++)
-        normalise(w.query_norm, query + i * width, query + i * width, width);
+        normalize(w.query_norm, query + i * width, query + i * width, width);
     }
     if (w_.rotary) {
       std::size_t first = std::size_t(positions_[row]) * (width / 2);

@@ -10,12 +10,12 @@
 
 namespace logitd {
 
-// A norm's parameters (width); `bias` may be null. `centred` subtracts the mean (LayerNorm).
+// A norm's parameters (width); `bias` may be null. `centered` subtracts the mean (LayerNorm).
 struct Norm {
   const float* weight;
   const float* bias;
   float eps;
-  std::int32_t centred;
+  std::int32_t centered;
 };
 
 inline float row_sum(const float* row, int width) {
@@ -40,8 +40,8 @@ inline float row_squares(const float* row, int width, float mean) {
 }
 
 // to[0, width) = the norm of from[0, width), which may be the same row.
-inline void normalise(const Norm& norm, const float* from, float* to, int width) {
-  float mean = norm.centred ? row_sum(from, width) / float(width) : 0.0f;
+inline void normalize(const Norm& norm, const float* from, float* to, int width) {
+  float mean = norm.centered ? row_sum(from, width) / float(width) : 0.0f;
   float scale = 1.0f / std::sqrt(row_squares(from, width, mean) / float(width) + norm.eps);
   int whole = width / LANES * LANES;
   for (int i = 0; i < whole; i += LANES) {
