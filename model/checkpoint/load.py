@@ -198,11 +198,11 @@ def _check_weights(
     names = {tensor.name for tensor in stored}
     if missing := sorted(set(expected) - names):
         raise CheckpointError(
-            f"{where} lacks {pluralize(len(missing), 'tensor')}, the first is {missing[0]}"
+            f"{where} lacks {pluralize(len(missing), 'tensor')}; the first is {missing[0]}"
         )
     if unknown := sorted(names - set(expected)):
         raise CheckpointError(
-            f"{where} has {len(unknown)} tensors that are not in the configuration, the first is "
+            f"{where} has {len(unknown)} tensors that are not in the configuration; the first is "
             f"{unknown[0]}"
         )
     for tensor in stored:

@@ -677,4 +677,4 @@ def test_many_passes_without_dropout_are_reported_before_the_first_step(
     events: list[Event] = []
     train(configure(**asked, data=(str(text),), minutes=1e-6), events.append)
     said = [event.message for event in events if isinstance(event, Noticed)]
-    assert any("pass the text" in each for each in said) is warned
+    assert any("pass over the text" in each for each in said) is warned
