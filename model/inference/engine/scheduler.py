@@ -331,8 +331,8 @@ class Scheduler:
         """False if this sequence would take a slot that its caller leaves to others. Those whose
         readers are behind do not count: they can be evicted."""
         left, caller = self.slots.total // LEFT_SLOTS, sequence.request.caller
-        since = now - COMPANY_SECONDS
-        if not left or not any(at > since for name, at in self._asked.items() if name != caller):
+        asked = (at for name, at in reversed(self._asked.items()) if name != caller)
+        if not left or next(asked, -math.inf) <= now - COMPANY_SECONDS:
             return True
         held = sum(s.may_compute and _same_caller(s, sequence) for s in self.running)
         return held < self.slots.total - left
