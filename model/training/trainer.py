@@ -132,8 +132,11 @@ class Trainer:
             self.gpt.to(placement.device)
         self.gpt.train()
         # 2) The parts of a step: batches, loss, update.
-        window = training.model.context_length
-        self.batches = Batches(run.text.train, window=window, seed=self.recipe.seed)
+        window, end_of_text = training.model.context_length, run.text.tokenizer.end_of_text
+        assert end_of_text is not None
+        self.batches = Batches(
+            run.text.train, window=window, seed=self.recipe.seed, end_of_text=end_of_text
+        )
         self.loss = choose_loss(
             Forward(self.gpt, placement, dropout=training.model.dropout),
             lambda message: report(Noticed(message)),

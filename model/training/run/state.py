@@ -28,6 +28,9 @@ from logitd.model.training.stopping.length import Counters
 from logitd.model.transformer.gpt import GPT
 
 VERSION = 2
+REVISION = 2
+"""Number of the trainer's arithmetic and order of batches; raised when they change. 1: batches that
+keep the order of documents, five Newton-Schulz iterations."""
 
 
 def environment(
@@ -35,6 +38,7 @@ def environment(
 ) -> dict[str, Any]:
     """Everything besides the settings on which the bits of a training step depend."""
     return {
+        "trainer": REVISION,
         "torch": str(torch.__version__),  # a plain string, as weights_only requires
         "device": describe(placement.device),
         "dtype": placement.dtype_name,

@@ -76,9 +76,9 @@ def test_state_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_differences_of_environments_are_named() -> None:
-    other = {"torch": "2.0", "device": "another", "dtype": "bfloat16", "threads": 4}
+    other = {"trainer": 1, "torch": "2.0", "device": "another", "dtype": "bfloat16", "threads": 4}
     assert differences(HERE, HERE) == ""
     assert differences(HERE, {**HERE, **other, "processes": 2}) == (
-        f"torch {HERE['torch']}, was 2.0, device {HERE['device']}, was another, dtype float32, "
+        f"trainer {HERE['trainer']}, was 1, torch {HERE['torch']}, was 2.0, device {HERE['device']}, was another, dtype float32, "
         "was bfloat16, threads 2, was 4, processes 1, was 2"
     )
