@@ -25,7 +25,6 @@ from torch import Tensor
 from logitd.model.data.errors import DataError
 from logitd.model.data.shards import Shard
 
-
 SCANNED = 2**22
 """Number of tokens that are searched for ends of documents at a time."""
 

@@ -141,9 +141,19 @@ def _adamw(lr: float, **values: Any) -> Recipe:
 _COSINE: Any = {"decay": "cosine", "final_lr": 0.1, "weight_decay": 0.1, "clip": 1.0}
 """nanoGPT's schedule and regularization."""
 
+_LEARNS_FASTEST: Any = {**MODERN, "value_embeddings": "all"}
+"""At equal steps 2.7 % fewer bits per byte than with tables in every second block for `small`, and
+1.3 % for `tiny` on a million characters."""
+
 PRESETS: Mapping[str, Preset] = {
     "tiny": Preset(
-        shape={**MODERN, "n_layer": 4, "n_head": 2, "d_model": 128, "context_length": 256},
+        shape={
+            **_LEARNS_FASTEST,
+            "n_layer": 4,
+            "n_head": 2,
+            "d_model": 128,
+            "context_length": 256,
+        },
         recipe=Recipe(
             steps=1200,
             batch_size=8,
@@ -158,7 +168,13 @@ PRESETS: Mapping[str, Preset] = {
         ),
     ),
     "small": Preset(
-        shape={**MODERN, "n_layer": 6, "n_head": 4, "d_model": 256, "context_length": 512},
+        shape={
+            **_LEARNS_FASTEST,
+            "n_layer": 6,
+            "n_head": 4,
+            "d_model": 256,
+            "context_length": 512,
+        },
         # Four passes over the text that comes with Python 3.11, of 568 steps and two evaluations
         # each. A fifth pass lowered only the training loss. The run ends at the end of a pass:
         # early in the next one the model still remembers some windows, and validation is 2 % worse.

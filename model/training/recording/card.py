@@ -60,7 +60,7 @@ def command(config: TrainingConfig) -> str:
         if value == field.default or name in _NOT_IN_COMMAND:
             continue
         flag = "--from" if name == "from_checkpoint" else "--" + name.replace("_", "-")
-        if isinstance(value, bool):
+        if field.annotation in (bool, bool | None) and isinstance(value, bool):
             words.append(flag if value else f"--no-{flag[2:]}")
             continue
         for item in value if isinstance(value, tuple) else (value,):

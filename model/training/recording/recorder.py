@@ -37,6 +37,7 @@ from logitd.model.training.step.validate import validate
 from logitd.model.training.stopping.length import Counters
 from logitd.model.training.stopping.worsening import worsening
 from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.value_map import with_tables
 
 Task = Literal["state", "evaluation", "samples", "checkpoint"]
 SAMPLING = 0.02
@@ -232,7 +233,7 @@ class RunRecorder:
             path = directory.checkpoint(counters.step)
             with self._timed("checkpoint"), directory.saving(counters.step):
                 about: dict[str, Any] = {
-                    "weights": weights,
+                    "weights": with_tables(weights),
                     "training": self._training_record(counters),
                     "card": write_card(run, counters, self._samples, self._sample_step),
                     "chat_template": run.chat_template,
@@ -262,7 +263,7 @@ class RunRecorder:
                 save_checkpoint(
                     directory.kept(counters.step),
                     config=self._gpt.config,
-                    weights=weights,
+                    weights=with_tables(weights),
                     tokenizer=run.text.tokenizer,
                     training=self._training_record(counters),
                     card=f"Step {counters.step} of the run {directory.path.name}.\n",

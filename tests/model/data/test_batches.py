@@ -12,7 +12,6 @@ from logitd.model.data.batches import Batches, document_ends, noise_seed, rank_b
 from logitd.model.data.errors import DataError
 from logitd.model.data.shards import Shard
 
-
 END = 0
 
 

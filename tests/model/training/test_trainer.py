@@ -297,9 +297,9 @@ def test_one_batch_can_be_memorized(tmp_path: Path, configure: Configure, optimi
         vocab_size=257,
         val_fraction=0.5,
         context_length=100,
-        steps=100,
-        eval_every=100,
-        checkpoint_every=100,
+        steps=200,
+        eval_every=200,
+        checkpoint_every=200,
         optimizer=optimizer,
         matrix_lr=0.02 if optimizer == "muon" else 0.005,
     )

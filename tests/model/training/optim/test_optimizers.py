@@ -45,6 +45,7 @@ def _loss(gpt: GPT) -> Tensor:
         ("position_embedding.weight", False, "embedding"),
         ("blocks.1.value_embedding.weight", False, "embedding"),
         ("blocks.1.value_gate.weight", False, "scalar"),
+        ("blocks.1.value_embedding.map", False, "matrix"),
         ("blocks.0.qkv.weight", False, "matrix"),
         ("blocks.0.qkv.bias", False, "scalar"),
         ("blocks.0.mlp_down.weight", False, "matrix"),
@@ -115,6 +116,7 @@ def test_muon_orthogonalizes_query_key_and_value_separately(
         {"activation": "swiglu"},
         {"tied_head": True, "bias": True, "head_bias": True},
         {"residual": "parallel", "head_bias": True, "final_norm": False},
+        {"value_embeddings": "all"},
         TOGETHER,
     ],
 )
