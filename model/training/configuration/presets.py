@@ -67,6 +67,13 @@ class Recipe:
     )
     final_lr: Annotated[Share, Field(description="last learning rate as a share of the peak")] = 0.0
     weight_decay: Annotated[float, Field(ge=0, description="decoupled decay of matrices")] = 0.0
+    average: Annotated[
+        Share,
+        Field(
+            description="time constant of the average of the weights, as a share of the run; the "
+            "last checkpoint has the average if it is better (0: no average)"
+        ),
+    ] = 0.05
     clip: Annotated[float, Field(ge=0, description="largest gradient norm (0: no limit)")] = 0.0
     dtype: Annotated[
         TrainingDType, Field(description="dtype of the forward pass; weights are float32")
@@ -135,7 +142,7 @@ class Preset:
 def _adamw(lr: float, **values: Any) -> Recipe:
     """A recipe in GPT-2's style: AdamW with the same learning rate for all parameters."""
     rates: Any = {"matrix_lr": lr, "embedding_lr": lr, "head_lr": lr, "scalar_lr": lr}
-    return Recipe(optimizer="adamw", init="gpt2", **rates, **values)
+    return Recipe(optimizer="adamw", init="gpt2", average=0.0, **rates, **values)
 
 
 _COSINE: Any = {"decay": "cosine", "final_lr": 0.1, "weight_decay": 0.1, "clip": 1.0}
