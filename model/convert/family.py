@@ -113,7 +113,7 @@ def _of_any(config: GPTConfig) -> Iterable[_Rule]:
     added = "no other architecture adds embeddings to values"
     before = "GPT-2 and Llama normalize before each sublayer"
     return (
-        (config.value_embeddings, "value_embeddings", added, False),
+        (bool(config.value_embeddings), "value_embeddings", added, False),
         (config.norm_position == "post", "norm_position", before, "pre"),
         (not config.final_norm, "final_norm", "GPT-2 and Llama end with a norm", True),
         (config.head_bias, "head_bias", "the heads of GPT-2 and Llama have none", False),

@@ -1,16 +1,21 @@
 """Batches: the tokens of a training step, as a pure function of (seed, sequence number).
 
-The training tokens are divided into windows of the context length. Each pass begins at a different
-offset and visits the windows in a different order; both depend only on (seed, pass). So a resumed
-run needs no stored state, and other random numbers cannot disturb the order. A step of B x A
-sequences has the same sequences as one batch of B * A or as A batches of B, in one process or in
-several. The seed of dropout also depends only on (seed, sequence number).
+Each pass over the text puts its documents into a different order, divides the tokens into windows
+of the context length from a different offset on, and visits the windows in a different order. All
+three depend only on (seed, pass). So a resumed run needs no stored state, and other random numbers
+cannot disturb the order. A step of B x A sequences has the same sequences as one batch of B * A or
+as A batches of B, in one process or in several. The seed of dropout also depends only on (seed,
+sequence number).
+
+The text is not copied: a window is read from the shard, document by document. Memory: 8 bytes per
+document, and 16 for each of at most two passes. Opening scans the shard once for ends of documents.
 
 Shapes: B sequences, T = window.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,17 +25,31 @@ from torch import Tensor
 from logitd.model.data.errors import DataError
 from logitd.model.data.shards import Shard
 
+SCANNED = 2**22
+"""Number of tokens that are searched for ends of documents at a time."""
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One pass over a text. The places of tokens are counted in the order of its documents."""
+
+    offset: int  # place of the first window
+    windows: npt.NDArray[np.int64]  # order of the windows
+    documents: npt.NDArray[np.int64]  # (D,), order of the documents
+    ends: npt.NDArray[np.int64]  # (D,), place after the last token of each of them
+
 
 class Batches:
-    """The windows of a shard in training order."""
+    """The windows of a shard in training order. `end_of_text` is the id that ends a document."""
 
-    def __init__(self, shard: Shard, *, window: int, seed: int) -> None:
+    def __init__(self, shard: Shard, *, window: int, seed: int, end_of_text: int) -> None:
         if shard.count < window + 1:
             raise ValueError(f"{shard.count} tokens do not fill a window of {window} + 1")
         self.windows = (shard.count - 1) // window  # in one pass
         self._shard = shard
         self._window = window
         self._seed = seed
+        self._ends = document_ends(shard.tokens, end_of_text)
         self._pass = lru_cache(maxsize=2)(self._draw_pass)
 
     def batch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
@@ -41,15 +60,41 @@ class Batches:
 
     def _sequence(self, number: int) -> npt.NDArray[np.int64]:
         epoch, index = divmod(number, self.windows)
-        offset, order = self._pass(epoch)
+        drawn = self._pass(epoch)
         # The last windows of a shifted pass would extend beyond the end, so they wrap around.
-        start = (offset + int(order[index]) * self._window) % (self._shard.count - self._window)
-        return self._shard.tokens[start : start + self._window + 1].astype(np.int64)
+        place = drawn.offset + int(drawn.windows[index]) * self._window
+        return self._read(drawn, place % (self._shard.count - self._window), self._window + 1)
 
-    def _draw_pass(self, epoch: int) -> tuple[int, npt.NDArray[np.int64]]:
+    def _read(self, drawn: _Pass, place: int, count: int) -> npt.NDArray[np.int64]:
+        """`count` tokens from `place` on, in the order of a pass."""
+        parts = []
+        index = int(np.searchsorted(drawn.ends, place, side="right"))
+        while count:
+            left = int(drawn.ends[index]) - place  # tokens of this document
+            start = int(self._ends[drawn.documents[index]]) - left
+            taken = min(left, count)
+            parts.append(self._shard.tokens[start : start + taken])
+            place, count, index = place + taken, count - taken, index + 1
+        return np.concatenate(parts).astype(np.int64)
+
+    def _draw_pass(self, epoch: int) -> _Pass:
         generator = np.random.Generator(np.random.Philox(key=[self._seed, epoch]))
         offset = int(generator.integers(self._window))
-        return offset, generator.permutation(self.windows)
+        windows = generator.permutation(self.windows)
+        documents = generator.permutation(len(self._ends))
+        lengths = np.diff(self._ends, prepend=0)
+        return _Pass(offset, windows, documents, np.cumsum(lengths[documents]))
+
+
+def document_ends(tokens: npt.NDArray[Any], end_of_text: int) -> npt.NDArray[np.int64]:  # (D,)
+    """The index after the last token of each document. Tokens after the last `end_of_text` are a
+    document too."""
+    ends = [
+        first + 1 + np.flatnonzero(tokens[first : first + SCANNED] == end_of_text)
+        for first in range(0, len(tokens), SCANNED)
+    ]
+    found = np.concatenate(ends)
+    return found if found.size and found[-1] == len(tokens) else np.append(found, len(tokens))
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from logitd.model.training.configuration.config import TrainingConfig, TrainingE
 from logitd.model.training.distributed.fsdp import clip_gradients, shard_model, unsummed_gradients
 from logitd.model.training.distributed.ranks import ALONE, process_group
 from logitd.model.training.events import EventHandler, Noticed, Progress, Started, ignore_events
+from logitd.model.training.optim.average import Average
 from logitd.model.training.optim.optimizers import Optimizers
 from logitd.model.training.optim.schedule import lr_scale
 from logitd.model.training.recording.recorder import Due, RunRecorder
@@ -132,8 +133,11 @@ class Trainer:
             self.gpt.to(placement.device)
         self.gpt.train()
         # 2) The parts of a step: batches, loss, update.
-        window = training.model.context_length
-        self.batches = Batches(run.text.train, window=window, seed=self.recipe.seed)
+        window, end_of_text = training.model.context_length, run.text.tokenizer.end_of_text
+        assert end_of_text is not None
+        self.batches = Batches(
+            run.text.train, window=window, seed=self.recipe.seed, end_of_text=end_of_text
+        )
         self.loss = choose_loss(
             Forward(self.gpt, placement, dropout=training.model.dropout),
             lambda message: report(Noticed(message)),
@@ -141,6 +145,7 @@ class Trainer:
             peers=ranks if run.sharded else ALONE,
         )
         self.optimizers = Optimizers(self.gpt, self.recipe, ranks)
+        self.average = Average(self.gpt, self.recipe.average, ranks)
         # 3) The work between steps.
         self.counters = Counters()
         self.first = 0  # step at which this command began
@@ -149,7 +154,7 @@ class Trainer:
         self.done_before = 0.0  # completed share of the run before the last step
         self.log = StepLog(flops_per_token(training.model), machine_rate(placement))
         self.divergence = DivergenceMonitor(self.recipe.warmup)
-        self.recorder = RunRecorder(run, self.gpt, self.optimizers, report)
+        self.recorder = RunRecorder(run, self.gpt, self.optimizers, self.average, report)
         self.began = began
 
     def load(self) -> None:
@@ -157,7 +162,7 @@ class Trainer:
         state = self.run.directory.state
         if state.exists():
             self.counters, before, reports = load_state(
-                state, gpt=self.gpt, optimizers=self.optimizers
+                state, gpt=self.gpt, optimizers=self.optimizers, average=self.average
             )
             run = self.run
             now = environment(run.placement, run.ranks.size, sharded=run.sharded)
@@ -230,6 +235,8 @@ class Trainer:
         self.ranks.all_reduce_sum([*unsummed_gradients(parameters), loss])
         norm = clip_gradients(parameters, recipe.clip)
         self.optimizers.step(scale)
+        by_steps = 1 / self.length.steps if self.length.steps else 0.0
+        self.average.follow(max(done - self.done_before, by_steps))
         # 3) Count. The loss stays on the device until a report is due.
         tokens = batch.total * self.gpt.config.context_length
         self.log.add(loss=loss, norm=norm, lr_scale=scale, tokens=tokens)
@@ -258,7 +265,9 @@ class Trainer:
         }
         self.recorder.record(due, self.counters, reports)
         now = self._now()
-        counters = self.counters.saved(now - began) if due.state else self.counters
+        # The last step also evaluates the average.
+        more = self.recorder.seconds.get("evaluation", 0.0) if self.average.time else 0.0
+        counters = self.counters.saved(now - began + more) if due.state else self.counters
         self.counters = replace(counters, seconds=now)  # the pace does not include the tasks
 
     def _between_steps(self) -> bool:

@@ -235,7 +235,11 @@ class GPTConfig:
     tied_head: Annotated[bool, Field(description="use the embedding matrix as the head")]
     head_bias: Annotated[bool, Field(description="a bias in the head, even if the head is tied")]
     value_embeddings: Annotated[
-        bool, Field(description="add gated embeddings per token to every second block's values")
+        bool | Literal["all"],
+        Field(
+            description="add gated embeddings per token to the values of every second block, or of "
+            "all; a new model learns those of all blocks as maps of the token's embedding"
+        ),
     ]
     embedding_norm: Annotated[bool, Field(description="normalize the embedding of each token")]
     smear: Annotated[
@@ -327,7 +331,10 @@ class GPTConfig:
         }
 
     def has_value_embedding(self, layer: int) -> bool:
-        """True if the layer has a value embedding: every second block, counted from the last."""
+        """True if the layer has a value embedding: "all", or every second block, counted from the
+        last."""
+        if self.value_embeddings == "all":
+            return True
         return self.value_embeddings and (self.n_layer - 1 - layer) % 2 == 0
 
     def window(self, layer: int) -> int | None:

@@ -71,7 +71,8 @@ MODERN: Mapping[str, Any] = {
     "value_embeddings": True,
 }
 """Overrides that turn `gpt2_shape` into the shape that learns fastest at small sizes: RMSNorm,
-rotary positions, QK-norm, no biases, an untied head, gated value embeddings."""
+rotary positions, QK-norm, no biases, an untied head, gated value embeddings. The presets have them
+in all blocks."""
 
 
 def _head_dim(d_model: int, n_head: int) -> int:

@@ -41,8 +41,8 @@ def count_elements(config: GPTConfig) -> Elements:
     width = config.d_model
     block_matrices = config.qkv_width * width + width * heads + up * width + width * config.d_ff
     block_rows = config.qkv_width + width + up + width
-    # Value embeddings: every second block has a table, and a gate with a row per key/value head.
-    valued = -(-config.n_layer // 2) if config.value_embeddings else 0
+    # Value embeddings: some blocks have a table, and a gate with a row per key/value head.
+    valued = sum(map(config.has_value_embedding, range(config.n_layer)))
     gate = min(VALUE_GATE_WIDTH, width) * config.n_kv_head
     # Smear: one gate for the whole model.
     smear = min(SMEAR_WIDTH, width) * config.smear

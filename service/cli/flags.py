@@ -82,6 +82,8 @@ def _parameter(settings: type[CommandSettings], name: str, field: FieldInfo) -> 
     choices = [
         str(word) for kind in items if get_origin(kind) is Literal for word in get_args(kind)
     ]
+    if choices and kinds[0] is bool:
+        choices = ["yes", "no", *choices]
     kind: click.ParamType[Any] = click.Path(readable=False)  # lets shells complete file names
     metavar = _METAVARS.get(items[0], "TEXT")
     if choices:
@@ -98,7 +100,7 @@ def _parameter(settings: type[CommandSettings], name: str, field: FieldInfo) -> 
     words = [*filter(None, [settings.flag_names.get(name)]), name.replace("_", "-")]
     flags = [f"-{word}" if len(word) == 1 else f"--{word}" for word in words]
     text = _help(settings, name, field, positional)
-    if kinds[0] is bool:
+    if kinds[0] is bool and not choices:
         switches = [f"{flag}/--no-{word}" for flag, word in zip(flags, words, strict=True)]
         return click.Option([name, *switches], default=None, help=text)
     return click.Option([name, *flags], multiple=several, type=kind, metavar=metavar, help=text)

@@ -105,7 +105,7 @@ def shapes(draw: st.DrawFn, *, head_dims: tuple[int, ...] = (2, 6, 8, 16)) -> di
         "norm": draw(st.sampled_from(get_args(Norm))),
         "activation": draw(st.sampled_from(get_args(Activation))),
         "positions": positions,
-        "value_embeddings": draw(st.booleans()),
+        "value_embeddings": draw(st.sampled_from([False, True, "all"])),
         **{flag: draw(st.booleans()) for flag in flags},
         **draw(st.sampled_from([*ORDERS.values()])),
         **rotary,

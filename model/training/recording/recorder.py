@@ -9,12 +9,16 @@ written with every state and after every evaluation that is the best so far.
 All processes call these methods. Each computes a part of the evaluation and contributes its part of
 the model; the main process writes. The model is not changed. The trainer decides when each task is
 due.
+
+After the last step of a run, the weights and their average (`model/training/optim/average.py`) are
+evaluated. Evaluation, samples and checkpoint of this step are those of the better ones; the state
+has both.
 """
 
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -26,6 +30,7 @@ from logitd.model.checkpoint.checkpoint import TrainingRecord, save_checkpoint
 from logitd.model.data.windows import validation_windows
 from logitd.model.training.distributed.fsdp import gather_weights, local, without_backward
 from logitd.model.training.events import Evaluated, EventHandler, Noticed, Sampled, Saved
+from logitd.model.training.optim.average import Average
 from logitd.model.training.optim.optimizers import Optimizers
 from logitd.model.training.recording.card import write_card
 from logitd.model.training.recording.samples import samples
@@ -33,10 +38,11 @@ from logitd.model.training.run import plot
 from logitd.model.training.run.run import Run
 from logitd.model.training.run.state import environment, save_state
 from logitd.model.training.step.forward import Forward
-from logitd.model.training.step.validate import validate
+from logitd.model.training.step.validate import ValidationLoss, validate
 from logitd.model.training.stopping.length import Counters
 from logitd.model.training.stopping.worsening import worsening
 from logitd.model.transformer.gpt import GPT
+from logitd.model.transformer.value_map import with_tables
 
 Task = Literal["state", "evaluation", "samples", "checkpoint"]
 SAMPLING = 0.02
@@ -60,8 +66,16 @@ class RunRecorder:
     seconds      time of each task when it was done last
     """
 
-    def __init__(self, run: Run, gpt: GPT, optimizers: Optimizers, report: EventHandler) -> None:
+    def __init__(
+        self,
+        run: Run,
+        gpt: GPT,
+        optimizers: Optimizers,
+        average: Average,
+        report: EventHandler,
+    ) -> None:
         self._run, self._gpt, self._optimizers, self._report = run, gpt, optimizers, report
+        self._average = average
         self._forward = without_backward(gpt, Forward(gpt, run.placement, dropout=0.0))
         self._windows = validation_windows(
             run.text.val,
@@ -92,9 +106,16 @@ class RunRecorder:
     def finish(self, due: Due, counters: Counters) -> None:
         """Do the tasks that follow the state, unless they were done for this step. A resumed run
         begins with this, because a kill may have prevented some of them."""
-        directory, ranks = self._run.directory, self._run.ranks
         # 1) Evaluation.
         is_best = (due.state or due.evaluation) and self.evaluate(counters)
+        last = self.evaluations[-1] if self.evaluations else {}
+        averaged = last.get("step") == counters.step and "unaveraged_val_loss" in last
+        with self._average.in_place() if averaged else nullcontext():
+            self._write(due, counters, is_best=is_best)
+
+    def _write(self, due: Due, counters: Counters, *, is_best: bool) -> None:
+        """Sample with the weights in place, and write their checkpoint."""
+        directory, ranks = self._run.directory, self._run.ranks
         # 2) Samples: if they are due, or for the card of a checkpoint that a saved state lacks.
         exists = due.state and ranks.broadcast(counters.step in directory.checkpoints())
         lacks_checkpoint = due.state and not exists
@@ -119,7 +140,13 @@ class RunRecorder:
 
     def _evaluate(self, counters: Counters) -> bool:
         run, step = self._run, counters.step
-        result = validate(self._gpt, self._windows, self._forward, run.ranks, sharded=run.sharded)
+        result, unaveraged = self._validate(), None
+        saved = self._state_step == step  # not if the loss is suspect
+        if self._average.time and saved and run.training.length.is_over(counters):
+            with self._average.in_place():
+                averaged = self._validate()
+            if averaged.loss < result.loss:
+                result, unaveraged = averaged, result
         if not math.isfinite(result.loss):
             raise run.directory.diverged(
                 f"training diverged: at step {step} the validation loss is {result.loss}"
@@ -134,6 +161,15 @@ class RunRecorder:
             "tokens": result.tokens,
             "seconds": round(counters.seconds, 3),
         }
+        if unaveraged is not None:
+            record["unaveraged_val_loss"] = unaveraged.loss
+            self._report(
+                Noticed(
+                    f"the last checkpoint has the average of the weights: "
+                    f"{result.bits_per_byte:.4f} bits per byte, the last weights "
+                    f"{unaveraged.bits_per_byte:.4f}"
+                )
+            )
         self.evaluations.append(record)
         self.write_metrics(record)
         self._report(Evaluated(step, result.loss, result.bits_per_byte, is_best))
@@ -148,6 +184,10 @@ class RunRecorder:
             if not drawn and step == 0:
                 self._report(Noticed("no loss.png: matplotlib is not installed"))
         return is_best and step > 0
+
+    def _validate(self) -> ValidationLoss:
+        run = self._run
+        return validate(self._gpt, self._windows, self._forward, run.ranks, sharded=run.sharded)
 
     def evaluations_since_best(self) -> int:
         losses = [record["val_loss"] for record in self.evaluations]
@@ -185,6 +225,7 @@ class RunRecorder:
                 run.directory.state,
                 gpt=self._gpt,
                 optimizers=self._optimizers,
+                average=self._average,
                 counters=counters,
                 environment=environment(run.placement, ranks.size, sharded=run.sharded),
                 reports=reports,
@@ -232,7 +273,7 @@ class RunRecorder:
             path = directory.checkpoint(counters.step)
             with self._timed("checkpoint"), directory.saving(counters.step):
                 about: dict[str, Any] = {
-                    "weights": weights,
+                    "weights": with_tables(weights),
                     "training": self._training_record(counters),
                     "card": write_card(run, counters, self._samples, self._sample_step),
                     "chat_template": run.chat_template,
@@ -262,7 +303,7 @@ class RunRecorder:
                 save_checkpoint(
                     directory.kept(counters.step),
                     config=self._gpt.config,
-                    weights=weights,
+                    weights=with_tables(weights),
                     tokenizer=run.text.tokenizer,
                     training=self._training_record(counters),
                     card=f"Step {counters.step} of the run {directory.path.name}.\n",

@@ -1,10 +1,10 @@
 """State: saves the state of a run, so that a resumed run continues exactly.
 
-The file `state/state.pt` holds the float32 weights (with adapters only theirs), the states of all
-optimizers, the counters, and the states of the step log and the divergence monitor. It needs no
-position in the data and no random state, because batches and dropout are functions of the seed and
-the step (`model/data/batches.py`). It is written under a temporary name, synced and renamed, and
-read with `weights_only=True`, so reading never executes code.
+The file `state/state.pt` holds the float32 weights (with adapters only theirs), their average, the
+states of all optimizers, the counters, and the states of the step log and the divergence monitor.
+It needs no position in the data and no random state, because batches and dropout are functions of
+the seed and the step (`model/data/batches.py`). It is written under a temporary name, synced and
+renamed, and read with `weights_only=True`, so reading never executes code.
 
 A resumed run has the same bits if its recorded environment is the same; `differences` lists what
 changed. Checkpoints, which are for serving, are in `model/checkpoint/checkpoint.py`.
@@ -23,11 +23,15 @@ from logitd.model.files import require_regular, whole_file
 from logitd.model.training.configuration.config import TrainingError
 from logitd.model.training.distributed.fsdp import gather_weights, is_sharded, scatter_weights
 from logitd.model.training.distributed.ranks import ALONE, Ranks
+from logitd.model.training.optim.average import Average
 from logitd.model.training.optim.optimizers import Optimizers
 from logitd.model.training.stopping.length import Counters
 from logitd.model.transformer.gpt import GPT
 
 VERSION = 2
+REVISION = 2
+"""Number of the trainer's arithmetic and order of batches; raised when they change. 1: batches that
+keep the order of documents, five Newton-Schulz iterations."""
 
 
 def environment(
@@ -35,6 +39,7 @@ def environment(
 ) -> dict[str, Any]:
     """Everything besides the settings on which the bits of a training step depend."""
     return {
+        "trainer": REVISION,
         "torch": str(torch.__version__),  # a plain string, as weights_only requires
         "device": describe(placement.device),
         "dtype": placement.dtype_name,
@@ -58,6 +63,7 @@ def save_state(
     *,
     gpt: GPT,
     optimizers: Optimizers,
+    average: Average,
     counters: Counters,
     environment: Mapping[str, Any],
     reports: Mapping[str, Any],
@@ -70,6 +76,7 @@ def save_state(
         "counters": asdict(counters),
         "environment": dict(environment),
         "weights": gather_weights(gpt, ranks),
+        "average": average.state_dict(),
         "optimizers": optimizers.state_dict(),
         "reports": dict(reports),
     }
@@ -85,13 +92,14 @@ def save_state(
 
 
 def load_state(
-    path: Path, *, gpt: GPT, optimizers: Optimizers
+    path: Path, *, gpt: GPT, optimizers: Optimizers, average: Average
 ) -> tuple[Counters, dict[str, Any], dict[str, Any]]:
-    """Restore weights and optimizers. Returns the counters, the `environment` of the saved run, and
-    the states of its step log and divergence monitor. Raises TrainingError."""
+    """Restore weights, average and optimizers. Returns the counters, the `environment` of the saved
+    run, and the states of its step log and divergence monitor. Raises TrainingError."""
     document = read_state(path, mapped=is_sharded(gpt))
     try:
         scatter_weights(gpt, document["weights"])
+        average.load_state_dict(document.get("average"))
         optimizers.load_state_dict(document["optimizers"])
         counters = Counters(**document["counters"])
         return counters, dict(document["environment"]), dict(document["reports"])

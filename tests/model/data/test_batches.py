@@ -8,37 +8,44 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logitd.model.data.batches import Batches, noise_seed, rank_batch
+from logitd.model.data.batches import Batches, document_ends, noise_seed, rank_batch
 from logitd.model.data.errors import DataError
 from logitd.model.data.shards import Shard
 
+END = 0
+
 
 def _shard(count: int) -> Shard:
-    return Shard(Path("memory"), np.arange(count, dtype=np.uint16), count)
+    """One document whose tokens are 1, 2, 3 ..."""
+    return Shard(Path("memory"), np.arange(1, count + 1, dtype=np.uint16), count)
+
+
+def _batches(count: int, seed: int) -> Batches:
+    return Batches(_shard(count), window=16, seed=seed, end_of_text=END)
 
 
 def test_targets_are_the_shifted_inputs() -> None:
-    inputs, targets = Batches(_shard(1000), window=16, seed=1).batch(0, 8)
+    inputs, targets = _batches(1000, seed=1).batch(0, 8)
     assert inputs.shape == targets.shape == (8, 16)
     assert inputs.dtype == torch.int64
     assert torch.equal(targets, inputs + 1)
 
 
 def test_batch_depends_on_seed_and_number_alone() -> None:
-    first = Batches(_shard(5000), window=16, seed=1)
-    again = Batches(_shard(5000), window=16, seed=1)
+    first = _batches(5000, seed=1)
+    again = _batches(5000, seed=1)
     torch.manual_seed(0)
     np.random.default_rng(0)
     before = torch.get_rng_state()
     for number in (900, 0, 317, 900):  # any order, across passes
         assert torch.equal(first.batch(number, 4)[0], again.batch(number, 4)[0])
     assert torch.equal(torch.get_rng_state(), before)
-    other = Batches(_shard(5000), window=16, seed=2)
+    other = _batches(5000, seed=2)
     assert not torch.equal(first.batch(0, 4)[0], other.batch(0, 4)[0])
 
 
 def test_accumulated_batches_are_rows_of_the_large_batch() -> None:
-    batches = Batches(_shard(5000), window=16, seed=1)
+    batches = _batches(5000, seed=1)
     big = batches.batch(64, 8)[0]
     parts = [batches.batch(64 + start, 2)[0] for start in range(0, 8, 2)]
     assert torch.equal(big, torch.cat(parts))
@@ -46,15 +53,15 @@ def test_accumulated_batches_are_rows_of_the_large_batch() -> None:
 
 @given(st.integers(17, 400), st.integers(0, 5))
 def test_pass_visits_distinct_windows_within_the_text(count: int, epoch: int) -> None:
-    batches = Batches(_shard(count), window=16, seed=3)
+    batches = _batches(count, seed=3)
     inputs, targets = batches.batch(epoch * batches.windows, batches.windows)
-    assert int(targets.max()) < count
+    assert int(targets.max()) <= count
     starts = inputs[:, 0].tolist()
     assert len(set(starts)) == batches.windows
 
 
 def test_passes_differ_in_order_and_offset() -> None:
-    batches = Batches(_shard(5000), window=16, seed=3)
+    batches = _batches(5000, seed=3)
     passes = [
         tuple(batches.batch(epoch * batches.windows, batches.windows)[0][:, 0].tolist())
         for epoch in range(6)
@@ -63,10 +70,37 @@ def test_passes_differ_in_order_and_offset() -> None:
     assert len({frozenset(starts) for starts in passes}) > 3
 
 
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.booleans(), st.integers(0, 3))
+def test_windows_of_a_pass_are_those_of_the_shuffled_documents(
+    lengths: list[int], unfinished: bool, epoch: int
+) -> None:
+    """The windows read from the shard are those of a copy of the text whose documents are in the
+    order of the pass."""
+    documents = [np.append(np.full(length - 1, 1 + i), END) for i, length in enumerate(lengths)]
+    documents += [np.full(20, 100)] if unfinished or sum(lengths) < 17 else []
+    tokens = np.concatenate(documents).astype(np.uint16)
+    batches = Batches(Shard(Path("memory"), tokens, 0), window=16, seed=4, end_of_text=END)
+    found = batches.batch(epoch * batches.windows, batches.windows)
+    generator = np.random.Generator(np.random.Philox(key=[4, epoch]))
+    offset, windows = int(generator.integers(16)), generator.permutation(batches.windows)
+    text = np.concatenate([documents[i] for i in generator.permutation(len(documents))])
+    for inputs, targets, index in zip(*found, windows, strict=True):
+        start = (offset + index * 16) % (len(text) - 16)
+        assert inputs.tolist() == text[start : start + 16].tolist()
+        assert targets.tolist() == text[start + 1 : start + 17].tolist()
+
+
+def test_scan_in_parts_finds_every_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("logitd.model.data.batches.SCANNED", 4)
+    tokens = np.array([1, 0, 1, 0, 0, 2, 2, 0, 3])
+    assert document_ends(tokens, END).tolist() == [2, 4, 5, 8, 9]
+    assert document_ends(tokens[:-1], END).tolist() == [2, 4, 5, 8]
+
+
 def test_text_shorter_than_a_window_is_refused() -> None:
     with pytest.raises(ValueError, match="16 tokens do not fill a window"):
-        Batches(_shard(16), window=16, seed=0)
-    assert Batches(_shard(17), window=16, seed=0).batch(0, 3)[0].shape == (3, 16)
+        _batches(16, seed=0)
+    assert _batches(17, seed=0).batch(0, 3)[0].shape == (3, 16)
 
 
 @given(st.integers(1, 24), st.integers(1, 12), st.integers(1, 24), st.integers(0, 3))

@@ -297,9 +297,9 @@ def test_one_batch_can_be_memorized(tmp_path: Path, configure: Configure, optimi
         vocab_size=257,
         val_fraction=0.5,
         context_length=100,
-        steps=100,
-        eval_every=100,
-        checkpoint_every=100,
+        steps=200,
+        eval_every=200,
+        checkpoint_every=200,
         optimizer=optimizer,
         matrix_lr=0.02 if optimizer == "muon" else 0.005,
     )
@@ -651,7 +651,8 @@ def test_rising_validation_loss_is_reported_meanwhile_and_at_the_end(
         recorder, "validate", lambda *_, **__: ValidationLoss(next(losses), tokens=1, text_bytes=1)
     )
     events: list[Event] = []
-    result = train(configure(steps=8, eval_every=2, checkpoint_every=100), events.append)
+    config = configure(steps=8, eval_every=2, checkpoint_every=100, average=0.0)
+    result = train(config, events.append)
     notices = [event.message for event in events if isinstance(event, Noticed)]
     bits = {e.step: e.val_bits_per_byte for e in events if isinstance(e, Evaluated)}
     best = min(bits, key=lambda step: bits[step])

@@ -145,14 +145,19 @@ def test_config_takes_an_integer_for_a_number() -> None:
     assert config == tiny_config()
 
 
-def test_value_embeddings_sit_in_every_second_block_from_the_last() -> None:
-    def layers(n_layer: int) -> list[int]:
-        config = tiny_config(**MODERN, n_layer=n_layer)
+def test_value_embeddings_sit_in_every_second_block_from_the_last_or_in_all() -> None:
+    def layers(n_layer: int, value_embeddings: bool | str = True) -> list[int]:
+        shape = {**MODERN, "value_embeddings": value_embeddings, "n_layer": n_layer}
+        config = tiny_config(**shape)
         return [layer for layer in range(n_layer) if config.has_value_embedding(layer)]
 
     assert layers(1) == [0]
     assert layers(4) == [1, 3]
     assert layers(5) == [0, 2, 4]
+    assert layers(4, "all") == [0, 1, 2, 3]
+    assert layers(4, value_embeddings=False) == []
+    with pytest.raises(ConfigError, match="value_embeddings is 'every'"):
+        layers(4, "every")
     assert not tiny_config().has_value_embedding(2)
 
 

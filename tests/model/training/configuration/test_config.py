@@ -61,6 +61,13 @@ def test_rope_scaling_round_trips_through_json_and_the_command() -> None:
     assert parsed("train", flag, value).given() == config.given()
 
 
+@pytest.mark.parametrize("value", [True, False, "all"])
+def test_value_embeddings_round_trip_through_the_command(value: bool | str) -> None:
+    config = TrainingConfig(value_embeddings=value)
+    *_, flag, word = shlex.split(command(config))
+    assert parsed("train", flag, word).given() == config.given()
+
+
 def test_command_has_only_the_given_settings() -> None:
     config = TrainingConfig(
         preset="small",

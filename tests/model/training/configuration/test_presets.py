@@ -51,10 +51,10 @@ def test_preset_takes_overrides() -> None:
 
 
 def test_small_preset_stays_below_the_size_limit_of_the_bundled_checkpoint() -> None:
-    """Two bytes per parameter in bfloat16, 16 MB with the other files."""
+    """Two bytes per parameter in bfloat16, 19 MB with the other files."""
     small = PRESETS["small"]
     count = GPT(small.config(small.recipe.vocab_size)).parameter_count()
-    assert 2 * count < 15.5e6
+    assert 2 * count < 18.5e6
     assert small.recipe.save_dtype == "bfloat16"
 
 

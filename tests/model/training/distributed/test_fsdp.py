@@ -30,6 +30,7 @@ from logitd.model.training.distributed.fsdp import (
     worth_sharding,
 )
 from logitd.model.training.distributed.ranks import ALONE, Ranks, process_group
+from logitd.model.training.optim.average import Average
 from logitd.model.training.optim.optimizers import Optimizers, initialize
 from logitd.model.training.run.state import environment, load_state, save_state
 from logitd.model.training.step.forward import Forward
@@ -44,6 +45,7 @@ from tests.model.training.distributed.test_ranks import _environment, _start
 CPU = torch.device("cpu")
 OPTIMIZERS = ("muon", "adamw")
 SIZE = 3
+AVERAGE = 0.5
 """Number of processes; no number of rows below is a multiple of it."""
 
 
@@ -72,7 +74,7 @@ def test_shards_of_all_processes_make_up_every_map(heights: list[int], size: int
     ("memory", "local_size", "adapted", "expected"),
     [
         (4 * 2**30, 1, False, False),
-        (4 * 2**30, 2, False, True),  # 124 M x 16 bytes are 1.9 GiB of 2
+        (4 * 2**30, 2, False, True),  # 124 M x 20 bytes are 2.3 GiB of 2
         (4 * 2**30, 2, True, False),
         (2**29, 1, True, True),
     ],
@@ -180,6 +182,7 @@ class _Found:
     losses: list[float]
     kept: int  # elements of the optimizers' states
     weights: dict[str, Tensor]
+    averages: dict[str, Tensor]
     same_back: bool
 
 
@@ -196,36 +199,52 @@ def _divided(optimizer: str, ranks: Ranks, folder: Path) -> _Found:
         logits = without_backward(gpt, forward)(ids[:, :-1])
         same_logits = torch.equal(logits, Forward(whole, placement, dropout=0.0)(ids[:, :-1]))
     optimizers = Optimizers(gpt, _recipe(optimizer), ranks)
-    losses = [_step(gpt, optimizers, optimizer, ranks) for _ in range(3)]
+    average, losses = Average(gpt, AVERAGE, ranks), []
+    for _ in range(3):
+        losses.append(_step(gpt, optimizers, optimizer, ranks))
+        average.follow(0.3)
     weights = gather_weights(gpt, ranks)
-    same_back = _goes_on_from_a_file(gpt, optimizer, optimizers, ranks, folder / f"{optimizer}.pt")
+    with average.in_place():
+        averages = gather_weights(gpt, ranks)
+    path = folder / f"{optimizer}.pt"
+    same_back = _goes_on_from_a_file(gpt, optimizer, optimizers, average, ranks, path)
     rows = {
         name: (len(local(each)), shard_of(each).last - shard_of(each).first)
         for name, each in gpt.named_parameters()
     }
     kept = _numbers(optimizers)
-    return _Found(rows, held, same_logits, losses, kept, weights, same_back)
+    return _Found(rows, held, same_logits, losses, kept, weights, averages, same_back)
 
 
 def _goes_on_from_a_file(
-    gpt: GPT, optimizer: str, optimizers: Optimizers, ranks: Ranks, path: Path
+    gpt: GPT,
+    optimizer: str,
+    optimizers: Optimizers,
+    average: Average,
+    ranks: Ranks,
+    path: Path,
 ) -> bool:
     """True if a model with a loaded state continues like the one that saved it, and keeps no memory
     of the file. One number was once a view of it and kept the deleted file's blocks on disk."""
     save_state(
-        path, gpt=gpt, optimizers=optimizers, counters=Counters(),
+        path, gpt=gpt, optimizers=optimizers, average=average, counters=Counters(),
         environment=environment(_placement(optimizer)), reports={}, ranks=ranks,
     )  # fmt: skip
     ranks.barrier()
     again = _gpt(optimizer)
     shard_model(again, _placement(optimizer), ranks)
     others = Optimizers(again, _recipe(optimizer), ranks)
-    load_state(path, gpt=again, optimizers=others)
+    its_average = Average(again, AVERAGE, ranks)
+    load_state(path, gpt=again, optimizers=others, average=its_average)
     assert str(path) not in Path("/proc/self/maps").read_text()
     for model, its in ((gpt, optimizers), (again, others)):
         _step(model, its, optimizer, ranks)
-    pairs = zip(gpt.parameters(), again.parameters(), strict=True)
-    same = all(torch.equal(local(one), local(two)) for one, two in pairs)
+    same = True
+    for _ in range(2):  # the weights, then their averages
+        pairs = zip(gpt.parameters(), again.parameters(), strict=True)
+        same = same and all(torch.equal(local(one), local(two)) for one, two in pairs)
+        average.swap()
+        its_average.swap()
     ranks.barrier()
     return same
 
@@ -251,8 +270,15 @@ def test_three_processes_train_what_one_trains(
     for optimizer in OPTIMIZERS:
         whole = _gpt(optimizer)
         optimizers = Optimizers(whole, _recipe(optimizer))
-        losses = [_step(whole, optimizers, optimizer, ALONE) for _ in range(3)]
+        average, losses = Average(whole, AVERAGE), []
+        for _ in range(3):
+            losses.append(_step(whole, optimizers, optimizer, ALONE))
+            average.follow(0.3)
         assert losses[0] - losses[-1] > 0.1, "it learns"
+        with average.in_place():
+            expected_averages = {
+                name: each.clone() for name, each in gather_weights(whole, ALONE).items()
+            }
         expected = gather_weights(whole, ALONE)
         ranks = [_Found(**each[optimizer]) for each in files]
         for found in ranks:
@@ -261,9 +287,13 @@ def test_three_processes_train_what_one_trains(
             assert found.same_logits
             assert found.losses == pytest.approx(losses, rel=1e-3)
             assert found.same_back
-        for name, tensor in ranks[0].weights.items():
-            off = float((tensor - expected[name]).norm() / expected[name].norm())
-            assert off < 0.02, (name, off)
+        for found_weights, wanted in (
+            (ranks[0].weights, expected),
+            (ranks[0].averages, expected_averages),
+        ):
+            for name, tensor in found_weights.items():
+                off = float((tensor - wanted[name]).norm() / wanted[name].norm())
+                assert off < 0.02, (name, off)
         assert not any(each.numel() for found in ranks[1:] for each in found.weights.values())
         assert sum(found.kept for found in ranks) == _numbers(optimizers)
         assert max(found.kept for found in ranks) < 1.1 * _numbers(optimizers) / SIZE

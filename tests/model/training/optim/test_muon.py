@@ -15,7 +15,13 @@ from logitd.model.training.optim import muon
 
 SHAPES = [(24, 24), (24, 40), (40, 24), (24, 24), (24, 40), (8, 24), (150, 160), (150, 160)]
 """Square, tall and wide matrices, a single one, and some that are not stacked on a CPU."""
-COEFFICIENTS, STEPS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
+TORCH, EPS = ((3.4445, -4.7750, 2.0315),) * 5, 1e-7
+"""torch's iterations."""
+
+
+@pytest.fixture
+def as_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muon, "ITERATIONS", TORCH)
 
 
 def _parameters() -> list[nn.Parameter]:
@@ -39,6 +45,7 @@ def _distance(one: Tensor, other: Tensor) -> float:
     return float((one - other).detach().norm() / other.detach().norm())
 
 
+@pytest.mark.usefixtures("as_torch")
 @pytest.mark.parametrize("stacked_elements", [1, 2000, 2**24])
 def test_step_is_that_of_torch(monkeypatch: pytest.MonkeyPatch, stacked_elements: int) -> None:
     """Stacks of any size differ from torch at most by the order of sums in bfloat16."""
@@ -62,23 +69,41 @@ def test_step_is_that_of_torch(monkeypatch: pytest.MonkeyPatch, stacked_elements
 
 
 @pytest.mark.parametrize("shape", [(6, 6), (6, 20), (20, 6), (140, 150)])
-def test_orthogonalize_in_float32_is_the_iteration_as_defined(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("iterations", [TORCH, muon.ITERATIONS])
+def test_orthogonalize_in_float32_is_the_iteration_as_defined(
+    iterations: tuple[tuple[float, float, float], ...], shape: tuple[int, int]
+) -> None:
     torch.manual_seed(1)
     matrices = torch.randn(3, *shape).double()
     found = [
-        muon.orthogonalize(stack.float(), COEFFICIENTS, STEPS, EPS)
-        for stack in (matrices, matrices[:1])
+        muon.orthogonalize(stack.float(), iterations, EPS) for stack in (matrices, matrices[:1])
     ]
-    a, b, c = COEFFICIENTS
     for index, matrix in enumerate(matrices):
         x = matrix / matrix.norm()
-        for _ in range(STEPS):
+        for a, b, c in iterations:
             x = a * x + (b * x @ x.T + c * x @ x.T @ x @ x.T) @ x
         assert _distance(found[0][index].double(), x) < 1e-4
         singular = torch.linalg.svdvals(x)
         assert float(singular.min()) > 0.3
         assert float(singular.max()) < 1.3
     assert _distance(found[1][0], found[0][0]) < 1e-5
+
+
+def test_each_iteration_is_the_polynomial_nearest_to_one() -> None:
+    """By Chebyshev's theorem an odd polynomial of the fifth degree is the best approximation if its
+    largest error occurs at four points with alternating signs."""
+    low, high = muon.SMALLEST, 1.0
+    for index, (a, b, c) in enumerate(muon.ITERATIONS):
+        margin = muon.MARGIN if index + 1 < len(muon.ITERATIONS) else 1.0
+        x = margin * torch.linspace(low, high, 100_001).double()
+        errors = 1 - (a * x + b * x**3 + c * x**5)
+        turns = (errors.diff().sign().diff() != 0).nonzero().flatten() + 1
+        extremes = errors[[0, *turns.tolist(), -1]]
+        largest = float(errors.abs().max())
+        signs = torch.tensor([1.0, -1.0, 1.0, -1.0])
+        torch.testing.assert_close(extremes, largest * signs.double(), rtol=1e-3, atol=1e-4)
+        low, high = 1 - largest, 1 + largest
+    assert high < 1.13
 
 
 def test_step_in_float32_is_the_same_except_for_rounding() -> None:
@@ -91,6 +116,7 @@ def test_step_in_float32_is_the_same_except_for_rounding() -> None:
         assert 0 < _distance(two - was, one - was) < 0.05
 
 
+@pytest.mark.usefixtures("as_torch")
 def test_state_continues_from_torch_and_back() -> None:
     parameters = _parameters()
     first = Muon(parameters, lr=0.1)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Muon
 
 from logitd.model.training.configuration.presets import PRESETS
+from logitd.model.training.optim import muon
 from logitd.model.training.optim.optimizers import Optimizers, initialize, kind_of
 from logitd.model.training.optim.schedule import lr_scale
 from logitd.model.training.step.forward import native_bfloat16
@@ -44,6 +45,7 @@ def _loss(gpt: GPT) -> Tensor:
         ("position_embedding.weight", False, "embedding"),
         ("blocks.1.value_embedding.weight", False, "embedding"),
         ("blocks.1.value_gate.weight", False, "scalar"),
+        ("blocks.1.value_embedding.map", False, "matrix"),
         ("blocks.0.qkv.weight", False, "matrix"),
         ("blocks.0.qkv.bias", False, "scalar"),
         ("blocks.0.mlp_down.weight", False, "matrix"),
@@ -77,13 +79,16 @@ def test_blocks_begin_as_the_identity_drawn_from_the_generator() -> None:
         assert torch.equal(parameter, again.get_parameter(name)), name
 
 
-def test_muon_orthogonalizes_query_key_and_value_separately() -> None:
+def test_muon_orthogonalizes_query_key_and_value_separately(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The fused matrix moves as three torch Muons on three matrices would move it.
 
     The bits are equal if the processor multiplies bfloat16. If not, the update is computed in
     float32 and torch's in bfloat16: they differ by a few hundredths of a step, while one matrix
     orthogonalized instead of three would differ by more than a tenth.
     """
+    monkeypatch.setattr(muon, "ITERATIONS", ((3.4445, -4.7750, 2.0315),) * 5)  # torch's
     gpt = _gpt()
     torch.nn.init.normal_(gpt.blocks[0].attention_out.weight, std=0.1)  # type: ignore[union-attr,arg-type]
     fused = gpt.get_parameter("blocks.0.qkv.weight")
@@ -111,6 +116,7 @@ def test_muon_orthogonalizes_query_key_and_value_separately() -> None:
         {"activation": "swiglu"},
         {"tied_head": True, "bias": True, "head_bias": True},
         {"residual": "parallel", "head_bias": True, "final_norm": False},
+        {"value_embeddings": "all"},
         TOGETHER,
     ],
 )

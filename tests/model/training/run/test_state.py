@@ -8,6 +8,7 @@ import torch
 from logitd.model.device import Placement
 from logitd.model.training.configuration.config import TrainingError
 from logitd.model.training.configuration.presets import PRESETS
+from logitd.model.training.optim.average import Average
 from logitd.model.training.optim.optimizers import Optimizers
 from logitd.model.training.run.state import (
     differences,
@@ -23,18 +24,19 @@ from logitd.model.transformer.shapes import gpt2_shape
 HERE = environment(Placement(torch.device("cpu"), torch.float32, 2))
 
 
-def _model() -> tuple[GPT, Optimizers]:
+def _model() -> tuple[GPT, Optimizers, Average]:
     torch.manual_seed(0)
     gpt = GPT(gpt2_shape(vocab_size=20, context_length=8, n_layer=1, n_head=1, d_model=8))
-    return gpt, Optimizers(gpt, PRESETS["tiny"].recipe)
+    return gpt, Optimizers(gpt, PRESETS["tiny"].recipe), Average(gpt, 0.05)
 
 
 def _save(path: Path) -> None:
-    gpt, optimizers = _model()
+    gpt, optimizers, average = _model()
     save_state(
         path,
         gpt=gpt,
         optimizers=optimizers,
+        average=average,
         counters=Counters(step=7, tokens=70, seconds=1.5),
         environment=HERE,
         reports={"steps": 2, "loss": torch.tensor(5.0)},
@@ -44,8 +46,8 @@ def _save(path: Path) -> None:
 def test_counters_environment_and_unreported_steps_are_restored(tmp_path: Path) -> None:
     path = tmp_path / "state" / "state.pt"
     _save(path)
-    gpt, optimizers = _model()
-    counters, before, reports = load_state(path, gpt=gpt, optimizers=optimizers)
+    gpt, optimizers, average = _model()
+    counters, before, reports = load_state(path, gpt=gpt, optimizers=optimizers, average=average)
     assert counters == Counters(step=7, tokens=70, seconds=1.5)
     assert before == HERE
     assert reports == {"steps": 2, "loss": torch.tensor(5.0)}
@@ -72,13 +74,16 @@ def test_state_of_another_model_is_refused(tmp_path: Path) -> None:
     gpt = GPT(gpt2_shape(vocab_size=20, context_length=8, n_layer=2, n_head=1, d_model=8))
     optimizers = Optimizers(gpt, PRESETS["tiny"].recipe)
     with pytest.raises(TrainingError, match="does not fit the run's model"):
-        load_state(tmp_path / "state.pt", gpt=gpt, optimizers=optimizers)
+        load_state(
+            tmp_path / "state.pt", gpt=gpt, optimizers=optimizers, average=Average(gpt, 0.05)
+        )
 
 
 def test_differences_of_environments_are_named() -> None:
-    other = {"torch": "2.0", "device": "another", "dtype": "bfloat16", "threads": 4}
+    other = {"trainer": 1, "torch": "2.0", "device": "another", "dtype": "bfloat16", "threads": 4}
     assert differences(HERE, HERE) == ""
     assert differences(HERE, {**HERE, **other, "processes": 2}) == (
-        f"torch {HERE['torch']}, was 2.0, device {HERE['device']}, was another, dtype float32, "
-        "was bfloat16, threads 2, was 4, processes 1, was 2"
+        f"trainer {HERE['trainer']}, was 1, torch {HERE['torch']}, was 2.0, device "
+        f"{HERE['device']}, was another, dtype float32, was bfloat16, threads "
+        "2, was 4, processes 1, was 2"
     )

@@ -1,0 +1,81 @@
+"""Average: an exponential average of the weights, which the last checkpoint of a run may hold.
+
+The weights of a step oscillate around the average of the recent steps, and the average often
+predicts better. Its time constant is a share of the run, so it follows the planned length. It has
+float32 values of all trained parameters, 4 bytes each, and moves at most fifty times in a time
+constant, so in long runs it takes hardly any time. `model/training/recording/recorder.py` evaluates
+it after the last step, next to the last weights, and keeps the better ones.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitd.model.training.distributed.fsdp import gather, local, shard_of
+from logitd.model.training.distributed.ranks import ALONE, Ranks
+from logitd.model.transformer.gpt import GPT
+
+STRIDE = 0.02
+"""Share of the time constant after which the average moves."""
+
+
+class Average:
+    """The average of a model's trained parameters; of a sharded model, those of this process.
+
+    time     time constant as a share of the run; 0: there is no average
+    pending  share of the run that was completed since the average moved
+    """
+
+    def __init__(self, gpt: GPT, time: float, ranks: Ranks = ALONE) -> None:
+        self.time, self.pending, self._ranks = time, 0.0, ranks
+        trained = [each for each in gpt.parameters() if each.requires_grad and time]
+        self._shards = [shard_of(each) for each in trained]
+        self._weights: list[Tensor] = [local(each.data) for each in trained]
+        self._averages = [each.clone() for each in self._weights]
+
+    def follow(self, share: float) -> None:
+        """Count a step that completed a `share` of the run, and move towards its weights."""
+        self.pending += share
+        if self._averages and self.pending >= STRIDE * self.time:
+            torch._foreach_lerp_(
+                self._averages, self._weights, 1 - math.exp(-self.pending / self.time)
+            )
+            self.pending = 0.0
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let the model have the average as its weights for a while."""
+        self.swap()
+        try:
+            yield
+        finally:
+            self.swap()
+
+    def swap(self) -> None:
+        """Exchange the weights of the model and their average."""
+        for weight, average in zip(self._weights, self._averages, strict=True):
+            held = weight.clone()
+            weight.copy_(average)
+            average.copy_(held)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state, on the main process. All processes of a sharded model must call it."""
+        pairs = zip(self._averages, self._shards, strict=True)
+        return {
+            "pending": self.pending,
+            "averages": [gather(each, shard, self._ranks) for each, shard in pairs],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Load a result of `state_dict`. None: the run had no average, which begins now."""
+        rows = self._weights
+        if state is not None:
+            self.pending = state["pending"]
+            pairs = zip(state["averages"], self._shards, strict=True)
+            rows = [whole[shard.rows] for whole, shard in pairs]
+        for average, values in zip(self._averages, rows, strict=True):
+            average.copy_(values)

@@ -1,0 +1,60 @@
+"""Value maps: trains value embeddings as linear maps of the tokens' embeddings.
+
+A value embedding depends only on the token, and so does a map of the token's embedding. While a
+model is trained, each block has such a map instead of a table; a checkpoint has the table, which is
+the product of both (`with_tables`). So the maps exist only in the trainer. They reach fewer bits
+per byte than tables, which are trained row by row (benchmarks/LAB.md).
+
+Shapes: C = d_model, R = padded_vocab_size rows, W = kv_width.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from logitd.model.transformer.gpt import GPT
+
+MAP, TABLE = "value_embedding.map", "value_embedding.weight"
+"""Names of a block's parameter in the trainer and in a checkpoint."""
+
+
+class ValueMap(nn.Module):
+    """The value embeddings of a block, as a map of the tokens' embeddings. It replaces the block's
+    table."""
+
+    def __init__(self, tokens: nn.Embedding, table: nn.Embedding) -> None:
+        super().__init__()
+        self._tokens = (tokens,)  # in a tuple, because it is a module of the GPT, not of this one
+        self.map = nn.Parameter(torch.zeros(table.embedding_dim, tokens.embedding_dim))  # (W, C)
+
+    def forward(self, token_ids: Tensor) -> Tensor:  # (B, T) to (B, T, W)
+        (tokens,) = self._tokens
+        if token_ids.numel() < tokens.num_embeddings:
+            return F.linear(tokens(token_ids), self.map)
+        # A product for each row is cheaper than one for each token. In float32, because the
+        # gradients of a frequent token are added up in the dtype of the table.
+        table = F.linear(tokens.weight, self.map).to(tokens.weight.dtype)
+        return F.embedding(token_ids, table)
+
+
+def map_values(gpt: GPT) -> None:
+    """Replace the tables of value embeddings by maps, which are zero."""
+    for block in gpt.blocks:
+        table = getattr(block, "value_embedding", None)
+        if isinstance(table, nn.Embedding):
+            block.add_module("value_embedding", ValueMap(gpt.token_embedding, table))
+
+
+def with_tables(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a GPT with the table (R, W) of each map in its place. Weights without maps are
+    returned as they are."""
+    return dict(_tabled(name, tensor, weights) for name, tensor in weights.items())
+
+
+def _tabled(name: str, tensor: Tensor, weights: Mapping[str, Tensor]) -> tuple[str, Tensor]:
+    if not name.endswith(MAP):
+        return name, tensor
+    tokens = weights["token_embedding.weight"]  # (R, C)
+    return name.removesuffix(MAP) + TABLE, tokens @ tensor.T
