@@ -66,6 +66,14 @@ def retry_after(gaps: Sequence[float], *, sequences: int) -> int:
     return caught.value.retry_after
 
 
+def test_admit_takes_all_requests_or_none() -> None:
+    admission = controller(1, 2)
+    admission.admit([ROWS, GENERATION])
+    with pytest.raises(QueueFull, match="1 sequence waiting, limit 2"):
+        admission.admit([ROWS, ROWS])
+    assert admission.sequences == 2
+
+
 def test_tokens_of_running_requests_do_not_count() -> None:
     admission = controller(1, 10, 7)
     admission.admit([GENERATION])

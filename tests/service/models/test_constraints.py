@@ -304,3 +304,23 @@ async def test_nothing_is_compiled_on_the_event_loop() -> None:
         await b.constraints.compiled(GOOD)
         assert len(compiler.threads) == 1
         assert threading.current_thread() not in compiler.threads
+
+
+async def test_without_a_compiler_the_reason_is_given() -> None:
+    async with bench(ConstraintsUnavailable("constraints need llguidance")) as b:
+        error = await error_of(b.constraints.compiled(GOOD))
+        assert (error.status, error.message) == (400, "regex: constraints need llguidance")
+        assert b.constraints.tried == []
+
+
+async def test_closing_during_a_trial_ends_its_process() -> None:
+    async with bench() as b:
+        slow = asyncio.create_task(b.constraints.compiled(SLOW))
+        while not b.constraints._trials:
+            await asyncio.sleep(0.01)
+        running, process = trials(b.sandbox), b.sandbox._process
+        assert process is not None
+        b.constraints.close()
+        assert (await error_of(slow)).status == 400
+        assert process.poll() is not None
+        eventually(lambda: not any(trial.exists() for trial in running))
