@@ -125,6 +125,35 @@ def test_stream_gives_the_same_piece_by_piece(llm: LLM) -> None:
         assert [len(top) for top in one.top_logprobs] == [2] * 25
 
 
+def test_each_prompt_draws_a_seed_that_gives_the_same_again(llm: LLM) -> None:
+    """Nearly uniform draws of 12 of 257 tokens do not coincide by chance."""
+    hot = SamplingParams(max_tokens=12, temperature=100.0)
+    found = llm.generate(["import"] * 2, hot, ignore_eos=True, n=2)
+    assert len({one.seed for one in found}) == 2, "choices of a prompt share its seed"
+    assert len({one.token_ids for one in found}) == 4
+    for one in found:
+        assert one.seed is not None
+        same = SamplingParams(max_tokens=12, temperature=100.0, seed=one.seed)
+        again = llm.generate("import", same, ignore_eos=True, n=2)
+        assert again[one.index].token_ids == one.token_ids
+
+
+def test_stop_string_ends_its_sequence_alone(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=40, seed=2, allowed_token_ids=tuple(b"abc"))
+    (free,) = llm.generate(PROMPT, params)
+    parts = llm.stream(["other", PROMPT], params, stop=[free.text[20:28]])
+    before = []
+    for part in parts:
+        before.append(part)
+        if part.finish_reason is not None:
+            break
+    assert (part.prompt_index, part.stop_reason) == (1, free.text[20:28])
+    assert llm._engine.stats().running == 1
+    other = [each for each in (*before, *parts) if each.prompt_index == 0]
+    assert len(joined(other)[1]) == 40
+    assert other[-1].finish_reason == "length"
+
+
 def test_streams_can_be_read_alternately(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=12, seed=seed) for seed in (1, 2)]
     expected = [llm.generate(PROMPT, one)[0] for one in params]
@@ -183,6 +212,20 @@ def test_intervention_object_along_a_direction_has_the_effect_of_its_fields(llm:
     assert (values @ direction / np.linalg.norm(direction) >= -0.5 - 1e-5).all()
     plain = llm.activations("a prompt", stage)[stage]
     assert not np.array_equal(values, plain)
+
+
+def test_attributions_are_by_default_of_the_likeliest_token(llm: LLM) -> None:
+    assert llm.attributions("a prompt").token_id == llm.probs("a prompt").argmax()
+
+
+def test_lens_ends_in_the_models_own_answer(llm: LLM) -> None:
+    readings = llm.lens("a prompt", top_k=2, token_ids=[97])
+    assert (len(readings), len(readings[0])) == (8, 4)
+    last = readings[-1][-1]
+    probs = llm.probs("a prompt")
+    assert last.top_ids[0] == probs.argmax()
+    assert np.exp(last.logprobs[0]) == pytest.approx(probs[97], rel=1e-5)
+    assert last.divergence == 0
 
 
 def test_patches_are_sweeps_and_tokens_may_be_texts(llm: LLM) -> None:

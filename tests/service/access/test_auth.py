@@ -238,6 +238,10 @@ def test_no_reply_or_log_line_contains_a_key(
     assert "/info" in caplog.text
 
 
+def test_keys_show_not_even_a_digest() -> None:
+    assert repr(read_api_keys(SecretStr(KEYS), None)) == "ApiKeys()"
+
+
 def test_openapi_marks_what_needs_a_key(locked: Serving, server: Serving) -> None:
     document = locked.client.get("/openapi.json").json()
     assert document["components"]["securitySchemes"]["api_key"]["scheme"] == "bearer"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from logitd.model.inference.engine.config import EngineConfig
+from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.engine.events import Event, FinishEvent, FinishReason, TokenEvent
 from logitd.model.inference.reference import generate
 from logitd.model.transformer.gpt import GPT
@@ -127,6 +128,20 @@ async def test_cancelled_reload_continues_and_excludes_others() -> None:
         assert await finished(new) == (expected(NEW, "new"), FinishReason.LENGTH)
         await owner.reload(PATH, "hash", TEST_TIMEOUT)
         assert owner.version == 2
+
+
+class Full(Engine):
+    def prepare_weights(self, gpt: GPT) -> None:  # type: ignore[override]
+        raise MemoryError("of the device")
+
+
+async def test_weights_that_do_not_fit_change_nothing() -> None:
+    async with running(Full(OLD, EngineConfig(slots=2)), load=load) as (owner, _):
+        with pytest.raises(ReloadError, match="of the device"):
+            await owner.reload(PATH, "hash", TEST_TIMEOUT)
+        assert owner.version == 0
+        old = owner.submit([generation("old")])
+        assert await finished(old) == (expected(OLD, "old"), FinishReason.LENGTH)
 
 
 async def test_stopping_engine_ends_a_reload_and_refuses_others() -> None:

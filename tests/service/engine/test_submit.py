@@ -1,12 +1,17 @@
 """AsyncEngine accepts or rejects requests: queue limits, reservations, impossible requests."""
 
 import asyncio
+import threading
 
 import pytest
 
+from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.errors import InvalidRequest
+from logitd.service.engine.admission import QueueFull
 from logitd.service.engine.submission import EngineStopped
 from tests.service.engine.harness import (
+    TINY,
+    GatedEngine,
     all_rows,
     generation,
     reserved,
@@ -25,6 +30,22 @@ async def test_impossible_request_is_refused_with_all_others() -> None:
             with pytest.raises(InvalidRequest):
                 reserved(owner, [request])
         assert owner.admission.sequences == 0, "all or none"
+
+
+async def test_queue_is_bounded_by_waiting_prompt_tokens() -> None:
+    """Those of a running prompt do not count. An empty queue admits any prompt that fits the model;
+    otherwise it would never be computed."""
+    permits = threading.Semaphore(1)
+    engine = GatedEngine(TINY, EngineConfig(slots=1), permits=permits)
+    async with running(engine, max_queue_tokens=98) as (owner, _):
+        accepted = [owner.submit([generation("r" * 100)])]
+        await accepted[0].take()
+        accepted += [owner.submit([generation(name)]) for name in ("l" * 90, "one more")]
+        with pytest.raises(QueueFull, match=r"98 prompt tokens waiting, limit 98$"):
+            owner.submit([generation("a")])
+        permits.release(1000)
+        for submission in accepted:
+            await rest(submission)
 
 
 async def test_drain_waits_for_a_reservation() -> None:

@@ -140,6 +140,35 @@ async def test_endless_stream_ends_with_its_client() -> None:
     assert not connection.ended
 
 
+@pytest.mark.parametrize("stuck_at", [1, 3], ids=["at a piece", "at the end of the body"])
+async def test_stopped_reader_is_disconnected(
+    stuck_at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def accept(number: int) -> None:
+        if number == stuck_at:
+            await asyncio.Event().wait()
+
+    connection, ends = Connection(accept), Ends()
+    await asyncio.wait_for(run(some(b"one", b"two"), connection, ends, 0.01), NEVER)
+    assert ends.count == 1
+    assert len(connection.sent) == stuck_at
+    assert caplog.messages == ["a client left its stream unread for 0.01 s"]
+
+
+def test_slow_is_not_stopped() -> None:
+    async def main() -> None:
+        async def accept(number: int) -> None:
+            await asyncio.sleep(0.06)
+
+        connection, ends = Connection(accept), Ends()
+        await run(some(*[b"x"] * 8), connection, ends, 0.45)  # 0.6 s in all, 0.06 s each
+        assert connection.ended
+        assert connection.body == b"x" * 8
+
+    with asyncio.Runner(loop_factory=PatientLoop) as runner:
+        runner.run(main())
+
+
 async def test_failure_midway_leaves_the_body_incomplete(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

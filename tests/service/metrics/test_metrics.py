@@ -24,7 +24,7 @@ from logitd.model.inference.engine.events import (
 )
 from logitd.model.inference.engine.requests import OutputsRequest
 from logitd.model.version import VERSION
-from logitd.service.engine.admission import AdmissionController, QueueLimits
+from logitd.service.engine.admission import AdmissionController, Limit, QueueLimits
 from logitd.service.engine.driver import StepReport
 from logitd.service.metrics.metrics import ENDPOINTS, Metrics, endpoint_label
 from logitd.service.metrics.model_metrics import ModelMetrics, StepKind
@@ -201,6 +201,22 @@ def test_text_is_the_classic_format(checkpoint_path: Path) -> None:
     assert value(metrics, "logitd_kv_slots") == 4
     assert value(metrics, "logitd_queue_limit_sequences") == 256
     assert value(metrics, "logitd_queue_elements") == 2 * 7
+
+
+def test_callers_are_counted_separately() -> None:
+    metrics = Metrics(callers=["alice", "ci"])
+    metrics.observe_request("/generate", 200, 0.5, "alice")
+    metrics.observe_request("/generate", 429, 0.25, "alice", Limit.TOKENS)
+    metrics.observe_request("/probs", 200, 2)
+    assert value(metrics, "logitd_api_key_requests_total", key="alice") == 2
+    assert value(metrics, "logitd_api_key_requests_total", key="ci") == 0
+    assert value(metrics, "logitd_http_requests_total", endpoint="/generate", status="429") == 1
+    assert value(metrics, "logitd_http_requests_total", endpoint="/probs", status="200") == 1
+    for endpoint, seconds in {"/generate": 0.75, "/probs": 2, "/score": 0}.items():
+        assert value(metrics, "logitd_http_request_seconds_sum", endpoint=endpoint) == seconds
+    for limit in Limit:
+        rejected = value(metrics, "logitd_requests_rejected_total", limit=limit.value)
+        assert rejected == (limit is Limit.TOKENS)
 
 
 @pytest.mark.parametrize(

@@ -304,3 +304,10 @@ async def test_nothing_is_compiled_on_the_event_loop() -> None:
         await b.constraints.compiled(GOOD)
         assert len(compiler.threads) == 1
         assert threading.current_thread() not in compiler.threads
+
+
+async def test_without_a_compiler_the_reason_is_given() -> None:
+    async with bench(ConstraintsUnavailable("constraints need llguidance")) as b:
+        error = await error_of(b.constraints.compiled(GOOD))
+        assert (error.status, error.message) == (400, "regex: constraints need llguidance")
+        assert b.constraints.tried == []

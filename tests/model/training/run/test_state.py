@@ -1,5 +1,6 @@
 """The trainer's own state on disk."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,21 @@ def test_counters_environment_and_unreported_steps_are_restored(tmp_path: Path) 
     assert before == HERE
     assert reports == {"steps": 2, "loss": torch.tensor(5.0)}
     assert [file.name for file in path.parent.iterdir()] == ["state.pt"]
+
+
+def test_failed_save_leaves_the_old_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "state.pt"
+    _save(path)
+    before = path.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        _save(path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["state.pt"]
 
 
 def test_missing_damaged_and_foreign_states_are_refused(tmp_path: Path) -> None:

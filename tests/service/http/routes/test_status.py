@@ -147,6 +147,24 @@ def test_while_draining_new_requests_are_refused_and_running_ones_finish(
         drain.result(TEST_TIMEOUT)
 
 
+def test_failed_engine_is_neither_ready_nor_alive(
+    checkpoint_path: Path, logged_errors: list[str]
+) -> None:
+    def broken(on_compute: object) -> None:
+        raise ZeroDivisionError("a secret of the engine")
+
+    with serving(checkpoint_path) as server:
+        driver: Any = server.served.engine._driver
+        driver._engine.step = broken
+        for prompt in "ab":
+            response = server.post("/generate", {"prompt": prompt})
+            assert response.status_code == 503
+            assert "secret" not in response.text
+        assert health(server) == health(server, LIVE) == (503, "failed")
+        assert "secret" not in server.client.get("/health").text
+    logged_errors.clear()
+
+
 # Info and version
 
 
