@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.train import Run, check, settings
+from benchmarks.train_small import fewer
 from benchmarks.trained import Outcome, block_matrices
 from logitd.model.training.configuration.autosize import SIZES
 from logitd.model.training.configuration.config import TrainingConfig
@@ -56,3 +57,9 @@ def test_check_refuses_unequal_runs(change: dict[str, float], message: str) -> N
     check([(RUN, OUTCOME), (nanogpt, theirs)])
     with pytest.raises(SystemExit, match=message):
         check([(RUN, OUTCOME), (nanogpt, replace(theirs, **change))])  # type: ignore[arg-type]
+
+
+def test_our_last_weights_are_compared_with_their_last_and_best() -> None:
+    theirs = replace(OUTCOME, last=4.0, best=2.5)
+    ours = replace(OUTCOME, last=2.0, best=1.9)
+    assert fewer({"adapted": [ours], "long": [theirs]}, "long") == pytest.approx((50, 20))

@@ -9,9 +9,11 @@ import transformers
 from benchmarks.peers.contract import disagreement
 from benchmarks.peers.transformers_generate import logprobs
 from benchmarks.peers.transformers_server import (
+    check_usage,
     save_for_transformers,
     text_of,
 )
+from benchmarks.streams import StreamFailed
 from tests.benchmarks.peers.conftest import Saved
 
 
@@ -35,3 +37,14 @@ def test_text_has_the_ids_that_it_was_made_of(folder: Path) -> None:
     ids = torch.randint(300, (50,)).tolist()
     assert tokenizer(text_of(ids))["input_ids"] == ids
     assert str(tokenizer.decode(ids)).split() == text_of(ids).split()
+
+
+def test_prompt_counts_must_agree() -> None:
+    usage = {"prompt_tokens": 2, "completion_tokens": 3}
+    check_usage(usage, prompt=2, came=3)
+    with pytest.raises(StreamFailed, match="the server counts 2 and 3 tokens"):
+        check_usage(usage, prompt=2, came=4)
+    with pytest.raises(StreamFailed, match="the server counts 2 and 3 tokens"):
+        check_usage(usage, prompt=1, came=3)
+    with pytest.raises(StreamFailed, match="without its counts, after 3 tokens"):
+        check_usage(None, prompt=2, came=3)

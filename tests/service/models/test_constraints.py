@@ -311,16 +311,3 @@ async def test_without_a_compiler_the_reason_is_given() -> None:
         error = await error_of(b.constraints.compiled(GOOD))
         assert (error.status, error.message) == (400, "regex: constraints need llguidance")
         assert b.constraints.tried == []
-
-
-async def test_closing_during_a_trial_ends_its_process() -> None:
-    async with bench() as b:
-        slow = asyncio.create_task(b.constraints.compiled(SLOW))
-        while not b.constraints._trials:
-            await asyncio.sleep(0.01)
-        running, process = trials(b.sandbox), b.sandbox._process
-        assert process is not None
-        b.constraints.close()
-        assert (await error_of(slow)).status == 400
-        assert process.poll() is not None
-        eventually(lambda: not any(trial.exists() for trial in running))

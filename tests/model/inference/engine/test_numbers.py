@@ -24,6 +24,7 @@ from tests.model.inference.engine.harness import (
     Outcome,
     generation,
     outputs_request,
+    params,
     random_params,
     random_prompt,
     run,
@@ -132,6 +133,15 @@ def test_processed_logits_match_the_definition(seed: int) -> None:
         expected = torch.tensor(processed_row(row, text, prompt_length, sampling))
         assert torch.equal(values.isinf(), expected.isinf())
         assert_close(values, expected.float(), atol=1e-3, rtol=1e-4)
+
+
+def test_columns_of_processed_logits() -> None:
+    gpt = tiny_gpt()
+    cold = params(temperature=0.5, top_k=20)
+    everything = rows(gpt, Logits(processing=cold))
+    chosen = rows(gpt, Logits(processing=cold, columns=(256, 3, 3)))
+    assert torch.equal(chosen, everything[:, [256, 3, 3]])
+    assert (everything.isfinite().sum(dim=-1) == 20).all()
 
 
 # Scores

@@ -400,6 +400,21 @@ def test_generation_follows_the_changed_forward(exact: GPT) -> None:
             text.append(token)
 
 
+def test_changes_of_others_change_no_bit() -> None:
+    """Sequences with different changes and one without decode in one batch."""
+    gpt = tiny_gpt()
+    head = Intervention(stage="blocks.1.attention.heads", operation="zero", heads=(0,))
+    stream = Intervention(stage="blocks.0.output", operation="scale", factor=1.5)
+    requests = [
+        generation(name, PROMPT[:40], max_tokens=6, seed=3, logprobs=1, interventions=changes)
+        for name, changes in {"plain": (), "head": (head,), "stream": (stream,)}.items()
+    ]
+    alone = [run(gpt, request)[request.request_id, 0].tokens for request in requests]
+    together = run(gpt, *requests)
+    assert [together[request.request_id, 0].tokens for request in requests] == alone
+    assert alone[0] != alone[1] != alone[2]
+
+
 @pytest.mark.parametrize("count", [2, pytest.param(None, marks=pytest.mark.slow)])
 def test_patching_a_prompt_with_itself_changes_no_bit(gpt: GPT, count: int | None) -> None:
     """Stages that the forward uses directly keep every bit. The fast test takes some stages."""
