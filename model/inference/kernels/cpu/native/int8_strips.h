@@ -77,7 +77,7 @@ class VectorProduct {
 
  private:
   static constexpr int TOGETHER = 8;  // rows; two sums of each stay in registers
-  static constexpr int AHEAD = 8192;  // bytes, for a few rows
+  static constexpr int AHEAD = 4096;  // bytes, for a few rows
 
   struct Ahead {
     const std::uint8_t* at;
