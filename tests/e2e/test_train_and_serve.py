@@ -96,7 +96,8 @@ def test_served_numbers_are_those_of_the_trained_model(
     (choice,) = generate(client, max_tokens=30, seed=4, temperature=0.9, top_p=0.95,
                          ignore_eos=True)["choices"]  # fmt: skip
     assert choice["token_ids"] == reference.generate(gpt, ids, params)
-    assert choice["text"] == checkpoint.tokenizer.decode(choice["token_ids"])
+    text = checkpoint.tokenizer.decode(choice["token_ids"])
+    assert choice["text"] == text.rstrip("\ufffd"), "a cut character at the end is left out"
     body = {"prompt": TEXT[:80], "positions": "all"}
     response = client.post("/logits", json=body, headers={"Accept": "application/x-npy"})
     rows = np.load(io.BytesIO(response.content))
