@@ -245,11 +245,11 @@ def test_sigterm_ends_all_of_it(on_ray: OnRay) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--max-connections", "5"], "HAProxy holds the connections"),
-        (["--drain-grace", "5"], "HAProxy holds the connections"),
+        (["--max-connections", "5"], "HAProxy manages the clients' connections"),
+        (["--drain-grace", "5"], "HAProxy manages the clients' connections"),
         (["--import-model"], "run `logitd import` first"),
         (["--port", "0"], "choose one"),
-        (["--min-replicas", "2", "--max-replicas", "1"], "less than min-replicas"),
+        (["--min-replicas", "2", "--max-replicas", "1"], "less than --min-replicas"),
         (["checkpoints/none"], "does not exist"),
         (["--no-such-flag"], "--no-such-flag"),
     ],
