@@ -259,7 +259,7 @@ def test_recipe_of_a_long_text_has_these_values() -> None:
     training = resolve(config)
     recipe, model = training.recipe, training.model
     rates = (recipe.matrix_lr, recipe.embedding_lr, recipe.head_lr, recipe.scalar_lr)
-    assert rates == (0.035, 0.1, 0.002, 0.01)
+    assert rates == (0.035, 0.1, 0.004, 0.01)
     assert (recipe.weight_decay, recipe.vocab_size, recipe.batch_size) == (0.0, 1024, 8)
     assert (recipe.decay, recipe.cooldown, recipe.warmup, recipe.clip) == ("linear", 0.6, 0, 0.0)
     assert (model.dropout, model.value_embeddings, model.tied_head) == (0.0, "all", False)
