@@ -88,7 +88,7 @@ def transformers_server(
 
 
 def asking_transformers(http: httpx.AsyncClient, url: str) -> Ask:
-    """Streams of `/v1/completions`."""
+    """Return a function that sends a prompt to `/v1/completions` and reads the stream."""
 
     async def ask(prompt: Sequence[int], tokens: int, seed: int, arrived: Arrived) -> None:
         # No seed: it would apply to the whole process, and to the draws of all streams.

@@ -108,7 +108,8 @@ class RankBatch:
     parts: int  # batches of a step in all processes
 
     def batches(self, step: int) -> range:
-        """The numbers of the first sequences of this process's batches."""
+        """For each batch of this process in a step: the number of its first sequence, counted
+        from the beginning of the training."""
         start = step * self.total + self.first
         return range(start, start + self.batch_size * self.passes, self.batch_size)
 

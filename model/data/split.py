@@ -33,7 +33,7 @@ class Split:
     below: int
 
     def trained(self, lot: int, size: int) -> int:
-        """The length of a document's training part, in the unit of `size`."""
+        """The length of a document's training part, in the same unit as `size`."""
         if lot in self.divided:
             return int(size * (1 - self.val_fraction))
         return 0 if lot < self.below else size

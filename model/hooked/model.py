@@ -201,8 +201,8 @@ class HookedGPT:
         return_type: Literal["input", "str", "tokens"] = "input",
     ) -> Any:
         """Continue a text, texts, or ids (B, T), with the hooks in place (`generation.py`). A
-        sequence that has ended is filled with its end, by default that of a document. Shorter texts
-        are padded on the left."""
+        sequence that has ended is padded with the token that ended it, by default the end of a
+        document. Shorter texts are padded on the left."""
         as_texts = isinstance(input, str) or (len(input) > 0 and isinstance(input[0], str))
         batch = self._tokens.batch(input, prepend_bos, "left" if as_texts else None)
         chosen = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id

@@ -107,8 +107,7 @@ def find_name(
     names: Iterable[str], short: str, layer: int | None = None, layer_type: str | None = None
 ) -> str:
     """The full name of a short one: ("pattern", 3), ("normalized", 3, "ln2"), "k6" or "embed".
-    Raises KeyError unless it matches exactly one of `names`. Without a layer type, points outside
-    of norms take precedence."""
+    Raises KeyError unless it matches exactly one of `names`."""
     if layer is None and (match := _SHORT.fullmatch(short)):
         short, layer, layer_type = match[1], int(match[2]), match[3] or layer_type
     word = f"hook_{SHORT_NAMES.get(short, short)}"

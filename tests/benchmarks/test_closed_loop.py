@@ -51,7 +51,7 @@ def test_observed_counts_the_measured_interval_alone() -> None:
 
 
 def test_good_requests_keep_both_limits() -> None:
-    """One gap of a hundred may be long."""
+    """One gap in a hundred may be long."""
     steady = [11.0 + 0.1 * index for index in range(202)]
     one_long = [*steady, steady[-1] + 9.0]
     records = [

@@ -1,5 +1,5 @@
-"""A reply of 206 MB and other requests for a long prompt take bounded memory and do not delay other
-clients."""
+"""A reply of 206 MB, and other requests with a long prompt, take bounded memory and do not delay
+other clients."""
 
 from pathlib import Path
 from typing import Any

@@ -378,8 +378,8 @@ class Scheduler:
         )
 
     def _shared_prefix(self, sequence: Sequence) -> tuple[int, int]:
-        """The slot with the longest shared prefix, and the prefix's length, at most up to the first
-        position that must be computed."""
+        """The slot that shares the longest prefix, and that prefix's length. The first position
+        that must be computed is never part of it."""
         if not self._reuses_prefix(sequence):
             return 0, 0
         return self.slots.longest_prefix(sequence.tokens[: sequence.first_needed + 1])

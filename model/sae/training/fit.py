@@ -62,7 +62,7 @@ class Fitting:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fitted:
-    """The weights by SAELens' names, and the number of training tokens."""
+    """The weights, keyed by SAELens' names, and the number of training tokens."""
 
     tensors: Mapping[str, Tensor]
     tokens: int

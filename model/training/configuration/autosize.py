@@ -141,7 +141,7 @@ class Choice:
 
 
 def wants_size(config: TrainingConfig, processes: int) -> bool:
-    """True if the minutes choose the model. Raises TrainingError if there are several processes,
+    """True if --minutes chooses the size. Raises TrainingError if there are several processes,
     because one process cannot measure their joint speed."""
     if config.minutes is None or CHOSEN_BY_HAND & config.given().keys():
         return False

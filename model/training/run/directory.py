@@ -63,7 +63,7 @@ class RunDirectory:
         """Create and lock a run. Raises TrainingError if the directory is not empty, if another
         process trains in it, or if it cannot be created."""
         directory = cls(path)
-        directory.require_free()  # first, so that nothing is written into another folder
+        directory.require_free()  # before `lock`, which writes a file
         with directory.preparing():
             path.mkdir(parents=True, exist_ok=True)
             directory.lock()

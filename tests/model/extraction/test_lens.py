@@ -1,4 +1,4 @@
-"""`--lens` of real checkpoints equals `LLM.lens` and `LLM.score` to the bit, and joins the rows of
+"""`--lens` of real checkpoints equals `LLM.lens` and `LLM.score` bit for bit, and joins the rows of
 `--logprobs`."""
 
 from dataclasses import replace

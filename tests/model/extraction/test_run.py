@@ -1,4 +1,4 @@
-"""Extractions by a real checkpoint: values equal those of `LLM` to the bit; some requests are
+"""Extractions by a real checkpoint: values equal those of `LLM` bit for bit; some requests are
 refused."""
 
 import json

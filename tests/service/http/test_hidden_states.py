@@ -1,4 +1,4 @@
-"""POST /hidden_states and /attention: the model's own values to the bit."""
+"""POST /hidden_states and /attention: the model's own values bit for bit."""
 
 from typing import Any
 

@@ -42,7 +42,7 @@ def test_each_head_in_turn_is_that_head_by_hand(server: Serving) -> None:
     for cell in reply.cells:
         change = {"stage": f"blocks.{cell.layer}.attention.heads", "heads": [cell.head]}
         expected = logits(server, [97, 98], {**change, "operation": "zero"})
-        assert cell.value == expected[0] - expected[1], "to the bit"
+        assert cell.value == expected[0] - expected[1], "bit for bit"
         assert (cell.values, cell.spread) == ([cell.value], None)
     unchanged = logits(server, [97, 98])
     assert reply.unchanged.value == unchanged[0] - unchanged[1]

@@ -58,7 +58,7 @@ def embed(
 
 @triton.jit
 def _normed(x, weight, bias, inside, eps, WIDTH: tl.constexpr, NORM: tl.constexpr):
-    """Apply a norm to a row x (BLOCK,), which is 0 outside."""
+    """Normalize a row x (BLOCK,), whose elements are 0 where `inside` is false."""
     if NORM == 1:
         x = tl.where(inside, x - tl.sum(x) / WIDTH, 0.0)
     if NORM != 0:

@@ -44,7 +44,7 @@ class Stream(Protocol):
 
 
 class DirectStream:
-    """A stream that computes in every call."""
+    """A stream that queues nothing: each call does its work before it returns."""
 
     def record(self, compute: Compute, undo: Compute) -> Compute:
         return compute

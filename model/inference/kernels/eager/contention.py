@@ -36,7 +36,7 @@ SHORTEST, LONGEST = 0.1, 1.6
 
 
 class ContentionMonitor:
-    """Detects contention for the cores in the thread that computes a model's prompts."""
+    """Detects if the thread that computes a model's prompts competes with others for its core."""
 
     def __init__(
         self,

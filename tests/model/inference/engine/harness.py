@@ -213,7 +213,7 @@ class Outcome:
 
     @property
     def computed(self) -> object:
-        """All results of the sequence, to the bit, and its end."""
+        """All results of the sequence, bit for bit, and its end."""
         rows = b"".join(event.rows.tobytes() for event in self.rows)
         end = self.ended.reason, self.ended.stop_token_id, self.ended.error
         return self.tokens, self.prompt, self.positions, rows, self.attribution, self.circuit, end

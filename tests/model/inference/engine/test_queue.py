@@ -121,8 +121,8 @@ def test_queue_drops_a_request_that_ends_while_waiting(gone: int) -> None:
 
 
 def test_computed_prompts_take_turns() -> None:
-    """All slots hold long prompts of one caller. Each one that ends admits one of another caller,
-    which is computed after the prompt that is next, not after all."""
+    """All slots hold long prompts of one caller. If one of them ends, a prompt of another caller
+    takes its slot. It waits for one more long prompt only, not for all of them."""
     scheduler = Scheduler(EngineConfig(slots=7, prefill_chunk=32))
     long = [waiting(f"long {i}", "long", length=96) for i in range(12)]
     for sequence in long:

@@ -37,7 +37,7 @@ OUTPUT_ELEMENTS = 32
 
 @dataclass(frozen=True)
 class Cell:
-    """Position of a row: the keys and values of the last of these tokens."""
+    """A position of a slot: the keys and values of the last of these tokens, after the others."""
 
     tokens: tuple[int, ...]
     prefilled: bool
