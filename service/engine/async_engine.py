@@ -258,8 +258,7 @@ class AsyncEngine:
     # Back on the event loop
 
     def _deliver(self, reports: Sequence[StepReport], only_urgent: bool) -> None:
-        """Put events into the mailboxes, then wake each reader once, whatever number of events it
-        has."""
+        """Put events into the mailboxes, then wake each reader once for all of its events."""
         for report in reports:
             self._distribute(report)
         for submission in list(self._unread):

@@ -4,7 +4,7 @@ For a small model, Python takes as long to send a token as the model to compute 
 the same interpreter. So the event loop may spend at most a sixteenth of its time on delivery: after
 each delivery it pauses for PAUSE_FACTOR times the processor time that the delivery took, but at
 most for MAX_PAUSE, and then delivers everything that came meanwhile. If steps are longer than the
-pause, nothing is delayed. Urgent items (first tokens, the last report before the engine is idle) do
+pause, nothing is delayed. Urgent items (first tokens, results, ends) do
 not wait for the end of a pause; what else came with them does.
 
 The engine's thread calls `wake` when it starts to compute and no longer needs the interpreter. If

@@ -51,7 +51,9 @@ def test_likeliest_tokens_are_listed(
     assert [token.rank for token in prompt.tokens] == list(range(1, count + 1))
     assert prompt.mass == pytest.approx(sum(plain[i] for i in best), abs=1e-4)
     (everything,) = probs(server, top_k=257).prompts
-    assert prompt.entropy == everything.entropy, "of the whole distribution, whatever is listed"
+    assert prompt.entropy == everything.entropy, (
+        "of the whole distribution, not of the listed tokens"
+    )
 
 
 def test_named_tokens_keep_their_order_and_know_their_rank(

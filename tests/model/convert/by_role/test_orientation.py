@@ -1,4 +1,4 @@
-"""Orientation: up and down matrices are told apart by shape if names do not show it."""
+"""Orientation: shapes distinguish up from down matrices if names do not."""
 
 import torch
 

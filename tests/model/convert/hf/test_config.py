@@ -80,7 +80,7 @@ def test_weights_in_pickles_are_the_same(family: str, shards: int, tmp_path: Pat
         index = folder / "pytorch_model.bin.index.json"
         index.write_text(json.dumps({"weight_map": homes}), encoding="utf-8")
     import_model(tmp_path / "theirs", tmp_path / "a")
-    named = folder / "pytorch_model.bin"  # the file stands for its folder
+    named = folder / "pytorch_model.bin"  # means its folder
     import_model(named if shards == 1 else folder, tmp_path / "b")
     assert loaded(tmp_path / "a")[0].weights_sha256 == loaded(tmp_path / "b")[0].weights_sha256
 

@@ -1,4 +1,4 @@
-"""Budget: prompts get the rest of the target gap, whatever steps cost. The scheduler is driven on a
+"""Budget: prompts get the rest of the target gap at any cost of steps. The scheduler is driven on a
 simulated machine: each plan takes the time that its costs say, and the clock moves by that."""
 
 import re

@@ -2,7 +2,7 @@
 //
 // A strip is SIDE * 2 weight rows. A step of it has STEP_BYTES of each row, as two registers of SIDE rows.
 // Line j of a register has the four bytes from 4 j on of each row. strips.h multiplies strips by tiles,
-// vector_strips.h by vectors.
+// int8_strips.h by vectors.
 #pragma once
 
 #include <algorithm>
