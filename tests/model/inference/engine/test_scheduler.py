@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from logitd.model.inference.attribution.task import AttributionTask
+from logitd.model.inference.engine.callers import COMPANY_SECONDS
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.cost import StepCost
 from logitd.model.inference.engine.requests import AttributionRequest, Request
 from logitd.model.inference.engine.scheduler import (
-    COMPANY_SECONDS,
     COOLDOWN,
     LARGE,
     STEP_ELEMENTS,
