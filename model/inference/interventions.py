@@ -45,7 +45,7 @@ class Intervention:
     proportional_to
                with add: a direction as in `along`; the values are multiplied by the coordinate of
                the stage along it
-    field      the caller's name of the intervention, for messages; None: its index
+    field      name of the intervention in messages; None: its index
     """
 
     stage: str

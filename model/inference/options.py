@@ -1,4 +1,4 @@
-"""Options for computing a model, and the parsers of their texts on the command line. Imports no
+"""Options for computing a model, and parsers for their values on the command line. Imports no
 torch."""
 
 import math
@@ -154,7 +154,7 @@ def _in_seconds(text: str, number: float, unit: str) -> float:
 
 
 def format_target(target: TargetGap | None) -> str:
-    """The text that `parse_target_gap` and `parse_target_ttft` read."""
+    """Format a target as `parse_target_gap` and `parse_target_ttft` read it."""
     match target:
         case None:
             return "none"
@@ -183,8 +183,8 @@ def parse_loss_limit(text: str) -> float:
 
 
 def parse_memory(text: str) -> MemorySize:
-    """An amount of memory from a text: "8GiB", "500 MB", "1000000" or "80%". Raises ValueError with
-    the valid forms."""
+    """Parse an amount of memory: "8GiB", "500 MB", "1000000" or "80%". Raises ValueError with the
+    valid forms."""
     stripped = text.strip()
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*|%)", stripped.lower())
     if re.search("[A-Z]i?b$", stripped):

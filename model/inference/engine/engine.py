@@ -250,7 +250,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """End the threads that compute. A later step raises RuntimeError."""
+        """Stop the compute threads. Later calls of `step` raise RuntimeError."""
         self._closed = True
         if self._next is not None:
             self._next.close()
@@ -282,7 +282,7 @@ class Engine:
                     yield sequence, deadline
 
     def _account(self, plan: StepPlan, output: StepOutput, events: list[Event]) -> None:
-        """Turn the results of a step into states, and append their events to `events`."""
+        """Update the sequences with the results of a step, and append the events to `events`."""
         now = self.clock()
         for sequence in plan.decode:
             sequence.computed += 1

@@ -28,7 +28,7 @@ class FinishReason(StrEnum):
 
 class TokenEvent(NamedTuple):
     """A generated token. A step may yield several of one sequence, in order. `chosen` and `top` are
-    set if logprobs were requested. It is a tuple for speed: one is made for every token."""
+    set if logprobs were requested. A tuple, because creating one for every token must be fast."""
 
     request_id: str
     index: int  # type: ignore[assignment]  # 0 to n - 1; hides a method of tuple

@@ -111,7 +111,7 @@ class WaitingQueue:
         self._forget_empty(sequence)
 
     def _forget_empty(self, sequence: Sequence) -> None:
-        """Count a removed sequence, and drop its line if that is now empty."""
+        """Update the length after a removal, and drop the sequence's line if it is empty."""
         self._length -= 1
         priority, caller = sequence.request.priority, sequence.request.caller
         lines = self._lines[priority]

@@ -170,7 +170,7 @@ class AttributionRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CircuitRequest:
     """The circuit of a difference of logits (`model/inference/circuit/`), returned as one
-    `CircuitEvent`. Is computed like an AttributionRequest."""
+    `CircuitEvent`. It is computed like an AttributionRequest."""
 
     interventions: ClassVar[tuple[Intervention, ...]] = ()
     prefix_reuse: ClassVar[bool] = False

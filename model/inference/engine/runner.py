@@ -64,7 +64,7 @@ from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.stages import Key
 
 Network = GPT | CodeModel
-"""A model that computes: a GPT, or the process of an owner's code."""
+"""A GPT, or the process that runs an owner's code."""
 DecoderMaker = Callable[[GPT, KVCache], Decoder]
 
 
@@ -145,7 +145,6 @@ class Runner:
         kv_cache_dtype: KVCacheDType = "auto",
         autoencoders: Autoencoders = WITHOUT,
     ) -> None:
-        """`make_decoder` makes the decoder of a GPT."""
         self._config = with_features(network.config, tuple(autoencoders))
         self._readers: dict[Key, list[tuple[Key, Autoencoder]]] = {}
         for features, autoencoder in autoencoders.items():
@@ -260,7 +259,7 @@ class Runner:
         return self._attributing[sequence].advance()
 
     def whole_gpt(self) -> GPT:
-        """The GPT with the matrices that its decoder may have freed."""
+        """The GPT, after restoring the matrices that its decoder may have freed."""
         self.model.decoder.restore_weights()
         assert isinstance(self.model.network, GPT)
         return self.model.network

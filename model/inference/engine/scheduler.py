@@ -60,8 +60,8 @@ tokens to 1 + 1 / COOLDOWN times the usual; writing the reply takes additional p
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Positions [start, end) of a sequence's prompt. `copy_from`, on a first chunk, is the slot
-    that holds positions [0, start)."""
+    """Positions [start, end) of a sequence's prompt. `copy_from` is set on the first chunk if
+    another slot holds positions [0, start)."""
 
     sequence: Sequence
     start: int
@@ -106,8 +106,7 @@ class StepPlan:
 class Scheduler:
     """The queue, the running sequences and the slots. `plan` chooses the work of each step.
 
-    `share_decoded` lets prompts copy the keys of generated tokens as well as those of prompt
-    tokens.
+    `share_decoded`: prompts may copy the keys and values of generated tokens, not only of prompts.
     """
 
     def __init__(self, config: EngineConfig, *, share_decoded: bool = False) -> None:
@@ -398,8 +397,9 @@ class Scheduler:
         return PrefillChunk(sequence, start, end, copy_from)
 
     def _decode_in_turn(self, decode: tuple[Sequence, ...], *, light: bool) -> tuple[Sequence, ...]:
-        """All plain sequences and some tapped ones: none in a `light` step, otherwise those that
-        have waited the longest, as many as fit into `step_elements` but at least one."""
+        """The sequences that decode in this step: all plain ones and, unless the step is `light`,
+        the tapped ones that have waited the longest, as many as fit into `step_elements` but at
+        least one."""
         elements = 0
         tapped = [] if light else [sequence for sequence in decode if sequence.tapped]
         for index, sequence in enumerate(sorted(tapped, key=lambda each: each.decoded_step)):
@@ -424,7 +424,7 @@ class Scheduler:
 
 
 def _elements(sequence: Sequence, start: int, end: int) -> int:
-    """Elements of a prompt's positions [start, end): those of interventions, and of outputs not
+    """Elements of a prompt's positions [start, end): of interventions, and of outputs that were not
     delivered yet."""
     cost = sequence.group.cost
     return cost.position * (end - start) + cost.output * len(sequence.positions_in(start, end))

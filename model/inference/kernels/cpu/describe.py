@@ -173,8 +173,9 @@ class Description:
         return matrix
 
     def _head(self, gpt: GPT) -> Matrix:
-        weight = head_matrix(gpt)
-        matrix, restore = self._matrix(weight, head_bias(gpt), head_quantization(self._quantize))
+        weight, (_, bias) = head_matrix(gpt), gpt.head_parameters()
+        bias = None if bias is None else bias[: len(weight)]  # without padding, like the weight
+        matrix, restore = self._matrix(weight, bias, head_quantization(self._quantize))
         # Keep the original if the embedding uses it, or if it has padding rows, which `restore`
         # lacks.
         stays = gpt.config.tied_head or len(weight) < len(gpt.head.weight)
@@ -266,9 +267,3 @@ def head_matrix(gpt: GPT) -> Tensor:
     """The head's weights without its padded rows: (vocab_size, d_model)."""
     weight, _ = gpt.head_parameters()
     return weight[: gpt.config.vocab_size]
-
-
-def head_bias(gpt: GPT) -> Tensor | None:
-    """The head's bias without its padded elements: (vocab_size,)."""
-    _, bias = gpt.head_parameters()
-    return None if bias is None else bias[: gpt.config.vocab_size]

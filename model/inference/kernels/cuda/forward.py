@@ -42,17 +42,18 @@ TILES = ((32, 64, 64, 256, 3), (16, 32, 32, 512, 3), (0, 16, 32, 512, 4))
 time, and loads in flight (two of SwiGLU's two matrices). A tile takes at most 96 KiB of shared
 memory, which any GPU of the last years has."""
 NARROW = 1024
-"""Number of columns up to which narrower tiles are used, to make more programs."""
+"""Number of columns up to which narrower tiles are used, so that there are more programs."""
 DEEP, DEEP_PARTS = 2048, 4
 """A product with the residual stream that is at least this deep, and the number of its parts, which
 different programs compute."""
 SPAN = 256
-"""Columns of x by which parts are cut: a multiple of what any tile loads at a time."""
+"""Parts begin at multiples of this number of columns of x. It is a multiple of the columns that any
+tile loads at a time."""
 SURVEYED = 4096
 """Logits that each program reads to sample."""
 PROGRAMS = 256
-"""Number of programs that uses every multiprocessor of a large GPU twice, for one row; more rows
-have as many fewer programs, each of which computes all rows."""
+"""Number of programs for one row, which uses every multiprocessor of a large GPU twice. Steps of
+more rows have proportionally fewer programs, each of which computes all rows."""
 ACTIVATIONS = {
     "gelu_tanh": kernels.GELU_TANH, "gelu": kernels.GELU, "relu": kernels.RELU,
     "relu2": kernels.RELU2, "swiglu": kernels.SWIGLU,

@@ -3,8 +3,8 @@
 Steps 8 to 10 of `model/inference/sampling/sampler.py`. The twin, `sampling/sample.py`, reads values
 from the device; here all rows take the same path with shapes known in advance, so it can be
 recorded. A row's uniform number is uploaded with its parameters (`pack`), because Philox would be
-seventy small kernels on the device. `sampling_kernels.py` chooses the tokens. On a GPU
-sums run in another order, so a number within a rounding of an edge may fall on its other side.
+seventy small kernels on the device. `sampling_kernels.py` chooses the tokens. A GPU adds in another
+order, so a number within a rounding of an edge may fall on its other side.
 
 Shapes: R rows, V vocabulary.
 """

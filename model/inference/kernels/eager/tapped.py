@@ -17,11 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from logitd.model.inference.kernels.eager.decoder import (
-    block_logits,
-    grouped_logits,
-    step_logits,
-)
+from logitd.model.inference.kernels.eager.decoder import step_logits
 from logitd.model.inference.kernels.eager.prefill import PaddedPiece
 from logitd.model.inference.kernels.eager.row_groups import (
     RowGroups,
@@ -35,7 +31,7 @@ from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.gpt import GPT
 
 ONE_OF_FOUR = RowGroups(multiple=4, most=1)
-"""Row groups on a GPU."""
+"""Row groups on a GPU: each row by itself, padded to four."""
 
 
 class TappedDecoder:
@@ -88,12 +84,6 @@ class TappedDecoder:
                 step_logits(self._gpt, self._cache, step, attend, padding=padding, tap=taps)
             )
         return torch.cat(parts)
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """Logits (R, V) of final hidden states (R, d_model)."""
-        if not self._on_cpu:
-            return block_logits(self._gpt, hidden)
-        return grouped_logits(self._gpt, hidden, self._row_groups)
 
     def _attend_piece(self, slot: int, start: int, tap: "_Shifted") -> Attend:
         """Attend like `KVCache.prefill`, with a tap on attention scores and weights."""
