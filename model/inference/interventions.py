@@ -159,7 +159,7 @@ def _check_intervention(intervention: Intervention, config: ModelConfig, length:
 
 
 def _check_direction(name: str, direction: Any, stage: Stage, shape: tuple[int, ...]) -> None:
-    """Check a direction. `shape` is that of the chosen heads of its stage at one position."""
+    """Check a direction. `shape` is the shape of the chosen heads of its stage at one position."""
     if stage.kind.axes[-1] == "T":
         raise InvalidRequest(f"{stage.name} has no directions, only keys: name them in units")
     if direction.shape not in (shape, shape[-1:]):
@@ -172,8 +172,8 @@ def _check_direction(name: str, direction: Any, stage: Stage, shape: tuple[int, 
 
 
 def _check_values(intervention: Intervention, shape: tuple[int, ...]) -> None:
-    """Check the values of an intervention. `shape` is that of the chosen part of its stage at one
-    position."""
+    """Check the values of an intervention. `shape` is the shape of the chosen part of its stage at
+    one position."""
     values, positions = intervention.values, intervention.positions
     rows = {1} if isinstance(positions, str) else {1, len(positions)}
     if values is None:

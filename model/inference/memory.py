@@ -44,8 +44,8 @@ class SlotBudget:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a model: its shape, the bytes of an element, and the dtype of its cache
-    (`kept`)."""
+    """The sizes of a model: its shape, the bytes of an element of its weights, and the dtype of its
+    cache (`kept`)."""
 
     name: str
     config: ModelConfig
@@ -57,7 +57,7 @@ class Shape:
         return model_bytes(self.config, self.item_bytes)
 
     def slot(self, *, gpu: bool) -> int:
-        """Bytes of one slot; on a GPU including its part of a step's working memory."""
+        """Bytes of one slot; on a GPU these include its part of a step's working memory."""
         working = working_bytes(self.config, self.item_bytes) if gpu else 0
         return slot_bytes(self.config, self.item_bytes, self.kept) + working
 

@@ -92,9 +92,9 @@ class SlotDefault:
 
 
 SERVED_SLOTS = SlotDefault(64, MemoryShare(0.25))
-"""Default of a server. A quarter leaves most of the memory to others; slots take memory only once
-they are used (`model/inference/kv_cache.py`). 64 limits the slowdown of a stream when all slots are
-in use."""
+"""Default number of slots of a server. A quarter leaves most of the memory to others; slots take
+memory only once they are used (`model/inference/kv_cache.py`). 64 limits the slowdown of a stream
+when all slots are in use."""
 
 
 @dataclass(frozen=True, slots=True)

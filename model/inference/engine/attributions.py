@@ -16,11 +16,11 @@ AT_ONCE = 2
 """Number of attributions that run at a time. It is small because each keeps the residual stream
 before each block in memory."""
 MOST_AT_ONCE = 8
-"""Limit of running attributions up to which a caller without a running one may begin one."""
+"""Limit on running attributions for a caller that has none running."""
 
 
 class AttributionTurns:
-    """The waiting attributions, and the running ones, which take turns."""
+    """The waiting and the running attributions. The running ones take turns."""
 
     def __init__(self) -> None:
         self.waiting = WaitingQueue()

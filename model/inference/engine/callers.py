@@ -33,14 +33,14 @@ class CallerTurns:
         self._began: dict[str, int] = {}  # by caller: last step that began one of its prompts
 
     def arrived(self, sequence: Sequence) -> None:
-        """Record the arrival of a sequence."""
+        """Record the time of the caller's last request."""
         self._arrivals[sequence.request.caller] = sequence.arrived
         self._arrivals.move_to_end(sequence.request.caller)
         while next(iter(self._arrivals.values())) < sequence.arrived - COMPANY_SECONDS:
             self._arrivals.popitem(last=False)
 
     def began(self, sequence: Sequence, step: int, running: Many[Sequence]) -> None:
-        """Record the step that computes a prompt's first chunk."""
+        """Record that `step` computes the first chunk of a prompt."""
         self._began[sequence.request.caller] = step
         if len(self._began) > len(running):  # some callers have nothing running any more
             callers = {sequence.request.caller for sequence in running}

@@ -15,7 +15,7 @@ from logitd.model.inference.sampling.results import ScoredRows, ScoredToken
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended. Its result is complete only after STOP and LENGTH."""
+    """The reason why a sequence ended. Its result is complete only after STOP and LENGTH."""
 
     STOP = "stop"  # a stop token, a complete constraint, or all requested numbers computed
     LENGTH = "length"  # max_tokens

@@ -167,7 +167,7 @@ def worthwhile(rate: float, sequences: int) -> int:
 
 
 def split_evenly(counts: Sequence[int], total: int) -> list[int]:
-    """Reduce the counts as evenly as possible until their sum is at most `total`. The first ones
+    """Reduce the counts as evenly as possible until their sum is at most `total`. The first counts
     get the remainder."""
     if sum(counts) <= total:
         return list(counts)

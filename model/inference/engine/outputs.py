@@ -68,7 +68,7 @@ def prefill_input(
 
 
 class TappedPasses(Protocol):
-    """Passes of sequences whose stages are recorded or changed."""
+    """Computes sequences whose stages are recorded or changed (tapped sequences)."""
 
     def prefill(
         self, chunk: PrefillChunk, record: Sequence[Key] = (), rows: Sequence[int] = ()
@@ -81,7 +81,7 @@ class TappedPasses(Protocol):
 
 
 class TappedGPT:
-    """Tapped passes of a GPT."""
+    """Computes tapped sequences of a GPT."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class TappedGPT:
 
 
 class TappedCode:
-    """Tapped passes of a model by its owner's code. Each pass computes the whole sequence."""
+    """Computes tapped sequences by an owner's code. Each pass computes the whole sequence."""
 
     def __init__(self, config: CodeConfig, decoder: CodeDecoder) -> None:
         self._config = config
@@ -189,7 +189,7 @@ class OutputsComputer:
         self._tapped = tapped
 
     def compute(self, chunk: PrefillChunk, request: OutputsRequest) -> Outputs:
-        """Compute a chunk and its outputs, without those that were delivered before an eviction."""
+        """Compute a chunk and its outputs, except those that were delivered before an eviction."""
         output, error = request.output, None
         positions = chunk.sequence.positions_in(chunk.start, chunk.end)
         offsets = [position - chunk.start for position in positions]
@@ -329,8 +329,8 @@ def middle_layer(config: ModelConfig) -> int | None:
 
 
 def _streams(output: HiddenStates | Lens, config: ModelConfig) -> tuple[int, ...]:
-    """The layers whose streams an output needs. A lens also needs the last one that `backout`
-    subtracts."""
+    """The layers whose streams an output needs. With `backout`, a lens also needs the stream that
+    is subtracted, which comes last."""
     middle = middle_layer(config) if isinstance(output, Lens) else None
     return output.layers if middle is None else (*output.layers, middle + 1)
 

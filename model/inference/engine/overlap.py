@@ -95,7 +95,7 @@ class OverlapScheduler:
     def _launch_next(
         self, launcher: Launcher, current: InFlight, sequences: tuple[Sequence, ...]
     ) -> InFlight:
-        """Launch the steps that follow `current`, for those of its sequences that continue."""
+        """Launch the steps that follow `current`, for the `sequences` in it that continue."""
         row_of = {sequence: row for row, sequence in enumerate(current.sequences)}
         steps = _steps(launcher, sequences, current.steps)
         slots, positions, sampling, _ = self._rows(sequences, current.steps, steps)
@@ -115,7 +115,7 @@ class OverlapScheduler:
 
 
 def _steps(launcher: Launcher, sequences: tuple[Sequence, ...], done: int) -> int:
-    """The number of steps to launch after the `done` ones: a power of 2, at most as many as the
-    longest of the sequences has tokens left."""
+    """The number of steps to launch after the `done` ones: a power of 2, and at most the largest
+    number of tokens that a sequence may still generate."""
     left = max(sequence.tokens_left for sequence in sequences) - done
     return min(launcher.most_steps(len(sequences)), 1 << (left.bit_length() - 1))

@@ -67,7 +67,7 @@ class WaitingQueue:
         return self._length
 
     def __iter__(self) -> Iterator[Sequence]:
-        """All sequences; those of a caller are adjacent."""
+        """All sequences. The sequences of a caller are adjacent within a priority."""
         for priority in self._priorities:
             for line in self._lines[priority].values():
                 yield from line

@@ -187,7 +187,7 @@ class Runner:
         return self._forward_model(network)
 
     def replace(self, model: ForwardModel) -> None:
-        """Use prepared weights from now on. The contents of the cache become invalid."""
+        """Replace the weights by prepared ones. The contents of the cache become invalid."""
         self.model.close()
         self.model = model
 

@@ -78,8 +78,8 @@ class Sequence:
     stop_token_ids: frozenset[int] = field(init=False)
     matcher: TokenMatcher | None = field(init=False)
     tapped: bool = field(init=False)
-    """True if its stages are recorded or changed. Then it is computed separately, and its slot
-    cannot be copied."""
+    """True if stages of the sequence are recorded or changed. Then it is computed separately, and
+    its slot cannot be copied."""
     decoded_step: int = 0  # last step in which it decoded
     state: State = State.WAITING
     slot: int | None = None
@@ -149,7 +149,7 @@ class Sequence:
 
     @property
     def may_compute(self) -> bool:
-        """False while the reader of its outputs is behind."""
+        """False while the reader of the sequence's outputs is behind."""
         return self.outputs is None or self.credit > 0 or self.all_handed_out
 
     @property

@@ -110,7 +110,7 @@ class MixedPass(Protocol):
 
 
 class Decoder(Protocol):
-    """A model over its cache."""
+    """Computes a model on its KV cache."""
 
     has_threads: bool
     """True if the decoder computes with its own threads instead of torch's."""

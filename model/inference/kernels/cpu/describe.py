@@ -250,7 +250,7 @@ def matrices(gpt: GPT) -> Iterator[Tensor]:
 
 
 def quantized_form(quantize: Literal["int8", "int4"], *, strips: bool) -> Format:
-    """The format of quantized matrices, for kernels with or without products of strips."""
+    """The format of quantized matrices. `strips`: the kernels can multiply strips."""
     return "int8_strips" if quantize == "int8" and strips else quantize
 
 
@@ -264,6 +264,6 @@ def quantized_bytes(gpt: GPT, quantize: Literal["int8", "int4"], *, strips: bool
 
 
 def head_matrix(gpt: GPT) -> Tensor:
-    """The head's weights without its padded rows: (vocab_size, d_model)."""
+    """The head's weights without padding rows: (vocab_size, d_model)."""
     weight, _ = gpt.head_parameters()
     return weight[: gpt.config.vocab_size]

@@ -272,7 +272,8 @@ class GraphDecoder:
         return joined(outputs)
 
     def _prefill_rows(self, given: Sequence[tuple[int, ...]]) -> Tensor:
-        """Final hidden states (T, C) of positions of prompts (token, slot, position, NO_ROW)."""
+        """Final hidden states (T, C) of T positions of prompts, given as (token, slot, position,
+        NO_ROW)."""
         rows = bucket(self._prompt_buckets, len(given))
         keys = bucket(self._key_buckets, max(position for _, _, position, _ in given) + 1)
         fields = np.zeros((1, len(given), 4 + FIELDS), dtype=np.int64)
@@ -304,7 +305,7 @@ class GraphDecoder:
         replay()
 
     def _compute_steps(self, steps: int, rows: int, keys: int, several: bool, kind: int) -> None:
-        """The recorded part of steps, from uploaded rows into `_logits` and `_tokens`."""
+        """Compute `_logits` and `_tokens` from the uploaded rows. This computation is recorded."""
         forward, logits, sampled = self._forward_of(rows), self._logits[:rows], self._tokens[-1]
         for given, tokens in zip(self._uploaded(steps, rows), self._tokens[-steps:], strict=True):
             forward.logits(given, sampled, logits, keys=keys, several=several)
@@ -314,13 +315,14 @@ class GraphDecoder:
                 forward.sample(logits, logits, how, sampled, filtered=kind == FILTERED)
 
     def _compute_prompts(self, rows: int, keys: int) -> None:
-        """The recorded part of a prefill, from uploaded rows into `_hidden`."""
+        """Compute `_hidden` from the uploaded rows. This computation is recorded."""
         (given,), hidden = self._uploaded(1, rows), self._hidden[:rows]
         self._forward_of(rows).hidden(given, self._tokens[-1], hidden, keys=keys)
 
     @torch.inference_mode()
     def _compiled(self, gpt: GPT, cache: KVCache) -> Callable[[int], Forward]:
-        """The Triton kernels, compiled for all sizes, so that no request waits for it."""
+        """Compile the Triton kernels for all sizes, so that no request waits for it. Returns the
+        computation for a number of rows."""
         # Triton reads this when it is imported. Its default folder may not be writable in a
         # service.
         os.environ.setdefault("TRITON_CACHE_DIR", str(kernel_cache() / "triton"))
@@ -354,7 +356,7 @@ def joined(parts: Sequence[Prefilled]) -> Prefilled:
 
 
 def buckets(first: int, last: int) -> tuple[int, ...]:
-    """`first`, its doubles below `last`, and `last`."""
+    """Bucket sizes: `first`, its doubles below `last`, and `last`."""
     doubles = (first << power for power in range(last.bit_length()))
     return (*(size for size in doubles if size < last), last)
 

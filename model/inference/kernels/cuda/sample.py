@@ -28,13 +28,13 @@ NO_TOKEN = -1
 
 
 def has_filters(sampling: SamplingRows) -> bool:
-    """True if a row that draws its token has top_k, top_p or min_p."""
+    """True if a row that is not greedy has top_k, top_p or min_p."""
     filters = (sampling["top_k"] > 0) | (sampling["top_p"] < 1) | (sampling["floor"] > -math.inf)
     return bool((filters & (sampling["divisor"] > 0)).any())
 
 
 def pack(sampling: SamplingRows) -> npt.NDArray[np.int64]:
-    """The sampling rows as (R, FIELDS): integers, and floats as the bits of float64."""
+    """Pack sampling rows into (R, FIELDS) integers. Floats are stored as the bits of float64."""
     packed = np.zeros((len(sampling), FIELDS), dtype=np.int64)
     floats = packed.view(np.float64)
     packed[:, _GREEDY] = sampling["divisor"] == 0

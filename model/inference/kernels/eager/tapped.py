@@ -71,8 +71,8 @@ class TappedDecoder:
         positions: Sequence[int],
         changes: Sequence[Changes],
     ) -> Tensor:
-        """Logits (B, V) after the tokens. Each row belongs to another sequence and has its
-        `changes` applied."""
+        """Logits (B, V) after the tokens. Each row belongs to a different sequence, whose `changes`
+        are applied."""
         parts = []
         for rows in self._row_groups.parts(len(token_ids)):
             row_changes = list(zip(changes[rows], positions[rows], strict=True))
@@ -157,9 +157,9 @@ def _weighted(
     window: int | None,
     offset: int,
 ) -> Tensor | None:
-    """Pass the scores and weights of queries (1, H, T, D) over keys (1, K, S, D) to a tap; the last
-    key is that of the last query. Returns the weighted values (1, H, T, D) if the tap changed
-    something, else None."""
+    """Pass the scores and weights of queries (1, H, T, D) over keys (1, K, S, D) to a tap. The last
+    key has the position of the last query. Returns the weighted values (1, H, T, D) if the tap
+    changed something, else None."""
     scores = mask_causal(attention_scores(q, keys), window)  # (1, H, T, S)
     shown_scores = tap(layer, "attention.scores", scores, offset)
     probs = shown_scores.softmax(dim=-1)
