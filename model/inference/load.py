@@ -114,7 +114,7 @@ def choose_computation(
     if isinstance(config, CodeConfig):
         _check_code_options(checkpoint, config, options)
         placement = choose_placement("cpu", "float32", options.threads)
-        return DTypeChoice("float32", "the dtype of models by their owner's code"), placement
+        return DTypeChoice("float32", "the dtype of an owner's code"), placement
     if options.batch_code:
         raise KernelError(
             f"batch_code is set, but no owner's code computes {checkpoint.path}: remove it"

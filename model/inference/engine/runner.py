@@ -176,7 +176,7 @@ class Runner:
         constructor."""
         served = self.model.network
         if network.config != served.config:
-            raise ValueError("the new weights have another shape than the served model")
+            raise ValueError("the new weights have a different shape from the served model")
         if isinstance(network, GPT) and isinstance(served, GPT):
             weight, old = network.token_embedding.weight, served.token_embedding.weight
             if (weight.device, weight.dtype) != (old.device, old.dtype):

@@ -120,7 +120,8 @@ def check_count(param: str, count: int | None, vocab_size: int, least: int = 0) 
     """Raise InvalidRequest if a number of ids (top_k, logprobs) is below `least` or exceeds the
     vocabulary's size."""
     if count is not None and not least <= count <= vocab_size:
-        raise InvalidRequest(f"{param} is {count}; the vocabulary has {vocab_size} ids", param)
+        limits = f"{least} to {vocab_size}, the size of the vocabulary"
+        raise InvalidRequest(f"{param} is {count}; it must be from {limits}", param)
 
 
 def _check_generation(request: GenerationRequest, config: ModelConfig) -> None:

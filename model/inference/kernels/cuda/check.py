@@ -98,7 +98,7 @@ def compare(
         alone = fast.decode(token_ids[row], slots[row], positions[row])
         _hold(f"step {step}, one row", alone, expected[row], allowed)
         if batch_invariant and not torch.equal(alone, found[row]):
-            raise CheckFailed(f"step {step}: a row has other bits alone than in {len(slots)} rows")
+            raise CheckFailed(f"step {step}: a row has other bits among {len(slots)} than alone")
         positions = [position + 1 for position in positions]
     if (launcher := fast.launcher) is not None:
         token_ids = expected.argmax(-1).tolist()
