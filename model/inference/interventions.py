@@ -33,8 +33,8 @@ class Intervention:
     positions  ascending positions of the prompt, or all positions of a span
     heads      ascending heads; None: all, or the stage has no heads
     units      ascending indices of the stage's last axis; None: all
-    along      a direction: only the coordinate of the stage along it changes, which is the dot
-               product with the direction at length 1. A NumPy array of float32 with the stage's
+    along      a direction: only the stage's coordinate along it changes, that is, the dot product
+               with the direction scaled to length 1. A NumPy array of float32 with the stage's
                last axis, or with the chosen `heads` before it. None: the units change
     operation  zero; scale by `factor`; add `factor` times `values`; set to `values`; clamp between
                `minimum` and `maximum` (None: no limit)

@@ -75,7 +75,7 @@ def load_model(
     frees (`keep_freed_memory`). The thread that computes must set the number of torch's threads
     (`use_threads`).
 
-    `log` gets a line for the chosen checkpoint of a run, and one when native kernels are built.
+    `log` gets a line for the chosen checkpoint of a run, and a line if native kernels are built.
     Raises CheckpointError and KernelError; DeviceError, before it reads the weights, if they and
     the `slots` do not fit.
     """

@@ -18,7 +18,7 @@ class EngineConfig:
 
     slots          number of sequences in the KV cache
     prefill_chunk  maximum number of prompt positions in a step, a multiple of 32
-    target_gap     longest time of a step while sequences decode, and so between their tokens
+    target_gap     time limit of a step while sequences decode, and so of the gap between two tokens
                    (`model/inference/engine/budget.py`). None: only `prefill_chunk` bounds a step,
                    for the most tokens per second. Needs a CPU, because only there the time of a
                    prompt is known at the end of its step

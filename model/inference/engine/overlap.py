@@ -59,7 +59,7 @@ class OverlapScheduler:
         self._next: InFlight | Exception | None = None
 
     def begin(self, plan: StepPlan) -> InFlight | None:
-        """Return the decode steps of a plan, in flight, and launch the next ones if possible.
+        """Return the launched decode steps of a plan, and launch the next steps if possible.
         Returns None if the caller has to compute the decode. Raises the error of these steps' early
         launch, if there was one."""
         launcher = self._launcher

@@ -130,9 +130,9 @@ class OutputsRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
-    """Raw logprobs of given tokens: of each of `continuations` after the prompt, or of the prompt
-    if there are none. Each continuation is a sequence. The whole blocks of the prompt are computed
-    only once.
+    """Raw logprobs of given tokens: the tokens of each of `continuations` after the prompt, or of
+    the prompt if there are no continuations. Each continuation is a sequence. The whole blocks of
+    the prompt are computed only once.
 
     top     number of most likely tokens to list at each position
     arrays  return arrays without ranks (`ScoresChunk`) instead of an object for each token

@@ -61,7 +61,7 @@ a row that is not finite. Call it before the second launch after this one."""
 class Launcher(Protocol):
     """Launches decode steps, including sampling, without waiting for their end. A launch is one or
     more steps of the same rows, each at the next position; two launches may be in flight. A slot
-    has at most one row. `positions` are those of the first step. `sampling` has the rows of the
+    has at most one row. `positions` belong to the first step. `sampling` has the rows of the
     first step, then of the second, and so on; it is read before a call returns."""
 
     def most_steps(self, rows: int) -> int:

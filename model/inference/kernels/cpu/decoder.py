@@ -257,7 +257,7 @@ class NativeDecoder:
 
 
 class TorchHead:
-    """The head of prompts in torch, with the same bits as on one thread.
+    """Computes the head for prompts in torch, with the same bits as on one thread.
 
     A few rows are computed on one thread, because the decoder's own threads are running too. The
     many rows of a prompt use all of torch's threads.

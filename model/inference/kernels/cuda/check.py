@@ -61,9 +61,9 @@ def find_fault(
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Largest root mean square error of a row's logits, in standard deviations of that row. Another
-    order of additions causes about 0.01 in bfloat16 and 1e-6 in float32; another token causes about
-    1."""
+    """Largest root mean square error of a row's logits, in standard deviations of that row. A
+    different order of additions causes about 0.01 in bfloat16 and 1e-6 in float32; a different
+    token causes about 1."""
     return 2 * math.sqrt(torch.finfo(dtype).eps)
 
 

@@ -63,7 +63,7 @@ ACTIVATIONS = {
 
 def forwards(gpt: GPT, cache: KVCache, *, batch_invariant: bool) -> Callable[[int], Forward]:
     """The forward pass for a number of rows. The kernels of a small step overlap if the device
-    supports it; those of a large step would only slow each other down."""
+    supports it. The kernels of a large step would only slow each other down."""
     device = gpt.token_embedding.weight.device
     capable = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     make = partial(StepForward, gpt, cache, batch_invariant=batch_invariant)

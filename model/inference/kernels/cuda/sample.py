@@ -63,7 +63,7 @@ def filter_rows(logits: Tensor, packed: Tensor) -> Tensor:
 
 def filtered_rows(logits: Tensor, top_k: Tensor, top_p: Tensor, floors: Tensor) -> Tensor:
     """Steps 8 to 10: logits (R, V) with -inf for the ids that the filters drop. top_k, top_p and
-    floors are (R,). The arithmetic is that of `filtered` in the twin."""
+    floors are (R,). The arithmetic is the same as in the twin's `filtered`."""
     width = logits.shape[-1]
     values, order = logits.sort(dim=-1, descending=True, stable=True)  # (R, V)
     count = top_k.masked_fill(top_k == 0, width).clamp(max=width)
