@@ -58,7 +58,7 @@ class Piece:
 
 
 class Completion:
-    """One choice while it is generated: its tokens become text.
+    """One choice while it is generated. Decodes its tokens to text.
 
     `token_ids` includes a stop token, but the text does not. A stop string is not in the text
     either; the token that completes it is the last of `token_ids`. If `max_tokens` is reached
@@ -118,7 +118,7 @@ class Completion:
             self._end("length" if cut else "stop", event.stop_token_id)
 
     def take(self) -> Piece | None:
-        """Text and tokens added since the last call; None if there are none."""
+        """The text and tokens added since the last call; None if there are none."""
         self._decode()
         new = self._new
         if not (new.text or new.token_ids or new.finish_reason):

@@ -61,8 +61,8 @@ def envelope(kind: str, model: str, checkpoint: CheckpointInfo) -> dict[str, Any
 class Subject:
     """The model for which an operation is planned, and the limits of its reply (None: no limit).
 
-    max_elements    most elements of the arrays in the reply, counted as float32
-    max_text_bytes  most bytes of a text that is decoded from ids
+    max_elements    maximum number of elements of the arrays in the reply, counted as float32
+    max_text_bytes  maximum size of a text that is decoded from ids, in bytes
     """
 
     checkpoint: CheckpointInfo

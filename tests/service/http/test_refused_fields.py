@@ -85,7 +85,7 @@ INTERVENTIONS: list[Row] = [
     ({"stage": "blocks.0.attention.v", "operation": "zero", "heads": [4]}, "interventions",
      "blocks.0.attention.v has 4 heads"),
     ({**ZERO, "positions": [59]}, "interventions", "59 tokens"),
-    ({**ZERO, "positions": "generated"}, "interventions", "nothing is generated"),
+    ({**ZERO, "positions": "generated"}, "interventions", "generates no tokens"),
     ({**SET, "from": {"prompt": "x", "positions": [1]}}, "interventions", "1 token "),
     ({**SET, "from": {"prompt": "abc"}}, "interventions", "3 positions, but the prompt has 59"),
     ({**ZERO, "units": [32]}, "interventions", "units has 32; embedding has 32 (0 to 31"),
@@ -254,7 +254,7 @@ REFUSED: dict[str, list[Row]] = {
          "vary: the prompt of from or minus: the prompt is empty"),
         ({"interventions": [{**ABLATE, "heads": [0], "positions": [99]}]}, "interventions",
          "interventions[0]: positions has 99"),
-        ({"vary": {**ABLATE, "positions": "generated"}}, None, "nothing is generated"),
+        ({"vary": {**ABLATE, "positions": "generated"}}, None, "generates no tokens"),
     ],
     "lens": [
         *PROMPTS,
