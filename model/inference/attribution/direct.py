@@ -1,9 +1,9 @@
 """Direct contributions: the amount that each part of a model adds to a logit.
 
 The residual stream is the sum of the embedding and the outputs of each block's attention and MLP.
-Only the final norm and the head lie between the last stream and the logit. A norm divides by a
-scale s that depends on its input. If s is held at its value in this forward, the norm is linear
-except for its bias (w and b if it has them):
+Only the final norm and the head come between the last stream and the logit. A norm divides by a
+scale s that depends on its input. If s is held at its value in this forward pass, the norm is
+linear except for its bias b:
 
     LayerNorm(x) = w * (x - mean(x)) / s + b      RMSNorm(x) = w * x / s
 
@@ -21,10 +21,10 @@ replace h_v and c_v.
 With `residual_mix` the input of a block is a mixture of the stream and the embedding, so g divides
 into two vectors, and the embedding's part is the sum over all blocks. With `backout` the last
 stream is x_last - s x_middle, so -s g is added to the g of the middle block's output. If the model
-has `logit_softcap`, the parts are those of the logit before it.
+has `logit_softcap`, the parts add up to the logit before the cap.
 
 If a later block reads the output of a head, the effect counts as that block's. The products are
-computed in float64 from the values of the forward, so that the sum loses no precision.
+computed in float64 from the values of the forward pass, so that the sum loses no precision.
 
 Shapes: H = n_head, D = head_dim, C = d_model.
 """
@@ -81,7 +81,7 @@ def direct_parts(
     direction: Tensor,  # (C,): h_v, or h_v - h_w
     head_bias: float | None,  # c_v, or c_v - c_w
 ) -> tuple[Part, ...]:
-    """The contribution of each part to the target, in the order of the forward."""
+    """The contribution of each part to the target, in the order of the forward pass."""
     config = gpt.config
     parts: list[Part] = []  # the last first
 
@@ -121,21 +121,46 @@ def direct_parts(
     return tuple(reversed(parts))
 
 
+@dataclass(frozen=True, slots=True)
+class FrozenNorm:
+    """A norm without its bias and with a fixed scale (..., 1): a linear map of each row."""
+
+    weight: Tensor
+    scale: Tensor
+    centered: bool
+
+    def forward(self, x: Tensor, positions: Tensor | slice = slice(None)) -> Tensor:
+        """Rows (..., C) at the given positions, after the norm."""
+        x = x - x.mean(-1, keepdim=True) if self.centered else x
+        return x * self.weight / self.scale[positions]
+
+    def backward(self, g: Tensor) -> Tensor:
+        """The gradient (..., C) with respect to the norm's input."""
+        g = g * self.weight
+        g = g - g.mean(-1, keepdim=True) if self.centered else g
+        return g / self.scale
+
+
+def freeze_norm(norm: nn.Module, x: Tensor) -> FrozenNorm:
+    """Fix the scale of a norm at its value for the input x (..., C)."""
+    assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
+    assert norm.eps is not None
+    centered = isinstance(norm, nn.LayerNorm)
+    spread = x - x.mean(-1, keepdim=True) if centered else x
+    scale = root_mean_square(spread, norm.eps)
+    return FrozenNorm(norm.weight.detach().to(x.dtype), scale, centered)
+
+
+def root_mean_square(x: Tensor, eps: float) -> Tensor:
+    return (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
 def through_norm(norm: nn.Module, x: Tensor, g: Tensor) -> tuple[Tensor, float | None]:
     """Propagate g (C,) back through a norm with the input x (C,), holding the norm's scale. The
     product of the returned float64 vector with x equals the product of g with the norm's output
     without bias. Also returns the product of g with the bias, if there is one."""
-    assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
-    centered = isinstance(norm, nn.LayerNorm)
-    bias = norm.bias if isinstance(norm, nn.LayerNorm) else None
-    weight, eps = norm.weight, norm.eps
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    x = x.double()
-    spread = x - x.mean() if centered else x
-    u = g if weight is None else g * weight.double()
-    u = u - u.mean() if centered else u
-    scale = (spread.square().mean() + eps).sqrt()
-    return u / scale, None if bias is None else _product(bias, g)
+    bias = getattr(norm, "bias", None)
+    return freeze_norm(norm, x.double()).backward(g), None if bias is None else _product(bias, g)
 
 
 def _product(vector: Tensor, g: Tensor) -> float:

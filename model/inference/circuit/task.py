@@ -57,7 +57,7 @@ class Neuron:
 class Node:
     """A part of the circuit at one position. `stage` is embedding, blocks.N.attention.heads (with
     `head`) or blocks.N.mlp.hidden (with the neurons that belong to the circuit). `values` and
-    `attention` are the amounts of the difference that it carries through values and through
+    `attention` are the amounts of the difference that the part carries through values and through
     attention weights."""
 
     stage: str
@@ -84,7 +84,8 @@ class Circuit:
     """The circuit of one prompt.
 
     baseline             the difference if every part is set to its mean, with all else frozen
-    left_out, _attention  sums over all other parts, through values and through attention weights
+    left_out, left_out_attention
+                         sums over all other parts, through values and through attention weights
     edge_count           number of edges, of which `edges` are the strongest
     circuit_alone        the difference if all other parts are set to their means
     without_circuit      the difference if the circuit is set to its means
@@ -136,8 +137,8 @@ class Circuit:
 
 
 def explained_share(whole: float, left_out: float, left_out_attention: float) -> float | None:
-    """1 minus the relative error caused by the parts left out: the error of values alone or that of
-    values and attention weights together, whichever is larger."""
+    """1 minus the relative error caused by the parts left out. The error is the larger of two: with
+    values alone, and with values and attention weights together."""
     error = max(abs(left_out), abs(left_out + left_out_attention))
     return 1 - error / abs(whole) if whole else None
 
