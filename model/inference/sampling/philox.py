@@ -4,8 +4,8 @@ The uniform number of a token depends only on the seed, the position of the toke
 its sequence among the n of its prompt. So it is the same in any batch and after any restart.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). The
-tests compare with the known answers of the authors' Random123 library. A few numbers are computed
-on Python's integers, many on arrays, with the same bits.
+tests compare with the known answers of the authors' Random123 library. Up to FEW numbers are
+computed with Python's integers, more with arrays; the bits are the same.
 """
 
 from typing import Any
@@ -18,8 +18,8 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 FEW = 16
-"""Maximum count of numbers that are computed one by one. Arrays of any size take about 150 small
-operations, which cost as much as this many single numbers."""
+"""Maximum number of values that are computed one by one. Arrays of any size take about 150 small
+operations, which cost as much as this many single values."""
 
 Integers = npt.NDArray[np.uint64]
 _LOW, _HALF = np.uint64(_MASK), np.uint64(32)
