@@ -36,7 +36,7 @@ from logitd.model.text.tokenizer import Tokenizer
 from logitd.model.transformer.config import GPTConfig
 
 LISTED_NUMBER = 8
-"""Number of elements that a number in a list counts as: it takes 32 bytes in Python and 20 as
+"""A number in a list counts as this many elements, because it takes 32 bytes in Python and 20 as
 JSON."""
 
 
@@ -210,8 +210,7 @@ def plan(body: AttributionsRequest, subject: Subject) -> Planning:
         )
         for prompt in prompts
     ]
-    # Each block has its heads, MLP, bias and the biases of two norms. Others: embedding, two
-    # biases.
+    # Parts of each block: heads, MLP, bias, biases of two norms. Others: embedding, two biases.
     parts = config.n_layer * (config.n_head + 4) + 3 if "direct" in body.methods else 0
     listed = sum(map(len, prompts)) + parts * len(prompts)
     subject.check_listed(listed, "tokens and parts", "prompt")

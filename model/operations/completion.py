@@ -85,7 +85,7 @@ class Completion:
             min_tokens=params.min_tokens,
         )
         self._has_stop = bool(stop)
-        self._undecoded: list[int] = []  # tokens of the new piece without their text
+        self._undecoded: list[int] = []  # tokens of the new piece that are not in its text yet
         self._new = Piece(index, prompt_index, params.seed, tokenizer.decode(echo), list(echo))
 
     def push(self, event: TokenEvent) -> bool:
@@ -108,7 +108,7 @@ class Completion:
         self._new.tokens += tokens
 
     def finish(self, event: FinishEvent) -> None:
-        """Add the engine's final event. It must not be an error."""
+        """Add the engine's final event, which must not be an error."""
         if self.finished:
             return
         self._decode()
@@ -164,7 +164,7 @@ class GrowingReply:
             for index in range(plan.n)
         }
         self._prompts = {request.request_id: index for index, request in enumerate(plan.requests)}
-        self._scores: dict[int, list[ScoredToken]] = {}  # new ones, by prompt
+        self._scores: dict[int, list[ScoredToken]] = {}  # since the last `take_json`, by prompt
 
     @property
     def seed(self) -> int | None:

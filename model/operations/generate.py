@@ -265,8 +265,8 @@ class GenerateReply(Reply):
 
 
 def plan(body: GenerateRequest, subject: Subject, *, clamp_max_tokens: bool = False) -> Planning:
-    """One engine request per prompt. With `clamp_max_tokens`, a `max_tokens` beyond the context is
-    reduced instead of refused."""
+    """Make one engine request per prompt. With `clamp_max_tokens`, a `max_tokens` beyond the
+    context is reduced instead of refused."""
     source, tokenizer = constraint_source(body), subject.tokenizer
     if not tokenizer.has_text:
         _refuse_texts(body, source)

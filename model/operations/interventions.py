@@ -88,7 +88,7 @@ class Source(RequestBody):
 
 
 class Difference(RequestBody):
-    """The mean of the stage over the positions of a prompt, minus that of another prompt."""
+    """The mean of the stage over the positions of a prompt, minus its mean in another prompt."""
 
     model_config = ConfigDict(validate_by_name=False, serialize_by_alias=True)
 

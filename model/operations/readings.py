@@ -39,7 +39,7 @@ Readings = Mapping[Reading, Mapping[str, Values]]
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """The mean of a reading over its positions, minus that of another reading."""
+    """The mean of a reading over its positions, minus the mean of another reading, if any."""
 
     source: Reading
     minus: Reading | None

@@ -7,9 +7,9 @@ strings   at most MAX_STRING characters, unless it has maxLength, pattern, enum 
 numbers   from -LARGEST to LARGEST, on each side that has no bound; at most DECIMALS decimals unless
           they are integers or have multipleOf or finer bounds
 arrays    at most MAX_ITEMS items, unless it has maxItems
-objects   only the named properties if there are any, and neither additionalProperties nor
-          patternProperties; else at most MAX_ITEMS, unless it has maxProperties; names of at most
-          MAX_NAME characters if no property is named
+objects   only the named properties, if there are any but neither additionalProperties nor
+          patternProperties; otherwise at most MAX_ITEMS properties, unless it has maxProperties,
+          and names of at most MAX_NAME characters if no property is named
 any       at most DEPTH levels of lists and objects in an unrestricted value
 
 Every text that the bounded schema allows is allowed by the original. A schema with `allOf`, with an
