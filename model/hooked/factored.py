@@ -42,7 +42,9 @@ class FactoredMatrix:
     def BA(self) -> Tensor:
         """The product in the other order (..., M, M). Raises ValueError unless L = R."""
         if self.ldim != self.rdim:
-            raise ValueError(f"BA needs a square matrix, not {self.ldim} rows, {self.rdim} columns")
+            raise ValueError(
+                f"not a square matrix: it has {self.ldim} rows and {self.rdim} columns"
+            )
         return self.B @ self.A
 
     @property

@@ -242,7 +242,7 @@ REFUSED: dict[str, list[Row]] = {
         ({"token_id": 1, "minus_id": 1}, "minus", "is 0"),
         ({"token_id": [1, 2]}, "token_id", "token_id has 2 values for 1 prompt"),
         ({"prompt": ["a", "b"], "token": ["a"]}, "token", "token has 1 value for 2 prompts"),
-        ({"token": 5}, "token", "a text, or a list with one for each prompt"),
+        ({"token": 5}, "token", "a string, or a list with one for each prompt"),
         ({"metric": "loss", "minus": "a"}, None, "metric 'loss' takes no minus"),
         ({"metric": "kl", "token_id": 1}, None, "metric 'kl' takes no token"),
         ({"prompt": ["abc", "ab"], "over": ["positions"]}, "over", "3 and 2 tokens"),
