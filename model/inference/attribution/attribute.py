@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from logitd.model.inference.attribution.direct import BlockRow, OneRow, direct_parts
+from logitd.model.inference.attribution.direct import BlockRow, block_row, direct_parts, kept_row
 from logitd.model.inference.attribution.gradients import (
     TextPasses,
     Watch,
@@ -21,6 +21,7 @@ from logitd.model.inference.attribution.gradients import (
     mixture,
     per_token,
 )
+from logitd.model.inference.attribution.kept import KeptStages
 from logitd.model.inference.attribution.stage_gradients import block_gradients, product
 from logitd.model.inference.attribution.task import (
     Attribution,
@@ -148,11 +149,11 @@ class _Prompt:
         def keep(layer: int, before: Tensor, tap: Tap) -> None:
             if streams is not None:
                 streams.append(before)
-            if rows is not None and isinstance(tap, OneRow):
-                rows.append(tap.row(before))
+            if rows is not None and isinstance(tap, KeptStages):
+                rows.append(block_row(tap.kept, before[0, row]))
 
         return self._passes.all_blocks(
-            x, lambda layer: UNTAPPED if rows is None else OneRow(row), keep
+            x, lambda layer: UNTAPPED if rows is None else kept_row(row), keep
         )
 
     def _backward(

@@ -29,12 +29,14 @@ computed in float64 from the values of the forward pass, so that the sum loses n
 Shapes: H = n_head, D = head_dim, C = d_model.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from logitd.model.inference.attribution.gradients import backout, mixture
+from logitd.model.inference.attribution.kept import KeptStages, freeze_norm
 from logitd.model.inference.attribution.task import Part
 from logitd.model.transformer.gpt import GPT, Block
 
@@ -52,25 +54,15 @@ class BlockRow:
     mlp_sum: Tensor  # (C,)
 
 
-class OneRow:
-    """A tap that keeps the values of one position."""
+def kept_row(row: int) -> KeptStages:
+    """A tap that keeps the stages of `block_row` at one position."""
+    return KeptStages((*RECORDED, "middle"), lambda value: value[0, ..., row, :].clone())
 
-    def __init__(self, row: int) -> None:
-        self._row = row
-        self._kept: dict[str, Tensor] = {}
 
-    def wants(self, layer: int | None, stage: str) -> bool:
-        return stage in (*RECORDED, "middle")
-
-    def __call__(self, layer: int | None, stage: str, value: Tensor, offset: int = 0) -> Tensor:
-        if self.wants(layer, stage):
-            self._kept[stage] = value[0, ..., self._row, :].detach().clone()
-        return value
-
-    def row(self, before: Tensor) -> BlockRow:
-        """The recorded values of the block, whose input stream was `before` (1, T, C)."""
-        heads, attention, mlp, middle = (self._kept[name] for name in (*RECORDED, "middle"))
-        return BlockRow(heads, mlp, before[0, self._row] + attention, middle + mlp)
+def block_row(kept: Mapping[str, Tensor], before: Tensor) -> BlockRow:
+    """The values of a block at the position whose input stream was `before` (C,)."""
+    heads, attention, mlp, middle = (kept[name] for name in (*RECORDED, "middle"))
+    return BlockRow(heads, mlp, before + attention, middle + mlp)
 
 
 def direct_parts(
@@ -119,40 +111,6 @@ def direct_parts(
         of_embedding, g = of_embedding + first * g, stream * g
     add("embedding", _product(embedding, of_embedding + g))
     return tuple(reversed(parts))
-
-
-@dataclass(frozen=True, slots=True)
-class FrozenNorm:
-    """A norm without its bias and with a fixed scale (..., 1): a linear map of each row."""
-
-    weight: Tensor
-    scale: Tensor
-    centered: bool
-
-    def forward(self, x: Tensor, positions: Tensor | slice = slice(None)) -> Tensor:
-        """Rows (..., C) at the given positions, after the norm."""
-        x = x - x.mean(-1, keepdim=True) if self.centered else x
-        return x * self.weight / self.scale[positions]
-
-    def backward(self, g: Tensor) -> Tensor:
-        """The gradient (..., C) with respect to the norm's input."""
-        g = g * self.weight
-        g = g - g.mean(-1, keepdim=True) if self.centered else g
-        return g / self.scale
-
-
-def freeze_norm(norm: nn.Module, x: Tensor) -> FrozenNorm:
-    """Fix the scale of a norm at its value for the input x (..., C)."""
-    assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
-    assert norm.eps is not None
-    centered = isinstance(norm, nn.LayerNorm)
-    spread = x - x.mean(-1, keepdim=True) if centered else x
-    scale = root_mean_square(spread, norm.eps)
-    return FrozenNorm(norm.weight.detach().to(x.dtype), scale, centered)
-
-
-def root_mean_square(x: Tensor, eps: float) -> Tensor:
-    return (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
 def through_norm(norm: nn.Module, x: Tensor, g: Tensor) -> tuple[Tensor, float | None]:

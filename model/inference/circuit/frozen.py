@@ -35,7 +35,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from logitd.model.inference.attribution.direct import freeze_norm, root_mean_square
+from logitd.model.inference.attribution.kept import freeze_norm, root_mean_square
 from logitd.model.transformer.attention import attention_scores, visible_keys
 from logitd.model.transformer.config import Activation
 from logitd.model.transformer.gpt import GPT, Block
@@ -50,21 +50,6 @@ STAGES = frozenset(
         *("middle", "mlp.pre", "mlp.up", "mlp.hidden", "mlp.out"),
     )
 )
-
-
-class BlockValues:
-    """A tap that keeps the stages of one block that `FrozenBlock` needs."""
-
-    def __init__(self) -> None:
-        self.kept: dict[str, Tensor] = {}
-
-    def wants(self, layer: int | None, stage: str) -> bool:
-        return stage in STAGES
-
-    def __call__(self, layer: int | None, stage: str, value: Tensor, offset: int = 0) -> Tensor:
-        if stage in STAGES:
-            self.kept[stage] = value[0].detach()
-        return value
 
 
 @dataclass(slots=True)
@@ -124,7 +109,11 @@ class Choice:
 
 
 class FrozenBlock:
-    """One block, held at the values of one text's forward pass. `x` (T, C) is its input."""
+    """One block, held at the values of one text's forward pass.
+
+    x     the block's input (T, C)
+    kept  values of the text at STAGES
+    """
 
     def __init__(
         self,

@@ -5,7 +5,6 @@ the share of it that a part carries.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -125,15 +124,12 @@ class Circuit:
 
     @property
     def is_finite(self) -> bool:
-        return self.token_id != self.minus_id and all(map(math.isfinite, self._numbers()))
-
-    def _numbers(self) -> Iterator[float]:
-        yield from (self.logit, self.minus_logit, self.baseline, self.left_out)
-        yield from (self.left_out_attention, self.circuit_alone)
-        yield from (self.without_circuit, self.without_all)
-        for node in self.nodes:
-            yield from (node.values, node.attention)
-        yield from (edge.weight for edge in self.edges)
+        numbers = [self.logit, self.minus_logit, self.baseline, self.left_out]
+        numbers += [self.left_out_attention, self.circuit_alone]
+        numbers += [self.without_circuit, self.without_all]
+        numbers += [amount for node in self.nodes for amount in (node.values, node.attention)]
+        numbers += [edge.weight for edge in self.edges]
+        return self.token_id != self.minus_id and all(map(math.isfinite, numbers))
 
 
 def explained_share(whole: float, left_out: float, left_out_attention: float) -> float | None:

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from logitd.model.inference.attribution.direct import FrozenNorm, freeze_norm
 from logitd.model.inference.attribution.gradients import TextPasses, backout, mixture
+from logitd.model.inference.attribution.kept import FrozenNorm, KeptStages, freeze_norm
 from logitd.model.inference.circuit.frozen import (
     GRADIENTS,
+    STAGES,
     VALUES,
-    BlockValues,
     Choice,
     FrozenBlock,
 )
@@ -51,11 +51,13 @@ class FrozenText:
         """Run the text forward, one block per piece."""
         gpt, rotation = self.gpt, self.passes.rotation
 
-        def freeze_block(layer: int, before: Tensor, tap: BlockValues) -> None:
+        def freeze_block(layer: int, before: Tensor, tap: KeptStages) -> None:
             self.blocks.append(FrozenBlock(gpt, layer, before[0], tap.kept, rotation))
 
         (self.last,) = yield from self.passes.all_blocks(
-            self.tokens[None], lambda layer: BlockValues(), freeze_block
+            self.tokens[None],
+            lambda layer: KeptStages(STAGES, lambda value: value[0]),
+            freeze_block,
         )
         if gpt.config.final_norm:
             self.final_norm = freeze_norm(gpt.final_norm, self.last)
