@@ -81,7 +81,9 @@ ROOMS: dict[str, set[str]] = {
         "model.inference.sweep", "model.owner_code.config", "model.plural", "model.sae",
         "model.text", "model.transformer",
     },
-    "model.hooked": {"model.inference.errors", "model.text", "model.transformer"},
+    "model.hooked": {
+        "model.device", "model.inference.errors", "model.text", "model.transformer",
+    },
     "model.in_process": {"model.checkpoint", "model.inference", "model.operations"},
     "model.llm": {
         "model.checkpoint", "model.device", "model.dtypes", "model.hooked", "model.in_process",

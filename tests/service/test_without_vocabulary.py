@@ -188,9 +188,9 @@ def test_llm_takes_ids(path: Path) -> None:
         assert (completion.text, len(completion.token_ids)) == ("", 4)
         assert llm.logits(IDS).shape == (len(IDS), VOCAB_SIZE)
         sentence = re.escape(NO_VOCABULARY)
-        with pytest.raises(InvalidRequest, match=f"prompt is a text, but {sentence}"):
+        with pytest.raises(InvalidRequest, match=f"prompt is a string, but {sentence}"):
             llm.logits("text")
-        with pytest.raises(InvalidRequest, match=f"stop is a text, but {sentence}"):
+        with pytest.raises(InvalidRequest, match=f"stop is a string, but {sentence}"):
             llm.generate([IDS], SamplingParams(max_tokens=4, seed=1), stop=["a"])
 
 

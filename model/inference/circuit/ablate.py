@@ -1,7 +1,8 @@
 """Ablations: forward passes in which parts are set to their means and nothing is frozen.
 
 Three versions of the text are computed together: with only the circuit (all other parts are set to
-their means), without the circuit, and without any part. Biases and value embeddings stay.
+their means), without the circuit, and without any part. All versions keep biases and value
+embeddings.
 
 Shapes: T positions, C = d_model, H = n_head, D = head_dim, F = d_ff.
 """
@@ -11,7 +12,6 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from logitd.model.inference.attribution.gradients import backout
 from logitd.model.inference.circuit.frozen import Chosen, FrozenBlock
 from logitd.model.inference.circuit.text import FrozenText, Kept
 
@@ -19,18 +19,12 @@ from logitd.model.inference.circuit.text import FrozenText, Kept
 def ablate(text: FrozenText, kept: Kept) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
     """The last streams (T, C) with only the circuit, without it, and without any part. Each piece
     is one block."""
-    gpt, passes, chosen = text.gpt, text.passes, kept.choice.chosen
-    x = embedding = middle = torch.where(
-        _keeping(kept.tokens)[..., None], text.tokens, text.mean_token
+    chosen = kept.choice.chosen
+    tokens = torch.where(_keeping(kept.tokens)[..., None], text.tokens, text.mean_token)
+    alone, without, none = yield from text.passes.all_blocks(
+        tokens,
+        lambda layer: _Ablation(text.blocks[layer], chosen[layer, "heads"], chosen[layer, "mlp"]),
     )
-    for block in text.blocks:
-        layer = block.layer
-        tap = _Ablation(block, chosen[layer, "heads"], chosen[layer, "mlp"])
-        x = passes.forward(layer, passes.block_input(layer, x, embedding), tap)
-        if layer == gpt.config.backout_layer:
-            middle = x
-        yield
-    alone, without, none = x - backout(gpt) * middle if gpt.config.backout else x
     return alone, without, none
 
 

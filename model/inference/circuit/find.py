@@ -32,7 +32,7 @@ one that keeps enough (or too many) is at most this."""
 
 
 class Finding:
-    """A circuit in progress. Each block runs forward in the context that `watched` makes."""
+    """A circuit in progress. Each block runs forward in the context that `watched` creates."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ def _pieces(
 
 
 def _compared(passes: TextPasses, last: Tensor, task: CircuitTask) -> tuple[int, int]:
-    """The ids of both tokens; the likeliest ones by default."""
+    """The ids of both tokens, by default of the likeliest tokens."""
     token_id, minus_id = task.token_id, task.minus_id
     if token_id is None:
         token_id = passes.likeliest(last, without=minus_id)
@@ -121,8 +121,8 @@ def _compared(passes: TextPasses, last: Tensor, task: CircuitTask) -> tuple[int,
 def _search(
     text: FrozenText, direction: Tensor, whole: float, nothing: Kept, task: CircuitTask
 ) -> Generator[None, None, Kept]:
-    """The parts by the highest threshold found at which they explain the requested share of
-    `whole`. If the limit on parts allows no such threshold, the parts that explain most."""
+    """The parts for the highest threshold found at which they explain the requested share of
+    `whole`. If the limit on parts allows no such threshold, returns the parts that explain most."""
     best, most = nothing, -math.inf
     # `above` keeps too few parts, `below` enough or too many. A part may contribute more than the
     # whole difference if others have the opposite sign.

@@ -257,7 +257,7 @@ def test_sampling_inverts_the_cumulated_mass(logits: list[float], one: RowContex
 )
 def test_sampling_at_the_edges(monkeypatch: pytest.MonkeyPatch, u: float, token_id: int) -> None:
     """An interval includes its lower end but not its upper one; an id without mass has none."""
-    monkeypatch.setattr("logitd.model.inference.sampling.sample.uniform", lambda *place: u)
+    monkeypatch.setattr("logitd.model.inference.sampling.philox.uniform", lambda *place: u)
     one = row(params(temperature=1, allowed_token_ids=(1, 2, 4, 6)))
     assert sample_one([0.0] * 8, one).token_id == token_id
 
