@@ -41,8 +41,9 @@ SETTINGS = {"n_heads": 4}
 
 @pytest.fixture(autouse=True)
 def untouched_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the paths and modules of an owner's file after the test."""
+    """Remove the paths, finders and modules of an owner's file after the test."""
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.delitem(sys.modules, "gpt", raising=False)
 
 
