@@ -88,18 +88,28 @@ def write_sizes(config: GPTConfig, layout: Layout) -> dict[str, Any]:
 
 
 def read_weights(
-    reader: StateDictReader, config: GPTConfig, layout: Layout, *, unbiased: Collection[str] = ()
+    reader: StateDictReader,
+    config: GPTConfig,
+    layout: Layout,
+    *,
+    unbiased: Collection[str] = (),
+    own: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Read the weights of a model of this shape under our names. Parts in `unbiased` have no biases
-    in the source and get zeros. Raises ConvertError if a tensor is missing or has another shape."""
+    """Read the weights of a model of this shape. Returns them by this project's names.
+
+    unbiased  parts without biases in the source; they get zeros
+    own       weights that the layout does not describe, by this project's names
+
+    Raises ConvertError if a tensor is missing or has another shape.
+    """
     reader.require_layers(config.n_layer)
     first = layout.names(EMBEDDING, "")[0]
     found = (prefix for prefix in layout.prefixes if f"{prefix}{first}.weight" in reader)
     prefix, rows = next(found, layout.prefixes[-1]), layout.rows(config)
-    weights: dict[str, Tensor] = {}
+    weights = dict(own or {})
     for name, shape in _shapes(config).items():
         module, kind, part = _split(name)
-        if part == HEAD or (kind == "bias" and part in unbiased):
+        if part == HEAD or name in weights or (kind == "bias" and part in unbiased):
             continue
         if part in layout.bare:
             weights[name] = torch.ones(shape)
@@ -234,7 +244,8 @@ def group_by_group(config: GPTConfig) -> Rows:
 
 
 def neighbors_turn(config: GPTConfig) -> Rows:
-    """The order of llama.cpp's "llama": channels 2i and 2i + 1 of a head are rotated together."""
+    """The order of llama2.c and of llama.cpp's "llama": channels 2i and 2i + 1 of a head are
+    rotated together."""
     rows = torch.arange(config.qkv_width).view(-1, config.head_dim)
     turned = config.n_head + config.n_kv_head
     pairs = rows.view(len(rows), -1, 2).transpose(1, 2).reshape(rows.shape)
@@ -308,6 +319,20 @@ LLAMA = Layout(
         *_SIZES, d_ff="intermediate_size", n_kv_head="num_key_value_heads", head_dim="head_dim"
     ),
     eps=("rms_norm_eps", 1e-6),
+)
+LLAMA2C = Layout(
+    outside={EMBEDDING: "tok_embeddings", "final_norm": "norm"},
+    inside=inside(
+        "attention_norm",
+        "attention.wq attention.wk attention.wv",
+        "attention.wo",
+        "ffn_norm",
+        "feed_forward.w1 feed_forward.w3",
+        "feed_forward.w2",
+    ),
+    layer=LLAMA.layer,
+    heads=("output",),
+    rows=neighbors_turn,
 )
 NANOCHAT = replace(
     LLAMA,

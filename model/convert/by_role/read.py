@@ -29,7 +29,6 @@ from logitd.model.convert.by_role.questions import (
     Finding,
     check_rotary_width,
     find,
-    is_count,
     is_number,
     setting,
 )
@@ -44,7 +43,13 @@ from logitd.model.convert.by_role.tensor_map import (
     TensorMap,
     check,
 )
-from logitd.model.convert.foreign import ConvertError, ForeignModel, naming
+from logitd.model.convert.foreign import (
+    ConvertError,
+    ForeignModel,
+    count_or_zero,
+    naming,
+    plausible_loss,
+)
 from logitd.model.convert.state_file import StateFile
 from logitd.model.files import write_whole
 from logitd.model.transformer.config import GPTConfig
@@ -168,8 +173,7 @@ def read_by_role(
     tensors, file = recognized.tensors, recognized.file
     resolution = _resolve(recognized, text)
     dropout, step, val_loss = (
-        said[0] if (said := setting(file.settings, name)) is not None else None
-        for name in ("dropout", "step", "val_loss")
+        setting(file.settings, name)[0] for name in ("dropout", "step", "val_loss")
     )
     if not is_number(dropout) or not 0 <= dropout < 1:
         dropout = 0.0
@@ -182,9 +186,8 @@ def read_by_role(
         config=built.config,
         weights=built.weights,
         dtype=torch.float32 if built.rescaled else check(file.where, file.tensors, tensors.map),
-        step=step if is_count(step) else 0,
-        # nanoGPT and code like it store 1e9 before the first evaluation.
-        val_loss=float(val_loss) if is_number(val_loss) and 0 <= val_loss < 1e6 else None,
+        step=count_or_zero(step),
+        val_loss=plausible_loss(val_loss),
         facts={
             "file": file.path.name,
             "verified": resolution.verified,

@@ -238,8 +238,8 @@ def with_ends(foreign: ForeignTokenizer, folder: Path) -> ForeignTokenizer:
     ]:
         notes.append(f"{GENERATION} recommends {', '.join(wishes[:12])}: set it in requests")
     place, stated = _stated_ends(folder)
-    order = foreign.order if foreign.order is not None else range(tokenizer.vocab_size)
-    ours = {source: token_id for token_id, source in enumerate(order)} if stated else {}
+    order = foreign.source_ids if stated else ()
+    ours = {source: token_id for token_id, source in enumerate(order)}
     if absent := [end for end in stated if end not in ours]:
         notes.append(f"eos_token_id of {place} has {absent}, which the vocabulary lacks")
     ends = [ours[end] for end in stated if end in ours]

@@ -27,7 +27,12 @@ from logitd.model.convert.hf.dialect import from_oniguruma
 from logitd.model.convert.hf.merges import byte_characters, last_pair, merge_piece, written
 from logitd.model.convert.probe import probe_text
 from logitd.model.convert.source_file import source_object
-from logitd.model.convert.vocabulary.words import CHARACTERS, WHOLE_TEXT, word_tokenizer
+from logitd.model.convert.vocabulary.words import (
+    CHARACTERS,
+    WHOLE_TEXT,
+    with_all_bytes,
+    word_tokenizer,
+)
 from logitd.model.text.pieces import WORDS_AND_MARKS
 from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer
 
@@ -94,7 +99,6 @@ def tokenizer_of_document(
     pattern = _pattern(document, path)
     met = added.ordinary.keys() & merged_texts(document)
     ranks = _ordinary(vocabulary, added.ids.keys() - met, path)
-    missing = [byte for byte in map(bytes, zip(range(256))) if byte not in ranks]
     apart = {name: token_id for name, token_id in added.ids.items() if name not in met}
     order = _order(ranks, apart, path)
     special, extra = dict(added.special), dict(added.ordinary)
@@ -108,12 +112,13 @@ def tokenizer_of_document(
             "tokens come first, in the same order"
         )
     size = max([*ranks.values(), *special.values(), *extra.values()]) + 1
-    ranks |= {byte: size + index for index, byte in enumerate(missing)}
-    if missing and model.get("byte_fallback") is not True and model.get("unk_token"):
+    complete = with_all_bytes(ranks, size)
+    if (missing := len(complete) - len(ranks)) and model.get("unk_token"):
         raise ConvertError(
-            f"{path}: {len(missing)} of the 256 bytes are not tokens and become "
-            f"{model['unk_token']!r} there; here every text is encoded without loss"
+            f"{path}: {missing} of the 256 bytes are not tokens and become "
+            f"{model['unk_token']!r} there, but logitd encodes every text without loss"
         )
+    ranks = complete
     _check_merges(model, ranks, pattern, path)
     with naming(path):
         tokenizer = Tokenizer(
@@ -314,7 +319,7 @@ def _try(foreign: ForeignTokenizer, model: Mapping[str, Any], path: Path) -> Non
         )
     with naming(path):  # its pattern may skip characters
         ids = tokenizer.encode(text)
-    order = foreign.order or range(tokenizer.vocab_size)
+    order = foreign.source_ids
     characters, pairs = byte_characters(), _pairs(model, path)
     expected = list[int]()
     for part in tokenizer.added.split(text):
