@@ -52,7 +52,7 @@ class Asked:
 
 
 def measure(caller: Caller, asked: Asked, file: Path) -> dict[str, Any]:
-    """The facts, as values of JSON. Differences are the largest absolute differences between logits.
+    """The facts, in types of JSON. Differences are the largest absolute differences between logits.
     Raises Problem."""
     rows = asked.rows or vocabulary_rows(caller)
     context = context_length(caller, rows, asked.context)
