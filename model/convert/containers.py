@@ -26,7 +26,7 @@ UNPACKED_TIMES = 64
 UNPACKED_BYTES = 64 * 2**20
 """Unpacked size that is always allowed."""
 HEADER_BYTES = 100 * 2**20
-"""Largest header of a safetensors file, as in its library."""
+"""Largest header of a safetensors file; the limit of the library."""
 _OTHERS: Mapping[bytes, str] = {
     b"GGUF": "a GGUF file of llama.cpp, which can be exported but not imported: import the Hugging "
     "Face folder or the .pt file that it was made from",

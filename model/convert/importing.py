@@ -3,9 +3,9 @@
 It reads the model with the reader of its format, puts the rows of embedding and head into the order
 of the vocabulary, and saves a checkpoint. Rows without a token are padding. Every weight is checked
 by name against the shapes of the saved model. These formats determine the whole computation:
-nanoGPT's `ckpt.pt` (`nanogpt.py`), nanochat's files (`nanochat.py`), Hugging Face folders
-(`hf/config.py`) and LitGPT's (`litgpt.py`). All other models are recognized by the roles of their
-tensors (`by_role/`).
+nanoGPT's `ckpt.pt` (`nanogpt.py`), llama2.c's `.bin` (`llama2c.py`), nanochat's files
+(`nanochat.py`), Hugging Face folders (`hf/config.py`) and LitGPT's (`litgpt.py`). All other models
+are recognized by the roles of their tensors (`by_role/`).
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """llama2.c's `.bin` files, versions 0 and 1: the shape of Llama in float32.
 
-Version 0 has no magic number: seven numbers, then weights; it is recognized by its exact size. Its
-program, `run.c`, fixes the computation: RMSNorm with eps 1e-5, rotary positions of adjacent
+Version 0 has no magic number, only seven numbers before the weights; it is recognized by its exact
+size. `run.c` defines the computation: RMSNorm with eps 1e-5, and rotary positions of adjacent
 channels with theta 10,000. Version 2 is quantized and refused.
 """
 
@@ -120,8 +120,8 @@ def read_llama2c(path: Path) -> ForeignModel | None:
 
 
 def _read_header(path: Path) -> _Header | None:
-    """Read the header; None if the file is not llama2.c's. Raises ConvertError if it is, but has
-    the wrong size or is quantized."""
+    """Read the header; None if the file is not llama2.c's. Raises ConvertError if the file is
+    quantized or has the wrong size."""
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(HEADER_BYTES)

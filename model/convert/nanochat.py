@@ -1,12 +1,12 @@
 """nanochat's checkpoints: `model_*.pt` with `meta_*.json`.
 
-The file has no settings except sizes. The program's computation follows from its version, and the
-version from the tensors (`_version`), with one exception that the import reports. Recognition by
+The file has no settings except sizes. nanochat's computation depends on its version, and the
+tensors show the version (`_version`), with one exception that the import reports. Recognition by
 role (`by_role/`) cannot replace this reader: it knows no scales, windows or caps.
 
-Parts that other shapes have too are folded. Norms without weights get ones, the factor of queries
-and keys becomes the weight of their norms, and the factor of the gates becomes a factor of the
-value embeddings. nanochat rotates pairs backward, so the halves of each head are exchanged.
+Some parts are folded into weights. Norms without weights get ones, the factor of queries and keys
+becomes the weight of their norms, and the factor of the gates becomes a factor of the value
+embeddings. nanochat rotates pairs backward, so the halves of each head are exchanged.
 """
 
 import re
@@ -46,7 +46,7 @@ _NAMES = re.compile(f"{_LAYER}|{_OUTSIDE}|{_SCALES}")
 PATTERN = "SSSL"
 """The program's default pattern of windows."""
 EPS = torch.finfo(torch.float32).eps
-"""Added by torch's `rms_norm` in float32 if no other value is given."""
+"""Default eps of torch's `rms_norm` in float32."""
 
 TEMPLATE = """\
 {{- '<|bos|>' }}
@@ -80,14 +80,14 @@ _TURNS = ("<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<
 
 @dataclass(frozen=True)
 class _Version:
-    """Constants of the program, which its checkpoints do not store.
+    """Constants of a version of nanochat, which its checkpoints do not store.
 
     theta       base of the rotary frequencies
     sharpness   factor of queries and of keys after their norm
     gate        largest value of a value embedding's gate
-    gate_width  channels that a gate reads
-    short       share of the sequence that is a short window, as a divisor
-    tiles       a short window is rounded up to a multiple of this; None: it is rounded down
+    gate_width  number of channels that a gate reads
+    short       a short window has the length of the sequence divided by this
+    tiles       short windows are rounded up to a multiple of this; None rounds them down
     """
 
     theta: float
@@ -112,10 +112,11 @@ CAP = 15.0
 
 
 def read_nanochat(source: Path, context_length: int | None) -> ForeignModel | None:
-    """Read a file of nanochat, or the one with the most steps in a folder; None if there is none.
+    """Read a file of nanochat, or the file with the most steps in a folder; None if there is no
+    such file.
 
     Without `meta_*.json`, sizes are read from the tensors, `context_length` is the trained length,
-    and the windows are the program's default. Raises ConvertError.
+    and the windows are nanochat's default. Raises ConvertError.
     """
     path = _latest(source) if source.is_dir() else source
     if path is None or not path.is_file() or path.suffix != ".pt":
@@ -154,8 +155,8 @@ def read_nanochat(source: Path, context_length: int | None) -> ForeignModel | No
 
 
 def with_conversation(vocabulary: ForeignTokenizer) -> ForeignTokenizer:
-    """Add the format of nanochat's conversations, and the tokens that end a text, to a vocabulary
-    with its special tokens."""
+    """Add nanochat's chat template and the tokens that end a text to a vocabulary with nanochat's
+    special tokens. Other vocabularies are returned unchanged."""
     tokenizer = vocabulary.tokenizer
     ids = tokenizer.special_tokens
     if vocabulary.chat_template is not None or not ids.keys() >= set(_TURNS):
@@ -171,8 +172,8 @@ def with_conversation(vocabulary: ForeignTokenizer) -> ForeignTokenizer:
 
 
 def _is_nanochat(names: Collection[str]) -> bool:
-    """True for names of nanochat and of programs derived from it, whose further tensors are refused
-    by name."""
+    """True for the names of tensors of nanochat and of programs derived from it. Tensors that only
+    the latter have are refused by name later."""
     derived = any(re.fullmatch(_SCALES, name) for name in names)
     return "transformer.wte.weight" in names and (derived or all(map(_NAMES.fullmatch, names)))
 
@@ -194,7 +195,7 @@ def _model_config(document: Mapping[str, Any], meta: Path) -> dict[str, Any]:
 def _sizes(
     tensors: Mapping[str, Tensor], path: Path, meta: Path, context_length: int | None
 ) -> dict[str, Any]:
-    """Sizes in the form of `model_config`, from the tensors."""
+    """The sizes that the tensors show, with the keys of `model_config`."""
     gates = [t for name, t in tensors.items() if name.endswith(".attn.ve_gate.weight")]
     keys = tensors.get("transformer.h.0.attn.c_k.weight")
     if not gates or keys is None or context_length is None:

@@ -1,7 +1,7 @@
 """nanoGPT's `ckpt.pt`: GPT-2's shape, with or without biases, and exact GELU.
 
 The optimizer's state in the file is not read. Recognition by role (`by_role/`) cannot replace this
-reader: it would have to ask for the activation and the position of the norms, and does not check
+reader: it would have to ask for the activation and the position of the norms, and it does not check
 shapes against `model_args`.
 """
 
@@ -25,7 +25,7 @@ from logitd.model.transformer.shapes import gpt2_shape
 
 
 def read_nanogpt(path: Path) -> ForeignModel | None:
-    """Read a file of nanoGPT's train.py; None if its keys or names are not nanoGPT's. Raises
+    """Read a file of nanoGPT's train.py; None if its keys or tensors have other names. Raises
     ConvertError."""
     if container_of(path) != "torch":
         return None

@@ -1,4 +1,4 @@
-"""Job: runs an owner's code once, to compute logits for random ids or to measure facts."""
+"""Job: runs an owner's code once to compute logits for random ids or to measure facts."""
 
 import json
 import subprocess
@@ -33,9 +33,9 @@ def compare(
     length: int,
     timeout: float = TIMEOUT_SECONDS,
 ) -> dict[str, Tensor]:
-    """Compute logits for two sequences of `length` random ids below `rows`: `token_ids`, `logits`,
-    and the logits `changed` after the last id is changed. Raises CodeError, whose message continues
-    a sentence that begins with the code."""
+    """Compute logits for two sequences of `length` random ids below `rows`. Returns `token_ids`,
+    their `logits`, and the logits with another last id, `changed`. Raises CodeError. Its message
+    follows the name of the code in a sentence."""
     job = Job("compare", asdict(request), {"rows": rows, "length": length})
     with tempfile.TemporaryDirectory(prefix="logitd-code-") as scratch:
         _run(job, weights, Path(scratch), ANSWER, timeout)

@@ -6,8 +6,8 @@ and punctuation, or by one regular expression. SentencePiece's BPE, other models
 a row, normalizers, and unknown members are refused, because they would change ids. The result is
 checked on a text against the definition of BPE.
 
-Ids stay the same, except if an id below the last ordinary token has no token. Then the gaps are
-closed, and `ForeignTokenizer.order` has the source's ids.
+Ids do not change unless an id below the last ordinary token has no token. Then the gaps are closed,
+and `ForeignTokenizer.order` has the source's ids.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -54,8 +54,8 @@ CUT_MEMBERS = {
 AROUND = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
 """Processors that add special tokens to a text."""
 MOST_TOKEN_BYTES = 2048
-"""Maximum number of bytes of a token, because finding its merges takes quadratic time. Published
-vocabularies have at most 128."""
+"""Maximum number of bytes of a token, because finding its merges takes quadratic time. Tokens of
+published vocabularies have at most 128 bytes."""
 
 WORD_CUTS = {"Whitespace": WORDS_AND_MARKS, "WhitespaceSplit": r"\S+"}
 
@@ -66,7 +66,7 @@ QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Pattern of Qwen2's own tokenizer; Llama 3 keeps up to three digits together."""
+"""Pattern of Qwen2's tokenizer. Llama 3's differs only in keeping up to three digits together."""
 
 
 def read_tokenizer(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer:
@@ -81,8 +81,8 @@ def read_tokenizer(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer:
 def tokenizer_of_document(
     document: Mapping[str, Any], path: Path, *, skip_normalizer: bool, folder: Path | None
 ) -> ForeignTokenizer:
-    """Read the document of a `tokenizer.json`. Messages name `path`. Other files in `folder` name
-    the tokens that end a text. Raises ConvertError."""
+    """Read the document of a `tokenizer.json`. Error messages name `path`. Further files in
+    `folder` name the tokens that end a text. Raises ConvertError."""
     require_members(document, MEMBERS, str(path))
     vocabulary = _vocabulary(document, path)
     added = read_added(document, vocabulary, path, folder)
@@ -143,8 +143,8 @@ def _check_normalizer(document: Mapping[str, Any], path: Path, skip: bool) -> li
     if not skip:
         raise ConvertError(
             f"{path} changes texts before it encodes them (normalizer {kind}), but logitd does "
-            "not. --skip-normalizer imports it without the normalizer; texts that it would change "
-            "then get other ids"
+            "not. --skip-normalizer imports it without the normalizer; texts that the normalizer "
+            "changes then get different ids"
         )
     return [f"the source's normalizer {kind} is not imported: texts are encoded unchanged"]
 
@@ -203,13 +203,13 @@ def _ordinary(
 
 
 def _order(ordinary: Mapping[bytes, int], added: Mapping[str, int], path: Path) -> list[int] | None:
-    """The source's id for each id here; None if all ids stay, because every id below the last
-    ordinary one has a token."""
+    """The source's id for each id of the import; None if all ids stay the same, because every id
+    below the last ordinary token has a token."""
     order = [*ordinary.values(), *sorted(added.values())]
     if len(set(order)) != len(order):
         raise ConvertError(f"{path}: an added token has the id of another token")
     last = max(ordinary.values(), default=0)
-    # Ids are counted, not looked up one by one: an id may be any number.
+    # Count the ids instead of listing them, because an id may be any number.
     below = sum(0 <= token_id < last for token_id in order)
     return order if below < last else None
 
@@ -309,7 +309,7 @@ def _processor_notes(processor: Any, path: Path) -> Iterator[str]:
 
 
 def _try(foreign: ForeignTokenizer, model: Mapping[str, Any], path: Path) -> None:
-    """Raise ConvertError unless the probe text is encoded completely and gets the source's ids."""
+    """Raise ConvertError unless the whole probe text can be encoded and gets the source's ids."""
     tokenizer, text = foreign.tokenizer, probe_text()
     if len(tokenizer.tokens) != len(tokenizer.ranks):  # the vocabulary lacks some characters
         text = "".join(

@@ -15,7 +15,7 @@ from logitd.model.owner_code.process.problem import Problem
 
 INPUT = ":input"
 Visit = Callable[[str, Tensor], Tensor]
-"""Gets the name and the value of a stage, and returns the value to continue with."""
+"""Receives the name and the value of a stage, and returns the value to continue with."""
 
 
 @contextmanager

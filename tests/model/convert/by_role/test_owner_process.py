@@ -210,7 +210,7 @@ PROBLEMS: dict[str, tuple[str, str, str]] = {
     "not a module": ("GPT = 3\n", "GPT", "makes a int; expected a torch module"),
     "an unknown key": (
         "class GPT(Base):\n    def __init__(self, cfg):\n        cfg['temper']\n", "GPT",
-        r"KeyError: 'temper'\. .* give an expression that makes the model",
+        r"KeyError: 'temper'\. .* give an expression that creates the model",
     ),
     "other weights": (
         "class GPT(Base):\n    def __init__(self, cfg):\n        super().__init__()\n"
@@ -247,7 +247,7 @@ PROBLEMS: dict[str, tuple[str, str, str]] = {
         "class GPT(Bass):\n    pass\n", "GPT",
         r"GPT in gpt\.py, line \d+, cannot be defined: NameError: name 'Bass'",
     ),
-    "not Python": ("class GPT(:\n", "GPT", r"gpt\.py is not Python that this interpreter reads"),
+    "not Python": ("class GPT(:\n", "GPT", r"gpt\.py is not valid in this version of Python"),
 }  # fmt: skip
 
 
