@@ -9,7 +9,7 @@ the same number of values. `resolve.py` chooses the best variant.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -191,6 +191,7 @@ class LogitsObjective:
     token_ids: Tensor
     logits: Tensor
     log_probs: bool = False
+    distinct: ClassVar[int] = 1
 
     def __call__(self, built: Built, *, causal: bool, effort: Effort) -> Tensor:
         """The largest difference (1,); infinite if it is NaN."""
@@ -199,10 +200,6 @@ class LogitsObjective:
             logits = logits.log_softmax(dim=-1)
         difference = float((logits - self.logits).abs().max())
         return torch.tensor([difference if math.isfinite(difference) else math.inf])
-
-    @property
-    def distinct(self) -> int:
-        return 1
 
     @property
     def tolerance(self) -> float:

@@ -92,8 +92,9 @@ def tokenizer_of_document(
         *_processor_notes(document.get("post_processor"), path),
     ]
     known_end = added.end is not None
-    if _is_word_level(document):
-        words, assumed = _word_level_tokenizer(document, path, added)
+    kind = document["model"].get("type") if isinstance(document.get("model"), dict) else None
+    if kind == "WordLevel":
+        words, assumed = _word_level_tokenizer(document, vocabulary, path, added)
         return ForeignTokenizer(tokenizer=words, notes=(*notes, *assumed), end_known=known_end)
     model = _model(document, path)
     pattern = _pattern(document, path)
@@ -350,26 +351,16 @@ def _ids_of_piece(
     return [model["vocab"][part] for part in merge_piece(spelled, pairs)]
 
 
-def _is_word_level(document: Mapping[str, Any]) -> bool:
-    model = document.get("model")
-    return isinstance(model, dict) and model.get("type") == "WordLevel"
-
-
 def _word_level_tokenizer(
-    document: Mapping[str, Any], path: Path, added: AddedVocabulary
+    document: Mapping[str, Any], vocabulary: Mapping[str, int], path: Path, added: AddedVocabulary
 ) -> tuple[Tokenizer, tuple[str, ...]]:
-    """The tokenizer, and notes on it. Raises ConvertError."""
+    """The tokenizer of whole words, and notes about it. Raises ConvertError."""
     require_members(document["model"], ("type", "vocab", "unk_token"), f"the model of {path}")
     if (decoder := document.get("decoder")) and decoder.get("type") != "Fuse":
         raise ConvertError(f"{path} joins words by {decoder.get('type')}, which is unknown here")
-    vocabulary = document["model"].get("vocab")
-    if (
-        not isinstance(vocabulary, dict)
-        or not vocabulary
-        or not all(type(token_id) is int and token_id >= 0 for token_id in vocabulary.values())
-    ):
+    if not vocabulary:
         raise ConvertError(f"{path}: the vocabulary is not an object of words and ids")
-    named = vocabulary | added.ids
+    named = {**vocabulary, **added.ids}
     texts = {token_id: word for word, token_id in named.items()}
     if len(texts) != len(named):
         raise ConvertError(f"{path}: words of the vocabulary share ids")

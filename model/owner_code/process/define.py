@@ -21,8 +21,6 @@ from logitd.model.owner_code.process.problem import Problem
 
 PARENTS = 4
 """Number of folders above the file that are searched for imported packages."""
-
-
 RECORDED_BYTES, RECORDED_TEXT = 2**16, 256
 """Maximum size of a recorded value as JSON, in bytes, and maximum length of a recorded string.
 Longer strings are training data, from which other values were computed."""
@@ -98,16 +96,12 @@ class FailedImport:
     """The value of a name whose import failed. Each use raises ImportError with the reason."""
 
     def __init__(self, reason: str) -> None:
-        self.__dict__["reason"] = reason
+        self.reason = reason
 
-    def __getattr__(self, name: str) -> Any:
-        raise ImportError(self.__dict__["reason"])
+    def _refuse(self, *arguments: Any, **named: Any) -> Any:
+        raise ImportError(self.reason)
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        raise ImportError(self.__dict__["reason"])
-
-    def __mro_entries__(self, bases: Any) -> Any:
-        raise ImportError(self.__dict__["reason"])
+    __getattr__ = __call__ = __mro_entries__ = _refuse
 
 
 class ParentFolders:
@@ -156,15 +150,11 @@ def new_module(file: Path, tree: ast.Module) -> types.ModuleType:
 
 def future_flags(tree: ast.Module) -> int:
     """The compiler flags of the file's imports from `__future__`."""
-    names = [
-        alias.name
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom) and node.module == "__future__"
-        for alias in node.names
-    ]
     flags = 0
-    for name in names:
-        flags |= getattr(__future__, name).compiler_flag
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module == "__future__":
+            for alias in node.names:
+                flags |= getattr(__future__, alias.name).compiler_flag
     return flags
 
 

@@ -41,20 +41,18 @@ STAGE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,80}")
 class Asked:
     """Options of a measurement.
 
-    context      context length to check; None: the longest that works
-    rows         number of ids, if known
-    lens         names of the final norm and of the head; None: no lens
+    context      context length to check; None finds the longest that works
+    lens         names of the final norm and of the head; None if there is no lens
     """
 
     context: int | None = None
-    rows: int | None = None
     lens: Sequence[str] | None = None
 
 
 def measure(caller: Caller, asked: Asked, file: Path) -> dict[str, Any]:
     """The facts, in types of JSON. Differences are the largest absolute differences between logits.
     Raises Problem."""
-    rows = asked.rows or vocabulary_rows(caller)
+    rows = vocabulary_rows(caller)
     context = context_length(caller, rows, asked.context)
     length = min(TOKENS, context)
     ids = random_ids(2, length, rows)
