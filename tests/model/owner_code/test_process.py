@@ -57,7 +57,7 @@ def test_hang_ends_the_process(tmp_path: Path) -> None:
     model.start()
     assert model._process is not None
     os.kill(model._process.pid, 19)  # SIGSTOP
-    with pytest.raises(CodeError, match="did not answer within 1 seconds; its process was ended"):
+    with pytest.raises(CodeError, match="did not answer within 1 seconds; its process was killed"):
         model.logits([Wanted([1, 2], 0, 2)])
     model.seconds = 60.0
     expected = made("Crashing")(torch.tensor([[1, 2]]))[0]

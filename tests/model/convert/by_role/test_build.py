@@ -228,7 +228,7 @@ def changed(tensors: MappedTensors, **shapes: tuple[int, ...]) -> MappedTensors:
 def test_impossible_folds_are_refused_with_numbers() -> None:
     fused = mapped(SCHEMES["fused, head by head"].model())
     how = SCHEMES["fused, head by head"].computation
-    with pytest.raises(ConvertError, match="has 95 rows, but attention's output takes 32"):
+    with pytest.raises(ConvertError, match="has 95 rows, but attention's output has 32"):
         build(changed(fused, qkv=(95, 32)), how)
     with pytest.raises(
         ConvertError, match="4 heads for queries and 2 for keys; only equal numbers"

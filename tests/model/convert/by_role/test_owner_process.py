@@ -41,8 +41,9 @@ SETTINGS = {"n_heads": 4}
 
 @pytest.fixture(autouse=True)
 def untouched_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the paths and modules of an owner's file after the test."""
+    """Remove the paths, finders and modules of an owner's file after the test."""
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.delitem(sys.modules, "gpt", raising=False)
 
 
@@ -209,7 +210,7 @@ PROBLEMS: dict[str, tuple[str, str, str]] = {
     "not a module": ("GPT = 3\n", "GPT", "makes a int; expected a torch module"),
     "an unknown key": (
         "class GPT(Base):\n    def __init__(self, cfg):\n        cfg['temper']\n", "GPT",
-        r"KeyError: 'temper'\. .* give an expression that makes the model",
+        r"KeyError: 'temper'\. .* give an expression that creates the model",
     ),
     "other weights": (
         "class GPT(Base):\n    def __init__(self, cfg):\n        super().__init__()\n"
@@ -246,7 +247,7 @@ PROBLEMS: dict[str, tuple[str, str, str]] = {
         "class GPT(Bass):\n    pass\n", "GPT",
         r"GPT in gpt\.py, line \d+, cannot be defined: NameError: name 'Bass'",
     ),
-    "not Python": ("class GPT(:\n", "GPT", r"gpt\.py is not Python that this interpreter reads"),
+    "not Python": ("class GPT(:\n", "GPT", r"gpt\.py is not valid in this version of Python"),
 }  # fmt: skip
 
 
