@@ -40,7 +40,7 @@ from logitd.model.training.run.step_log import StepLog
 from logitd.model.training.run.tensorboard import TensorBoard, require_tensorboard
 from logitd.model.training.setup.base import initial_model
 from logitd.model.training.setup.begin import setup_run
-from logitd.model.training.step.compile import choose_loss, compiles
+from logitd.model.training.step.compile import CompiledLoss, Loss, compiles
 from logitd.model.training.step.flops import flops_per_token, machine_rate
 from logitd.model.training.step.forward import Forward
 from logitd.model.training.stopping.divergence import DivergenceMonitor
@@ -138,12 +138,10 @@ class Trainer:
         self.batches = Batches(
             run.text.train, window=window, seed=self.recipe.seed, end_of_text=end_of_text
         )
-        self.loss = choose_loss(
-            Forward(self.gpt, placement, dropout=training.model.dropout),
-            lambda message: report(Noticed(message)),
-            compiled=compiles(training.config.compile, placement.device, self.length.minutes),
-            peers=ranks if run.sharded else ALONE,
-        )
+        forward = Forward(self.gpt, placement, dropout=training.model.dropout)
+        self.loss: Loss = forward.loss
+        if compiles(training.config.compile, placement.device, self.length.minutes):
+            self.loss = CompiledLoss(forward, self._notice, peers=ranks if run.sharded else ALONE)
         self.optimizers = Optimizers(self.gpt, self.recipe, ranks)
         self.average = Average(self.gpt, self.recipe.average, ranks)
         # 3) The work between steps.
@@ -199,7 +197,7 @@ class Trainer:
                 minutes = self.counters.seconds / 60
                 self._notice(
                     f"the run is over at step {self.first:,}, after {minutes:.1f} minutes in "
-                    "total: to continue, set more --steps or --minutes, which count the whole run"
+                    "total: to continue, increase --steps or --minutes, which count the whole run"
                 )
             while reason is None:
                 before = self.counters
@@ -255,8 +253,8 @@ class Trainer:
         self.counters = replace(self.counters, seconds=now, setup=setup)
 
     def _record(self, due: Due) -> None:
-        """Do the tasks that are due. If the state was saved, derive the expected time of the
-        ending."""
+        """Do the tasks that are due. If the state was saved, reserve time for saving the last step
+        from the time that this took."""
         began = self._now()
         reports = {
             "log": self.log.state(),
@@ -362,9 +360,8 @@ class Trainer:
         else:
             kept = self.recipe.keep_every is not None and reason != "interrupted"
             self._record(Due(state=True, history=kept or self.recipe.keeps(self.counters.step)))
-        if (
-            reason == "interrupted" or not self.ranks.is_main
-        ):  # only the main process has the metrics
+        # Only the main process has the metrics.
+        if reason == "interrupted" or not self.ranks.is_main:
             return
         if notice := ended_worse(self.run.directory.metrics()):
             self._notice(notice)

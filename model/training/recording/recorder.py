@@ -46,7 +46,7 @@ from logitd.model.transformer.value_map import with_tables
 
 Task = Literal["state", "evaluation", "samples", "checkpoint"]
 SAMPLING = 0.02
-"""Largest share of the minutes that the samples of a step take; longer ones are cut."""
+"""Largest share of the minutes that the samples of a step may take; longer samples are cut off."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class RunRecorder:
     """Evaluates, samples and saves a model in training.
 
     evaluations  evaluation records of metrics.jsonl, oldest first
-    seconds      time of each task when it was done last
+    seconds      duration of each task the last time it was done
     """
 
     def __init__(
@@ -165,9 +165,9 @@ class RunRecorder:
             record["unaveraged_val_loss"] = unaveraged.loss
             self._report(
                 Noticed(
-                    f"the last checkpoint has the average of the weights: "
-                    f"{result.bits_per_byte:.4f} bits per byte, the last weights "
-                    f"{unaveraged.bits_per_byte:.4f}"
+                    f"the last checkpoint has the averaged weights: {result.bits_per_byte:.4f} "
+                    f"bits per byte, compared with {unaveraged.bits_per_byte:.4f} for the weights "
+                    "of the last step"
                 )
             )
         self.evaluations.append(record)
@@ -194,8 +194,8 @@ class RunRecorder:
         return len(losses) - 1 - losses.index(min(losses))
 
     def seconds_per_step(self) -> float:
-        """Time of the tasks between two steps, on average, if they take as long as the last time
-        and every evaluation is the best."""
+        """Average time of the tasks between two steps, assuming that each takes as long as last
+        time and that every evaluation is a new best."""
         recipe, seconds = self._run.training.recipe, self.seconds
         saves = recipe.checkpoint_every
         evaluations = _frequency(saves, recipe.eval_every)

@@ -1,4 +1,4 @@
-"""Measure: the training speed of this machine, in real steps on random ids.
+"""Measure: times real training steps on random ids, to find the speed of this machine.
 
 With `--minutes`, `model/training/configuration/autosize.py` chooses the model's size from this
 speed.
@@ -70,8 +70,8 @@ def measure(candidate: ResolvedTraining, placement: Placement, seconds: float) -
 
 
 def _takes_another(times: Sequence[float], spent: float) -> bool:
-    """True if another step should be measured. `times` are those of the counted steps; `spent` is
-    the used share of the allowed time."""
+    """True if another step should be measured. `times` are the seconds of the counted steps,
+    `spent` is the used share of the allowed time."""
     if len(times) < MEASURED_STEPS:
         return not times or spent < 1
     if len(times) >= MOST_MEASURED_STEPS or spent >= LONGEST:

@@ -25,7 +25,7 @@ def flops_per_token(config: GPTConfig) -> float:
 
     With M elements in the matrices of blocks and head, L layers, H heads of width D and T
     positions: 6 M + 12 L H D (T + 1) / 2, because a position sees (T + 1) / 2 on average. With
-    windows it sees fewer.
+    sliding windows it sees fewer.
     """
     matrices = count_elements(config).block_matrices + config.vocab_size * config.d_model
     length = config.context_length

@@ -45,9 +45,8 @@ def ended_worse(metrics: Sequence[Record]) -> str | None:
         return None
     best, last = since_best[0], since_best[-1]
     return (
-        f"the best evaluation is that of step {best['step']:,}, "
-        f"{best['val_bits_per_byte']:.4f} bits per byte; "
-        f"{pluralize(last['step'] - best['step'], 'step', ',')} later it "
+        f"validation was best at step {best['step']:,}, with {best['val_bits_per_byte']:.4f} bits "
+        f"per byte; {pluralize(last['step'] - best['step'], 'step', ',')} later it "
         f"is {last['val_bits_per_byte']:.4f}. The link `best`, which is served, points to step "
         f"{best['step']:,}"
     )
