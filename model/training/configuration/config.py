@@ -27,8 +27,8 @@ RECIPE_FIELDS = tuple(field.name for field in fields(Recipe))
 
 
 class TrainingError(RuntimeError):
-    """Raised if training cannot start or continue; the message gives the reason and what is safe on
-    disk."""
+    """Raised if training cannot start or continue; the message states the reason and what is safe
+    on disk."""
 
 
 class _RunFields(BaseModel):
@@ -61,9 +61,9 @@ class _RunFields(BaseModel):
     )
     from_checkpoint: Path | None = Field(
         None,
-        description="fine-tune this checkpoint, or the best one of this run: its shape, "
-        "vocabulary and weights, with a tenth of the preset's learning rates and a "
-        "warmup unless they are given",
+        description="fine-tune this checkpoint, or the best one of this run: starts with its "
+        "shape, vocabulary and weights, with a tenth of the preset's learning rates and a "
+        "warmup unless they are set",
     )
     lora: int | None = Field(
         None,
@@ -84,7 +84,7 @@ class _RunFields(BaseModel):
         None,
         gt=0,
         description="wall-clock limit of the whole command, from its start to the last "
-        "checkpoint; sets the length of the run unless steps are given too, and, "
+        "checkpoint; sets the length of the run unless steps are set too, and, "
         "without a preset or a size, chooses the model by this machine's speed",
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")

@@ -1,6 +1,6 @@
 """Fine-tuning: the shape and the recipe of a run that begins with the weights of a checkpoint.
 
-Shape and vocabulary are those of the checkpoint; a setting that contradicts them is refused. Three
+The checkpoint determines shape and vocabulary; a setting that contradicts them is refused. Three
 fields may change, because no weight depends on them: dropout, the context length unless positions
 are learned, and the scaling of rotary positions, which a longer context may need.
 

@@ -63,9 +63,9 @@ class Recipe:
     beta2: Annotated[Beta, Field(description="AdamW's second beta")] = 0.95
     warmup: Annotated[int, Field(ge=0, description="steps of linear warmup to the peak")] = 0
     decay: Annotated[Decay, Field(description="shape of the decay of the learning rate")] = "linear"
-    cooldown: Annotated[Share, Field(description="share of the run that a linear decay takes")] = (
-        0.6
-    )
+    cooldown: Annotated[
+        Share, Field(description="duration of a linear decay (share of the run)")
+    ] = 0.6
     final_lr: Annotated[Share, Field(description="final learning rate, as a share of the peak")] = (
         0.0
     )

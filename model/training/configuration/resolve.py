@@ -60,7 +60,7 @@ RESUMABLE = frozenset(
 )
 """Fields that may change when a run is resumed."""
 REWARMING = 0.05
-"""Share of the remaining run over which the learning rate rises, if the run was made longer."""
+"""Share of the remaining run over which the learning rate rises, if the run was extended."""
 LONG_MINUTES, LONG_BY_CLOCK, LONG_OPERATIONS = 15.0, 1e14, 1.5e14
 """Shortest runs on a CPU for which "auto" of `compile` means "on": in minutes, and in operations of
 a run that ends by the clock or after a number of steps. The first number of operations is 1.5
@@ -83,7 +83,7 @@ class ResolvedTraining:
     model: GPTConfig
     lora: LoraShape | None = None
     base: Base | None = None
-    rewarming: Rewarming | None = None  # set in a run that was made longer
+    rewarming: Rewarming | None = None  # set in a run that was extended
 
     @property
     def length(self) -> Length:
@@ -176,8 +176,8 @@ def resolve(config: TrainingConfig, base: Base | None = None) -> ResolvedTrainin
 
 
 def _exportable_model(model: GPTConfig, given: Mapping[str, Any]) -> GPTConfig:
-    """The most similar shape that can be exported. A given `d_ff` stays. Raises TrainingError if
-    another `given` value would have to change."""
+    """The most similar shape that can be exported. A `given` d_ff is kept. Raises TrainingError if
+    any other `given` value would have to change."""
     try:
         wanted = nearest(model)
     except ConvertError as error:

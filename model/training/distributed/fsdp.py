@@ -151,8 +151,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -
 def all_gather(
     tensors: Sequence[Tensor], shards: Sequence[ParamShard], ranks: Ranks
 ) -> list[Tensor]:
-    """Gather whole tensors of one dtype on all processes. Every process must call it. Each fills
-    the rows of the others with zeros, so that the sum has the same bits."""
+    """Gather whole tensors of one dtype on all processes. Every process must call it. Each process
+    sets the rows of the others to zero, so that the sum over processes has the same bits."""
     if not any(shard.divided for shard in shards):
         return list(tensors)
     wholes = []
@@ -181,7 +181,7 @@ def gather_weights(gpt: GPT, ranks: Ranks) -> dict[str, Tensor]:
 
 
 def scatter_weights(gpt: GPT, weights: Mapping[str, Tensor]) -> None:
-    """Load the weights that `gather_weights` returned on the main process. Each process takes its
+    """Load the weights that `gather_weights` returned on the main process. Each process loads its
     rows. Raises RuntimeError if names or shapes differ."""
     own = trained_weights(gpt)
 

@@ -107,9 +107,9 @@ class Ranks:
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """Raise TrainingError if another process has ended during communication that torch starts
-        by itself. gloo has no error class, so its errors are recognized by their text; other errors
-        pass through."""
+        """Raise TrainingError if another process ends during communication that torch itself
+        starts. gloo has no error class, so its errors are recognized by their text. Other errors
+        are raised unchanged."""
         try:
             yield
         except RuntimeError as error:

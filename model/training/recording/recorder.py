@@ -11,8 +11,7 @@ the model; the main process writes. The model is not changed. The trainer decide
 due.
 
 After the last step of a run, the weights and their average (`model/training/optim/average.py`) are
-evaluated. Evaluation, samples and checkpoint of this step are those of the better ones; the state
-has both.
+evaluated. Evaluation, samples and checkpoint of this step use the better ones; the state has both.
 """
 
 import math
@@ -21,9 +20,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from logitd.model.checkpoint.adapter import save_adapter
 from logitd.model.checkpoint.checkpoint import TrainingRecord, save_checkpoint
@@ -267,29 +268,15 @@ class RunRecorder:
     def _write_checkpoint(self, counters: Counters) -> None:
         """Write a checkpoint with the last evaluation and the latest samples, update the links
         `latest` and `best`, and remove old checkpoints."""
-        run, training, directory = self._run, self._run.training, self._run.directory
+        run, directory = self._run, self._run.directory
         weights = gather_weights(self._gpt, run.ranks)
         if run.ranks.is_main:
             path = directory.checkpoint(counters.step)
             with self._timed("checkpoint"), directory.saving(counters.step):
-                about: dict[str, Any] = {
-                    "weights": with_tables(weights),
-                    "training": self._training_record(counters),
-                    "card": write_card(run, counters, self._samples, self._sample_step),
-                    "chat_template": run.chat_template,
-                }
-                if training.lora is not None:
-                    save_adapter(path, shape=training.lora, **about)
-                else:
-                    save_checkpoint(
-                        path,
-                        config=self._gpt.config,
-                        tokenizer=run.text.tokenizer,
-                        dtype=getattr(torch, training.recipe.save_dtype),
-                        **about,
-                    )
+                card = write_card(run, counters, self._samples, self._sample_step)
+                self._save(path, weights, counters, card)
                 directory.link_newest_and_best()
-                directory.prune(training.recipe.keep, self._state_step)
+                directory.prune(run.training.recipe.keep, self._state_step)
             self._report(Saved(counters.step, path))
         run.ranks.barrier()
 
@@ -300,17 +287,31 @@ class RunRecorder:
         if run.ranks.is_main:
             with directory.saving(counters.step):
                 directory.history.mkdir(exist_ok=True)
-                save_checkpoint(
-                    directory.kept(counters.step),
-                    config=self._gpt.config,
-                    weights=with_tables(weights),
-                    tokenizer=run.text.tokenizer,
-                    training=self._training_record(counters),
-                    card=f"Step {counters.step} of the run {directory.path.name}.\n",
-                    dtype=getattr(torch, run.training.recipe.save_dtype),
-                    chat_template=run.chat_template,
-                )
+                card = f"Step {counters.step} of the run {directory.path.name}.\n"
+                self._save(directory.kept(counters.step), weights, counters, card)
         run.ranks.barrier()
+
+    def _save(
+        self, path: Path, weights: Mapping[str, Tensor], counters: Counters, card: str
+    ) -> None:
+        """Write a checkpoint, or an adapter if only adapters are trained."""
+        run, training = self._run, self._run.training
+        about: dict[str, Any] = {
+            "weights": with_tables(weights),
+            "training": self._training_record(counters),
+            "card": card,
+            "chat_template": run.chat_template,
+        }
+        if training.lora is not None:
+            save_adapter(path, shape=training.lora, **about)
+        else:
+            save_checkpoint(
+                path,
+                config=self._gpt.config,
+                tokenizer=run.text.tokenizer,
+                dtype=getattr(torch, training.recipe.save_dtype),
+                **about,
+            )
 
     def _training_record(self, counters: Counters) -> TrainingRecord:
         last, base = self.evaluations[-1], self._run.training.base

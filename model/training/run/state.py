@@ -38,7 +38,7 @@ and made five Newton-Schulz iterations."""
 def environment(
     placement: Placement, processes: int = 1, *, sharded: bool = False
 ) -> dict[str, Any]:
-    """Everything besides the settings on which the bits of a training step depend."""
+    """Everything except the settings that affects the bits of a training step."""
     return {
         "trainer": REVISION,
         "torch": str(torch.__version__),  # a plain string, as weights_only requires

@@ -49,7 +49,7 @@ from logitd.model.training.setup.notices import notices, special_tokens_notice
 from logitd.model.training.step.forward import training_placement
 from logitd.model.training.stopping.length import Counters
 
-_MEASURING = "measuring the training speed of this machine, which takes some seconds"
+_MEASURING = "measuring the training speed of this machine, which takes a few seconds"
 
 
 def setup_run(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline: float) -> Run:

@@ -45,9 +45,9 @@ def measure_machine(training: ResolvedTraining, placement: Placement, seconds: f
 
 
 def measure(candidate: ResolvedTraining, placement: Placement, seconds: float) -> float:
-    """Tokens per second of the fastest of several real steps on random ids, not counting the first.
-    The fastest is the least disturbed by other programs. Makes no more steps than the measuring
-    share of `seconds` allows, but counts at least one."""
+    """Time several real steps on random ids. Returns the tokens per second of the fastest, because
+    it is the least disturbed by other programs. The first step is not timed. Measuring ends with
+    the allowed share of `seconds`, but at least one step is timed."""
     recipe, model = candidate.recipe, candidate.model
     generator = torch.Generator().manual_seed(recipe.seed)
     gpt = GPT(model)

@@ -90,8 +90,8 @@ class Length:
         return min(1.0, max(by_steps, self._share(counters)))
 
     def plan(self, counters: Counters, tasks: float) -> Counters:
-        """The counters with the share of the minutes that the next step completes. It stays 0
-        until the pace is known."""
+        """The counters with the share of the minutes that the next step is planned to complete. The
+        share is 0 until the pace is known."""
         if self.minutes is None:
             return counters
         share, left = self._share(counters), self._clock_steps(counters, counters.pace, tasks)

@@ -1,7 +1,7 @@
 """Worsening: notices about a rising validation loss, from the metrics of a run.
 
 A model that sees a text too often overfits: the training loss keeps falling, but the validation
-loss rises. The best checkpoint is kept, so only time is lost. The notice is given once in a series
+loss rises. The best checkpoint is kept, so only time is lost. The run reports this once per series
 of worse evaluations, and at the end. `patience` ends such a run. It is off by default, because the
 decay of the learning rate at the end often leads to a new best.
 """
