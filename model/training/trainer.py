@@ -57,7 +57,7 @@ written before the first and after the last step."""
 MOST_FOR_A_MILESTONE = 0.02
 """Largest share of the minutes that a checkpoint at a milestone may take."""
 CLOCK = ("seconds", "setup", "ending", "pace", "ending_pace", "share")
-"""Counters that the main process sets for all."""
+"""Counters that the main process sets for all processes."""
 SHORTER = 0.8
 """Share of the expected steps below which a notice says that the minutes suffice for fewer."""
 

@@ -55,7 +55,7 @@ class Base:
         return self.checkpoint
 
     def to_dict(self) -> dict[str, Any]:
-        """The part that run.json keeps."""
+        """The part that run.json stores."""
         return {"record": dict(self.record), "chat_template": self.chat_template}
 
 

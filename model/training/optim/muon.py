@@ -27,8 +27,7 @@ from logitd.model.training.distributed.fsdp import ParamShard, all_gather
 from logitd.model.training.distributed.ranks import Ranks
 
 WIDEST_STACKED = 128
-"""Largest number of rows of matrices that are stacked on a CPU. On a GPU all matrices are
-stacked."""
+"""On a CPU, matrices are stacked only if their smaller side is at most this; on a GPU, always."""
 ITERATIONS = (
     (8.258396701, -23.873962919, 17.338582872),
     (3.938608340, -2.878221227, 0.536885447),

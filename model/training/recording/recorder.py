@@ -328,5 +328,5 @@ class RunRecorder:
 
 
 def _frequency(first: int, second: int) -> float:
-    """Share of all steps that are multiples of one of two numbers."""
+    """Share of all steps that are multiples of `first` or `second`."""
     return 1 / first + 1 / second - 1 / math.lcm(first, second)

@@ -44,7 +44,7 @@ def _text_after(
     seconds: float,
 ) -> str:
     """The generated text after a prompt: `sample_tokens` tokens, or fewer if the document ends or
-    `seconds` are over. The model sees only the last `context_length` ids."""
+    `seconds` have passed. The model sees only the last `context_length` ids."""
     tokenizer, ranks = run.text.tokenizer, run.ranks if run.sharded else ALONE
     draw = torch.Generator().manual_seed(seed)
     ids = tokenizer.encode(prompt, special_ids=run.text.special_ids)

@@ -264,8 +264,8 @@ def _require_empty(path: Path) -> None:
         return
     if not (path / RUN).exists():
         raise TrainingError(
-            f"{path} already exists and has no {RUN}: remove it if it is left from a run that was "
-            "killed while preparing its text, otherwise choose another --out"
+            f"{path} already exists and has no {RUN}: remove it if it is left over from a run "
+            "that was killed while preparing its text, otherwise choose another --out"
         )
     raise TrainingError(f"{path} already exists: resume it with --resume, or choose another --out")
 

@@ -53,7 +53,7 @@ def ended_worse(metrics: Sequence[Record]) -> str | None:
 
 
 def _since_best(metrics: Sequence[Record]) -> list[Record]:
-    """The evaluations from the best one on."""
+    """The best evaluation and the later ones."""
     evaluations = [record for record in metrics if record["kind"] == "eval"]
     losses = [record["val_loss"] for record in evaluations]
     return evaluations[losses.index(min(losses)) :] if losses else []
