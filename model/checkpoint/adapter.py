@@ -57,7 +57,7 @@ ADAPTER_BYTES = 4 * 2**30
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter in memory."""
+    """An adapter in memory. `base` describes the checkpoint that it was trained on."""
 
     path: Path
     base: Mapping[str, Any]

@@ -210,7 +210,6 @@ def _shifted(indices: range, by: int) -> range:
 
 
 def _numbers(raw: bytes, dtype: torch.dtype) -> Floats:
-    """Stored numbers as float32."""
     if dtype is torch.bfloat16:
         bits = np.frombuffer(raw, "<u2").astype("<u4") << 16
         return bits.view("<f4")
@@ -230,7 +229,6 @@ class _File:
         self.taken = 0
 
     def take_all(self, count: int) -> bytes:
-        """The next `count` bytes."""
         raw = self.read_at(self.taken, count)
         self.taken += len(raw)
         return raw

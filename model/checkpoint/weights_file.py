@@ -69,7 +69,7 @@ class StoredTensor:
 
 
 class HeaderFile(Protocol):
-    """A newly opened file."""
+    """A newly opened file of weights, such as a `HashedFile`."""
 
     @property
     def size(self) -> int: ...

@@ -332,7 +332,6 @@ class Trainer:
         self.report(Progress(counters.step, share, figures, seconds_left))
 
     def _notice_fewer_steps(self) -> None:
-        """Report if the minutes suffice for fewer steps than expected."""
         counters, tasks = self.counters, self.recorder.seconds_per_step()
         left = self.length.steps_left(counters, counters.pace, tasks)
         if self.length.minutes is None or not counters.pace:

@@ -46,7 +46,6 @@ class Downloaded:
     sha256: str
 
     def record(self) -> dict[str, Any]:
-        """The record for a checkpoint."""
         return {"url": self.url, "sha256": self.sha256, "bytes": self.size}
 
 

@@ -236,7 +236,6 @@ def _share(training: ResolvedTraining, ranks: Ranks) -> tuple[Placement, RankBat
 
 
 def _wants_sharding(training: ResolvedTraining, placement: Placement, ranks: Ranks) -> bool:
-    """True if this process needs the model to be sharded."""
     option = training.config.shard
     if ranks.size == 1 or option == "off":
         return False
