@@ -497,11 +497,11 @@ def test_bad_chat_template_is_refused_before_anything_is_written(
 @pytest.mark.parametrize(
     ("given", "error", "sentence"),
     [
-        ({"preset": "huge"}, TrainingError, "--preset 'huge' is unknown; known are tiny, small"),
+        ({"preset": "huge"}, TrainingError, "--preset 'huge' is unknown: choose from tiny, small"),
         ({"preset": "gpt2-142m"}, TrainingError, "unknown; did you mean gpt2-124m"),
         ({"n_head": 3}, ConfigError, "d_model 32 is not divisible by n_head 3"),
         ({"data": ("nowhere.txt",)}, DataError, "nowhere.txt is not a file"),
-        ({"context_length": 50_000}, DataError, "a window takes 50001"),
+        ({"context_length": 50_000}, DataError, "a window needs 50001"),
         ({"tokenizer": "gpt3", "vocab_size": None}, DataError, "neither 'own' nor"),
     ],
 )
@@ -660,7 +660,7 @@ def test_rising_validation_loss_is_reported_meanwhile_and_at_the_end(
     (meanwhile,) = (each for each in notices if each.startswith("the validation loss rises"))
     assert all(f"{bits[step]:.4f} at step {step}" in meanwhile for step in rising)
     assert notices[-1].startswith(
-        f"the best evaluation is that of step {best}, {bits[best]:.4f} bits per byte; "
+        f"validation was best at step {best}, with {bits[best]:.4f} bits per byte; "
         f"{8 - best} steps later it is {bits[8]:.4f}"
     )
     assert read_checkpoint(result.best).training.step == best

@@ -210,7 +210,7 @@ UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"hidden_act": "silu"}, "hidden_act is 'silu'; known are gelu_new"),
         ({"rotary_pct": 0.5}, "but elsewhere"),
         ({"rope_theta": 5.0}, r"rope_theta is 5\.0; but elsewhere it is 10000\.0"),
-        ({"rope_parameters": None, "rotary_pct": 0.2}, "rotary_dim is 3; channels turn in pairs"),
+        ({"rope_parameters": None, "rotary_pct": 0.2}, "rotary_dim is 3; channels are rotated"),
         ({"num_attention_heads": 3}, "hidden_size 32 is not divisible by num_attention_heads 3"),
         ({"attention_bias": False}, r"has 4 tensors that .* the first is .*dense\.bias"),
         ({"intermediate_size": 64}, r"dense_h_to_4h\.weight has shape \(48, 32\)"),
