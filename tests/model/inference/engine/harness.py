@@ -283,6 +283,9 @@ class Driven:
         self.accepted_tokens += result.accepted_tokens
         self.evicted_sequences += result.evicted_sequences
         check_integrity(self.engine)
+        stats = self.engine.stats()
+        assert stats.waiting + stats.running + stats.paused == len(self.unfinished)
+        assert stats.paused <= min(stats.slots, self.evicted_sequences)
         return result
 
     def drain(self) -> dict[tuple[str, int], Outcome]:
@@ -323,6 +326,10 @@ class Driven:
             else:
                 outcome.finish = event
                 assert event.completion_tokens == len(outcome.tokens)
+                times = event.times
+                moments = (times.arrived, times.admitted, times.prefilled, times.finished)
+                known = [moment for moment in moments if moment is not None]
+                assert known == sorted(known)
 
     @property
     def unfinished(self) -> set[tuple[str, int]]:

@@ -400,21 +400,6 @@ def test_generation_follows_the_changed_forward(exact: GPT) -> None:
             text.append(token)
 
 
-def test_changes_of_others_change_no_bit() -> None:
-    """Sequences with different changes and one without decode in one batch."""
-    gpt = tiny_gpt()
-    head = Intervention(stage="blocks.1.attention.heads", operation="zero", heads=(0,))
-    stream = Intervention(stage="blocks.0.output", operation="scale", factor=1.5)
-    requests = [
-        generation(name, PROMPT[:40], max_tokens=6, seed=3, logprobs=1, interventions=changes)
-        for name, changes in {"plain": (), "head": (head,), "stream": (stream,)}.items()
-    ]
-    alone = [run(gpt, request)[request.request_id, 0].tokens for request in requests]
-    together = run(gpt, *requests)
-    assert [together[request.request_id, 0].tokens for request in requests] == alone
-    assert alone[0] != alone[1] != alone[2]
-
-
 @pytest.mark.parametrize("count", [2, pytest.param(None, marks=pytest.mark.slow)])
 def test_patching_a_prompt_with_itself_changes_no_bit(gpt: GPT, count: int | None) -> None:
     """Stages that the forward uses directly keep every bit. The fast test takes some stages."""
@@ -497,16 +482,3 @@ def test_changed_sequences_and_others_keep_their_bits_in_a_batch(
     for request in requests:
         if request.interventions:
             assert together[request.request_id, 0].ended.cached_tokens == 0
-
-
-def test_changed_prompt_is_never_copied() -> None:
-    gpt = tiny_gpt(tiny_config())
-    driven = Driven(gpt)
-    zero = Intervention(stage="blocks.0.attention.v", operation="zero")
-    driven.add(generation("changed", PROMPT, max_tokens=4, interventions=(zero,)))
-    driven.drain()
-    driven.add(generation("plain", PROMPT, max_tokens=4))
-    plain = driven.drain()["plain", 0]
-    assert plain.ended.cached_tokens == 0
-    alone = run(gpt, generation("plain", PROMPT, max_tokens=4))
-    assert plain.token_ids == alone["plain", 0].token_ids
