@@ -212,14 +212,6 @@ def test_settings_are_the_values_of_all_sections(contents: dict[str, Any]) -> No
 # Files and folders
 
 
-def test_safetensors_are_read(tmp_path: Path) -> None:
-    save_file(STATE, tmp_path / "m.safetensors")
-    file = read_state_file(tmp_path / "m.safetensors")
-    assert set(file.tensors) == set(STATE)
-    assert all(torch.equal(file.tensors[name], STATE[name]) for name in STATE)
-    assert file.contents == {}
-
-
 @pytest.mark.parametrize("damage", [lambda raw: raw[:-8], lambda raw: b"", lambda raw: b"x" * 99])
 def test_damaged_safetensors_are_named(damage: Any, tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"

@@ -170,17 +170,6 @@ def test_copy_changes_only_the_prefix() -> None:
         assert torch.equal(tensor[:, :3], old[:, :3])
 
 
-@pytest.mark.parametrize(
-    ("context_length", "slot_length"), [(16, 32), (32, 32), (50, 64), (128, 128)]
-)
-def test_slot_has_whole_blocks(context_length: int, slot_length: int) -> None:
-    config = tiny_config(**FAMILIES["modern"], context_length=context_length)
-    cache = KVCache(config, 5, device=torch.device("cpu"), dtype=torch.bfloat16)
-    assert cache.slots == 5
-    assert cache.keys.shape == (3, 5, 2, slot_length, 8)
-    assert cache.nbytes == 2 * 3 * 5 * 2 * slot_length * 8 * 2
-
-
 floats = st.floats(-(2.0**100), 2.0**100, width=32)
 
 

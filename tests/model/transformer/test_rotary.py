@@ -93,15 +93,6 @@ def test_unscaled_tables_keep_their_bits() -> None:
     assert torch.equal(sin, angles.sin().float())
 
 
-def test_yarn_defaults_match_the_paper() -> None:
-    scaling = RopeScaling(kind="yarn", factor=16.0, original_context_length=4096)
-    assert (scaling.beta_fast, scaling.beta_slow, scaling.truncate) == (32.0, 1.0, True)
-    assert scaling.attention_factor == 0.1 * math.log(16) + 1
-    assert RopeScaling(
-        kind="yarn", factor=1.0, original_context_length=9
-    ).attention_factor == 1.0  # fmt: skip
-
-
 @pytest.mark.parametrize("kind", SCALINGS)
 def test_scaling_round_trips_through_json(kind: str) -> None:
     values = SCALINGS[kind]

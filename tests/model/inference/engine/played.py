@@ -192,9 +192,7 @@ class Played:
                 for _ in range(number):
                     self.step()
             case "abort":
-                events = engine.abort(str(number), None if index < 0 else index)
-                self.driven.record(events)
-                self.note(events)
+                self.note(self.driven.abort(str(number), None if index < 0 else index))
             case "wait":
                 self.clock.now += number
             case "swap":

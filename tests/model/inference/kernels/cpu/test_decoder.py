@@ -524,23 +524,6 @@ def test_head_of_many_rows_has_the_bits_of_one_thread(
         native.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_native_head_matches_the_model(
-    library: ctypes.CDLL, family: str, dtype: torch.dtype
-) -> None:
-    """The number of rows changes no bit of a row."""
-    gpt = tiny_gpt(native_config(family)).to(dtype)
-    native = NativeDecoder(library, gpt, new_cache(gpt), threads=2)
-    hidden = torch.randn(DRAFTED_ROWS, gpt.config.d_model).to(dtype)
-    plain = PlainDecoder(gpt, new_cache(gpt))
-    together = native.head(hidden)
-    assert_close(together, plain.head(hidden), rtol=1e-5, atol=1e-4)
-    for count in (1, 3, 9):
-        assert torch.equal(native.head(hidden[:count]), together[:count])
-    native.close()
-
-
 def test_stages_are_timed_on_request(library: ctypes.CDLL) -> None:
     """Their sum is nearly the time of the call, and the bits do not change."""
     gpt, ids = tiny_gpt(native_config("llama", vocab_size=5000)), random_ids(3, 30)
