@@ -108,7 +108,7 @@ def test_prefixes_of_wrappers_are_removed(prefix: str, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a warning of torch's own compiler
 def test_torchs_wrappers_use_these_names(tmp_path: Path) -> None:
-    """A real compiled module in a real DataParallel."""
+    """The module is really compiled and in a real DataParallel."""
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     state = nn.DataParallel(torch.compile(model)).state_dict()  # type: ignore[type-var]
     assert next(iter(state)).startswith("module._orig_mod.")

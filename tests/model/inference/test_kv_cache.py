@@ -124,7 +124,8 @@ def test_decoded_positions_match_the_forward(gpt: GPT, prompt: int) -> None:
 
 
 def test_slots_at_different_positions_decode_together(gpt: GPT) -> None:
-    """Three sequences of unequal lengths, in used rows, padded by two rows."""
+    """The three sequences have unequal lengths, and their slots hold leftovers. Two rows of padding
+    follow."""
     count, steps = 3, 5
     longest = gpt.config.context_length - steps
     lengths = [min(length, longest) for length in (3, 40, 11)]

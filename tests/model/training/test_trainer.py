@@ -458,7 +458,7 @@ def test_patience_ends_a_run_that_no_longer_improves(
 
 
 def test_every_checkpoint_has_the_chat_template(configure: Configure, tmp_path: Path) -> None:
-    """The template at the start of the run, or when it was resumed."""
+    """The template is the one at the start of the run or of the latest resume."""
     file = tmp_path / "chat.jinja"
     file.write_text("{{ messages[0].content }} é", encoding="utf-8")
     _train_until(8, configure(chat_template=file))
@@ -515,7 +515,7 @@ def test_impossible_run_is_refused(
 
 
 def test_taken_name_is_refused_before_the_text_is_opened(configure: Configure) -> None:
-    """The slow parts, the text and the measurement for --minutes, come later."""
+    """Reading the text and measuring for --minutes are slow and come later."""
     config = configure(data=("is-not-there.txt",))
     assert config.out is not None
     config.out.mkdir()

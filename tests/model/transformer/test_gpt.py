@@ -79,7 +79,7 @@ def test_bfloat16_stays_near_float32(gpt: GPT) -> None:
 
 
 def test_narrow_head_is_widened_piece_by_piece() -> None:
-    """The result is that of one product, at the ends of pieces and of the vocabulary too."""
+    """The result is that of one product, including the ends of pieces and of the vocabulary."""
     gpt = tiny_gpt(tiny_config(vocab_size=2 * HEAD_ROWS + 7)).to(torch.bfloat16).eval()
     hidden = torch.randn(3, 5, gpt.config.d_model).to(torch.bfloat16)
     weight = gpt.token_embedding.weight if gpt.config.tied_head else gpt.head.weight
@@ -124,7 +124,6 @@ def test_tied_head_counts_once() -> None:
 @pytest.mark.parametrize("head_bias", [True, False])
 @pytest.mark.parametrize("tied_head", [True, False])
 def test_padded_ids_are_cut_off(tied_head: bool, head_bias: bool, dtype: torch.dtype) -> None:
-    """Rows beyond the vocabulary are padding and never reach the logits."""
     gpt = tiny_gpt(tiny_config(tied_head=tied_head, head_bias=head_bias)).to(dtype)
     ids = random_ids(2, 9)
     before = gpt(ids).logits

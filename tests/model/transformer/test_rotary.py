@@ -39,7 +39,7 @@ YARN = {"kind": "yarn", "factor": 4.0, "original_context_length": 32_768}
 def test_angles_are_those_of_transformers(
     scaling: Mapping[str, Any], head_dim: int, turning: int
 ) -> None:
-    """Llama's angles for whole heads, GPT-NeoX's for partly rotated ones."""
+    """Whole heads have Llama's angles, partly rotated ones GPT-NeoX's."""
     parameters = {
         **scaling,
         "rope_type": scaling["kind"],
@@ -69,7 +69,6 @@ def test_angles_are_those_of_transformers(
 
 @pytest.mark.parametrize("kind", SCALINGS)
 def test_rotation_keeps_the_other_channels(kind: str) -> None:
-    """Every scaling keeps every bit."""
     config = tiny_config(positions="rotary", head_dim=16, rotary_dim=6, rope_scaling=SCALINGS[kind])
     cos, sin = rotary_tables(config, CPU)
     assert cos.shape == sin.shape == (128, 8)

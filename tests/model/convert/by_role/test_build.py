@@ -92,7 +92,6 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @pytest.mark.parametrize(("name", "wrong"), VARIANTS)
 def test_wrong_computation_has_other_logits(name: str, wrong: dict[str, Any]) -> None:
-    """Each field of a computation reaches the model: a wrong value changes the logits."""
     scheme, ids = SCHEMES[name], some_ids()
     model = scheme.model()
     built = built_from(scheme, model, **wrong)
@@ -128,7 +127,7 @@ def test_every_change_of_weights_is_reported(name: str) -> None:
 
 
 def test_biases_that_some_parts_have_are_zeros_elsewhere() -> None:
-    """A bias of the first feed-forward matrix alone, under norms without biases."""
+    """Only the first feed-forward matrix has a bias; the norms have none."""
     model = randomized(Nano(NanoConfig(bias=False)))
     scheme = SCHEMES["nanoGPT"]
     bias = {}

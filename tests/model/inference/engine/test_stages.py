@@ -365,8 +365,8 @@ def test_all_outputs_are_those_of_the_changed_forward(gpt: GPT) -> None:
 
 
 def test_generation_follows_the_changed_forward(exact: GPT) -> None:
-    """Greedy, with changes of the prompt only, of generated tokens only, and of both: each token
-    has the largest logit of a complete changed forward over the preceding text."""
+    """Prompts, generated tokens, or both are changed. Each greedy token has the largest logit of a
+    complete changed forward over the preceding text."""
     gpt, prompt = exact, PROMPT[:40]
     spans: tuple[Span, ...] = ("prompt", "generated", "all")
     for span in spans:
@@ -467,8 +467,8 @@ def changed_and_plain() -> tuple[GPT, list[Any], dict[tuple[str, int], Outcome]]
 def test_changed_sequences_and_others_keep_their_bits_in_a_batch(
     elements: int, slots: int, blocks: int
 ) -> None:
-    """All at once, even with few elements per step. Prefixes with a change are not shared, though
-    all prompts begin alike."""
+    """All run together, even with few elements per step. Prefixes with a change are not shared,
+    though all prompts begin alike."""
     gpt, requests, alone = changed_and_plain()
     driven = Driven(gpt, slots=slots, prefill_chunk=blocks * BLOCK)
     driven.engine._scheduler.step_elements = elements

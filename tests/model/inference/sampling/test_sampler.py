@@ -345,7 +345,6 @@ def test_chosen_token_ranks_as_it_does_among_the_top(logits: list[float], one: R
 def test_row_is_the_same_alone_and_in_a_batch(
     batch: list[tuple[list[float], RowContext]], in_bfloat16: bool
 ) -> None:
-    """Bit for bit, for any other rows."""
     logits = torch.tensor([values for values, _ in batch])
     if in_bfloat16:
         logits = logits.bfloat16()

@@ -169,7 +169,7 @@ def test_bfloat16_is_as_accurate_as_the_twin(library: ctypes.CDLL, family: str) 
 def test_row_has_the_same_bits_in_any_batch(
     library: ctypes.CDLL, dtype: torch.dtype, quantize: Quantization
 ) -> None:
-    """1 to 32 rows: streams, tiles, and the remainders of both."""
+    """Batches of 1 to 32 rows need streams, tiles, and the remainders of both."""
     gpt = tiny_gpt(native_config("modern", d_model=68, d_ff=132)).to(dtype)
     cache = KVCache(gpt.config, 33, device=CPU, dtype=dtype)
     native = NativeDecoder(library, gpt, cache, threads=2, quantize=quantize)
@@ -571,7 +571,6 @@ def test_number_of_threads_changes_no_bit(library: ctypes.CDLL) -> None:
 def test_every_shape_matches_the_twin(
     library: ctypes.CDLL, shape: dict[str, Any], data: st.DataObject
 ) -> None:
-    """Odd widths, different positions of the slots, reused slots."""
     gpt, vocab_size = tiny_gpt(tiny_config(**shape)), shape["vocab_size"]
     plain = PlainDecoder(gpt, new_cache(gpt))
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=2)
