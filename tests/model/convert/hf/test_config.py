@@ -59,8 +59,8 @@ def test_logits_and_ids_are_theirs(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "opt", "llama-tied-biased"])
 @pytest.mark.parametrize("shards", [1, 2])
 def test_weights_in_pickles_are_the_same(family: str, shards: int, tmp_path: Path) -> None:
-    """In one file that includes old versions' buffers, or in several; a tied head is stored
-    twice."""
+    """The pickle is one file that includes buffers of old versions, or several files. A tied head
+    is stored twice."""
     model, _ = save_theirs(tmp_path / "theirs", family)
     folder = copy(tmp_path / "theirs", tmp_path / "pickled")
     (folder / "model.safetensors").unlink()

@@ -78,7 +78,7 @@ def test_auto_compiles_only_on_cuda(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_graph_computes_the_same_without_drawing() -> None:
-    """torch's own tracing, without the C compiler."""
+    """Only torch's tracing runs, without the C compiler."""
     gpt, ids, targets = _small(dropout=0.1)
     gpt.train()
     forward = Forward(gpt, EXACT, dropout=0.1)
