@@ -81,9 +81,6 @@ def test_every_token_is_counted_and_failures_are_seen(checkpoint_path: Path, cli
     assert bad.failure.kind == "BadRequestError"
 
 
-# Against scripted replies
-
-
 # Figures from known times
 
 

@@ -76,13 +76,13 @@ def queue_full(response: httpx.Response, reason: str = ", limit 2") -> None:
 def test_full_queue_rejects_but_answers_accepted_requests(server: Serving) -> None:
     with ExitStack() as stack:
         occupy(server, stack)
-        accepted = [Poster(server, "/generate", {"prompt": "a", "n": 2, "max_tokens": 5})]
+        accepted = Poster(server.url, "/generate", {"prompt": "a", "n": 2, "max_tokens": 5})
         eventually(lambda: server.sample("logitd_num_sequences_waiting") == 2)
         for path, body in POSTS.items():
             queue_full(server.post(path, body))
         queue_full(server.post("/generate", POSTS["/generate"] | {"stream": True}))
         assert server.client.get("/health").status_code == 200
-    choices = accepted[0].response().json()["choices"]
+    choices = accepted.response().json()["choices"]
     assert [choice["token_ids"] for choice in choices] == [spelled("a", 5)] * 2
     server.wait_idle()
     for path, body in POSTS.items():
@@ -102,7 +102,7 @@ def test_full_queue_rejects_before_encoding(
 
     with ExitStack() as stack:
         occupy(server, stack)
-        accepted = Poster(server, "/generate", {"prompt": "a", "n": 2, "max_tokens": 5})
+        accepted = Poster(server.url, "/generate", {"prompt": "a", "n": 2, "max_tokens": 5})
         eventually(lambda: server.sample("logitd_num_sequences_waiting") == 2)
         monkeypatch.setattr("logitd.model.operations.prompts.encode_text", encode)
         for path, body in POSTS.items():
@@ -130,7 +130,7 @@ def test_request_keeps_its_place_during_compilation(
     with ExitStack() as stack:
         occupy(server, stack)
         body = {"prompt": "a", "n": 2, "max_tokens": 5, "regex": "[a-z]{3}"}
-        accepted = Poster(server, "/generate", body)
+        accepted = Poster(server.url, "/generate", body)
         assert compiling.wait(TEST_TIMEOUT)
         queue_full(server.post("/generate", POSTS["/generate"]))
         go_on.set()
@@ -219,7 +219,7 @@ def test_ten_times_too_many_requests_are_answered_or_rejected(spelling_path: Pat
     with serving(spelling_path, slots=4, max_queue=8) as server:
         posters = [
             Poster(
-                server, "/generate",
+                server.url, "/generate",
                 {"prompt": "a", "max_tokens": 60, "ignore_eos": True, "stream": bool(i % 2)},
             )
             for i in range(80)

@@ -1,4 +1,4 @@
-"""Refusals of a real server and their exceptions; retries after a full queue."""
+"""Refusals of a real server, and their exceptions."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -93,6 +93,3 @@ def test_faults_of_the_server_have_their_id_in_the_log(
     assert error.message.endswith(f"request id {error.request_id}")
     assert str(error.request_id) in logged_errors[0]
     logged_errors.clear()
-
-
-# A full queue

@@ -480,12 +480,9 @@ def test_shutdown_does_not_wait_for_stuck_clients(spelling_path: Path) -> None:
         ) as server,
         contextlib.ExitStack() as stack,
     ):
-        host, _, port = server.address.partition(":")
         held = []
         for start in starts:
-            raw = stack.enter_context(socket.socket())
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            raw.connect((host, int(port)))
+            raw = stack.enter_context(server.connect(receive_buffer=2048))
             raw.sendall(start)
             held.append(raw)
         eventually(lambda: server.sample("logitd_kv_slots_used") == 1)
@@ -501,10 +498,7 @@ def test_shutdown_does_not_wait_for_stuck_clients(spelling_path: Path) -> None:
 
 def test_reply_that_is_being_read_is_finished_at_shutdown(spelling_path: Path) -> None:
     with ServedProcess("--checkpoint", str(spelling_path), "--threads", "1") as server:
-        host, _, port = server.address.partition(":")
-        with socket.socket() as raw:
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, WINDOW)
-            raw.connect((host, int(port)))
+        with server.connect(receive_buffer=WINDOW) as raw:
             raw.sendall(request_bytes(*LARGE))
             head, _, body = read_until(raw, b"\r\n\r\n").partition(b"\r\n\r\n")
             received = len(body)
