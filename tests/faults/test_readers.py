@@ -27,7 +27,8 @@ LONGEST = 10.0
 
 
 def test_slow_readers_take_no_slot_from_others(tmp_path: Path) -> None:
-    """Twice as many readers as slots, each far slower than its rows are computed."""
+    """There are twice as many readers as slots, and each reads far more slowly than its rows are
+    computed."""
     flags = [*("--checkpoint", _wide_checkpoint(tmp_path), "--threads", "1")]
     flags += ["--slots", str(SLOTS), "--max-queue", "64"]
     stop = threading.Event()
@@ -70,7 +71,7 @@ def _read_slowly(server: ServedProcess, seed: int, stop: threading.Event) -> Non
 
 
 def _wide_checkpoint(folder: Path) -> str:
-    """A cheap model with rows as wide as GPT-2's."""
+    """A small model with a vocabulary as large as GPT-2's."""
     config = tiny_config(
         n_layer=1, d_model=16, n_head=1, vocab_size=50_000, context_length=POSITIONS
     )

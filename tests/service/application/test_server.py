@@ -1,5 +1,6 @@
 """Life of the server: loading, signals and the drain, in real processes."""
 
+import re
 import shutil
 import signal
 import socket
@@ -151,7 +152,7 @@ def test_keys_are_read_again_on_sighup(spelling_path: Path, tmp_path: Path) -> N
 
 
 def test_sighup_leaves_the_served_checkpoint_alone(tmp_path: Path) -> None:
-    """The old checkpoint stays even if the run has a new best one."""
+    """The server keeps its checkpoint even if the run has a new best one."""
     run, keys = tmp_path / "run", tmp_path / "keys"
     for step in (1, 2):
         save_tiny_checkpoint(run / f"step-{step}", training=training_record(step=step))
@@ -209,7 +210,7 @@ def test_second_signal_quits_at_once(spelling_path: Path, second: signal.Signals
 @pytest.mark.parametrize(
     ("host", "reason"),
     [
-        ("127.0.0.1", "port {port} is in use: "),
+        ("127.0.0.1", "port {port} is in use: .*--port 0 picks a free one"),
         ("192.0.2.1", "--host 192.0.2.1 is not an address of this machine: "),
         ("no.such.host.invalid", "--host no.such.host.invalid"),
     ],
@@ -222,20 +223,7 @@ def test_bind_failure_is_one_line(
         settings = serve_settings(checkpoint_path, host=host, port=port)
         assert serve(settings, announce=lambda served, port: None) == 1
     (line,) = logged_errors
-    assert reason.format(port=port) in line
-    logged_errors.clear()
-
-
-@pytest.mark.usefixtures("signals_as_before")
-def test_checkpoint_that_cannot_be_loaded_ends_the_server(
-    tmp_path: Path, logged_errors: list[str]
-) -> None:
-    settings = serve_settings(tmp_path / "nowhere", port=0)
-    assert serve(settings, announce=lambda served, port: None) == 1
-    assert logged_errors == [
-        f"cannot serve: {tmp_path}/nowhere does not exist; expected the directory of a checkpoint "
-        "or of a run"
-    ]
+    assert re.search(reason.format(port=port), line)
     logged_errors.clear()
 
 

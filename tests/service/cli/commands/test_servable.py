@@ -1,7 +1,6 @@
 """The paths of `logitd serve`: the checkpoint that it serves, or the command that helps."""
 
 import re
-import socket
 import sys
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from tests.model.convert.theirs import save_theirs
 from tests.model.factories import save_tiny_checkpoint, tiny_gpt, training_record
 from tests.service.cli.commands.adapters import save_tiny_adapter
 from tests.service.serving import client, eventually, serve_settings, serving, serving_app
-from tests.zygote import completed
 
 
 def make_run(path: Path, *steps: int, best: int) -> Path:
@@ -193,15 +191,6 @@ def test_foreign_models_name_the_import(path: str, capsys: pytest.CaptureFixture
     (line,) = (line for line in message.splitlines() if line.startswith("  logitd import"))
     assert run(line.split()[1:]) == 0
     assert f"  logitd serve {line.split()[-1]}\n" in message
-
-
-def test_used_ports_exit_1(checkpoint_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        done = completed(["serve", str(checkpoint_path), "--threads", "1", "--port", str(port)])
-    assert done.returncode == 1
-    assert f"port {port} is in use: " in done.stderr
-    assert "--port 0 picks a free one" in done.stderr
 
 
 # The program's name
