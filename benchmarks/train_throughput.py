@@ -6,8 +6,8 @@
 The plain loop is the one that a user writes first: the model under autocast in the same dtype,
 torch's fused causal attention, `F.cross_entropy` of all logits in float32, and torch's Muon and
 AdamW unchanged. `plain float32` is the same without autocast, as nanoGPT trains on a CPU.
-`compiled` is the trainer with `--compile on`; its first step is timed apart, to tell after how many
-steps compiling is earned back. Model, initial weights, batches of random ids and learning rates are
+`compiled` is the trainer with `--compile on`; its first step is timed separately, to show after how
+many steps compiling pays off. Model, initial weights, batches of random ids and learning rates are
 the same for all.
 
 Each figure is the median step of a separate process; the four take turns, and a ratio is the median
