@@ -297,7 +297,7 @@ class Tokenizer:
         return ids
 
     def _try_pattern(self, text: str) -> None:
-        """Raise TokenizerError if an unknown pattern may take long for this text. tiktoken cannot be
+        """Raise TokenizerError if an unknown pattern takes long for this text. tiktoken cannot be
         stopped, so a long text is split by `regex` first, which can be."""
         if self.pattern in KNOWN_PATTERNS or len(text) <= TRIED_LENGTH:
             return
