@@ -91,6 +91,9 @@ class SlotDefault:
     share: MemoryShare | None = None
 
 
+CODE_SLOTS = 8
+"""Default number of slots of a served model that its owner's code computes. A step needs a pass for
+each sequence, so more slots would not add tokens per second but delay every stream."""
 SERVED_SLOTS = SlotDefault(64, MemoryShare(0.25))
 """Default number of slots of a server. A quarter leaves most of the memory to others; slots take
 memory only once they are used (`model/inference/kv_cache.py`). 64 limits the slowdown of a stream

@@ -96,8 +96,7 @@ def _add_middleware(
     app.add_middleware(HeadAsGet)
     if state.keys.names:
         app.add_middleware(ApiKeyCheck, keys=state.keys, public=state.settings.public_endpoints)
-    if (arguments := host_check(state.settings)) is not None:
-        app.add_middleware(HostCheck, **arguments)
+    app.add_middleware(HostCheck, **host_check(state.settings))
     app.add_middleware(BugAnswer)
     if state.settings.cors_origins:
         app.add_middleware(

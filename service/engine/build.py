@@ -36,10 +36,11 @@ from logitd.model.inference.load import (
     load_model,
     load_replacement,
 )
-from logitd.model.inference.memory import Shape, SlotBudget, divide_slots
+from logitd.model.inference.memory import Shape, SlotBudget, default_for, divide_slots
 from logitd.model.inference.options import (
     SERVED_SLOTS,
     ComputeOptions,
+    SlotDefault,
     TargetGap,
     format_target,
     parse_memory,
@@ -222,7 +223,9 @@ def _build(settings: ServeSettings) -> BuiltEngine:
         quantization=quantization,
         parameters=parameter_count(model.checkpoint.shape),
         kv_cache_bytes=engine.kv_cache_bytes,
-        slots_why=_why_slots(slots, budget, memory),
+        slots_why=_why_slots(
+            slots, budget, default_for(model.checkpoint.shape, budget.default), memory
+        ),
         target_gap=format_target(config.target_gap),
         target_ttft=format_target(config.target_ttft),
     )
@@ -232,8 +235,9 @@ def _build(settings: ServeSettings) -> BuiltEngine:
     return BuiltEngine(engine, computation, checkpoint, compiler, load_weights, autoencoders)
 
 
-def _why_slots(slots: int, budget: SlotBudget, memory: Available) -> str | None:
-    default = budget.default
+def _why_slots(
+    slots: int, budget: SlotBudget, default: SlotDefault, memory: Available
+) -> str | None:
     if budget.slots is not None or budget.memory is not None or default.share is None:
         return None
     if slots == default.most:

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_val
 from pydantic_settings import CliPositionalArg
 
 from logitd.model.inference.engine.config import SERVED_TARGET_GAP, SERVED_TARGET_TTFT, EngineConfig
-from logitd.model.inference.options import SERVED_SLOTS, Speculation
+from logitd.model.inference.options import CODE_SLOTS, SERVED_SLOTS, Speculation
 from logitd.service.settings.common import (
     BUNDLED_CHECKPOINT,
     WITH_CODE,
@@ -195,7 +195,8 @@ class ServeSettings(ComputeSettings):
         description="sequences in the KV cache of each model (default: as many as fit into "
         "--kv-cache-memory; without that flag as many as fit into "
         f"{SERVED_SLOTS.share} of the memory that the weights leave free, at most "
-        f"{SERVED_SLOTS.most}, and {EngineConfig().slots} on CUDA with --batch-invariant)",
+        f"{SERVED_SLOTS.most}, {CODE_SLOTS} for a model by its owner's code, and "
+        f"{EngineConfig().slots} on CUDA with --batch-invariant)",
     )
     kv_cache_memory: MemoryText | None = Field(
         None,

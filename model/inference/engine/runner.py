@@ -252,7 +252,7 @@ class Runner:
         if sequence not in self._attributing:
             begun: Attributing | Finding
             if isinstance(request, CircuitRequest):
-                begun = Finding(gpt, request.token_ids, request.task, contention.watched)
+                begun = Finding(gpt, request.token_ids, request.task)
             else:
                 begun = Attributing(gpt, request.token_ids, request.task, contention.watched)
             self._attributing[sequence] = begun

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from logitd.service.access.hosts import binds_loopback
-from tests.service.serving import Serving, error_of, serving
+from tests.service.serving import Serving, error_of, read_until, serving
 
 LOOPBACK = (
     *("localhost", "localhost:8000", "LocalHost:8000", "127.0.0.1", "127.0.0.1:8000"),
@@ -69,6 +69,15 @@ def test_request_without_a_host_is_answered(server: Serving) -> None:
     with server.connect() as raw:
         raw.sendall(b"GET /version HTTP/1.0\r\n\r\n")
         assert raw.recv(100).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("hosts", [0, 2])
+def test_http_1_1_requires_one_host(server: Serving, hosts: int) -> None:
+    with server.connect() as raw:
+        raw.sendall(b"GET /version HTTP/1.1\r\n" + b"Host: localhost\r\n" * hosts + b"\r\n")
+        reply = read_until(raw, b"}}")
+    assert reply.startswith(b"HTTP/1.1 400 ")
+    assert b"%d Host headers" % hosts in reply
 
 
 def test_every_host_of_a_request_is_checked(server: Serving) -> None:
