@@ -31,7 +31,6 @@ MOST_CONNECTIONS = 4096
 SURPLUS = 16
 """Number of connections above the limit on which /health is still answered."""
 
-
 QUIET_SECONDS = 10.0
 """Minimum time between two log reports of ended connections."""
 
@@ -61,8 +60,7 @@ def connection_bounds(settings: ServeSettings) -> tuple[int, int]:
 
 
 class EvictionClass(Enum):
-    """What a client loses if its connection is evicted, that is, closed to make room for
-    another."""
+    """The client's loss if its connection is evicted, that is, closed to make room for another."""
 
     WAITS = auto()  # nothing, or incomplete headers
     SENDS = auto()  # an incomplete body

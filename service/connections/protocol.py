@@ -37,8 +37,8 @@ from logitd.service.metrics.metrics import ConnectionEnd
 PIECE = 16 * 1024
 """Bytes parsed at a time. The limits are checked in between."""
 LINGER_SECONDS = 2.0
-"""Time to read the last answer for a client that is still sending. Closing at once would reset the
-connection, and the client would lose the answer."""
+"""Time to read the last answer for a client that is still sending. Closing immediately would reset
+the connection, and the client would lose the answer."""
 SHUTDOWN_SECONDS = 0.5
 """At shutdown, a client that reads nothing of its reply for this long is disconnected."""
 

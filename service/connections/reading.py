@@ -132,7 +132,7 @@ class ReplyProgress:
 
 
 class TcpInfo(NamedTuple):
-    """What the kernel knows about a connection.
+    """The state of a connection in the kernel.
 
     gone          True if the client has closed the connection or its side of it
     acknowledged  number of bytes that the client has received

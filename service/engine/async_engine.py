@@ -3,7 +3,7 @@
 `admission.py` first decides whether a request is admitted. The request then becomes a command of
 the driver, which runs in a separate thread (`driver.py`). A step of the engine wakes the event loop
 at most once (`wakeup.py`), and its events are put into the mailboxes of their submissions
-(`submission.py`). This module knows nothing of HTTP, text and checkpoints.
+(`submission.py`). This module knows nothing about HTTP, text or checkpoints.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ class AsyncEngine:
         self._weights = WeightsVersion(0)  # for new requests
         self._computing = 0  # number of the version that the engine computes with
         self._reload: asyncio.Task[None] | None = None  # the last one
-        self._changed = asyncio.Event()  # wakes a reload that waits for any of these
+        self._changed = asyncio.Event()  # set when a condition of a reload may have become true
         self._loop = asyncio.get_running_loop()
         self._reports = WakeupThrottle(self._deliver)
         self._stopped = asyncio.Event()
@@ -248,7 +248,7 @@ class AsyncEngine:
                 self._reports.put(report, urgent=urgent or ends)
                 if not report.has_work:
                     self._reports.wake()  # if there is work, the next step wakes the loop
-        except BaseException:  # of any kind: waiting clients must get an answer
+        except BaseException:  # whatever it is, waiting clients must get an answer
             logger.exception("the engine failed")
             self._loop.call_soon_threadsafe(self._on_failed)
         finally:

@@ -35,11 +35,12 @@ class Submission:
         self.request_ids = tuple(request_ids)
         self.urgent = False  # has an event other than a later token of a sequence
         self.reader: Callable[[], bool] | None = None
-        """Called first if there are events. Returns True if the task in `take` can sleep on. An
+        """Called when there are events. If it returns True, the task in `take` is not woken. An
         error that it raises is raised by `take`."""
         self._driver = driver
         self._usage = usage
-        self._open = self._sequences = sequences  # the number that have not ended, and all
+        self._sequences = sequences
+        self._open = sequences  # number of sequences that have not ended
         self._events: list[Event] = []
         self._begun: set[tuple[str, int]] = set()  # sequences of which a token was delivered
         self._failure: Exception | None = None
@@ -101,7 +102,7 @@ class Submission:
         try:
             if self.reader is not None and self.reader():
                 return
-        except Exception as error:  # of any kind: other submissions go on
+        except Exception as error:  # of any kind: it must not affect other submissions
             self.reader, self._failure = None, error
         self._wake()
 

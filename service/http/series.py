@@ -96,7 +96,7 @@ class RunningSeries:
             self.end()
 
     def end(self) -> None:
-        """End the jobs, because the reply is complete or the client has left."""
+        """End the jobs that are still running, and give back the share of the budget."""
         for submission in self._running:
             submission.abort()
         self._running.clear()

@@ -39,13 +39,13 @@ MAX_CACHED = 32
 MAX_PREPARED = 64
 """A slow constraint is prepared in advance for at most this many sequences of a request."""
 PATIENCE = 20
-"""Maximum duration of a trial, as a multiple of its limit of processor time. On a busy machine the
-two differ."""
+"""Maximum duration of a trial, as a multiple of its limit of processor time. A trial takes longer
+than its processor time if the machine is busy."""
 
 
 @dataclass(eq=False, slots=True)
 class _Compiling:
-    """A running compilation. `caller` is the first one that asked for it."""
+    """A running compilation. `caller` is the first caller that requested it."""
 
     task: asyncio.Task[Constraint]
     caller: str

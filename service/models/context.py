@@ -55,7 +55,7 @@ class RequestContext:
 
     @property
     def subject(self) -> Subject:
-        """The model in the form that operations take."""
+        """The model in the form that operations accept."""
         settings = self.model.settings
         return Subject(self.checkpoint, settings.max_reply_elements, settings.max_body_bytes)
 

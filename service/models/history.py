@@ -19,7 +19,7 @@ from logitd.service.engine.submission import EngineStopped
 from logitd.service.errors import bad_request, queue_full
 
 NAMED = 2
-"""Number of kept steps before an unknown step, and after it, that a message lists."""
+"""A message about an unknown step lists this many kept steps before it, and as many after it."""
 
 
 class HasEngine(Protocol):

@@ -35,7 +35,7 @@ class Reloader:
         metrics: ModelMetrics,
         reload_lock: asyncio.Lock,
     ) -> None:
-        """`settings` are those of this model. `checkpoints` maps each version of the engine's
+        """`settings` are this model's settings. `checkpoints` maps each version of the engine's
         weights to its checkpoint; a reload adds one. `reload_lock` is shared by all models, so that
         only one of them has a second set of weights in memory."""
         self._settings = settings

@@ -67,7 +67,7 @@ class ServedModel:
     checkpoints   the checkpoint of each version of the engine's weights
     settings      the settings of this model
     reply_budget  the budget that all models share
-    autoencoders  those whose features are stages
+    autoencoders  the sparse autoencoders, by the features that each adds as a stage
     history       the steps of the model's run; None unless the server serves them
     """
 

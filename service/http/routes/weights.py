@@ -47,7 +47,9 @@ async def _at_step(
     model: AskedModel = None,
     step: Annotated[
         PlainInt | None,
-        Query(ge=0, description="Step of the run, of a server with --history. Absent: the served."),
+        Query(
+            ge=0, description="Step of the run, of a server with --history. Absent: the served one."
+        ),
     ] = None,
 ) -> RequestContext:
     return await models.at(model, step)
@@ -168,7 +170,7 @@ def _json_values(array: Array) -> Iterator[bytes]:
         yield orjson.dumps(float(array))
 
 
-# In a thread
+# Run in a thread
 
 
 def _list(checkpoint: CheckpointInfo) -> list[Weight]:
