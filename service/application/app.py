@@ -150,7 +150,7 @@ def _serve_docs(app: FastAPI) -> None:
 
 
 def _page_headers(*scripts: str) -> dict[str, str]:
-    """Headers of a page. It may run only this server's scripts and inline scripts with these
+    """Headers of a page that may run only this server's scripts and inline scripts with these
     hashes, may send requests only to this server, and may not be shown in a frame."""
     sources = " ".join(("'self'", *scripts))
     policy = (

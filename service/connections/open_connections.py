@@ -74,7 +74,7 @@ class OpenConnections:
         """Raises ConnectionLimitError."""
         self.settings = settings
         self.most, self.backlog = connection_bounds(settings)
-        self.reply_deadline = 0.0  # time limit for clients still reading at shutdown; loop time
+        self.reply_deadline = 0.0  # loop time until which clients may read replies at shutdown
         self.reports = Reports(settings, self.most, metrics)
         self._metrics = metrics
         self._open: dict[Connection, None] = {}
@@ -143,8 +143,8 @@ class OpenConnections:
         self._timer = asyncio.get_running_loop().call_later(interval, self._sweep)
 
     def _sweep(self) -> None:
-        """Check all connections. A timer per connection would be set and cancelled at every
-        request."""
+        """Check all connections. With a timer per connection, every request would set and cancel
+        one."""
         self._timer = None
         if self._open or self.reports.pending:
             self._sweep_later()

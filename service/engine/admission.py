@@ -28,8 +28,8 @@ from logitd.model.plural import pluralize
 from logitd.model.transformer.config import ModelConfig
 
 MOST_TOKENS = 2**20
-"""Default of the largest cost of a request in tokens: minutes of one processor with the bundled
-checkpoint."""
+"""Default of the maximum cost of a request, in tokens. With the bundled checkpoint, such a request
+takes minutes of one processor."""
 FULLEST = 2
 """Largest total queue, as a multiple of each limit."""
 

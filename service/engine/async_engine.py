@@ -95,7 +95,7 @@ class AsyncEngine:
         return seconds if seconds > self._stall_timeout else None
 
     def now(self) -> float:
-        """Current time on the engine's clock, the clock of deadlines."""
+        """Current time on the engine's clock, which deadlines refer to."""
         return self._driver.now()
 
     def hold(self) -> WeightsVersion:
@@ -115,8 +115,8 @@ class AsyncEngine:
         usage: Usage | None = None,
     ) -> Submission:
         """Queue all requests or none, for a version of the weights (default: the current one).
-        Raises InvalidRequest if the model cannot compute a request or the queue never has room for
-        all of them, QueueFull if it has none now, and EngineStopped."""
+        Raises InvalidRequest if the model cannot compute a request or the queue can never have room
+        for all of them, QueueFull if it has no room now, and EngineStopped."""
         version = version or self._weights
         self._check(requests, version)
         return self._enqueue(requests, self.admission.admit(requests), version, usage or Usage())
@@ -135,7 +135,7 @@ class AsyncEngine:
         return self._enqueue([request], [self.admission.admit_reserved(request)], version, usage)
 
     async def reload(self, path: Path, weights_sha256: str, timeout: float) -> None:
-        """Replace the weights by those of a checkpoint without interrupting service. Returns once
+        """Replace the weights with those of a checkpoint without interrupting service. Returns once
         the old weights are no longer used.
 
         Requests to the old weights have `timeout` seconds to finish; then the unfinished ones end
@@ -240,7 +240,7 @@ class AsyncEngine:
     # The engine's thread
 
     def _run(self) -> None:
-        """Make steps until the last command is done."""
+        """Run steps until the last command is done."""
         try:
             while (report := self._driver.run_once(self._reports.wake)) is not None:
                 urgent = report.result.prefilled_tokens > 0 or not report.has_work

@@ -203,7 +203,7 @@ def _build(settings: ServeSettings) -> BuiltEngine:
     try:
         compiler = Compiler(model.checkpoint.tokenizer)
     except ConstraintsUnavailable as error:
-        compiler = ConstraintsUnavailable(str(error))  # without the traceback, which has the model
+        compiler = ConstraintsUnavailable(str(error))  # the traceback would keep the model alive
     engine = Engine(
         model.network,
         config,

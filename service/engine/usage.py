@@ -23,13 +23,13 @@ class Usage:
 
     arrived    arrival of the first sequence
     admitted   first admission to a slot
-    prefilled  first computed prompt
-    finished   last end
+    prefilled  end of the first computation of a prompt
+    finished   end of the last sequence
     first      first engine request; None before one is submitted
     open       sequences that were submitted and have not ended
     reasons    finish reason of each generated sequence, in the order of the reply
     failed     first sequence that ended for a reason that is not in ANSWERS
-    lost       True if the engine failed before all had ended
+    lost       True if the engine failed before all sequences had ended
     """
 
     sequences: int = 0

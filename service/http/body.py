@@ -23,7 +23,7 @@ MAX_PARTS = 2**14
 """Maximum number of lists, objects and keys in a body. Parsing one takes as long as parsing ten
 numbers."""
 UNCOUNTED_BYTES = 2**14
-"""Bodies up to this size are parsed without counting their values: that takes a few ms at most."""
+"""Bodies up to this size are parsed without counting their values first, in at most a few ms."""
 
 BODY = "body"
 """`request.state` key of the parsed body; read by tracing."""

@@ -1,8 +1,8 @@
-"""Query: refuses unknown and repeated query parameters, on endpoints that have any; and reads
-integers of paths and queries strictly.
+"""Query: refuses unknown and repeated query parameters, and reads integers of paths and queries
+strictly.
 
-Other endpoints ignore the query: health checks, scrapers and OpenAI's clients add parameters such
-as a time or `api-version`.
+Endpoints without query parameters ignore the query: health checks, scrapers and OpenAI's clients
+add parameters such as a time or `api-version`.
 """
 
 from collections import Counter

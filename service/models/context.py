@@ -37,7 +37,7 @@ the log."""
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """One request.
+    """A request to a model, and what its handler needs.
 
     session  its submissions, with caller and deadline; closed after the reply
     caller   name of the caller; the engine is shared fairly among callers

@@ -73,9 +73,9 @@ class Reloader:
                     await self._reload(wanted)
 
     async def choose(self, name: str | None) -> bool:
-        """Serve the checkpoint with this name until another one is chosen; None means the one given
-        at the start. Returns False if it is already served. Raises OSError, and ReloadError if the
-        old checkpoint stays."""
+        """Serve the checkpoint with this name until another one is chosen; None means the
+        checkpoint given at the start. Returns False if it is already served. Raises OSError, and
+        ReloadError if the old checkpoint stays."""
         swapped = await self._reload(self._default() if name is None else self._named(name))
         self._chosen = None if name is None else self._checkpoint.path
         return swapped

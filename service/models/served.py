@@ -61,7 +61,7 @@ class ReplyBudget:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A served model. A reload replaces its checkpoint by another one of the same shape.
+    """A served model. A reload replaces its checkpoint with one of the same shape.
 
     name          name in requests; a reload does not change it
     checkpoints   the checkpoint of each version of the engine's weights

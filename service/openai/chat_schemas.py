@@ -103,7 +103,7 @@ class Message(RequestBody):
                 "answers calls"
             )
         if self.content is None and not self.tool_calls:
-            raise ValueError("the message has no content; give it one, such as an empty text")
+            raise ValueError("the message has no content; give it a content, such as an empty text")
         return self
 
 
@@ -226,7 +226,7 @@ class ChatRequest(SamplingBody, Conversation, Unsupported):
         None,
         ge=0,
         le=20,
-        description="With `logprobs`: also return those of the k likeliest tokens.",
+        description="With `logprobs`: also return the logprobs of the k likeliest tokens.",
     )
     add_generation_prompt: bool | None = Field(
         None,

@@ -75,7 +75,7 @@ class _Form:
 )
 async def weights(context: AtStep, state: State) -> dict[str, Any]:
     """Every tensor of the checkpoint, then derived ones: embedding `W_E`, unembedding `W_U`, and
-    the matrices of each head, which are multiplied from the right by row vectors."""
+    the matrices of each head, which row vectors multiply from the left."""
     async with state.weight_reads:
         listed = await asyncio.to_thread(_list, context.checkpoint)
     return {
