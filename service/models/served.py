@@ -81,7 +81,7 @@ class ServedModel:
     reply_budget: ReplyBudget
     keys: KeyRing
     autoencoders: Mapping[Features, StoredAutoencoder]
-    history: "History[ServedModel] | None" = None
+    history: History | None = None
 
     @property
     def checkpoint(self) -> CheckpointInfo:
