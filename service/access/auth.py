@@ -16,7 +16,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 from pydantic import SecretStr
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -255,9 +254,3 @@ def _unauthorized(presented: bool) -> Response:
     response = error.response()
     response.headers["WWW-Authenticate"] = "Bearer"
     return response
-
-
-def note_user(request: Request, user: str | None) -> None:
-    """Add the end user, as named by the client, to the request's log line."""
-    if user:
-        request.state.user = user

@@ -165,7 +165,7 @@ class StructuredOutputs(RequestBody):
     whitespace_pattern: Annotated[Any, only()] = unsupported()
 
     @model_validator(mode="after")
-    def _some_constraint(self) -> Self:
+    def _has_a_constraint(self) -> Self:
         given = (self.json_, self.regex, self.choice, self.grammar, self.json_object or None)
         if given == (None,) * len(given):
             raise ValueError(

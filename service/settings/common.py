@@ -51,7 +51,7 @@ class CommandSettings(BaseSettings):
 
     @field_validator("*")
     @classmethod
-    def _refuse_idle(cls, value: Any, info: ValidationInfo) -> Any:
+    def _refuse_without_effect(cls, value: Any, info: ValidationInfo) -> Any:
         name = str(info.field_name)
         if name in cls.needs and value != cls.model_fields[name].default:
             acts, reason = cls.needs[name]
