@@ -12,7 +12,7 @@ clients.
 """
 
 import re
-from collections.abc import Awaitable, Callable, ItemsView, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ HEADS_FIRST = ("hook_attn_scores", "hook_pattern")
 ROTATED = re.compile(r"hook_(rot_)?[qk]$")
 
 
-class Cache:
+class Cache(Mapping[str, Floats]):
     """Arrays (B, ...) by TransformerLens' names. Short names work too: `cache["pattern", 0]`.
     Negative layers count from the end."""
 
@@ -68,12 +68,6 @@ class Cache:
 
     def __len__(self) -> int:
         return len(self.cache_dict)
-
-    def keys(self) -> KeysView[str]:
-        return self.cache_dict.keys()
-
-    def items(self) -> ItemsView[str, Floats]:
-        return self.cache_dict.items()
 
 
 @dataclass(frozen=True, slots=True)
