@@ -87,7 +87,7 @@ class KeyRing:
         """Accept these keys from now on. Raises ApiKeyError if the server had no keys before, which
         would lock everyone out, or if there are none left, which would let everyone in."""
         if bool(keys.names) != bool(self.names):
-            raise ApiKeyError("a running server cannot start or stop asking for API keys")
+            raise ApiKeyError("a running server cannot start or stop requiring API keys")
         self.keys = keys
         self.limits.replace(keys.limits)
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from logitd.service.settings.common import CommandSettings
 
 COMPLETE = "_LOGITD_COMPLETE"
-"""Environment variable with which completion scripts ask for words."""
+"""Environment variable with which completion scripts request completions."""
 MODULES = {"import": "import_model"}
 """Modules of commands whose names are Python keywords."""
 COMMANDS = (

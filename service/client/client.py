@@ -55,7 +55,7 @@ def _awaited(
 
 
 class Client:
-    """A client of one server. Its methods take the fields of their endpoints.
+    """A client of one server. Its methods accept the fields of their endpoints.
 
     base_url     address of the server; by default LOGITD_BASE_URL or http://127.0.0.1:8000
     api_key      bearer token, which is never shown; by default LOGITD_API_KEY

@@ -261,7 +261,7 @@ class AdmissionController:
         if load.tokens > limits.most_tokens:
             raise InvalidRequest(
                 f"the request costs as much as a prompt of {load.tokens} tokens, but the limit of "
-                f"one request is {limits.most_tokens}. Ask for fewer prompts, completions, "
+                f"one request is {limits.most_tokens}. Request fewer prompts, completions, "
                 "tokens, interventions, steps or cells, or raise --max-request-tokens"
             )
         if load.sequences > self.slots + limits.sequences:
@@ -273,9 +273,9 @@ class AdmissionController:
             )
         if load.elements > limits.elements:
             raise InvalidRequest(
-                f"the request asks for {load.elements} output elements (positions times width), "
-                f"but the queue never holds more than {limits.elements}. Ask for fewer prompts "
-                "or positions at once, or raise --max-queue-elements"
+                f"the request has {load.elements} output elements (positions times width), "
+                f"but the queue never holds more than {limits.elements}. Request fewer prompts "
+                "or positions at a time, or raise --max-queue-elements"
             )
 
     def _loads(self, requests: Sequence[Request]) -> tuple[str, list[Load]]:

@@ -18,7 +18,7 @@ from logitd.model.inference.engine.events import (
 from logitd.service.engine.driver import EngineDriver
 from logitd.service.engine.usage import Usage
 
-REPLACED = "the model's weights were replaced before the request was answered; ask again"
+REPLACED = "the model's weights were replaced before the request was answered; send it again"
 
 
 class EngineStopped(Exception):

@@ -47,7 +47,7 @@ class OutputsReader:
         self,
     ) -> AsyncIterator[tuple[int, OutputsRequest, AsyncIterator[OutputsChunk]]]:
         """The index and request of each prompt, with its chunks. Read all chunks of a prompt before
-        asking for the next prompt."""
+        taking the next prompt."""
         for index, request in enumerate(self._requests):
             if index:
                 self._submission = self._session.submit_next()

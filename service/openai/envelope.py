@@ -49,6 +49,6 @@ def usage_member(options: StreamOptions | None, counts: dict[str, int]) -> dict[
 def last_chunk(
     chunk_head: dict[str, Any], options: StreamOptions | None, native: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """The chunk with the usage, if `native` is the last chunk and the options ask for it."""
+    """The chunk with the usage, if `native` is the last chunk and the options include it."""
     if "usage" in native and options is not None and options.include_usage:
         yield {**chunk_head, "choices": [], "usage": usage(native["usage"])}

@@ -72,8 +72,8 @@ async def chat_completions(
     body: Annotated[ChatRequest, Depends(body_of(ChatRequest))], models: Ready, request: Request
 ) -> Response:
     """Write the messages with the checkpoint's chat template, and continue these token ids as
-    /generate does. An answer ends at any special token. With `tools` and a `tool_choice` that asks
-    for a call, the answer is a call whose arguments fit the function's schema.
+    /generate does. An answer ends at any special token. With `tools` and a `tool_choice` that
+    requires a call, the answer is a call whose arguments fit the function's schema.
 
     With `stream`, the reply is a series of server-sent events: the role, the text or the arguments
     as they grow, the finish reason, and then `[DONE]`."""
