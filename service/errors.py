@@ -99,8 +99,8 @@ def internal_error(request_id: str) -> ApiError:
     return ApiError(500, "server_error", message, None, "internal")
 
 
-def unavailable(message: str, retry_after: int = 1) -> ApiError:
-    return ApiError(503, "unavailable_error", message, None, "unavailable", retry_after)
+def unavailable(message: str) -> ApiError:
+    return ApiError(503, "unavailable_error", message, None, "unavailable", retry_after=1)
 
 
 def not_loaded(message: str, param: str = "model") -> ApiError:

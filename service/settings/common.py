@@ -3,7 +3,7 @@
 import csv
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import (
@@ -101,9 +101,6 @@ def split_list(value: Any) -> Any:
 Item = TypeVar("Item")
 CommaList = Annotated[tuple[Item, ...], NoDecode, BeforeValidator(split_list)]
 """Comma-separated items of a flag or a variable."""
-
-LogLevel = Literal["debug", "info", "warning", "error"]
-LogFormat = Literal["text", "json"]
 
 CheckpointPath = Annotated[
     Path,

@@ -17,8 +17,6 @@ from logitd.service.settings.common import (
     CodeCall,
     ComputeSettings,
     KVCacheCells,
-    LogFormat,
-    LogLevel,
     Vocabulary,
 )
 from logitd.service.settings.model_source import ModelSource, checked_name
@@ -347,8 +345,10 @@ class ServeSettings(ComputeSettings):
     )
     public_endpoints: PublicPaths = ("/", "/static", "/docs", "/openapi.json", "/version")
     cors_origins: Origins = ()
-    log_level: LogLevel = Field("info", description="lowest level of log lines")
-    log_format: LogFormat = Field(
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="lowest level of log lines"
+    )
+    log_format: Literal["text", "json"] = Field(
         "text",
         description="format of the log lines on standard error: text, or one JSON object per line",
     )
