@@ -177,8 +177,8 @@ class Reports:
             ConnectionEnd.UNREAD: f"too little of a reply was read within {reading:g} s",
             ConnectionEnd.TOO_LARGE: "the headers or chunk headers of a request were too large",
             ConnectionEnd.NOT_HTTP: "the request was not HTTP",
-            ConnectionEnd.MADE_ROOM: f"idle for longest {full}; see --max-connections",
-            ConnectionEnd.REFUSED: f"new {full}, all of them busy; see --max-connections",
+            ConnectionEnd.MADE_ROOM: f"idle for the longest time {full}; see --max-connections",
+            ConnectionEnd.REFUSED: f"opened {full}, all of them busy; see --max-connections",
         }
 
     def count(self, end: ConnectionEnd) -> None:

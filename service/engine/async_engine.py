@@ -233,7 +233,7 @@ class AsyncEngine:
 
     def _abort_requests_of(self, version: WeightsVersion) -> None:
         ids = [name for name, request in self._open.items() if request.version is version]
-        logger.warning("new weights take over: ending %d requests to the old ones", len(ids))
+        logger.warning("new weights take over: ending %d requests to the old weights", len(ids))
         for request_id in ids:
             self._driver.abort(request_id, reason=FinishReason.REPLACED)
 

@@ -102,7 +102,7 @@ class Reloader:
                 swapped = await self._swap(path)
             except (CheckpointError, OSError, ReloadError) as error:
                 self._metrics.reloads[ReloadResult.REFUSED].inc()
-                logger.error("%s is not served, %s stays: %s", path, self._checkpoint.path, error)
+                logger.error("%s is refused, %s stays: %s", path, self._checkpoint.path, error)
                 raise ReloadError(str(error)) from error
         result = ReloadResult.SWAPPED if swapped else ReloadResult.UNCHANGED
         self._metrics.reloads[result].inc()

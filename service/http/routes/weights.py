@@ -31,7 +31,7 @@ from logitd.service.http.arrays import (
     npy_header,
     safetensors_header,
 )
-from logitd.service.http.envelope import checkpoint_headers
+from logitd.service.http.envelope import checkpoint_headers, checkpoint_metadata
 from logitd.service.http.negotiation import ARRAYS, JSON, NPY, RESPONSES, negotiate
 from logitd.service.http.query import KNOWN_QUERY, PlainInt
 from logitd.service.http.reader import paced
@@ -142,8 +142,7 @@ async def _pieces(
         if media_type == NPY:
             yield npy_header(array.shape, dtype)
         else:
-            named = checkpoint_name(context.checkpoint).items()
-            metadata = {f"checkpoint_{key}": str(value) for key, value in named}
+            metadata = checkpoint_metadata(context.checkpoint)
             yield safetensors_header([TensorSpec(name, dtype, array.shape)], metadata)
         for part in byte_parts(array):
             yield part
