@@ -84,7 +84,7 @@ class Computation:
     kernels        description of the loaded native kernels; None if there are none
     quantization   None if nothing is quantized
     slots_why      why there are this many slots; None if a setting gives the number
-    target_gap     written as in the setting, and so is `target_ttft`
+    target_gap     in the notation of --target-gap; `target_ttft` likewise
     """
 
     weights_sha256: str
@@ -204,7 +204,7 @@ def _build(settings: ServeSettings) -> BuiltEngine:
     try:
         compiler = Compiler(model.checkpoint.tokenizer)
     except ConstraintsUnavailable as error:
-        compiler = ConstraintsUnavailable(str(error))  # without the traceback, which has the model
+        compiler = ConstraintsUnavailable(str(error))  # the traceback would keep the model alive
     engine = Engine(
         model.network,
         config,

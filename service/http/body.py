@@ -18,12 +18,12 @@ from logitd.service.errors import ApiError, bad_request, body_too_large, client_
 from logitd.service.http.structure import count_structure, repeated_key
 
 MAX_VALUES = MAX_IDS + 2**14
-"""Maximum number of JSON values in a body: the longest list of ids, and some more."""
+"""Maximum number of JSON values in a body: the longest list of ids, and room for other fields."""
 MAX_PARTS = 2**14
 """Maximum number of lists, objects and keys in a body. Parsing one takes as long as parsing ten
 numbers."""
 UNCOUNTED_BYTES = 2**14
-"""Bodies up to this size are parsed without counting their values: that takes a few ms at most."""
+"""Bodies up to this size are parsed without counting their values first, in at most a few ms."""
 
 BODY = "body"
 """`request.state` key of the parsed body; read by tracing."""

@@ -56,7 +56,7 @@ def test_comparison_equals_the_api(pair: ServedProcess, new_page: NewPage) -> No
     text = page.inner_text("#divergence")
     assert (
         text == f"With seed 5 the texts diverge after {same} character{'s' if same != 1 else ''}."
-        or (same == 0 and text == "With seed 5 the texts diverge at once.")
+        or (same == 0 and text == "With seed 5 the texts diverge immediately.")
     )
     assert page.locator("#compare .diverging").count() == 2
     assert "diverge here" in page.locator("#compare .diverging").first.get_attribute("aria-label")

@@ -46,7 +46,7 @@ def test_requests_of_a_minute_return_evenly(clock: Clock) -> None:
             pass
     error = rejected(limits, "ann")
     assert (error.status, error.retry_after, error.limit) == (429, 10, Limit.KEY_PER_MINUTE)
-    assert "'ann' may send 6 requests a minute" in error.message
+    assert "'ann' may send 6 requests per minute" in error.message
     clock.now += 9.9
     assert rejected(limits, "ann").retry_after == 1
     clock.now += 0.2
@@ -190,7 +190,7 @@ def test_key_above_its_limit_gets_429_with_its_numbers(tmp_path: Path) -> None:
         refused = server.post("/v1/completions", body, **ann)
         error = ErrorReply.model_validate(refused.json()).error
         assert (error.type, error.code) == ("rate_limit_error", "rate_limit_exceeded")
-        assert "'ann' may send 3 requests a minute" in error.message
+        assert "'ann' may send 3 requests per minute" in error.message
         assert 1 <= int(refused.headers["retry-after"]) <= 20
         for path in ("/info", "/metrics"):
             assert server.client.get(path, headers=ann).status_code == 200, "GET does not count"

@@ -90,7 +90,7 @@ def test_signal_while_loading_quits_at_once(slow_path: Path) -> None:
         server.signal(signal.SIGTERM)
         assert server.exit_code() == 0
         assert time.monotonic() - began < 1
-        assert "SIGTERM while loading: quitting at once" in server.output
+        assert "SIGTERM while loading: quitting immediately" in server.output
         assert "Traceback" not in server.output
 
 
