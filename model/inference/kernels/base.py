@@ -110,11 +110,11 @@ class MixedPass(Protocol):
 
 
 class Decoder(Protocol):
-    """Computes a model on its KV cache."""
+    """Computes a model on its KV cache. Its defaults are for decoders without special abilities."""
 
-    has_threads: bool
+    has_threads: bool = False
     """True if the decoder computes with its own threads instead of torch's."""
-    prefill_matches_decode: bool
+    prefill_matches_decode: bool = False
     """True if prefill and decode compute the keys and values of a position with the same bits. Then
     a prompt may reuse the keys and values of generated tokens."""
 
