@@ -121,10 +121,12 @@ class Decoder(Protocol):
     @property
     def launcher(self) -> Launcher | None:
         """Launches steps before the tokens of the previous one are known; None if unsupported."""
+        return None
 
     @property
     def mixed_pass(self) -> MixedPass | None:
         """Computes prompts together with a step; None if unsupported or not faster."""
+        return None
 
     def prefill(self, pieces: Sequence[PrefillInput]) -> list[Prefilled]:
         """Compute pieces of prompts into their slots, at most one piece per slot. If there is more
@@ -150,6 +152,8 @@ class Decoder(Protocol):
 
     def restore_weights(self) -> None:
         """Load all weights of the GPT back into memory, so that torch can compute with it."""
+        return
 
     def close(self) -> None:
         """Free the decoder, which must not be used afterwards."""
+        return
