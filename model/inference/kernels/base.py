@@ -110,7 +110,8 @@ class MixedPass(Protocol):
 
 
 class Decoder(Protocol):
-    """Computes a model on its KV cache. Its defaults are for decoders without special abilities."""
+    """Computes a model on its KV cache. By default it has no threads, and nothing to restore or
+    free."""
 
     has_threads: bool = False
     """True if the decoder computes with its own threads instead of torch's."""
