@@ -188,7 +188,7 @@ def position_elements(request: OutputsRequest, config: ModelConfig) -> int:
         case AttentionWeights(layers=layers, heads=heads):
             return len(layers) * len(heads) * len(request.token_ids)
         case Lens(layers=layers, top_k=top_k, named=named):
-            # Logits of each layer and of the last one, plus the figures made from them.
+            # Logits of each layer and of the last one, plus the figures computed from them.
             distributions = {*layers, config.n_layer}
             figures = len(layers) * lens_width(top_k, named)
             return len(distributions) * config.vocab_size + figures

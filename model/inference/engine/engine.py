@@ -219,7 +219,7 @@ class Engine:
             except Exception as error:  # it ends only the sequences of the plan
                 events += self._fail(plan, error)
             else:
-                # 4) Turn the results into states and events.
+                # 4) Update the sequences and create events.
                 self._account(plan, output, events)
                 prefill_seconds, together = output.prefill_seconds, output.together
         if plan.attribution is not None:
@@ -413,8 +413,7 @@ class Engine:
         return self._finish(sequence, FinishReason.STOP) if matcher.complete else None
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[Event]:
-        # The failed step may have written anything into the cache, so no slot may be copied any
-        # more.
+        # The failed step may have written anything into the cache, so no slot may be copied.
         self._scheduler.slots.forget()
         message = f"the model failed: {type(error).__name__}: {error}"
         computed = [*(chunk.sequence for chunk in plan.prefill), *plan.decode]

@@ -197,7 +197,7 @@ class OutputsComputer:
         hidden, values = compute_pass(chunk, output, offsets)
         if isinstance(output, Logits):
             values = self._logits(chunk.sequence, output, positions, hidden)
-            # isfinite is no use here, because processing sets dropped ids to -inf. A NaN makes the
+            # Do not use isfinite, because processing sets dropped ids to -inf. A NaN makes the
             # maximum NaN.
             error = NOT_FINITE if values.numel() and not values.amax() < math.inf else None
         elif isinstance(output, HiddenStates):

@@ -106,8 +106,8 @@ class OverlapScheduler:
     def _rows(
         self, sequences: tuple[Sequence, ...], done: int, steps: int
     ) -> tuple[list[int], list[int], SamplingRows, tuple[int, ...]]:
-        """Slots, first positions, and the sampling rows of all `steps` after the `done` ones; last,
-        the rows that need logits processing."""
+        """Slots and first positions of the rows, sampling rows of all `steps` after the `done`
+        ones, and the rows that need logits processing."""
         slots = [sequence.held_slot for sequence in sequences]
         positions = [sequence.computed + done for sequence in sequences]
         sampled = [position + step + 1 for step in range(steps) for position in positions]

@@ -14,30 +14,46 @@ from logitd.model.inference.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRequest:
-    """Generate `n` sequences after one prompt.
+class CommonFields:
+    """The fields of all requests.
 
-    prompt_logprobs  None: none; k: raw logprobs of the prompt's tokens and of the k most likely
-                     tokens at each position. The whole prompt is then computed
-    priority         lower values are admitted first
-    caller           callers of one priority take turns; the requests of one caller are admitted in
-                     the order of arrival
-    interventions    changes inside the forward, applied in this order; the request neither copies
-                     a prefix nor offers one
-    prefix_reuse     allow the prompt to copy a prefix from another slot
-    deadline         time on the engine's clock
+    priority  lower values are admitted first
+    caller    callers of one priority take turns; the requests of one caller are admitted in the
+              order of arrival
+    deadline  time on the engine's clock
     """
 
     request_id: str
     token_ids: tuple[int, ...]
+    priority: int = 0
+    caller: str = ""
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotFields(CommonFields):
+    """The fields of requests that are computed in a slot of the cache.
+
+    prefix_reuse   allow the prompt to copy a prefix from another slot
+    interventions  changes inside the forward, applied in this order; a request with interventions
+                   neither copies a prefix nor offers one
+    """
+
+    prefix_reuse: bool = True
+    interventions: tuple[Intervention, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest(SlotFields):
+    """Generate `n` sequences after one prompt.
+
+    prompt_logprobs  None: none; k: raw logprobs of the prompt's tokens and of the k most likely
+                     tokens at each position. The whole prompt is then computed
+    """
+
     params: SamplingParams
     n: int = 1
     prompt_logprobs: int | None = None
-    priority: int = 0
-    caller: str = ""
-    prefix_reuse: bool = True
-    deadline: float | None = None
-    interventions: tuple[Intervention, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +125,7 @@ Output = Logits | HiddenStates | AttentionWeights | Activations | Lens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutputsRequest:
+class OutputsRequest(SlotFields):
     """Compute `output` at the `positions` (ascending) of a prompt. Generates nothing.
 
     Rows are computed in pieces, each delivered as an `OutputsChunk`. At most two delivered pieces
@@ -117,19 +133,12 @@ class OutputsRequest:
     own request, which may lose its slot to waiting ones (`scheduler.py`).
     """
 
-    request_id: str
-    token_ids: tuple[int, ...]
     positions: tuple[int, ...]
     output: Output = Logits()
-    priority: int = 0
-    caller: str = ""
-    prefix_reuse: bool = True
-    deadline: float | None = None
-    interventions: tuple[Intervention, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreRequest:
+class ScoreRequest(SlotFields):
     """Raw logprobs of given tokens: the tokens of each of `continuations` after the prompt, or of
     the prompt if there are no continuations. Each continuation is a sequence. The whole blocks of
     the prompt are computed only once.
@@ -138,49 +147,34 @@ class ScoreRequest:
     arrays  return arrays without ranks (`ScoresChunk`) instead of an object for each token
     """
 
-    request_id: str
-    token_ids: tuple[int, ...]
     continuations: tuple[tuple[int, ...], ...] = ()
     top: int = 0
     arrays: bool = False
-    priority: int = 0
-    caller: str = ""
-    prefix_reuse: bool = True
-    deadline: float | None = None
-    interventions: tuple[Intervention, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttributionRequest:
-    """Attributions of a logit to the parts of a prompt or of the model
-    (`model/inference/attribution/`), returned as one `AttributionEvent`. Needs no slot, shares no
-    prefix, and computes one piece per step (`attributions.py`)."""
+class SlotlessFields(CommonFields):
+    """The fields of requests that need no slot and share no prefix."""
 
-    interventions: ClassVar[tuple[Intervention, ...]] = ()
     prefix_reuse: ClassVar[bool] = False
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    task: AttributionTask
-    priority: int = 0
-    caller: str = ""
-    deadline: float | None = None
+    interventions: ClassVar[tuple[Intervention, ...]] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CircuitRequest:
+class AttributionRequest(SlotlessFields):
+    """Attributions of a logit to the parts of a prompt or of the model
+    (`model/inference/attribution/`), returned as one `AttributionEvent`. A step computes one piece
+    of it (`attributions.py`)."""
+
+    task: AttributionTask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CircuitRequest(SlotlessFields):
     """The circuit of a difference of logits (`model/inference/circuit/`), returned as one
     `CircuitEvent`. It is computed like an AttributionRequest."""
 
-    interventions: ClassVar[tuple[Intervention, ...]] = ()
-    prefix_reuse: ClassVar[bool] = False
-
-    request_id: str
-    token_ids: tuple[int, ...]
     task: CircuitTask
-    priority: int = 0
-    caller: str = ""
-    deadline: float | None = None
 
 
 Request = GenerationRequest | OutputsRequest | ScoreRequest | AttributionRequest | CircuitRequest

@@ -1,7 +1,7 @@
 """Sequence: the state of one generation, or of one prompt whose outputs or attributions are
 computed.
 
-It holds the tokens, the number of those in the cache, and the times of its stages. The engine owns
+It holds the tokens, how many of them are in the cache, and the times of its stages. The engine owns
 and changes it; `scheduler.py` makes the decisions.
 """
 
@@ -84,7 +84,7 @@ class Sequence:
     state: State = State.WAITING
     slot: int | None = None
     computed: int = 0  # leading tokens whose keys and values are in the cache
-    cached: int = 0  # number of those that were copied from another slot
+    cached: int = 0  # leading tokens that were copied from another slot
     credit: int = CHUNKS_IN_FLIGHT  # chunks that may still be delivered before the next `grant`
     handed_out: int = 0  # number of positions whose outputs were delivered
     paused_at: float | None = None  # time at which its reader fell behind

@@ -110,21 +110,24 @@ class MixedPass(Protocol):
 
 
 class Decoder(Protocol):
-    """Computes a model on its KV cache."""
+    """Computes a model on its KV cache. By default it has no threads, and nothing to restore or
+    free."""
 
-    has_threads: bool
+    has_threads: bool = False
     """True if the decoder computes with its own threads instead of torch's."""
-    prefill_matches_decode: bool
+    prefill_matches_decode: bool = False
     """True if prefill and decode compute the keys and values of a position with the same bits. Then
     a prompt may reuse the keys and values of generated tokens."""
 
     @property
     def launcher(self) -> Launcher | None:
         """Launches steps before the tokens of the previous one are known; None if unsupported."""
+        return None
 
     @property
     def mixed_pass(self) -> MixedPass | None:
         """Computes prompts together with a step; None if unsupported or not faster."""
+        return None
 
     def prefill(self, pieces: Sequence[PrefillInput]) -> list[Prefilled]:
         """Compute pieces of prompts into their slots, at most one piece per slot. If there is more
@@ -150,6 +153,8 @@ class Decoder(Protocol):
 
     def restore_weights(self) -> None:
         """Load all weights of the GPT back into memory, so that torch can compute with it."""
+        return
 
     def close(self) -> None:
         """Free the decoder, which must not be used afterwards."""
+        return

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from logitd.model.inference.kernels.base import Prefilled, PrefillInput
+from logitd.model.inference.kernels.base import Decoder, Prefilled, PrefillInput
 from logitd.model.inference.kernels.eager.taps import PieceTap
 from logitd.model.inference.sampling.sample import SamplingRows, sample_tokens
 from logitd.model.owner_code.connection import CodeModel, Wanted
@@ -42,13 +42,8 @@ class TokenCache:
             self._ids[target] = self.read(source, length)
 
 
-class CodeDecoder:
+class CodeDecoder(Decoder):
     """Computes a model by its owner's code."""
-
-    has_threads = False
-    prefill_matches_decode = False
-    launcher = None
-    mixed_pass = None
 
     def __init__(self, model: CodeModel, cache: TokenCache) -> None:
         self._model = model
@@ -109,9 +104,6 @@ class CodeDecoder:
 
     def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
         return sample_tokens(logits, computed, sampling)
-
-    def restore_weights(self) -> None:
-        """Do nothing: the process has the weights."""
 
     def close(self) -> None:
         self._model.close()

@@ -126,7 +126,7 @@ class NativeDecoder:
 
     @property
     def mixed_pass(self) -> "NativeDecoder | None":
-        return self if self.prefill_matches_decode and self.torch_head is None else None
+        return self if self.prefill_matches_decode else None
 
     @property
     def contended(self) -> bool:

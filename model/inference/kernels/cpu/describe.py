@@ -61,7 +61,7 @@ class Description:
         self._strips = bool(library.logitd_has_strips())
         self._quantized = None
         if quantize != "none":
-            # Contiguous, so that a step reads memory in order, as it does the weights.
+            # Contiguous, so that a step reads memory in order.
             sizes = quantized_bytes(gpt, quantize, strips=self._strips)
             self._quantized = Arena(sum(map(room_for_bytes, sizes)))
         self._cells = KINDS[dtype_name(gpt.token_embedding.weight.dtype)]

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from logitd.model.inference.kernels.base import DecodeRows, Prefilled, PrefillInput
+from logitd.model.inference.kernels.base import Decoder, DecodeRows, Prefilled, PrefillInput
 from logitd.model.inference.kernels.eager.prefill import TorchPrefill
 from logitd.model.inference.kernels.eager.row_groups import RowGroups, decode_row_groups
 from logitd.model.inference.kv_cache import KVCache
@@ -22,13 +22,8 @@ from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.tap import UNTAPPED, Tap
 
 
-class PlainDecoder:
+class PlainDecoder(Decoder):
     """Computes a GPT on its KV cache, one torch operation at a time."""
-
-    has_threads = False
-    prefill_matches_decode = False
-    launcher = None
-    mixed_pass = None
 
     def __init__(self, gpt: GPT, cache: KVCache, *, row_groups: RowGroups | None = None) -> None:
         """`row_groups` replaces the groups that `decode_row_groups` finds."""
@@ -60,12 +55,6 @@ class PlainDecoder:
 
     def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
         return sample_tokens(logits, computed, sampling)
-
-    def restore_weights(self) -> None:
-        """Do nothing: no weights are freed."""
-
-    def close(self) -> None:
-        """Do nothing: there are no threads to end."""
 
 
 def step_logits(

@@ -35,7 +35,7 @@ ONE_OF_FOUR = RowGroups(multiple=4, most=1)
 
 
 class TappedDecoder:
-    """Computes sequences of a GPT on a KV cache that another decoder also uses."""
+    """Computes tapped sequences of a GPT on a KV cache that another decoder also uses."""
 
     def __init__(self, gpt: GPT, cache: KVCache, readers: Readers) -> None:
         self._readers = readers

@@ -83,8 +83,8 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
             "min_tokens",
             "stop_token_ids.*40.*min_tokens",
         ),
-        (generation("a", PROMPT, prompt_logprobs=-1), "prompt_logprobs", "-1.*40 ids"),
-        (generation("a", PROMPT, prompt_logprobs=41), "prompt_logprobs", "41.*40 ids"),
+        (generation("a", PROMPT, prompt_logprobs=-1), "prompt_logprobs", "-1.*0 to 40"),
+        (generation("a", PROMPT, prompt_logprobs=41), "prompt_logprobs", "41.*0 to 40"),
         *(
             (outputs_request("a", PROMPT, positions), "positions", re.escape(str(positions)))
             for positions in ([], [3, 2], [3, 3])

@@ -55,7 +55,6 @@ struct Pair {
   Pair operator~() const { return {~low, ~high}; }
   Pair& operator+=(Pair other) { return *this = *this + other; }
   Pair& operator*=(Pair other) { return *this = *this * other; }
-  Pair& operator&=(Pair other) { return *this = *this & other; }
 
   friend Pair<Mask> operator<(Pair a, Pair b) { return {a.low < b.low, a.high < b.high}; }
   friend Pair<Mask> operator>(Pair a, Pair b) { return {a.low > b.low, a.high > b.high}; }
