@@ -21,7 +21,7 @@ from logitd.model.convert.hf.added import GENERATION, TOKENIZER_CONFIG
 from logitd.model.convert.hf.config import activation_name
 from logitd.model.convert.hf.dialect import to_oniguruma
 from logitd.model.convert.hf.folder import CONFIG, WEIGHTS
-from logitd.model.convert.hf.merges import byte_characters, merges_of, written
+from logitd.model.convert.hf.merges import merges_of, written
 from logitd.model.convert.hf.rope import rope_parameters
 from logitd.model.convert.hf.tokenizer import TOKENIZER
 from logitd.model.convert.layouts import NORMS, Layout, write_sizes, write_weights
@@ -178,9 +178,8 @@ def _added_token(tokenizer: Tokenizer, text: str, token_id: int) -> dict[str, An
 
 
 def _merged_parts(tokenizer: Tokenizer) -> dict[str, Any]:
-    characters = byte_characters()
     merges, _ = merges_of(tokenizer.tokens)
-    named = {written(token, characters): rank for token, rank in tokenizer.tokens.items()}
+    named = {written(token): rank for token, rank in tokenizer.tokens.items()}
     return {
         "pre_tokenizer": {
             "type": "Sequence",
@@ -197,7 +196,7 @@ def _merged_parts(tokenizer: Tokenizer) -> dict[str, Any]:
             "byte_fallback": False,
             "ignore_merges": True,  # whole pieces are looked up first, as in tiktoken
             "vocab": _by_id(named | _between(tokenizer)),
-            "merges": [[written(part, characters) for part in pair] for pair in merges],
+            "merges": [list(map(written, pair)) for pair in merges],
         },
     }
 

@@ -24,7 +24,7 @@ from logitd.model.convert.hf.added import (
     require_members,
 )
 from logitd.model.convert.hf.dialect import from_oniguruma
-from logitd.model.convert.hf.merges import byte_characters, last_pair, merge_piece, written
+from logitd.model.convert.hf.merges import last_pair, merge_piece, unwritten, written
 from logitd.model.convert.probe import probe_text
 from logitd.model.convert.source_file import source_object
 from logitd.model.convert.vocabulary.words import (
@@ -184,12 +184,15 @@ def _vocabulary(document: Mapping[str, Any], path: Path) -> dict[str, int]:
 def _ordinary(
     vocabulary: Mapping[str, int], apart: Collection[str], path: Path
 ) -> dict[bytes, int]:
-    bytes_of = {character: byte for byte, character in byte_characters().items()}
     ordinary: dict[bytes, int] = {}
     for name, token_id in sorted(vocabulary.items(), key=lambda item: item[1]):
         if name in apart:
             continue
-        if not name or not bytes_of.keys() >= set(name):
+        try:
+            token = unwritten(name)
+        except KeyError:
+            token = b""
+        if not token:
             raise ConvertError(
                 f"{path}: the token {name!r} ({token_id}) is not written in bytes: this is "
                 "not a byte-level vocabulary"
@@ -199,7 +202,7 @@ def _ordinary(
                 f"{path}: the token {name[:40]!r}... has {len(name):,} bytes; the limit is "
                 f"{MOST_TOKEN_BYTES:,}"
             )
-        ordinary[bytes(map(bytes_of.__getitem__, name))] = token_id
+        ordinary[token] = token_id
     return ordinary
 
 
@@ -260,11 +263,10 @@ def _check_merges(
     model: Mapping[str, Any], ranks: Mapping[bytes, int], pattern: str, path: Path
 ) -> None:
     """Raise ConvertError unless the merges encode as the ranks do (see `merges.py`)."""
-    bytes_of = {character: byte for byte, character in byte_characters().items()}
     pairs, last = set(), -1
     for left, right in _pairs(model, path):
         try:
-            pair = (bytes(map(bytes_of.__getitem__, left)), bytes(map(bytes_of.__getitem__, right)))
+            pair = (unwritten(left), unwritten(right))
             rank = ranks[pair[0] + pair[1]]
         except KeyError as error:
             raise ConvertError(
@@ -321,14 +323,14 @@ def _try(foreign: ForeignTokenizer, model: Mapping[str, Any], path: Path) -> Non
     with naming(path):  # its pattern may skip characters
         ids = tokenizer.encode(text)
     order = foreign.source_ids
-    characters, pairs = byte_characters(), _pairs(model, path)
+    pairs = _pairs(model, path)
     expected = list[int]()
     for part in tokenizer.added.split(text):
         if part.token_id is not None:
             expected.append(order[part.token_id])
             continue
         for piece in regex.findall(tokenizer.pattern, text[part.start : part.end]):
-            expected += _ids_of_piece(written(piece.encode(), characters), model, pairs)
+            expected += _ids_of_piece(written(piece.encode()), model, pairs)
     given = [order[token_id] for token_id in ids]
     if given != expected:
         place = next(

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 import regex
 
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer, naming
-from logitd.model.convert.hf.merges import byte_characters, last_pair, merge_piece
+from logitd.model.convert.hf.merges import BYTE_CHARACTERS, last_pair, merge_piece
 from logitd.model.convert.hf.tokenizer import GPT2_PATTERN
 from logitd.model.convert.vocabulary.table import Table, Text
 from logitd.model.convert.vocabulary.words import (
@@ -188,6 +188,5 @@ def string_pair_tokenizer(table: Table) -> tuple[Tokenizer, tuple[str, ...]]:
 
 
 def is_byte_level(table: Table) -> bool:
-    known = set(byte_characters().values())
-    texts = [t for t in table.texts.values() if isinstance(t, str) and not looks_special(t)]
-    return known <= {text for text in texts if len(text) == 1}
+    """True if the texts include the spelling of every byte."""
+    return set(BYTE_CHARACTERS.values()) <= set(table.texts.values())
