@@ -273,7 +273,8 @@ def half_split(config: GPTConfig) -> list[int]:
 
 def inside(*names: str, **norms: str) -> dict[str, tuple[str, ...]]:
     """Names of a layer's modules, in the order of LAYER. Several names in one string, separated by
-    spaces, are stacked into one module here. `norms` are those of query and key."""
+    spaces, are stacked into one module here. `norms` are the names of the norms of query and
+    key."""
     parts = dict(zip(LAYER, names, strict=True)) | norms
     return {part: tuple(theirs.split()) for part, theirs in parts.items()}
 

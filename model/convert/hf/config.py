@@ -61,8 +61,7 @@ NEUTRAL = (
 """Keys that do not change the logits of any architecture."""
 
 Shape = tuple[GPTConfig, set[str]]
-"""A shape, and the parts without biases in a source whose other parts have biases (see
-`read_weights`)."""
+"""A shape, and the parts that lack biases in the source (`unbiased` of `read_weights`)."""
 
 
 def read_huggingface(folder: Path, *, named: str = WEIGHTS) -> ForeignModel:

@@ -116,8 +116,8 @@ def tokenizer_of_document(
     complete = with_all_bytes(ranks, size)
     if (missing := len(complete) - len(ranks)) and model.get("unk_token"):
         raise ConvertError(
-            f"{path}: {missing} of the 256 bytes are not tokens and become "
-            f"{model['unk_token']!r} there, but logitd encodes every text without loss"
+            f"{path}: {missing} of the 256 bytes are not tokens. Hugging Face replaces them by "
+            f"{model['unk_token']!r}, but logitd encodes every text without loss"
         )
     ranks = complete
     _check_merges(model, ranks, pattern, path)
@@ -270,7 +270,7 @@ def _check_merges(
             rank = ranks[pair[0] + pair[1]]
         except KeyError as error:
             raise ConvertError(
-                f"{path}: the merge of {left!r} and {right!r} makes no token of the vocabulary"
+                f"{path}: the merge of {left!r} and {right!r} forms no token of the vocabulary"
             ) from error
         if rank < last:
             raise ConvertError(

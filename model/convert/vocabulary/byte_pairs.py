@@ -58,8 +58,8 @@ def byte_pair_tokenizer(table: Table) -> ForeignTokenizer:
     if len(ranks) < len(tokens):
         twice = next(token for i, token in tokens.items() if ranks[token] != i)
         raise ConvertError(
-            f"{table.where}: two merges make {twice!r}, with two ids; ranks have one for the same "
-            f"bytes. {WITHOUT_TEXT}"
+            f"{table.where}: two merges create {twice!r}, with two ids, but ranks have only one id "
+            f"for the same bytes. {WITHOUT_TEXT}"
         )
     for (left, right), token_id in table.merges.items():
         formed = last_pair(tokens[token_id], ranks)
@@ -67,8 +67,8 @@ def byte_pair_tokenizer(table: Table) -> ForeignTokenizer:
             by = "no merges" if formed is None else f"{formed[0]!r} and {formed[1]!r}"
             raise ConvertError(
                 f"{table.where}: {tokens[token_id]!r} is merged from {tokens[left]!r} and "
-                f"{tokens[right]!r} there, but by ranks from {by}, so some texts would get "
-                f"other ids. {WITHOUT_TEXT}"
+                f"{tokens[right]!r}, but by ranks it would be merged from {by}, so some texts would "
+                f"get different ids. {WITHOUT_TEXT}"
             )
     return _ranked(ranks, names, table)
 
@@ -104,7 +104,7 @@ def _formed(merges: Mapping[tuple[int, int], int], where: str) -> dict[int, byte
     tokens = {byte: bytes([byte]) for byte in range(256)}
     for pair, token_id in sorted(merges.items(), key=lambda item: item[1]):
         if token_id in tokens or not all(part in tokens for part in pair):
-            wrong = "is made twice" if token_id in tokens else "is made of ids that come later"
+            wrong = "is created twice" if token_id in tokens else "is merged from later ids"
             raise ConvertError(f"{where}: the id {token_id} {wrong} (a merge of {pair})")
         tokens[token_id] = tokens[pair[0]] + tokens[pair[1]]
     return tokens
@@ -118,7 +118,7 @@ def _compare(tokens: Mapping[int, bytes], table: Table) -> None:
             if token.decode(errors="replace") == text:
                 continue  # an incomplete character, as decode() shows it
             raise ConvertError(
-                f"{table.where}: id {token_id} is {text!r} there, but its merges make {token!r}"
+                f"{table.where}: id {token_id} has the text {text!r}, but its merges form {token!r}"
             )
 
 
