@@ -67,8 +67,8 @@ def byte_pair_tokenizer(table: Table) -> ForeignTokenizer:
             by = "no merges" if formed is None else f"{formed[0]!r} and {formed[1]!r}"
             raise ConvertError(
                 f"{table.where}: {tokens[token_id]!r} is merged from {tokens[left]!r} and "
-                f"{tokens[right]!r}, but by ranks it would be merged from {by}, so some texts would "
-                f"get different ids. {WITHOUT_TEXT}"
+                f"{tokens[right]!r}, but by ranks it would be merged from {by}, so some texts "
+                f"would get different ids. {WITHOUT_TEXT}"
             )
     return _ranked(ranks, names, table)
 
