@@ -29,8 +29,10 @@ LARGEST = 2**24
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """The numbers of a header, in the order of the file. If `shared`, the head is the embedding."""
+    """The version and the numbers of a header. If `shared`, the head is the embedding."""
 
+    version: int
+    shared: bool
     width: int
     hidden: int
     layers: int
@@ -38,8 +40,6 @@ class _Header:
     kv_heads: int
     vocab: int
     context: int
-    version: int
-    shared: bool
 
     @property
     def plausible(self) -> bool:
@@ -72,11 +72,18 @@ class _Header:
         final = {"norm.weight": (width,)}
         head = {} if self.shared else {"output.weight": (self.vocab, width)}
         if self.version:
-            parts = (*norms, final, embedding, attention, feed_forward, head)
-        else:
-            tables = dict.fromkeys(("freqs_cos", "freqs_sin"), (self.context, size // 2))
-            parts = (embedding, norms[0], attention, norms[1], feed_forward, final, tables, head)
-        return {name: shape for part in parts for name, shape in part.items()}
+            return {
+                **norms[0],
+                **norms[1],
+                **final,
+                **embedding,
+                **attention,
+                **feed_forward,
+                **head,
+            }
+        tables = dict.fromkeys(("freqs_cos", "freqs_sin"), (self.context, size // 2))
+        before = {**embedding, **norms[0], **attention, **norms[1], **feed_forward}
+        return {**before, **final, **tables, **head}
 
     def file_bytes(self) -> int:
         return self.offset + 4 * sum(map(math.prod, self.shapes().values()))
@@ -133,7 +140,7 @@ def _read_header(path: Path) -> _Header | None:
                 "version 2 is quantized: export it with --version 1"
             )
         numbers: tuple[int, ...] = HEADER.unpack_from(head, 8)
-        header = _Header(*numbers, version=1, shared=bool(head[8 + HEADER.size]))
+        header = _Header(1, bool(head[8 + HEADER.size]), *numbers)
         if not header.plausible or header.file_bytes() != size:
             raise ConvertError(
                 f"{path} has {size:,} bytes, but its header {numbers} needs "
@@ -145,7 +152,7 @@ def _read_header(path: Path) -> _Header | None:
         return None
     # A negative vocabulary size means that the head is not the embedding.
     *first, vocab, context = HEADER.unpack_from(head)
-    header = _Header(*first, abs(vocab), context, version=0, shared=vocab > 0)
+    header = _Header(0, vocab > 0, *first, abs(vocab), context)
     return header if header.plausible and header.file_bytes() == size else None
 
 

@@ -242,7 +242,10 @@ def _pattern(document: Mapping[str, Any], path: Path) -> str:
         raise ConvertError(f"{path} splits texts twice: by a Split and by ByteLevel's own pattern")
     behavior = (split.get("behavior"), split.get("invert", False))
     if behavior not in (("Isolated", False), ("Removed", True)):
-        raise ConvertError(f"{path} splits texts by a Split that is {split.get('behavior')}")
+        raise ConvertError(
+            f"{path} has a Split with the behavior {split.get('behavior')} and invert "
+            f"{split.get('invert', False)}; only Isolated, or Removed with invert, can be imported"
+        )
     source = split.get("pattern")
     if not isinstance(source, dict) or not isinstance(source.get("Regex"), str):
         raise ConvertError(f"{path} splits texts at {source!r}, which is not a regular expression")
@@ -359,7 +362,7 @@ def _word_level_tokenizer(
     """The tokenizer of whole words, and notes about it. Raises ConvertError."""
     require_members(document["model"], ("type", "vocab", "unk_token"), f"the model of {path}")
     if (decoder := document.get("decoder")) and decoder.get("type") != "Fuse":
-        raise ConvertError(f"{path} joins words by {decoder.get('type')}, which is unknown here")
+        raise ConvertError(f"{path} joins words by {decoder.get('type')}; known is Fuse")
     if not vocabulary:
         raise ConvertError(f"{path}: the vocabulary is not an object of words and ids")
     named = {**vocabulary, **added.ids}
