@@ -57,33 +57,27 @@ class _Header:
         layer; the first axis of its shape counts the layers."""
         layers, width, hidden = self.layers, self.width, self.hidden
         size = width // self.heads
-        layer, square = "layers.{N}.", (layers, width, width)
-        keys, wide = (layers, self.kv_heads * size, width), (layers, hidden, width)
-        embedding = {"tok_embeddings.weight": (self.vocab, width)}
-        norms = [{f"{layer}{name}_norm.weight": (layers, width)} for name in ("attention", "ffn")]
-        attention = {
-            f"{layer}attention.{name}.weight": shape
-            for name, shape in (("wq", square), ("wk", keys), ("wv", keys), ("wo", square))
+        keys = self.kv_heads * size
+        shapes: dict[str, tuple[int, ...]] = {
+            "tok_embeddings": (self.vocab, width),
+            "layers.{N}.attention_norm": (layers, width),
+            "layers.{N}.attention.wq": (layers, width, width),
+            "layers.{N}.attention.wk": (layers, keys, width),
+            "layers.{N}.attention.wv": (layers, keys, width),
+            "layers.{N}.attention.wo": (layers, width, width),
+            "layers.{N}.ffn_norm": (layers, width),
+            "layers.{N}.feed_forward.w1": (layers, hidden, width),
+            "layers.{N}.feed_forward.w2": (layers, width, hidden),
+            "layers.{N}.feed_forward.w3": (layers, hidden, width),
+            "norm": (width,),
         }
-        feed_forward = {
-            f"{layer}feed_forward.{name}.weight": shape
-            for name, shape in (("w1", wide), ("w2", (layers, width, hidden)), ("w3", wide))
-        }
-        final = {"norm.weight": (width,)}
-        head = {} if self.shared else {"output.weight": (self.vocab, width)}
-        if self.version:
-            return {
-                **norms[0],
-                **norms[1],
-                **final,
-                **embedding,
-                **attention,
-                **feed_forward,
-                **head,
-            }
-        tables = dict.fromkeys(("freqs_cos", "freqs_sin"), (self.context, size // 2))
-        before = {**embedding, **norms[0], **attention, **norms[1], **feed_forward}
-        return {**before, **final, **tables, **head}
+        if self.version:  # all norms come first
+            shapes = dict(sorted(shapes.items(), key=lambda item: "norm" not in item[0]))
+        else:
+            shapes |= dict.fromkeys(("freqs_cos", "freqs_sin"), (self.context, size // 2))
+        if not self.shared:
+            shapes["output"] = (self.vocab, width)
+        return {f"{name}.weight": shape for name, shape in shapes.items()}
 
     def file_bytes(self) -> int:
         return self.offset + 4 * sum(map(math.prod, self.shapes().values()))
@@ -96,7 +90,7 @@ def read_llama2c(path: Path) -> ForeignModel | None:
     if header is None:
         return None
     reader = StateDictReader(str(path), dict(_tensors(path, header)))
-    reader.ignore("freqs_cos", "freqs_sin")
+    reader.ignore("freqs_cos.weight", "freqs_sin.weight")
     with naming(path):
         config = gpt2_shape(
             vocab_size=header.vocab,
