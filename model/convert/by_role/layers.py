@@ -244,14 +244,15 @@ def _ends_with_norm(numbered: Mapping[int, Mapping[str, Shape]]) -> bool:
 
 
 def _first_number(name: str) -> tuple[str, int, str] | None:
+    """The text before the number of a list in a name, the number, and the text after it."""
     parts = name.split(".")
     for index, part in enumerate(parts[:-1] if len(parts) > 1 else parts):
+        before = "".join(f"{p}." for p in parts[:index])
+        behind = "".join(f".{p}" for p in parts[index + 1 :])
         if part.isdigit():
-            before = "".join(f"{p}." for p in parts[:index])
-            return before, int(part), "".join(f".{p}" for p in parts[index + 1 :])
+            return before, int(part), behind
         if by_hand := words.LAYER_PARTS.fullmatch(part.lower()):
-            before = "".join(f"{p}." for p in parts[:index]) + part[: -len(by_hand[2])]
-            return before, int(by_hand[2]), "".join(f".{p}" for p in parts[index + 1 :])
+            return before + part[: -len(by_hand[2])], int(by_hand[2]), behind
     if joined := words.JOINED_LAYER.fullmatch(name):
         return joined[1], int(joined[2]), joined[3]
     return None

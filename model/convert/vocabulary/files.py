@@ -211,10 +211,9 @@ def _built(table: Table | None, path: Path, skip_normalizer: bool) -> ForeignTok
     beside = _merges_beside(path)
     if beside is not None and table.merges is None and table.strings is None:
         merges = _merges(beside)
-        if (pairs := id_merges(merges)) is not None:
-            table = replace(table, merges=pairs)
-        else:
-            table = replace(table, strings=string_merges(merges))
+        pairs = id_merges(merges)
+        strings = string_merges(merges) if pairs is None else None
+        table = replace(table, merges=pairs, strings=strings)
     return build_tokenizer(table, skip_normalizer=skip_normalizer)
 
 
