@@ -280,7 +280,8 @@ def inside(*names: str, **norms: str) -> dict[str, tuple[str, ...]]:
 
 
 def sizes(*keys: str, **more: str) -> dict[str, str]:
-    """Keys of the context length, width, layers and heads, and of `more` sizes."""
+    """The `sizes` of a Layout from the keys of the context length, the width and the numbers of
+    layers and heads. `more` are the keys of other fields."""
     names = ("context_length", "d_model", "n_layer", "n_head")
     return dict(zip(names, keys, strict=True)) | more
 

@@ -31,7 +31,7 @@ class StatedLoss:
 
     @property
     def limit(self) -> float:
-        """The largest loss on a similar text that agrees with it."""
+        """The largest loss on a text like the training data that agrees with this loss."""
         return self.nats + max(ALLOWED_NATS, ALLOWED_SHARE * self.nats)
 
 

@@ -247,7 +247,7 @@ def _nanochat(settings: Settings) -> Shape:
 
 
 def _windows(model_type: str, settings: Settings, n_layer: int) -> tuple[int | None, ...] | None:
-    """The sliding window of each layer. If Mistral's first configurations omit the key, the window
+    """The sliding window of each layer. Mistral's first configurations omit the key; their window
     is 4,096."""
     own = model_type == "mistral" or (
         model_type != "llama" and settings.flag("use_sliding_window", False)
