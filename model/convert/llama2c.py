@@ -144,9 +144,10 @@ def _read_header(path: Path) -> _Header | None:
         return header
     if len(head) < FIRST_VERSION_BYTES or head[:2] in (b"PK", b"\x80\x02"):
         return None
+    sizes = list(HEADER.unpack_from(head))
     # A negative vocabulary size means that the head is not the embedding.
-    *first, vocab, context = HEADER.unpack_from(head)
-    header = _Header(0, vocab > 0, *first, abs(vocab), context)
+    shared, sizes[5] = sizes[5] > 0, abs(sizes[5])
+    header = _Header(0, shared, *sizes)
     return header if header.plausible and header.file_bytes() == size else None
 
 
