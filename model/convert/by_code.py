@@ -218,16 +218,12 @@ def _config(
     sources: Mapping[str, bytes],
     options: CodeOptions,
 ) -> CodeConfig:
-    words = {
-        word.lower()
-        for text in (*(source.decode("utf-8", "replace") for source in sources.values()),
-                     code.expression, code.call or "")
-        for word in re.findall(r"[^\W\d]\w*", text)
-    }  # fmt: skip
-    main = min(
-        (name for name in sources if Path(name).name == code.file.name
-         and sources[name] == code.file.read_bytes()), key=len,
-    )  # fmt: skip
+    texts = (source.decode("utf-8", "replace") for source in sources.values())
+    text = " ".join((*texts, code.expression, code.call or ""))
+    words = {word.lower() for word in re.findall(r"[^\W\d]\w*", text)}
+    own = code.file.read_bytes()
+    same = (name for name in sources if Path(name).name == code.file.name and sources[name] == own)
+    main = min(same, key=len)
     try:
         return CodeConfig.from_dict(
             {

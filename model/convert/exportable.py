@@ -108,7 +108,7 @@ def _gguf_objections_to_vocabulary(tokenizer: Tokenizer, pre: str | None) -> lis
         found.append(
             "llama.cpp has no name for this checkpoint's split pattern "
             f"({tokenizer.pattern[:50]}...). --pre qwen2 (or another of its names) writes the "
-            "file anyway: some texts then have different ids there than here"
+            "file anyway: some texts then have different ids in llama.cpp than in logitd"
         )
     if missing := len(tokenizer.ranks) - len(tokenizer.tokens):
         found.append(

@@ -1,5 +1,4 @@
-"""Families: finds the architecture, among those of other programs, that is equivalent to a
-checkpoint's model.
+"""Families: finds the architecture of other programs that is equivalent to a checkpoint's model.
 
 Supported are GPT-2, GPT-NeoX, Llama, Qwen2 (Llama with biases on query, key and value) and Qwen3
 (with QK-norm). Any other shape is refused; the error names every key of the configuration that has
@@ -20,7 +19,8 @@ from logitd.model.transformer.config import WITHOUT_PARTS, GPTConfig, parts_of
 GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3 = "gpt2", "gpt_neox", "llama", "qwen2", "qwen3"
 
 NARROWER = 2 / 3
-"""Width of a gated feed-forward relative to one without a gate that has as many parameters."""
+"""Width of a gated feed-forward relative to a feed-forward without a gate and the same number of
+parameters."""
 MULTIPLE = 32
 """Divisor of the widths that `nearest` chooses."""
 

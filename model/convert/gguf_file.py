@@ -19,7 +19,7 @@ from logitd.model.convert.exportable import PRE_TOKENIZERS
 from logitd.model.convert.family import GPT2, LLAMA, QWEN2, QWEN3
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.convert.hf.export import biased_parts
-from logitd.model.convert.hf.merges import byte_characters, merges_of, written
+from logitd.model.convert.hf.merges import merges_of, written
 from logitd.model.convert.layouts import GGUF_GPT2, GGUF_LLAMA, GGUF_QWEN, write_weights
 from logitd.model.extras import installation
 from logitd.model.transformer.gpt import GPT
@@ -76,7 +76,7 @@ def write_gguf(path: Path, info: CheckpointInfo, gpt: GPT, family: str, pre: str
 
 
 def _add_vocabulary(writer: Any, gguf: Any, info: CheckpointInfo, cut: str) -> None:
-    tokenizer, characters = info.tokenizer, byte_characters()
+    tokenizer = info.tokenizer
     merges, _ = merges_of(tokenizer.ranks)
     names = {token_id: name for name, token_id in tokenizer.special_tokens.items()}
     apart = {token_id: text for text, token_id in tokenizer.added_tokens.items()}
@@ -90,7 +90,7 @@ def _add_vocabulary(writer: Any, gguf: Any, info: CheckpointInfo, cut: str) -> N
             tokens.append(apart[token_id])
             types.append(gguf.TokenType.USER_DEFINED)
         elif raw:
-            tokens.append(written(raw, characters))
+            tokens.append(written(raw))
             types.append(gguf.TokenType.NORMAL)
         else:
             tokens.append(f"[PAD{token_id}]")
@@ -99,7 +99,7 @@ def _add_vocabulary(writer: Any, gguf: Any, info: CheckpointInfo, cut: str) -> N
     writer.add_tokenizer_pre(cut)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges([" ".join(written(part, characters) for part in p) for p in merges])
+    writer.add_token_merges([" ".join(map(written, pair)) for pair in merges])
     writer.add_add_bos_token(False)
     if tokenizer.end_of_text is not None:
         writer.add_bos_token_id(tokenizer.end_of_text)

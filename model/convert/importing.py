@@ -148,7 +148,7 @@ def import_model(
         text = None if check is None else read_check_text(check, files, vocabulary)
     except ConvertError as error:
         missing = error
-    _ask_together(opened, unknown, text, missing, checked=check is not None)
+    _ask_together(opened, where, unknown, text, missing, checked=check is not None)
     assert vocabulary is not None
     if isinstance(opened, Recognized):
         model = read_by_role(opened, text=text, log=log)
@@ -323,6 +323,7 @@ def _is_own(folder: Path) -> bool:
 
 def _ask_together(
     opened: ForeignModel | Recognized,
+    where: str,
     unknown: Mapping[str, Any],
     text: CheckText | None,
     vocabulary: ConvertError | None,
@@ -331,7 +332,6 @@ def _ask_together(
 ) -> None:
     """Raise one error about everything that is open: settings that are not understood, open fields,
     and the vocabulary. Fields that a text will answer are omitted until the text can be encoded."""
-    where = str(opened.file.path) if isinstance(opened, Recognized) else opened.kind
     asked = [OpenQuestions(f"{where}: {question(unknown)}", list(unknown))] if unknown else []
     if not asked and vocabulary is None:
         return

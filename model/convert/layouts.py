@@ -273,13 +273,15 @@ def half_split(config: GPTConfig) -> list[int]:
 
 def inside(*names: str, **norms: str) -> dict[str, tuple[str, ...]]:
     """Names of a layer's modules, in the order of LAYER. Several names in one string, separated by
-    spaces, are stacked into one module here. `norms` are those of query and key."""
+    spaces, are stacked into one module here. `norms` are the names of the norms of query and
+    key."""
     parts = dict(zip(LAYER, names, strict=True)) | norms
     return {part: tuple(theirs.split()) for part, theirs in parts.items()}
 
 
 def sizes(*keys: str, **more: str) -> dict[str, str]:
-    """Keys of the context length, width, layers and heads, and of `more` sizes."""
+    """The `sizes` of a Layout from the keys of the context length, the width and the numbers of
+    layers and heads. `more` are the keys of other fields."""
     names = ("context_length", "d_model", "n_layer", "n_head")
     return dict(zip(names, keys, strict=True)) | more
 

@@ -138,7 +138,8 @@ def _config(settings: Settings) -> GPTConfig:
 
 
 def _windows(settings: Settings, n_layer: int) -> tuple[int | None, ...] | None:
-    """The sliding window of each layer, or of all layers unless the configuration lists some."""
+    """The sliding window of each layer. All layers have it, unless the configuration lists those
+    that do."""
     if settings.get("sliding_window_size") is None:
         return None
     window, marks = settings.integer("sliding_window_size"), settings.get("sliding_window_indices")

@@ -29,8 +29,10 @@ LARGEST = 2**24
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """The numbers of a header, in the order of the file. If `shared`, the head is the embedding."""
+    """The version and the numbers of a header. If `shared`, the head is the embedding."""
 
+    version: int
+    shared: bool
     width: int
     hidden: int
     layers: int
@@ -38,8 +40,6 @@ class _Header:
     kv_heads: int
     vocab: int
     context: int
-    version: int
-    shared: bool
 
     @property
     def plausible(self) -> bool:
@@ -57,26 +57,27 @@ class _Header:
         layer; the first axis of its shape counts the layers."""
         layers, width, hidden = self.layers, self.width, self.hidden
         size = width // self.heads
-        layer, square = "layers.{N}.", (layers, width, width)
-        keys, wide = (layers, self.kv_heads * size, width), (layers, hidden, width)
-        embedding = {"tok_embeddings.weight": (self.vocab, width)}
-        norms = [{f"{layer}{name}_norm.weight": (layers, width)} for name in ("attention", "ffn")]
-        attention = {
-            f"{layer}attention.{name}.weight": shape
-            for name, shape in (("wq", square), ("wk", keys), ("wv", keys), ("wo", square))
+        keys = self.kv_heads * size
+        shapes: dict[str, tuple[int, ...]] = {
+            "tok_embeddings": (self.vocab, width),
+            "layers.{N}.attention_norm": (layers, width),
+            "layers.{N}.attention.wq": (layers, width, width),
+            "layers.{N}.attention.wk": (layers, keys, width),
+            "layers.{N}.attention.wv": (layers, keys, width),
+            "layers.{N}.attention.wo": (layers, width, width),
+            "layers.{N}.ffn_norm": (layers, width),
+            "layers.{N}.feed_forward.w1": (layers, hidden, width),
+            "layers.{N}.feed_forward.w2": (layers, width, hidden),
+            "layers.{N}.feed_forward.w3": (layers, hidden, width),
+            "norm": (width,),
         }
-        feed_forward = {
-            f"{layer}feed_forward.{name}.weight": shape
-            for name, shape in (("w1", wide), ("w2", (layers, width, hidden)), ("w3", wide))
-        }
-        final = {"norm.weight": (width,)}
-        head = {} if self.shared else {"output.weight": (self.vocab, width)}
-        if self.version:
-            parts = (*norms, final, embedding, attention, feed_forward, head)
+        if self.version:  # all norms come first
+            shapes = dict(sorted(shapes.items(), key=lambda item: "norm" not in item[0]))
         else:
-            tables = dict.fromkeys(("freqs_cos", "freqs_sin"), (self.context, size // 2))
-            parts = (embedding, norms[0], attention, norms[1], feed_forward, final, tables, head)
-        return {name: shape for part in parts for name, shape in part.items()}
+            shapes |= dict.fromkeys(("freqs_cos", "freqs_sin"), (self.context, size // 2))
+        if not self.shared:
+            shapes["output"] = (self.vocab, width)
+        return {f"{name}.weight": shape for name, shape in shapes.items()}
 
     def file_bytes(self) -> int:
         return self.offset + 4 * sum(map(math.prod, self.shapes().values()))
@@ -89,7 +90,7 @@ def read_llama2c(path: Path) -> ForeignModel | None:
     if header is None:
         return None
     reader = StateDictReader(str(path), dict(_tensors(path, header)))
-    reader.ignore("freqs_cos", "freqs_sin")
+    reader.ignore("freqs_cos.weight", "freqs_sin.weight")
     with naming(path):
         config = gpt2_shape(
             vocab_size=header.vocab,
@@ -133,7 +134,7 @@ def _read_header(path: Path) -> _Header | None:
                 "version 2 is quantized: export it with --version 1"
             )
         numbers: tuple[int, ...] = HEADER.unpack_from(head, 8)
-        header = _Header(*numbers, version=1, shared=bool(head[8 + HEADER.size]))
+        header = _Header(1, bool(head[8 + HEADER.size]), *numbers)
         if not header.plausible or header.file_bytes() != size:
             raise ConvertError(
                 f"{path} has {size:,} bytes, but its header {numbers} needs "
@@ -143,9 +144,10 @@ def _read_header(path: Path) -> _Header | None:
         return header
     if len(head) < FIRST_VERSION_BYTES or head[:2] in (b"PK", b"\x80\x02"):
         return None
+    sizes = list(HEADER.unpack_from(head))
     # A negative vocabulary size means that the head is not the embedding.
-    *first, vocab, context = HEADER.unpack_from(head)
-    header = _Header(*first, abs(vocab), context, version=0, shared=vocab > 0)
+    shared, sizes[5] = sizes[5] > 0, abs(sizes[5])
+    header = _Header(0, shared, *sizes)
     return header if header.plausible and header.file_bytes() == size else None
 
 

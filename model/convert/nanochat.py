@@ -98,8 +98,8 @@ class _Version:
     tiles: int | None
 
     def short_window(self, length: int) -> int:
-        """Number of positions that a short window covers, including the current one. nanochat
-        counts those before it."""
+        """Number of positions that a short window covers, including the current position, which
+        nanochat does not count."""
         if self.tiles is None:
             return length // self.short + 1
         return -(-length // self.short // self.tiles) * self.tiles + 1
@@ -264,7 +264,7 @@ def _shape(settings: Settings, tensors: Mapping[str, Tensor]) -> GPTConfig:
 def _own_weights(
     reader: StateDictReader, config: GPTConfig, version: _Version
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights that `LAYOUT` does not describe."""
+    """Yield the weights that `LAYOUT` does not describe, with their names here."""
     width, layers = config.d_model, config.n_layer
     if config.smear:
         yield "smear_gate.weight", reader.take("smear_gate.weight", 1, min(24, width))
@@ -282,14 +282,11 @@ def _own_weights(
             sharpness = torch.full((config.head_dim,), version.sharpness)
             yield f"blocks.{layer}.{name}.weight", sharpness
         if config.has_value_embedding(layer):
-            theirs = f"value_embeds.{layer}.weight"
-            table = reader.take(theirs, config.vocab_size, config.kv_width)
+            name, read = f"value_embeds.{layer}.weight", min(version.gate_width, width)
+            table = reader.take(name, config.vocab_size, config.kv_width)
             yield f"blocks.{layer}.value_embedding.weight", table.float() * (version.gate / 2)
-            theirs, read = (
-                f"transformer.h.{layer}.attn.ve_gate.weight",
-                min(version.gate_width, width),
-            )
-            gate = reader.take(theirs, config.n_kv_head, read)
+            name = f"transformer.h.{layer}.attn.ve_gate.weight"
+            gate = reader.take(name, config.n_kv_head, read)
             wide = gate.new_zeros(config.n_kv_head, min(VALUE_GATE_WIDTH, width))
             wide[:, :read] = gate
             yield f"blocks.{layer}.value_gate.weight", wide

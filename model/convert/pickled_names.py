@@ -10,9 +10,10 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 BYTES = 256 * 2**20
 """Maximum number of bytes read from a pickle that is not in a zip archive. Such pickles contain the
@@ -64,7 +65,9 @@ class PickledNames:
 def pickled_names(path: Path) -> PickledNames:
     """Read the names in a file. If it is not a pickle, there are none."""
     by_torch, names, complete, texts = False, list[str](), False, set[str]()
-    try:
+    # Damaged bytes may cause warnings about invalid escapes. After an error, the names read so far
+    # count; the caller reports the damage.
+    with suppress(*DAMAGE), warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 inner = next((n for n in archive.namelist() if n.endswith("data.pkl")), None)
@@ -82,8 +85,6 @@ def pickled_names(path: Path) -> PickledNames:
                 while file.tell() < min(size, BYTES):
                     names += _globals(file, texts)
                     complete = True
-    except DAMAGE:
-        pass  # the names read so far count; the caller reports the damage
     foreign = tuple(dict.fromkeys(name for name in names if not _harmless(name)))
     module = "_modules" in texts and "_parameters" in texts
     return PickledNames(foreign, module, by_torch, complete)
@@ -96,27 +97,12 @@ def _harmless(name: str) -> bool:
     )
 
 
-def _instructions(file: BinaryIO) -> Iterator[tuple[pickletools.OpcodeInfo, Any]]:
-    """Yield the instructions of a pickle with their arguments. Suppresses Python's warnings about
-    invalid escapes, which damaged bytes may cause."""
-    instructions = pickletools.genops(file)
-    while True:
-        # Only during each step, because a generator must not change filters between steps.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            instruction = next(instructions, None)
-        if instruction is None:
-            return
-        opcode, argument, _ = instruction
-        yield opcode, argument
-
-
 def _globals(file: BinaryIO, texts: set[str]) -> Iterator[str]:
     """Yield the names in a pickle. Adds the strings that identify a torch module to `texts`."""
     strings: list[str] = []
     memo: dict[int, str] = {}
     memoized, last = 0, ""
-    for opcode, argument in _instructions(file):
+    for opcode, argument, _ in pickletools.genops(file):
         if opcode.name == "MEMOIZE" or opcode.name.endswith("BINPUT"):
             memo[memoized if argument is None else argument] = last
             memoized += 1

@@ -19,7 +19,7 @@ _PARTS = (
 
 
 def probe_text() -> str:
-    """The text, about 1,500 characters long."""
+    """The text for comparing tokenizers. It has about 1,500 characters."""
     digits = " ".join("1234567890123"[:length] for length in range(1, 14))
     lengths = (1, 2, 3, 4, 7, 8, 17, 70)
     blanks = "".join(f"a{' ' * length}b{chr(10) * length}c" for length in lengths)

@@ -11,7 +11,8 @@ from typing import Literal
 from logitd.model.transformer.config import Activation, Norm, NormPosition, Residual
 
 ScoreScale = Literal["head_dim", "d_model", "none"]
-"""Width by whose square root attention scores are divided; "none" does not divide them."""
+"""Attention scores are divided by the square root of this width; with "none", they are not
+divided."""
 Positions = Literal["learned", "rotary", "sinusoidal", "sinusoidal_halves", "none"]
 """With `sinusoidal_halves`, all sines come first, then all cosines."""
 RotaryLayout = Literal["half", "interleaved"]

@@ -99,8 +99,8 @@ def module_name(name: str) -> tuple[str, ...]:
 
 
 def projection_of(name: str) -> Role | None:
-    """The role of an attention projection, judged only by the tensor's name; None if the name is
-    not that of a projection."""
+    """The role of an attention projection, judged only by the tensor's name; None if the name does
+    not mean a projection."""
     path = module_name(name)
     last = next((part for part in reversed(path) if not _is_number(part)), "")
     in_attention = any(
@@ -218,8 +218,8 @@ def _inside(usual: Mapping[str, Mapping[str, Shape]], prefixes: Iterable[str]) -
 
 
 def _single_block(where: str, shapes: Mapping[str, Shape]) -> Layers:
-    """The layers of a model whose only block has no number. All tensors are inside it, except those
-    whose names belong outside a block."""
+    """The layers of a model whose only block has no number. Tensors are inside the block, unless
+    their names belong outside a block."""
     outside = {name: shape for name, shape in shapes.items() if _is_outside(name)}
     rest = {name: shape for name, shape in shapes.items() if name not in outside}
     if not _is_block(rest, others=1):
@@ -244,14 +244,15 @@ def _ends_with_norm(numbered: Mapping[int, Mapping[str, Shape]]) -> bool:
 
 
 def _first_number(name: str) -> tuple[str, int, str] | None:
+    """The text before the number of a list in a name, the number, and the text after it."""
     parts = name.split(".")
     for index, part in enumerate(parts[:-1] if len(parts) > 1 else parts):
+        before = "".join(f"{p}." for p in parts[:index])
+        behind = "".join(f".{p}" for p in parts[index + 1 :])
         if part.isdigit():
-            before = "".join(f"{p}." for p in parts[:index])
-            return before, int(part), "".join(f".{p}" for p in parts[index + 1 :])
+            return before, int(part), behind
         if by_hand := words.LAYER_PARTS.fullmatch(part.lower()):
-            before = "".join(f"{p}." for p in parts[:index]) + part[: -len(by_hand[2])]
-            return before, int(by_hand[2]), "".join(f".{p}" for p in parts[index + 1 :])
+            return before + part[: -len(by_hand[2])], int(by_hand[2]), behind
     if joined := words.JOINED_LAYER.fullmatch(name):
         return joined[1], int(joined[2]), joined[3]
     return None

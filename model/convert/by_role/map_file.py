@@ -158,9 +158,9 @@ def tensor_map(file: MapFile, tensors: Mapping[str, Tensor], ignored: Iterable[s
     attention = () if "qkv" in weights else SEPARATE
     up = "mlp_gate_up" if "mlp_gate_up" in weights else "mlp_up"
     needed = ("token_embedding", "attention_norm", *attention, "mlp_norm", up)
-    if file.names and (missing := [role for role in needed if role not in weights]):
+    if missing := [role for role in needed if role not in weights]:
         try:
-            return _completed(file, tensors)
+            return recognize_with(file, str(file.path), tensors)
         except ConvertError as error:
             raise ConvertError(
                 f"{file.path}: [tensors] lacks {', '.join(missing)}, and not all of these are "
@@ -200,10 +200,9 @@ _USUAL: Mapping[Role, str] = {
 """For each role, a name by which `recognize` finds it."""
 
 
-def _completed(file: MapFile, tensors: Mapping[str, Tensor]) -> TensorMap:
-    """The TensorMap of a file that names only some roles. To recognize the other tensors, those in
-    the file get usual names. Raises ConvertError."""
-    where = str(file.path)
+def recognize_with(file: MapFile, where: str, tensors: Mapping[str, Tensor]) -> TensorMap:
+    """The TensorMap of a file that names some roles or none. Recognizes the other tensors after
+    giving usual names to those in the file. Raises ConvertError."""
     named = [_pattern(pattern) for pattern in file.names.values()]
     ignored = [
         name

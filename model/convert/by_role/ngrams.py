@@ -41,7 +41,7 @@ class NgramNats:
 
 
 def ngram_nats(token_ids: Sequence[int], vocab_size: int) -> NgramNats:
-    """Estimate the n-grams of a text. Counts are interpolated with those of shorter contexts by the
+    """Estimate the losses of a text. Counts are interpolated with counts of shorter contexts by the
     rule of Witten and Bell (1991, method C): the weight of the shorter context is the number of
     different tokens that followed the longer one."""
     ids = np.asarray(token_ids[:MOST_TOKENS], dtype=np.int64)
@@ -68,7 +68,8 @@ def _interpolated(
     counted: NDArray[np.bool_],
     shorter: NDArray[np.float64],
 ) -> NDArray[np.float64]:
-    """The probability of each token after its context, by the counts of the `counted` ones."""
+    """The probability of each token after its context, from counts of the tokens in `counted` and
+    the probabilities after `shorter` contexts."""
     keys, pairs = np.unique(contexts * vocab_size + ids, return_inverse=True)
     together = np.bincount(pairs[counted], minlength=len(keys))
     total = np.bincount(contexts[counted], minlength=int(contexts.max()) + 1)

@@ -29,7 +29,7 @@ SECONDS: Mapping[Effort, float] = {"quick": 0.5, "full": 3.0, "thorough": 15.0}
 """Approximate time limits by effort. Slow models predict fewer tokens."""
 WINDOW_TOKENS = 128
 MARGIN_ERRORS = 2.0
-"""Number of standard errors by which a model's loss must be lower than that of counted pairs and
+"""Number of standard errors by which a model's loss must be below the loss of counted pairs or
 triples."""
 FEWEST_LINES = 30
 SAMPLE_TOKENS = 64

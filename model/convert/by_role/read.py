@@ -7,7 +7,7 @@ compared. `model/convert/state_file.py` reads the files.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from logitd.model.convert.by_role.map_file import (
     check_answers,
     draft,
     partial_draft,
+    recognize_with,
     tensor_map,
 )
 from logitd.model.convert.by_role.objective import CheckText, Objective, text_objectives
@@ -154,13 +155,10 @@ def _checked_map(file: StateFile, options: RoleOptions) -> TensorMap:
 def _tensor_map(file: StateFile, given: MapFile | None) -> TensorMap:
     if given is None:
         return recognize(file.where, file.tensors)
-    if given.names:
-        ignored = [name for name, tensor in file.tensors.items() if is_buffer(name, tensor)]
-        return tensor_map(given, file.tensors, ignored)
-    extra = tensor_map(given, file.tensors, ()).ignored
-    kept = {name: tensor for name, tensor in file.tensors.items() if name not in extra}
-    mapped = recognize(file.where, kept)
-    return replace(mapped, ignored=(*mapped.ignored, *extra))
+    if not given.names:
+        return recognize_with(given, file.where, file.tensors)
+    ignored = [name for name, tensor in file.tensors.items() if is_buffer(name, tensor)]
+    return tensor_map(given, file.tensors, ignored)
 
 
 def read_by_role(

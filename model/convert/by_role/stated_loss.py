@@ -1,7 +1,7 @@
-"""Stated losses: the losses that a file stores about its own training.
+"""Stated losses: finds the losses of a model's training that its file states.
 
-They are evidence for a computation: the right variant predicts a text like the training data about
-as well as the file says. `resolve.py` compares them.
+They are evidence for a computation: on a text like the training data, the right variant has about
+the stated loss. `by_text.py` compares the two.
 """
 
 import re
@@ -16,9 +16,9 @@ _NAMES = re.compile(rf"({_KIND}_?){{0,3}}loss(es)?")
 MOST_NATS = 20.0
 """Larger numbers mean "not evaluated yet"."""
 ALLOWED_NATS, ALLOWED_SHARE = 0.1, 0.1
-"""Allowed excess, absolute and relative, of the loss on a text over the largest stated one: the
-text has other parts of the data, and windows of 128 tokens have less context than those of
-training."""
+"""Allowed excess, absolute and relative, of the loss on a text over the largest stated loss. The
+losses differ because the text is another part of the data, and because its windows of 128 tokens
+may be shorter than in training."""
 DEPTH = 3
 
 
@@ -31,7 +31,7 @@ class StatedLoss:
 
     @property
     def limit(self) -> float:
-        """The largest loss on a similar text that agrees with it."""
+        """The largest loss on a text like the training data that agrees with this loss."""
         return self.nats + max(ALLOWED_NATS, ALLOWED_SHARE * self.nats)
 
 

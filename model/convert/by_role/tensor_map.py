@@ -69,7 +69,6 @@ class TensorMap:
 
     @property
     def has_gate(self) -> bool:
-        """True if the feed-forward has a gate."""
         return self.has("mlp_gate") or self.has("mlp_gate_up")
 
     def name(self, role: Role) -> str:
@@ -127,7 +126,7 @@ class MappedTensors:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def get(self, role: Role, part: Part = "weight", layer: int = 0) -> Tensor | None:
-        """Like `take`, but None if no tensor has the role."""
+        """The tensor that `take` returns; None if no tensor has the role."""
         return self.take(role, part, layer) if self.map.has(role, part) else None
 
     def shape(self, role: Role) -> tuple[int, ...]:

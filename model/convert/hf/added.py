@@ -79,8 +79,8 @@ class AddedVocabulary:
 
 
 def require_members(part: Any, known: Collection[str], where: str) -> Mapping[str, Any]:
-    """Return a value of JSON. Raises ConvertError unless it is an object whose members are all
-    known or null."""
+    """Return `part`. Raises ConvertError unless it is a JSON object, and all its members are known
+    or null."""
     if not isinstance(part, dict):
         raise ConvertError(f"{where} is {part!r:.60}; expected an object")
     for name, value in part.items():

@@ -61,8 +61,7 @@ NEUTRAL = (
 """Keys that do not change the logits of any architecture."""
 
 Shape = tuple[GPTConfig, set[str]]
-"""A shape, and the parts without biases in a source whose other parts have biases (see
-`read_weights`)."""
+"""A shape, and the parts that lack biases in the source (`unbiased` of `read_weights`)."""
 
 
 def read_huggingface(folder: Path, *, named: str = WEIGHTS) -> ForeignModel:
@@ -248,7 +247,7 @@ def _nanochat(settings: Settings) -> Shape:
 
 
 def _windows(model_type: str, settings: Settings, n_layer: int) -> tuple[int | None, ...] | None:
-    """The sliding window of each layer. If Mistral's first configurations omit the key, the window
+    """The sliding window of each layer. Mistral's first configurations omit the key; their window
     is 4,096."""
     own = model_type == "mistral" or (
         model_type != "llama" and settings.flag("use_sliding_window", False)

@@ -9,6 +9,7 @@ tokenizer.
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from logitd.model.convert.hf.added import GENERATION, TOKENIZER_CONFIG
 from logitd.model.convert.hf.config import activation_name
 from logitd.model.convert.hf.dialect import to_oniguruma
 from logitd.model.convert.hf.folder import CONFIG, WEIGHTS
-from logitd.model.convert.hf.merges import byte_characters, merges_of, written
+from logitd.model.convert.hf.merges import merges_of, written
 from logitd.model.convert.hf.rope import rope_parameters
 from logitd.model.convert.hf.tokenizer import TOKENIZER
 from logitd.model.convert.layouts import NORMS, Layout, write_sizes, write_weights
@@ -102,7 +103,7 @@ def _neox_config(config: GPTConfig) -> dict[str, Any]:
     }
 
 
-def _llama_config(config: GPTConfig) -> dict[str, Any]:
+def _llama_config(config: GPTConfig, **more: Any) -> dict[str, Any]:
     rope = rope_parameters(config)
     del rope["partial_rotary_factor"]  # whole heads
     shape = {
@@ -114,7 +115,7 @@ def _llama_config(config: GPTConfig) -> dict[str, Any]:
     }
     if config.rope_scaling is not None:
         shape["rope_scaling"] = {key: rope[key] for key in rope if key != "rope_theta"}
-    return shape
+    return shape | more
 
 
 FAMILIES: Mapping[str, tuple[str, Layout, Callable[[GPTConfig], dict[str, Any]]]] = {
@@ -123,25 +124,13 @@ FAMILIES: Mapping[str, tuple[str, Layout, Callable[[GPTConfig], dict[str, Any]]]
     LLAMA: (
         "LlamaForCausalLM",
         layouts.LLAMA,
-        lambda config: {
-            **_llama_config(config),
-            "attention_bias": config.bias or config.qkv_bias,
-            "mlp_bias": config.bias,
-        },
+        lambda c: _llama_config(c, attention_bias=c.bias or c.qkv_bias, mlp_bias=c.bias),
     ),
-    QWEN2: (
-        "Qwen2ForCausalLM",
-        layouts.LLAMA,
-        lambda config: {**_llama_config(config), "use_sliding_window": False},
-    ),
+    QWEN2: ("Qwen2ForCausalLM", layouts.LLAMA, partial(_llama_config, use_sliding_window=False)),
     QWEN3: (
         "Qwen3ForCausalLM",
         layouts.LLAMA,
-        lambda config: {
-            **_llama_config(config),
-            "use_sliding_window": False,
-            "attention_bias": config.qkv_bias,
-        },
+        lambda c: _llama_config(c, use_sliding_window=False, attention_bias=c.qkv_bias),
     ),
 }
 """The class, layout and other configuration keys of each architecture."""
@@ -178,9 +167,8 @@ def _added_token(tokenizer: Tokenizer, text: str, token_id: int) -> dict[str, An
 
 
 def _merged_parts(tokenizer: Tokenizer) -> dict[str, Any]:
-    characters = byte_characters()
     merges, _ = merges_of(tokenizer.tokens)
-    named = {written(token, characters): rank for token, rank in tokenizer.tokens.items()}
+    named = {written(token): rank for token, rank in tokenizer.tokens.items()}
     return {
         "pre_tokenizer": {
             "type": "Sequence",
@@ -197,7 +185,7 @@ def _merged_parts(tokenizer: Tokenizer) -> dict[str, Any]:
             "byte_fallback": False,
             "ignore_merges": True,  # whole pieces are looked up first, as in tiktoken
             "vocab": _by_id(named | _between(tokenizer)),
-            "merges": [[written(part, characters) for part in pair] for pair in merges],
+            "merges": [list(map(written, pair)) for pair in merges],
         },
     }
 

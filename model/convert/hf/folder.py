@@ -11,7 +11,7 @@ from logitd.model.convert.state_file import named_tensors, read_tensors
 
 CONFIG, WEIGHTS, PICKLE = "config.json", "model.safetensors", "pytorch_model.bin"
 INDEX = ".index.json"
-"""Suffix that turns the name of the single file into that of the list of shards."""
+"""Suffix of the list of shards, after the name that a single file would have."""
 
 
 def open_state_dict(folder: Path, named: str = WEIGHTS) -> StateDictReader:

@@ -18,6 +18,15 @@ from itertools import pairwise
 
 Pair = tuple[bytes, bytes]
 
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS = sorted(set(range(256)).difference(_PRINTABLE))
+BYTE_CHARACTERS: Mapping[int, str] = {
+    **{byte: chr(byte) for byte in _PRINTABLE},
+    **{byte: chr(0x100 + index) for index, byte in enumerate(_OTHERS)},
+}
+"""The character that spells each byte."""
+_BYTES = {character: byte for byte, character in BYTE_CHARACTERS.items()}
+
 
 def last_pair(token: bytes, ranks: Mapping[bytes, int]) -> Pair | None:
     """The pair whose merge completes a token, starting from its bytes; None if merges do not form
@@ -61,15 +70,11 @@ def merge_piece(piece: Iterable[str], merges: Mapping[tuple[str, str], int]) -> 
     return parts
 
 
-def byte_characters() -> dict[int, str]:
-    """The character that spells each byte."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {byte: chr(byte) for byte in printable} | {
-        byte: chr(0x100 + index) for index, byte in enumerate(others)
-    }
+def written(token: bytes) -> str:
+    """The spelling of a token in `tokenizer.json` and GGUF."""
+    return "".join(map(BYTE_CHARACTERS.__getitem__, token))
 
 
-def written(token: bytes, characters: Mapping[int, str]) -> str:
-    """The spelling of a token in `tokenizer.json` and GGUF. `characters` is `byte_characters()`."""
-    return "".join(map(characters.__getitem__, token))
+def unwritten(spelled: str) -> bytes:
+    """The token that is spelled this way. Raises KeyError if a character spells no byte."""
+    return bytes(map(_BYTES.__getitem__, spelled))

@@ -24,7 +24,7 @@ from logitd.model.convert.hf.added import (
     require_members,
 )
 from logitd.model.convert.hf.dialect import from_oniguruma
-from logitd.model.convert.hf.merges import byte_characters, last_pair, merge_piece, written
+from logitd.model.convert.hf.merges import last_pair, merge_piece, unwritten, written
 from logitd.model.convert.probe import probe_text
 from logitd.model.convert.source_file import source_object
 from logitd.model.convert.vocabulary.words import (
@@ -116,8 +116,8 @@ def tokenizer_of_document(
     complete = with_all_bytes(ranks, size)
     if (missing := len(complete) - len(ranks)) and model.get("unk_token"):
         raise ConvertError(
-            f"{path}: {missing} of the 256 bytes are not tokens and become "
-            f"{model['unk_token']!r} there, but logitd encodes every text without loss"
+            f"{path}: {missing} of the 256 bytes are not tokens. Hugging Face replaces them by "
+            f"{model['unk_token']!r}, but logitd encodes every text without loss"
         )
     ranks = complete
     _check_merges(model, ranks, pattern, path)
@@ -184,12 +184,15 @@ def _vocabulary(document: Mapping[str, Any], path: Path) -> dict[str, int]:
 def _ordinary(
     vocabulary: Mapping[str, int], apart: Collection[str], path: Path
 ) -> dict[bytes, int]:
-    bytes_of = {character: byte for byte, character in byte_characters().items()}
     ordinary: dict[bytes, int] = {}
     for name, token_id in sorted(vocabulary.items(), key=lambda item: item[1]):
         if name in apart:
             continue
-        if not name or not bytes_of.keys() >= set(name):
+        try:
+            token = unwritten(name)
+        except KeyError:
+            token = b""
+        if not token:
             raise ConvertError(
                 f"{path}: the token {name!r} ({token_id}) is not written in bytes: this is "
                 "not a byte-level vocabulary"
@@ -199,7 +202,7 @@ def _ordinary(
                 f"{path}: the token {name[:40]!r}... has {len(name):,} bytes; the limit is "
                 f"{MOST_TOKEN_BYTES:,}"
             )
-        ordinary[bytes(map(bytes_of.__getitem__, name))] = token_id
+        ordinary[token] = token_id
     return ordinary
 
 
@@ -239,7 +242,10 @@ def _pattern(document: Mapping[str, Any], path: Path) -> str:
         raise ConvertError(f"{path} splits texts twice: by a Split and by ByteLevel's own pattern")
     behavior = (split.get("behavior"), split.get("invert", False))
     if behavior not in (("Isolated", False), ("Removed", True)):
-        raise ConvertError(f"{path} splits texts by a Split that is {split.get('behavior')}")
+        raise ConvertError(
+            f"{path} has a Split with the behavior {split.get('behavior')} and invert "
+            f"{split.get('invert', False)}; only Isolated, or Removed with invert, can be imported"
+        )
     source = split.get("pattern")
     if not isinstance(source, dict) or not isinstance(source.get("Regex"), str):
         raise ConvertError(f"{path} splits texts at {source!r}, which is not a regular expression")
@@ -260,15 +266,14 @@ def _check_merges(
     model: Mapping[str, Any], ranks: Mapping[bytes, int], pattern: str, path: Path
 ) -> None:
     """Raise ConvertError unless the merges encode as the ranks do (see `merges.py`)."""
-    bytes_of = {character: byte for byte, character in byte_characters().items()}
     pairs, last = set(), -1
     for left, right in _pairs(model, path):
         try:
-            pair = (bytes(map(bytes_of.__getitem__, left)), bytes(map(bytes_of.__getitem__, right)))
+            pair = (unwritten(left), unwritten(right))
             rank = ranks[pair[0] + pair[1]]
         except KeyError as error:
             raise ConvertError(
-                f"{path}: the merge of {left!r} and {right!r} makes no token of the vocabulary"
+                f"{path}: the merge of {left!r} and {right!r} forms no token of the vocabulary"
             ) from error
         if rank < last:
             raise ConvertError(
@@ -321,14 +326,14 @@ def _try(foreign: ForeignTokenizer, model: Mapping[str, Any], path: Path) -> Non
     with naming(path):  # its pattern may skip characters
         ids = tokenizer.encode(text)
     order = foreign.source_ids
-    characters, pairs = byte_characters(), _pairs(model, path)
+    pairs = _pairs(model, path)
     expected = list[int]()
     for part in tokenizer.added.split(text):
         if part.token_id is not None:
             expected.append(order[part.token_id])
             continue
         for piece in regex.findall(tokenizer.pattern, text[part.start : part.end]):
-            expected += _ids_of_piece(written(piece.encode(), characters), model, pairs)
+            expected += _ids_of_piece(written(piece.encode()), model, pairs)
     given = [order[token_id] for token_id in ids]
     if given != expected:
         place = next(
@@ -357,7 +362,7 @@ def _word_level_tokenizer(
     """The tokenizer of whole words, and notes about it. Raises ConvertError."""
     require_members(document["model"], ("type", "vocab", "unk_token"), f"the model of {path}")
     if (decoder := document.get("decoder")) and decoder.get("type") != "Fuse":
-        raise ConvertError(f"{path} joins words by {decoder.get('type')}, which is unknown here")
+        raise ConvertError(f"{path} joins words by {decoder.get('type')}; known is Fuse")
     if not vocabulary:
         raise ConvertError(f"{path}: the vocabulary is not an object of words and ids")
     named = {**vocabulary, **added.ids}

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 import regex
 
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer, naming
-from logitd.model.convert.hf.merges import byte_characters, last_pair, merge_piece
+from logitd.model.convert.hf.merges import BYTE_CHARACTERS, last_pair, merge_piece
 from logitd.model.convert.hf.tokenizer import GPT2_PATTERN
 from logitd.model.convert.vocabulary.table import Table, Text
 from logitd.model.convert.vocabulary.words import (
@@ -58,8 +58,8 @@ def byte_pair_tokenizer(table: Table) -> ForeignTokenizer:
     if len(ranks) < len(tokens):
         twice = next(token for i, token in tokens.items() if ranks[token] != i)
         raise ConvertError(
-            f"{table.where}: two merges make {twice!r}, with two ids; ranks have one for the same "
-            f"bytes. {WITHOUT_TEXT}"
+            f"{table.where}: two merges create {twice!r}, with two ids, but ranks have only one id "
+            f"for the same bytes. {WITHOUT_TEXT}"
         )
     for (left, right), token_id in table.merges.items():
         formed = last_pair(tokens[token_id], ranks)
@@ -67,8 +67,8 @@ def byte_pair_tokenizer(table: Table) -> ForeignTokenizer:
             by = "no merges" if formed is None else f"{formed[0]!r} and {formed[1]!r}"
             raise ConvertError(
                 f"{table.where}: {tokens[token_id]!r} is merged from {tokens[left]!r} and "
-                f"{tokens[right]!r} there, but by ranks from {by}, so some texts would get "
-                f"other ids. {WITHOUT_TEXT}"
+                f"{tokens[right]!r}, but by ranks it would be merged from {by}, so some texts "
+                f"would get different ids. {WITHOUT_TEXT}"
             )
     return _ranked(ranks, names, table)
 
@@ -104,7 +104,7 @@ def _formed(merges: Mapping[tuple[int, int], int], where: str) -> dict[int, byte
     tokens = {byte: bytes([byte]) for byte in range(256)}
     for pair, token_id in sorted(merges.items(), key=lambda item: item[1]):
         if token_id in tokens or not all(part in tokens for part in pair):
-            wrong = "is made twice" if token_id in tokens else "is made of ids that come later"
+            wrong = "is created twice" if token_id in tokens else "is merged from later ids"
             raise ConvertError(f"{where}: the id {token_id} {wrong} (a merge of {pair})")
         tokens[token_id] = tokens[pair[0]] + tokens[pair[1]]
     return tokens
@@ -118,7 +118,7 @@ def _compare(tokens: Mapping[int, bytes], table: Table) -> None:
             if token.decode(errors="replace") == text:
                 continue  # an incomplete character, as decode() shows it
             raise ConvertError(
-                f"{table.where}: id {token_id} is {text!r} there, but its merges make {token!r}"
+                f"{table.where}: id {token_id} has the text {text!r}, but its merges form {token!r}"
             )
 
 
@@ -188,6 +188,5 @@ def string_pair_tokenizer(table: Table) -> tuple[Tokenizer, tuple[str, ...]]:
 
 
 def is_byte_level(table: Table) -> bool:
-    known = set(byte_characters().values())
-    texts = [t for t in table.texts.values() if isinstance(t, str) and not looks_special(t)]
-    return known <= {text for text in texts if len(text) == 1}
+    """True if the texts include the spelling of every byte."""
+    return set(BYTE_CHARACTERS.values()) <= set(table.texts.values())

@@ -17,9 +17,13 @@ from typing import Any
 
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer
 from logitd.model.convert.hf.added import with_ends
-from logitd.model.convert.source_file import source_text
 from logitd.model.convert.vocabulary.build import build_tokenizer
-from logitd.model.convert.vocabulary.files import Candidate, text_of_characters, vocabularies_beside
+from logitd.model.convert.vocabulary.files import (
+    Candidate,
+    count_characters,
+    text_of_characters,
+    vocabularies_beside,
+)
 from logitd.model.convert.vocabulary.named import FORMS, fixed_with, named_vocabulary
 from logitd.model.convert.vocabulary.table import table_in
 from logitd.model.text.published import PUBLISHED
@@ -94,7 +98,7 @@ def choose_vocabulary(
             )
         if candidates:
             chosen = _one_of(candidates, model)
-        elif text is not None and _count_characters(text) == model.ids:
+        elif text is not None and count_characters(text) == model.ids:
             chosen = named_vocabulary(f"characters:{text}", ids=model.ids, skip_normalizer=False)
         elif text is not None and (fixed := fixed_with(model.ids)) is not None:
             chosen = named_vocabulary(fixed, ids=model.ids, skip_normalizer=False)
@@ -137,13 +141,6 @@ def _one_of(candidates: Sequence[Candidate], model: _Rows) -> Candidate:
 def _mapping(candidate: Candidate) -> tuple[Any, ...]:
     tokenizer, order = candidate.vocabulary.tokenizer, candidate.vocabulary.order
     return tokenizer.kind, tokenizer.pattern, tokenizer.tokens, tokenizer.special_tokens, order
-
-
-def _count_characters(text: Path) -> int | None:
-    try:
-        return len(set(source_text(text)))
-    except ConvertError:
-        return None
 
 
 def _dataset(facts: Mapping[str, Any]) -> str | None:

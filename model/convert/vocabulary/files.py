@@ -147,11 +147,18 @@ def text_of_characters(folder: Path, count: int) -> Path | None:
     above, texts = folder.resolve().parent, list[Path]()
     for place in (folder, *_subfolders(folder), above, *_subfolders(above)):
         for path in _listed(place):
-            if path.suffix.lower() == ".txt" and _is_small(path):
-                with contextlib.suppress(ConvertError):
-                    if len(set(source_text(path))) == count:
-                        texts.append(path)
+            small = path.suffix.lower() == ".txt" and _is_small(path)
+            if small and count_characters(path) == count:
+                texts.append(path)
     return texts[0] if len(texts) == 1 else None
+
+
+def count_characters(text: Path) -> int | None:
+    """The number of different characters in a text; None if it is too large or unreadable."""
+    try:
+        return len(set(source_text(text)))
+    except ConvertError:
+        return None
 
 
 def _places(folder: Path, dataset: str | None) -> Iterator[list[Path]]:
@@ -204,10 +211,9 @@ def _built(table: Table | None, path: Path, skip_normalizer: bool) -> ForeignTok
     beside = _merges_beside(path)
     if beside is not None and table.merges is None and table.strings is None:
         merges = _merges(beside)
-        if (pairs := id_merges(merges)) is not None:
-            table = replace(table, merges=pairs)
-        else:
-            table = replace(table, strings=string_merges(merges))
+        pairs = id_merges(merges)
+        strings = string_merges(merges) if pairs is None else None
+        table = replace(table, merges=pairs, strings=strings)
     return build_tokenizer(table, skip_normalizer=skip_normalizer)
 
 

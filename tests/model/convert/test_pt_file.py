@@ -273,7 +273,7 @@ DAMAGED: dict[str, tuple[bool, Callable[[bytes], bytes], str]] = {
     ),
     "a text": (
         False, lambda raw: b"checkpoint of a small model\ntrained in May\nand never again\n",
-        r"is not a file of torch\.save: it begins with b'chec', and is a text\. Expected are",
+        r"is not a file of torch\.save: it begins with b'chec', and is a text\. Expected is",
     ),
 }  # fmt: skip
 

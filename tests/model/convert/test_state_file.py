@@ -248,7 +248,7 @@ def test_nearest_file_has_precedence(tmp_path: Path) -> None:
 def test_several_files_raise_a_question(tmp_path: Path) -> None:
     (tmp_path / "b.pt").touch()
     (tmp_path / "a.ckpt").touch()
-    with pytest.raises(ConvertError, match=r"holds 2 files of weights: a\.ckpt, b\.pt; name one"):
+    with pytest.raises(ConvertError, match=r"holds 2 files of weights: a\.ckpt, b\.pt; import one"):
         find_state_file(tmp_path)
 
 

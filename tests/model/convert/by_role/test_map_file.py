@@ -255,6 +255,14 @@ def test_file_that_is_missing_or_not_text_is_named(tmp_path: Path) -> None:
         read_map_file(tmp_path / "bytes.toml")
 
 
+def test_map_without_names_sets_the_orientation(tmp_path: Path) -> None:
+    path = tmp_path / "turned.toml"
+    path.write_text("[files]\ntransposed = ['attention_out']", encoding="utf-8")
+    options = RoleOptions(map_file=read_map_file(path))
+    recognized = recognize_file(state_file(SCHEMES["book"].model()), options)
+    assert recognized.tensors.map.transposed == {"attention_out"}
+
+
 def test_integer_answers_become_floats() -> None:
     assert check_answers("flags", {"rope_theta": 10_000}) == {"rope_theta": 10_000.0}
 

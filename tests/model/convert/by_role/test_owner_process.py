@@ -202,7 +202,7 @@ PROBLEMS: dict[str, tuple[str, str, str]] = {
     "a missing name in an expression": (
         BY_NAMES, "GPT(29, 16, Wider)", r"gpt\.py does not define 'Wider'; its classes",
     ),
-    "not a module": ("GPT = 3\n", "GPT", "makes a int; expected a torch module"),
+    "not a module": ("GPT = 3\n", "GPT", "returns a int; expected a torch module"),
     "an unknown key": (
         "class GPT(Base):\n    def __init__(self, cfg):\n        cfg['temper']\n", "GPT",
         r"KeyError: 'temper'\. .* give an expression that creates the model",

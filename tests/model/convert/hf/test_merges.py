@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logitd.model.convert.hf.merges import (
-    byte_characters,
+    BYTE_CHARACTERS,
     last_pair,
     merge_piece,
     merges_of,
@@ -45,6 +45,5 @@ def test_last_pair_is_found(token: bytes, pair: tuple[bytes, bytes] | None) -> N
 
 
 def test_bytes_are_written_as_gpt2_has_them() -> None:
-    characters = byte_characters()
-    assert len(set(characters.values())) == 256
-    assert written(b" the\n\xe9\xad", characters) == "ĠtheĊéŃ"
+    assert len(set(BYTE_CHARACTERS.values())) == 256
+    assert written(b" the\n\xe9\xad") == "ĠtheĊéŃ"

@@ -174,12 +174,15 @@ def test_pickled_tiktoken_encoding_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("merges", "sentence"),
     [
-        ({(97, 98): 256, (256, 99): 257, (98, 99): 258, (97, 258): 259}, "two merges make b'abc'"),
-        ({(97, 300): 256}, "the id 256 is made of ids that come later"),
-        ({(97, 98): 256, (97, 99): 256}, "the id 256 is made twice"),
+        (
+            {(97, 98): 256, (256, 99): 257, (98, 99): 258, (97, 258): 259},
+            "two merges create b'abc'",
+        ),
+        ({(97, 300): 256}, "the id 256 is merged from later ids"),
+        ({(97, 98): 256, (97, 99): 256}, "the id 256 is created twice"),
         (
             {(98, 99): 256, (97, 98): 257, (257, 99): 258},
-            "merged from b'ab' and b'c' there, but by",
+            "merged from b'ab' and b'c', but by",
         ),
     ],
 )
@@ -189,7 +192,7 @@ def test_merges_without_equal_ranks_are_refused(merges: Merges, sentence: str) -
 
 
 def test_texts_must_agree_with_the_merges() -> None:
-    with pytest.raises(ConvertError, match="id 256 is 'zz' there, but its merges make b'th'"):
+    with pytest.raises(ConvertError, match="id 256 has the text 'zz', but its merges form b'th'"):
         of({"merges": {(116, 104): 256}, "vocab": {256: "zz"}}, rows=257)
 
 
