@@ -135,7 +135,7 @@ class Exploding:
         ({"model_args": {**asdict(NanoConfig()), "vocab_size": None}}, "lacks vocab_size"),
     ],
 )
-def test_files_that_need_code_or_lack_parts(
+def test_file_that_needs_code_or_lacks_parts_is_refused(
     tmp_path: Path, more: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -23,12 +23,10 @@ from tests.model.convert.by_role.schemes import SCHEMES
 def lines_of(name: str, **answers: Any) -> list[str]:
     """The report on a scheme with the right answers."""
     scheme = SCHEMES[name]
-    fields = ("n_head", "norm", "norm_position", "final_norm", "positions", "activation",
-              "score_scale", "rotary_layout", "residual", "embedding_scale")  # fmt: skip
-    right = {field: getattr(scheme.computation, field) for field in fields}
     lines: list[str] = []
     file = state_file(scheme.model(), settings=scheme.settings)
-    read_by_role(recognize_file(file, RoleOptions(answers=right | answers)), log=lines.append)
+    options = RoleOptions(answers=scheme.answers | answers)
+    read_by_role(recognize_file(file, options), log=lines.append)
     return lines
 
 
