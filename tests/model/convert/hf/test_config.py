@@ -1,7 +1,6 @@
 """Hugging Face folders: logits and ids of `transformers`, and a reason for every refusal."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -296,41 +295,6 @@ def test_old_form_of_scaled_positions_is_equivalent(
         stretched = loaded(tmp_path / "stretched")[0].config.rope_scaling
         assert stretched is not None
         assert stretched.original_context_length == 24
-
-
-@pytest.mark.parametrize(
-    ("damage", "sentence"),
-    [
-        (lambda raw: raw[:-100], "is not a complete safetensors file"),
-        (lambda raw: b"", "is not a complete safetensors file"),
-        (lambda raw: b"nothing of the kind" * 99, "is not a complete safetensors file"),
-    ],
-)
-def test_damaged_files_are_named(
-    llama_folder: Path, tmp_path: Path, damage: Callable[[bytes], bytes], sentence: str
-) -> None:
-    folder = copy(llama_folder, tmp_path / "damaged")
-    file = folder / "model.safetensors"
-    file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(ConvertError, match=rf"model\.safetensors {sentence}"):
-        import_model(folder, tmp_path / "ours")
-
-
-@pytest.mark.parametrize(
-    ("value", "sentence"),
-    [
-        (torch.full((32,), torch.nan), r"model\.norm\.weight has NaN"),
-        (torch.ones(32, dtype=torch.int8), r"model\.norm\.weight is int8; .* quantized"),
-    ],
-)
-def test_nan_values_are_refused(
-    llama_folder: Path, tmp_path: Path, value: torch.Tensor, sentence: str
-) -> None:
-    folder = copy(llama_folder, tmp_path / "changed")
-    weights = load_file(folder / "model.safetensors")
-    save_file(weights | {"model.norm.weight": value}, folder / "model.safetensors")
-    with pytest.raises(ConvertError, match=sentence):
-        import_model(folder, tmp_path / "ours")
 
 
 def test_numbers_beyond_the_dtype_are_refused(llama_folder: Path, tmp_path: Path) -> None:
