@@ -93,7 +93,7 @@ def write_llama2c(path: Path, tensors: dict[str, Tensor], version: int, *, share
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("version", [0, 1])
-def test_llama2c_files(version: int, shared: bool, tmp_path: Path) -> None:
+def test_llama2c_file_keeps_the_logits(version: int, shared: bool, tmp_path: Path) -> None:
     scheme = SCHEMES["llama2.c"]
     model = scheme.model()
     tensors = state(model)

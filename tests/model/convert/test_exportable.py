@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from logitd.model.convert.exportable import describe, gguf_objections, hf_objections
 from logitd.model.convert.exporting import export_model
-from logitd.model.convert.family import GPT_NEOX, family_of, nearest, objections
+from logitd.model.convert.family import family_of, nearest, objections
 from logitd.model.convert.foreign import ConvertError
 from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer
 from logitd.model.training.configuration.config import TrainingConfig, TrainingError
@@ -19,7 +19,7 @@ from logitd.model.training.configuration.resolve import resolve
 from logitd.model.training.events import Event, Started, line
 from logitd.model.training.trainer import train
 from logitd.model.transformer.config import ConfigError, GPTConfig
-from logitd.model.transformer.shapes import MODERN, ORIGINAL
+from logitd.model.transformer.shapes import MODERN
 from tests.model.convert.theirs import loaded
 from tests.model.factories import (
     FAMILIES,
@@ -235,9 +235,3 @@ def test_exportable_flags_are_kept() -> None:
     assert abs(3 * model.d_ff / (2 * 512) - 1) < 0.05
     untouched = resolve(TrainingConfig(preset="nanogpt", exportable=True))
     assert untouched.model == resolve(TrainingConfig(preset="nanogpt")).model
-
-
-def test_shapes_of_these_tests_have_their_families() -> None:
-    assert objections(tiny_config(**MODERN))
-    assert objections(tiny_config(**ORIGINAL))
-    assert family_of(resolve(TrainingConfig(**SMALL, **RUNS["gpt_neox"])).model) == (GPT_NEOX)

@@ -59,7 +59,7 @@ def test_unstated_logit_cap_is_assumed(tmp_path: Path) -> None:
     assert any("assumed" in line and "15" in line and "20" in line for line in lines)
 
 
-def test_vocabulary_and_conversations(tmp_path: Path) -> None:
+def test_vocabulary_and_chat_template_are_imported(tmp_path: Path) -> None:
     """nanochat writes its vocabulary next to the folder of checkpoints, as a pickle of tiktoken."""
     encoding = save_vocabulary(tmp_path)
     folder = save(tmp_path / "chatsft_checkpoints" / "d4", small(vocab_size=267))

@@ -87,9 +87,3 @@ def test_unknown_setting_is_an_open_question(write: Any, checked: bool, tmp_path
     assert info.training.data["ignored_settings"] == ["softcap"]
     with pytest.raises(ConvertError, match=r"--ignore-setting cap.*softcap"):
         import_model(tmp_path / "source", tmp_path / "again", roles=roles, ignored_settings=["cap"])
-
-
-def test_unknown_settings_join_the_other_questions(tmp_path: Path) -> None:
-    of_roles(tmp_path / "source")
-    with pytest.raises(OpenQuestions, match=r"(?s)--activation.*--ignore-setting softcap"):
-        import_model(tmp_path / "source", tmp_path / "ours")

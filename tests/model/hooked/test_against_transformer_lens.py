@@ -118,7 +118,7 @@ def test_hooks_have_their_effect(pair: tuple[HookedGPT, Any]) -> None:
         near(model.run_with_hooks(IDS, fwd_hooks=hooks), changed, name)
 
 
-def test_head_ablation(pair: tuple[HookedGPT, Any]) -> None:
+def test_head_ablation_has_their_loss(pair: tuple[HookedGPT, Any]) -> None:
     ours, theirs = (
         each.run_with_hooks(
             IDS, return_type="loss", fwd_hooks=[("blocks.0.attn.hook_v", ablate_head)]
@@ -128,7 +128,7 @@ def test_head_ablation(pair: tuple[HookedGPT, Any]) -> None:
     near(ours, theirs, "loss")
 
 
-def test_induction_heads(pair: tuple[HookedGPT, Any]) -> None:
+def test_induction_scores_are_theirs(pair: tuple[HookedGPT, Any]) -> None:
     repeated = torch.cat((IDS, IDS), dim=1)
     length = IDS.shape[1]
     found = []
@@ -148,7 +148,7 @@ def test_induction_heads(pair: tuple[HookedGPT, Any]) -> None:
     near(found[0], found[1], "scores")
 
 
-def test_factored_circuits(pair: tuple[HookedGPT, Any]) -> None:
+def test_factored_circuits_are_theirs(pair: tuple[HookedGPT, Any]) -> None:
     ours, theirs = (
         (model.OV, model.QK, model.embed.W_E @ model.OV @ model.unembed.W_U, model.QK.T @ model.OV)
         for model in pair
@@ -173,7 +173,7 @@ def test_factored_circuits(pair: tuple[HookedGPT, Any]) -> None:
         near(mine.get_corner(2), other.get_corner(2), "corner")
 
 
-def test_composition_and_biases(pair: tuple[HookedGPT, Any]) -> None:
+def test_composition_scores_and_biases_are_theirs(pair: tuple[HookedGPT, Any]) -> None:
     for mode in ("Q", "K", "V"):
         ours, theirs = (model.all_composition_scores(mode) for model in pair)
         near(ours, getattr(theirs, "scores", theirs), mode)
@@ -182,14 +182,14 @@ def test_composition_and_biases(pair: tuple[HookedGPT, Any]) -> None:
         near(ours, theirs, "accumulated_bias")
 
 
-def test_names_of_weights(pair: tuple[HookedGPT, Any]) -> None:
+def test_named_weights_are_theirs(pair: tuple[HookedGPT, Any]) -> None:
     ours, theirs = (dict(model.tl_named_parameters()) for model in pair)
     for name in ours.keys() & theirs.keys():
         near(ours[name], theirs[name], name)
     assert {name for name in theirs if ".ln" not in name and "ln_" not in name} <= set(ours)
 
 
-def test_split_inputs(pair: tuple[HookedGPT, Any]) -> None:
+def test_split_inputs_have_their_effect(pair: tuple[HookedGPT, Any]) -> None:
     def set_all(name: str, on: bool) -> None:
         for model in pair:
             getattr(model, f"set_{name}")(on)
@@ -219,7 +219,7 @@ def test_split_inputs(pair: tuple[HookedGPT, Any]) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding(pair: tuple[HookedGPT, Any], side: str) -> None:
+def test_padding_hides_what_theirs_hides(pair: tuple[HookedGPT, Any], side: str) -> None:
     lengths = torch.tensor([14, 9])[:, None]
     places = torch.arange(14)
     mask = places >= 14 - lengths if side == "left" else places < lengths
@@ -239,7 +239,7 @@ def test_padding(pair: tuple[HookedGPT, Any], side: str) -> None:
     near(results[0][0][1][mask[1]], alone[0], "alone")
 
 
-def test_activation_patching_by_their_own_code(pair: tuple[HookedGPT, Any]) -> None:
+def test_their_activation_patching_has_the_same_results(pair: tuple[HookedGPT, Any]) -> None:
     def metric(logits: Tensor) -> Tensor:
         return (logits[:, -1, 5] - logits[:, -1, 7]).mean()
 
@@ -263,7 +263,7 @@ def test_activation_patching_by_their_own_code(pair: tuple[HookedGPT, Any]) -> N
         near(ours, theirs, f"patch {index}")
 
 
-def test_direct_logit_attribution_and_logit_lens(pair: tuple[HookedGPT, Any]) -> None:
+def test_direct_logit_attribution_and_logit_lens_are_theirs(pair: tuple[HookedGPT, Any]) -> None:
     caches = [model.run_with_cache(IDS)[1] for model in pair]
     answers, others = torch.tensor([5, 9]), torch.tensor([7, 3])
     middle = not pair[0].cfg.parallel_attn_mlp
@@ -393,7 +393,7 @@ class Ids:
         return IDS[:1]
 
 
-def test_gradients(pair: tuple[HookedGPT, Any]) -> None:
+def test_gradients_are_theirs(pair: tuple[HookedGPT, Any]) -> None:
     names = [
         f"blocks.1.{name}"
         for name in ("hook_resid_pre", "attn.hook_z", "mlp.hook_post", "hook_attn_out")

@@ -58,7 +58,7 @@ def test_draw_is_an_inverted_cumulated_mass() -> None:
         assert sample_row(logits, [0, 0, 0], 2, params(seed=seed), index=1) == expected
 
 
-def test_penalties_by_hand() -> None:
+def test_penalties_equal_numbers_by_hand() -> None:
     """Prompt 0 3, completion 1 1 2: bias and bans, then the three penalties in order."""
     tokens, logits = [0, 3, 1, 1, 2], [4.0, -2.0, 6.0, -8.0, 1.0, 5.0]
 
@@ -79,7 +79,7 @@ def test_penalties_by_hand() -> None:
     assert everything == [2.0, 2.0 / 2 - 1.25, 6.0 / 2 - 0.75, -16.0, 1.0, 5.0]
 
 
-def test_filters_by_hand() -> None:
+def test_filters_keep_the_ids_found_by_hand() -> None:
     logits = [math.log(x) for x in (0.1, 0.4, 0.1, 0.25, 0.15)]
 
     def left(**fields: Any) -> set[int]:

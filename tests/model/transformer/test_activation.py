@@ -27,7 +27,7 @@ def inputs(width: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_spellings_agree(kind: Activation) -> None:
+def test_activation_is_the_same_in_both_spellings(kind: Activation) -> None:
     h = inputs(128)
     torch.testing.assert_close(
         activate(h, kind, fused=False), activate(h, kind, fused=True), rtol=1e-5, atol=1e-6

@@ -20,6 +20,10 @@ from tests.model.factories import random_ids
 from tests.model.shapes import SCALINGS
 
 VOCAB_SIZE = 99
+SIZE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE, "max_position_embeddings": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "hidden_size": 32,
+}  # fmt: skip
 THETA = 5_000.0
 
 SCALED = {name: scaling for name, scaling in SCALINGS.items() if scaling is not None}
@@ -65,12 +69,8 @@ def llama_shaped(
     return imported(
         model(
             config(
-                vocab_size=VOCAB_SIZE,
-                max_position_embeddings=64,
-                num_hidden_layers=3,
-                num_attention_heads=4,
+                **SIZE,
                 num_key_value_heads=2,
-                hidden_size=32,
                 head_dim=head_dim,
                 intermediate_size=48,
                 rms_norm_eps=1e-6,
@@ -97,11 +97,7 @@ def rope(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
 def neox(share: float = 0.25, scaling: Mapping[str, Any] | None = None, **overrides: Any) -> Case:
     theirs = transformers.GPTNeoXForCausalLM(
         transformers.GPTNeoXConfig(
-            vocab_size=VOCAB_SIZE,
-            max_position_embeddings=64,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            hidden_size=32,
+            **SIZE,
             intermediate_size=48,
             rope_parameters={**rope(scaling), "partial_rotary_factor": share},
             **overrides,
@@ -111,18 +107,8 @@ def neox(share: float = 0.25, scaling: Mapping[str, Any] | None = None, **overri
 
 
 def opt(**overrides: Any) -> Case:
-    theirs = transformers.OPTForCausalLM(
-        transformers.OPTConfig(
-            vocab_size=VOCAB_SIZE,
-            max_position_embeddings=64,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            hidden_size=32,
-            ffn_dim=48,
-            **overrides,
-        )
-    )
-    return imported(theirs)
+    config = transformers.OPTConfig(**SIZE, ffn_dim=48, **overrides)
+    return imported(transformers.OPTForCausalLM(config))
 
 
 def imported(theirs: Any) -> Case:
@@ -185,7 +171,7 @@ def prepare(theirs: Any) -> None:
         *("opt", "opt-post", "opt-untied-bare"),
     ],
 )
-def test_everything_a_forward_computes(make: Callable[[], Case]) -> None:
+def test_forward_computes_what_transformers_does(make: Callable[[], Case]) -> None:
     gpt, theirs = make()
     ids = random_ids(2, 32, vocab_size=VOCAB_SIZE)
     expected = theirs(ids, output_hidden_states=True, output_attentions=True)

@@ -10,8 +10,6 @@ from logitd.model.transformer.attention import (
     attention_scores,
 )
 
-HEADS = [(4, 4), (4, 2), (4, 1), (6, 2)]  # query heads, key/value heads
-
 
 def heads(n_head: int, n_kv_head: int, time: int = 7) -> tuple[Tensor, Tensor, Tensor]:
     """Random q (2, n_head, time, 8) and k, v (2, n_kv_head, time, 8)."""

@@ -84,6 +84,13 @@ class Scheme:
     def computation(self) -> Computation:
         return Computation(**{**USUAL, **self.how})
 
+    @property
+    def answers(self) -> dict[str, Any]:
+        """The right answers to questions that the names leave open."""
+        fields = ("n_head", "norm", "norm_position", "final_norm", "positions", "activation",
+                  "score_scale", "rotary_layout", "residual", "embedding_scale")  # fmt: skip
+        return {field: getattr(self.computation, field) for field in fields}
+
     def names(self) -> dict[tuple[str, str], str]:
         """Names by role and part."""
         names: dict[tuple[str, str], str] = {}

@@ -69,7 +69,7 @@ def test_counts_equal_those_of_dictionaries(ids: list[int]) -> None:
     assert [nats.unigram, nats.bigram, nats.trigram] == pytest.approx(expected)
 
 
-def test_counts_of_regular_texts() -> None:
+def test_ngram_losses_of_regular_texts_are_known() -> None:
     pairs = ngram_nats([0, 1] * 2000, 2)
     assert pairs.unigram == pytest.approx(math.log(2), abs=0.01)
     assert pairs.bigram < 0.01

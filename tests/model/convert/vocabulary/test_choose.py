@@ -392,7 +392,7 @@ def test_text_with_other_characters_is_refused_with_advice(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("form", ["lines", "crlf", "list", "object", "numbered"])
-def test_words_of_a_file(form: str, tmp_path: Path) -> None:
+def test_file_of_words_is_a_vocabulary(form: str, tmp_path: Path) -> None:
     path = tmp_path / ("words.json" if form in ("list", "object") else "words.txt")
     path.write_bytes({
         "lines": "\n".join(WORDS) + "\n",
@@ -431,7 +431,7 @@ def test_list_of_characters_may_be_a_sorted_text(tmp_path: Path) -> None:
     assert chosen(folder=tmp_path, rows=3).tokenizer.encode("ab") == [2, 0]  # without line breaks
 
 
-def test_token_ids_alone() -> None:
+def test_vocabulary_none_has_token_ids_alone() -> None:
     vocabulary = chosen("none", rows=81, contents={"itos": CHARACTERS})
     assert (vocabulary.tokenizer.kind, vocabulary.tokenizer.vocab_size) == ("none", 81)
     assert "there is no vocabulary" in vocabulary.notes[0]

@@ -73,13 +73,13 @@ def test_vocabularies_that_ranks_cannot_say_are_refused(entries: Entries, senten
         llama2c_tokenizer(llama2c_file(entries), "tokenizer.bin")
 
 
-def test_other_files_are_no_tokenizer() -> None:
+def test_other_file_is_refused_as_a_tokenizer() -> None:
     for raw in (b"", b"abcd", llama2c_file(SMALL)[:-1], bytes(400)):
         with pytest.raises(ConvertError, match="is not llama2"):
             llama2c_tokenizer(raw, "tokenizer.bin")
 
 
-def test_named_alphabets() -> None:
+def test_named_alphabet_is_a_vocabulary() -> None:
     for name, texts in (("printable", string.printable), ("ascii", bytes(range(32, 127)).decode())):
         candidate = named_vocabulary(f"{name},first=2", ids=len(texts) + 2, skip_normalizer=False)
         tokenizer = candidate.vocabulary.tokenizer

@@ -67,7 +67,7 @@ def small_gpt(**overrides: Any) -> GPT:
 
 
 def params(max_tokens: int = 8, **fields: Any) -> SamplingParams:
-    """Greedy by default."""
+    """Sampling parameters, greedy by default."""
     return SamplingParams(**({"max_tokens": max_tokens, "seed": 0, "temperature": 0.0} | fields))
 
 

@@ -95,7 +95,7 @@ def test_shared_prefix_is_copied_and_counted(gpt: GPT) -> None:
             assert_is_reference(gpt, prompt, params(20), 0, outcome.token_ids)
 
 
-def test_stats(gpt: GPT) -> None:
+def test_stats_count_sequences_and_slots(gpt: GPT) -> None:
     driven = Driven(gpt, slots=2)
     engine = driven.engine
     assert engine.slots == 2

@@ -185,19 +185,6 @@ def test_lens_of_the_last_layer_has_the_bits_of_the_logits(gpt: GPT) -> None:
     assert (values.divergence == 0).all()
 
 
-def test_lens_of_some_layers_and_positions_is_part_of_all(gpt: GPT) -> None:
-    every = lens_of(gpt, ask())
-    positions = (0, 31, 32, 70)
-    for layers in ((0,), (1, 3), (2,)):
-        lens = Lens(layers=layers, top_k=6, token_ids=EVERYTHING.token_ids)
-        some = lens_of(gpt, ask(lens, positions), prefill_chunk=32)
-        for name in ("ids", "logprobs", "named", "ranks", "entropy", "divergence"):
-            whole = getattr(every, name)[list(positions)][:, list(layers)]
-            assert np.array_equal(getattr(some, name), whole), (layers, name)
-    last = lens_of(gpt, ask(positions=(LENGTH - 1,)))
-    assert same_bits(every, last, [LENGTH - 1])
-
-
 def test_lens_has_the_same_bits_in_pieces_among_others_and_copied(
     gpt: GPT, monkeypatch: pytest.MonkeyPatch
 ) -> None:

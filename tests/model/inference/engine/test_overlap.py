@@ -79,12 +79,15 @@ def test_overlapped_tokens_match_the_reference(
                     )
 
 
-@settings(max_examples=examples(75))
-@given(
+failures = given(
     prompts=st.lists(prompts, min_size=1, max_size=5),
     waits=st.lists(st.integers(0, 6), min_size=5, max_size=5),
     fails_at=st.sets(st.integers(1, 30), min_size=1, max_size=3),
 )
+
+
+@settings(max_examples=examples(75))
+@failures
 def test_failing_decoder_fails_the_same_step(
     prompts: list[list[int]], waits: list[int], fails_at: set[int]
 ) -> None:
@@ -99,11 +102,7 @@ def test_failing_decoder_fails_the_same_step(
 
 
 @settings(max_examples=examples(75))
-@given(
-    prompts=st.lists(prompts, min_size=1, max_size=5),
-    waits=st.lists(st.integers(0, 6), min_size=5, max_size=5),
-    fails_at=st.sets(st.integers(1, 30), min_size=1, max_size=3),
-)
+@failures
 def test_failing_device_fails_only_the_step_it_computes(
     prompts: list[list[int]], waits: list[int], fails_at: set[int]
 ) -> None:

@@ -46,7 +46,7 @@ def test_largest_are_the_first_of_a_stable_sort(row: list[float], count: int) ->
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_largest_of_a_large_row_with_many_equals(dtype: type) -> None:
+def test_largest_of_a_large_row_are_stable_with_many_equals(dtype: type) -> None:
     row: npt.NDArray[Any] = np.random.default_rng(0).integers(0, 50, size=50_257).astype(dtype)
     expected = np.argsort(-row.astype(np.float64), kind="stable")
     for count in (1, 10, 5000, 50_257):
@@ -54,7 +54,7 @@ def test_largest_of_a_large_row_with_many_equals(dtype: type) -> None:
 
 
 @given(ROW, st.integers(1, 40))
-def test_likeliest(row: list[float], top_k: int) -> None:
+def test_summary_has_the_likeliest_ids_mass_and_entropy(row: list[float], top_k: int) -> None:
     values = np.array(row, dtype=np.float32)
     summary = summarize(values, top_k=top_k)
     probs = softmax(row)
@@ -69,7 +69,7 @@ def test_likeliest(row: list[float], top_k: int) -> None:
 
 
 @given(ROW, st.data())
-def test_named_ids(row: list[float], data: st.DataObject) -> None:
+def test_summary_has_the_named_ids_in_order(row: list[float], data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, len(row) - 1), min_size=1, max_size=10))
     summary = summarize(np.array(row, dtype=np.float32), token_ids=ids)
     probs = softmax(row)
@@ -78,7 +78,7 @@ def test_named_ids(row: list[float], data: st.DataObject) -> None:
     assert summary.mass <= 1 + 1e-12
 
 
-def test_numbers_are_plain_python() -> None:
+def test_summary_has_plain_python_numbers() -> None:
     """The numbers go into JSON as they are."""
     summary = summarize(np.array([1, 2], dtype=np.float32), top_k=1)
     (token,) = summary.tokens

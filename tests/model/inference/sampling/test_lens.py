@@ -52,7 +52,7 @@ def check(logits: Tensor, own: Tensor, top_k: int, token_ids: tuple[int, ...]) -
 
 @settings(max_examples=examples(60))
 @given(data=st.data())
-def test_rows_match_the_definitions(data: st.DataObject) -> None:
+def test_lens_of_rows_matches_the_definitions(data: st.DataObject) -> None:
     """Logits have few distinct values, so ties are likely."""
     width = data.draw(st.integers(1, 40))
     rows = data.draw(st.integers(1, 5))
@@ -67,7 +67,7 @@ def test_rows_match_the_definitions(data: st.DataObject) -> None:
     check(logits, own, data.draw(st.integers(1, width)), named)
 
 
-def test_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lens_of_a_large_vocabulary_is_as_defined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups have three rows, the last group one."""
     monkeypatch.setattr(under_test, "GROUP_ELEMENTS", 3 * 50_257)
     generator = torch.Generator().manual_seed(0)

@@ -29,7 +29,7 @@ KNOWN_ANSWERS = [
 
 
 @pytest.mark.parametrize(("counter", "key", "answer"), KNOWN_ANSWERS)
-def test_known_answers(
+def test_philox_gives_the_authors_known_answers(
     counter: tuple[int, int, int, int], key: tuple[int, int], answer: tuple[int, int, int, int]
 ) -> None:
     assert philox(counter, key) == answer
@@ -65,7 +65,7 @@ def test_draws_are_uniform_along_each_argument(along: str) -> None:
         max_size=4 * FEW,
     )
 )
-def test_uniform_numbers_on_arrays(places: list[tuple[int, int, int]]) -> None:
+def test_uniforms_of_arrays_equal_single_draws(places: list[tuple[int, int, int]]) -> None:
     """Arrays are short and long, with the dtypes of a step's draws."""
     seeds, positions, indices = zip(*places, strict=True)
     drawn = uniforms(

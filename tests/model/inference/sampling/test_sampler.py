@@ -255,7 +255,9 @@ def test_sampling_inverts_the_cumulated_mass(logits: list[float], one: RowContex
     ("u", "token_id"),
     [(0.0, 1), (0.25 - 2**-53, 1), (0.25, 2), (0.5, 4), (0.75, 6), (1 - 2**-53, 6)],
 )
-def test_sampling_at_the_edges(monkeypatch: pytest.MonkeyPatch, u: float, token_id: int) -> None:
+def test_sampling_includes_the_lower_end_of_an_interval(
+    monkeypatch: pytest.MonkeyPatch, u: float, token_id: int
+) -> None:
     """An interval includes its lower end but not its upper one; an id without mass has none."""
     monkeypatch.setattr("logitd.model.inference.sampling.philox.uniform", lambda *place: u)
     one = row(params(temperature=1, allowed_token_ids=(1, 2, 4, 6)))

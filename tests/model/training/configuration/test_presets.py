@@ -46,10 +46,6 @@ def test_preset_has_the_values_of_its_model(name: str) -> None:
     assert {key: values[key] for key in VALUES[name]} == VALUES[name]
 
 
-def test_preset_takes_overrides() -> None:
-    assert PRESETS["decoder-8x64"].config(1000, norm_position="pre").norm_position == "pre"
-
-
 def test_small_preset_stays_below_the_size_limit_of_the_bundled_checkpoint() -> None:
     """Two bytes per parameter in bfloat16, 19 MB with the other files."""
     small = PRESETS["small"]

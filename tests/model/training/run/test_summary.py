@@ -48,13 +48,9 @@ def test_summary_of_a_finished_run(runs: Path) -> None:
     assert found.sampled_at == 12
     assert len(found.samples) == 3
     assert found.notes == ()
+    assert f"A GPT of {found.parameters:,} parameters" in (info.path / "README.md").read_text()
     assert is_run(runs / "whole")
     assert not is_run(runs)
-
-
-def test_summary_has_the_parameters_of_the_model(runs: Path) -> None:
-    card = (runs / "whole" / "best" / "README.md").read_text()
-    assert f"A GPT of {summarize(runs / 'whole').parameters:,} parameters" in card
 
 
 def test_interrupted_run_is_unfinished(runs: Path) -> None:
