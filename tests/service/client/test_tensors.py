@@ -27,7 +27,6 @@ METADATA = {
 
 
 def file(header: Any, data: bytes = b"") -> TensorFile:
-    """A file with this header and data."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return TensorFile(bytearray(len(text).to_bytes(8, "little") + text + data))
 
