@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import threading
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import httpx
 
 from benchmarks.arguments import new_parser
 from benchmarks.footprint import resident
-from benchmarks.started_server import started_server
+from benchmarks.started_server import StartedServer, started_server
 from benchmarks.streams import gaps_between
 from benchmarks.synthetic import save_synthetic
 from logitd.model.transformer.shapes import gpt2_shape
@@ -28,6 +29,14 @@ from logitd.model.transformer.shapes import gpt2_shape
 CONTEXT, VOCABULARY = 1024, 50_257
 PROMPT = [i % VOCABULARY for i in range(CONTEXT)]
 REPLY_BYTES = CONTEXT * VOCABULARY * 4
+
+
+def served(checkpoint: Path, threads: int) -> AbstractContextManager[StartedServer]:
+    """Serve a checkpoint in a separate process."""
+    return started_server(
+        "--checkpoint", str(checkpoint.resolve()), "--slots", "4", "--threads", str(threads),
+        "--dtype", "float32",
+    )  # fmt: skip
 
 
 class MemoryWatch:
@@ -130,10 +139,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = save_synthetic(Path(folder) / "wide", config)
-        with started_server(
-            "--checkpoint", str(checkpoint.path.resolve()), "--slots", "4",
-            "--threads", str(arguments.threads), "--dtype", "float32",
-        ) as server:  # fmt: skip
+        with served(checkpoint.path, arguments.threads) as server:
             ask(server.url, "application/x-npy")  # one-time allocations do not belong to a reply
             results = [
                 measure(server.url, server.pid, accept)

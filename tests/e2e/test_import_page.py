@@ -1,25 +1,24 @@
 """The command lines of model/convert/README.md, run on a model of a short training script."""
 
 import math
-import os
 import random
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from string import ascii_lowercase
 
 import httpx
 import pytest
 
+from tests.e2e.server import ServedProcess
 from tests.zygote import completed
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "model" / "convert" / "README.md"
-LOGITD = [sys.executable, "-m", "logitd"]
 
 SCRIPT = """
 import torch
@@ -129,23 +128,14 @@ def run(folder: Path, line: str) -> str:
     return done.stdout
 
 
-def serve(folder: Path, line: str) -> Iterator[httpx.Client]:
-    """Run a line that serves, with a client of its server."""
-    server = subprocess.Popen(
-        [*LOGITD, *shlex.split(line)[1:], "--port", "0"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert server.stdout is not None
-        url = next(words[1] for row in server.stdout if (words := row.split())[:1] == ["service"])
-        with httpx.Client(base_url=url) as client:
-            yield client
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.communicate(timeout=60)
+@contextmanager
+def served(folder: Path, line: str) -> Iterator[httpx.Client]:
+    """Run a line that serves. Yields a client of its server."""
+    with (
+        ServedProcess(*shlex.split(line.removeprefix("logitd serve ")), cwd=folder) as server,
+        httpx.Client(base_url=server.url, trust_env=False) as client,
+    ):
+        yield client
 
 
 @pytest.mark.slow
@@ -160,7 +150,7 @@ def test_lines_of_the_page_work(desk: tuple[Path, float]) -> None:
         if " serve my_gpt.pt --import" in line:
             continue  # covered by the next test, which answers the open questions first
         if " serve " in line:
-            for client in serve(folder, line):
+            with served(folder, line) as client:
                 ids = client.post("/tokenize", json={"prompt": "the quick"}).json()["tokens"]
                 answer = client.post("/probs", json={"prompt": ids, "top_k": 2}).json()
                 assert answer["prompts"][0]["token_ids"] == ids
@@ -203,5 +193,5 @@ def test_serving_a_foreign_file_names_or_runs_the_import(desk: tuple[Path, float
         f"logitd import my_gpt.pt checkpoints/{name} --tokenizer characters:input.txt "
         "--code my_gpt.py:GPT",
     )
-    for client in serve(folder, "logitd serve my_gpt.pt --import"):  # it was imported already
+    with served(folder, "logitd serve my_gpt.pt --import") as client:  # it was imported already
         assert client.get("/info").json()["checkpoint"]["name"] == name

@@ -74,16 +74,6 @@ def test_admit_takes_all_requests_or_none() -> None:
     assert admission.sequences == 2
 
 
-def test_tokens_of_running_requests_do_not_count() -> None:
-    admission = controller(1, 10, 7)
-    admission.admit([GENERATION])
-    admission.admit([GENERATION])
-    with pytest.raises(QueueFull, match="6 prompt tokens waiting, limit 7"):
-        admission.admit([GENERATION])
-    admission.begun_tokens = 3
-    admission.admit([GENERATION])
-
-
 def test_held_sequences_count_while_texts_are_encoded() -> None:
     """Their room is released right after the block, and not before."""
     admission = controller(1, 1)

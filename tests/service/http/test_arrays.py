@@ -42,12 +42,6 @@ def test_npy_header_equals_numpys(shape: tuple[int, ...], dtype: DType, descr: s
     assert read.read() == b""
 
 
-def test_header_and_parts_make_an_npy_file() -> None:
-    array = random_array(5, 3, 7)
-    file = npy_header((5, 3, 7), "float32") + b"".join(byte_parts(array))
-    assert np.array_equal(np.load(io.BytesIO(file)), array)
-
-
 @given(
     st.lists(
         st.tuples(
@@ -66,14 +60,6 @@ def test_safetensors_reads_what_we_write(tensors: list[tuple[str, tuple[int, ...
     for spec, array in zip(specs, arrays, strict=True):
         assert loaded[spec.name].dtype == array.dtype
         assert np.array_equal(loaded[spec.name], array)
-
-
-def test_bfloat16_is_written_for_torch() -> None:
-    array = random_array(4, 6)
-    header = safetensors_header([TensorSpec("x", "bfloat16", (4, 6))], {})
-    loaded = safetensors.torch.load(header + b"".join(byte_parts(encoded(array, "bfloat16"))))
-    assert loaded["x"].dtype == torch.bfloat16
-    assert torch.equal(loaded["x"], torch.from_numpy(array).bfloat16())
 
 
 @given(st.lists(FLOATS, min_size=1, max_size=50))

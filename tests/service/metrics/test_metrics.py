@@ -159,14 +159,6 @@ def test_sequence_without_tokens_has_no_first_token(
     assert value(metrics, "logitd_time_to_first_token_seconds_count") == 0
 
 
-def test_sequences_of_one_request_are_distinguished(metrics: Metrics, tiny: ModelMetrics) -> None:
-    tokens = [TokenEvent("gen-1", 0, 1), TokenEvent("gen-1", 1, 1)]
-    tiny.observe_step(report(tokens, ended=1.0))
-    assert value(metrics, "logitd_inter_token_latency_seconds_count") == 0
-    tiny.observe_step(report(tokens, ended=3.0))
-    assert value(metrics, "logitd_inter_token_latency_seconds_sum") == 4.0
-
-
 def test_ended_sequence_is_forgotten(metrics: Metrics, tiny: ModelMetrics) -> None:
     times = SequenceTimes(0.0, 0.0, 1.0, 1.0)
     tiny.observe_step(report([TokenEvent("gen-1", 0, 1)], ended=1.0))
@@ -276,12 +268,3 @@ def test_endpoints_have_their_own_labels() -> None:
     assert endpoint_label("/v1/models/any/name") == endpoint_label("/v1/models/") == "/v1/models"
     assert endpoint_label("/healthy") == endpoint_label("/v1/modelsx") == "other"
     assert endpoint_label("/docs") == endpoint_label("/nothing") == "other"
-
-
-def test_checkpoint_replaces_the_previous_one(
-    metrics: Metrics, tiny: ModelMetrics, checkpoint_path: Path
-) -> None:
-    for _ in range(2):
-        tiny.serving(read_checkpoint(checkpoint_path), ADMISSION)
-    info = [family for family in families(metrics) if family.name == "logitd_checkpoint_info"]
-    assert len(info[0].samples) == 1
