@@ -15,6 +15,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from logitd.model.plural import pluralize
 from logitd.service.metrics.metrics import ConnectionEnd, Metrics
 from logitd.service.settings.serve import ServeSettings
 
@@ -51,7 +52,7 @@ def connection_bounds(settings: ServeSettings) -> tuple[int, int]:
     wanted = settings.max_connections or min(room, MOST_CONNECTIONS)
     if not 0 < wanted <= room:
         raise ConnectionLimitError(
-            f"{settings.max_connections or 'any'} connections do not fit: this process has "
+            f"{pluralize(max(wanted, 1), 'connection')} cannot be open: this process has "
             f"{descriptors} file descriptors, of which {descriptors - max(room, 0)} are reserved, "
             f"so {max(room, 0)} connections fit; raise the limit (ulimit -n), or lower "
             "--max-connections"
