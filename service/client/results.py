@@ -602,7 +602,7 @@ class ModelStatus:
 
     model: str
     status: str
-    reason: str | None  # Why the model does not answer, if known.
+    reason: str | None  # Reason why the model does not answer, if known.
 
 
 @dataclass(frozen=True, slots=True)
@@ -636,8 +636,8 @@ class Info:
     parameters: int
     device: str
     decoding: str  # Implementation that computes decode steps.
-    # Why decode steps use plain torch by default: a part of the model that the native kernels do
-    # not cover, or a failed self-check of CUDA graphs.
+    # Reason why plain torch computes decode steps by default: a part of the model that the native
+    # kernels do not cover, or a failed self-check of CUDA graphs.
     decoding_note: str | None
     # The loaded native kernels: their target, and whether they were compiled now, compiled
     # earlier or prebuilt. null if none are loaded.

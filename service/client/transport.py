@@ -187,7 +187,7 @@ class Exchange:
         return self._wait(failure, failure.retry_after)
 
     def answer(self, response: httpx.Response, body: bytearray) -> Answer:
-        """The answer, once its body was read to the end."""
+        """The answer, after `body` was read to its end."""
         return Answer(response.status_code, response.headers, body, self.request_id)
 
     def broken_off(self, error: httpx.RequestError, received: int, *, stream: bool) -> LogitdError:

@@ -51,9 +51,9 @@ def connection_bounds(settings: ServeSettings) -> tuple[int, int]:
     wanted = settings.max_connections or min(room, MOST_CONNECTIONS)
     if not 0 < wanted <= room:
         raise ConnectionLimitError(
-            f"{settings.max_connections or 'any'} connections do not fit: this process has "
-            f"{descriptors} file descriptors, of which {descriptors - max(room, 0)} are reserved, "
-            f"so {max(room, 0)} connections fit; raise the limit (ulimit -n), or lower "
+            f"too few file descriptors for {settings.max_connections or 'any'} connections: this "
+            f"process has {descriptors} file descriptors, of which {descriptors - max(room, 0)} are "
+            f"reserved, so {max(room, 0)} connections fit; raise the limit (ulimit -n), or lower "
             "--max-connections"
         )
     return wanted, backlog

@@ -24,8 +24,8 @@ def too_slow(part: str, slow_sender_timeout: float) -> ApiError:
     return ApiError(
         408,
         "timeout_error",
-        f"{part} did not come in time: the headers may take {slow_sender_timeout:g} s, and the "
-        f"body has to come with {MIN_BYTES_PER_SECOND} bytes/s; send faster, or raise "
+        f"{part} did not arrive in time: the headers may take {slow_sender_timeout:g} s, and the "
+        f"body must arrive at {MIN_BYTES_PER_SECOND} bytes/s; send faster, or raise "
         "--slow-sender-timeout",
     )
 

@@ -23,7 +23,7 @@ class ModelStatus(ReplyBody):
 
     model: str
     status: Literal["ok", "stalled", "failed"]
-    reason: str | None = Field(description="Why the model does not answer, if known.")
+    reason: str | None = Field(description="Reason why the model does not answer, if known.")
 
 
 class Health(ReplyBody):
@@ -73,8 +73,8 @@ class Info(ReplyBody):
     device: str
     decoding: str = Field(description="Implementation that computes decode steps.")
     decoding_note: str | None = Field(
-        description="Why decode steps use plain torch by default: a part of the model that the "
-        "native kernels do not cover, or a failed self-check of CUDA graphs."
+        description="Reason why plain torch computes decode steps by default: a part of the model "
+        "that the native kernels do not cover, or a failed self-check of CUDA graphs."
     )
     kernels: str | None = Field(
         description="The loaded native kernels: their target, and whether they were compiled "

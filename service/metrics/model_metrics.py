@@ -102,26 +102,26 @@ class ModelMetrics:
             "Output elements (positions x width) of waiting and running requests",
         )
         self.slots = gauge("logitd_kv_slots", "Slots of the KV cache")
-        self.slots_used = gauge("logitd_kv_slots_used", "Slots that a sequence uses")
+        self.slots_used = gauge("logitd_kv_slots_used", "Slots in use")
         self.queue_limit = gauge(
             "logitd_queue_limit_sequences", "Sequences that may wait for a slot (--max-queue)"
         )
         self.cache_use = gauge(
-            "logitd_kv_cache_use_ratio", "Slots that a sequence uses, as a share of all: 0 to 1"
+            "logitd_kv_cache_use_ratio", "Share of the slots that are in use: 0 to 1"
         )
         self.prompt_tokens = counter(
-            "logitd_prompt_tokens", "Prompt tokens of ended sequences, counted once for any n"
+            "logitd_prompt_tokens", "Prompt tokens of ended sequences, counted once even if n > 1"
         )
         self.cached_tokens = counter(
             "logitd_prompt_tokens_cached",
-            "Those of logitd_prompt_tokens that were copied from another slot",
+            "Prompt tokens copied from another slot, counted in logitd_prompt_tokens too",
         )
         self.prefilled = counter("logitd_prefill_tokens", "Prompt tokens computed")
         self.generated = counter("logitd_generation_tokens", "Tokens generated")
         self.drafted = counter("logitd_draft_tokens", "Tokens drafted and verified")
         self.accepted = counter(
             "logitd_draft_tokens_accepted",
-            "Drafted tokens that were accepted; each saved a decode step",
+            "Accepted draft tokens; each saved a decode step",
         )
         steps = families.get(
             Histogram,

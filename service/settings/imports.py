@@ -98,8 +98,8 @@ class _Source(CommandSettings):
     by_code: bool = Field(
         False,
         description="keep the code, for models that are not one of the usual kinds of GPT: the "
-        "checkpoint holds the files of --code and is computed by them, if "
-        "--run-code is given there too",
+        "checkpoint contains the files of --code, which compute it in every command that gets "
+        "--run-code too",
     )
     lens_norm: str | None = Field(
         None,
@@ -111,7 +111,7 @@ class _Source(CommandSettings):
     check: Path | None = Field(
         None,
         description="a text that the model should predict: open questions are decided so that the "
-        "loss on this text is lowest, if that is lower than counted pairs of tokens reach",
+        "loss on this text is lowest, provided that it is lower than the loss of a bigram model",
     )
     ignore_setting: tuple[str, ...] = Field(
         (),

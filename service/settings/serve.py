@@ -178,8 +178,8 @@ class ServeSettings(ComputeSettings):
     )
     max_quantization_loss: LossText = Field(
         ACCEPTED_LOSS,
-        description="largest accepted rise of the bits per byte of --validation-text, as a "
-        "share (2%), or any; above it, the server does not start",
+        description="largest accepted increase of the bits per byte of --validation-text, in "
+        "percent (2%), or any; above it, the server does not start",
     )
     batch_invariant: bool = Field(
         False,
@@ -363,8 +363,7 @@ class ServeSettings(ComputeSettings):
         1,
         ge=0,
         le=1,
-        description="share of requests that are traced, among those whose traceparent header does "
-        "not decide it",
+        description="share of requests that are traced, unless their traceparent header decides",
     )
 
     @field_validator("admin_key")

@@ -99,7 +99,7 @@ class ExtractSettings(ComputeSettings):
     needs: ClassVar = {
         "ray_workers": (
             lambda given: given.get("ray"),
-            "it is a number of processes of a Ray cluster: add --ray",
+            "it is the number of processes on a Ray cluster: add --ray",
         ),
         "stored_dtype": (
             lambda given: given.get("stages"),
@@ -234,7 +234,7 @@ class HealthSettings(CommandSettings):
     needs: ClassVar = dict.fromkeys(("host", "port"), _WITHOUT_URL)
 
     url: CliPositionalArg[str | None] = Field(
-        None, description="address of the server (default: made of --host and --port)"
+        None, description="address of the server (default: from --host and --port)"
     )
     host: str = Field(
         "127.0.0.1",

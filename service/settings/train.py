@@ -97,8 +97,8 @@ class MergeSettings(CommandSettings):
     groups: ClassVar = {"base": "paths"}
 
     base: CliPositionalArg[Path] = Field(
-        description="checkpoint that the adapter was trained on, or a run whose best checkpoint it "
-        "is"
+        description="checkpoint that the adapter was trained on, or the run that has it as its "
+        "best checkpoint"
     )
     adapter: CliPositionalArg[Path] = Field(
         description="directory of an adapter, or of the `logitd train --lora` run that wrote one"

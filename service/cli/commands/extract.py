@@ -37,8 +37,8 @@ class Reporter:
 
     @contextlib.contextmanager
     def interrupts(self) -> Iterator[None]:
-        """Raise KeyboardInterrupt at SIGINT, and again at the next event after it: Python drops
-        exceptions in finalizers, of which Ray has many."""
+        """Raise KeyboardInterrupt at SIGINT, and again at the next event, because Python drops
+        exceptions raised in finalizers, and Ray has many finalizers."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self.interrupted = True
