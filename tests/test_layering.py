@@ -298,7 +298,7 @@ def test_imports_run_one_way() -> None:
 
 
 def test_rooms_are_listed_after_their_imports() -> None:
-    """So there is no cycle."""
+    """This order rules out cycles."""
     listed: list[str] = []
     for room, below in ROOMS.items():
         for target in below - set(PACKAGES):

@@ -60,6 +60,27 @@ class UnknownPiece(ValueError):
     """Raised if a piece of a text is not a token; the message names the piece and its place."""
 
 
+def cut_in_time(pattern: "regex.Pattern[str]", text: str) -> Iterator[re.Match[str]]:
+    """The matches of a pattern that may need exponential time. Raises UnknownPiece after
+    MOST_SECONDS."""
+    deadline, at = time.monotonic() + MOST_SECONDS, 0
+    try:
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:  # a quadratic pattern: each search is fast
+                raise TimeoutError
+            piece = pattern.search(text, at, concurrent=True, timeout=left)
+            if piece is None:
+                return
+            yield piece
+            at = max(piece.end(), at + 1)
+    except TimeoutError as error:
+        raise UnknownPiece(
+            f"the checkpoint's split pattern takes more than {MOST_SECONDS:g} seconds for this "
+            "text: send a shorter text, or token ids"
+        ) from error
+
+
 class PieceEncoder:
     """Encodes texts. Raises `re.error` for an invalid pattern.
 
@@ -93,20 +114,7 @@ class PieceEncoder:
         if self._bounded is None:
             yield from self._cut.finditer(text)
             return
-        deadline, at = time.monotonic() + MOST_SECONDS, 0
-        try:
-            while True:
-                left = max(1e-3, deadline - time.monotonic())
-                piece = self._bounded.search(text, at, concurrent=True, timeout=left)
-                if piece is None:
-                    return
-                yield piece
-                at = max(piece.end(), at + 1)
-        except TimeoutError as error:
-            raise UnknownPiece(
-                f"the checkpoint's split pattern takes more than {MOST_SECONDS:g} seconds for this "
-                "text: send a shorter text, or token ids"
-            ) from error
+        yield from cut_in_time(self._bounded, text)
 
     def _check_left_out(self, between: str, end: int) -> None:
         """Check the text between two pieces, which ends at character `end`. Raises UnknownPiece

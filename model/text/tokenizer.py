@@ -25,7 +25,7 @@ import tiktoken
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from logitd.model.text.added_tokens import AddedTokens, Flag, end_of_space
-from logitd.model.text.pieces import PieceEncoder, UnknownPiece, word_spans
+from logitd.model.text.pieces import PieceEncoder, UnknownPiece, cut_in_time, word_spans
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -70,6 +70,10 @@ NO_VOCABULARY = (
 
 MOST_IDS = 2**24
 """Maximum size of a vocabulary, sixty times the largest published vocabulary."""
+
+TRIED_LENGTH = 4096
+"""Characters up to which a text is encoded without a trial of an unknown pattern. A quadratic
+pattern takes at most a second for them."""
 
 PROBE = "A word, 2 numbers (1.5)\n\tand\u00e9\u4e16."
 """A text on which every new pattern is tried."""
@@ -279,6 +283,7 @@ class Tokenizer:
             except UnknownPiece as error:
                 raise TokenizerError(str(error)) from error
         assert self._encoding is not None
+        self._try_pattern(text)
         with self._translated_panics():
             ids = self._encoding.encode_ordinary(text)
         self._check_complete(ids, at)
@@ -290,6 +295,17 @@ class Tokenizer:
                     "bytes"
                 )
         return ids
+
+    def _try_pattern(self, text: str) -> None:
+        """Raise TokenizerError if an unknown pattern takes long for this text. tiktoken cannot be
+        stopped, so a long text is split by `regex` first, which can be."""
+        if self.pattern in KNOWN_PATTERNS or len(text) <= TRIED_LENGTH:
+            return
+        try:
+            for _ in cut_in_time(regex.compile(self.pattern), text):
+                pass
+        except (regex.error, UnknownPiece) as error:
+            raise TokenizerError(str(error)) from error
 
     @contextmanager
     def _translated_panics(self) -> Iterator[None]:

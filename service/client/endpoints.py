@@ -112,7 +112,7 @@ def stages(*, model: str | None = None) -> Call[Stages]:
 
 
 def weights(*, model: str | None = None, step: int | None = None) -> Call[Weights]:
-    """Names and shapes of the weights, among them derived ones such as the matrices of heads."""
+    """Names and shapes of the weights, including derived ones such as the matrices of heads."""
     return _get("/weights", Weights, model, step=step)
 
 
@@ -179,7 +179,7 @@ def history(*, model: str | None = None) -> Call[History]:
 
 
 def health() -> Call[Health]:
-    """The state of the server. A server that loads or shuts down gives a result, not an error."""
+    """The state of the server. While it loads or shuts down, this is a result, not an error."""
     return Call(Request("GET", "/health", answers=frozenset({200, 503})), _health)
 
 

@@ -535,7 +535,7 @@ class FeaturesOfModel:
     sae: str | None  # Name of the autoencoder that the lists describe.
     density: tuple[float, ...] | None  # Share of the tokens at which each feature is not zero.
     strongest: tuple[float, ...] | None  # Largest activation of each feature.
-    # Text of the token there; null for a feature that was never active.
+    # Text of the token with that activation; null if the feature was never active.
     tokens: tuple[str | None, ...] | None
     request_id: str
 
@@ -559,7 +559,7 @@ class FeatureExample:
 class TokenLogit:
     id: int
     text: str
-    logit: float  # Change of the logit for an activation of 1, up to the norm.
+    logit: float  # Change of the logit for an activation of 1 if the final norm has scale 1.
 
 
 @dataclass(frozen=True, slots=True)
@@ -632,7 +632,7 @@ class Info:
     # computes it, which the server was allowed to run.
     config: dict[str, Any]
     vocabulary: str  # Kind of the tokenizer, as in /tokenizer_info. With `none`, prompts are ids.
-    training: dict[str, Any]  # Where the weights come from.
+    training: dict[str, Any]  # Origin of the weights, from config.json.
     parameters: int
     device: str
     decoding: str  # Implementation that computes decode steps.

@@ -135,7 +135,7 @@ def test_stream_yields_ids_on_arrival(ids: Serving) -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "messages"),
     ],
 )
-def test_texts_are_rejected_with_the_way_out(
+def test_texts_are_rejected_with_advice(
     endpoint: str, body: dict[str, Any], param: str, ids: Serving
 ) -> None:
     reply = ids.post(endpoint, body)

@@ -378,6 +378,20 @@ def test_pattern_that_takes_too_long_is_stopped(
         tokenizer.encode("a" * 40)
 
 
+@pytest.mark.parametrize("pattern", [r"a+b|[\s\S]", r"\w+(?=z)|[\s\S]"])
+@pytest.mark.parametrize("kind", ["bpe", "pieces"])
+def test_quadratic_pattern_is_stopped(
+    kind: TokenizerKind, pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = {bytes([byte]): byte for byte in range(256 if kind == "bpe" else 128)}
+    tokenizer = Tokenizer(ranks=ranks, pattern=pattern, special_tokens={}, kind=kind)
+    assert not tokenizer.cuts_in_time
+    assert tokenizer.encode("a c " * 2000) == list(b"a c " * 2000)
+    monkeypatch.setattr(pieces, "MOST_SECONDS", 0.2)
+    with pytest.raises(TokenizerError, match=r"0\.2 seconds"):
+        tokenizer.encode("a" * 20_000)
+
+
 def test_known_patterns_run_in_linear_time() -> None:
     assert TOKENIZER.cuts_in_time
     assert Tokenizer.without_text(9).cuts_in_time

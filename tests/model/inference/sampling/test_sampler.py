@@ -326,16 +326,6 @@ def test_raw_logprobs_come_from_the_model() -> None:
         assert token.logprob == pytest.approx(expected[token.token_id])
 
 
-def test_processed_logprobs_are_those_that_are_sampled_from() -> None:
-    one = row(params(temperature=0.5, top_k=3, seed=1, logprobs=6, logprobs_stage="processed"))
-    result = sample_one(LOGITS, one)
-    assert result.chosen is not None
-    assert [token.token_id for token in result.top] == [1, 3, 2]  # it has no dropped ids
-    assert sum(math.exp(token.logprob) for token in result.top) == pytest.approx(1)
-    ratio = result.top[0].logprob - result.top[2].logprob
-    assert ratio == pytest.approx((3 - 2) / 0.5)
-
-
 @given(logit_rows, rows())
 def test_chosen_token_ranks_as_it_does_among_the_top(logits: list[float], one: RowContext) -> None:
     everything = dataclasses.replace(one.params, logprobs=VOCAB)
@@ -355,7 +345,6 @@ def test_chosen_token_ranks_as_it_does_among_the_top(logits: list[float], one: R
 def test_row_is_the_same_alone_and_in_a_batch(
     batch: list[tuple[list[float], RowContext]], in_bfloat16: bool
 ) -> None:
-    """Bit for bit, for any other rows."""
     logits = torch.tensor([values for values, _ in batch])
     if in_bfloat16:
         logits = logits.bfloat16()
