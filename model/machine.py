@@ -93,7 +93,6 @@ def surroundings(placement: Placement) -> Surroundings:
 
 
 def processor_name() -> str:
-    """The processor's model name."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

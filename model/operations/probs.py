@@ -32,7 +32,6 @@ from logitd.model.operations.prompts import encode_all, resolve_positions, singl
 from logitd.model.operations.tokens import TokenProb, prob_json
 
 DEFAULT_LISTED = 10
-"""Number of tokens that are listed by default."""
 
 
 class ProbsRequest(StageBody, PromptBody):

@@ -226,7 +226,6 @@ class _Prompt:
         return gradient
 
     def _direction(self) -> Tensor:
-        """The direction of the probe."""
         assert self._task.probe is not None
         weight = self._gpt.token_embedding.weight
         return torch.from_numpy(self._task.probe.direction).to(weight.device, self._passes.dtype)

@@ -110,8 +110,8 @@ class TextPasses:
         return x - backout(gpt) * middle if gpt.config.backout else x
 
     def forward(self, layer: int, x: Tensor, tap: Tap = UNTAPPED) -> Tensor:
-        """The stream (1, T, C) after a block, or (B, T, C) of several versions of the text.
-        Autograd is on, so that torch runs the same operations as in `backward`."""
+        """The stream (1, T, C) after a block. Autograd is on, so that torch runs the same
+        operations as in `backward`."""
         with self.watched(x.shape[1]), torch.enable_grad():
             return self.block(layer, x.detach().requires_grad_(), tap).detach()
 
