@@ -121,7 +121,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "one tensor more": (
         tensors(lambda weights: weights.update(another=torch.ones(1))),
-        "1 tensors.*another",
+        "1 tensor .*another",
     ),
     "one tensor less": (
         tensors(lambda weights: weights.pop("blocks.1.qkv.bias")),

@@ -102,7 +102,7 @@ def test_same_text_makes_the_same_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        (["One sentence."], r"text has \d+ tokens \(1 byte of 13 in 1 document\), .* takes 33"),
+        (["One sentence."], r"text has \d+ tokens \(1 byte of 13 in 1 document\), .* needs 33"),
         ([story(60)], r"the validation text has \d+ tokens .* or a context_length of at most 16$"),
         ([f"Sentence {n}." for n in range(40)], "the validation text has .* in 40 documents"),
         (["a"], "the training text has 0 tokens .* another val_fraction$"),
