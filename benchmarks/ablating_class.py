@@ -3,8 +3,8 @@
     python -m benchmarks.ablating_class [--threads N] [--checkpoint DIR] [--clients 20]
 
 Serves a checkpoint in a separate process and reads streams from it. Then a class of clients
-requests next-token probabilities, each with its own prompt and its own ablated head, and each sends
-the next request as soon as it gets its reply. Prints the time between two tokens of the streams
+requests next-token probabilities. Each client has its own prompt, ablates its own heads, and sends
+its next request as soon as it gets a reply. Prints the time between two tokens of the streams
 before and during the requests, and the rate of the class. Compares the bits of every stream with
 those of the same request alone. The last line is JSON.
 """
@@ -14,7 +14,6 @@ import statistics
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import httpx
 
 from benchmarks.arguments import new_parser
 from benchmarks.started_server import started_server
+from benchmarks.streams import gaps_between
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 6.0
@@ -46,7 +46,7 @@ class Reader:
         }
 
     def alone(self) -> str:
-        """Return the stream of the same request when nothing else runs."""
+        """Read the stream once, while nothing else runs."""
         with httpx.Client(base_url=self._url, timeout=600, trust_env=False) as client:
             return self._read(client)
 
@@ -56,11 +56,6 @@ class Reader:
                 text = self._read(client)
                 if not self._over.is_set():
                     self.texts.append(text)
-
-    def between(self, start: float, end: float) -> list[float]:
-        """Seconds between successive tokens that arrived from `start` to `end`."""
-        inside = [moment for moment in self.times if start <= moment <= end]
-        return [later - earlier for earlier, later in pairwise(inside)]
 
     def _read(self, client: httpx.Client) -> str:
         tokens: list[Any] = []
@@ -78,7 +73,8 @@ class Reader:
 
 
 def ablate(url: str, client: int, heads: list[tuple[int, int]], over: threading.Event) -> int:
-    """Request probabilities without one head after another. Returns the number of answers."""
+    """Request probabilities again and again, each time with another head ablated. Returns the
+    number of replies."""
     answered = 0
     with httpx.Client(base_url=url, timeout=600, trust_env=False) as http:
         while not over.is_set():
@@ -121,8 +117,8 @@ def measure(url: str, clients: int, streams: int) -> dict[str, Any]:
         answered = sum(task.result() for task in asking)
         for task in reading:
             task.result()
-    before = [gap for reader in readers for gap in reader.between(quiet, began)]
-    during = [gap for reader in readers for gap in reader.between(began, ended)]
+    before = [gap for reader in readers for gap in gaps_between(reader.times, quiet, began)]
+    during = [gap for reader in readers for gap in gaps_between(reader.times, began, ended)]
     whole = [
         (text, alone)
         for reader, alone in zip(readers, expected, strict=True)

@@ -48,7 +48,7 @@ class Cost:
 
 @contextmanager
 def neighbor() -> Iterator[None]:
-    """Run a process that spins on the last of this process's cores."""
+    """Run a process that spins on the last core that this process may use."""
     spinning = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     os.sched_setaffinity(spinning.pid, {max(os.sched_getaffinity(0))})
     try:

@@ -3,10 +3,11 @@
     .venv/bin/python benchmarks/clients.py PYTHON ...
 
 serves a copy of the bundled checkpoint with a chat template, and lets each PYTHON run the clients
-that its environment has. They need several environments, because their requirements contradict each
-other and those of logitd; `service/openai/README.md` says how to make these. Only the loopback
-network is used. A check tests if the client gets the kind of reply that it asks for, not if the
-reply is good. Open WebUI is not run: its calls are sent by hand.
+that are installed in its environment. Several environments are needed, because the clients'
+requirements contradict each other and those of logitd; `service/openai/README.md` says how to
+create them. Only the loopback network is used. A check tests whether the client gets the kind of
+reply that it requests, not whether the reply is good. Open WebUI is not run: this script sends the
+same calls.
 """
 
 import contextlib
@@ -238,7 +239,7 @@ def llm_client() -> Checks:
 
 
 def lm_eval_client() -> Checks:
-    """lm_eval, with a task defined here, because all others are downloaded."""
+    """Run lm_eval on a task defined here, because its own tasks would be downloaded."""
     model_args = f"base_url={URL}/v1/completions,model={MODEL},tokenizer_backend=remote"
     lines = [{"text": "import", "right": " os", "wrong": " zq"} for _ in range(4)]
     task = {
@@ -342,13 +343,8 @@ def run_clients() -> None:
                 print(f"| {client} {version} | | {type(error).__name__}: {error} |", flush=True)
 
 
-def run_by_hand() -> None:
-    for what, check in open_webui_calls():
-        print(row(f"{BY_HAND}'s calls, by hand", what, check), flush=True)
-
-
 def installed(python: str) -> set[str]:
-    """The clients that are installed for a Python interpreter."""
+    """The clients that a Python interpreter has installed."""
     code = (
         "import importlib.metadata as m, json; print(json.dumps("
         "[d.metadata['Name'].lower() for d in m.distributions()]))"
@@ -392,8 +388,12 @@ def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
+    if URL and BY_HAND in sys.argv:
+        for what, check in open_webui_calls():
+            print(row(f"{BY_HAND}'s calls, by hand", what, check), flush=True)
+        return
     if URL:
-        run_by_hand() if BY_HAND in sys.argv else run_clients()
+        run_clients()
         return
     pythons = sys.argv[1:]
     if not pythons:

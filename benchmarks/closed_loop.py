@@ -74,7 +74,7 @@ from logitd.service.client.calls import EVENTS, Request
 ROOT = Path(__file__).parent.parent
 BUNDLED = ROOT / "checkpoints" / "python-small"
 MOST_AT_A_RATE = 32
-"""Slots of other projects' servers if requests come at a fixed rate."""
+"""Number of slots of other projects' servers if requests arrive at a fixed rate."""
 TIMEOUT = httpx.Timeout(600.0)
 GOOD_TTFT, GOOD_GAP = 1.0, 0.15
 """Limits in seconds of a good request."""
@@ -122,7 +122,7 @@ class Question:
 
 @dataclass(slots=True)
 class Observed:
-    """Observations of one target under one load in all rounds so far: times and tokens."""
+    """Times and token counts of one target under one load, from all rounds so far."""
 
     seconds: float = 0.0
     tokens: int = 0
@@ -223,9 +223,9 @@ class Completions:
 
 
 def tokens_after(event: Any, came: int, prompt: int) -> int:
-    """Number of tokens of a stream received up to this event. Servers that count tokens say so in
-    each event; for others an event with text has one token. Raises StreamFailed, also if the server
-    counts another number of tokens in the prompt."""
+    """Number of tokens of a stream received up to this event. Servers that count tokens report them
+    in each event; for others an event with text is one token. Raises StreamFailed, also if the
+    server counts another number of tokens in the prompt."""
     if "error" in event:
         raise StreamFailed("error", str(event["error"]))
     usage = event.get("usage")

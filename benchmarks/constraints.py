@@ -20,19 +20,16 @@ from typing import Any
 import torch
 
 from benchmarks.arguments import new_parser
+from benchmarks.engine_step import STEPS, engine_decoding
 from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.device import choose_placement, describe, use_threads
 from logitd.model.inference.constraints.compiler import Compiler, Constraint, Source
 from logitd.model.inference.constraints.protocol import TokenMatcher
-from logitd.model.inference.engine.config import EngineConfig
-from logitd.model.inference.engine.engine import Engine
-from logitd.model.inference.engine.requests import GenerationRequest
 from logitd.model.inference.kernels.select import choose_decode_path
-from logitd.model.inference.sampling.params import SamplingParams
 from logitd.model.text.tokenizer import SPLIT_PATTERN, Tokenizer
 from logitd.model.transformer.gpt import GPT
 
-PROMPT, STEPS, ROUNDS, LARGE = 64, 60, 5, 50_000
+ROUNDS, LARGE = 5, 50_000
 
 SCHEMA = {
     "type": "array",
@@ -97,26 +94,10 @@ class MatcherClock:
         return TimedMatcher(self.constraint.matcher(), self)
 
 
-def engine_decoding(gpt: GPT, sequences: int, constraint: MatcherClock | None) -> Engine:
-    """An engine whose sequences have computed their prompts and decode for long."""
-    engine = Engine(
-        gpt,
-        EngineConfig(slots=sequences, prefill_chunk=256),
-        make_decoder=choose_decode_path(gpt, threads=torch.get_num_threads()).make_decoder,
-    )
-    generator = torch.Generator().manual_seed(0)
-    for index in range(sequences):
-        ids = torch.randint(gpt.config.vocab_size, (PROMPT,), generator=generator).tolist()
-        params = SamplingParams(max_tokens=4 * STEPS, seed=index, constraint=constraint)
-        engine.add(GenerationRequest(request_id=str(index), token_ids=tuple(ids), params=params))
-    while engine.step().decoded_sequences < sequences:
-        assert engine.has_work(), "sequences ended before all of them decoded"
-    return engine
-
-
 def steps(gpt: GPT, sequences: int, constraint: MatcherClock | None = None) -> tuple[float, float]:
     """Median microseconds of a step, and of its matchers."""
-    engine = engine_decoding(gpt, sequences, constraint)
+    path = choose_decode_path(gpt, threads=torch.get_num_threads())
+    engine = engine_decoding(gpt, sequences, make_decoder=path.make_decoder, constraint=constraint)
     whole, matching = [], []
     for _ in range(STEPS):
         if constraint is not None:

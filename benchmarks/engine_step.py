@@ -19,6 +19,7 @@ import torch
 from benchmarks.arguments import new_parser
 from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.device import choose_placement, describe, use_threads
+from logitd.model.inference.constraints.protocol import TokenConstraint
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.engine import Engine
 from logitd.model.inference.engine.requests import GenerationRequest
@@ -31,7 +32,11 @@ PROMPT, STEPS = 64, 60
 
 
 def engine_decoding(
-    gpt: GPT, sequences: int, temperature: float, make_decoder: DecoderMaker = PlainDecoder
+    gpt: GPT,
+    sequences: int,
+    temperature: float = 1.0,
+    make_decoder: DecoderMaker = PlainDecoder,
+    constraint: TokenConstraint | None = None,
 ) -> Engine:
     """An engine whose sequences have computed their prompts and decode for long."""
     config = EngineConfig(slots=sequences, prefill_chunk=256)
@@ -39,7 +44,9 @@ def engine_decoding(
     generator = torch.Generator().manual_seed(0)
     for index in range(sequences):
         ids = torch.randint(gpt.config.vocab_size, (PROMPT,), generator=generator).tolist()
-        params = SamplingParams(max_tokens=4 * STEPS, seed=index, temperature=temperature)
+        params = SamplingParams(
+            max_tokens=4 * STEPS, seed=index, temperature=temperature, constraint=constraint
+        )
         engine.add(GenerationRequest(request_id=str(index), token_ids=tuple(ids), params=params))
     while engine.step().decoded_sequences < sequences:
         assert engine.has_work(), "sequences ended before all of them decoded"

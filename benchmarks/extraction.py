@@ -2,15 +2,15 @@
 
     python -m benchmarks.extraction [--checkpoint DIRECTORY] [--dtype float32] [--threads N]
 
-Measures in turns, in one process: prompts as `logitd bench` measures them (8 at once of 256 ids),
-prompts as long as the model's context, as windows of long documents are, and an extraction of
-standard library sources, from the moment when the model is loaded and the data was read once. An
-extraction does more than prompts: the head computes a row for each token instead of one for each
-prompt, and there are the softmax, the encoding and the files.
+Measures three kinds of work in turns, in one process: prompts as `logitd bench` measures them (8
+together, of 256 ids), prompts as long as the model's context, like the windows of long documents,
+and an extraction of standard library sources after the model was loaded and the data read once. An
+extraction does more work than prompts: the head computes a row for each token instead of one for
+each prompt, then the softmax, the encoding and the files follow.
 
 Each is measured in processor time of all threads and in wall-clock time. If other jobs run, trust
-the processor time, measured with `--threads 1`: with several threads, those that wait for a thread
-that lost its core spin meanwhile. The last line is JSON.
+the processor time measured with `--threads 1`: with several threads, all spin while they wait for a
+thread that lost its core. The last line is JSON.
 """
 
 import json
@@ -49,7 +49,7 @@ class Cost:
 
 
 class Stopwatch:
-    """Processor time of this process and wall-clock time since the stopwatch was made."""
+    """Processor time of this process and wall-clock time since the stopwatch was created."""
 
     def __init__(self) -> None:
         self._processor, self._clock = time.process_time(), time.perf_counter()
@@ -74,7 +74,7 @@ def write_text(folder: Path, tokens: int) -> Path:
 
 @contextmanager
 def engine_of(loaded: LoadedModel) -> Iterator[Engine]:
-    """An engine with the settings of `logitd bench`."""
+    """Create an engine with the settings of `logitd bench`."""
     config = EngineConfig(slots=SEVERAL_PROMPTS)
     engine = Engine(loaded.network, config, make_decoder=loaded.decode_path.make_decoder)
     try:
@@ -161,7 +161,7 @@ def main() -> None:
 
 
 def line(costs: dict[str, Cost]) -> str:
-    """The line that is printed for a round."""
+    """Format the costs of one round."""
     rates = ", ".join(
         f"{name} {cost.tokens / cost.processor:,.0f} tokens per processor second, "
         f"{cost.tokens / cost.clock:,.0f} by the clock"

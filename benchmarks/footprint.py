@@ -1,4 +1,4 @@
-"""Seconds until a server is ready, and its memory besides weights and KV cache.
+"""Seconds until a server is ready, and its memory in addition to weights and KV cache.
 
     python -m benchmarks.footprint [--checkpoint DIRECTORY] [--threads N] [--slots N] [--starts N]
                                    [--dtype DTYPE] [--quantize KIND] [--ready-only]
@@ -6,11 +6,11 @@
 The time to ready runs from the start of the process until the server says that it is ready; kernels
 are built before. It is the median of several starts, one after the other. Memory is the resident
 memory after the server has answered requests for texts and rows and has had a sequence of the whole
-context in every slot, minus the bytes of its weights and its KV cache. It is that of Python, torch,
-the vocabulary and the service. The bytes of weights are computed from their dtype, so memory may be
-negative if they are quantized or compressed. The peak is the largest resident memory at any time,
-loading included. Both are those of the last start. With `--ready-only` nothing is requested, and
-memory is measured when the server is ready. The last line is JSON.
+context in every slot, minus the bytes of its weights and its KV cache. What remains is Python,
+torch, the vocabulary and the service. The bytes of weights are computed from their dtype, so memory
+may be negative if they are quantized or compressed. The peak is the largest resident memory at any
+time, loading included. Both are measured in the last start. With `--ready-only` nothing is
+requested, and memory is measured when the server is ready. The last line is JSON.
 """
 
 import json
@@ -36,17 +36,17 @@ ASKED = 4
 
 def resident(pid: int) -> int:
     """Resident memory of a process, in bytes."""
-    return _told(pid, "VmRSS")
+    return _status(pid, "VmRSS")
 
 
 def peak(pid: int) -> int:
     """Largest resident memory that a process ever had, in bytes."""
-    return _told(pid, "VmHWM")
+    return _status(pid, "VmHWM")
 
 
-def _told(pid: int, name: str) -> int:
-    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    line = re.search(rf"{name}:\s+(\d+) kB", status)
+def _status(pid: int, name: str) -> int:
+    text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    line = re.search(rf"{name}:\s+(\d+) kB", text)
     assert line is not None, "Linux reports it for every process"
     return int(line[1]) * 1024
 
@@ -57,8 +57,8 @@ def besides(held: int, info: dict[str, Any]) -> int:
 
 
 def ask(url: str) -> dict[str, Any]:
-    """Let the server compute texts and rows and fill every slot, because a cache takes memory only
-    where it was used. Returns the server's /info."""
+    """Request texts and rows, then fill the whole context of every slot, because a cache takes
+    memory only after use. Returns the server's /info."""
     with httpx.Client(base_url=url, trust_env=False, timeout=600) as http:
         for seed in range(ASKED):
             for path, body in (

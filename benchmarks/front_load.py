@@ -15,21 +15,23 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from benchmarks.raw_client import RawClient
-from benchmarks.streams import run_streams
+from benchmarks.streams import failures_of, run_streams
 
+Server = tuple[str, Sequence[int]]
+"""The URL of a server and the ids of its processes."""
 PROMPT_TOKENS = 32
 SHORT = 1
-"""Tokens of a short request. Its time is that of the network and of a prefill."""
+"""Number of tokens of a short request, which measures the network and a prefill."""
 
 
 @dataclass(frozen=True, slots=True)
 class Felt:
     """Figures of one round, as a client sees them.
 
-    alone_ms           a request for one token, with nothing else under way: the median
-    first_token_ms     the first token of streams that run together: the median
-    tokens_per_second  of those streams, from the first request to the last token
-    processor_ms       of the server's processes for the whole load; least affected by other
+    alone_ms           median time of a lone request for one token
+    first_token_ms     median time to the first token of streams that run together
+    tokens_per_second  rate of these streams, from the first request to the last token
+    processor_ms       processor time of the server for the whole load; least affected by other
                        programs
     """
 
@@ -47,10 +49,18 @@ class FrontLoad:
         self._requests, self._streams, self._tokens = requests, streams, tokens
         self._prompts = _prompts()
 
-    def round(self, url: str, processes: Sequence[int]) -> Felt:
-        """Put the load on a server, which consists of these processes. Raises RuntimeError if a
-        stream fails."""
-        return asyncio.run(self._round(url, processes))
+    def compare(self, first: Server, second: Server, rounds: int) -> tuple[list[Felt], list[Felt]]:
+        """Measure two servers in turns, after a warm-up round of each. The order is reversed after
+        every round. Raises RuntimeError if a stream fails."""
+        felt: list[list[Felt]] = [[], []]
+        order = list(zip(felt, (first, second), strict=True))
+        for _, server in order:
+            asyncio.run(self._round(*server))
+        for _ in range(rounds):
+            for figures, server in order:
+                figures.append(asyncio.run(self._round(*server)))
+            order.reverse()
+        return felt[0], felt[1]
 
     async def _round(self, url: str, processes: Sequence[int]) -> Felt:
         ask, before = RawClient(url), processor_seconds(processes)
@@ -71,7 +81,7 @@ class FrontLoad:
         begun = time.perf_counter()
         records = await run_streams(ask, prompts, tokens)
         seconds = time.perf_counter() - begun
-        if failed := [record.failure for record in records if record.failure is not None]:
+        if failed := failures_of(records):
             raise RuntimeError(f"{len(failed)} of {streams} streams failed: {failed[0]}")
         first = statistics.median(record.arrivals[0].at - record.sent for record in records)
         return _Timed(seconds, first)
@@ -93,8 +103,8 @@ def processor_seconds(processes: Sequence[int]) -> float:
     """Processor seconds of the processes so far; the kernel counts hundredths."""
     ticks = 0
     for pid in processes:
-        told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        ticks += int(told[11]) + int(told[12])  # user mode and kernel mode
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        ticks += int(stat[11]) + int(stat[12])  # user mode and kernel mode
     return ticks / os.sysconf("SC_CLK_TCK")
 
 

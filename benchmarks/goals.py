@@ -6,7 +6,7 @@ tables.
 
 Runs the commands that `--list` shows, one after the other. The output of each is stored in the
 folder as NAME.txt; its last line is JSON. A command whose file exists is not run again, so the run
-can be interrupted and continued. Delete a file to measure it anew. A command that fails leaves
+can be interrupted and resumed. Delete a file to measure again. A command that fails leaves
 NAME.log.
 
 llama.cpp, OpenVINO, CTranslate2 and `transformers serve` are measured if --peer-python names
@@ -54,7 +54,7 @@ STRONGEST = {
 }
 """Peers, by dtype, without which the best of the others is unknown."""
 OVER_HTTP = "bfloat16"
-"""The dtype in which a server is measured as well."""
+"""The dtype in which `logitd serve` is measured too."""
 
 DECODE_OVER_OTHERS = {
     ("124m", "bfloat16", 8): 1.7,

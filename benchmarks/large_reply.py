@@ -3,27 +3,25 @@
     python -m benchmarks.large_reply [--threads N]
 
 Serves a synthetic model with a vocabulary of 50,257 in a separate process, streams tokens from
-it, and meanwhile asks for the logits of all 1,024 positions of a prompt (206 MB as float32). Prints
+it, and meanwhile requests the logits of all 1,024 positions of a prompt (206 MB as float32). Prints
 how much memory the server took for the reply, and the time between two tokens of the stream before
 and during the reply. The last line is JSON.
 """
 
-import itertools
 import json
-import re
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from benchmarks.arguments import new_parser
+from benchmarks.footprint import resident
 from benchmarks.started_server import started_server
+from benchmarks.streams import gaps_between
 from benchmarks.synthetic import save_synthetic
 from logitd.model.transformer.shapes import gpt2_shape
 
@@ -32,39 +30,25 @@ PROMPT = [i % VOCABULARY for i in range(CONTEXT)]
 REPLY_BYTES = CONTEXT * VOCABULARY * 4
 
 
-@contextmanager
-def served(checkpoint: Path, threads: int) -> Iterator[tuple[str, int]]:
-    """A server in a separate process: its URL and its process id."""
-    flags = ("--checkpoint", str(checkpoint.resolve()), "--slots", "4", "--threads", str(threads),
-             "--dtype", "float32")  # fmt: skip
-    with started_server(*flags) as server:
-        yield server.url, server.pid
-
-
 class MemoryWatch:
     """Watches the largest resident memory of a process until `stop`."""
 
     def __init__(self, pid: int) -> None:
-        self._status = Path(f"/proc/{pid}/status")
-        self.before = self.peak = self._resident()
+        self._pid = pid
+        self.before = self.peak = resident(pid)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
 
     def stop(self) -> int:
-        """Stop. Returns the number of bytes by which the memory rose."""
+        """Stop watching. Returns the number of bytes by which the memory rose."""
         self._over.set()
         self._thread.join()
         return self.peak - self.before
 
     def _watch(self) -> None:
         while not self._over.wait(0.005):
-            self.peak = max(self.peak, self._resident())
-
-    def _resident(self) -> int:
-        line = re.search(r"VmRSS:\s+(\d+) kB", self._status.read_text(encoding="utf-8"))
-        assert line is not None
-        return int(line[1]) * 1024
+            self.peak = max(self.peak, resident(self._pid))
 
 
 class TokenWatch:
@@ -80,11 +64,6 @@ class TokenWatch:
     def stop(self) -> None:
         self._over.set()
         self._thread.join()
-
-    def between(self, start: float, end: float) -> list[float]:
-        """Seconds between tokens that arrived from `start` to `end`."""
-        inside = [moment for moment in self.times if start <= moment <= end]
-        return [later - earlier for earlier, later in itertools.pairwise(inside)]
 
     def _read(self) -> None:
         body = {"prompt": [1], "max_tokens": CONTEXT - 1, "ignore_eos": True, "stream": True}
@@ -113,7 +92,7 @@ def ask(url: str, accept: str) -> tuple[float, float]:
 
 
 def measure(url: str, pid: int, accept: str) -> dict[str, Any]:
-    """Read one reply next to one stream of tokens."""
+    """Read one reply while a stream of tokens is read too."""
     tokens = TokenWatch(url)
     while len(tokens.times) < 20:
         time.sleep(0.05)
@@ -123,7 +102,8 @@ def measure(url: str, pid: int, accept: str) -> dict[str, Any]:
     began, ended = ask(url, accept)
     rose = memory.stop()
     tokens.stop()
-    before, during = tokens.between(quiet, began), tokens.between(began, ended)
+    before = gaps_between(tokens.times, quiet, began)
+    during = gaps_between(tokens.times, began, ended)
     return {
         "accept": accept,
         "seconds": ended - began,
@@ -150,10 +130,13 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = save_synthetic(Path(folder) / "wide", config)
-        with served(checkpoint.path, arguments.threads) as (url, pid):
-            ask(url, "application/x-npy")  # one-time allocations do not belong to a reply
+        with started_server(
+            "--checkpoint", str(checkpoint.path.resolve()), "--slots", "4",
+            "--threads", str(arguments.threads), "--dtype", "float32",
+        ) as server:  # fmt: skip
+            ask(server.url, "application/x-npy")  # one-time allocations do not belong to a reply
             results = [
-                measure(url, pid, accept)
+                measure(server.url, server.pid, accept)
                 for accept in ("application/x-npy", "application/vnd.safetensors",
                                "application/json")
             ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""`logitd bench` in process and over HTTP. It starts and ends a server with the same settings.
+"""Runs `logitd bench` in process and over HTTP, on a server that it starts with the same settings.
 
     python -m benchmarks.over_http bench --checkpoint DIRECTORY --threads N [--dtype bfloat16] ...
 

@@ -7,8 +7,8 @@ Measures steps of a real engine whose decoder is wrapped. The native decoder rea
 of its threads have ended a stage (`model/inference/kernels/cpu/native/clocks.h`). The wrapper
 measures the time around its calls. Only every other step is watched, so that the cost of watching
 is measured as well. Times are means over the middle half of the watched steps, ordered by length.
-"Overhead" is all time outside the model and the sampling: the plan, lists to arrays, the sampling
-parameters of rows, events. The last line is JSON.
+"Overhead" is all time outside the model and the sampling: planning, converting lists to arrays,
+collecting the sampling parameters of rows, and creating events. The last line is JSON.
 """
 
 import json
@@ -245,7 +245,7 @@ def run_watched(
 
 
 def summed(steps: Sequence[WatchedStep]) -> WatchedStep:
-    """Sum up the steps of one prompt, all of them watched or none."""
+    """Add up the steps of one prompt, either all watched or none."""
     stages: dict[str, float] | None = None
     for step in steps:
         for stage, seconds in (step.stages or {}).items():

@@ -15,18 +15,18 @@ import os
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.arguments import new_parser
 from benchmarks.front_load import Felt, FrontLoad, medians, ratios
+from benchmarks.peers.foreign_server import free_port
 from benchmarks.started_server import started_server
 
 ROOT = Path(__file__).parents[1]
@@ -49,9 +49,7 @@ class Measured:
 def on_ray(*flags: str) -> Iterator[tuple[str, list[int]]]:
     """Run `deploy.ray_serve` with these flags; yield its address and processes when it is ready.
     Raises RuntimeError if it does not start."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     mark = secrets.token_hex(8)
     environment = {name: value for name, value in os.environ.items() if "LOGITD_" not in name}
     environment |= {MARK: mark, "PYTHONPATH": str(ROOT)}
@@ -62,9 +60,10 @@ def on_ray(*flags: str) -> Iterator[tuple[str, list[int]]]:
         )  # fmt: skip
         try:
             end = time.monotonic() + READY_SECONDS
-            while "ready at" not in (text := _read(said.fileno())):
+            while b"ready at" not in (text := os.pread(said.fileno(), 2**16, 0)):
                 if process.poll() is not None or time.monotonic() > end:
-                    raise RuntimeError(f"Ray Serve did not come up:\n{text}")
+                    output = text.decode(errors="replace")
+                    raise RuntimeError(f"Ray Serve did not start:\n{output}")
                 time.sleep(0.1)
             yield f"http://127.0.0.1:{port}", processes_of(mark)
         finally:
@@ -74,10 +73,6 @@ def on_ray(*flags: str) -> Iterator[tuple[str, list[int]]]:
             finally:
                 process.kill()
                 process.wait()
-
-
-def _read(descriptor: int) -> str:
-    return os.pread(descriptor, 2**16, 0).decode(errors="replace")
 
 
 def processes_of(mark: str) -> list[int]:
@@ -97,32 +92,11 @@ def held(processes: list[int]) -> float:
     """Memory of processes in MiB. A page shared by several processes is divided among them."""
     kilobytes = 0
     for pid in processes:
-        told = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8")
-        line = re.search(r"^Pss:\s+(\d+) kB", told, re.MULTILINE)
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8")
+        line = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
         assert line is not None, "Linux reports it for every process"
         kilobytes += int(line[1])
     return kilobytes / 1024
-
-
-def compare(
-    urls: Mapping[str, str], pids: Mapping[str, list[int]], rounds: int
-) -> tuple[dict[str, Measured], dict[str, float]]:
-    """Measure both after a warm-up round; they alternate in who begins. Also returns the median
-    ratio of the second to the first for each figure."""
-    load = FrontLoad(requests=REQUESTS, streams=STREAMS, tokens=TOKENS)
-    felt: dict[str, list[Felt]] = {name: [] for name in urls}
-    order = list(urls)
-    for name in order:
-        load.round(urls[name], pids[name])
-    for _ in range(rounds):
-        for name in order:
-            felt[name].append(load.round(urls[name], pids[name]))
-        order.reverse()
-    measured = {
-        name: Measured(medians(felt[name]), len(pids[name]), held(pids[name])) for name in urls
-    }
-    first, second = (felt[name] for name in urls)
-    return measured, ratios(first, second)
 
 
 def main() -> None:
@@ -139,11 +113,15 @@ def main() -> None:
     ]  # fmt: skip
     flags = ["--checkpoint", path, "--threads", str(arguments.threads), *slots]
     alone, front = "logitd serve", "Ray Serve" + (f", {replicas} replicas" if replicas > 1 else "")
+    load = FrontLoad(requests=REQUESTS, streams=STREAMS, tokens=TOKENS)
     with started_server(*flags) as server, on_ray(*ray) as (url, processes):
-        results, beside = compare(
-            {alone: server.url, front: url}, {alone: [server.pid], front: processes},
-            arguments.rounds,
-        )  # fmt: skip
+        pids = {alone: [server.pid], front: processes}
+        first, second = load.compare((server.url, pids[alone]), (url, processes), arguments.rounds)
+        results = {
+            name: Measured(medians(felt), len(pids[name]), held(pids[name]))
+            for name, felt in ((alone, first), (front, second))
+        }
+    compared = ratios(first, second)
     print(
         f"| | a request alone p50 | first token of {STREAMS} streams p50 | tokens/s | processes | "
         "memory | processor time |\n|---|---|---|---|---|---|---|"
@@ -154,9 +132,9 @@ def main() -> None:
             f"{one.felt.tokens_per_second:.0f} | {one.processes} | {one.mebibytes:.0f} MiB | "
             f"{one.felt.processor_ms:.0f} ms |"
         )
-    print("ratios", ", ".join(f"{figure} {ratio:.2f}" for figure, ratio in beside.items()))
-    told = {name: asdict(one) for name, one in results.items()}
-    print(json.dumps({**told, "ratios": beside}))
+    print("ratios", ", ".join(f"{figure} {ratio:.2f}" for figure, ratio in compared.items()))
+    figures = {name: asdict(one) for name, one in results.items()}
+    print(json.dumps({**figures, "ratios": compared}))
 
 
 if __name__ == "__main__":

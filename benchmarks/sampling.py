@@ -2,9 +2,9 @@
 
     python -m benchmarks.sampling [--vocab-size 50257] [--rows 32] [--spread 1 3] [--threads N]
 
-The logits are normally distributed; --spread is their standard deviation. The native sampler and
-its twin in torch draw a token for each row, and must draw the same. The time is the wall-clock time
-of all rows together in the best of several rounds. The last line is JSON.
+The logits are normally distributed; --spread is their standard deviation. The native sampler
+and the one in torch draw a token for each row, and must draw the same tokens. The time is the
+wall-clock time of all rows together in the best of several rounds. The last line is JSON.
 """
 
 import json
@@ -43,7 +43,7 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Row:
-    """Microseconds per row of logits."""
+    """Microseconds per row of logits, native and in torch."""
 
     spread: float
     way: str

@@ -6,13 +6,13 @@
 Measures tokens per second of 1 and 8 sequences with `speculate` none and ngram, on native kernels.
 Both run in one process, one step of each in turn. Prompts are not counted. The texts:
 
-    repeats   a prompt that says the same thing again and again, greedy
-    ordinary  code, temperature 1: short runs come again, what follows them mostly does not
+    repeats   a prompt that repeats one statement, greedy
+    ordinary  code at temperature 1: short runs of tokens recur, but mostly continue differently
     noise     prompts of random ids, at a temperature at which nothing repeats
 
 A shape without a checkpoint has random weights. With these, greedy text repeats one token, and
-there is no ordinary text. Both must give the same answers. Run it on an idle machine. The last line
-is JSON.
+there is no ordinary text. Both settings must generate the same tokens. Run it on an idle machine.
+The last line is JSON.
 """
 
 import json
@@ -122,7 +122,8 @@ class Run:
 def run_in_turns(
     gpt: GPT, text: Text, order: list[Speculation], threads: int
 ) -> dict[Speculation, Result]:
-    """Run both, one step of each in turn, so that other work of the machine affects both alike."""
+    """Run both engines, one step of each in turn, so that other work of the machine affects both
+    alike."""
     runs = {name: Run(gpt, text, name, threads) for name in order}
     while any(run.engine.has_work() for run in runs.values()):
         for run in runs.values():
@@ -132,7 +133,7 @@ def run_in_turns(
 
 
 def compare(gpt: GPT, text: Text, rounds: int, threads: int) -> dict[str, Any]:
-    """Medians of the rounds, and of the ratios within each. They alternate in who begins."""
+    """Medians of the rounds and of the ratios within each round. The order alternates."""
     measured: list[dict[Speculation, Result]] = []
     order: list[Speculation] = ["none", "ngram"]
     for _ in range(rounds + 1):

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
+
 
 @dataclass(frozen=True, slots=True)
 class Spread:
@@ -15,14 +17,5 @@ class Spread:
     @classmethod
     def of(cls, times: Iterable[float]) -> Self | None:
         """The spread of times; None if there are none."""
-        ordered = sorted(times)
-        return cls(percentile(ordered, 50), percentile(ordered, 99)) if ordered else None
-
-
-def percentile(ordered: list[float], percent: float) -> float:
-    """A percentile of a non-empty sequence of ascending numbers. Interpolates linearly between two
-    numbers, as NumPy does by default."""
-    place = (len(ordered) - 1) * percent / 100
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+        seconds = list(times)
+        return cls(*np.percentile(seconds, [50, 99]).tolist()) if seconds else None

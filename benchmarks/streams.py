@@ -8,17 +8,18 @@ chunks with tokens, however many.
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from logitd.service.cli.commands.bench import whole_batch_rate
 from logitd.service.client import AsyncClient, LogitdError
 from logitd.service.client.fields import GenerateFields
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(NamedTuple):
     """A chunk with tokens, and the time of `time.perf_counter` when it arrived."""
 
     at: float
@@ -122,27 +123,22 @@ async def _stream(ask: Ask, prompt: Sequence[int], tokens: int, seed: int) -> St
 
 
 def full_batch_rate(records: Sequence[StreamRecord]) -> float | None:
-    """Tokens per second between the start of the last stream and the end of the first, counting
-    only tokens that arrived in that time. None if a stream failed, because then there was no whole
-    batch, or if the first stream ended before the last one began."""
-    if any(record.failure is not None for record in records):
+    """Tokens per second while all streams of a batch ran (`whole_batch_rate`). None if they never
+    all ran together, or if one of them failed."""
+    if failures_of(records):
         return None
-    begin = max(record.arrivals[0].at for record in records)
-    end = min(record.arrivals[-1].at for record in records)
-    if end <= begin:
-        return None
-    came = sum(
-        arrival.tokens
-        for record in records
-        for arrival in record.arrivals
-        if begin < arrival.at <= end
-    )
-    return came / (end - begin)
+    return whole_batch_rate([[(record.sent, 0), *record.arrivals] for record in records])
 
 
 def gaps(record: StreamRecord) -> list[float]:
     """Seconds between successive chunks of a stream."""
-    return [later.at - earlier.at for earlier, later in itertools.pairwise(record.arrivals)]
+    return gaps_between([arrival.at for arrival in record.arrivals])
+
+
+def gaps_between(times: Sequence[float], start: float = 0, end: float = math.inf) -> list[float]:
+    """Differences between successive times, of the times from `start` to `end`."""
+    inside = [moment for moment in times if start <= moment <= end]
+    return [later - earlier for earlier, later in itertools.pairwise(inside)]
 
 
 def failures_of(records: Iterable[StreamRecord]) -> tuple[Failure, ...]:

@@ -1,7 +1,7 @@
 """Synthetic checkpoints: any shape with random weights, for figures that depend only on sizes.
 
-The vocabulary is the 256 bytes, then pairs of bytes, then three: a real one for tiktoken, of any
-size that peers' models have. The weights are random, the text is noise.
+The vocabulary is the 256 bytes, then pairs of bytes, then triples. tiktoken accepts it, and it can
+have the size of any peer's model. The weights are random, so the generated text is noise.
 """
 
 import itertools
@@ -47,7 +47,7 @@ def load_gpt(name: str, dtype: torch.dtype) -> GPT:
 
 
 def config_of(shape: Shape) -> GPTConfig:
-    """The GPT that has this shape."""
+    """Configuration of the GPT with this shape."""
     return gpt2_shape(
         vocab_size=shape.vocab_size,
         context_length=shape.context_length,

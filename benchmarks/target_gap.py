@@ -41,8 +41,8 @@ from logitd.model.transformer.gpt import GPT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Number of concurrent clients, and of counted requests of each. With fewer slots than clients,
-    some wait."""
+    """Number of concurrent clients, and number of counted requests of each. With fewer slots than
+    clients, some clients wait."""
 
     clients: int
     slots: int

@@ -1,4 +1,4 @@
-"""Targets: measured figures with the bounds that they should reach, and a table of them."""
+"""Bounds that measured figures should reach, and a table of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,8 @@
     python -m benchmarks.tracing [--checkpoint PATH] [--threads N] [--rounds N]
 
 Two servers run all the time, one with --otlp-endpoint and one without, and get the same requests in
-turns: short requests one after the other, then many short streams at once, for which the spans cost
-most. The collector is a thread of this process that reads the spans and replies. Ratios are
+turns: short requests one after the other, then many short streams together, for which the spans
+cost most. The collector is a thread of this process that reads the spans and replies. Ratios are
 computed within each round. Run it on an idle machine. The last line is JSON.
 """
 
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arguments import new_parser
-from benchmarks.front_load import Felt, FrontLoad, medians, ratios
-from benchmarks.started_server import StartedServer, started_server
+from benchmarks.front_load import FrontLoad, medians, ratios
+from benchmarks.started_server import started_server
 
 REQUESTS, STREAMS, TOKENS = 100, 64, 8
 
@@ -36,7 +36,7 @@ def reading_collector() -> Iterator[str]:
             self.end_headers()
 
         def log_message(self, *arguments: Any) -> None:
-            """Discard the log line."""
+            pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -46,22 +46,6 @@ def reading_collector() -> Iterator[str]:
         finally:
             server.shutdown()
             thread.join()
-
-
-def compare(
-    without: StartedServer, traced: StartedServer, rounds: int
-) -> tuple[list[Felt], list[Felt]]:
-    """Measure both round by round; they alternate in who begins."""
-    load = FrontLoad(requests=REQUESTS, streams=STREAMS, tokens=TOKENS)
-    felt: dict[str, list[Felt]] = {without.url: [], traced.url: []}
-    order = [without, traced]
-    for server in order:
-        load.round(server.url, [server.pid])  # warm-up
-    for _ in range(rounds):
-        for server in order:
-            felt[server.url].append(load.round(server.url, [server.pid]))
-        order.reverse()
-    return felt[without.url], felt[traced.url]
 
 
 def main() -> None:
@@ -76,17 +60,19 @@ def main() -> None:
         started_server(*flags) as without,
         started_server(*flags, "--otlp-endpoint", collector) as traced,
     ):
-        off, on = compare(without, traced, arguments.rounds)
+        load = FrontLoad(requests=REQUESTS, streams=STREAMS, tokens=TOKENS)
+        off, on = load.compare(
+            (without.url, [without.pid]), (traced.url, [traced.pid]), arguments.rounds
+        )
     print(f"{REQUESTS} requests alone, then {STREAMS} streams of {TOKENS} tokens")
     for name, felt in (("without", medians(off)), ("with", medians(on))):
         print(
             f"{name:8} alone {felt.alone_ms:6.2f} ms, first {felt.first_token_ms:6.1f} ms, "
             f"{felt.tokens_per_second:6.0f} tokens/s, {felt.processor_ms:5.0f} ms of processors"
         )
-    beside = ratios(off, on)
-    print("with traces,", ", ".join(f"{name} times {ratio:.3f}" for name, ratio in beside.items()))
-    told = {"off": asdict(medians(off)), "on": asdict(medians(on)), "ratios": beside}
-    print(json.dumps(told))
+    both = ratios(off, on)
+    print("with traces,", ", ".join(f"{name} times {ratio:.3f}" for name, ratio in both.items()))
+    print(json.dumps({"off": asdict(medians(off)), "on": asdict(medians(on)), "ratios": both}))
 
 
 if __name__ == "__main__":

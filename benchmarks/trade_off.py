@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 MARKERS = "osD^v"
@@ -48,7 +49,8 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.set(xlabel="first token, 99th percentile, ms", ylabel="gap, 99th percentile, ms")
     axes.grid(visible=True, which="both", alpha=0.25)
     axes.legend(fontsize=8)
-    figure.savefig(path, metadata={"Date": None})
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": ""}):  # text as text; the same ids
+        figure.savefig(path, metadata={"Date": None})
 
 
 def main(argv: Sequence[str]) -> None:

@@ -165,8 +165,8 @@ def smaller(size: Size) -> Size:
 
 
 def check(finished: Iterable[Finished]) -> None:
-    """Refuse to compare runs with unequal seconds, threads or matrices; only a smaller model may
-    have other matrices. A run ends with the step in which its time is up."""
+    """Exit if runs differ in seconds, threads or matrices; only a smaller model may have other
+    matrices. A run may exceed its time by one step."""
     finished = list(finished)
     for run, outcome in finished:
         asked = 60 * run.minutes
@@ -181,7 +181,8 @@ def check(finished: Iterable[Finished]) -> None:
 
 
 def summary(finished: Sequence[Finished], default: Sequence[Finished]) -> dict[str, Any]:
-    """One side at one budget. `fewer`: how many percent fewer bits the default needs."""
+    """Summarize the runs of one side at one budget. `fewer` is by how many percent fewer bits the
+    default needs."""
     run, outcomes = finished[0][0], [outcome for _, outcome in finished]
     bits = [outcome.last for outcome in outcomes]
     mean, ours = statistics.mean(bits), statistics.mean(outcome.last for _, outcome in default)

@@ -6,8 +6,8 @@
 The plain loop is the one that a user writes first: the model under autocast in the same dtype,
 torch's fused causal attention, `F.cross_entropy` of all logits in float32, and torch's Muon and
 AdamW unchanged. `plain float32` is the same without autocast, as nanoGPT trains on a CPU.
-`compiled` is the trainer with `--compile on`; its first step is timed apart, to tell after how many
-steps compiling is earned back. Model, initial weights, batches of random ids and learning rates are
+`compiled` is the trainer with `--compile on`; its first step is timed separately, to show after how
+many steps compiling pays off. Model, initial weights, batches of random ids and learning rates are
 the same for all.
 
 Each figure is the median step of a separate process; the four take turns, and a ratio is the median
@@ -34,7 +34,7 @@ from logitd.model.device import Placement, keep_freed_memory, use_threads
 from logitd.model.openmp import spin_variables
 from logitd.model.training.configuration.presets import PRESETS, Recipe
 from logitd.model.training.optim.optimizers import Optimizers, initialize, kind_of
-from logitd.model.training.step.compile import choose_loss
+from logitd.model.training.step.compile import CompiledLoss
 from logitd.model.training.step.forward import Forward, training_placement
 from logitd.model.transformer.attention import CausalAttend
 from logitd.model.transformer.gpt import GPT
@@ -51,7 +51,7 @@ def own_step(gpt: GPT, recipe: Recipe, placement: Placement, *, compiled: bool =
     """The trainer's step."""
     optimizers = Optimizers(gpt, recipe)
     forward = Forward(gpt, placement, dropout=gpt.config.dropout)
-    loss_of = choose_loss(forward, _refuse_eager, compiled=compiled)
+    loss_of = CompiledLoss(forward, _refuse_eager) if compiled else forward.loss
 
     def step(ids: Tensor) -> Tensor:
         loss = loss_of(ids[:, :-1], ids[:, 1:])

@@ -2,8 +2,8 @@
 
     python -m deploy.ray_serve [CHECKPOINT] [--ray local] [--min-replicas 1] [--max-replicas 2] ...
 
-takes every flag and LOGITD_* variable of `logitd serve` in addition to those below, except those
-for connections, which Ray handles. It serves until SIGTERM or Ctrl-C. `app` is the entry point for
+accepts the flags and LOGITD_* variables of `logitd serve` and the ones below, except flags for
+connections, which Ray handles. It serves until SIGTERM or Ctrl-C. `app` is the entry point for
 Ray's own tools: `serve run deploy.ray_serve:app checkpoint=... slots=8`, or a configuration file
 for `serve deploy` with these names in `args`.
 
@@ -95,21 +95,21 @@ class RaySettings(ServeSettings):
     requests_per_replica: float | None = Field(
         None,
         gt=0,
-        description="open requests per replica above which replicas are added "
+        description="running requests per replica above which replicas are added "
         "(default: the number of its slots)",
     )
     gpus: float = Field(0, ge=0, description="number of GPUs per replica")
 
     @field_validator("max_replicas")
     @classmethod
-    def _not_fewer_than_always(cls, value: int, info: ValidationInfo) -> int:
+    def _at_least_min_replicas(cls, value: int, info: ValidationInfo) -> int:
         if value < info.data.get("min_replicas", 1):
             raise ValueError("it is less than --min-replicas; set at least as many")
         return value
 
     @field_validator(*REFUSED)
     @classmethod
-    def _what_would_do_nothing(cls, value: Any, info: ValidationInfo) -> Any:
+    def _has_an_effect(cls, value: Any, info: ValidationInfo) -> Any:
         assert info.field_name is not None
         if value != ServeSettings.model_fields[info.field_name].default:
             raise ValueError(REFUSED[info.field_name])
@@ -117,7 +117,7 @@ class RaySettings(ServeSettings):
 
     @field_validator("port")
     @classmethod
-    def _that_every_node_knows(cls, value: int) -> int:
+    def _is_a_fixed_port(cls, value: int) -> int:
         if value == 0:
             raise ValueError(
                 "0 is not possible, because Ray's proxies need a fixed port: choose one"
@@ -152,8 +152,8 @@ class Replica:
 
 
 class _StartedWhenLoaded:
-    """The application, whose startup ends when loading has succeeded or failed. (Without Ray it
-    listens while it loads.) Ray checks its health next, which reports a failure."""
+    """Delays the end of the application's startup until loading has succeeded or failed. (Without
+    Ray it listens while it loads.) Ray then checks the health, which reports a failure."""
 
     def __init__(self, app: ASGIApp, state: ServiceState) -> None:
         self._app = app
@@ -163,7 +163,7 @@ class _StartedWhenLoaded:
         async def send_on(message: Message) -> None:
             if message["type"] == "lifespan.startup.complete":
                 await self._state.settled.wait()
-            elif message["type"] == "http.response.start":  # Ray adds its own
+            elif message["type"] == "http.response.start":  # Ray adds its own request id
                 message["headers"] = [
                     (name, value)
                     for name, value in message["headers"]
@@ -236,7 +236,7 @@ def main(arguments: list[str]) -> int:
             try:
                 _say(f"ready at http://{settings.host}:{settings.port}")
                 signal.sigwait(ended)
-                _say("ending")
+                _say("stopping")
             finally:
                 serve.shutdown()
     except (ExtractionError, RuntimeError) as error:

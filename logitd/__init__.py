@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from logitd.service.client import *  # noqa: F403
 
 _IN_PROCESS = ("LLM", "SamplingParams", "GenerationError", "InvalidRequest", "LoadError")
-"""Names of `logitd.model.llm`; all others are those of `logitd.service.client`."""
+"""Names in `logitd.model.llm`; all other names are in `logitd.service.client`."""
 _PACKAGES = ("model", "service")
 """Subpackages: the import system finds them, once `__getattr__` has declined."""
 

@@ -1,8 +1,8 @@
 """The device, dtype and threads of a model on this machine, and the memory and processors that this
 process may use.
 
-The values of a command line ("auto", "cpu", "cuda:1", "bfloat16", 0 threads) become torch's
-objects, or are refused with the reason. What the dtype "auto" means depends on the decoder
+The values of a command line ("auto", "cpu", "cuda:1", "bfloat16", 0 threads) are converted to
+torch's objects, or refused with the reason. The meaning of the dtype "auto" depends on the decoder
 (`model/inference/kernels/select.py`).
 """
 
@@ -25,7 +25,7 @@ KEPT_BYTES = 32 * 2**20
 step needs."""
 MEMINFO = Path("/proc/meminfo")
 CARDS_RUN = ("NVIDIA H200",)
-"""GPUs, by torch's names, on which `python -m benchmarks.gpu` has passed."""
+"""The GPUs on which `python -m benchmarks.gpu` has passed, by torch's names."""
 OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 """Linux's list of the control groups of this process, and the folder of all groups."""
 
@@ -107,6 +107,13 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device)
 
 
+def for_autograd(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor, detached from autograd's graph and converted to a dtype. Tensors of inference mode
+    are copied, because autograd rejects them."""
+    wide = tensor.detach().to(dtype)
+    return wide.clone() if wide.is_inference() else wide
+
+
 def disable_cudnn_attention() -> None:
     """Disable cuDNN's attention in this process, for serving. From torch 2.11 on torch prefers it
     on Hopper, where it needs tens of milliseconds of planning for every new length of a prompt or
@@ -141,8 +148,8 @@ def available_processors(groups: Sequence[Path] | None = None) -> int:
 
 
 def machine_memory(groups: Sequence[Path] | None = None) -> int:
-    """Bytes of memory that this process may use in total: the machine's, or the limit of its
-    container. `groups` are the folders of the control groups to read."""
+    """Bytes of memory that this process may use in total: the memory of the machine, or the limit
+    of its container. `groups` are the folders of the control groups to read."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = map(_group_limit, memory_groups() if groups is None else groups)
     return min([total, *(limit for limit in limits if limit is not None)])

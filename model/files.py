@@ -23,9 +23,9 @@ CONFIG_BYTES = 4 * 2**20
 """Size limit of a JSON file of settings: a hundred times the usual size, but so small that even a
 file full of tiny objects takes little memory."""
 VOCABULARY_BYTES = 64 * 2**20
-"""Size limit of a vocabulary: ten times the largest published one."""
+"""Size limit of a vocabulary: ten times the largest published vocabulary."""
 TEXT_BYTES = 2**30
-"""Size limit of a text that is read at once."""
+"""Size limit of a text file that is read as a whole."""
 PART = ".part"
 """Suffix of files and folders that are being written; their names begin with a dot."""
 
@@ -81,16 +81,16 @@ def _require_regular_mode(path: Path, mode: int) -> None:
 
 
 def forbidden(path: Path) -> str:
-    """A sentence that says why this path cannot be read and how its owner can change that."""
+    """A sentence for messages: why this path cannot be read, and how its owner can change that."""
     for folder in reversed(path.absolute().parents):
         if not os.access(folder, os.X_OK):
-            return f"{folder} may not be entered by this user: chmod a+rx {folder}, as its owner"
+            return f"this user may not enter {folder}: run chmod a+rx {folder} as its owner"
     how = "a+rx" if path.is_dir() else "a+r"
-    return f"{path} may not be read by this user: chmod {how} {path}, as its owner"
+    return f"this user may not read {path}: run chmod {how} {path} as its owner"
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """The bytes of a regular file of at most `most`. Raises FileError and OSError."""
+    """The contents of a regular file of at most `most` bytes. Raises FileError and OSError."""
     with open_regular(path, most) as file:
         # The file's own size is not used: files in /proc have size 0.
         raw = bytearray()
@@ -102,7 +102,7 @@ def read_regular(path: Path, most: int) -> bytes:
 
 
 def read_text(path: Path, most: int = TEXT_BYTES) -> str:
-    """The text of a UTF-8 file, with all line ends converted to "\\n". Raises FileError, OSError
+    """The text of a UTF-8 file, with all line endings converted to "\\n". Raises FileError, OSError
     and UnicodeDecodeError."""
     return read_regular(path, most).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
 
@@ -171,16 +171,16 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextmanager
 def written_to(destination: Path) -> Iterator[None]:
-    """Turn an OSError of the block into a FileError. The block writes `destination`, and leaves
-    nothing of it after an error."""
+    """Turn an OSError of the block into a FileError. The block writes `destination`, and removes it
+    after an error."""
     try:
         yield
     except OSError as error:
         # NumPy's error for a short write has no number: "262144 requested and 128824 written".
-        reason = error.strerror or f"the disk took less than was to be written ({error})"
+        reason = error.strerror or f"the disk accepted only a part of the data ({error})"
         raise FileError(
-            f"{destination} cannot be written: {reason}. Nothing is there: make room or repair it, "
-            "or name another destination"
+            f"{destination} cannot be written: {reason}. No part of it is left: free space, repair "
+            "the disk or choose another destination"
         ) from error
 
 

@@ -28,8 +28,8 @@ class FolderLocked(Exception):
 
 
 class FolderLock:
-    """A lock on the file at `path`, from now until `release`. Raises FolderLocked if another
-    process has it, and OSError if the file cannot be written."""
+    """A lock on the file at `path`, held until `release`. Raises FolderLocked if another process
+    has it, and OSError if the file cannot be written."""
 
     def __init__(self, path: Path) -> None:
         while True:

@@ -1,6 +1,7 @@
-"""Operations of a loaded model in this process: a plan is made and computed, without a server.
+"""Operations of a loaded model, run in this process without a server.
 
-`model/llm.py` gives the results their types; the server runs the same plans in `service/engine`.
+`model/llm.py` converts the results to its types; the server runs the same plans in
+`service/engine`.
 """
 
 from collections import deque
@@ -27,7 +28,7 @@ from logitd.model.operations.operation import Compile, Completions, Compute, Pla
 from logitd.model.operations.validation import parse
 
 SERVER_FIELDS = ("dtype", "model", "prompt_logprobs", "step", "stream", "timeout")
-"""Fields of requests that have a meaning only in the server."""
+"""Fields of requests that only the server supports."""
 
 BY_NAME = {operation.name: operation for operation in OPERATIONS}
 
@@ -37,8 +38,8 @@ class GenerationError(Exception):
 
 
 class Operations:
-    """Runs operations of a checkpoint in an engine. Only one thread may use it, but several
-    generations may be read in turns."""
+    """Runs operations of a checkpoint in an engine. Only one thread may use it. This thread may
+    read several generations alternately."""
 
     def __init__(self, engine: Engine, checkpoint: CheckpointInfo) -> None:
         self._engine = engine
@@ -46,7 +47,7 @@ class Operations:
         self._mailboxes: dict[str, deque[Event]] = {}  # of unfinished requests
 
     def plan(self, name: str, /, **fields: Any) -> Plan:
-        """The plan of a request. Other requests on which it depends are computed first."""
+        """Make the plan of a request. Requests on which the plan depends are computed first."""
         refuse(fields, *SERVER_FIELDS)
         operation = BY_NAME[name]
         body = parse(operation.body, fields)
@@ -73,7 +74,7 @@ class Operations:
             raise InvalidRequest(f"{kind}: {error}", kind) from error
 
     def grow(self, growing: GrowingReply, plan: Completions) -> Generator[Event]:
-        """The events of a generation. Each is added to `growing` before it is yielded."""
+        """Yield the events of a generation, after adding each to `growing`."""
         with closing(self._run(plan.requests)) as events:
             for event in events:
                 if growing.push(event):  # the text has reached a stop string
@@ -95,7 +96,7 @@ class Operations:
         return [part for part in parts if part is not None]
 
     def _run(self, requests: Sequence[Request]) -> Generator[Event]:
-        """The events of requests until all have ended. Closing the generator aborts the requests.
+        """Yield the events of requests until all have ended. Closing the generator aborts them.
 
         A step of the engine also computes the requests of other streams; their events are kept in
         the mailboxes of those streams."""
@@ -124,8 +125,8 @@ class Operations:
 
 
 def refuse(fields: Mapping[str, Any], *names: str) -> None:
-    """Raise InvalidRequest for fields that have no meaning in a call."""
+    """Raise InvalidRequest if any of the fields `names` is set."""
     for name in names:
         value = fields.get(name)
         if value is not None and value is not False:
-            raise InvalidRequest(f"{name} has no meaning in this call; leave it out", name)
+            raise InvalidRequest(f"{name} is not supported by this method; leave it out", name)

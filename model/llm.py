@@ -44,7 +44,6 @@ from logitd.model.in_process import BY_NAME, GenerationError, Operations, refuse
 from logitd.model.inference.attribution.task import Attribution
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.engine import Engine
-from logitd.model.inference.engine.requests import Lens, sequence_lengths
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.interventions import Intervention
 from logitd.model.inference.kernels.select import KernelError
@@ -64,8 +63,8 @@ from logitd.model.inference.sampling.params import SamplingParams, TokenLogprob
 from logitd.model.inference.selection import gpt_only
 from logitd.model.inference.sweep import Axis
 from logitd.model.operations.completion import GrowingReply, Piece
-from logitd.model.operations.computed import logprobs_of
-from logitd.model.operations.operation import Completions, Outputs, Record, Series, envelope
+from logitd.model.operations.computed import Computed, logprobs_of
+from logitd.model.operations.operation import Completions, Record, Series, envelope
 from logitd.model.operations.prompts import encode_text
 from logitd.model.operations.validation import describe_errors
 from logitd.model.sae.files import AutoencoderError, placed, read_autoencoders
@@ -83,7 +82,7 @@ __all__ = [
 ]
 
 Prompt = str | Sequence[int] | npt.NDArray[np.integer[Any]]
-"""A text or its token ids."""
+"""A string, or its token ids."""
 Prompts = Prompt | Sequence[Prompt]
 Token = str | int
 """The text of a token, or its id."""
@@ -92,7 +91,7 @@ Change = Intervention | dict[str, Any]
 """An intervention, as an object or with the fields of a request."""
 
 RUN_CODE = "LOGITD_RUN_CODE"
-"""Environment variable that allows an owner's code to run, like the flag of the commands."""
+"""Environment variable that allows a checkpoint's own code to run, like --run-code."""
 logger = logging.getLogger("logitd")
 
 
@@ -128,7 +127,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Score:
-    """The logprobs of a text's tokens (scored tokens,), in nats, and their sum `logprob`. The first
+    """The score of a text: `logprobs` (scored tokens,) in nats, and their sum `logprob`. The first
     token of a prompt has no logprob, because no token comes before it."""
 
     token_ids: tuple[int, ...]
@@ -137,19 +136,20 @@ class Score:
 
 
 class LLM:
-    """A loaded checkpoint. Only one thread may use it, but several streams may be read in turns.
+    """A loaded checkpoint. Only one thread may use it. This thread may read several streams
+    alternately.
 
-    checkpoint          the checkpoint's directory, or that of a run, whose best one is loaded
+    checkpoint          directory of a checkpoint, or of a run, whose best checkpoint is loaded
     device, dtype, threads, kernels, kernel_target, quantize, kv_cache_dtype
                         as for `logitd serve`. `threads` sets the size of torch's thread pool for
                         the whole process
-    slots               number of sequences that are computed at once; default 16, a size at which
+    slots               number of sequences that are computed together; default 16, a size at which
                         batches are fast
-    run_code            run the code of a checkpoint that is computed by its owner's code; default:
+    run_code            run the model's own code, if the checkpoint comes with such code; default:
                         True if LOGITD_RUN_CODE is 1
-    batch_code          compute its sequences in batches, whose last bits may differ
-    saes                folders of sparse autoencoders by name, whose features are stages
-    log                 is called with a line when native kernels are built
+    batch_code          let that code compute sequences in batches; the last bits may differ
+    saes                folders of sparse autoencoders, by name; their features become stages
+    log                 called with a line of text when native kernels are built
 
     Raises LoadError. Methods raise InvalidRequest, a ValueError, for requests that cannot be
     computed.
@@ -225,14 +225,15 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End the engine's threads. No method may be called after this."""
+        """Stop the engine's threads. No method may be called after this."""
         self._engine.close()
 
     def generate(
         self, prompts: Prompts, params: SamplingParams | None = None, **fields: Any
     ) -> list[Completion]:
-        """The `n` completions of each prompt, prompt by prompt. `fields` are fields of /generate
-        (n, stop, ignore_eos, interventions, regex, ...); `params` sets several of them at once."""
+        """Generate `n` completions of each prompt, and return them in the order of the prompts.
+        `fields` are fields of /generate (n, stop, ignore_eos, interventions, regex, ...); `params`
+        sets several of them together."""
         plan = self._completions(prompts, params, fields)
         growing = GrowingReply(plan, self.tokenizer)
         for _ in self._operations.grow(growing, plan):
@@ -242,9 +243,8 @@ class LLM:
     def stream(
         self, prompts: Prompts, params: SamplingParams | None = None, **fields: Any
     ) -> Generator[Completion]:
-        """The completions in parts, token by token. All completions grow at the same time.
-
-        Generation starts when the first part is read. Closing the iterator ends all completions.
+        """Yield parts of the completions as tokens are generated. All completions grow at the same
+        time. Generation starts when the first part is read, and stops when the iterator is closed.
         """
         plan = self._completions(prompts, params, fields)
         growing = GrowingReply(plan, self.tokenizer)
@@ -288,10 +288,11 @@ class LLM:
         has the likeliest ids, the rank and logprob of the ids in the field `token_ids`, the
         entropy, and the divergence from the model's own prediction."""
         given = {"positions": "all", "prompt": prompt, **fields}
-        request = _only(cast(Outputs, self._operations.plan("lens", **given)).requests)
-        lens = cast(Lens, request.output)
+        plan, computed = self._computed("lens", **given)
+        (request,) = plan.requests
         # One array (layers, numbers) for each position.
-        rows = self._operations.compute([request]).rows[request.request_id]
+        rows = computed.rows[request.request_id]
+        lens = request.output
         return [[read_lens(numbers, lens.top_k, lens.named) for numbers in at] for at in rows]
 
     def attributions(
@@ -308,8 +309,9 @@ class LLM:
         With the field `stages`, `gradients` has the gradients with respect to these stages; with
         `direction`, the target is a direction at a stage instead of a logit."""
         given = {"prompt": prompt, **_tokens(token=token, minus=minus), **fields}
-        request = _only(cast(Record, self._operations.plan("attributions", **given)).requests)
-        return self._operations.compute([request]).attributions[request.request_id]
+        _, computed = self._computed("attributions", **given)
+        (attribution,) = computed.attributions.values()
+        return attribution
 
     def sweep(
         self,
@@ -320,10 +322,10 @@ class LLM:
         minus: Token | Sequence[Token] | None = None,
         **fields: Any,
     ) -> npt.NDArray[np.float64]:
-        """The logit of `token` after the prompt, minus the logit of `minus` if given, while the
-        intervention `vary` is carried out in one place after another. The result has an axis
-        for each of `over` ("layers", "heads", "positions"). `metric` chooses another metric; of
-        several prompts, with a token each or one for all, the result is the mean."""
+        """Apply the intervention `vary` in one place after another, and return the logit of `token`
+        after the prompt each time, minus the logit of `minus` if given. The result has an axis for
+        each of `over` ("layers", "heads", "positions"). `metric` chooses another metric. For
+        several prompts, with one token for all or one for each, the result is the mean."""
         given = {"vary": vary, "over": over, **_tokens(token=token, minus=minus), **fields}
         plan = cast(Series, self._operations.plan("sweep", prompt=prompt, **given))
         return np.array(plan.members(self._operations.parts(plan))["grid"])
@@ -347,13 +349,11 @@ class LLM:
     def score(
         self, prompt: Prompt, continuations: Sequence[Prompt] = (), **fields: Any
     ) -> list[Score]:
-        """The score of each continuation of the prompt; without continuations, of the prompt
-        itself."""
+        """The score of each continuation of the prompt, or of the prompt itself if there are no
+        continuations."""
         given = {"prompt": prompt, "continuations": continuations or None, **fields}
-        request = _only(cast(Record, self._operations.plan("score", **given)).requests)
-        tokens = self._operations.compute([request]).tokens
-        count = len(sequence_lengths(request))
-        return [_score(tokens[request.request_id, index]) for index in range(count)]
+        _, computed = self._computed("score", **given)
+        return [_score(tokens) for _, tokens in sorted(computed.tokens.items())]
 
     def run(self, operation: str, **fields: Any) -> Any:
         """Run any operation whose reply is a JSON object. Returns the server's reply, with its
@@ -376,8 +376,8 @@ class LLM:
     @cached_property
     def hooked(self) -> HookedGPT:
         """The model with TransformerLens' interface (`model/hooked/model.py`). Its weights are a
-        copy in float32; a float32 model shares them. Raises InvalidRequest for a model by its
-        owner's code."""
+        copy in float32; a float32 model shares them. Raises InvalidRequest for a model that its
+        own code computes."""
         gpt_only(self.checkpoint.shape, "hook points of TransformerLens")
         return HookedGPT(self._engine.whole_gpt(), self.tokenizer, self.checkpoint.name)
 
@@ -395,14 +395,14 @@ class LLM:
         raise AttributeError(f"LLM has no attribute {name!r}")
 
     def weights(self) -> list[Weight]:
-        """The names and shapes of the weights: those of the checkpoint, then derived ones such as
+        """The names and shapes of the checkpoint's weights, then of derived weights such as
         `blocks.0.attention.W_OV` (`model/checkpoint/stored_weights.py`)."""
         with self._stored_weights() as stored:
             return stored.all()
 
     def weight(self, name: str, slice: str | None = None) -> Floats:
-        """A weight of the checkpoint in float32, or a part of it: "3,:,0:64" has indices for each
-        axis, in steps of 1. Raises LoadError if the checkpoint's folder has changed."""
+        """A weight of the checkpoint in float32, or a part of it: "3,:,0:64" has an index or a
+        range for each axis. Raises LoadError if the checkpoint's folder has changed."""
         with self._stored_weights() as stored:
             if (shape := stored.shape_of(name)) is None:
                 raise InvalidRequest(
@@ -464,13 +464,22 @@ class LLM:
 
     def _arrays(self, name: str, /, **fields: Any) -> dict[str, Floats]:
         """The arrays of one prompt, by default at all positions."""
-        plan = cast(Outputs, self._operations.plan(name, **{"positions": "all", **fields}))
-        request = _only(plan.requests)
-        rows = np.stack(self._operations.compute([request]).rows[request.request_id])
+        plan, computed = self._computed(name, **{"positions": "all", **fields})
+        (rows,) = computed.rows.values()
         return {
             array.name: np.moveaxis(part, 0, array.position_axis)
-            for array, part in zip(plan.arrays, plan.parts(0, rows), strict=True)
+            for array, part in zip(plan.arrays, plan.parts(0, np.stack(rows)), strict=True)
         }
+
+    def _computed(self, name: str, /, **fields: Any) -> tuple[Any, Computed]:
+        """The plan of an operation on one prompt, and its results. Raises InvalidRequest for
+        several prompts."""
+        plan: Any = self._operations.plan(name, **fields)
+        if (count := len(plan.requests)) > 1:
+            raise InvalidRequest(
+                f"prompt has {count} prompts; this method takes one: call it for each", "prompt"
+            )
+        return plan, self._operations.compute(plan.requests)
 
 
 def _check_types(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
@@ -484,22 +493,14 @@ def _check_types(function: Callable[..., Any], arguments: Mapping[str, Any]) -> 
 
 
 def _tokens(**named: Any) -> dict[str, Any]:
-    """The fields for tokens that are given as texts or as ids, one or one for each prompt."""
+    """The fields for tokens, such as `token` for a string and `token_id` for an id. A value may
+    also be a list, with a token for each prompt."""
     fields = {}
     for name, value in named.items():
         if value is not None:
             is_text = isinstance(value, str) or (np.ndim(value) and isinstance(value[0], str))
             fields[name if is_text else f"{name}_id"] = value
     return fields
-
-
-def _only(requests: Sequence[Any]) -> Any:
-    """The request of a method that takes one prompt. Raises InvalidRequest for several."""
-    if len(requests) > 1:
-        raise InvalidRequest(
-            f"prompt has {len(requests)} prompts; this method takes one: call it for each", "prompt"
-        )
-    return requests[0]
 
 
 def _completion(piece: Piece, n: int) -> Completion:

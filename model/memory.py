@@ -14,7 +14,8 @@ from logitd.model.transformer.config import GPTConfig, ModelConfig
 from logitd.model.transformer.size import parameter_count, table_elements
 
 TABLE_BYTES = 12
-"""Bytes per element of a table: float32, a copy in the model's dtype, and one for the decoder."""
+"""Bytes per element of a position table: the table in float32, a copy in the model's dtype, and a
+copy for the decoder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ def check_weights_fit(config: ModelConfig, item_bytes: int, memory: Available) -
     if needed > memory.free:
         raise DeviceError(
             f"the model's weights take {format_bytes(needed)} at {item_bytes} bytes each, "
-            f"{free_of(memory)}: set dtype to a narrower one, choose another device, or free memory"
+            f"{free_of(memory)}: choose a narrower dtype or another device, or free memory"
         )
     if (whole := model_bytes(config, item_bytes)) > memory.free:
         assert isinstance(config, GPTConfig)  # others have no tables
@@ -65,5 +66,5 @@ def format_bytes(count: int) -> str:
 
 
 def free_of(memory: Available) -> str:
-    """A clause for messages with the free and the total memory."""
+    """The free and the total memory, as a clause for messages."""
     return f"{memory.name} has {format_bytes(memory.free)} free of {format_bytes(memory.total)}"

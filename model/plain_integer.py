@@ -1,4 +1,4 @@
-"""Plain integers: read an index in the one spelling that JSON has for it."""
+"""Plain integers: parses integers that are written as in JSON."""
 
 import re
 
@@ -6,8 +6,8 @@ PLAIN = re.compile(r"-?(0|[1-9][0-9]{0,17})", re.ASCII)
 
 
 def plain_integer(text: str) -> int:
-    """The integer that a text spells. Raises ValueError for what `int` would also take: a plus
-    sign, spaces, leading zeros, underscores and digits of other scripts; and from 10^18 on."""
+    """Parse an integer. Raises ValueError for 10^18 or more, and for spellings that only `int`
+    accepts: a plus sign, spaces, leading zeros, underscores and digits of other scripts."""
     if not PLAIN.fullmatch(text):
         raise ValueError(f"{text[:20]!r} is not an integer in plain digits")
     return int(text)

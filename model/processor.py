@@ -12,8 +12,8 @@ BFLOAT16_INSTRUCTIONS = {
     "avx512_bf16": "AVX-512 BF16",
     "bf16": "Arm BF16",
 }
-"""Linux's names of the features with dot products of bfloat16, and the usual names of these
-instructions."""
+"""Linux's names of the processor features that have dot products of bfloat16, and the usual names
+of these instructions."""
 
 
 def processor_features() -> frozenset[str]:

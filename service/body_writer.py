@@ -1,4 +1,4 @@
-"""BodyWriter: an ASGI extension that writes pieces of a chunked body at once, without middleware.
+"""BodyWriter: an ASGI extension that writes pieces of a chunked body past the middleware.
 
 A piece passes through a coroutine of each middleware with ASGI's `send`, and a task has to wake for
 it. With this extension a callback can write it. `connections/` has it; other servers, such as

@@ -99,8 +99,8 @@ def internal_error(request_id: str) -> ApiError:
     return ApiError(500, "server_error", message, None, "internal")
 
 
-def unavailable(message: str, retry_after: int = 1) -> ApiError:
-    return ApiError(503, "unavailable_error", message, None, "unavailable", retry_after)
+def unavailable(message: str) -> ApiError:
+    return ApiError(503, "unavailable_error", message, None, "unavailable", retry_after=1)
 
 
 def not_loaded(message: str, param: str = "model") -> ApiError:
@@ -149,8 +149,8 @@ def raise_failure(event: FinishEvent) -> None:
             )
         case FinishReason.UNREAD:
             raise unavailable(
-                "the reply was read too slowly while others waited for its slot; ask for fewer "
-                "positions at once, or read faster"
+                "the reply was read too slowly while others waited for its slot; request fewer "
+                "positions at a time, or read faster"
             )
         case FinishReason.REPLACED:
             raise unavailable(REPLACED)

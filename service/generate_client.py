@@ -177,7 +177,7 @@ def typed_dict(name: str, members: Mapping[str, str], base: str = "TypedDict") -
 
 
 def _field_type(key: str, field: FieldInfo) -> str:
-    """The type of a field in the client, wider than the server's, which takes only lists."""
+    """The type of a field in the client, wider than in the server, which accepts only lists."""
     direction = "Values | Difference | None"
     special = {
         "values": "Values | None",

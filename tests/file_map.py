@@ -44,14 +44,11 @@ def lines() -> Iterator[str]:
         if path.parent != folder:
             folder = path.parent
             yield ""
-            introduction = opening(folder / "__init__.py") if _is_package(folder) else ""
+            package = folder / "__init__.py"
+            introduction = opening(package) if package.is_file() else ""
             yield f"{folder.relative_to(ROOT)}/  {introduction}".rstrip()
         if path.name != "__init__.py":
             yield f"  {path.name:<22} {opening(path)}"
-
-
-def _is_package(folder: Path) -> bool:
-    return (folder / "__init__.py").is_file()
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ class SharedForConstraints:
         eos_token: int,
         n_vocab: int,
     ) -> llguidance.LLTokenizer:
-        """The same object for equal vocabularies. Errors are not cached."""
+        """Return the same object for equal vocabularies. Errors are not cached."""
         assert not special_tokens
         return _compiled_for_constraints(frozenset(encoder.items()), pattern, eos_token, n_vocab)
 

@@ -40,16 +40,12 @@ def listed_folders() -> set[str]:
     return found
 
 
-def code_folders() -> set[str]:
-    """Folders with modules, except tests."""
-    return {
-        f"{path.parent.relative_to(ROOT)}/" for path in file_map.sources() if path.suffix == ".py"
-    }
-
-
 def test_all_folders_are_listed() -> None:
     listed = listed_folders()
-    assert code_folders() - listed == set(), "folders without a line in ARCHITECTURE.md"
+    of_code = {
+        f"{path.parent.relative_to(ROOT)}/" for path in file_map.sources() if path.suffix == ".py"
+    }
+    assert of_code - listed == set(), "folders without a line in ARCHITECTURE.md"
     assert {name for name in listed if not (ROOT / name).is_dir()} == set()
 
 
@@ -125,7 +121,7 @@ def test_names_exist(document: Path, words_of_the_sources: set[str]) -> None:
 
 @each_document
 def test_flags_exist(document: Path) -> None:
-    """Except flags that the changelog names as renamed."""
+    """Flags that the changelog lists as renamed are excluded."""
     text = document.read_text(encoding="utf-8").split("### Changed")[0]
     assert set(re.findall(r"`(--[a-z][a-z0-9-]*)", text)) - known_flags() == set()
 
@@ -136,8 +132,7 @@ def test_command_lines_are_understood(
 ) -> None:
     """Parse the commands. A synopsis may have [optional] flags and end in "..."."""
     monkeypatch.chdir(tmp_path)  # without a .env
-    blocks = code_blocks(document).replace("\\\n", " ")
-    for command, rest in re.findall(COMMAND_LINE, blocks, flags=re.MULTILINE):
+    for command, rest in re.findall(COMMAND_LINE, code_blocks(document), flags=re.MULTILINE):
         words = shlex.split(rest.translate({ord("["): None, ord("]"): None}), comments=True)
         given = [word for word in words if word not in ("...", "&")]
         assert command in SETTINGS, command

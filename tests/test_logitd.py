@@ -22,14 +22,6 @@ print(*(set(sys.modules) - others))
 """
 
 
-def python(code: str, cwd: Path) -> str:
-    """Standard output of a fresh interpreter that runs `code` in `cwd`."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=cwd, check=True, capture_output=True, text=True
-    )
-    return done.stdout
-
-
 def test_logitd_exports_the_client_and_the_llm() -> None:
     assert set(logitd.__all__) == IN_PROCESS | set(client.NAMES)
     aliases = {"TokenIds", "OnePrompt", "ManyPrompts", "Prompt", "OneOrManyIds"}
@@ -52,7 +44,8 @@ def test_logitd_is_marked_as_typed() -> None:
 
 def test_client_import_loads_httpx_numpy_and_nothing_of_the_server() -> None:
     """Loaded modules decide how long an import takes, and do not depend on the machine's load."""
-    names = set(python(LOADED_BY_CLIENT, ROOT).split())
+    command = [sys.executable, "-c", LOADED_BY_CLIENT]
+    names = set(subprocess.check_output(command, cwd=ROOT, text=True).split())
     assert "logitd.service.client" in names
     ours = {"logitd", "numpy"}  # numpy loads parts of itself at their first use
     assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names | ours

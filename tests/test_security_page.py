@@ -29,12 +29,12 @@ def licenses() -> dict[str, str]:
     return {name: license for names, license in cells for name in names.split(", ")}
 
 
-def test_all_dependencies_have_a_licence() -> None:
+def test_all_dependencies_have_a_license() -> None:
     assert licenses().keys() == dependencies()
 
 
 @pytest.mark.parametrize("name", sorted(dependencies()))
-def test_licences_equal_the_packages(name: str) -> None:
+def test_licenses_equal_those_of_the_packages(name: str) -> None:
     try:
         metadata = importlib.metadata.metadata(name)
     except importlib.metadata.PackageNotFoundError:

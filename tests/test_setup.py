@@ -130,7 +130,8 @@ def test_supported_python_works(clone: Path, version: str) -> None:
 
 @pytest.mark.parametrize("left", ["another Python", "no pip", "no interpreter", "a dead link"])
 def test_unfinished_environments_are_created_again(clone: Path, left: str) -> None:
-    """The environment of an unsupported Python, an interrupted setup, or a removed interpreter."""
+    """What is left is the environment of an unsupported Python, of an interrupted setup, or of a
+    removed interpreter."""
     interpreter(clone, "3.10")
     interpreter(clone, "3.11")
     python = "3.10" if left == "another Python" else "3.11"

@@ -87,7 +87,8 @@ def main() -> int:
 
 
 def read_times(path: str) -> StepTimes:
-    """The times in a file of `logitd bench`. Raises ArgumentTypeError for any other file."""
+    """Read step times from the output of `logitd bench`. Raises ArgumentTypeError for other
+    files."""
     try:
         return StepTimes.of_bench(json.loads(Path(path).read_text(encoding="utf-8")))
     except OSError as error:
@@ -97,7 +98,7 @@ def read_times(path: str) -> StepTimes:
 
 
 def summary(outcome: Outcome) -> dict[str, float]:
-    """An outcome in numbers, in seconds."""
+    """Numbers of an outcome for the report; times are in seconds."""
     answered = bool(outcome.first_tokens)
     return {
         "first_token_p50": outcome.quantile(0.5) if answered else 0.0,

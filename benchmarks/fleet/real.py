@@ -1,4 +1,4 @@
-"""Real servers under the simulated load, with requests at the same moments."""
+"""Sends the simulated requests to real servers at the same moments."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ import httpx
 from benchmarks.fleet.simulate import Load, Outcome, StepTimes
 
 ALONE = 8
-"""Number of requests, one after another, whose median gives the cost of HTTP."""
+"""Number of sequential requests whose median time is used to compute the cost of HTTP."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Reply:
 
 
 def overhead_of(url: str, times: StepTimes, load: Load) -> float:
-    """Seconds to the first token of a lone request, without the steps."""
+    """Seconds from a lone request to its first token, minus the time of its steps."""
     replies = asyncio.run(_one_by_one(url, load))
     steps = load.prompt_tokens * times.prefill_token
     return max(0.0, statistics.median(reply.first_token for reply in replies) - steps)

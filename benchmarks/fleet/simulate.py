@@ -1,7 +1,7 @@
 """Simulation of N servers under a load, step by step, from step times.
 
 Requests arrive at random (a Poisson process) and go to the server with the fewest open requests, as
-a load balancer with least connections sends them. A server works like logitd's engine in outline:
+with a least-connections load balancer. A server works like logitd's engine in outline:
 sequences get free slots in order of arrival; a step computes at most `prefill_chunk` tokens of
 prompts, the oldest first, and decodes a token for each sequence whose prompt is computed; the last
 chunk of a prompt also computes the first token. The time of a step is the time of its prompt tokens
@@ -24,8 +24,8 @@ from typing import Any
 class StepTimes:
     """Step times of one server, in seconds.
 
-    prefill_token  for each prompt token of a step
-    decode         for decode batches of some sizes, ascending: (sequences, seconds)
+    prefill_token  additional time of a step for each prompt token
+    decode         (sequences, seconds) of decode batches, in ascending order of sequences
     """
 
     prefill_token: float
@@ -81,7 +81,7 @@ class Server:
 class Outcome:
     """Results of all requests that arrived; times in seconds.
 
-    first_tokens   from arrival to the first token of each that was answered, ascending
+    first_tokens   from arrival to first token of each answered request, in ascending order
     inter_token    mean time from one token of a sequence to its next
     seconds        from the first arrival to the last token
     busy           share of that time in which servers computed

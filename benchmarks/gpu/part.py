@@ -1,4 +1,4 @@
-"""Part: input and output of one part of the run. Imports only the standard library."""
+"""Input and output of one part of the run on a GPU. Imports only the standard library."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -83,7 +83,8 @@ def steps(setting: Setting) -> Iterator[Finding]:
 
 @torch.inference_mode()
 def step_seconds(make: DecoderMaker, gpt: GPT, rows: int, position: int) -> float:
-    """Time of a step on the device, if the host does not delay it: a share of a launch."""
+    """Seconds of a step on the device, averaged over steps launched back to back, so that the host
+    does not delay them."""
     weight = gpt.token_embedding.weight
     decoder = make(gpt, KVCache(gpt.config, rows, device=weight.device, dtype=weight.dtype))
     given, together = ([5] * rows, list(range(rows)), [position] * rows), 1
@@ -133,7 +134,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def served(setting: Setting) -> Iterator[Finding]:
-    """A server with random weights, and clients that send a request after each reply."""
+    """Measure a server with random weights under clients that send a request after each reply."""
     name, prompt, tokens = ("small", 16, 16) if setting.tiny else ("124m", 256, 128)
     seconds, warm_up = (1.0, 0.5) if setting.tiny else (10.0, 5.0)
     question = Question(

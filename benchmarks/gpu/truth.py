@@ -1,4 +1,4 @@
-"""Truth: checks that a GPU computes the promised results. Each part yields its checks."""
+"""Checks that a GPU computes the promised results. Each part yields its findings."""
 
 import random
 import time
@@ -41,7 +41,7 @@ MEMORY_SECONDS = 12.0
 
 
 def checked(setting: Setting) -> Iterator[Finding]:
-    """The self-check of a starting server."""
+    """Run the self-check of a starting server."""
     for dtype in DTYPES:
         for name, gpt in models(setting, dtype).items():
             for invariant in (False, True):
@@ -126,8 +126,7 @@ def invariance(setting: Setting) -> Iterator[Finding]:
 
 
 def memory(setting: Setting) -> Iterator[Finding]:
-    """Check that the same load takes no more memory of the device at the end than at its second
-    run."""
+    """Check that repeating a load uses no more memory of the device than its second run did."""
     gpt, asked = models(setting, torch.bfloat16)["bundled"], requests(setting, SAMPLED)
     engine, held = Engine(gpt, EngineConfig(slots=8), make_decoder=tested), list[int]()
     end = time.monotonic() + (0 if setting.tiny else MEMORY_SECONDS)
@@ -168,7 +167,7 @@ def case(name: str, dtype: torch.dtype, batch_invariant: bool = False) -> str:
 
 
 def text() -> list[int]:
-    """The tokens of this file in the bundled checkpoint's vocabulary."""
+    """Token ids of this source file, in the bundled checkpoint's vocabulary."""
     return read_checkpoint(BUNDLED).tokenizer.encode(Path(__file__).read_text(encoding="utf-8"))
 
 

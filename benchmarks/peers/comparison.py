@@ -57,8 +57,8 @@ SHARPER = {"learned": 3.0, "rotary": 1.5}
 """Factor by which queries, keys and values exceed those of a new model."""
 CALMER = 0.2
 """Factor of the outputs of a Llama's blocks. Without this and SHARPER, 24 layers of random numbers
-turn any rounding into another text (0.5 in bfloat16). With them "llama-416m" is off by 0.009 in
-bfloat16 and 0.036 in 8 bits, but rotary channels in the wrong order still by 0.28."""
+amplify any rounding to a different completion (0.5 in bfloat16). With them "llama-416m" is off by
+0.009 in bfloat16 and 0.036 in 8 bits, but rotary channels in the wrong order still by 0.28."""
 CHECKED = 1024
 """Maximum number of prompt ids on which peers are checked: the plain forward pass has no cache and
 needs memory."""

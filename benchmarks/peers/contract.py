@@ -1,4 +1,4 @@
-"""Interface of a peer: two questions that every peer answers in the same units.
+"""Interface of a peer: two measurements, which every peer reports in the same units.
 
 Like `weights.py` and `worker.py`, this module imports only the standard library and numpy, because
 the interpreter with a peer's packages may lack those of this project.
@@ -19,8 +19,8 @@ LEAST = 100
 class Run:
     """Times of one generation.
 
-    prefill_seconds  from the prompts to the first token of the last of them
-    step_seconds     of each step after that, a token for every sequence, drawing included
+    prefill_seconds  time until the last prompt has its first token
+    step_seconds     time of each later step, which draws a token for every sequence
     """
 
     prefill_seconds: float
@@ -59,8 +59,8 @@ def disagreement(actual: NDArray[np.float64], expected: NDArray[np.float64]) -> 
     """Distance of log-probabilities from the expected ones: the root mean square of the difference,
     relative to their standard deviation over tokens. NaN entries are skipped; infinite if too few
     are left."""
-    told = ~np.isnan(actual)
-    if told.sum() < min(LEAST, len(expected)):
+    reported = ~np.isnan(actual)
+    if reported.sum() < min(LEAST, len(expected)):
         return math.inf
-    difference = actual[told] - expected[told]
+    difference = actual[reported] - expected[reported]
     return float(np.sqrt(np.mean(difference**2)) / np.std(expected))

@@ -1,8 +1,8 @@
 """CTranslate2's `Generator`, called for the whole batch, with its own decoding loop and sampler.
 
 CTranslate2's own converter reads the Hugging Face folder, in a separate process, so that no torch
-is left in this one. All but the last id of each prompt are computed at once; the last one is the
-first of the decoding steps. Its callback for every token, in Python, is the clock: a step ends with
+is left in this one. All ids of the prompts except the last are computed in one call; the last ids
+are the first decoding step. Its callback for every token, in Python, is the clock: a step ends with
 the call for the last sequence.
 
 With float32, arithmetic and cache are float32. "int8" is its `int8_float32`: products of 8 bits,

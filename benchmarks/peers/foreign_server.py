@@ -1,5 +1,5 @@
-"""Foreign server: starts the server process of another project, waits for it, and ends it with its
-children."""
+"""Starts the server process of another project, waits until it is ready, and ends it with its child
+processes."""
 
 import os
 import signal
@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 
 READY_SECONDS, LOOK_SECONDS, END_SECONDS = 900.0, 0.2, 20.0
-"""Time limits in seconds of a start, between two checks, and of an end. vLLM compiles its model
-before it is ready."""
+"""Limit of a start, for which vLLM compiles its model; pause between two checks; limit of an
+end."""
 
 
 class ServerMissing(Exception):
@@ -22,7 +22,7 @@ class ServerMissing(Exception):
 
 
 def free_port() -> int:
-    """A port that is free now, because not every server reports the port it uses."""
+    """A port that is free now. Not every server can choose a port and report it."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port: int = listening.getsockname()[1]

@@ -1,7 +1,7 @@
 """A GPT-2 or a Llama in llama.cpp's file format, written by the `gguf` package.
 
 Matrices are in float32, bfloat16 or q8_0 (blocks of 32 bytes with a scale each); norms, biases and
-positions are in float32, as in llama.cpp's own converter. llama.cpp itself makes q4_0 from float32
+positions are in float32, as in llama.cpp's own converter. llama.cpp itself converts float32 to q4_0
 (`llama_cpp_batch.py`). The vocabulary is a placeholder of the right size with one word per id:
 nothing is ever tokenized.
 """

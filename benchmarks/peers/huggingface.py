@@ -1,4 +1,4 @@
-"""A Hugging Face folder of a GPT, for peers that read nothing else. Written by this project.
+"""Writes a GPT as a Hugging Face folder, for peers that read no other format.
 
 Weights are float32. The vocabulary is a placeholder of the right size: requests use ids, never
 texts.

@@ -1,9 +1,9 @@
 """llama.cpp through the C interface of `llama-cpp-python`, with its batches and its sampler.
 
 A context has one sequence per prompt, each with its own cache, and otherwise llama.cpp's defaults:
-keys and values in float16, 512 positions of a prompt at once, and flash attention if it chooses so.
-Tokens are drawn by its sampler `dist`, one per sequence. "int4" is q4_0 from llama.cpp's own
-quantizer, in which the tied head is q6_K.
+keys and values in float16, 512 positions of a prompt per pass, and automatic choice of flash
+attention. Tokens are drawn by its sampler `dist`, one per sequence. "int4" is q4_0 from llama.cpp's
+own quantizer, in which the tied head is q6_K.
 """
 
 import ctypes
@@ -45,7 +45,7 @@ def load(folder: Path, dtype: str, threads: int) -> "LlamaCpp":
 
 
 def make_q4_0(whole: Path, path: Path, threads: int) -> None:
-    """Make a q4_0 file from a float32 file, as `llama-quantize` does."""
+    """Convert a float32 file to q4_0, as `llama-quantize` does."""
     how = api.llama_model_quantize_default_params()
     how.ftype, how.nthread = api.LLAMA_FTYPE_MOSTLY_Q4_0, threads
     if api.llama_model_quantize(str(whole).encode(), str(path).encode(), ctypes.byref(how)):

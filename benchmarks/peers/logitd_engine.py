@@ -1,7 +1,7 @@
-"""logitd, in process: whole steps of its engine.
+"""logitd in this process, measured by whole steps of its engine.
 
-Prefill is the time for a queue of prompts, each with one generated token. For decode the same
-prompts come again; most of each is copied, which is not measured.
+Prefill is the time for a queue of prompts, each with one generated token. For decode, the same
+prompts are added again; most of their keys and values are copied, which is not measured.
 """
 
 import time
@@ -50,7 +50,7 @@ def load_gpt(folder: Path) -> GPT:
 
 
 class LogitdEngine:
-    """One model; an engine for each number of prompts, one at a time."""
+    """One model, with an engine that has a slot for each prompt."""
 
     def __init__(self, gpt: GPT, quantize: Quantization, threads: int) -> None:
         self._gpt = gpt

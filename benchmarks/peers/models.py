@@ -6,7 +6,7 @@ writes
 
     DIR/logitd           a checkpoint, for `logitd serve`
     DIR/huggingface      for vLLM, `transformers` and converters
-    DIR/DTYPE.gguf       for llama.cpp; 4 bits are made of float32 by its own `llama-quantize`
+    DIR/DTYPE.gguf       for llama.cpp; its own `llama-quantize` converts float32 to 4 bits
 
 --gguf needs the package gguf.
 """

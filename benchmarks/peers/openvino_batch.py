@@ -1,9 +1,9 @@
 """OpenVINO GenAI's continuous batching, step by step, with its scheduler and its sampler.
 
 optimum-intel exports the Hugging Face folder, in a separate process, so that no torch is left in
-this one. Each step is one call of `step()`, including the reading of its tokens. The time of a
-prompt is that of requests for one token each; for decode the same prompts are requested again, and
-nothing is measured until all of them decode. Nothing is reused between prompts.
+this one. Each step is one call of `step()`, including the reading of its tokens. Prefill is
+the time of requests for one token each. For decode the same prompts are requested again, and
+measuring begins when all of them decode. Nothing is reused between prompts.
 
 Some defaults are replaced: OpenVINO would keep keys and values in 8 bits for any weights. Here they
 are float32 with float32; 16 bits with "bfloat16", whose weights are the exporter's float16; and 8
@@ -18,7 +18,6 @@ import importlib.util
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,7 @@ def properties(dtype: str, threads: int) -> dict[str, Any]:
 
 
 class OpenVino:
-    """One model, with one pipeline at a time for each size of question."""
+    """One model, with a pipeline for the last requested size."""
 
     def __init__(self, exported: Path, vocab_size: int, properties: dict[str, Any]) -> None:
         self._exported = exported
@@ -114,26 +113,26 @@ class OpenVino:
         pipeline = self._sized(step_tokens=STEP_TOKENS, sequences=batch, length=length + most)
         began = time.perf_counter()
         handles = add(pipeline, prompts, tokens=1)
-        until(pipeline, handles, lambda came: all(came))
+        run_until_all_began(pipeline, handles)
         prefill_seconds = time.perf_counter() - began
         finish(pipeline)
         handles = add(pipeline, prompts, tokens=most)
-        until(pipeline, handles, lambda came: all(came))
+        run_until_all_began(pipeline, handles)
         step_seconds = []
         for _ in range(steps):
             began = time.perf_counter()
             pipeline.step()
-            came = [taken(handle) for handle in handles]
+            counts = [taken(handle) for handle in handles]
             step_seconds.append(time.perf_counter() - began)
-            assert came == [1] * batch, f"a measured step returned {came} tokens"
+            assert counts == [1] * batch, f"a measured step returned {counts} tokens"
         for handle in handles:
             handle.cancel()
         finish(pipeline)
         return Run(prefill_seconds, step_seconds)
 
     def _sized(self, *, step_tokens: int, sequences: int, length: int) -> Any:
-        """Make a pipeline with room for sequences of `length` positions. The cache is allocated at
-        once, because growing it would distort the measurement."""
+        """Return a pipeline with room for sequences of `length` positions. The whole cache is
+        allocated at its start, because growing it would distort the measurement."""
         size = (step_tokens, sequences, length)
         if size != self._size:
             self._pipeline = None  # frees the previous one
@@ -150,7 +149,7 @@ class OpenVino:
 
 
 def sampling(*, tokens: int, seed: int) -> Any:
-    """Settings: temperature 1, the whole vocabulary, no end except the length."""
+    """Sample at temperature 1 from the whole vocabulary; only the length ends a completion."""
     config = openvino_genai.GenerationConfig()
     config.do_sample = True
     config.temperature = 1.0
@@ -174,23 +173,23 @@ def add(pipeline: Any, prompts: list[list[int]], *, tokens: int) -> list[Any]:
 
 
 def taken(handle: Any) -> int:
-    """Number of tokens of a request read so far, including this one."""
+    """Number of new tokens of a request since the last call."""
     if not handle.can_read():
         return 0
     return sum(len(output.generated_ids) for output in handle.read().values())
 
 
-def until(pipeline: Any, handles: list[Any], enough: Callable[[list[int]], bool]) -> None:
-    """Make steps until each request has received `enough` tokens."""
-    came = [0] * len(handles)
-    while not enough(came):
-        assert pipeline.has_non_finished_requests(), f"requests ended after {came} tokens"
+def run_until_all_began(pipeline: Any, handles: list[Any]) -> None:
+    """Run steps until each request has a token."""
+    counts = [0] * len(handles)
+    while not all(counts):
+        assert pipeline.has_non_finished_requests(), f"requests ended after {counts} tokens"
         pipeline.step()
-        came = [count + taken(handle) for count, handle in zip(came, handles, strict=True)]
+        counts = [count + taken(handle) for count, handle in zip(counts, handles, strict=True)]
 
 
 def finish(pipeline: Any) -> int:
-    """Make steps until nothing is left. Returns their number."""
+    """Run steps until no request is left. Returns the number of steps."""
     steps = 0
     while pipeline.has_non_finished_requests():
         pipeline.step()

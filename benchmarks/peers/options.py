@@ -1,4 +1,4 @@
-"""Options of both comparisons."""
+"""Command-line options of both comparisons (`python -m benchmarks.peers` and `.serving`)."""
 
 import argparse
 import sys

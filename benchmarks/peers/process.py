@@ -1,4 +1,4 @@
-"""A peer's process, as the comparing process uses it: started, sent requests, ended."""
+"""Runs a peer in a separate process: starts it, sends it requests, and ends it."""
 
 import json
 import os
@@ -23,7 +23,7 @@ class PeerFailed(Exception):
 
 
 class PeerProcess:
-    """Loads the peer on entry (`about` describes it), and ends it with `close`."""
+    """A process that has loaded a peer. `about` has the peer's version and settings."""
 
     def __init__(self, python: str, module: str, *, folder: Path, dtype: str, threads: int) -> None:
         self._log = folder / f"{module}-{dtype}.log"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One peer in one dtype at one batch size. The lists hold one number for each round; `step` has
-    the medians of the rounds' steps."""
+    """One peer in one dtype at one batch size. The lists have one number for each round;
+    `step_seconds` is the median step of the round."""
 
     dtype: str
     peer: str

@@ -58,7 +58,7 @@ class PeerServer:
 
     @property
     def option(self) -> str:
-        """The option from which `of_option` makes this server."""
+        """The option that `of_option` parses to this server."""
         return f"{self.kind}:{self.dtype}={self.program}"
 
     @property

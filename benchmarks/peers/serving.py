@@ -1,12 +1,12 @@
-"""Servers side by side over HTTP: `logitd serve` and `transformers serve`, on the same weights.
+"""Compares `logitd serve` and `transformers serve` over HTTP, with the same weights.
 
     python -m benchmarks.peers.serving [--shape 124m|30m] [--threads N] [--peer-python PYTHON]
 
-Only one server runs at a time, in a separate process, all with the same number of threads. A
-client in this process requests the same batches of streams from each, all streams of a batch at
-once. All servers draw at temperature 1 from the whole vocabulary, and a text ends only by its
-length. Every token is counted. A stream with a number of tokens other than requested is an error,
-and its server gets no figures.
+Only one server runs at a time, in a separate process, all with the same number of threads. A client
+in this process requests the same batches of streams from each, all streams of a batch together. All
+servers draw at temperature 1 from the whole vocabulary, and only its length ends a completion.
+Every token is counted. A stream with a number of tokens other than requested is an error, and its
+server gets no figures.
 
 tokens/s   rate while all streams of a batch decode; empty if they never all decode at once, as with
            `transformers serve` by itself, which handles requests one after the other

@@ -53,7 +53,7 @@ def load_gpt2(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def gpt2_state(shape: Shape, tensors: Tensors) -> dict[str, Tensor]:
-    """The same tensors under the names of transformers."""
+    """The tensors with the names and layouts of transformers."""
     names = {
         "token_embedding": "transformer.wte",
         "position_embedding": "transformer.wpe",
@@ -73,7 +73,7 @@ def gpt2_state(shape: Shape, tensors: Tensors) -> dict[str, Tensor]:
 
 
 def sampling(new_tokens: int) -> Any:
-    """Settings: temperature 1, the whole vocabulary, no end except the length."""
+    """Sample at temperature 1 from the whole vocabulary; only the length ends a completion."""
     return GenerationConfig(
         do_sample=True,
         temperature=1.0,

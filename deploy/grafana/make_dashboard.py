@@ -28,7 +28,7 @@ OF_SERVERS = (
 
 @dataclass(frozen=True)
 class Panel:
-    """A graph of one or several queries, as (query, legend)."""
+    """A graph of one or several queries, each with its legend."""
 
     title: str
     unit: str
@@ -38,7 +38,7 @@ class Panel:
 
 
 def one(title: str, unit: str, query: str, legend: str, kind: str = "timeseries") -> Panel:
-    """A panel of one query."""
+    """A panel with a single query."""
     return Panel(title, unit, ((query, legend),), kind)
 
 
@@ -69,7 +69,7 @@ def mean(histogram: str, by: str = "job") -> str:
 
 
 def quantiles(title: str, histogram: str) -> Panel:
-    """The 50th, 95th and 99th percentile of a histogram, in seconds."""
+    """The 50th, 95th and 99th percentiles of a histogram, in seconds."""
     buckets = rate(f"{histogram}_bucket", "le")
     return Panel(
         title,
@@ -98,23 +98,23 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     "Traffic": (
         shares("Requests", "logitd_http_requests_total", "endpoint"),
         Panel(
-            "Tokens a second",
+            "Tokens per second",
             "short",
             (
                 (rate("logitd_generation_tokens_total"), "generated"),
-                (rate("logitd_prefill_tokens_total"), "of prompts, computed"),
+                (rate("logitd_prefill_tokens_total"), "prompts, computed"),
             ),
         ),
-        shares("Tokens of each model", "logitd_generation_tokens_total", "model", "short"),
-        shares("Requests of each API key", "logitd_api_key_requests_total", "key"),
+        shares("Tokens generated, by model", "logitd_generation_tokens_total", "model", "short"),
+        shares("Requests by API key", "logitd_api_key_requests_total", "key"),
     ),
     "Latency": (
-        quantiles("Time to the first token", "logitd_time_to_first_token_seconds"),
-        quantiles("From token to token", "logitd_inter_token_latency_seconds"),
+        quantiles("Time to first token", "logitd_time_to_first_token_seconds"),
+        quantiles("Time between tokens", "logitd_inter_token_latency_seconds"),
         quantiles("Time in the queue", "logitd_sequence_queue_seconds"),
         one("Duration by route, p95", "s", ROUTES_P95, "{{endpoint}}"),
-        quantiles("Whole sequences", "logitd_sequence_seconds"),
-        one("Steps, mean by kind", "s", mean("logitd_step_seconds", "kind"), "{{kind}}"),
+        quantiles("Sequence duration", "logitd_sequence_seconds"),
+        one("Mean step duration by kind", "s", mean("logitd_step_seconds", "kind"), "{{kind}}"),
     ),
     "Saturation": (
         sums(
@@ -126,20 +126,20 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         one("Cache in use", "percentunit", of("logitd_kv_cache_use_ratio"), MODEL),
         one("Engine busy", "percentunit", rate("logitd_step_seconds_sum", "instance"), SERVER),
         one("Sequences decoded together", "short", mean("logitd_step_batch_size"), "mean"),
-        one("Tokens of a prefill step", "short", mean("logitd_step_prefill_tokens"), "mean"),
+        one("Prompt tokens per prefill step", "short", mean("logitd_step_prefill_tokens"), "mean"),
         sums("Output elements waiting or running", elements="logitd_queue_elements"),
         sums("Connections", open="logitd_connections"),
     ),
     "Cache and drafts": (
-        one("Prompt tokens that were copied", "percentunit", ratio(CACHED, PROMPT), "share"),
-        one("Drafted tokens that were right", "percentunit", ratio(ACCEPTED, DRAFTED), "share"),
-        one("Slots that went to others", "short", rate("logitd_sequences_evicted_total"), "1/s"),
+        one("Prompt tokens copied from the cache", "percentunit", ratio(CACHED, PROMPT), "share"),
+        one("Accepted draft tokens", "percentunit", ratio(ACCEPTED, DRAFTED), "share"),
+        one("Evicted sequences", "short", rate("logitd_sequences_evicted_total"), "1/s"),
     ),
     "Errors": (
-        shares("Answers by status", "logitd_http_requests_total", "status"),
-        shares("Rejected, by limit", "logitd_requests_rejected_total", "limit"),
-        shares("Ends of sequences", "logitd_sequences_finished_total", "reason", "short"),
-        shares("Connections that the server ended", "logitd_connections_ended_total", "reason"),
+        shares("Responses by status", "logitd_http_requests_total", "status"),
+        shares("Rejected requests by limit", "logitd_requests_rejected_total", "limit"),
+        shares("Finished sequences", "logitd_sequences_finished_total", "reason", "short"),
+        shares("Connections ended by the server", "logitd_connections_ended_total", "reason"),
         shares("Constraints", "logitd_constraints_total", "outcome", "short"),
     ),
     "Processes and checkpoints": (
@@ -153,7 +153,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             f"{SERVER}: {{{{name}}}}, step {{{{step}}}}",
             "stat",
         ),
-        one("Reloads of the last hour", "short", RELOADS, f"{MODEL}, {{{{result}}}}", "stat"),
+        one("Reloads in the last hour", "short", RELOADS, f"{MODEL}, {{{{result}}}}", "stat"),
         one("Models loaded", "none", of("logitd_model_ready"), MODEL, "stat"),
         one("Ready", "none", of("logitd_ready"), SERVER, "stat"),
     ),

@@ -46,12 +46,12 @@ class Workload:
     prefill_chunk: int = EngineConfig().prefill_chunk
 
     def prompts(self, count: int, case: str) -> list[tuple[int, ...]]:
-        """The random prompts of a case. The case is their seed."""
+        """Random prompts. The name of the case is their seed."""
         drawn, ids = random.Random(case), range(self.vocab_size)
         return [tuple(drawn.choices(ids, k=self.prompt_tokens)) for _ in range(count)]
 
     def requests(self, count: int, case: str, tokens: int | None = None) -> list[GenerationRequest]:
-        """Requests of a case, which generate `tokens` (default: those of the workload)."""
+        """Requests of a case. Each generates `tokens` tokens, by default the workload's number."""
         return [
             GenerationRequest(
                 request_id=f"{case} {index}",
@@ -65,8 +65,8 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Tokens per second of a batch (median of the rounds), and their share of the machine's limit,
-    unless the work of an owner's code is unknown."""
+    """Tokens per second of a batch (median of the rounds), and their share of the machine's limit.
+    The share is None if the owner's code computes the model, because its work is unknown."""
 
     batch: int
     tokens_per_second: float
@@ -139,8 +139,8 @@ def measure_engine(
 
 
 def full_steps(engine: Engine, batch: Sequence[GenerationRequest]) -> list[tuple[float, int, int]]:
-    """Run requests to their end. Returns, for each step in which all of them decoded, its seconds,
-    its tokens, and the number of positions that they attended to. Raises BenchmarkError."""
+    """Run requests to their end. For each step in which all of them decoded, returns the seconds,
+    the number of tokens, and the number of positions attended to. Raises BenchmarkError."""
     for request in batch:
         engine.add(request)
     live = sum(len(request.token_ids) for request in batch)

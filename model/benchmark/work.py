@@ -1,6 +1,6 @@
 """Work: lower bounds of the bytes that a step reads and of the matrix products that it computes.
 
-With the peak rates of the machine (`model/machine.py`), these give a lower bound of the time.
+Divided by the peak rates of the machine (`model/machine.py`), they are a lower bound of the time.
 Norms, activations, softmax and sampling are small and not counted. A decode step reads every weight
 once, and the keys and values of all positions that are attended to; embeddings count only their
 looked-up rows, and heads no padding. A prefill computes the head only for the last position of each
@@ -44,9 +44,9 @@ def decode_work(
     quantize: Quantization = "none",
     kept: KVCacheDType = "auto",
 ) -> Work:
-    """The work of a decode step of `batch` equally long sequences with `live_positions` in total,
-    including the new ones. `kept` is the dtype of the KV cache. Compressed weights count with their
-    uncompressed size."""
+    """The work of a decode step of `batch` sequences of the same length, with `live_positions` in
+    total, including the new ones. `kept` is the dtype of the KV cache. Compressed weights count
+    with their uncompressed size."""
     config, elements = gpt.config, count_elements(gpt.config)
     item = gpt.token_embedding.weight.element_size()
     cell = 1 + SCALE_BYTES / config.head_dim if kept == "int8" else item
@@ -65,8 +65,9 @@ def decode_work(
 
 
 def prefill_work(gpt: GPT, *, prompts: int, length: int) -> Work:
-    """The work of a prefill of equally long prompts, including the logits after each. Quantization
-    does not matter, because a prefill computes in the model's own dtype."""
+    """The work of a prefill of `prompts` prompts with `length` tokens each, including the logits
+    after each prompt. Quantization does not matter, because a prefill computes in the model's own
+    dtype."""
     config, elements = gpt.config, count_elements(gpt.config)
     head = config.vocab_size * config.d_model
     read = elements.block_matrices + head + _vectors(gpt) + elements.looked_up * prompts * length
@@ -77,8 +78,8 @@ def prefill_work(gpt: GPT, *, prompts: int, length: int) -> Work:
 
 
 def limit(work: Work, machine: Machine) -> tuple[float, str]:
-    """The shortest time of a work in seconds, and its cause. Reading and multiplying can overlap,
-    so the longer of the two is the limit."""
+    """The shortest possible time for some work in seconds, and the cause of this limit. Reading and
+    multiplying can overlap, so the longer of the two is the limit."""
     limits = [(work.read_bytes / machine.read_bandwidth, "memory")]
     if work.operations is not None:
         limits.append((work.operations / machine.matrix_rate, "matrix products"))

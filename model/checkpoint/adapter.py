@@ -7,8 +7,8 @@
                         float32
   README.md             the card
 
-An adapter cannot be served by itself: `merge` makes a checkpoint of it and its base. The arithmetic
-is in `model/transformer/lora.py`.
+An adapter cannot be served by itself: `merge` combines it with its base into a checkpoint. The
+arithmetic is in `model/transformer/lora.py`.
 """
 
 from collections.abc import Mapping
@@ -52,12 +52,12 @@ from logitd.model.transformer.lora import LoraError, LoraShape, merge_into
 
 WEIGHTS = "adapter.safetensors"
 ADAPTER_BYTES = 4 * 2**30
-"""Size limit of an adapter's weights, which are read into memory at once."""
+"""Size limit in bytes of an adapter's weights, which are read into memory as a whole."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter in memory."""
+    """An adapter in memory. `base` describes the checkpoint that it was trained on."""
 
     path: Path
     base: Mapping[str, Any]

@@ -100,7 +100,7 @@ def read_curve(path: Path, card: str | None) -> Curve:
 
 
 def read_progress(path: Path) -> Progress | None:
-    """The progress of the run of the checkpoint at `path`; None without a report that states it."""
+    """The progress of the run of the checkpoint at `path`; None if its log has no valid report."""
     run = path.resolve().parent
     reports = [each for each in _records(run / METRICS, TAIL_BYTES) if each.get("kind") == "train"]
     if not reports:
@@ -137,7 +137,8 @@ def read_samples(run: Path) -> tuple[int | None, tuple[str, ...]]:
 
 
 def _tail(path: Path, size: int) -> tuple[int, bytes]:
-    """The bytes at the end of a file, and where they start. Empty if it cannot be read."""
+    """The last `size` bytes of a file, and the offset at which they start. Empty if the file cannot
+    be read."""
     try:
         with open_regular(path) as file:
             start = file.seek(max(0, file.seek(0, 2) - size))

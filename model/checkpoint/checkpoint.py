@@ -3,8 +3,8 @@
   config.json         format_version, model, tokenizer (with a chat template, if there is one),
                       training record, sha256 of the other files
   model.safetensors   weights; a tied head is stored once
-  tokenizer.tiktoken  the vocabulary's ranks; absent for a model of token ids alone
-  code/               the owner's source files, for a model that is computed by them
+  tokenizer.tiktoken  the vocabulary's ranks; absent for a model without a vocabulary
+  code/               source files, for a model that is computed by its owner's code
   README.md           the model card (free text; not hashed, so it may be edited)
 
 Saving is atomic: all files are written into a temporary folder, synced, and renamed. Only regular
@@ -112,11 +112,12 @@ class CheckpointInfo:
 
     @property
     def config(self) -> GPTConfig:
-        """The configuration of a GPT. Raises CheckpointError if its owner's code computes it."""
+        """The shape of a model that logitd computes. Raises CheckpointError if its owner's code
+        computes it."""
         if isinstance(self.shape, CodeConfig):
             raise CheckpointError(
-                f"{self.path} is computed by its owner's code ({self.shape.code}); this needs a "
-                "GPT that logitd computes itself"
+                f"{self.path} is computed by its owner's code ({self.shape.code}); this operation "
+                "needs a GPT that logitd computes itself"
             )
         return self.shape
 
@@ -183,8 +184,8 @@ def write_config(
     aside: Path, path: Path, sections: Mapping[str, Any], hashed: Sequence[str]
 ) -> None:
     """Write the configuration of a checkpoint or adapter into the temporary folder `aside`, which
-    becomes `path`. It includes the sha256 of the `hashed` files. Raises CheckpointError if the
-    configuration could not be read again."""
+    becomes `path`. It includes the sha256 of the `hashed` files. Raises CheckpointError if
+    `read_checkpoint` would refuse the configuration."""
     document = {
         "format_version": FORMAT_VERSION,
         **sections,
@@ -260,6 +261,7 @@ def read_checkpoint(path: Path) -> CheckpointInfo:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
+    """Convert errors of reading the file `path` of a checkpoint to CheckpointError."""
     try:
         yield
     except FileNotFoundError as error:
@@ -291,7 +293,7 @@ def _read_document(path: Path) -> dict[str, Any]:
     if document.get("kind") == "adapter":
         raise CheckpointError(
             f"{path} is an adapter, not a whole model: merge it into the checkpoint that it was "
-            f"trained on by `{shlex.join(['logitd', 'merge', 'BASE', str(path), 'DEST'])}`"
+            f"trained on with `{shlex.join(['logitd', 'merge', 'BASE', str(path), 'DEST'])}`"
         )
     if (version := document.get("format_version")) != FORMAT_VERSION:
         raise CheckpointError(
@@ -301,7 +303,8 @@ def _read_document(path: Path) -> dict[str, Any]:
 
 
 def read_files(path: Path) -> Mapping[str, Any]:
-    """The sha256 of a checkpoint's files by name, as they are now. Raises CheckpointError."""
+    """The sha256 of a checkpoint's files by name, as config.json records them now. Raises
+    CheckpointError."""
     files = _read_document(path).get("files")
     return files if isinstance(files, dict) else {}
 

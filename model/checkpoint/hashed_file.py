@@ -61,8 +61,8 @@ class HashedFile:
         return bytes(whole)
 
     def another(self) -> FileIO:
-        """The same file, opened by a descriptor that outlives this object. It stays the hashed file
-        if another one takes over its path."""
+        """The same file with a separate descriptor, which outlives this object. It remains the
+        hashed file even if the file at `path` is replaced."""
         return os.fdopen(os.dup(self._file.fileno()), "rb", buffering=0)
 
     def finish(self) -> str:

@@ -1,10 +1,10 @@
-"""Weights and source files of a checkpoint, verified while they are read.
+"""Load: reads and verifies the weights and source files of a checkpoint.
 
 No size in a file is trusted by itself: before anything is allocated, the header of the weights is
 compared with the configuration, and both with the free memory. Loading verifies hashes, names,
-shapes and finiteness. It executes no code (`model/inference/load.py` starts an owner's) and copies
-the weights, so later changes of a file do not affect a loaded model. The configuration is read and
-everything is written in `model/checkpoint/checkpoint.py`.
+shapes and finiteness. It executes no code (`model/inference/load.py` runs an owner's) and copies
+the weights, so later changes of a file do not affect a loaded model.
+`model/checkpoint/checkpoint.py` reads the configuration, and writes checkpoints.
 """
 
 import math
@@ -48,8 +48,8 @@ from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.size import parameter_count
 
 MOST_REHASHED = 2**34
-"""Largest file, in bytes, that is hashed again after loading failed, to distinguish damage from
-weights of another model. Larger ones would take too long."""
+"""Largest file, in bytes, that is hashed after loading failed, to distinguish damage from weights
+of another model. Larger files would take too long."""
 MOST_TIMES = 2**10
 """Names and shapes are compared only if the configured shape has at most this many times as many
 elements as the file."""
@@ -71,7 +71,8 @@ def load_weights(info: CheckpointInfo, *, device: torch.device, dtype: torch.dty
     an arena (`model/transformer/arena.py`).
 
     Each piece of the file is hashed and converted to `dtype` while it is read. The model is
-    returned only if the hash is right. Raises CheckpointError; DeviceError if it does not fit.
+    returned only if the hash matches. Raises CheckpointError, or DeviceError if the model does not
+    fit into memory.
     """
     config = info.config
     with _open_weights(info, whole=True) as file:
@@ -98,7 +99,7 @@ def check_header(info: CheckpointInfo) -> None:
 
 
 def read_sources(info: CheckpointInfo) -> tuple[dict[str, bytes], FileIO]:
-    """Read and verify the owner's source files, and open the file of weights, verified. Raises
+    """Read and verify the owner's source files, and open the verified file of weights. Raises
     CheckpointError."""
     sources = {}
     for name in info.files:
@@ -136,8 +137,8 @@ def _open_weights(info: CheckpointInfo, *, whole: bool) -> Iterator[HashedFile]:
 
 
 def _shape_of(file: HashedFile, config: GPTConfig) -> tuple[GPT, tuple[StoredTensor, ...]]:
-    """The model on the meta device, where it takes no memory, and the tensors of a newly opened
-    file, whose names and shapes have been compared with it. Nothing is hashed yet."""
+    """Build the model on the meta device, where it takes no memory, and compare its names and
+    shapes with the header of a newly opened file. Returns the model and the stored tensors."""
     stored = read_header(file)
     _check_sizes(file.path, config, stored)
     gpt = empty_gpt(config, torch.device("meta"))
@@ -202,18 +203,18 @@ def _check_weights(
         )
     if unknown := sorted(names - set(expected)):
         raise CheckpointError(
-            f"{where} has {len(unknown)} tensors that are not in the configuration; the first is "
-            f"{unknown[0]}"
+            f"{where} has {pluralize(len(unknown), 'tensor')} that the configured model lacks; the "
+            f"first is {unknown[0]}"
         )
     for tensor in stored:
         if tensor.shape != (shape := tuple(expected[tensor.name].shape)):
             raise CheckpointError(
-                f"{where}: {tensor.name} has shape {tensor.shape}, but the configuration gives "
+                f"{where}: {tensor.name} has shape {tensor.shape}, but the configuration requires "
                 f"{shape}"
             )
         if not tensor.dtype.is_floating_point:
             raise CheckpointError(
-                f"{where}: {tensor.name} has the dtype {tensor.dtype}; real numbers are needed"
+                f"{where}: {tensor.name} has the dtype {tensor.dtype}; floats are needed"
             )
 
 

@@ -20,9 +20,9 @@ LOCK = "run.lock"
 
 
 def checkpoint_of(path: Path, link: str | None = None) -> Path:
-    """Resolve a path to a checkpoint. A run means the target of `link`, by default of `best`, or of
-    `latest` if there is no best. A link in a run is resolved to its target, because a running
-    training moves its links. Other paths are returned unchanged."""
+    """Resolve a path to a checkpoint. The path of a run resolves to the target of `link`, by
+    default `best`, or `latest` if there is no best. A link in a run resolves to its target, because
+    a running training moves its links. Other paths are returned unchanged."""
     if is_run(path):
         names = (BEST, LATEST) if link is None else (link,)
         path = next((path / name for name in names if (path / name).exists()), path / names[-1])
@@ -57,8 +57,9 @@ def is_run(path: Path) -> bool:
 
 
 def name_of(path: Path) -> str:
-    """The name of a checkpoint in replies and log lines: that of its run, or of its folder outside
-    a run. Links are followed. Characters that are not UTF-8 or not printable become U+FFFD."""
+    """The name of a checkpoint in replies and log lines: its run's name, or its folder's if it is
+    not in a run. Links are followed. Characters that are not UTF-8 or not printable become U+FFFD.
+    """
     folder = path.resolve()
     parent = folder.parent.parent if folder.parent.name == HISTORY else folder.parent
     if is_run(parent):

@@ -32,11 +32,11 @@ from logitd.model.plain_integer import plain_integer
 from logitd.model.transformer.config import GPTConfig
 
 READ_BYTES = 2**22
-"""Bytes that are read at once."""
+"""Number of bytes read at a time."""
 
 Floats = npt.NDArray[np.float32]
 Part = tuple[range, ...]
-"""The indices along each axis, in steps of 1."""
+"""A part of a weight: the indices along each axis, in steps of 1."""
 EMBEDDING, HEAD = "token_embedding.weight", "head.weight"
 
 
@@ -51,7 +51,7 @@ class Weight:
 
 class StoredWeights:
     """The weights of one checkpoint; use it in a `with` block. Raises CheckpointError if the file
-    cannot be read, or if the folder's weights are no longer those that `info` names."""
+    cannot be read, or if the folder no longer has the weights named in `info`."""
 
     def __init__(self, info: CheckpointInfo) -> None:
         self._config = info.shape
@@ -79,7 +79,7 @@ class StoredWeights:
         self._file.close()
 
     def all(self) -> list[Weight]:
-        """All weights: those in the file, in its order, then the derived ones."""
+        """All weights: the stored ones in the file's order, then the derived ones."""
         stored = [
             Weight(each.name, each.shape, str(each.dtype).removeprefix("torch."))
             for each in self._stored.values()
@@ -210,7 +210,6 @@ def _shifted(indices: range, by: int) -> range:
 
 
 def _numbers(raw: bytes, dtype: torch.dtype) -> Floats:
-    """Stored numbers as float32."""
     if dtype is torch.bfloat16:
         bits = np.frombuffer(raw, "<u2").astype("<u4") << 16
         return bits.view("<f4")
@@ -230,7 +229,6 @@ class _File:
         self.taken = 0
 
     def take_all(self, count: int) -> bytes:
-        """The next `count` bytes."""
         raw = self.read_at(self.taken, count)
         self.taken += len(raw)
         return raw

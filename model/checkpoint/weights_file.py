@@ -69,7 +69,7 @@ class StoredTensor:
 
 
 class HeaderFile(Protocol):
-    """A newly opened file."""
+    """A newly opened file of weights, such as a `HashedFile`."""
 
     @property
     def size(self) -> int: ...
@@ -130,8 +130,8 @@ def read_elements(
     into: Tensor,  # of the tensor's shape, contiguous; any dtype and device
     see: Callable[[Tensor], None],
 ) -> None:
-    """Read the elements of the next tensor. `see` gets each part before it is copied. Raises
-    WeightsFileError if the file ends within the tensor."""
+    """Read the elements of the next tensor. `see` is called with each part before it is copied.
+    Raises WeightsFileError if the file ends within the tensor."""
     flat, done, width = into.view(-1), 0, tensor.dtype.itemsize
     while done < tensor.elements:
         count = min(PIECE // width, tensor.elements - done)
@@ -167,7 +167,7 @@ def _stored(name: str, entry: Any) -> StoredTensor:
             "data_offsets"
         ) from error
     if not (isinstance(dtype, str) and dtype in DTYPES):
-        raise WeightsFileError(f"{name} has the dtype {dtype!r}; known are {', '.join(DTYPES)}")
+        raise WeightsFileError(f"{name} has the dtype {dtype!r}; expected {', '.join(DTYPES)}")
     if not (
         isinstance(shape, list)
         and len(shape) <= MOST_DIMENSIONS

@@ -10,7 +10,6 @@ import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +30,17 @@ from logitd.model.convert.by_role.owner_code import (
     require_causal,
     said_in,
 )
-from logitd.model.convert.by_role.questions import (
-    CONTEXT_IF_UNKNOWN,
-    is_count,
-    is_number,
-    setting,
-)
+from logitd.model.convert.by_role.questions import CONTEXT_IF_UNKNOWN, setting
 from logitd.model.convert.by_role.read import RoleOptions, recognize_file
-from logitd.model.convert.foreign import FLOATS, ConvertError, ForeignTokenizer, common_dtype
-from logitd.model.convert.importing import fingerprint, reporting_damage
+from logitd.model.convert.foreign import (
+    FLOATS,
+    ConvertError,
+    ForeignTokenizer,
+    common_dtype,
+    count_or_zero,
+    plausible_loss,
+)
+from logitd.model.convert.importing import record_of_import, reporting_damage
 from logitd.model.convert.state_file import StateFile, find_state_file, read_state_file
 from logitd.model.convert.vocabulary.choose import choose_vocabulary
 from logitd.model.dtypes import DTypeName
@@ -51,18 +52,21 @@ from logitd.model.owner_code.process.build import Request
 
 KIND = "its owner's code"
 PADDING_TOLERANCE = 1e-4
+"""Largest change of a logit by padding that counts as none."""
 SOURCE_BYTES = 2**22
+"""Largest source file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodeOptions:
-    """The user's answers about a model by code.
+    """The user's choices for a model that its owner's code computes.
 
     code            the owner's class, and the call that returns logits
     answers         values of fields of a `Computation`
     tokenizer, dtype, skip_normalizer, unused_rows
                     as for `import_model`
-    context_length  number of positions to keep; None: that of the settings, or as many as work
+    context_length  number of positions to keep; None means the number in the settings, or as many
+                    as work
     lens            names of the final norm and of the head
     """
 
@@ -80,8 +84,8 @@ def import_by_code(
     source: Path, destination: Path, options: CodeOptions, *, log: Callable[[str], None]
 ) -> CheckpointInfo:
     """Save the model at `source` with its owner's code as a new checkpoint at `destination`. `log`
-    gets each line of the report. Raises ConvertError, CheckpointError if `destination` exists, and
-    FileError if it cannot be written."""
+    is called with each line of the report. Raises ConvertError, CheckpointError if `destination`
+    exists, and FileError if it cannot be written."""
     if destination.exists():
         raise CheckpointError(f"{destination} already exists: choose another path, or remove it")
     code = options.code
@@ -131,8 +135,8 @@ def code_sha256(code: OwnerCode) -> str:
 
 
 def _request(file: StateFile, options: CodeOptions) -> Request:
-    """The request with everything known: from the roles of the tensors if they are recognized, from
-    the settings and from the user."""
+    """The request, with everything that the roles of the tensors (if they are recognized), the
+    settings and the user say about the model."""
     code, answers = options.code, _under_all_names(options.answers)
     try:
         roles = RoleOptions(answers=options.answers)
@@ -156,8 +160,7 @@ def _under_all_names(values: Mapping[str, Any]) -> dict[str, Any]:
 def _measured(file: StateFile, request: Request, options: CodeOptions) -> dict[str, Any]:
     context = options.context_length or request.shape.get("context_length")
     if context in (None, CONTEXT_IF_UNKNOWN):  # no table of positions, and no known kind of GPT
-        said = setting(file.settings, "context_length")
-        context = said[0] if said is not None and is_count(said[0]) else None
+        context = count_or_zero(setting(file.settings, "context_length")[0]) or None
     try:
         return measure(request, file.tensors, context=context, lens=options.lens)
     except CodeError as error:
@@ -181,7 +184,7 @@ def _check_facts(code: OwnerCode, facts: Mapping[str, Any], options: CodeOptions
 
 
 def _sources(root: Path, files: Sequence[str]) -> dict[str, bytes]:
-    """The contents of the owner's files, by their paths below the folder that holds all of them."""
+    """The contents of the owner's files, by their paths relative to `root`."""
     return {
         Path(name).relative_to(root).as_posix(): read_regular(Path(name), SOURCE_BYTES)
         for name in files
@@ -189,7 +192,7 @@ def _sources(root: Path, files: Sequence[str]) -> dict[str, bytes]:
 
 
 def _require_complete(config: CodeConfig, sources: Mapping[str, bytes], file: StateFile) -> None:
-    """Raise ConvertError unless the kept source files alone compute the model."""
+    """Raise ConvertError unless the model can be computed from the source files that are kept."""
     with tempfile.TemporaryDirectory(prefix="logitd-code-") as folder:
         write_sources(Path(folder), sources)
         request = Request(
@@ -203,8 +206,8 @@ def _require_complete(config: CodeConfig, sources: Mapping[str, bytes], file: St
         except CodeError as error:
             raise ConvertError(
                 f"without the other files of its folder, {config.code}{error}. A checkpoint keeps "
-                f"the source files ({', '.join(sources)}): write into the code what it reads from "
-                "others"
+                f"only the source files ({', '.join(sources)}): write what it reads from other "
+                "files into the code"
             ) from error
 
 
@@ -269,7 +272,7 @@ def _report(config: CodeConfig, facts: Mapping[str, Any]) -> list[str]:
     if not facts["context_is_known"]:
         lines.append(
             f"the context length is not stated: sequences of up to {config.context_length:,} ids "
-            "worked; set another one with --context-length"
+            "worked; set another length with --context-length"
         )
     if facts["only_last"]:
         lines.append(
@@ -291,7 +294,7 @@ def _report(config: CodeConfig, facts: Mapping[str, Any]) -> list[str]:
 
 
 def _weights(file: StateFile, dtype: DTypeName) -> tuple[dict[str, Tensor], torch.dtype]:
-    """The tensors of numbers, and the dtype that stores them."""
+    """The floating-point tensors, and the dtype in which they are stored."""
     weights = {name: t.clone() for name, t in file.tensors.items() if t.is_floating_point()}
     if dtype != "auto":
         return weights, getattr(torch, dtype)
@@ -299,25 +302,13 @@ def _weights(file: StateFile, dtype: DTypeName) -> tuple[dict[str, Tensor], torc
 
 
 def _record(source: Path, file: StateFile, options: CodeOptions) -> TrainingRecord:
-    step, val_loss = (
-        said[0] if (said := setting(file.settings, name)) is not None else None
-        for name in ("step", "val_loss")
-    )
-    return TrainingRecord(
-        step=step if is_count(step) else 0,
-        tokens=0,
-        val_loss=float(val_loss) if is_number(val_loss) and 0 <= val_loss < 1e6 else None,
-        val_bits_per_byte=None,
-        data={
-            "name": source.resolve().name,
-            "fingerprint": fingerprint(source),
-            "format": KIND,
-            "licence": "that of the source; it is not known here",
-            **({} if options.tokenizer is None else {"tokenizer": options.tokenizer}),
-            "code": str(options.code),
-            "code_sha256": code_sha256(options.code),
-        },
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    return record_of_import(
+        source,
+        KIND,
+        options.tokenizer,
+        {"code": str(options.code), "code_sha256": code_sha256(options.code)},
+        step=count_or_zero(setting(file.settings, "step")[0]),
+        val_loss=plausible_loss(setting(file.settings, "val_loss")[0]),
     )
 
 

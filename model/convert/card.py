@@ -1,7 +1,7 @@
 """Card: the README.md of an imported checkpoint.
 
-It describes the source of the weights, the model's shape, and everything that the import changed or
-assumed. `model/training/recording/card.py` writes the cards of training runs.
+The card describes the source of the weights, the model's shape, and everything that the import
+changed or assumed. `model/training/recording/card.py` writes the cards of training runs.
 """
 
 from logitd.model.convert.foreign import ForeignModel, ForeignTokenizer

@@ -1,8 +1,9 @@
-"""The text of --check: encoded as token ids of the source, and compared with a model of a known
-format.
+"""The text of --check: encodes it as token ids of the source, and measures the loss of a model of a
+known format on it.
 
 `by_role/objective.py` computes losses. As in training, words that a vocabulary of words lacks
-become its token for unknown words, and texts become lower case if no word has upper case.
+become its token for unknown words, and a text becomes lower case if no word of the vocabulary has
+upper case.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ _UNKNOWN = ("<unk>", "<UNK>", "[UNK]", "[unk]", "UNK", "<|unk|>")
 
 
 def check_files(path: Path) -> list[Path]:
-    """The files of a text. Raises ConvertError."""
+    """The files of the text at a path. Raises ConvertError."""
     try:
         return named_files(str(path))
     except DataError as error:
@@ -40,7 +41,7 @@ def check_files(path: Path) -> list[Path]:
 
 
 def read_check_text(path: Path, files: Sequence[Path], vocabulary: ForeignTokenizer) -> CheckText:
-    """Encode a text, and its lines if they may be samples. Raises ConvertError."""
+    """Encode a text, and also its lines if they may be samples. Raises ConvertError."""
     tokenizer = vocabulary.tokenizer
     try:
         text = beginning(documents_of_all(files, None), CHECKED_CHARACTERS).replace("\r\n", "\n")
@@ -54,7 +55,7 @@ def read_check_text(path: Path, files: Sequence[Path], vocabulary: ForeignTokeni
             ids = []
     except (DataError, TokenizerError) as error:
         raise ConvertError(f"--check {path}: {error}") from error
-    order = vocabulary.order or range(tokenizer.vocab_size)
+    order = vocabulary.source_ids
     return CheckText(
         path.name,
         [order[token_id] for token_id in ids],
@@ -103,9 +104,10 @@ def _starts(tokenizer: Tokenizer) -> Iterator[int]:
 def compare_with_text(
     model: ForeignModel, text: CheckText, log: Callable[[str], None]
 ) -> ForeignModel:
-    """Add the loss on a text to a model of a known format. Raises ConvertError if it predicts the
-    text worse than the frequencies of its tokens do."""
-    built = Built(model.config, model.weights, ())
+    """Add the loss on a text to the facts of a model of a known format. Raises ConvertError if the
+    model predicts the text worse than the frequencies of the text's tokens do."""
+    rows = replace(model.config, padded_vocab_size=model.config.vocab_size)
+    built = Built(rows, model.weights, ())
     losses = {
         float(objective(built, causal=True, effort="full").mean()): objective
         for objective in text_objectives(text, model.config.context_length)

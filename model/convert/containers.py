@@ -1,7 +1,8 @@
 """Containers: recognizes the format of a file of weights by its first bytes, not by its name.
 
 Reads NumPy's `.npz` and JSON of nested lists as tensors. `pt_file.py` reads torch's files,
-`llama2c.py` those of llama2.c, `state_file.py` finds the state dict. No format needs code.
+`llama2c.py` reads llama2.c's, and `state_file.py` finds the state dict. Reading runs no code of a
+file.
 """
 
 import struct
@@ -25,7 +26,7 @@ UNPACKED_TIMES = 64
 UNPACKED_BYTES = 64 * 2**20
 """Unpacked size that is always allowed."""
 HEADER_BYTES = 100 * 2**20
-"""Largest header of a safetensors file, as in its library."""
+"""Largest header of a safetensors file; the limit of the library."""
 _OTHERS: Mapping[bytes, str] = {
     b"GGUF": "a GGUF file of llama.cpp, which can be exported but not imported: import the Hugging "
     "Face folder or the .pt file that it was made from",
@@ -42,8 +43,8 @@ _OTHERS: Mapping[bytes, str] = {
 
 
 def container_of(path: Path) -> Container:
-    """The format of a file; "torch" if it is none of the others. Raises ConvertError for a format
-    that is known and not supported."""
+    """The format of a file; "torch" if no other format is recognized. Raises ConvertError for a
+    known format that is not supported."""
     require_source(path)
     with path.open("rb") as file:
         head = file.read(64)
@@ -97,7 +98,7 @@ def read_npz(path: Path) -> dict[str, Any]:
 
 
 def _value(array: np.ndarray[Any, Any]) -> Any:
-    """A tensor, or the value of an array without axes."""
+    """A tensor. For an array without axes, its value; for an array of strings, a list."""
     if array.ndim == 0:
         return array.item()
     if array.dtype.kind in "US":
@@ -114,8 +115,8 @@ def read_json_weights(path: Path) -> dict[str, Any]:
     _flatten(document, "", flat, 0)
     if not any(isinstance(value, Tensor) and value.dim() > 1 for value in flat.values()):
         raise ConvertError(
-            f"{path} is JSON without weights: no member is a list of lists of numbers. Expected "
-            "are weights: .pt, .pth, .bin, .npz, .safetensors, or their folder"
+            f"{path} is JSON without weights: no member is a list of lists of numbers. Expected is "
+            "a file of weights (.pt, .pth, .bin, .npz, .safetensors) or its folder"
         )
     return _as_state(flat) | {
         name: value for name, value in document.items() if _is_text(value) or not _nested(value)
@@ -127,7 +128,7 @@ def _nested(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """True for a table of texts: a vocabulary."""
+    """True for a list of strings, or a dictionary from or to strings: a vocabulary."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return bool(parts) and (
         all(isinstance(part, str) for part in parts)
@@ -153,14 +154,14 @@ def _tensor(value: list[Any]) -> Tensor | None:
         return None
     try:
         array = np.asarray(value, dtype=np.float64)
-    except (ValueError, TypeError, OverflowError):  # of unequal lengths, or not only numbers
+    except (ValueError, TypeError, OverflowError):  # lists of unequal lengths, or other values
         return None
     return torch.from_numpy(array).float() if 1 <= array.ndim <= 3 else None
 
 
 def _as_state(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the tensors to the key "weights"; other values stay. If all names of tensors share a
-    first part, it is removed."""
+    """Move the tensors to the key "weights". If all names of tensors have the same first part, it
+    is removed."""
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     firsts = {name.partition(".")[0] for name in tensors}
     if len(firsts) == 1 and all("." in name for name in tensors):

@@ -29,7 +29,7 @@ PRE_TOKENIZERS: Mapping[str, str] = {
     QWEN2_PATTERN: "qwen2",
     QWEN2_PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}|"): "llama-bpe",
 }
-"""llama.cpp's names of pre-tokenizers, by the equivalent split pattern."""
+"""llama.cpp's names of pre-tokenizers by split pattern."""
 
 NAMES: Mapping[str, str] = {
     "gpt2": "GPT-2",
@@ -38,10 +38,10 @@ NAMES: Mapping[str, str] = {
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
 }
-"""Architectures by the spelling of their authors."""
+"""Names of architectures for messages."""
 
 GGUF_ENDS = 3
-"""Maximum number of end tokens in a GGUF file: of a text, a turn and a message."""
+"""Maximum number of end tokens in a GGUF file: one each for a text, a turn and a message."""
 
 HF_INSTEAD = "export it with --to hf"
 

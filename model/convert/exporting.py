@@ -36,13 +36,13 @@ def export_model(
     pre: str | None = None,
     log: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Export a checkpoint to `destination`, a folder or a GGUF file. After an error nothing is left
-    there.
+    """Export a checkpoint to `destination`, a folder or a GGUF file. After an error, nothing is
+    left there.
 
-    `dtype` is the dtype of the written weights; "auto" keeps that of the checkpoint. `pre` is for
-    GGUF (see `write_gguf`). Raises ConvertError, CheckpointError, DeviceError if the model does not
-    fit into memory, and FileError if it cannot be written.
-    """
+    `dtype` is the dtype of the written weights; "auto" keeps the checkpoint's dtype. `pre` is for
+    GGUF (see `write_gguf`). `log` is called with each note for the user. Raises ConvertError,
+    CheckpointError, DeviceError if the model does not fit into memory, and FileError if it cannot
+    be written."""
     if destination.exists():
         raise CheckpointError(f"{destination} already exists: choose another path, or remove it")
     info = read_checkpoint(checkpoint)
@@ -56,14 +56,13 @@ def export_model(
     stored = _stored_dtype(info.path) if dtype == "auto" else getattr(torch, dtype)
     gpt = load_weights(info, device=torch.device("cpu"), dtype=stored)
     with written_to(destination), _aside(destination) as aside:
+        written = aside if to == "hf" else aside / "model.gguf"
         if to == "hf":
-            write_folder(aside, info, gpt, family, log)
-            share_files(aside)
-            aside.rename(destination)
+            write_folder(written, info, gpt, family, log)
         else:
-            write_gguf(aside / "model.gguf", info, gpt, family, pre)
-            share_files(aside)
-            (aside / "model.gguf").rename(destination)
+            write_gguf(written, info, gpt, family, pre)
+        share_files(aside)
+        written.rename(destination)
 
 
 @contextmanager

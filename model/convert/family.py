@@ -25,13 +25,14 @@ MULTIPLE = 32
 """Divisor of the widths that `nearest` chooses."""
 
 _Rule = tuple[bool, str, str, Any]
-"""True if a key prevents the export; the key, the reason, and a value that would not prevent it."""
+"""True if a key prevents the export, then the key, the reason, and a value that would not prevent
+it."""
 
 
 @dataclass(frozen=True)
 class Objection:
-    """A key of a configuration that prevents its export. `instead` is a value that would not; None
-    if no value of this key would help."""
+    """A key of a configuration whose value prevents the export. `instead` is a value that would not
+    prevent it; None if no value of this key would help."""
 
     key: str
     value: Any
@@ -43,8 +44,7 @@ class Objection:
 
 
 def objections(config: GPTConfig) -> list[Objection]:
-    """Every key with a value that no architecture supports. If there is none, `family_of` returns
-    the architecture."""
+    """All keys with values that prevent the export, because no architecture has them."""
     found = _broken(config, _of_any(config))
     if config.norm == "layernorm":
         return found + _broken(config, _of_gpt(config))
@@ -55,7 +55,7 @@ def objections(config: GPTConfig) -> list[Objection]:
 
 
 def family_of(config: GPTConfig) -> str:
-    """Name of the architecture. Raises ConvertError with every objection."""
+    """Name of the architecture. Raises ConvertError with all objections."""
     _require(objections(config))
     if config.norm == "layernorm":
         return GPT_NEOX if config.positions == "rotary" else GPT2
@@ -73,7 +73,8 @@ def folder_family_of(config: GPTConfig, pattern: str) -> str:
 
 
 def folder_objections(config: GPTConfig, pattern: str) -> list[Objection]:
-    """Every key that prevents a Hugging Face folder, for a vocabulary with this split pattern."""
+    """All keys with values that prevent a Hugging Face folder, for a vocabulary with this split
+    pattern."""
     found = objections(config)
     if not found and family_of(config) == QWEN2 and pattern != QWEN2_PATTERN:
         found = _broken(config, _of_shared_width(config))
@@ -82,7 +83,7 @@ def folder_objections(config: GPTConfig, pattern: str) -> list[Objection]:
 
 def nearest(config: GPTConfig) -> GPTConfig:
     """Change every key that prevents the export. A feed-forward that gets a gate also becomes
-    narrower, to keep about as many parameters. Raises ConvertError if no change helps."""
+    narrower, so that it keeps about as many parameters. Raises ConvertError if no change helps."""
     while found := objections(config):
         if stuck := [objection for objection in found if objection.instead is None]:
             raise ConvertError(f"{_listed(stuck)}; no other value can be exported in its place")
@@ -122,7 +123,8 @@ def _of_any(config: GPTConfig) -> Iterable[_Rule]:
 
 
 def _of_gpt(config: GPTConfig) -> Iterable[_Rule]:
-    """Parts of a shape that GPT-2 and GPT-NeoX lack. They differ in positions and residuals."""
+    """Parts of a shape that GPT-2 and GPT-NeoX lack. These two differ in positions and
+    residuals."""
     gate = "the feed-forwards of GPT-2 and GPT-NeoX have no gate"
     norms = "GPT-2 and GPT-NeoX do not normalize queries and keys"
     equal = f"it must equal n_head, {config.n_head}"

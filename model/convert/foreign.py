@@ -5,6 +5,7 @@ Nothing in a file is trusted. `StateDictReader` raises errors for tensors that a
 or have a wrong shape or dtype; `Settings` for keys that are missing or have a wrong value.
 """
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ class ConvertError(ValueError):
 
 @contextmanager
 def naming(where: object) -> Iterator[None]:
-    """Convert errors of shapes and vocabularies to a ConvertError that names the source."""
+    """Turn errors about shapes and vocabularies into a ConvertError that names the source."""
     try:
         yield
     except (ConfigError, TokenizerError) as error:
@@ -45,7 +46,7 @@ class ForeignTokenizer:
     order          the source's id for each id of `tokenizer`; None if they are the same
     notes          sentences for the user
     chat_template  source of the chat template, if it has the same meaning here
-    end_known      the source names the special token that ends a document; else it is a guess
+    end_known      the source names the special token that ends a document; otherwise it is a guess
     """
 
     tokenizer: Tokenizer
@@ -53,6 +54,11 @@ class ForeignTokenizer:
     notes: Sequence[str] = ()
     chat_template: str | None = None
     end_known: bool = False
+
+    @property
+    def source_ids(self) -> Sequence[int]:
+        """The source's id for each id of `tokenizer`."""
+        return range(self.tokenizer.vocab_size) if self.order is None else self.order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +107,26 @@ def check_tensor(where: str, name: str, tensor: Tensor) -> None:
         raise ConvertError(f"{where}: {name} has NaN or infinite values")
 
 
+def finite_number(value: Any) -> float | None:
+    """A finite number in a file, which may be a tensor with one element; None for other values."""
+    if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point():
+        value = float(value)
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if known and math.isfinite(value) else None
+
+
+def count_or_zero(value: Any) -> int:
+    """A count in a file, such as the number of training steps; 0 if the value is no such number."""
+    return value if type(value) is int and value > 0 else 0
+
+
+def plausible_loss(value: Any) -> float | None:
+    """A loss in a file, in nats; None if it is not plausible. nanoGPT and code like it store 1e9
+    before the first evaluation."""
+    loss = finite_number(value)
+    return loss if loss is not None and 0 <= loss < 1e6 else None
+
+
 def common_dtype(dtypes: Collection[torch.dtype]) -> torch.dtype:
     """The dtype of a model's tensors; float32 if they differ or are wider."""
     if len(dtypes) == 1 and torch.float64 not in dtypes:
@@ -109,7 +135,7 @@ def common_dtype(dtypes: Collection[torch.dtype]) -> torch.dtype:
 
 
 class StateDictReader:
-    """The tensors of one file or folder. Records which of them were used."""
+    """The tensors of a file or folder. It records which of them have been used."""
 
     def __init__(self, where: str, tensors: Mapping[str, Tensor]) -> None:
         self._where = where
@@ -136,8 +162,8 @@ class StateDictReader:
         return tensor
 
     def require_layers(self, count: int) -> None:
-        """Raise ConvertError if there are more layers than tensors: with a false number in a
-        configuration, the list of names alone could fill the memory."""
+        """Raise ConvertError if there are more layers than tensors. If the configuration states a
+        false number of layers, the list of their names alone could fill the memory."""
         if count > len(self._tensors):
             raise ConvertError(
                 f"{self._where} has {len(self._tensors):,} tensors, but its configuration states "

@@ -28,8 +28,9 @@ LAYOUTS = {GPT2: GGUF_GPT2, LLAMA: GGUF_LLAMA, QWEN2: GGUF_QWEN, QWEN3: GGUF_QWE
 
 
 def write_gguf(path: Path, info: CheckpointInfo, gpt: GPT, family: str, pre: str | None) -> None:
-    """Write a model that has no objections as a GGUF file. `pre` is the name of a llama.cpp
-    pre-tokenizer to use if the checkpoint's pattern has none. Raises ConvertError and OSError."""
+    """Write a GGUF file of a model to which `exportable.py` has no objections. `pre` is the name of
+    llama.cpp's pre-tokenizer to use; None selects it by the checkpoint's split pattern. Raises
+    ConvertError and OSError."""
     try:
         import gguf
     except ImportError as error:

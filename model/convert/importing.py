@@ -3,9 +3,9 @@
 It reads the model with the reader of its format, puts the rows of embedding and head into the order
 of the vocabulary, and saves a checkpoint. Rows without a token are padding. Every weight is checked
 by name against the shapes of the saved model. These formats determine the whole computation:
-nanoGPT's `ckpt.pt` (`nanogpt.py`), nanochat's files (`nanochat.py`), Hugging Face folders
-(`hf/config.py`) and LitGPT's (`litgpt.py`). All other models are recognized by the roles of their
-tensors (`by_role/`).
+nanoGPT's `ckpt.pt` (`nanogpt.py`), llama2.c's `.bin` (`llama2c.py`), nanochat's files
+(`nanochat.py`), Hugging Face folders (`hf/config.py`) and LitGPT's (`litgpt.py`). All other models
+are recognized by the roles of their tensors (`by_role/`).
 """
 
 import hashlib
@@ -63,14 +63,16 @@ from logitd.model.transformer.shapes import padded
 
 NANOGPT = "ckpt.pt"
 PUBLISHED_FILES = (litgpt.WEIGHTS, CONFIG, WEIGHTS, PICKLE)
-"""Files that stand for their folder if they are given as the source."""
+"""Names of files that mean their folder if they are given as the source."""
 OPENAI_GPT: Mapping[str, Any] = {
     "norm_position": "post",
     "final_norm": False,
     "activation": "gelu_tanh",
     "score_scale": "head_dim",
 }
+"""The computation of GPT-1, which has no reader but usual names of tensors."""
 FINGERPRINT_BYTES = 2**20
+"""Number of bytes at each end of a file that enter its fingerprint."""
 
 DAMAGE = (
     *(ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError),
@@ -161,22 +163,15 @@ def import_model(
     gpt = empty_gpt(config, torch.device("meta"))
     _check(weights, {name: t.shape for name, t in gpt.state_dict().items()}, stored)
     gpt.load_state_dict(weights, assign=True)
-    facts = {
-        "name": source.resolve().name,
-        "fingerprint": fingerprint(source),
-        "format": model.kind,
-        "licence": "that of the source; it is not known here",
-        **({} if tokenizer is None else {"tokenizer": tokenizer}),
-        **({"ignored_settings": sorted(ignored_settings)} if ignored_settings else {}),
-        **model.facts,
-    }
-    training = TrainingRecord(
+    facts = {"ignored_settings": sorted(ignored_settings)} if ignored_settings else {}
+    training = record_of_import(
+        source,
+        model.kind,
+        tokenizer,
+        {**facts, **model.facts},
         step=model.step,
         tokens=model.tokens,
         val_loss=model.val_loss,
-        val_bits_per_byte=None,
-        data=facts,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     card = write_import_card(
         destination.name, model, config, vocabulary, FLOATS[stored], gpt.parameter_count()
@@ -195,8 +190,8 @@ def import_model(
 
 
 def importable(source: Path) -> bool:
-    """True if a path may be a foreign model: a file of weights, or a folder that contains one and
-    is not a checkpoint of this project."""
+    """True if a path may be a model of another program: a file of weights, or a folder that
+    contains one and is not a checkpoint of logitd."""
     if source.is_file():
         return source.suffix in SUFFIXES
     if not source.is_dir() or _is_own(source):
@@ -207,8 +202,8 @@ def importable(source: Path) -> bool:
 
 
 def fingerprint(source: Path) -> str:
-    """A hash that distinguishes sources of the same name. It covers the names, sizes, first and
-    last bytes of all files of weights."""
+    """A hash that distinguishes sources with the same name. It covers the names, the sizes, and the
+    first and last bytes of all files of weights."""
     files = [source]
     if source.is_dir():
         files = sorted(p for p in source.rglob("*") if p.is_file() and p.suffix in LOOKED_FOR)
@@ -223,10 +218,39 @@ def fingerprint(source: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def record_of_import(
+    source: Path,
+    kind: str,
+    tokenizer: str | None,
+    facts: Mapping[str, Any],
+    *,
+    step: int,
+    tokens: int = 0,
+    val_loss: float | None,
+) -> TrainingRecord:
+    """The record of an imported checkpoint: its source, further facts, and the progress of the
+    training that the source states. `tokenizer` is the value of --tokenizer."""
+    return TrainingRecord(
+        step=step,
+        tokens=tokens,
+        val_loss=val_loss,
+        val_bits_per_byte=None,
+        data={
+            "name": source.resolve().name,
+            "fingerprint": fingerprint(source),
+            "format": kind,
+            "licence": "that of the source; it is not known here",
+            **({} if tokenizer is None else {"tokenizer": tokenizer}),
+            **facts,
+        },
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
 @contextmanager
 def reporting_damage(where: Path) -> Iterator[None]:
-    """Convert errors of damaged values to a ConvertError. Values of JSON or a pickle may have any
-    type, and not all are checked before use."""
+    """Turn the errors that damaged values cause into a ConvertError. Values in JSON or a pickle may
+    have any type, and not all are checked before use."""
     try:
         yield
     except (ConvertError, CheckpointError):
@@ -242,8 +266,8 @@ def reporting_damage(where: Path) -> Iterator[None]:
 def _open(
     source: Path, context_length: int | None, roles: RoleOptions, *, checked: bool
 ) -> tuple[ForeignModel | Recognized, Path]:
-    """Open the model at a path, and find the folder of its tokenizer. If the format determines the
-    computation, the model is already read."""
+    """Open the model at a path. Returns the model, or its recognized tensors if the format does not
+    determine the computation, and the folder to search for a tokenizer."""
     if not source.exists():
         raise ConvertError(f"{source} does not exist")
     named = source
@@ -264,8 +288,8 @@ def _open(
 
 
 def _family_answers(folder: Path) -> Mapping[str, Any]:
-    """The computation of a Hugging Face family that has no reader but usual tensors: GPT-1. Its
-    configuration names the tanh approximation of GELU "gelu"."""
+    """The computation of GPT-1 if the folder has one, otherwise empty. GPT-1's configuration calls
+    the tanh approximation of GELU "gelu"."""
     document = object_beside(folder, CONFIG)
     known = document.get("model_type") == "openai-gpt" and document.get("afn") in ("gelu", None)
     return OPENAI_GPT if known else {}
@@ -274,9 +298,9 @@ def _family_answers(folder: Path) -> Mapping[str, Any]:
 def _read_published(
     source: Path, context_length: int | None, weights: str, *, by_role_else: bool
 ) -> ForeignModel | None:
-    """Read a model whose format determines the computation. `weights` is the file to prefer. None
-    if it has another format; with `by_role_else`, also None if its Hugging Face family has no
-    reader."""
+    """Read a model whose format determines the computation; None if it has another format. With
+    `by_role_else`, also None if no reader knows its Hugging Face family. `weights` is the file to
+    prefer."""
     if source.is_file():
         own = read_llama2c(source) or read_nanogpt(source)
         return own or nanochat.read_nanochat(source, context_length)
@@ -305,8 +329,8 @@ def _ask_together(
     *,
     checked: bool,
 ) -> None:
-    """Raise everything that is open at once: settings that are not understood, open fields, and the
-    vocabulary. Fields that a text will answer are left out until the text can be encoded."""
+    """Raise one error about everything that is open: settings that are not understood, open fields,
+    and the vocabulary. Fields that a text will answer are omitted until the text can be encoded."""
     where = str(opened.file.path) if isinstance(opened, Recognized) else opened.kind
     asked = [OpenQuestions(f"{where}: {question(unknown)}", list(unknown))] if unknown else []
     if not asked and vocabulary is None:
@@ -317,7 +341,7 @@ def _ask_together(
         except OpenQuestions as error:
             asked.insert(0, error)
         except ConvertError:
-            pass  # a setting may explain the variant; ask about the settings first
+            pass  # an unknown setting may be the reason; ask about the settings first
     if not asked and vocabulary is not None:
         raise vocabulary
     lines = [*map(str, asked), *([] if vocabulary is None else [str(vocabulary)])]

@@ -25,8 +25,8 @@ LAYER = ("attention_norm", "qkv", "attention_out", "mlp_norm", "mlp_up", "mlp_do
 """The modules of a layer, except norms of query and key."""
 
 Rows = Mapping[str, Tensor]
-"""For each module with a different order of rows: the other program's row index for each row
-here."""
+"""The modules whose rows have a different order: for each of our rows, the index of the other
+program's row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +38,11 @@ class Layout:
     layer       prefix of names in a layer, with {N} for its number
     prefixes    alternative prefixes of all names except the head's; an export writes the last
     heads       alternative names of the head; an export writes the first
-    transposed  matrices of the layers are stored (in, out)
-    skipped     number of unused rows at the start of a table
-    bare        norms that have no weights there; here they are ones
-    rows        the order of rows, if it differs
-    sizes       their keys for fields of GPTConfig; alternatives are separated by spaces
+    transposed  the matrices of the layers are stored (in, out)
+    skipped     number of unused rows at the start of a table, by module
+    bare        norms that have no weights there; here their weights are ones
+    rows        the order of the rows, if it differs
+    sizes       their keys by field of GPTConfig; alternatives are separated by spaces
     eps         their key for the norms' eps, and its default
     """
 
@@ -80,7 +80,7 @@ def read_sizes(settings: Settings, layout: Layout, **defaults: int) -> dict[str,
 
 
 def write_sizes(config: GPTConfig, layout: Layout) -> dict[str, Any]:
-    """The sizes under their keys, including all alternatives."""
+    """The sizes under the other program's keys, including all alternative keys."""
     written = {
         key: getattr(config, ours) for ours, keys in layout.sizes.items() for key in keys.split()
     }
@@ -88,18 +88,28 @@ def write_sizes(config: GPTConfig, layout: Layout) -> dict[str, Any]:
 
 
 def read_weights(
-    reader: StateDictReader, config: GPTConfig, layout: Layout, *, unbiased: Collection[str] = ()
+    reader: StateDictReader,
+    config: GPTConfig,
+    layout: Layout,
+    *,
+    unbiased: Collection[str] = (),
+    own: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Read the weights of a model of this shape under our names. Parts in `unbiased` have no biases
-    in the source and get zeros. Raises ConvertError if a tensor is missing or has another shape."""
+    """Read the weights of a model of this shape. Returns them by this project's names.
+
+    unbiased  parts without biases in the source; they get zeros
+    own       weights that the layout does not describe, by this project's names
+
+    Raises ConvertError if a tensor is missing or has another shape.
+    """
     reader.require_layers(config.n_layer)
     first = layout.names(EMBEDDING, "")[0]
     found = (prefix for prefix in layout.prefixes if f"{prefix}{first}.weight" in reader)
     prefix, rows = next(found, layout.prefixes[-1]), layout.rows(config)
-    weights: dict[str, Tensor] = {}
+    weights = dict(own or {})
     for name, shape in _shapes(config).items():
         module, kind, part = _split(name)
-        if part == HEAD or (kind == "bias" and part in unbiased):
+        if part == HEAD or name in weights or (kind == "bias" and part in unbiased):
             continue
         if part in layout.bare:
             weights[name] = torch.ones(shape)
@@ -120,7 +130,7 @@ def read_weights(
 def _read_head(
     reader: StateDictReader, config: GPTConfig, layout: Layout, embedding: Tensor
 ) -> dict[str, Tensor]:
-    """The head's weights. If the head is tied but stored anyway, it must equal the embedding."""
+    """The head's weights. A tied head that is stored anyway must equal the embedding."""
     head = next((name for name in layout.heads if f"{name}.weight" in reader), layout.heads[0])
     weights: dict[str, Tensor] = {}
     if not config.tied_head or f"{head}.weight" in reader:
@@ -136,8 +146,8 @@ def _read_head(
 
 
 def fill_biases(config: GPTConfig, weights: dict[str, Tensor]) -> list[str]:
-    """Add zeros for the biases that the shape has but the weights lack. Returns the sorted names of
-    the parts that got zeros."""
+    """Add zeros for biases that the shape has and the weights lack. Returns the sorted names of the
+    parts that got zeros."""
     filled = set[str]()
     for name in _shapes(config):
         module, kind, part = _split(name)
@@ -150,7 +160,7 @@ def fill_biases(config: GPTConfig, weights: dict[str, Tensor]) -> list[str]:
 def tie_if_equal(
     config: GPTConfig, weights: Mapping[str, Tensor]
 ) -> tuple[GPTConfig, dict[str, Tensor]]:
-    """Tie the head if it equals the embedding."""
+    """Tie the head to the embedding if their weights are equal."""
     rest = dict(weights)
     head = rest.pop("head.weight", None)
     if head is None or not torch.equal(head, rest[f"{EMBEDDING}.weight"]):
@@ -159,9 +169,9 @@ def tie_if_equal(
 
 
 def write_weights(gpt: GPT, layout: Layout, *, biased: Collection[str]) -> dict[str, Tensor]:
-    """The weights under their names, without padded rows, as separate tensors. Parts that are
-    `biased` in the other program get zeros if they have no bias here. Sinusoidal positions become
-    learned ones."""
+    """The weights by the other program's names, as separate tensors without padded rows. Parts in
+    `biased`, which have biases there, get zeros if they have none here. Sinusoidal positions become
+    learned positions."""
     config, state = gpt.config, gpt.state_dict()
     rows = layout.rows(config)
     if POSITIONS in layout.outside and f"{POSITIONS}.weight" not in state:
@@ -200,15 +210,14 @@ def _split(name: str) -> tuple[str, str, str]:
 
 
 def _sizes(config: GPTConfig, part: str, rows: int, count: int) -> list[int]:
-    """The numbers of rows of the `count` modules that correspond to one of ours."""
+    """The numbers of rows of the other program's `count` modules that correspond to one of ours."""
     if part == "qkv" and count == 3:
         return [rows - 2 * config.kv_width, config.kv_width, config.kv_width]
     return [rows // count] * count
 
 
 def head_by_head(config: GPTConfig) -> Rows:
-    """GPT-NeoX's order: query, key and value of one head after the other; rotated channels
-    first."""
+    """GPT-NeoX's order: query, key and value head by head, with the rotated channels first."""
     rows = torch.arange(config.qkv_width).view(config.n_head, 3, config.head_dim)
     order = half_split(config)
     query, key, value = rows.unbind(dim=1)
@@ -216,7 +225,8 @@ def head_by_head(config: GPTConfig) -> Rows:
 
 
 def turning_first(config: GPTConfig) -> Rows:
-    """LitGPT's order: all queries, all keys, all values; the rotated channels of a head first."""
+    """LitGPT's order: all queries, all keys, all values, with the rotated channels of a head
+    first."""
     rows = torch.arange(config.qkv_width).view(-1, config.head_dim)  # (H + 2K, D)
     order, turned = half_split(config), config.n_head + config.n_kv_head
     norm = torch.tensor(order)
@@ -225,7 +235,7 @@ def turning_first(config: GPTConfig) -> Rows:
 
 
 def group_by_group(config: GPTConfig) -> Rows:
-    """The order of LitGPT before 0.5: queries, key and value of one group after the other."""
+    """The order of LitGPT before 0.5: queries, key and value group by group."""
     per_group = config.n_head // config.n_kv_head
     rows = torch.arange(config.qkv_width).view(config.n_kv_head, per_group + 2, config.head_dim)
     apart = torch.cat([part.flatten() for part in rows.split([per_group, 1, 1], dim=1)])
@@ -234,7 +244,8 @@ def group_by_group(config: GPTConfig) -> Rows:
 
 
 def neighbors_turn(config: GPTConfig) -> Rows:
-    """The order of llama.cpp's "llama": channels 2i and 2i + 1 of a head are rotated together."""
+    """The order of llama2.c and of llama.cpp's "llama": channels 2i and 2i + 1 of a head are
+    rotated together."""
     rows = torch.arange(config.qkv_width).view(-1, config.head_dim)
     turned = config.n_head + config.n_kv_head
     pairs = rows.view(len(rows), -1, 2).transpose(1, 2).reshape(rows.shape)
@@ -242,16 +253,16 @@ def neighbors_turn(config: GPTConfig) -> Rows:
 
 
 def backwards(config: GPTConfig) -> Rows:
-    """nanochat's order: it rotates pairs backward, which equals rotating forward with the halves
-    exchanged."""
+    """nanochat's order. nanochat rotates pairs of channels backward, which equals rotating forward
+    with the halves of a head exchanged."""
     rows = torch.arange(config.qkv_width).view(-1, 2, config.head_dim // 2)
     turned = config.n_head + config.n_kv_head
     return {"qkv": torch.cat((rows[:turned].flip(1), rows[turned:])).flatten()}
 
 
 def half_split(config: GPTConfig) -> list[int]:
-    """The other program's index for each of our channels of a head. Its `rotary_dim` rotated
-    channels come first, then the others; here the first halves of both come first, then the second
+    """The other program's index for each of our channels of a head. There, the `rotary_dim` rotated
+    channels come first, then the others. Here, the first halves of both come first, then the second
     halves."""
     turning = config.rotary_dim // 2
     resting = (config.head_dim - config.rotary_dim) // 2
@@ -309,6 +320,20 @@ LLAMA = Layout(
     ),
     eps=("rms_norm_eps", 1e-6),
 )
+LLAMA2C = Layout(
+    outside={EMBEDDING: "tok_embeddings", "final_norm": "norm"},
+    inside=inside(
+        "attention_norm",
+        "attention.wq attention.wk attention.wv",
+        "attention.wo",
+        "ffn_norm",
+        "feed_forward.w1 feed_forward.w3",
+        "feed_forward.w2",
+    ),
+    layer=LLAMA.layer,
+    heads=("output",),
+    rows=neighbors_turn,
+)
 NANOCHAT = replace(
     LLAMA,
     outside={EMBEDDING: "embed_tokens"},
@@ -349,7 +374,7 @@ OPT = Layout(
     ),
     layer="layers.{N}.",
     prefixes=("", "decoder.", "model.decoder."),
-    skipped={POSITIONS: 2},  # fairseq counts rows for the padding
+    skipped={POSITIONS: 2},  # fairseq reserves these rows for padding
     sizes=sizes(*_SIZES, d_ff="ffn_dim"),
 )
 LITGPT = Layout(

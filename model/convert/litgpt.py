@@ -48,16 +48,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rope_condense_ratio": (1,),
     "n_expert": (0,),
 }
-"""Keys that may change the computation, with the values that do not (besides null)."""
+"""Keys that may change the computation, and their values that do not. Null never does."""
 
-READ = {
-    "name", "hf_config", "block_size", "n_layer", "n_embd", "vocab_size", "padding_multiple",
-    "padded_vocab_size", "norm_class_name", "norm_eps", "norm_qk", "n_head", "head_size",
-    "n_query_groups", "attn_bias", "sliding_window_size", "sliding_window_indices", "rope_base",
-    "rotary_percentage", "intermediate_size", "bias", "mlp_class_name", "gelu_approximate",
-    "rope_n_elem", "parallel_residual", "lm_head_bias",
-}  # fmt: skip
-"""Keys that are read here, or do not change the computation."""
+UNUSED = ("name", "hf_config", "rope_n_elem", "sliding_window_indices")
+"""Keys that do not change the computation by themselves."""
 
 
 def read_litgpt(folder: Path) -> ForeignModel:
@@ -65,7 +59,8 @@ def read_litgpt(folder: Path) -> ForeignModel:
     where, path = str(folder / CONFIG), folder / WEIGHTS
     values = _read_yaml(folder / CONFIG)
     settings = Settings(where, values)
-    unknown = _unknown(settings, values)
+    for name, neutral in NEUTRAL.items():
+        settings.reject_unless(name, neutral, "not supported here")
     loaded = read_pt(path, keep='{"model": state_dict}')
     state = loaded["model"] if isinstance(loaded.get("model"), dict) else loaded
     reader = StateDictReader(str(path), named_tensors(str(path), state))
@@ -81,7 +76,7 @@ def read_litgpt(folder: Path) -> ForeignModel:
         weights=weights,
         dtype=reader.finish(),
         contents={"config": values},
-        unknown=unknown,
+        unknown={k: value for k, value in settings.unread().items() if value and k not in UNUSED},
         facts={"name": settings.get("name", "")},
     )
 
@@ -104,16 +99,6 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConvertError(f"{path} is not a mapping of keys to values")
     return values
-
-
-def _unknown(settings: Settings, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that are not understood. Raises ConvertError for a computation that is not
-    supported."""
-    for name, neutral in NEUTRAL.items():
-        settings.reject_unless(name, neutral, "not supported here")
-    return {
-        name: value for name, value in values.items() if value and name not in {*READ, *NEUTRAL}
-    }
 
 
 def _config(settings: Settings) -> GPTConfig:
@@ -143,8 +128,8 @@ def _config(settings: Settings) -> GPTConfig:
         rope_theta=settings.number("rope_base", 10_000),
         rotary_dim=int(sizes["head_dim"] * settings.number("rotary_percentage", 0.25)),
         activation="swiglu" if gated else "gelu" if exact else "gelu_tanh",
-        bias=biased or layer_norm,  # LitGPT's LayerNorm always has one
-        qkv_bias=biased or settings.flag("attn_bias", False),
+        bias=biased or layer_norm,  # LitGPT's LayerNorm always has a bias
+        qkv_bias=settings.flag("attn_bias", False) or biased,
         qk_norm=norm_qk,
         tied_head=False,
         head_bias=settings.flag("lm_head_bias", False),

@@ -1,7 +1,7 @@
 """llama2.c's `.bin` files, versions 0 and 1: the shape of Llama in float32.
 
-Version 0 has no magic number: seven numbers, then weights; it is recognized by its exact size. Its
-program, `run.c`, fixes the computation: RMSNorm with eps 1e-5, rotary positions of adjacent
+Version 0 has no magic number, only seven numbers before the weights; it is recognized by its exact
+size. `run.c` defines the computation: RMSNorm with eps 1e-5, and rotary positions of adjacent
 channels with theta 10,000. Version 2 is quantized and refused.
 """
 
@@ -15,24 +15,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from logitd.model.convert.by_role.build import build
-from logitd.model.convert.by_role.computation import Computation
-from logitd.model.convert.by_role.tensor_map import MappedTensors, Part, Role, TensorMap, check
 from logitd.model.convert.containers import LLAMA2C_MAGIC
-from logitd.model.convert.foreign import ConvertError, ForeignModel, naming
+from logitd.model.convert.foreign import ConvertError, ForeignModel, StateDictReader, naming
+from logitd.model.convert.layouts import LLAMA2C, read_weights, tie_if_equal
 from logitd.model.convert.source_file import require_source
+from logitd.model.transformer.shapes import gpt2_shape
 
-KIND = "llama2.c"
 HEADER = struct.Struct("<7i")
 FIRST_VERSION_BYTES, HEADER_BYTES = HEADER.size, 256
 LARGEST = 2**24
 """Largest number that a header may have."""
-_Sizes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    version: int
+    """The numbers of a header, in the order of the file. If `shared`, the head is the embedding."""
+
     width: int
     hidden: int
     layers: int
@@ -40,6 +38,7 @@ class _Header:
     kv_heads: int
     vocab: int
     context: int
+    version: int
     shared: bool
 
     @property
@@ -50,58 +49,37 @@ class _Header:
 
     @property
     def offset(self) -> int:
+        """Number of bytes before the weights."""
         return HEADER_BYTES if self.version else FIRST_VERSION_BYTES
 
-    def sizes(self) -> _Sizes:
-        """Names and shapes in the order of the file. The first axis of a name with {N} counts the
-        layers."""
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by name, in the order of the file. A name with {N} stands for a tensor of each
+        layer; the first axis of its shape counts the layers."""
         layers, width, hidden = self.layers, self.width, self.hidden
         size = width // self.heads
-        keys = self.kv_heads * size
-        embedding = ("tok_embeddings.weight", (self.vocab, width))
-        norms = tuple((f"layers.{{N}}.{n}.weight", (layers, width)) for n in _NORMS)
-        attention = tuple(
-            (f"layers.{{N}}.attention.{name}.weight", (layers, rows, columns))
-            for name, rows, columns in (
-                *(("wq", width, width), ("wk", keys, width)),
-                *(("wv", keys, width), ("wo", width, width)),
-            )
-        )
-        feed_forward = tuple(
-            (f"layers.{{N}}.feed_forward.{name}.weight", (layers, rows, columns))
-            for name, rows, columns in (
-                ("w1", hidden, width),
-                ("w2", width, hidden),
-                ("w3", hidden, width),
-            )
-        )
-        final, head = ("norm.weight", (width,)), ("output.weight", (self.vocab, width))
-        heads = () if self.shared else (head,)
+        layer, square = "layers.{N}.", (layers, width, width)
+        keys, wide = (layers, self.kv_heads * size, width), (layers, hidden, width)
+        embedding = {"tok_embeddings.weight": (self.vocab, width)}
+        norms = [{f"{layer}{name}_norm.weight": (layers, width)} for name in ("attention", "ffn")]
+        attention = {
+            f"{layer}attention.{name}.weight": shape
+            for name, shape in (("wq", square), ("wk", keys), ("wv", keys), ("wo", square))
+        }
+        feed_forward = {
+            f"{layer}feed_forward.{name}.weight": shape
+            for name, shape in (("w1", wide), ("w2", (layers, width, hidden)), ("w3", wide))
+        }
+        final = {"norm.weight": (width,)}
+        head = {} if self.shared else {"output.weight": (self.vocab, width)}
         if self.version:
-            return (*norms, final, embedding, *attention, *feed_forward, *heads)
-        table = (self.context, size // 2)
-        tables = (("freqs_cos", table), ("freqs_sin", table))
-        return (embedding, norms[0], *attention, norms[1], *feed_forward, final, *tables, *heads)
+            parts = (*norms, final, embedding, attention, feed_forward, head)
+        else:
+            tables = dict.fromkeys(("freqs_cos", "freqs_sin"), (self.context, size // 2))
+            parts = (embedding, norms[0], attention, norms[1], feed_forward, final, tables, head)
+        return {name: shape for part in parts for name, shape in part.items()}
 
     def file_bytes(self) -> int:
-        return self.offset + 4 * sum(math.prod(shape) for _, shape in self.sizes())
-
-
-_NORMS = ("attention_norm", "ffn_norm")
-_ROLES: dict[Role, str] = {
-    "token_embedding": "tok_embeddings.weight",
-    "attention_norm": "layers.{N}.attention_norm.weight",
-    "query": "layers.{N}.attention.wq.weight",
-    "key": "layers.{N}.attention.wk.weight",
-    "value": "layers.{N}.attention.wv.weight",
-    "attention_out": "layers.{N}.attention.wo.weight",
-    "mlp_norm": "layers.{N}.ffn_norm.weight",
-    "mlp_gate": "layers.{N}.feed_forward.w1.weight",
-    "mlp_up": "layers.{N}.feed_forward.w3.weight",
-    "mlp_down": "layers.{N}.feed_forward.w2.weight",
-    "final_norm": "norm.weight",
-    "head": "output.weight",
-}
+        return self.offset + 4 * sum(map(math.prod, self.shapes().values()))
 
 
 def read_llama2c(path: Path) -> ForeignModel | None:
@@ -110,50 +88,40 @@ def read_llama2c(path: Path) -> ForeignModel | None:
     header = _read_header(path)
     if header is None:
         return None
-    tensors = dict(_tensors(path, header))
-    names: dict[tuple[Role, Part], str] = {
-        (role, "weight"): name
-        for role, name in _ROLES.items()
-        if role != "head" or not header.shared
-    }
-    ignored = tuple(name for name in tensors if name.startswith("freqs"))
-    mapped = TensorMap(n_layer=header.layers, names=names, ignored=ignored)
-    check(str(path), tensors, mapped)
-    how = Computation(
-        n_head=header.heads,
-        context_length=header.context,
-        norm="rmsnorm",
-        norm_eps=1e-5,
-        norm_position="pre",
-        final_norm=True,
-        residual="sequential",
-        positions="rotary",
-        rotary_layout="interleaved",
-        rope_theta=10_000.0,
-        activation="swiglu",
-        score_scale="head_dim",
-        qkv_layout="qkv",
-        gate_order="gate_first",
-        qk_norm="none",
-        qk_norm_eps=1e-5,
-        embedding_scale="one",
-        causal=True,
-    )
+    reader = StateDictReader(str(path), dict(_tensors(path, header)))
+    reader.ignore("freqs_cos", "freqs_sin")
     with naming(path):
-        built = build(MappedTensors(str(path), tensors, mapped), how)
+        config = gpt2_shape(
+            vocab_size=header.vocab,
+            context_length=header.context,
+            n_layer=header.layers,
+            n_head=header.heads,
+            n_kv_head=header.kv_heads,
+            d_model=header.width,
+            d_ff=header.hidden,
+            norm="rmsnorm",
+            norm_eps=1e-5,
+            positions="rotary",
+            rope_theta=10_000.0,
+            activation="swiglu",
+            bias=False,
+            qkv_bias=False,
+            tied_head=header.shared,
+        )
+    config, weights = tie_if_equal(config, read_weights(reader, config, LLAMA2C))
     return ForeignModel(
-        kind=KIND,
-        config=built.config,
-        weights=built.weights,
-        dtype=torch.float32,
+        kind="llama2.c",
+        config=config,
+        weights=weights,
+        dtype=reader.finish(),
         facts={"file": path.name, "version": header.version},
-        notes=built.folds,
+        notes=("rows of query and key reordered: the source rotates adjacent channels",),
     )
 
 
 def _read_header(path: Path) -> _Header | None:
-    """Read the header; None if the file is not llama2.c's. Raises ConvertError if it is, but has
-    the wrong size or is quantized."""
+    """Read the header; None if the file is not llama2.c's. Raises ConvertError if the file is
+    quantized or has the wrong size."""
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(HEADER_BYTES)
@@ -165,7 +133,7 @@ def _read_header(path: Path) -> _Header | None:
                 "version 2 is quantized: export it with --version 1"
             )
         numbers: tuple[int, ...] = HEADER.unpack_from(head, 8)
-        header = _header(1, numbers, shared=bool(head[8 + HEADER.size]))
+        header = _Header(*numbers, version=1, shared=bool(head[8 + HEADER.size]))
         if not header.plausible or header.file_bytes() != size:
             raise ConvertError(
                 f"{path} has {size:,} bytes, but its header {numbers} needs "
@@ -175,20 +143,15 @@ def _read_header(path: Path) -> _Header | None:
         return header
     if len(head) < FIRST_VERSION_BYTES or head[:2] in (b"PK", b"\x80\x02"):
         return None
-    numbers = HEADER.unpack_from(head)
     # A negative vocabulary size means that the head is not the embedding.
-    header = _header(0, (*numbers[:5], abs(numbers[5]), numbers[6]), shared=numbers[5] > 0)
+    *first, vocab, context = HEADER.unpack_from(head)
+    header = _Header(*first, abs(vocab), context, version=0, shared=vocab > 0)
     return header if header.plausible and header.file_bytes() == size else None
-
-
-def _header(version: int, numbers: tuple[int, ...], *, shared: bool) -> _Header:
-    width, hidden, layers, heads, kv_heads, vocab, context = numbers
-    return _Header(version, width, hidden, layers, heads, kv_heads, vocab, context, shared)
 
 
 def _tensors(path: Path, header: _Header) -> Iterator[tuple[str, Tensor]]:
     offset = header.offset
-    for name, shape in header.sizes():
+    for name, shape in header.shapes().items():
         count = math.prod(shape)
         values = torch.from_numpy(np.fromfile(path, "<f4", count, offset=offset)).view(shape)
         offset += 4 * count

@@ -1,12 +1,12 @@
 """nanochat's checkpoints: `model_*.pt` with `meta_*.json`.
 
-The file has no settings except sizes. The program's computation follows from its version, and the
-version from the tensors (`_version`), with one exception that the import reports. Recognition by
+The file has no settings except sizes. nanochat's computation depends on its version, and the
+tensors show the version (`_version`), with one exception that the import reports. Recognition by
 role (`by_role/`) cannot replace this reader: it knows no scales, windows or caps.
 
-Parts that other shapes have too are folded. Norms without weights get ones, the factor of queries
-and keys becomes the weight of their norms, and the factor of the gates becomes a factor of the
-value embeddings. nanochat rotates pairs backward, so the halves of each head are exchanged.
+Some parts are folded into weights. Norms without weights get ones, the factor of queries and keys
+becomes the weight of their norms, and the factor of the gates becomes a factor of the value
+embeddings. nanochat rotates pairs backward, so the halves of each head are exchanged.
 """
 
 import re
@@ -24,8 +24,10 @@ from logitd.model.convert.foreign import (
     ForeignTokenizer,
     Settings,
     StateDictReader,
+    count_or_zero,
     naming,
 )
+from logitd.model.convert.layouts import NANOCHAT, read_weights
 from logitd.model.convert.pt_file import read_pt
 from logitd.model.convert.source_file import source_object
 from logitd.model.convert.state_file import named_tensors
@@ -41,10 +43,10 @@ _LAYER = r"transformer\.h\.\d+\.(attn\.(c_q|c_k|c_v|c_proj|ve_gate)|mlp\.(c_fc|c
 _OUTSIDE = r"transformer\.wte\.weight|lm_head\.weight|value_embeds\.\d+\.weight"
 _SCALES = r"resid_lambdas|x0_lambdas|smear_gate\.weight|smear_lambda|backout_lambda"
 _NAMES = re.compile(f"{_LAYER}|{_OUTSIDE}|{_SCALES}")
-SEQUENCE, PATTERN = 2048, "SSSL"
-"""The program's defaults."""
+PATTERN = "SSSL"
+"""The program's default pattern of windows."""
 EPS = torch.finfo(torch.float32).eps
-"""Added by torch's `rms_norm` in float32 if no other value is given."""
+"""Default eps of torch's `rms_norm` in float32."""
 
 TEMPLATE = """\
 {{- '<|bos|>' }}
@@ -62,19 +64,30 @@ TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant_start|>' }}{% endif %}
 """
+LAYOUT = replace(
+    NANOCHAT,
+    outside={"token_embedding": "transformer.wte"},
+    inside={
+        "qkv": ("attn.c_q", "attn.c_k", "attn.c_v"),
+        "attention_out": ("attn.c_proj",),
+        "mlp_up": ("mlp.c_fc",),
+        "mlp_down": ("mlp.c_proj",),
+    },
+    layer="transformer.h.{N}.",
+)
 _TURNS = ("<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>")
 
 
 @dataclass(frozen=True)
 class _Version:
-    """Constants of the program, which its checkpoints do not store.
+    """Constants of a version of nanochat, which its checkpoints do not store.
 
     theta       base of the rotary frequencies
     sharpness   factor of queries and of keys after their norm
     gate        largest value of a value embedding's gate
-    gate_width  channels that a gate reads
-    short       share of the sequence that is a short window, as a divisor
-    tiles       a short window is rounded up to a multiple of this; None: it is rounded down
+    gate_width  number of channels that a gate reads
+    short       a short window has the length of the sequence divided by this
+    tiles       short windows are rounded up to a multiple of this; None rounds them down
     """
 
     theta: float
@@ -99,10 +112,11 @@ CAP = 15.0
 
 
 def read_nanochat(source: Path, context_length: int | None) -> ForeignModel | None:
-    """Read a file of nanochat, or the one with the most steps in a folder; None if there is none.
+    """Read a file of nanochat, or the file with the most steps in a folder; None if there is no
+    such file.
 
     Without `meta_*.json`, sizes are read from the tensors, `context_length` is the trained length,
-    and the windows are the program's default. Raises ConvertError.
+    and the windows are nanochat's default. Raises ConvertError.
     """
     path = _latest(source) if source.is_dir() else source
     if path is None or not path.is_file() or path.suffix != ".pt":
@@ -110,10 +124,10 @@ def read_nanochat(source: Path, context_length: int | None) -> ForeignModel | No
     state = read_pt(path, keep="model.state_dict()")
     if not all(isinstance(name, str) for name in state):
         return None
-    tensors = {name.removeprefix("_orig_mod."): value for name, value in state.items()}
-    if not _is_nanochat(tensors):
+    if not _is_nanochat({name.removeprefix("_orig_mod.") for name in state}):
         return None
-    reader = StateDictReader(str(path), named_tensors(str(path), tensors))
+    tensors = named_tensors(str(path), state)
+    reader = StateDictReader(str(path), tensors)
     meta = path.with_name(path.name.replace("model_", "meta_")).with_suffix(".json")
     document = source_object(meta) if meta != path and meta.is_file() else {}
     if document:
@@ -121,9 +135,11 @@ def read_nanochat(source: Path, context_length: int | None) -> ForeignModel | No
     else:
         settings = Settings(str(path), _sizes(tensors, path, meta, context_length))
     with naming(path):
-        config = _shape(settings, tensors, path)
-    weights = dict(_weights(reader, config, _version(tensors)))
-    step, batch = (_count(document.get(key)) for key in ("step", "total_batch_size"))
+        reader.require_layers(settings.integer("n_layer"))
+        config = _shape(settings, tensors)
+    own = dict(_own_weights(reader, config, _version(tensors)))
+    weights = read_weights(reader, config, LAYOUT, own=own)
+    step, batch = (count_or_zero(document.get(key)) for key in ("step", "total_batch_size"))
     return ForeignModel(
         kind=KIND,
         config=config,
@@ -139,8 +155,8 @@ def read_nanochat(source: Path, context_length: int | None) -> ForeignModel | No
 
 
 def with_conversation(vocabulary: ForeignTokenizer) -> ForeignTokenizer:
-    """Add the format of nanochat's conversations, and the tokens that end a text, to a vocabulary
-    with its special tokens."""
+    """Add nanochat's chat template and the tokens that end a text to a vocabulary with nanochat's
+    special tokens. Other vocabularies are returned unchanged."""
     tokenizer = vocabulary.tokenizer
     ids = tokenizer.special_tokens
     if vocabulary.chat_template is not None or not ids.keys() >= set(_TURNS):
@@ -156,8 +172,8 @@ def with_conversation(vocabulary: ForeignTokenizer) -> ForeignTokenizer:
 
 
 def _is_nanochat(names: Collection[str]) -> bool:
-    """True for names of nanochat and of programs derived from it, whose further tensors are refused
-    by name."""
+    """True for the names of tensors of nanochat and of programs derived from it. Tensors that only
+    the latter have are refused by name later."""
     derived = any(re.fullmatch(_SCALES, name) for name in names)
     return "transformer.wte.weight" in names and (derived or all(map(_NAMES.fullmatch, names)))
 
@@ -179,7 +195,7 @@ def _model_config(document: Mapping[str, Any], meta: Path) -> dict[str, Any]:
 def _sizes(
     tensors: Mapping[str, Tensor], path: Path, meta: Path, context_length: int | None
 ) -> dict[str, Any]:
-    """Sizes in the form of `model_config`, from the tensors."""
+    """The sizes that the tensors show, with the keys of `model_config`."""
     gates = [t for name, t in tensors.items() if name.endswith(".attn.ve_gate.weight")]
     keys = tensors.get("transformer.h.0.attn.c_k.weight")
     if not gates or keys is None or context_length is None:
@@ -210,15 +226,13 @@ def _version(tensors: Mapping[str, Tensor]) -> _Version:
     return _MARCH if gate is not None and gate.shape[-1] == _MARCH.gate_width else _OLDEST
 
 
-def _shape(settings: Settings, tensors: Mapping[str, Tensor], path: Path) -> GPTConfig:
+def _shape(settings: Settings, tensors: Mapping[str, Tensor]) -> GPTConfig:
     version, layers = _version(tensors), settings.integer("n_layer")
     length, heads = settings.integer("sequence_len"), settings.integer("n_head")
     width = settings.integer("n_embd")
     pattern = str(settings.get("window_pattern", "L")).upper()
     if not pattern or set(pattern) - set("SL"):
         settings.reject_unless("window_pattern", (), "expected the letters S and L")
-    if layers > len(tensors):
-        raise ConvertError(f"{path} has {len(tensors)} tensors, but n_layer is {layers}")
     short = version.short_window(length)
     windows = tuple(short if pattern[n % len(pattern)] == "S" else None for n in range(layers))
     return gpt2_shape(
@@ -247,15 +261,11 @@ def _shape(settings: Settings, tensors: Mapping[str, Tensor], path: Path) -> GPT
     )
 
 
-def _weights(
+def _own_weights(
     reader: StateDictReader, config: GPTConfig, version: _Version
 ) -> Iterator[tuple[str, Tensor]]:
-    rows, width, layers = config.vocab_size, config.d_model, config.n_layer
-    queries, keys = config.n_head * config.head_dim, config.kv_width
-    yield "token_embedding.weight", reader.take("transformer.wte.weight", rows, width)
-    yield "embedding_norm.weight", torch.ones(width)
-    yield "final_norm.weight", torch.ones(width)
-    yield "head.weight", reader.take("lm_head.weight", rows, width)
+    """The weights that `LAYOUT` does not describe."""
+    width, layers = config.d_model, config.n_layer
     if config.smear:
         yield "smear_gate.weight", reader.take("smear_gate.weight", 1, min(24, width))
         yield "smear_scale", reader.take("smear_lambda", 1)
@@ -268,44 +278,21 @@ def _weights(
     if config.backout:
         yield "backout_scale", reader.take("backout_lambda", 1)
     for layer in range(layers):
-        ours, theirs = f"blocks.{layer}", f"transformer.h.{layer}"
-        attention = f"{theirs}.attn"
-        qkv = (
-            _turned(reader.take(f"{attention}.c_q.weight", queries, width), config),
-            _turned(reader.take(f"{attention}.c_k.weight", keys, width), config),
-            reader.take(f"{attention}.c_v.weight", keys, width),
-        )
-        yield f"{ours}.qkv.weight", torch.cat(qkv)
         for name in ("query_norm", "key_norm"):
-            yield f"{ours}.{name}.weight", torch.full((config.head_dim,), version.sharpness)
-        for name in ("attention_norm", "mlp_norm"):
-            yield f"{ours}.{name}.weight", torch.ones(width)
-        yield (
-            f"{ours}.attention_out.weight",
-            reader.take(f"{attention}.c_proj.weight", width, queries),
-        )
-        yield f"{ours}.mlp_up.weight", reader.take(f"{theirs}.mlp.c_fc.weight", config.d_ff, width)
-        yield (
-            f"{ours}.mlp_down.weight",
-            reader.take(f"{theirs}.mlp.c_proj.weight", width, config.d_ff),
-        )
+            sharpness = torch.full((config.head_dim,), version.sharpness)
+            yield f"blocks.{layer}.{name}.weight", sharpness
         if config.has_value_embedding(layer):
-            table = reader.take(f"value_embeds.{layer}.weight", rows, keys)
-            yield f"{ours}.value_embedding.weight", table.float() * (version.gate / 2)
-            read = min(version.gate_width, width)
-            gate = reader.take(f"{attention}.ve_gate.weight", config.n_kv_head, read)
+            theirs = f"value_embeds.{layer}.weight"
+            table = reader.take(theirs, config.vocab_size, config.kv_width)
+            yield f"blocks.{layer}.value_embedding.weight", table.float() * (version.gate / 2)
+            theirs, read = (
+                f"transformer.h.{layer}.attn.ve_gate.weight",
+                min(version.gate_width, width),
+            )
+            gate = reader.take(theirs, config.n_kv_head, read)
             wide = gate.new_zeros(config.n_kv_head, min(VALUE_GATE_WIDTH, width))
             wide[:, :read] = gate
-            yield f"{ours}.value_gate.weight", wide
-
-
-def _turned(weight: Tensor, config: GPTConfig) -> Tensor:
-    """Exchange the halves of each head's rows."""
-    return weight.view(-1, 2, config.head_dim // 2, weight.shape[1]).flip(1).flatten(0, 2)
-
-
-def _count(value: Any) -> int:
-    return value if type(value) is int and value > 0 else 0
+            yield f"blocks.{layer}.value_gate.weight", wide
 
 
 def _notes(

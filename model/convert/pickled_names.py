@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 BYTES = 256 * 2**20
-"""Maximum number of bytes read from a pickle outside a zip archive. (Archives store tensors
-separately.)"""
+"""Maximum number of bytes read from a pickle that is not in a zip archive. Such pickles contain the
+values of the tensors."""
 
 OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""First bytes of torch.save's older form: its magic number, pickled."""
+"""First bytes of torch.save's older form: a pickle of its magic number."""
 
 DAMAGE = (
     *(ValueError, OSError, IndexError, EOFError, KeyError, OverflowError, MemoryError),
@@ -49,7 +49,7 @@ HARMLESS = frozenset(
 class PickledNames:
     """The names in a file.
 
-    foreign       classes and functions besides tensors and containers, in the file's order
+    foreign       classes and functions other than tensors and containers, in the file's order
     holds_module  the file contains a torch module
     by_torch      the file was written by torch.save, not pickle.dump
     complete      the instructions could be read to the end
@@ -62,7 +62,7 @@ class PickledNames:
 
 
 def pickled_names(path: Path) -> PickledNames:
-    """Read the names in a file; there are none if it is not a pickle."""
+    """Read the names in a file. If it is not a pickle, there are none."""
     by_torch, names, complete, texts = False, list[str](), False, set[str]()
     try:
         if zipfile.is_zipfile(path):
@@ -97,13 +97,12 @@ def _harmless(name: str) -> bool:
 
 
 def _instructions(file: BinaryIO) -> Iterator[tuple[pickletools.OpcodeInfo, Any]]:
-    """Yield instructions with their arguments. Suppresses Python's warnings about invalid escapes,
-    which damaged bytes may cause."""
+    """Yield the instructions of a pickle with their arguments. Suppresses Python's warnings about
+    invalid escapes, which damaged bytes may cause."""
     instructions = pickletools.genops(file)
     while True:
-        with (
-            warnings.catch_warnings()
-        ):  # only during each step: a generator must not change filters between steps
+        # Only during each step, because a generator must not change filters between steps.
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             instruction = next(instructions, None)
         if instruction is None:
@@ -113,8 +112,7 @@ def _instructions(file: BinaryIO) -> Iterator[tuple[pickletools.OpcodeInfo, Any]
 
 
 def _globals(file: BinaryIO, texts: set[str]) -> Iterator[str]:
-    """Yield the names in one pickle. Adds to `texts` the strings by which a torch module is
-    recognized."""
+    """Yield the names in a pickle. Adds the strings that identify a torch module to `texts`."""
     strings: list[str] = []
     memo: dict[int, str] = {}
     memoized, last = 0, ""

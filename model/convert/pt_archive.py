@@ -1,9 +1,9 @@
 """Archives of torch.save: checks the sizes of tensors against the archive's list of files.
 
-A zip archive stores the values of each tensor in one file, but the shapes in another. torch maps
-the values without checking that the file is uncompressed and long enough for the shape, and would
-return the bytes that follow. A shape may also repeat a few values billions of times. `pt_file.py`
-reads the pickles.
+A zip archive stores the values of each tensor in a separate file, but all shapes in another. torch
+maps the values into memory without checking that their file is uncompressed and long enough for the
+shape, and would return the bytes that follow. A shape may also repeat a few values billions of
+times. `pt_file.py` reads the pickles.
 """
 
 import zipfile
@@ -52,19 +52,19 @@ def read_archive(path: Path) -> Archive:
 
 
 def check_tensors(path: Path, loaded: Any, archive: Archive | None) -> None:
-    """Raise ConvertError if a tensor has more values than the file. `archive` is None for files
-    from before torch 1.6."""
+    """Raise ConvertError if a tensor has more values than the file stores. `archive` is None for
+    files from before torch 1.6."""
     stored: dict[int, int] = {}  # bytes by address
     for name, tensor in tensors_in(loaded):
         if tensor.layout is not torch.strided or tensor.is_meta:
-            continue  # several storages, or none
+            continue  # such tensors have several storages, or none
         storage = tensor.untyped_storage()
         stored[storage.data_ptr()] = max(stored.get(storage.data_ptr(), 0), storage.nbytes())
         size = tensor.numel() * tensor.itemsize
         if size > max(storage.nbytes(), REPEATED_BYTES):
             raise ConvertError(
                 f"{path}: {name} has the shape {tuple(tensor.shape)}, which takes {size:,} bytes, "
-                f"but the file has only {storage.nbytes():,}: the rest would be repeated"
+                f"but the file has only {storage.nbytes():,}: values would be repeated"
             )
     if archive is None:
         return

@@ -4,8 +4,7 @@
 (`__main__.GPTConfig`, `argparse.Namespace`) become objects of a class in this module with the same
 attributes; none of their code is imported or run. A whole pickled module is refused; the error
 lists its classes (`pickled_names.py`) and the command that saves only its weights. Files from
-before torch 1.6, which are not zip archives, can be read too. `read_plain_pickle` reads the plain
-containers of a vocabulary.
+before torch 1.6, which are not zip archives, are supported. `read_plain_pickle` reads vocabularies.
 """
 
 import io
@@ -42,16 +41,16 @@ class Attributes:
         pass
 
     def __setstate__(self, state: Any) -> None:
-        """Store the attributes as pickle passes them: a dictionary, optionally with another for
-        slots. Other states (NumPy's tuples) have no names and are ignored."""
+        """Store the attributes, which pickle passes as a dictionary, or as a pair of it and another
+        dictionary for slots. Other states (NumPy's tuples) have no names and are ignored."""
         for part in state if isinstance(state, tuple) else (state,):
             if isinstance(part, dict):
                 vars(self).update(part)
 
 
 class UncalledAttributes(Attributes):
-    """`Attributes` for a plain pickle, in which objects are made without calling the class. A
-    pickle that calls it would run code and is refused."""
+    """`Attributes` for a plain pickle, which creates objects without calling their class. A pickle
+    that calls it would run code and is refused."""
 
     def __new__(cls, *arguments: Any, **named: Any) -> Self:
         if arguments or named:
@@ -69,7 +68,7 @@ class UncalledAttributes(Attributes):
 def read_pt(path: Path, *, keep: str) -> dict[str, Any]:
     """Read the dictionary in a .pt file. Its tensors stay on disk until they are used.
 
-    `keep` is the Python expression that messages recommend to save instead. Raises ConvertError.
+    `keep` is the Python expression of what messages recommend to save. Raises ConvertError.
     """
     container_of(path)  # refuses formats of other programs by name
     archive = _archive(path, keep) if zipfile.is_zipfile(path) else None
@@ -98,7 +97,7 @@ def _archive(path: Path, keep: str) -> Archive:
     if archive.unpacked > PACKED_TIMES * size + PICKLE_BYTES:
         raise ConvertError(
             f"{path} has {size:,} bytes, but would unpack to {archive.unpacked:,}: it is damaged, "
-            "or was compressed later. Unpack it where it was made, and save it with torch.save"
+            "or was compressed later. Load it where it was created, and save it with torch.save"
         )
     return archive
 
@@ -150,13 +149,13 @@ def _holds_code(path: Path, keep: str, names: PickledNames) -> ConvertError:
         of = "NumPy arrays" if modules <= {"numpy", "_codecs"} else of
         return ConvertError(
             f"{path} is a pickle of {of} ({shown}), not a file of torch.save; reading it would "
-            "run code. Load it where it was made, and save the numbers as arrays by name in a "
+            "run code. Load it where it was created, and save the numbers as arrays by name in a "
             f"new file: numpy.savez({path.stem + '.npz'!r}, **arrays)"
         )
     if not names.holds_module:
         return ConvertError(
             f"{path} holds {shown or 'more than tensors and numbers'}; reading that would run "
-            "code. Load it where it was made, and save only what is needed in a new file: "
+            "code. Load it where it was created, and save only what is needed in a new file: "
             f"torch.save({keep}, {path.stem + '-weights.pt'!r})"
         )
     load = f"torch.load({path.name!r}, weights_only=False)"
@@ -188,12 +187,15 @@ def _unreadable(path: Path, keep: str, error: Exception) -> ConvertError:
         )
     what = f"is truncated or damaged ({type(error).__name__})"
     if head and head.isascii() and b"\0" not in head:
-        what = "and is a text. Expected are weights: .pt, .pth, .bin, .safetensors, or their folder"
+        what = (
+            "and is a text. Expected is a file of weights (.pt, .pth, .bin, .safetensors) or its "
+            "folder"
+        )
     return ConvertError(f"{size} is not a file of torch.save: it begins with {begins!r}, {what}")
 
 
 def without_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a file, except its tensors and the containers that hold tensors."""
+    """The values in a file, except its tensors and the containers that hold tensors."""
     return {
         key: value
         for key, value in checkpoint.items()

@@ -1,7 +1,8 @@
-"""Source files: reads foreign files, with ConvertError for all errors.
+"""Source files: reads files of other programs. All errors are ConvertErrors.
 
 `model/files.py` reads the bytes and raises OSError for a pipe, a device, a folder, or a file that
-is missing or too large. Here these become ConvertError, as do files that are not UTF-8 or not JSON.
+is missing or too large. This module turns these errors into ConvertError, and raises it for files
+that are not UTF-8 or not JSON.
 """
 
 import json
@@ -13,7 +14,7 @@ from logitd.model.files import TEXT_BYTES, VOCABULARY_BYTES, read_regular, requi
 
 
 def require_source(path: Path) -> None:
-    """Raise ConvertError unless a path is a regular file. Used before a library opens it."""
+    """Raise ConvertError unless a path is a regular file. Call this before a library opens it."""
     try:
         require_regular(path)
     except OSError as error:
@@ -21,7 +22,7 @@ def require_source(path: Path) -> None:
 
 
 def source_bytes(path: Path, most: int = VOCABULARY_BYTES) -> bytes:
-    """The bytes of a file of at most `most`. Raises ConvertError."""
+    """Read a file. Raises ConvertError, also if the file has more than `most` bytes."""
     try:
         return read_regular(path, most)
     except OSError as error:
@@ -57,7 +58,7 @@ def source_object(path: Path) -> dict[str, Any]:
 
 
 def object_beside(folder: Path | None, name: str) -> dict[str, Any]:
-    """Read the JSON object in a file of a folder; empty if there is no such file. Raises
+    """Read the JSON object in a folder's file `name`; empty if there is no such file. Raises
     ConvertError."""
     return source_object(folder / name) if folder and (folder / name).is_file() else {}
 

@@ -25,13 +25,13 @@ from logitd.model.convert.unknown_settings import unknown_settings
 LOOKED_FOR = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".npz")
 """Suffixes by which files of weights are found in a folder."""
 SUFFIXES = (*LOOKED_FOR, ".pkl", ".pickle", ".json", ".tar", ".model")
-"""Suffixes of files that may be given as the source."""
+"""Suffixes of files that may be imported if the user names them."""
 
 _BESIDE_WEIGHTS = re.compile(
     r"(training_args|optim(izer)?|sched(uler)?|scaler|rng_state|random_states|.*tokenizer).*"
 )
-"""Names of files with such suffixes that hold no weights: the Trainer of Hugging Face writes
-them."""
+"""Names of files with these suffixes that hold no weights, such as those that Hugging Face's
+Trainer writes."""
 
 STATES = (
     "model", "model_state", "model_state_dict", "state_dict", "net", "network", "weights", "module",
@@ -41,7 +41,7 @@ STATES = (
 SETTINGS_FILES = ("config.json", "model_config.json", "args.json", "hparams.json", "params.json")
 MODEL_SECTIONS = ("model", "model_config", "model_args", "gpt", "model_params")
 _TRAINING = re.compile("optim|sched|train|scaler|rng|metric|hist|loss|wandb|stats|data")
-"""Words in the names of sections that describe training instead of the model."""
+"""Words in the names of sections that describe the training, not the model."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class StateFile:
     state      key of the state dict; None if the file is the state dict
     settings   numbers, flags and words of the configuration, by name
     contents   everything in the file except tensors; may include a vocabulary
-    unknown    settings that may change logits but are not understood
+    unknown    settings that are not understood and may change logits
     loss       the loss that the file states
     """
 
@@ -90,7 +90,8 @@ def read_state_file(path: Path, *, state: str | None = None) -> StateFile:
 
 
 def find_state_file(folder: Path) -> Path:
-    """Find the only file of weights in a folder or in the folders below it. Raises ConvertError."""
+    """Find the only file of weights in a folder, or else in the folders below it. Raises
+    ConvertError."""
     levels = [sorted(filter(holds_weights, folder.glob(deep))) for deep in ("*", "*/*", "*/*/*")]
     for arrays in (False, True):  # NumPy's files are usually data
         for level in levels:
@@ -100,8 +101,8 @@ def find_state_file(folder: Path) -> Path:
             if candidates:
                 raise ConvertError(
                     f"{folder} holds {len(candidates)} files of weights: "
-                    f"{', '.join(str(p.relative_to(folder)) for p in candidates[:8])}; name one of "
-                    "them"
+                    f"{', '.join(str(p.relative_to(folder)) for p in candidates[:8])}; import one "
+                    "of them by its path"
                 )
     held = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     raise ConvertError(
@@ -175,8 +176,8 @@ def _state_dicts(
 
 
 def named_tensors(where: str, state: Mapping[Any, Any]) -> dict[str, Tensor]:
-    """Remove the prefixes of wrappers from the names of tensors. Raises ConvertError if a state
-    dict holds anything but tensors."""
+    """The tensors of a state dict by their names without the prefixes of wrappers. Raises
+    ConvertError if the state dict holds anything but tensors."""
     unwrapped: dict[str, Tensor] = {}
     for full, tensor in state.items():
         if not isinstance(full, str) or not isinstance(tensor, Tensor):
@@ -195,8 +196,8 @@ def named_tensors(where: str, state: Mapping[Any, Any]) -> dict[str, Tensor]:
 def collect_settings(
     contents: Mapping[str, Any], *, of_model_alone: bool = False
 ) -> dict[str, Any]:
-    """Collect numbers, flags and words of all nested dictionaries except vocabularies. If sections
-    disagree, those about the model take precedence. `of_model_alone` skips sections about
+    """Collect the numbers, flags and strings in all nested dictionaries except vocabularies. If
+    sections disagree, those about the model take precedence. `of_model_alone` skips sections about
     training."""
     settings: dict[str, Any] = {}
     strong: set[str] = set()

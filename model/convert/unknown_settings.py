@@ -1,9 +1,9 @@
 """Unknown settings: finds numbers and flags of a configuration that may change a model's logits.
 
 A setting is known if a reader uses it, if the shapes of tensors show it, or if it belongs to
-training. Every other number or flag is a question for the user, because a cap on logits or a factor
-leaves no trace in the names and shapes of tensors. Words cause no questions: those that describe a
-computation are read (`by_role/questions.py`).
+training. The user is asked about every other number and flag, because a cap on logits or a factor
+leaves no trace in the names and shapes of tensors. Strings cause no questions: those that describe
+the computation are read in `by_role/questions.py`.
 """
 
 import re
@@ -22,7 +22,7 @@ _SHAPE = (
     r"num_param(eter)?s|total_param(eter)?s|param_count|padded_vocab_size|vocab_size_.*|"
     r"(use_)?(tie|tied|weight_tying|share)(_.*)?|tying"
 )
-"""Names of settings that tensors show: widths, biases, and a tied head."""
+"""Names of settings whose effect the tensors show: widths, biases, and a tied head."""
 _TRAINING = (
     r"(.*_)?(lr|learning_rate|weight_decay|wd|momentum|betas|beta_?[12]|adam_?(eps|epsilon)|"
     r"epochs?|steps?|iters?|iterations?|interval|every|patience|seed|workers|accuracy|acc|"
@@ -55,8 +55,8 @@ _NEUTRAL: Mapping[str, object] = {
 
 
 def unknown_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers and flags that may change logits but are not understood. A value of 0 changes
-    nothing."""
+    """The numbers and flags that are not understood and may change logits. Numbers of 0 are
+    omitted, because they change nothing."""
     return {
         name: value
         for name, value in settings.items()

@@ -1,11 +1,11 @@
 """Batches: the tokens of a training step, as a pure function of (seed, sequence number).
 
 Each pass over the text puts its documents into a different order, divides the tokens into windows
-of the context length from a different offset on, and visits the windows in a different order. All
-three depend only on (seed, pass). So a resumed run needs no stored state, and other random numbers
-cannot disturb the order. A step of B x A sequences has the same sequences as one batch of B * A or
-as A batches of B, in one process or in several. The seed of dropout also depends only on (seed,
-sequence number).
+of the context length that begin at a different offset, and visits the windows in a different order.
+All three depend only on (seed, pass). So a resumed run needs no stored state, and other random
+numbers cannot disturb the order. A step has the same B * A sequences whether it is computed as one
+batch of B * A or as A batches of B, in one process or in several. The seed of dropout also depends
+only on (seed, sequence number).
 
 The text is not copied: a window is read from the shard, document by document. Memory: 8 bytes per
 document, and 16 for each of at most two passes. Opening scans the shard once for ends of documents.
@@ -26,17 +26,17 @@ from logitd.model.data.errors import DataError
 from logitd.model.data.shards import Shard
 
 SCANNED = 2**22
-"""Number of tokens that are searched for ends of documents at a time."""
+"""Number of tokens searched for ends of documents at a time."""
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """One pass over a text. The places of tokens are counted in the order of its documents."""
+    """One pass over a text. A place is the index of a token in the pass's order of documents."""
 
     offset: int  # place of the first window
     windows: npt.NDArray[np.int64]  # order of the windows
     documents: npt.NDArray[np.int64]  # (D,), order of the documents
-    ends: npt.NDArray[np.int64]  # (D,), place after the last token of each of them
+    ends: npt.NDArray[np.int64]  # (D,), place after the last token of each document
 
 
 class Batches:
@@ -108,14 +108,15 @@ class RankBatch:
     parts: int  # batches of a step in all processes
 
     def batches(self, step: int) -> range:
-        """For each batch of this process in a step: the number of its first sequence, counted
-        from the beginning of the training."""
+        """The number of the first sequence in each of this process's batches of a step. Sequences
+        are numbered from the beginning of the run."""
         start = step * self.total + self.first
         return range(start, start + self.batch_size * self.passes, self.batch_size)
 
 
 def rank_batch(batch_size: int, accumulate: int, *, rank: int, size: int) -> RankBatch:
-    """The part of process `rank` of `size`, in batches of at most `batch_size`.
+    """Divide a step among `size` processes. Returns the part of process `rank`, in batches of at
+    most `batch_size`.
 
     A step has batch_size * accumulate sequences for any `size`. If accumulate is a multiple of
     `size`, the batches are the same too. Raises DataError if the sequences cannot be divided

@@ -1,8 +1,8 @@
 """Prepare: turns a text into a tokenizer and two shards, in a run's `data/` folder.
 
-  data/tokenizer.tiktoken   ranks
-  data/train.tokens         shard
-  data/val.tokens           shard
+  data/tokenizer.tiktoken   ranks of the vocabulary
+  data/train.tokens         shard of training text
+  data/val.tokens           shard of validation text
   data/data.json            description of the text and of the tokenizer, without its ranks
 
 END_OF_TEXT separates documents. The vocabulary is learned only from the training side. The text is
@@ -139,7 +139,7 @@ def _tokenizer(
     if text.shards:
         ranks = text.shards[0].with_name(RANKS)
         raise DataError(
-            f"{text.name} is already tokenized, so no vocabulary can be learned from it: give the "
+            f"{text.name} is already tokenized, so no vocabulary can be learned from it: name the "
             f"tokenizer that wrote it, for example --tokenizer {shlex.quote(str(ranks))}"
         )
     pieces = (
@@ -233,7 +233,7 @@ def require_window(prepared: PreparedText, context_length: int) -> None:
     raise DataError(
         f"the {side} text has {pluralize(shard.count, 'token')} ("
         f"{pluralize(shard.text_bytes, 'byte')} of {record['bytes']} in "
-        f"{pluralize(record['documents'], 'document')}), and a window takes "
+        f"{pluralize(record['documents'], 'document')}), but a window needs "
         f"{context_length + 1} (context_length {context_length} and the token after "
-        f"it): give more text, or another val_fraction{shorter}"
+        f"it): use more text, or another val_fraction{shorter}"
     )

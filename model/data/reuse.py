@@ -1,8 +1,8 @@
-"""Reuse: train on shards that another run has tokenized, without tokenizing again.
+"""Reuse: trains on shards that another run has tokenized, without tokenizing again.
 
 A shard named val.tokens is validation text and all others are training text, as in their run. If
-there is no val.tokens, documents (each ends with END_OF_TEXT) are held out by the same rule as for
-a text (`split.py`), with the sha256 and the number of their ids. Every id is checked first.
+there is no val.tokens, documents (each ends with END_OF_TEXT) are held out by the rule of
+`split.py`, applied to their ids instead of their bytes. Every id is checked first.
 """
 
 import hashlib

@@ -5,7 +5,7 @@ end is held out. Every other document is either trained on or held out as a whol
 lot: a number from the sha256 of its content. The documents with the lowest lots are held out. So
 two equal documents are treated in the same way, and adding documents moves few others to the other
 side. (For Python's own text the lot is computed from the file's name, because contents change
-between Python versions; three pairs of its files are equal, 700 bytes.)
+between Python versions. It has three pairs of equal files, which may be separated: 700 bytes.)
 """
 
 import hashlib
@@ -89,7 +89,7 @@ def lot(document: Document) -> int:
 
 
 def lot_of(parts: Iterable[bytes]) -> int:
-    """The lot of a content that is given in parts."""
+    """The lot of a document's content, passed in parts."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)

@@ -1,6 +1,6 @@
 """Windows: the tokens on which a loss is measured, in batches of inputs and targets.
 
-`validation_windows` takes fixed parts of a text, `rolling_windows` covers all of it.
+`validation_windows` selects fixed parts of a text, `rolling_windows` covers all of it.
 
 Shapes: B windows in a batch, T positions.
 """

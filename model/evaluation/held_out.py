@@ -1,8 +1,8 @@
 """Held-out text: a few thousand tokens that a checkpoint was not trained on.
 
-The tokens come from the text that the caller names. If none is named, they come from the validation
-shard of the checkpoint's run; and if the checkpoint is not in a run directory but was trained on
-Python's own text, from the held-out part of that text. Only as much of a text is read as is needed.
+The tokens come from the text that the caller names. By default they come from the validation shard
+of the checkpoint's run. If the checkpoint is not in a run directory but was trained on Python's own
+text, they come from the held-out part of that text. Only the needed part of a text is read.
 `quantization_loss.py` computes the loss.
 """
 
@@ -36,7 +36,7 @@ READ_BYTES = 2**18
 
 @dataclass(frozen=True)
 class HeldOutWindows:
-    """One batch of windows, and the name of their text."""
+    """A single batch of windows, and the name of their text."""
 
     name: str
     windows: Windows
@@ -56,7 +56,7 @@ def held_out_windows(checkpoint: CheckpointInfo, path: Path | None = None) -> He
     window = min(WINDOW, checkpoint.shape.context_length)
     if shard.count <= MIN_TOKENS:
         raise DataError(
-            f"{name} has {shard.count:,} tokens; measuring a loss takes more than {MIN_TOKENS:,}"
+            f"{name} has {shard.count:,} tokens; measuring a loss needs more than {MIN_TOKENS:,}"
         )
     windows = validation_windows(
         shard, checkpoint.tokenizer, window=window, batch_size=WINDOW_TOKENS // window, batches=1

@@ -1,5 +1,5 @@
-"""QuantizationCost: how much worse a loaded model predicts because its weights, or its keys and
-values, are quantized.
+"""QuantizationCost: the loss that a model gains because its weights, or its keys and values, are
+quantized.
 
 The banner, /info and the log of a server show these figures. `quantization_loss.py` measures the
 loss, `held_out.py` chooses the text.
@@ -27,7 +27,7 @@ GENTLER: Mapping[Quantization, Quantization] = {"int4": "int8", "int8": "none"}
 @dataclass(frozen=True)
 class QuantizationCost:
     """The measured loss and the name of the text on which it was measured. If no loss was measured,
-    `text` gives the reason, and `measurable` is False if naming another text would not help."""
+    `text` is the reason, and `measurable` is False if naming another text would not help."""
 
     kind: Quantization
     loss: QuantizationLoss | None

@@ -54,8 +54,8 @@ def quantization_loss(
     quantized: MakeDecoder,
     kept: KVCacheDType = "auto",
 ) -> QuantizationLoss:
-    """The loss of two decoders of one model on the same windows. `kept` is the dtype of the keys
-    and values in the quantized decoder. Copies the model, because a decoder may quantize the
+    """Measure the loss of two decoders of one model on the same windows. `kept` is the dtype of the
+    keys and values in the quantized decoder. Copies the model, because a decoder may quantize the
     weights in place.
     """
     text_bytes = int(byte_lengths[targets.numpy()].sum())
@@ -74,7 +74,7 @@ def decode_nats(
     make_decoder: MakeDecoder,
     kept: KVCacheDType = "auto",
 ) -> float:
-    """The sum of the loss over all targets in nats, with a decode step for every input."""
+    """Compute `step_nats` with a new decoder."""
     rows, length = inputs.shape
     with new_decoder(gpt, make_decoder, rows, length, kept) as decoder:
         return step_nats(decoder, inputs, targets)
@@ -97,8 +97,8 @@ def new_decoder(
 
 
 def step_nats(decoder: Decoder, inputs: Tensor, targets: Tensor) -> float:
-    """`decode_nats` with an existing decoder, whose cache may be longer than the windows. Targets
-    of -100 are not counted."""
+    """The sum of the loss over all targets in nats, with a decode step for every input. Targets of
+    -100 are not counted. The decoder's cache may be longer than the windows."""
     rows, length = inputs.shape
     nats = 0.0
     with torch.inference_mode(), one_thread() if decoder.has_threads else nullcontext():

@@ -1,8 +1,8 @@
 """Text loss: the loss of a checkpoint on a text.
 
 Every token of the text counts exactly once (`rolling_windows` in `model/data/windows.py`); the end
-of a document is a token of zero bytes. Overlapping windows (`stride`) give a lower loss, because
-tokens have more context. The computation depends on the dtype:
+of a document is a token of zero bytes. The loss is lower if windows overlap (`stride`), because
+tokens then have more context. The computation depends on the dtype:
 
     float32 on a CPU    as served: a token has the bits of `LLM.score` and POST /score
     bfloat16, or a GPU  the forward of the trainer's evaluations, with the weights in float32
@@ -21,7 +21,7 @@ import math
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,11 +121,12 @@ def text_loss(
             windows = _windows(checkpoint, name, shard, stride, batch_size)
             began = time.monotonic()
             if isinstance(loaded.network, CodeModel):
-                evaluation = _by_code(loaded.network, windows)
+                evaluation = _summed(_by_code(loaded.network, windows), windows)
             elif decodes:
-                evaluation = _decoded(loaded, windows, batch_size, kv_cache_dtype)
+                parts = _decoded(loaded, windows, batch_size, kv_cache_dtype)
+                evaluation = _summed(parts, windows)
             elif as_served:
-                evaluation = _as_served(loaded, windows, batch_size)
+                evaluation = _summed(_as_served(loaded, windows, batch_size), windows)
             else:
                 evaluation = _as_in_training(loaded, windows, placement)
             seconds = time.monotonic() - began
@@ -151,7 +152,7 @@ def _windows(
     context = checkpoint.shape.context_length
     if shard.count < 2:
         raise DataError(
-            f"{name} has too few tokens ({shard.count}): measuring a loss takes at least 2"
+            f"{name} has too few tokens ({shard.count}): measuring a loss needs at least 2"
         )
     if stride is not None and stride > context:
         raise DataError(
@@ -179,8 +180,8 @@ def _text(
     text, tokenizer = open_text(data, reading), checkpoint.tokenizer
     if text.shards:
         raise DataError(
-            f"{text.name} contains token ids of a run: name the text that they were made from, or "
-            "remove --data to use the run's held-out text"
+            f"{text.name} contains token ids of a run: name the text that was tokenized, or remove "
+            "--data to use the run's held-out text"
         )
     identity, vocab_size = tokenizer_sha256(tokenizer), tokenizer.vocab_size
     with tempfile.TemporaryDirectory(prefix="logitd-eval-") as folder:
@@ -202,58 +203,60 @@ def _as_in_training(loaded: LoadedModel, windows: Windows, placement: Placement)
         return validate(loaded.gpt, windows, Forward(loaded.gpt, placement, dropout=0.0))
 
 
-def _as_served(loaded: LoadedModel, windows: Windows, batch_size: int) -> ValidationLoss:
-    """The loss with one prefill for each batch. A window is a prompt in a separate slot, and its
-    tokens are scored as by the engine, in blocks of rows and float64."""
-    make, nats, tokens, text_bytes = loaded.decode_path.make_decoder, 0.0, 0, 0
-    context = loaded.gpt.config.context_length
+Part = tuple[float, Tensor]
+"""The nats of a part of the text, and its targets."""
+
+
+def _summed(parts: Iterable[Part], windows: Windows) -> ValidationLoss:
+    nats, tokens, text_bytes = 0.0, 0, 0
+    for of_part, targets in parts:
+        counted = targets[targets != UNCOUNTED].numpy()
+        nats += of_part
+        tokens += counted.size
+        text_bytes += int(windows.byte_lengths[counted].sum())
+    return ValidationLoss(loss=nats / tokens, tokens=tokens, text_bytes=text_bytes)
+
+
+def _as_served(loaded: LoadedModel, windows: Windows, batch_size: int) -> Iterator[Part]:
+    """Compute each batch with one prefill. A window is a prompt in a separate slot, and its tokens
+    are scored as in the engine, in blocks of rows and float64."""
+    make, context = loaded.decode_path.make_decoder, loaded.gpt.config.context_length
     with new_decoder(loaded.gpt, make, batch_size, context, "auto") as decoder:
         for inputs, targets in windows:
             counted = targets != UNCOUNTED
             pieces = [PrefillInput(row.tolist(), slot, 0) for slot, row in enumerate(inputs)]
             with torch.inference_mode():
                 hidden = torch.cat([piece.hidden for piece in decoder.prefill(pieces)])
-                nats -= math.fsum(_logprobs(decoder, hidden[counted.flatten()], targets[counted]))
-            tokens += int(counted.sum())
-            text_bytes += int(windows.byte_lengths[targets[counted].numpy()].sum())
-    return ValidationLoss(loss=nats / tokens, tokens=tokens, text_bytes=text_bytes)
+                logprobs = _logprobs(decoder, hidden[counted.flatten()], targets[counted])
+                nats = -math.fsum(logprobs)
+            yield nats, targets
 
 
 def _logprobs(decoder: Decoder, hidden: Tensor, targets: Tensor) -> Iterator[float]:
-    """Logprobs of targets (N,) after the final hidden states (N, d_model)."""
+    """Logprobs of targets (N,), given the final hidden states (N, d_model) before them."""
     for rows, following in zip(hidden.split(BLOCK), targets.split(BLOCK), strict=True):
         logits = decoder.head(rows)
         with one_thread() if decoder.has_threads else nullcontext():
             yield from score_rows(logits, following.tolist(), 1).logprobs.tolist()
 
 
-def _by_code(model: CodeModel, windows: Windows) -> ValidationLoss:
-    """The loss with one pass of the owner's code for each window. Raises CheckpointError if the
-    code fails."""
-    nats, tokens, text_bytes = 0.0, 0, 0
+def _by_code(model: CodeModel, windows: Windows) -> Iterator[Part]:
+    """Run the owner's code once for each window. Raises CheckpointError if the code fails."""
     for inputs, targets in windows:
-        counted = targets[targets != UNCOUNTED].numpy()
         for row, following in zip(inputs, targets, strict=True):
             try:
                 logits = model.logits([Wanted(row.tolist(), 0, len(row))])
             except CodeError as error:
                 raise CheckpointError(str(error)) from error
-            nats += float(F.cross_entropy(logits, following, reduction="sum"))
-        tokens += counted.size
-        text_bytes += int(windows.byte_lengths[counted].sum())
-    return ValidationLoss(loss=nats / tokens, tokens=tokens, text_bytes=text_bytes)
+            yield float(F.cross_entropy(logits, following, reduction="sum")), following
 
 
 def _decoded(
     loaded: LoadedModel, windows: Windows, batch_size: int, kept: KVCacheDType
-) -> ValidationLoss:
-    """The loss with one decode step per token: only decoders can use quantized weights, keys or
+) -> Iterator[Part]:
+    """Run a decode step for each token, because only decoders can use quantized weights, keys or
     values."""
-    make, nats, tokens, text_bytes = loaded.decode_path.make_decoder, 0.0, 0, 0
+    make = loaded.decode_path.make_decoder
     with new_decoder(loaded.gpt, make, batch_size, windows.width, kept) as decoder:
         for inputs, targets in windows:
-            counted = targets[targets != UNCOUNTED].numpy()
-            nats += step_nats(decoder, inputs, targets)
-            tokens += counted.size
-            text_bytes += int(windows.byte_lengths[counted].sum())
-    return ValidationLoss(loss=nats / tokens, tokens=tokens, text_bytes=text_bytes)
+            yield step_nats(decoder, inputs, targets), targets

@@ -64,7 +64,7 @@ class ShardComputer:
         self._engine.close()
 
     def shards(self, groups: Iterable[Group], tell: Counted) -> Iterator[tuple[Group, bytes]]:
-        """Each group with the content of its file, in order."""
+        """Yield each group with the content of its file, in order."""
         for group in groups:
             yield group, self.shard(group, tell)
 
@@ -80,8 +80,9 @@ class ShardComputer:
         request_of: Callable[[str, Unit], Request | None],
         tell: Counted = lambda tokens: None,
     ) -> list[list[Any]]:
-        """Compute the chunks of each unit. `request_of` makes the unit's request; its id is the
-        first argument. Raises ExtractionError if the model fails."""
+        """Compute the chunks of each unit. `request_of` creates the request of a unit from an id
+        and the unit; None if nothing must be computed for it. Raises ExtractionError if the model
+        fails."""
         chunks: list[list[Any]] = [[] for _ in units]
         added = unfinished = 0
         while added < len(units) or unfinished:

@@ -2,5 +2,5 @@
 
 
 class ExtractionError(RuntimeError):
-    """Raised if an extraction cannot begin or continue; the message gives the reason and the
+    """Raised if an extraction cannot start or continue; the message states the reason and the
     fix."""

@@ -8,7 +8,7 @@ The index is written before the first shard and after each one. So a command tha
 moment can be continued: a shard that the index does not list is computed again. The index has no
 times and no traces of interruptions, so the same extraction always ends in the same bytes. A
 command whose options, checkpoint or data differ from the index cannot continue the folder. A folder
-that contains files of another origin is refused.
+that contains other files is refused.
 """
 
 import hashlib
@@ -34,8 +34,7 @@ _ASIDE = re.compile(r"\.(index\.json|shard-\d{6,}\.(parquet|safetensors))" + re.
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A written shard of `rows` tokens. Its last token is the one before `position` in
-    `document`."""
+    """A written shard with `rows` tokens. It ends before the token at `position` in `document`."""
 
     file: str
     rows: int
@@ -83,8 +82,8 @@ class ExtractionFolder:
         return (self.path / INDEX).exists()
 
     def close(self) -> None:
-        """Unlock the folder. Removes the lock file of a finished extraction, and the folder if
-        nothing was begun in it."""
+        """Unlock the folder. Removes the lock file of a finished extraction. Also removes the
+        folder if it was created for an extraction that did not start."""
         if self._complete or not self._begun:
             (self.path / LOCK).unlink(missing_ok=True)
         if self._made and not self._begun:
@@ -144,7 +143,7 @@ class ExtractionFolder:
         threads = f" (with --threads {begun_with})" if begun_with else ""
         if different := list(differences(document, {"format_version": FORMAT_VERSION, **facts})):
             raise ExtractionError(
-                f"{self.path} was begun with other options: {'; '.join(different)}. Give the same "
+                f"{self.path} was started with other options: {'; '.join(different)}. Use the same "
                 f"options to continue{threads}, or choose another --out"
             )
         for shard in self.shards:
@@ -185,15 +184,15 @@ class ExtractionFolder:
         try:
             yield
         except OSError as error:
-            rest = "; finished shards stay: give the same command to continue" * self._begun
+            rest = "; finished shards are kept: repeat the command to continue" * self._begun
             raise ExtractionError(
-                f"{self.path} cannot be written: {error.strerror or error}. Make room or repair "
-                f"it, or choose another --out{rest}"
+                f"{self.path} cannot be written: {error.strerror or error}. Free disk space, fix "
+                f"the error, or choose another --out{rest}"
             ) from error
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """For each entry of `now` whose value differs in `before`, a clause with both values."""
+    """Describe each entry of `now` that has a different value in `before`, with both values."""
     for name, value in now.items():
         old = before.get(name)
         if isinstance(value, Mapping) and isinstance(old, Mapping):

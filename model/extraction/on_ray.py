@@ -1,5 +1,5 @@
-"""On Ray: the workers of a Ray cluster compute the shards. The result has the same bytes as that of
-one process.
+"""On Ray: computes the shards on the workers of a Ray cluster. The files have the same bytes as if
+one process had computed them.
 
 The command itself reads and encodes the text, plans the shards and writes them. Each worker is a
 Ray actor with a copy of the model. Ray places the workers, restarts those that die and repeats
@@ -38,11 +38,11 @@ ATTEMPTS = 3
 def choose_workers(
     nodes: Sequence[Mapping[str, float]], options: ComputeOptions, count: int | None
 ) -> tuple[int, int, ComputeOptions]:
-    """The number of workers, how many of them fit into the cluster now, and their options. `nodes`
-    are the resources of each machine, under Ray's names. Raises ExtractionError if no worker fits.
-    """
+    """Choose the number of workers. Returns it, how many workers fit into the cluster now, and
+    their options. `nodes` are the resources of each machine, under Ray's names. Raises
+    ExtractionError if no worker fits."""
     if options.device not in ("auto", "cpu", "cuda"):
-        raise ExtractionError(f"--device is {options.device}; with --ray give cpu, cuda or auto")
+        raise ExtractionError(f"--device is {options.device}; with --ray set cpu, cuda or auto")
     any_gpu = any(node.get("GPU") for node in nodes)
     on_gpu = options.device == "cuda" or (options.device == "auto" and any_gpu)
     # Each machine's processors, and its maximum number of workers: one per GPU, or per processor.
@@ -64,9 +64,9 @@ def choose_workers(
 def _threads_that_fill(
     machines: Sequence[tuple[int, int]], count: int | None, *, on_gpu: bool
 ) -> int:
-    """The number of threads per worker with which the workers of the smallest machine use all its
-    processors. A machine has its part of `count` workers; if `count` is None, one for each GPU, or
-    a single one on CPUs."""
+    """Choose the number of threads per worker so that the workers of the smallest machine use all
+    its processors. `count` workers are spread evenly over the machines; if it is None, a machine
+    has one worker per GPU, or a single one on CPUs."""
     if count is not None:
         each = -(-count // max(1, len(machines)))
     else:
@@ -112,9 +112,9 @@ class ShardWorker:
 def _require_equal(expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
     if different := list(differences(expected, found)):
         raise ExtractionError(
-            f"the results of a worker would differ: {'; '.join(different)}. Give every machine the "
-            "same logitd and checkpoint, set --dtype, --kernels, --kernel-target and --threads, or "
-            "remove machines of another kind from the cluster"
+            f"the results of a worker would differ: {'; '.join(different)}. Install the same "
+            "logitd and checkpoint on every machine, set --dtype, --kernels, --kernel-target and "
+            "--threads, or remove machines of another kind from the cluster"
         )
 
 
@@ -131,8 +131,8 @@ class RayComputer:
         return self.facts["computation"]
 
     def shards(self, groups: Iterable[Group], tell: Counted) -> Iterator[tuple[Group, bytes]]:
-        """Each group with the content of its file, in order. The groups are dealt to the workers in
-        turn, AHEAD groups for each worker."""
+        """Yield each group with the content of its file, in order. The groups are assigned to the
+        workers in turn, AHEAD groups per worker."""
         calls = (
             (group, worker.shard.remote(group, self.facts))
             for group, worker in zip(groups, cycle(self.workers), strict=False)
@@ -172,9 +172,9 @@ def on_ray(
     workers: int | None,
     log: Callable[[str], None],
 ) -> Iterator[RayComputer]:
-    """Start workers with the checkpoint; they run until the end of the block. If `workers` is None,
-    as many are started as fit. Raises ExtractionError if the cluster at `address`
-    (`ray_cluster.connected`) cannot be joined, if no worker fits, and if a worker cannot load the
+    """Start workers with the checkpoint, which run until the end of the block. If `workers` is
+    None, as many as fit are started. Raises ExtractionError if the cluster at `address`
+    (`ray_cluster.connected`) cannot be joined, if no worker fits, or if a worker cannot load the
     model."""
     import ray
 

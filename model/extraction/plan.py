@@ -1,9 +1,10 @@
 """Plan: divides documents into units of work. Their order depends only on the data.
 
 A document is encoded as in training, but without END_OF_TEXT, and cut into windows of at most the
-model's context. Window k begins at token k * stride. It counts the tokens that the previous window
-did not contain; the tokens before them are context. So each token is counted once, with at least
-window - stride tokens before it, or with all earlier tokens of the document.
+model's context. Window k begins at token k * stride. Values are extracted for the counted tokens:
+the ones that the previous window did not contain. The tokens before them are context. So each token
+is counted once, with at least window - stride tokens before it, or with all earlier tokens of the
+document.
 
 The units are in the order of the documents, and fill one shard after another; no unit is divided.
 They are not sorted by length, because the engine does not pad prompts to equal lengths. Documents
@@ -77,9 +78,9 @@ def choose_windows(context_length: int, stride: int | None, *, predicts: bool) -
     widest = context_length - 1 if predicts else context_length
     stride = widest if stride is None else stride
     if not 1 <= stride <= widest:
-        reason = ", the first of which predicts the first counted one" if predicts else ""
+        reason = ", the first of which only predicts the second" if predicts else ""
         raise ExtractionError(
-            f"stride is {stride}, but a window has {context_length} tokens{reason}: give 1 to "
+            f"stride is {stride}, but a window has {context_length} tokens{reason}: set 1 to "
             f"{widest}"
         )
     return Windows(context_length, stride)
@@ -96,7 +97,8 @@ class DataReader:
         self.bytes = 0  # so far
 
     def __iter__(self) -> Iterator[tuple[int, str, Iterator[str]]]:
-        """Index, name and pieces of each document. Read all pieces before the next document."""
+        """Yield index, name and pieces of each document. The caller reads all pieces before it
+        continues."""
         for document in self._documents:
             name = document.name.encode(errors="surrogateescape")
             content = hashlib.sha256()
@@ -173,8 +175,8 @@ def document_units(
 
 
 def shards_of(units: Iterable[Unit], shard_tokens: int) -> Iterator[list[Unit]]:
-    """Units in groups of at most `shard_tokens` counted tokens. A larger unit has a group of its
-    own."""
+    """Group units into shards of at most `shard_tokens` counted tokens. A larger unit fills a whole
+    shard."""
     group: list[Unit] = []
     tokens = 0
     for unit in units:

@@ -58,8 +58,8 @@ LENS_TOP_K = 5
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """The logprob of each token, and the `top_k` tokens that the model considered likeliest at its
-    position."""
+    """The logprob of each token, and the `top_k` tokens that the model considers likeliest in its
+    place."""
 
     top_k: int = 0
 
@@ -108,9 +108,9 @@ class Logprobs:
 class Stages:
     """The values of named stages at each token, or at a sample of tokens.
 
-    dtype  of the stored values
-    share  part of the tokens, by their random numbers in [0, 1): a function of `seed`, document and
-           position, so the sample does not depend on windows and shards
+    dtype  dtype of the stored values
+    share  expected share of the tokens in the sample. A token's random number depends only on
+           `seed`, document and position, so the sample does not depend on windows and shards
     """
 
     names: tuple[str, ...]
@@ -124,7 +124,7 @@ class Stages:
     def shard_tokens(self, config: ModelConfig) -> int:
         shapes = activation_shapes(self.output, config, 1)
         row_bytes = TORCH_DTYPES[self.dtype].itemsize * sum(map(math.prod, shapes))
-        return max(1, min(SHARD_TOKENS, int(SHARD_BYTES / (row_bytes * self.share))))
+        return _shard_tokens(row_bytes * self.share)
 
     @property
     def output(self) -> Activations:
@@ -177,7 +177,7 @@ class Stages:
 class LensFigures:
     """The logit lens at each token: the head predicts the token from the residual stream of the
     previous token, after each layer. A row has the logprob and rank of the token, the `top_k`
-    likeliest tokens, entropy and divergence. The rows are those of `Logprobs`."""
+    likeliest tokens, entropy and divergence. There are as many rows as for `Logprobs`."""
 
     layers: int  # from 0, after the embeddings, to the last block
     top_k: int
@@ -245,9 +245,9 @@ def _joined(chunks: Sequence[Any], name: str, kind: Any) -> Any:
     return np.concatenate([np.empty(0, kind), *parts]).astype(kind)
 
 
-def _shard_tokens(row_bytes: int) -> int:
+def _shard_tokens(row_bytes: float) -> int:
     """The default number of tokens in a shard: as many as fill SHARD_BYTES."""
-    return max(1, min(SHARD_TOKENS, SHARD_BYTES // row_bytes))
+    return max(1, min(SHARD_TOKENS, int(SHARD_BYTES / row_bytes)))
 
 
 def choose_logprobs(top_k: int, config: ModelConfig) -> Logprobs:
@@ -271,7 +271,9 @@ def choose_lens(top_k: int, config: ModelConfig) -> LensFigures:
     if window * lens.row_bytes > WINDOW_BYTES:
         most = (WINDOW_BYTES // (4 * window * lens.layers) - 4) // 2
         fix = (
-            f"give --top-k {most} or less" if most > 0 else "extract outputs of blocks by --stages"
+            f"set --top-k to {most} or less"
+            if most > 0
+            else "extract the blocks' outputs with --stages"
         )
         raise ExtractionError(
             f"top_k is {top_k}: the figures of {lens.layers} layers and a window of {window:,} "

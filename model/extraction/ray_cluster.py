@@ -63,6 +63,6 @@ def _require_listener(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
     except (OSError, OverflowError, ValueError) as error:
         raise ExtractionError(
-            f"--ray is {address}, but nothing answers there ({error}): give the host:port of a "
+            f"--ray is {address}, but nothing answers there ({error}): set the host:port of a "
             "running `ray start --head` (not ray://), auto, or local"
         ) from error

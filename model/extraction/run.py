@@ -52,10 +52,11 @@ class ExtractionRequest:
     """The requested quantity, windows and shards.
 
     stages        names and patterns of stages to extract; empty for logprobs or the lens
-    top_k         number of likeliest tokens per row of logprobs or lens (0, lens: the default)
+    top_k         number of likeliest tokens per row of logprobs or lens; 0 means LENS_TOP_K for the
+                  lens
     lens          extract the lens instead of logprobs
     stride        tokens between the starts of two windows; None: as many as possible
-    shard_tokens  most tokens of a shard, before sampling; None: the default of the quantity
+    shard_tokens  maximum number of tokens in a shard, before sampling; None: the quantity's default
     stored_dtype  dtype of the values of stages
     sample        share of the tokens whose stages are written; `sample_seed` chooses which
     """
@@ -182,7 +183,7 @@ def extract(
 def _choose_quantity(checkpoint: CheckpointInfo, request: ExtractionRequest) -> Quantity:
     if not checkpoint.tokenizer.has_text:
         raise ExtractionError(
-            f"{checkpoint.name} has no vocabulary, so it cannot encode a text: give token ids to "
+            f"{checkpoint.name} has no vocabulary, so it cannot encode a text: pass token ids to "
             "LLM.score and LLM.activations (model/llm.py)"
         )
     if request.stages:
@@ -206,11 +207,11 @@ def _require_package(name: str, extra: str, use: str) -> None:
 
 def _open_data(data: Sequence[str], reading: ReadOptions, tell: Tell) -> Text:
     if not data:
-        raise ExtractionError("no data is named: give --data files, folders or addresses")
+        raise ExtractionError("there is no text: set --data to files, folders or web addresses")
     text = open_text(data, reading, report=tell)
     if text.shards:
         raise ExtractionError(
-            f"{text.name} contains token ids of a run: name the text that they were made from"
+            f"{text.name} contains token ids of a run: name the text that was tokenized"
         )
     return text
 
@@ -226,13 +227,13 @@ def _check_unchanged(before: Survey, after: Survey, text: Text, folder: Extracti
             f"{text.name} changed while it was read: it had {before.bytes:,} bytes in "
             f"{pluralize(before.documents, 'document', ',')}, then {after.bytes:,} in "
             f"{after.documents:,} (sha256 {before.sha256[:12]}, {after.sha256[:12]}). Shards may "
-            "have either: start again in another --out with a text that does not change"
+            "contain either: start over in another --out with a text that does not change"
         )
 
 
 class _Meter:
     """Counts the tokens and seconds of this run of the command, and estimates the remaining
-    ones."""
+    time."""
 
     def __init__(
         self,

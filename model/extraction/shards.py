@@ -1,4 +1,4 @@
-"""Shards: the content of a shard's file, Parquet or safetensors. Equal values give equal bytes.
+"""Shards: writes a shard's file, Parquet or safetensors. Equal values have equal bytes.
 
 Logprobs and the lens are written as Parquet with one row per token, stages as safetensors with one
 tensor per stage. A row of the lens has lists with one entry per layer, so all layers of a token are
@@ -34,8 +34,8 @@ def nullable_column(values: Values, present: Booleans) -> Column:
 
 
 def list_column(values: Values, counts: Integers, present: Booleans) -> Column:
-    """A column (tokens,) of lists, null where `present` is false. `counts` are the lengths of the
-    lists. Their entries, in order, are `values`: numbers (entries,), or lists of K numbers
+    """A column (tokens,) of lists, null if `present` is false. `counts` are the lengths of the
+    lists. `values` are the entries of all lists in order: numbers (entries,), or lists of K numbers
     (entries, K)."""
     import pyarrow as arrow
 

@@ -69,7 +69,7 @@ class ActivationCache:
         return self
 
     def toggle_autodiff(self, mode: bool = False) -> None:
-        """Turn torch's gradients on or off, for all that follows."""
+        """Turn torch's gradients on or off globally."""
         torch.set_grad_enabled(mode)
 
     def remove_batch_dim(self) -> Self:
@@ -78,7 +78,7 @@ class ActivationCache:
         if self.has_batch_dim:
             sizes = {len(value) for value in self.values()}
             if sizes - {1}:
-                raise ValueError(f"the batch has {max(sizes)} sequences; only one can be unwrapped")
+                raise ValueError(f"the batch has {max(sizes)} sequences, not a single one")
             self.cache_dict = {name: value[0] for name, value in self.items()}
             self.has_batch_dim = False
         return self
@@ -193,8 +193,8 @@ class ActivationCache:
         pos_slice: Where = None,
         project_output_onto: Tensor | None = None,
     ) -> Tensor:
-        """The writes of each unit of a block's MLP to the stream (B, T, units, C), or their
-        projections onto directions (C,) or (C, O)."""
+        """The vectors (B, T, units, C) that the units of a block's MLP write to the stream, or
+        their projections onto directions (C,) or (C, O)."""
         reading = Reading(None, False, project_output_onto)
         return reading.scaled(self._neurons(layer, neuron_slice, pos_slice, reading))
 
@@ -208,9 +208,9 @@ class ActivationCache:
         apply_ln: bool = False,
         project_output_onto: Tensor | None = None,
     ) -> Any:
-        """The writes of all units before `layer` (units, B, T, C), labeled L0N0 and so on, or
-        their projections onto directions (C,) or (C, O); with `incl_remainder`, then the rest of
-        the stream."""
+        """The vectors (units, B, T, C) that all units before `layer` write to the stream, labeled
+        L0N0 and so on, or their projections onto directions (C,) or (C, O). `incl_remainder`
+        appends the rest of the stream."""
         last = self._layer(layer)
         chosen = [neuron_slice] if isinstance(neuron_slice, int) else neuron_slice
         reading = self._reading(last, False, pos_slice, apply_ln, project_output_onto)
@@ -262,7 +262,8 @@ class ActivationCache:
     def _neurons_before(
         self, last: int, chosen: Where, pos_slice: Where, reading: Reading
     ) -> tuple[list[Tensor], list[str]]:
-        """The units of each block before a layer, as they are read, and their labels."""
+        """The vectors that the units of the MLPs before a layer write to the stream, as `reading`
+        reads them, and their labels."""
         parts = [
             reading.scaled(self._neurons(at, chosen, pos_slice, reading).movedim(-2, 0))
             for at in range(last)
@@ -330,8 +331,9 @@ class ActivationCache:
         batch_slice: Where = None,
         has_batch_dim: bool = True,
     ) -> Tensor:
-        """The contribution of each part of the stream to the logits of `tokens`, minus those of
-        `incorrect_tokens` (direct logit attribution). The model's weights must be folded."""
+        """The contribution of each part of the stream to the logits of `tokens`, minus its
+        contribution to the logits of `incorrect_tokens` (direct logit attribution). The model's
+        weights must be folded."""
         directions: Callable[[Any], Tensor] = self.model.tokens_to_residual_directions
         direction = directions(tokens)
         if incorrect_tokens is not None:
@@ -348,7 +350,7 @@ class ActivationCache:
         return (scaled * direction).sum(dim=-1)
 
     def _layer(self, layer: int | None) -> int:
-        """The number of a layer; the number of blocks for None and -1, the end."""
+        """The number of a layer. None and -1 mean the end: the number of blocks."""
         return self.model.cfg.n_layers if layer is None or layer == -1 else layer
 
 

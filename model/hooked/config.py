@@ -9,14 +9,15 @@ from torch import Tensor
 from logitd.model.transformer.config import GPTConfig
 
 PaddingSide = Literal["left", "right"]
-ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu", "swiglu": "silu"}
-"""TransformerLens' names of activations, where they differ from ours."""
+ACTIVATIONS = {"gelu_tanh": "gelu_new", "swiglu": "silu"}
+"""TransformerLens' names of activation functions whose name there differs from `GPTConfig`'s."""
 
 
 @dataclass(slots=True)
 class HookedConfig:
-    """The model's shape by TransformerLens' names. May be set: `default_prepend_bos`,
-    `default_padding_side`, and with `use_` the points that are computed (`names.SETTINGS`)."""
+    """The model's shape by TransformerLens' names. The caller may set `default_prepend_bos`,
+    `default_padding_side` and the fields `use_...`, which choose the points that are computed
+    (`names.SETTINGS`)."""
 
     model_name: str
     n_layers: int

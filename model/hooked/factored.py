@@ -42,7 +42,9 @@ class FactoredMatrix:
     def BA(self) -> Tensor:
         """The product in the other order (..., M, M). Raises ValueError unless L = R."""
         if self.ldim != self.rdim:
-            raise ValueError(f"the matrix has {self.ldim} rows and {self.rdim} columns, not equal")
+            raise ValueError(
+                f"not a square matrix: it has {self.ldim} rows and {self.rdim} columns"
+            )
         return self.B @ self.A
 
     @property
@@ -92,8 +94,7 @@ class FactoredMatrix:
 
     @property
     def eigenvalues(self) -> Tensor:
-        """The complex eigenvalues (..., M): those of BA, which are those of AB without L - M
-        zeros."""
+        """The complex eigenvalues (..., M) of BA. AB has the same eigenvalues, and L - M zeros."""
         return torch.linalg.eigvals(self.BA)
 
     def svd(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,10 +103,10 @@ class FactoredMatrix:
 
     @cached_property
     def _svd(self) -> tuple[Tensor, Tensor, Tensor]:
-        left, above = torch.linalg.qr(self.A)
-        right, beside = torch.linalg.qr(self.B.mT)
-        U, S, Vh = torch.linalg.svd(above @ beside.mT, full_matrices=False)
-        return left @ U, S, right @ Vh.mT
+        q_a, r_a = torch.linalg.qr(self.A)
+        q_b, r_b = torch.linalg.qr(self.B.mT)
+        U, S, Vh = torch.linalg.svd(r_a @ r_b.mT, full_matrices=False)
+        return q_a @ U, S, q_b @ Vh.mT
 
     @property
     def U(self) -> Tensor:
@@ -121,15 +122,15 @@ class FactoredMatrix:
 
     @property
     def Vh(self) -> Tensor:
-        """TransformerLens' older name of `V`, and like it not transposed."""
+        """TransformerLens' older name of `V`. It is not transposed either."""
         return self.V
 
     def norm(self) -> Tensor:
-        """The Frobenius norm (...)."""
+        """The Frobenius norm, with the shape of the leading axes."""
         return self.S.square().sum(dim=-1).sqrt()
 
     def collapse_l(self) -> Tensor:
-        """diag(S) V^T (..., M, R), which has the norms of AB @ anything."""
+        """diag(S) V^T (..., M, R). For every X, diag(S) V^T X has the same norm as AB X."""
         return self.S[..., None] * self.V.mT
 
     def collapse_r(self) -> Tensor:
@@ -137,7 +138,7 @@ class FactoredMatrix:
         return self.U * self.S[..., None, :]
 
     def make_even(self) -> "FactoredMatrix":
-        """The same matrix with factors of equal singular values."""
+        """The same matrix, with two factors that have the same singular values."""
         root = self.S.sqrt()
         return FactoredMatrix(self.U * root[..., None, :], root[..., None] * self.V.mT)
 
@@ -160,5 +161,5 @@ def composition_scores(left: FactoredMatrix, right: FactoredMatrix) -> Tensor:
 
 
 def _kept(index: Any) -> Any:
-    """An index that keeps its axis."""
+    """The index. An integer becomes a slice, which keeps the axis."""
     return slice(index, index + 1 or None) if isinstance(index, int) else index

@@ -1,7 +1,7 @@
 """Folding: process the weights of a hooked copy as TransformerLens does when it loads a model.
 
 Probabilities stay the same, up to rounding. The weights that are shared with the served model do
-not change: a new parameter replaces each one.
+not change: each processed weight is a new parameter.
 
 Shapes: H = n_head, D = head_dim, C = d_model.
 """
@@ -27,8 +27,8 @@ def fold_weights(
 ) -> None:
     """Move the factors and biases of pre-norms into the matrices that read them, subtract the means
     of the matrices that write to the stream (with LayerNorm) and of the head's logits, and move the
-    biases of values into that of attention. With `refactor`, also replace the factors of each QK
-    and OV circuit by those of its singular value decomposition."""
+    biases of values into the bias of attention. With `refactor`, also replace the factors of each
+    QK and OV circuit by the factors of its singular value decomposition."""
     config = gpt.config
     before = config.norm_position == "pre"
     if fold_ln and before:
@@ -99,8 +99,8 @@ def _fold_value_bias(block: Block) -> None:
 
 
 def _refactor(block: Block) -> None:
-    """Factors of each head with orthogonal columns: those of QK, biases included, have equal
-    singular values; the rows of W_O have length 1."""
+    """Give each head factors with orthogonal columns. The two factors of QK, biases included, have
+    the same singular values; the rows of W_O have length 1."""
     heads, width, qkv = block.config.n_head, block.config.head_dim, block.qkv
     bias = _bias(qkv)
     rows = qkv.weight if bias is None else torch.cat((qkv.weight, bias[:, None]), dim=1)

@@ -26,7 +26,7 @@ from torch import Tensor
 from logitd.model.hooked.cache import ActivationCache
 from logitd.model.hooked.config import HookedConfig, PaddingSide
 from logitd.model.hooked.folding import fold_weights
-from logitd.model.hooked.generation import Sampling, continued
+from logitd.model.hooked.generation import continued
 from logitd.model.hooked.names import positions_axis
 from logitd.model.hooked.network import hooked_copy
 from logitd.model.hooked.points import HookPoint
@@ -75,7 +75,7 @@ class HookedGPT:
         self.get_token_position = tokens.get_token_position
 
     def __getattr__(self, name: str) -> Any:
-        """The weights and what follows from them: `W_Q`, `blocks`, `OV`."""
+        """The weights and values computed from them, such as `W_Q`, `blocks` and `OV`."""
         if name in HookedWeights.NAMES:
             return getattr(self._weights, name)
         raise AttributeError(f"HookedGPT has no attribute {name!r}")
@@ -101,7 +101,7 @@ class HookedGPT:
         stop_at_layer   return the stream (B, T, d_model) before this block; negative numbers count
                         from the end
 
-        Values at padding mean nothing. Raises InvalidRequest for ids outside the vocabulary, and
+        Values at padding have no meaning. Raises InvalidRequest for ids outside the vocabulary, and
         ContextLengthExceeded.
         """
         batch = self._tokens.batch(input, prepend_bos, padding_side, attention_mask)
@@ -163,7 +163,7 @@ class HookedGPT:
         hooks.
 
         names_filter  a name, names, or a function of a name; None: all points
-        device        where the tensors are kept
+        device        the device on which the tensors are kept
         incl_bwd      also run backward from the output, which must be a number
                       (return_type="loss"), and keep each gradient as "<name>_grad"
         pos_slice     positions to keep
@@ -210,7 +210,8 @@ class HookedGPT:
             self._run,
             batch,
             max_new_tokens,
-            Sampling(do_sample, top_k, temperature),
+            temperature=temperature if do_sample else 0.0,
+            top_k=top_k,
             ends=(chosen or self.tokenizer.ends) if stop_at_eos else (),
             context=self.cfg.n_ctx,
         )
@@ -241,22 +242,22 @@ class HookedGPT:
         self.cfg.use_attn_result = use_attn_result
 
     def set_use_split_qkv_input(self, use_split_qkv_input: bool) -> None:
-        """Give the queries, keys and values of each head copies of the stream of their own:
+        """Give the queries, keys and values of each head separate copies of the stream:
         `hook_q_input` (B, T, H, d_model), `hook_k_input` and `hook_v_input`. Raises InvalidRequest
-        next to `use_attn_in`."""
+        together with `use_attn_in`."""
         self._exclude("use_split_qkv_input", use_split_qkv_input, "use_attn_in")
         self.cfg.use_split_qkv_input = use_split_qkv_input
 
     def set_use_attn_in(self, use_attn_in: bool) -> None:
-        """Give each head a copy of the stream of its own, `hook_attn_in` (B, T, H, d_model). Raises
-        InvalidRequest next to `use_split_qkv_input`, or if heads share keys."""
+        """Give each head a separate copy of the stream, `hook_attn_in` (B, T, H, d_model). Raises
+        InvalidRequest together with `use_split_qkv_input`, or if heads share keys."""
         self._exclude("use_attn_in", use_attn_in, "use_split_qkv_input")
         if use_attn_in and self.cfg.n_key_value_heads is not None:
             raise InvalidRequest("heads share keys and values: call set_use_split_qkv_input(True)")
         self.cfg.use_attn_in = use_attn_in
 
     def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
-        """Give each MLP a copy of the stream of its own, `hook_mlp_in` (B, T, d_model). Raises
+        """Give each MLP a separate copy of the stream, `hook_mlp_in` (B, T, d_model). Raises
         InvalidRequest if norms come after the MLPs."""
         if use_hook_mlp_in and self._config.norm_position == "post":
             raise InvalidRequest("norms come after the MLPs: the model has no hook_mlp_in")
@@ -313,7 +314,7 @@ class HookedGPT:
         self._weights = HookedWeights(self._gpt, self._unembed, self.hook_dict)
 
     def tokens_to_residual_directions(self, tokens: Any) -> Tensor:
-        """The columns (..., d_model) of `W_U` for a token, given as text, an id or ids."""
+        """The columns (..., d_model) of `W_U` for a token, given as a string or id, or for ids."""
         ids = self.to_single_token(tokens) if isinstance(tokens, str) else tokens
         ids = torch.as_tensor(ids, device=self.cfg.device)
         return self.W_U[:, ids.reshape(()) if ids.numel() == 1 else ids].movedim(0, -1)

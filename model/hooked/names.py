@@ -28,7 +28,7 @@ BRIDGE_NAMES = {
     "mlp.hook_out": "hook_mlp_out",
     "hook_unembed": "unembed.hook_out",
 }
-"""The bridge's own names, without `blocks.N.`, and the corresponding usual names."""
+"""The bridge's own names, without `blocks.N.`, and HookedTransformer's names of the same points."""
 
 SHORT_NAMES = {
     "attn": "pattern",
@@ -50,7 +50,7 @@ SETTINGS = {
     "hook_v_input": "use_split_qkv_input",
     "hook_mlp_in": "use_hook_mlp_in",
 }
-"""Ends of the names of points that need a setting of `cfg`, which is off at first."""
+"""The points, by the end of their name, that need a setting of `cfg`, which is off by default."""
 INPUTS = ("attn_in", "q_input", "k_input", "v_input")
 
 OVER_HEADS = frozenset((*INPUTS, "q", "k", "v", "z", "rot_q", "rot_k", "result"))
@@ -94,7 +94,7 @@ def _norm(name: str) -> list[str]:
 
 
 def usual_name(name: str) -> str:
-    """The usual name for an alias; other names are returned unchanged."""
+    """HookedTransformer's name for a name of the bridge; other names are returned unchanged."""
     block, inside = "", name
     if match := re.fullmatch(r"(blocks\.\d+\.)(.+)", name):
         block, inside = match.groups()

@@ -7,11 +7,13 @@ Shapes: B sequences, T positions, C = d_model, V = vocab_size.
 """
 
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from logitd.model.device import for_autograd
 from logitd.model.hooked.points import HookPoint
 from logitd.model.transformer.gpt import GPT, Block
 
@@ -29,8 +31,9 @@ class Norm(nn.Module):
         self._entry = entry
         assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
         self.centered = isinstance(norm, nn.LayerNorm)
-        self.eps = norm.eps
         assert norm.weight is not None
+        assert norm.eps is not None
+        self.eps = norm.eps
         self.w = norm.weight
         self.b = norm.bias if isinstance(norm, nn.LayerNorm) else None
         self.hook_scale = points[f"{name}.hook_scale"]
@@ -45,15 +48,14 @@ class Norm(nn.Module):
         return self.hook_out(self._weighted(x))
 
     def without_points(self, x: Tensor) -> Tensor:
-        """The norm of streams (..., C), which no hook sees."""
+        """Normalize streams (..., C) without calling hooks."""
         x, scale = self._centered_and_scale(x)
         return self._weighted(x / scale)
 
     def _centered_and_scale(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.centered:
             x = x - x.mean(dim=-1, keepdim=True)
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
-        return x, (x.square().mean(dim=-1, keepdim=True) + eps).sqrt()
+        return x, (x.square().mean(dim=-1, keepdim=True) + self.eps).sqrt()
 
     def _weighted(self, x: Tensor) -> Tensor:
         return x * self.w if self.b is None else x * self.w + self.b
@@ -92,7 +94,7 @@ def hooked_copy(gpt: GPT, points: Points) -> tuple[GPT, Unembed]:
     dtype = torch.promote_types(weight.dtype, torch.float32)
     with torch.device("meta"):
         copy = GPT(config)
-    state = {name: _plain(value, dtype) for name, value in gpt.state_dict().items()}
+    state = {name: for_autograd(value, dtype) for name, value in gpt.state_dict().items()}
     copy.load_state_dict(state, assign=True)
     copy.requires_grad_(False).eval()
     copy.reset_tables()
@@ -114,15 +116,4 @@ def hooked_copy(gpt: GPT, points: Points) -> tuple[GPT, Unembed]:
 
 
 def blocks(gpt: GPT) -> list[Block]:
-    found = []
-    for block in gpt.blocks:
-        assert isinstance(block, Block)
-        found.append(block)
-    return found
-
-
-def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor converted to a dtype. Tensors of inference mode are copied, because autograd rejects
-    them."""
-    wide = tensor.detach().to(dtype)
-    return wide.clone() if wide.is_inference() else wide
+    return cast(list[Block], list(gpt.blocks))

@@ -79,8 +79,8 @@ class HookPoint:
         level: int | None = None,
         prepend: bool = False,
     ) -> None:
-        """Add a hook after the others, or before them. `reset_hooks` does not remove a permanent
-        one."""
+        """Add a hook after the others, or before them with `prepend`. `reset_hooks` does not remove
+        permanent hooks."""
         (handles,) = self._handles([dir])
         handles.insert(0 if prepend else len(handles), _Handle(hook, is_permanent, level))
 

@@ -1,4 +1,4 @@
-"""Reading: how a layer reads parts of the residual stream, and choices along an axis.
+"""Reading: how a layer reads parts of the residual stream, and selection along an axis.
 
 Shapes: C = d_model, O = number of directions.
 """
@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 Where = int | tuple[int | None, ...] | slice | Sequence[int] | Tensor | None
-"""A choice along an axis: an index, which removes the axis; arguments of `slice`; indices; None:
-everything."""
+"""A selection along an axis: an index, which removes the axis; the arguments of `slice`; indices;
+None: everything."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,9 +19,9 @@ class Reading:
     """Division by the scale of a norm, and projection onto directions. Both are linear, so the
     product of a unit and its row of W_out is never computed for each position.
 
-    scale    (..., 1); None: no norm
+    scale     (..., 1); None: no norm
     centered  True if the norm subtracts the mean
-    onto     (C,) or (C, O); None: vectors stay vectors
+    onto      directions (C,) or (C, O); None: no projection
     """
 
     scale: Tensor | None
@@ -41,14 +41,15 @@ class Reading:
         return vectors @ (self.onto[:, None] if self.onto.ndim == 1 else self.onto)
 
     def scaled(self, read: Tensor) -> Tensor:
-        """Results of `vectors`, divided by the scale. One direction has no axis."""
+        """Results of `vectors`, divided by the scale. A single direction (C,) has no axis in the
+        result."""
         if self.scale is not None:
             read = read / self.scale
         return read[..., 0] if self.onto is not None and self.onto.ndim == 1 else read
 
 
 def take(tensor: Tensor, where: Where, axis: int) -> Tensor:
-    """Choose along an axis; see `Where`."""
+    """Select along an axis; see `Where`."""
     if where is None:
         return tensor
     index: list[Any] = [slice(None)] * tensor.ndim

@@ -1,6 +1,7 @@
 """HookRegistry: the hook points of a model, and the caller's functions that are added to them.
 
-A point is named by its full name or the bridge's, or several by a function of a name.
+The caller names a point by its full name or the bridge's name, or several points by a function that
+is true for their names.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -29,8 +30,8 @@ class HookRegistry:
         self._level = 0  # depth of the `hooks` contexts
 
     def chosen(self, names_filter: NamesFilter) -> list[str]:
-        """The names of a filter, a name, or names; None: all points that are on. Raises
-        InvalidRequest for a named point that does not exist or is off."""
+        """The names of the points that a filter selects; None selects all points that are on.
+        Raises InvalidRequest for a named point that does not exist or is off."""
         if names_filter is None or callable(names_filter):
             wanted: Callable[[str], bool] = names_filter or (lambda name: True)
             return [name for name, point in self.points.items() if point.is_on() and wanted(name)]
@@ -46,7 +47,7 @@ class HookRegistry:
         reset_hooks_end: bool = True,
         clear_contexts: bool = False,
     ) -> Generator[None]:
-        """A context in which hooks are added."""
+
         self._level += 1
         try:
             for name, hook in fwd_hooks:
@@ -67,7 +68,7 @@ class HookRegistry:
         is_permanent: bool = False,
         level: int | None = None,
     ) -> None:
-        """Add a hook to a point, or to all points of whose names a function is true."""
+        """Add a hook to a point, or to all points whose names satisfy a function."""
         for each in self.chosen(name):
             self.points[each].add_hook(hook, dir, is_permanent, level)
 

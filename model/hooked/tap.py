@@ -1,7 +1,7 @@
 """PointTap: calls the hook points inside a forward pass of a hooked copy.
 
-`run` is the forward pass. The taps of `GPT.transform` lead to the points, in the axes of
-TransformerLens; norms and embeddings call theirs themselves (`network.py`).
+`run` is the forward pass. The taps of `GPT.transform` call most points, in the axes of
+TransformerLens; norms and embeddings call their own points (`network.py`).
 
 Shapes: B sequences, T positions, H = n_head, K = n_kv_head, D = head_dim, C = d_model, S keys.
 """
@@ -41,7 +41,7 @@ class PointTap:
         self._ids = ids
         self._stop = stop
         self._order = channel_order(gpt.config)
-        self._hidden: Tensor | None = None  # (B, 1, T, S); padding sees itself, or it had no keys
+        self._hidden: Tensor | None = None  # (B, 1, T, S); padding sees itself, to have some key
         if real is not None:
             itself = torch.eye(ids.shape[1], dtype=torch.bool, device=ids.device)
             self._hidden = ~(real[:, None, None, :] | itself)
@@ -94,8 +94,9 @@ class PointTap:
         return self._stream
 
     def _from_own_inputs(self, layer: int, stage: str, value: Tensor) -> Tensor:
-        """Queries, keys or values (B, heads, T, D) of heads whose copies of the stream may be
-        changed by hooks; `value` without such hooks. Norms show their points the stream only."""
+        """Queries, keys or values (B, heads, T, D), computed from the heads' copies of the stream
+        after their hooks; `value` if there are no such hooks. The norms' points see only the shared
+        stream."""
         name, part = _OWN_INPUTS[stage]
         own = self._points[f"blocks.{layer}.{name}"]
         shared = self._points[f"blocks.{layer}.hook_attn_in"]
@@ -129,7 +130,8 @@ class PointTap:
         return value
 
     def _name(self, stage: str) -> str | None:
-        """The point of a stage that has exactly one; None if another rule or no point shows it."""
+        """The point of a stage that has exactly one point; None if it has none, or if another
+        method calls it."""
         if stage in ("attention.q", "attention.k") and self._config.positions != "rotary":
             return None
         return _NAMES.get(stage)
@@ -168,7 +170,8 @@ _OWN_INPUTS = {
     "attention.k_raw": ("hook_k_input", 1),
     "attention.v": ("hook_v_input", 2),
 }
-"""The points of a head's own copy of the stream, and its part of the projection."""
+"""For each stage, the point of the head's separate copy of the stream, and the stage's part of the
+projection."""
 _ROTATED = ("attention.q_raw", "attention.k_raw", "attention.q", "attention.k")
 
 
@@ -198,8 +201,8 @@ def run(
 
 
 def channel_order(config: GPTConfig) -> list[int] | None:
-    """For each of our channels of a query or key, its index in TransformerLens; None if the orders
-    are the same. If only some channels are rotated, TransformerLens has those first."""
+    """For each channel of a query or key here, its index in TransformerLens; None if the orders are
+    the same. If only some channels are rotated, these come first in TransformerLens."""
     if config.positions != "rotary" or config.rotary_dim == config.head_dim:
         return None
     turning, resting = config.rotary_dim // 2, (config.head_dim - config.rotary_dim) // 2
@@ -208,6 +211,6 @@ def channel_order(config: GPTConfig) -> list[int] | None:
 
 
 def inverse_order(order: list[int] | None) -> list[int]:
-    """For each channel of TransformerLens, the index of ours."""
+    """For each channel in TransformerLens, its index here."""
     assert order is not None
     return sorted(range(len(order)), key=order.__getitem__)

@@ -1,10 +1,10 @@
 """Texts and tokens of a hooked GPT, with TransformerLens' names and rules.
 
-A text begins with the id of the beginning of a text if `prepend_bos` says so; None: as
-`cfg.default_prepend_bos` says, which is true if the vocabulary has such an id. It is one of
-BEGINNINGS, otherwise the end of a document, as in GPT-2. Names of special tokens in a text become
-their ids. Shorter texts of a list are padded with the end of a document, or id 0, on the right
-unless `padding_side` or `cfg.default_padding_side` says "left".
+With `prepend_bos`, each text begins with the beginning-of-text id: the id of one of BEGINNINGS,
+otherwise the end of a document, as in GPT-2. None means `cfg.default_prepend_bos`, which is true if
+the vocabulary has such an id. Names of special tokens in a text become their ids. Shorter texts of
+a list are padded with the end of a document, or id 0, on the right unless `padding_side` or
+`cfg.default_padding_side` is "left".
 
 Shapes: B sequences, T positions.
 """
@@ -25,19 +25,20 @@ BEGINNINGS = ("<|bos|>", "<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>")
 
 
 Input = str | Sequence[str] | Tensor | Sequence[int] | Any
-"""A text, texts, or ids (B, T) or (T,)."""
+"""A string, strings, or ids (B, T) or (T,)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Ids (B, T), and where they are tokens (True) or padding (False)."""
+    """Ids (B, T), and the mask `real` (B, T), which is False for padding."""
 
     ids: Tensor
     real: Tensor
 
     @property
     def hidden_padding(self) -> Tensor | None:
-        """`real`, if a token follows padding. None otherwise: then causality hides all padding."""
+        """`real` if any token follows padding, otherwise None, because causal attention then hides
+        all padding."""
         trailing = torch.equal(self.real.cumprod(dim=1).bool(), self.real)
         return None if trailing else self.real
 
@@ -50,7 +51,7 @@ class Tokens:
         self._cfg = cfg
 
     def encode_all(self, texts: Sequence[str], prepend_bos: bool | None = None) -> list[list[int]]:
-        """The ids of each text, at most as many as the context holds."""
+        """The ids of each text, truncated to the context length."""
         prepend = self.prepends(prepend_bos)
         first = beginning(self._tokenizer)
         if prepend and first is None:
@@ -66,11 +67,12 @@ class Tokens:
         padding_side: PaddingSide | None = None,
         attention_mask: Tensor | None = None,
     ) -> Batch:
-        """The ids of an input. Padding is added to texts, zero in `attention_mask` (B, T), or the
-        first ids of a row if these are padding and the side is "left".
+        """The ids of an input. Shorter texts are padded. In rows of ids, padding is 0 in
+        `attention_mask` (B, T); without a mask, the padding ids at the beginning of a row count as
+        padding if the side is "left".
 
-        Raises InvalidRequest for no ids, ids outside the vocabulary and a mask of another shape,
-        and ContextLengthExceeded.
+        Raises InvalidRequest for an empty input, ids outside the vocabulary or a mask of another
+        shape, and ContextLengthExceeded.
         """
         texts = [input] if isinstance(input, str) else input
         if isinstance(texts, list | tuple) and texts and isinstance(texts[0], str):
@@ -132,7 +134,7 @@ class Tokens:
         return chosen
 
     def prepends(self, prepend_bos: bool | None) -> bool:
-        """True if texts begin with a beginning of a text."""
+        """True if a beginning-of-text id is prepended to texts."""
         return self._cfg.default_prepend_bos if prepend_bos is None else prepend_bos
 
     def to_tokens(
@@ -141,7 +143,7 @@ class Tokens:
         prepend_bos: bool | None = None,
         padding_side: PaddingSide | None = None,
     ) -> Tensor:
-        """Ids (texts, tokens) of a text or several."""
+        """Ids (texts, tokens) of a string or strings."""
         texts = [input] if isinstance(input, str) else input
         return self._padded(self.encode_all(texts, prepend_bos), padding_side).ids
 

@@ -25,7 +25,7 @@ OF_MLP = ("W_in", "W_gate", "W_out", "b_in", "b_out")
 
 
 class HookedWeights:
-    """The weights of a hooked copy, of all blocks together and of each."""
+    """The weights of a hooked copy, for all blocks together and for each block."""
 
     NAMES = frozenset(
         (
@@ -44,28 +44,28 @@ class HookedWeights:
 
     @property
     def ln_final(self) -> Norm | None:
-        """The final norm, as a function of a stream; None if the model has none."""
+        """The final norm, a function of a stream; None if the model has no final norm."""
         norm = self._gpt.final_norm
         return norm if isinstance(norm, Norm) else None
 
     @property
     def W_E(self) -> Tensor:
-        """(V, C)"""
+        """Token embeddings (V, C)."""
         return self._gpt.token_embedding.weight[: self._gpt.config.vocab_size]
 
     @property
     def W_pos(self) -> Tensor:
-        """(n_ctx, C)"""
+        """Position embeddings (n_ctx, C)."""
         return self._gpt.position_embedding.weight
 
     @property
     def W_E_pos(self) -> Tensor:
-        """(V + n_ctx, C)"""
+        """Token and position embeddings (V + n_ctx, C)."""
         return torch.cat((self.W_E, self.W_pos))
 
     @property
     def W_U(self) -> Tensor:
-        """(C, V)"""
+        """The matrix of the head (C, V)."""
         return self.unembed.W_U
 
     @property
@@ -142,7 +142,7 @@ class HookedWeights:
 
     @property
     def all_head_labels(self) -> list[str]:
-        """L0H0, L0H1 and so on."""
+        """The labels of all heads: L0H0, L0H1 and so on."""
         config = self._gpt.config
         return [
             f"L{layer}H{head}" for layer in range(config.n_layer) for head in range(config.n_head)
@@ -150,7 +150,7 @@ class HookedWeights:
 
     @property
     def attn_head_labels(self) -> list[str]:
-        """The heads of `all_composition_scores`: all of them."""
+        """The labels of the axes of `all_composition_scores`, which has all heads."""
         return self.all_head_labels
 
 
@@ -169,14 +169,9 @@ def _nested(block: Block, points: Points) -> SimpleNamespace:
         **parts[""],
         attn=SimpleNamespace(**parts["attn"]),
         mlp=SimpleNamespace(**parts["mlp"]),
-        ln1=_norm(block.attention_norm),
-        ln2=_norm(block.mlp_norm),
+        ln1=block.attention_norm,
+        ln2=block.mlp_norm,
     )
-
-
-def _norm(norm: torch.nn.Module) -> Norm:
-    assert isinstance(norm, Norm)
-    return norm
 
 
 def _attention(block: Block) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ class InvalidRequest(ValueError):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """A prompt that, with its completion, does not fit into the model's context."""
+    """Raised if a prompt and its completion do not fit into the model's context."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message, param, "context_length_exceeded")

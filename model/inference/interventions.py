@@ -33,8 +33,8 @@ class Intervention:
     positions  ascending positions of the prompt, or all positions of a span
     heads      ascending heads; None: all, or the stage has no heads
     units      ascending indices of the stage's last axis; None: all
-    along      a direction: only the coordinate of the stage along it changes, which is the dot
-               product with the direction at length 1. A NumPy array of float32 with the stage's
+    along      a direction: only the stage's coordinate along it changes, that is, the dot product
+               with the direction scaled to length 1. A NumPy array of float32 with the stage's
                last axis, or with the chosen `heads` before it. None: the units change
     operation  zero; scale by `factor`; add `factor` times `values`; set to `values`; clamp between
                `minimum` and `maximum` (None: no limit)
@@ -45,7 +45,7 @@ class Intervention:
     proportional_to
                with add: a direction as in `along`; the values are multiplied by the coordinate of
                the stage along it
-    field      the caller's name of the intervention, for messages; None: its index
+    field      name of the intervention in messages; None: its index
     """
 
     stage: str
@@ -159,7 +159,7 @@ def _check_intervention(intervention: Intervention, config: ModelConfig, length:
 
 
 def _check_direction(name: str, direction: Any, stage: Stage, shape: tuple[int, ...]) -> None:
-    """Check a direction. `shape` is that of the chosen heads of its stage at one position."""
+    """Check a direction. `shape` is the shape of the chosen heads of its stage at one position."""
     if stage.kind.axes[-1] == "T":
         raise InvalidRequest(f"{stage.name} has no directions, only keys: name them in units")
     if direction.shape not in (shape, shape[-1:]):
@@ -172,8 +172,8 @@ def _check_direction(name: str, direction: Any, stage: Stage, shape: tuple[int, 
 
 
 def _check_values(intervention: Intervention, shape: tuple[int, ...]) -> None:
-    """Check the values of an intervention. `shape` is that of the chosen part of its stage at one
-    position."""
+    """Check the values of an intervention. `shape` is the shape of the chosen part of its stage at
+    one position."""
     values, positions = intervention.values, intervention.positions
     rows = {1} if isinstance(positions, str) else {1, len(positions)}
     if values is None:

@@ -86,7 +86,7 @@ class Cells:
 
 
 def quantized_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows (..., D) as integers (..., D) in int8 and their scales (...) in float32."""
+    """Quantize rows (..., D) to integers (..., D) in int8 and scales (...) in float32."""
     rows = rows.float()
     most = rows.abs().amax(dim=-1)
     inverse = torch.where(most > 0, 127 / most, 0.0)
@@ -232,8 +232,8 @@ class KVCache:
     def _extend(
         self, layer: int, slot: int, start: int, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values (K, T, D) at `start`, and return those of positions [0, start +
-        T)."""
+        """Write keys and values (K, T, D) at `start`. Returns all keys and values of positions [0,
+        start + T)."""
         end = start + keys.shape[1]
         index = (layer, slot, slice(None), slice(start, end))
         self._keys.write(index, keys)

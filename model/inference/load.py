@@ -1,7 +1,7 @@
-"""Load a checkpoint and choose its dtype and decoder. Engine and cache are made elsewhere.
+"""Load a checkpoint and choose its dtype and decoder. Engine and cache are created elsewhere.
 
 The order matters. First the shape is checked against the header of the weights and the free memory,
-so that nothing is allocated for a false size. Then the dtype is chosen, the weights are read, and
+so that nothing is allocated for a wrong size. Then the dtype is chosen, the weights are read, and
 the decoder is chosen.
 """
 
@@ -45,8 +45,8 @@ Network = GPT | CodeModel
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A checkpoint's weights on their device, or the process that has them; the options, and the
-    choices that follow from them."""
+    """A loaded checkpoint: the model on its device (or in the process of its owner's code), the
+    options, and the choices that follow from them."""
 
     checkpoint: CheckpointInfo
     network: Network
@@ -57,8 +57,8 @@ class LoadedModel:
 
     @property
     def gpt(self) -> GPT:
-        """The GPT. Raises CheckpointError if its owner's code computes it."""
-        shape = self.checkpoint.config  # a model computed by its owner's code has none
+        """The GPT. Raises CheckpointError if the model is computed by its owner's code."""
+        shape = self.checkpoint.config  # raises CheckpointError
         assert isinstance(self.network, GPT), shape
         return self.network
 
@@ -75,7 +75,7 @@ def load_model(
     frees (`keep_freed_memory`). The thread that computes must set the number of torch's threads
     (`use_threads`).
 
-    `log` gets a line for the chosen checkpoint of a run, and one when native kernels are built.
+    `log` gets a line for the chosen checkpoint of a run, and a line if native kernels are built.
     Raises CheckpointError and KernelError; DeviceError, before it reads the weights, if they and
     the `slots` do not fit.
     """
@@ -114,7 +114,7 @@ def choose_computation(
     if isinstance(config, CodeConfig):
         _check_code_options(checkpoint, config, options)
         placement = choose_placement("cpu", "float32", options.threads)
-        return DTypeChoice("float32", "the dtype of models by their owner's code"), placement
+        return DTypeChoice("float32", "the dtype of an owner's code"), placement
     if options.batch_code:
         raise KernelError(
             f"batch_code is set, but no owner's code computes {checkpoint.path}: remove it"
@@ -155,7 +155,7 @@ def _check_code_options(
         )
     if options.batch_code and not config.padding_is_harmless:
         raise KernelError(
-            f"batch_code is set, but ids on the right or other rows change the logits of "
+            f"batch_code is set, but padding or other rows of a batch change the logits of "
             f"{config.code}: remove batch_code"
         )
 
@@ -174,7 +174,7 @@ def load_code(checkpoint: CheckpointInfo, placement: Placement, *, together: boo
 
 
 def describe_code(model: CodeModel) -> str:
-    """Describe the decoding by an owner's code, with its measured speed."""
+    """Describe how an owner's code decodes, and its measured speed."""
     config, speed = model.config, model.speed
     assert speed is not None
     how = (

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from logitd.model.device import DeviceError
 from logitd.model.inference.options import (
+    CODE_SLOTS,
     SERVED_SLOTS,
     KVCacheDType,
     MemoryShare,
@@ -44,8 +45,8 @@ class SlotBudget:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a model: its shape, the bytes of an element, and the dtype of its cache
-    (`kept`)."""
+    """The sizes of a model: its shape, the bytes of an element of its weights, and the dtype of its
+    cache (`kept`)."""
 
     name: str
     config: ModelConfig
@@ -57,7 +58,7 @@ class Shape:
         return model_bytes(self.config, self.item_bytes)
 
     def slot(self, *, gpu: bool) -> int:
-        """Bytes of one slot; on a GPU including its part of a step's working memory."""
+        """Bytes of one slot; on a GPU these include its part of a step's working memory."""
         working = working_bytes(self.config, self.item_bytes) if gpu else 0
         return slot_bytes(self.config, self.item_bytes, self.kept) + working
 
@@ -111,7 +112,10 @@ def slots_for(
         slots = (budget.slots,) * len(shapes)
     else:
         part = memory.free // len(shapes)
-        slots = tuple(_default_slots(budget.default, size, part) for size in sizes)
+        slots = tuple(
+            _default_slots(default_for(shape.config, budget.default), size, part)
+            for shape, size in zip(shapes, sizes, strict=True)
+        )
     total = sum(n * size for n, size in zip(slots, sizes, strict=True))
     if total > memory.free:
         each = ", ".join(
@@ -125,6 +129,14 @@ def slots_for(
             f"weights; {fit} slots per model fit: {fix}"
         )
     return slots
+
+
+def default_for(config: ModelConfig, default: SlotDefault) -> SlotDefault:
+    """The default number of slots of a model. On a server, a model that its owner's code computes
+    gets at most CODE_SLOTS."""
+    if default.share is None or not isinstance(config, CodeConfig):
+        return default
+    return replace(default, most=min(default.most, CODE_SLOTS))
 
 
 def _default_slots(default: SlotDefault, slot: int, free: int) -> int:

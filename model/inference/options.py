@@ -1,4 +1,4 @@
-"""Options for computing a model, and the parsers of their texts on the command line. Imports no
+"""Options for computing a model, and parsers for their values on the command line. Imports no
 torch."""
 
 import math
@@ -91,10 +91,13 @@ class SlotDefault:
     share: MemoryShare | None = None
 
 
+CODE_SLOTS = 8
+"""Default number of slots of a served model that its owner's code computes. A step needs a pass for
+each sequence, so more slots would not add tokens per second but delay every stream."""
 SERVED_SLOTS = SlotDefault(64, MemoryShare(0.25))
-"""Default of a server. A quarter leaves most of the memory to others; slots take memory only once
-they are used (`model/inference/kv_cache.py`). 64 limits the slowdown of a stream when all slots are
-in use."""
+"""Default number of slots of a server. A quarter leaves most of the memory to others; slots take
+memory only once they are used (`model/inference/kv_cache.py`). 64 limits the slowdown of a stream
+when all slots are in use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +157,7 @@ def _in_seconds(text: str, number: float, unit: str) -> float:
 
 
 def format_target(target: TargetGap | None) -> str:
-    """The text that `parse_target_gap` and `parse_target_ttft` read."""
+    """Format a target as `parse_target_gap` and `parse_target_ttft` read it."""
     match target:
         case None:
             return "none"
@@ -183,8 +186,8 @@ def parse_loss_limit(text: str) -> float:
 
 
 def parse_memory(text: str) -> MemorySize:
-    """An amount of memory from a text: "8GiB", "500 MB", "1000000" or "80%". Raises ValueError with
-    the valid forms."""
+    """Parse an amount of memory: "8GiB", "500 MB", "1000000" or "80%". Raises ValueError with the
+    valid forms."""
     stripped = text.strip()
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*|%)", stripped.lower())
     if re.search("[A-Z]i?b$", stripped):

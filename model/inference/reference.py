@@ -1,8 +1,8 @@
 """Reference: generation by its plain definition, the oracle of the engine's tests.
 
-It computes one sequence at a time without a cache, running the whole text through the plain forward
-pass for every token, and samples on Python lists. It shares only the random numbers with the engine
-(`model/inference/sampling/philox.py`).
+It computes one sequence at a time without a cache, running all tokens through the plain forward
+pass for every new token, and samples on Python lists. It shares only the random numbers with the
+engine (`model/inference/sampling/philox.py`).
 """
 
 import math

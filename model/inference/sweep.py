@@ -43,8 +43,8 @@ class Grid:
         return math.prod(map(len, self.axes.values()))
 
     def cells(self) -> Iterator[tuple[Cell, tuple[Intervention, ...]]]:
-        """The cells with their interventions; the last axis changes fastest. They are made lazily,
-        because making all of them may take seconds."""
+        """The cells with their interventions; the last axis changes fastest. They are created
+        lazily, because creating all of them may take seconds."""
         for place in itertools.product(*self.axes.values()):
             at = dict(zip(self.axes, place, strict=True))
             cell = Cell(at.get("layers"), at.get("heads"), at.get("positions"))

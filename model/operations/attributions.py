@@ -36,7 +36,7 @@ from logitd.model.text.tokenizer import Tokenizer
 from logitd.model.transformer.config import GPTConfig
 
 LISTED_NUMBER = 8
-"""Number of elements that a number in a list counts as: it takes 32 bytes in Python and 20 as
+"""A number in a list counts as this many elements, because it takes 32 bytes in Python and 20 as
 JSON."""
 
 
@@ -44,7 +44,7 @@ class Direction(RequestBody):
     """A direction at a stage, such as the weights of a linear probe."""
 
     stage: StageName
-    values: Row | Rows = Field(description="With the stage's shape at one position.")
+    values: Row | Rows = Field(description="Numbers in the shape of the stage at one position.")
 
 
 class AttributionsRequest(ComparedTokens, PromptBody):
@@ -91,7 +91,7 @@ class AttributionsRequest(ComparedTokens, PromptBody):
         description="gradient_times_input: the gradient with respect to each token's vector, times "
         "that vector; integrated_gradients: the same along a path from a baseline; direct: the "
         "direct share of the embedding, each head, each bias and each MLP. In a model with "
-        "logit_softcap, logits are those before it.",
+        "logit_softcap, these are shares of the logit before the cap.",
     )
     steps: int | None = Field(
         None,
@@ -198,7 +198,7 @@ def plan(body: AttributionsRequest, subject: Subject) -> Planning:
             request_id=new_id("attribution"),
             token_ids=prompt,
             task=AttributionTask(
-                position=next(iter(resolve_position(body.position, len(prompt))), 0),
+                position=resolve_position(body.position, len(prompt)),
                 token_id=token,
                 minus_id=minus,
                 probe=probe,
@@ -210,8 +210,7 @@ def plan(body: AttributionsRequest, subject: Subject) -> Planning:
         )
         for prompt in prompts
     ]
-    # Each block has its heads, MLP, bias and the biases of two norms. Others: embedding, two
-    # biases.
+    # Parts of each block: heads, MLP, bias, biases of two norms. Others: embedding, two biases.
     parts = config.n_layer * (config.n_head + 4) + 3 if "direct" in body.methods else 0
     listed = sum(map(len, prompts)) + parts * len(prompts)
     subject.check_listed(listed, "tokens and parts", "prompt")
@@ -294,9 +293,10 @@ ATTRIBUTIONS = Operation(
     form="record",
     summary="Contributions of tokens, heads and MLPs to a logit",
     description="""\
-By gradients: the gradient of a token's logit, of the difference of two logits, or of a direction at
-a stage, with respect to the vector of each token of the prompt, times that vector; at the prompt
-itself, or along a path from a baseline. With `stages`, also the gradients with respect to any
-stages. Direct: the share that each head, bias and MLP adds to the logit. Other requests
-are computed at the same time: a step of the engine computes one block of one prompt.""",
+The target is a token's logit, the difference of two logits, or a direction at a stage. The gradient
+methods multiply the vector of each token of the prompt by the gradient of the target: the gradient
+at the prompt itself, or its mean along a path from a baseline. The method `direct` lists the share
+that each head, bias and MLP adds to the logit. With `stages`, the reply also has the gradients with
+respect to these stages. Other requests are computed at the same time: a step of the engine computes
+one block of one prompt.""",
 )

@@ -24,14 +24,14 @@ ChosenIds = Annotated[TokenIds, Field(min_length=1)]
 Prompts = Annotated[list[Text | TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 Prompt = Annotated[
     Text | TokenIds | Prompts,
-    Field(description="A text, a list of token ids, or a list of texts and lists of ids."),
+    Field(description="A string, a list of token ids, or a list of strings and lists of ids."),
 ]
 Examples = Mapping[str, Mapping[str, Any]]
 """Valid bodies, each under a title that describes it. /docs offers them as examples."""
 
 Timeout = Annotated[
     float | None,
-    Field(gt=0, le=86_400, description="Seconds from arrival until the request is ended (504)."),
+    Field(gt=0, le=86_400, description="Seconds from arrival until the request is aborted (504)."),
 ]
 ModelName = Annotated[
     str | None,
@@ -55,8 +55,8 @@ class RequestBody(BaseModel):
     """A request.
 
     examples      valid bodies, at least one for each operation
-    alternatives  groups of fields of which a body may give one
-    needs         fields that have an effect only next to one of others
+    alternatives  groups of fields; a body may set at most one field of each group
+    needs         fields that have an effect only if at least one of certain others is set
     """
 
     examples: ClassVar[Examples] = {}
@@ -96,8 +96,6 @@ class RequestBody(BaseModel):
 
 
 class ModelBody(RequestBody):
-    """A request to a model."""
-
     model: ModelName = None
     step: Step = None
 
@@ -176,7 +174,7 @@ class PositionRange(RequestBody):
 
     start: Place | None = Field(None, alias="from", description="First position. Absent: 0.")
     to: Place | None = Field(
-        None, description="First position that is left out. Absent: up to the end."
+        None, description="Position after the last one. Absent: the end of the prompt."
     )
 
     @model_validator(mode="after")
@@ -189,7 +187,7 @@ class PositionRange(RequestBody):
 PositionChoice = Annotated[
     Literal["last", "all"] | Places | PositionRange,
     Field(
-        description="'last', 'all', a list of positions, or {'from': first, 'to': first left out}; "
-        "negative numbers count from the end."
+        description="'last', 'all', a list of positions, or {'from': start, 'to': stop}, like a "
+        "slice; negative numbers count from the end."
     ),
 ]

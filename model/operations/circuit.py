@@ -25,8 +25,8 @@ from logitd.model.text.tokenizer import Tokenizer
 
 class CircuitRequest(ComparedTokens, PromptBody):
     """The tokens, heads and neurons that carry the difference of two logits, the edges between
-    them, and what is left of the difference without them or with them alone. By default, the
-    likeliest next token and the second likeliest. Computed in float32 from the served weights."""
+    them, and what is left of the difference without them or with them alone. By default, the two
+    tokens are the likeliest next tokens. Computed in float32 from the served weights."""
 
     examples: ClassVar[Examples] = {
         "Why the likeliest next token rather than the second": {"prompt": "for i in range(10"},
@@ -85,7 +85,7 @@ class CircuitNode(ReplyBody):
         "the positions, with all attention weights frozen."
     )
     attention: float = Field(
-        description="Amount that it carries through the attention weights that depend on it."
+        description="Amount that the node carries through the attention weights that depend on it."
     )
     neurons: list[CircuitNeuron] = Field(
         description="Neurons of an MLP, the strongest first; otherwise empty."
@@ -93,7 +93,7 @@ class CircuitNode(ReplyBody):
 
 
 class CircuitEdge(ReplyBody):
-    """The edges that leave a node add up to its values + attention."""
+    """The weights of the edges that leave a node add up to the node's values + attention."""
 
     source: int = Field(description="Index of a node.")
     target: int | None = Field(description="Index of a node; null for the logits.")
@@ -160,7 +160,7 @@ def plan(body: CircuitRequest, subject: Subject) -> Planning:
             request_id=new_id("circuit"),
             token_ids=prompt,
             task=CircuitTask(
-                position=next(iter(resolve_position(body.position, len(prompt))), 0),
+                position=resolve_position(body.position, len(prompt)),
                 token_id=token,
                 minus_id=minus,
                 share=body.share,

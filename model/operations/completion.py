@@ -58,7 +58,7 @@ class Piece:
 
 
 class Completion:
-    """One choice while it is generated: its tokens become text.
+    """One choice while it is generated. Decodes its tokens to text.
 
     `token_ids` includes a stop token, but the text does not. A stop string is not in the text
     either; the token that completes it is the last of `token_ids`. If `max_tokens` is reached
@@ -85,7 +85,7 @@ class Completion:
             min_tokens=params.min_tokens,
         )
         self._has_stop = bool(stop)
-        self._undecoded: list[int] = []  # tokens of the new piece without their text
+        self._undecoded: list[int] = []  # tokens of the new piece that are not in its text yet
         self._new = Piece(index, prompt_index, params.seed, tokenizer.decode(echo), list(echo))
 
     def push(self, event: TokenEvent) -> bool:
@@ -108,7 +108,7 @@ class Completion:
         self._new.tokens += tokens
 
     def finish(self, event: FinishEvent) -> None:
-        """Add the engine's final event. It must not be an error."""
+        """Add the engine's final event, which must not be an error."""
         if self.finished:
             return
         self._decode()
@@ -118,7 +118,7 @@ class Completion:
             self._end("length" if cut else "stop", event.stop_token_id)
 
     def take(self) -> Piece | None:
-        """Text and tokens added since the last call; None if there are none."""
+        """The text and tokens added since the last call; None if there are none."""
         self._decode()
         new = self._new
         if not (new.text or new.token_ids or new.finish_reason):
@@ -164,7 +164,7 @@ class GrowingReply:
             for index in range(plan.n)
         }
         self._prompts = {request.request_id: index for index, request in enumerate(plan.requests)}
-        self._scores: dict[int, list[ScoredToken]] = {}  # new ones, by prompt
+        self._scores: dict[int, list[ScoredToken]] = {}  # since the last `take_json`, by prompt
 
     @property
     def seed(self) -> int | None:

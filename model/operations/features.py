@@ -21,7 +21,8 @@ from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.features import Features
 
 PROMOTED = 12
-"""Number of tokens whose logits a feature raises most, and of those that it lowers most."""
+"""Number of listed tokens whose logits a feature raises most; as many are listed that it lowers
+most."""
 
 
 def summary(
@@ -29,7 +30,8 @@ def summary(
     features: Features | None,
     tokenizer: Tokenizer,
 ) -> dict[str, Any]:
-    """The autoencoders of a model, and figures of each feature of one of them, `features`."""
+    """The autoencoders of a model. If `features` names one of them, also figures of each of its
+    features."""
     facts = None if features is None else autoencoders[features].facts
     figures: dict[str, Any] = {"density": None, "strongest": None, "tokens": None}
     if facts is not None:
@@ -61,8 +63,8 @@ def _described(features: Features, stored: StoredAutoencoder) -> dict[str, Any]:
 def promotion_request(
     stored: StoredAutoencoder, index: int, config: GPTConfig
 ) -> OutputsRequest | None:
-    """The request for the logits of a feature's direction and of zero. None if the direction is not
-    one of the residual stream."""
+    """The request for the logits of a feature's direction and of a zero vector. None if the
+    direction is zero or has another width than the residual stream."""
     direction = stored.direction(index)
     if len(direction) != config.d_model or not direction.any():
         return None
@@ -132,7 +134,7 @@ def _text(tokenizer: Tokenizer, token_id: int) -> str | None:
 
 
 def _examples(ids: Any, activations: Any, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The examples of a feature, of ids and activations (E, W)."""
+    """The examples of a feature, from the ids and activations (E, W) of E windows of W tokens."""
     return [
         {
             "strongest": float(row.max()),

@@ -181,7 +181,7 @@ class GenerateRequest(SamplingFields, PromptBody):
     )
     prefix_reuse: bool = Field(
         True,
-        description="Keys and values of a prefix that was computed before may be copied.",
+        description="Allow copying the keys and values of a prefix that was computed earlier.",
     )
     interventions: Interventions = Field(default_factory=list)
     stream: bool = Field(False, description="Answer with server-sent events.")
@@ -265,8 +265,8 @@ class GenerateReply(Reply):
 
 
 def plan(body: GenerateRequest, subject: Subject, *, clamp_max_tokens: bool = False) -> Planning:
-    """One engine request per prompt. With `clamp_max_tokens`, a `max_tokens` beyond the context is
-    reduced instead of refused."""
+    """Make one engine request per prompt. With `clamp_max_tokens`, a `max_tokens` beyond the
+    context is reduced instead of refused."""
     source, tokenizer = constraint_source(body), subject.tokenizer
     if not tokenizer.has_text:
         _refuse_texts(body, source)
@@ -316,7 +316,7 @@ def new_seed() -> int:
 
 
 def constraint_source(body: GenerateRequest) -> Source | None:
-    """The constraint of a body. Validation ensures that there is at most one."""
+    """The constraint of a body, if any. Validation ensures that there is at most one."""
     if body.regex is not None:
         return Source("regex", body.regex)
     if body.grammar is not None:

@@ -1,8 +1,8 @@
 """Induction scores: how strongly each head attends to the token that followed an earlier occurrence
-of the current one.
+of the current token.
 
-The score is that of Olsson et al. (2022), In-context Learning and Induction Heads,
-https://arxiv.org/abs/2209.11895, with one sequence instead of a mean over many.
+Olsson et al. (2022), In-context Learning and Induction Heads, https://arxiv.org/abs/2209.11895,
+define the score as a mean over many sequences; here it is the score of one sequence.
 """
 
 from collections.abc import Sequence
@@ -50,9 +50,9 @@ class InductionReply(Reply):
 
 
 def induction_scores(weights: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """The scores (layers, heads) of attention weights (T, layers, heads, 2T), whose rows are the
-    second T positions of a sequence of T tokens twice. The score of row j is its weight on token j
-    + 1."""
+    """The scores (layers, heads) from attention weights (T, layers, heads, 2T). The rows are the
+    positions of the second of two copies of T tokens. The score of row j is its weight on token
+    j + 1."""
     rows = np.arange(len(weights))
     found: npt.NDArray[np.float64] = weights[rows, ..., rows + 1].mean(0, dtype=np.float64)
     return found
@@ -80,8 +80,8 @@ def plan(body: InductionRequest, subject: Subject) -> Planning:
     held = sum(config.n_layer * config.n_head * 2 * len(prompt) ** 2 for prompt in prompts)
     if subject.max_elements is not None and held > subject.max_elements:
         raise InvalidRequest(
-            f"the scores need {held} attention weights; {subject.max_elements} are allowed. Give "
-            "shorter or fewer prompts, or raise --max-reply-elements",
+            f"the scores need {held} attention weights, but the limit is {subject.max_elements}. "
+            "Give shorter or fewer prompts, or raise --max-reply-elements",
             "prompt",
         )
 
@@ -103,7 +103,7 @@ def _check_lengths(prompts: Sequence[Sequence[int]], subject: Subject) -> None:
         if len(prompt) > most:
             raise InvalidRequest(
                 f"the prompt has {len(prompt)} tokens; the model sees it twice, and the context of "
-                f"{subject.context_length} has room for {most}. Give a shorter one",
+                f"{subject.context_length} has room for {most}. Shorten it",
                 "prompt",
             )
 
@@ -119,6 +119,6 @@ INDUCTION = Operation(
 The prompt is given to the model twice in a row. The score of a head is the mean attention weight
 from each token of the second copy to the token after its first occurrence. An induction head, which
 copies what followed earlier, has a score near 1; a head that attends to all earlier tokens alike
-has about ln(2) / T for T tokens. Random token ids measure copying alone; in a text, other habits
-add to it.""",
+has about ln(2) / T for T tokens. Random token ids measure copying alone; in ordinary text, a head
+may also attend to that token for other reasons.""",
 )

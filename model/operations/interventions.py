@@ -59,7 +59,8 @@ StageName = Annotated[
     Field(
         min_length=1,
         max_length=100,
-        description="A name from GET /stages, ours or TransformerLens'; * means every layer.",
+        description="A name from GET /stages, or TransformerLens' name of the stage; * means every "
+        "layer.",
     ),
 ]
 TAKES: Mapping[str, Sequence[str]] = {
@@ -69,7 +70,7 @@ TAKES: Mapping[str, Sequence[str]] = {
     "set": ("values", "from"),
     "clamp": ("minimum", "maximum"),
 }
-"""Fields that each operation takes."""
+"""Fields that each operation accepts."""
 Bound = Annotated[float, Field(ge=-1e30, le=1e30)]
 Row = Annotated[list[float], Field(min_length=1, fail_fast=True)]
 Rows = Annotated[list[Row], Field(min_length=1, fail_fast=True)]
@@ -87,7 +88,7 @@ class Source(RequestBody):
 
 
 class Difference(RequestBody):
-    """The mean of the stage over the positions of a prompt, minus that of another prompt."""
+    """The mean of the stage over the positions of a prompt, minus its mean in another prompt."""
 
     model_config = ConfigDict(validate_by_name=False, serialize_by_alias=True)
 
@@ -108,20 +109,20 @@ class Intervention(RequestBody):
     operation: Operation
     positions: Literal["all", "prompt", "generated", "last"] | Places | PositionRange = Field(
         "all",
-        description="All positions, those of the prompt, those of generated tokens, the last one "
-        "of the prompt, or chosen positions of the prompt.",
+        description="'all'; 'prompt' or 'generated': only the tokens of the prompt or the "
+        "generated ones; 'last': the last token of the prompt; or chosen positions of the prompt.",
     )
     heads: Places | None = Field(None, description="Heads, from 0. Absent: all.")
     units: Places | None = Field(
         None,
-        description="Neurons or columns: indices of the stage's last axis, from 0. Absent: all. Of "
-        "attention scores and weights: keys.",
+        description="Neurons or columns: indices of the stage's last axis, from 0. Absent: all. "
+        "The units of attention scores and weights are keys.",
     )
     along: DirectionChoice | None = Field(
         None,
         description="A direction: change only the stage's coordinate along it, and nothing "
-        "orthogonal to it. Numbers of any length, one list or one for each head, or the "
-        "difference of two prompts.",
+        "orthogonal to it. One list of numbers or one for each head (their norm has no effect), or "
+        "the difference of two prompts.",
     )
     factor: Bound | None = Field(
         None,
@@ -130,8 +131,8 @@ class Intervention(RequestBody):
     values: Row | Rows | RowsOfHeads | None = Field(
         None,
         description="With add and set: values of the stage, either once for all positions or one "
-        "list for each position; only those of the chosen heads and units, and one number if "
-        "`along` is given.",
+        "list for each position. They have only the chosen heads and units; with `along`, each is "
+        "a single number.",
     )
     source: Source | None = Field(
         None,
@@ -275,7 +276,7 @@ def _change(
 ) -> _Change:
     with about(field):
         if body.positions == "generated" and not generates:
-            raise InvalidRequest("positions are 'generated', but nothing is generated here")
+            raise InvalidRequest("positions is 'generated', but this request generates no tokens")
         positions = [_positions(body.positions, length) for length in lengths]
         units: dict[int, tuple[int, ...]] = {}
         for stage, length in itertools.product(target.stages, set(lengths) if body.units else ()):
@@ -339,7 +340,7 @@ def _intervention(
             if len(values) != length:
                 raise InvalidRequest(
                     f"there are values for {pluralize(len(values), 'position')}, but the prompt "
-                    f"has {length}: set positions to as many"
+                    f"has {length}: choose as many positions as values"
                 )
             positions = tuple(range(length))
     return EngineIntervention(
@@ -388,5 +389,5 @@ def as_array(values: object, field: str = "values") -> Values:
     except ValueError as error:
         raise InvalidRequest(f"{field} are lists of different lengths") from error
     if not np.isfinite(array).all():
-        raise InvalidRequest(f"{field} have a number that is too large for float32 (3.4e38)")
+        raise InvalidRequest(f"{field} contain a number that is too large for float32 (3.4e38)")
     return array

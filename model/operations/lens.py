@@ -74,8 +74,8 @@ class LensLayer(ReplyBody):
     tokens: list[TokenProb] = Field(description="The tokens named in the request.")
     entropy: float = Field(description="In nats.")
     divergence: float = Field(
-        description="Kullback-Leibler divergence of the model's own prediction from this one in "
-        "nats; 0 at the last layer."
+        description="Kullback-Leibler divergence of the model's own prediction from this "
+        "prediction, in nats; 0 at the last layer."
     )
 
 
@@ -145,6 +145,6 @@ LENS = Operation(
     description="""\
 The final norm and the head, applied to the residual stream after each layer. Each layer has the
 likeliest next tokens, the probability and rank of chosen tokens, the entropy, and the divergence
-from the model's own prediction, which is that of the last layer. In a model with `backout`, the
-middle block's part is subtracted from the streams after later blocks.""",
+from the model's own prediction, which is the prediction of the last layer. In a model with
+`backout`, the middle block's part is subtracted from the streams after later blocks.""",
 )

@@ -26,8 +26,8 @@ from logitd.model.text.tokenizer import Tokenizer
 from logitd.model.transformer.config import ModelConfig
 
 LISTED_ELEMENTS = 64
-"""Number of elements that a listed token counts as, because in memory it is an object with an id, a
-text and bytes."""
+"""A listed token counts as this many elements, because in memory it is an object with an id, a text
+and bytes."""
 
 
 def new_id(kind: str) -> str:
@@ -61,8 +61,8 @@ def envelope(kind: str, model: str, checkpoint: CheckpointInfo) -> dict[str, Any
 class Subject:
     """The model for which an operation is planned, and the limits of its reply (None: no limit).
 
-    max_elements    most elements of the arrays in the reply, counted as float32
-    max_text_bytes  most bytes of a text that is decoded from ids
+    max_elements    maximum number of elements of the arrays in the reply, counted as float32
+    max_text_bytes  maximum size of a text that is decoded from ids, in bytes
     """
 
     checkpoint: CheckpointInfo
@@ -236,7 +236,7 @@ class Series:
     """The reply has a part for each of many requests (jobs), of which a few run at a time.
 
     head      members of the reply that are known before the jobs run
-    jobs      the requests, made lazily
+    jobs      the requests, created lazily
     part      takes the results of the next job, and returns a part of the reply, or None if the
               part needs further jobs
     event     name of a part in a stream
@@ -264,11 +264,11 @@ a record that needs no engine."""
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An operation, from which its endpoint, its documentation and its Python method are made.
+    """An operation. Its endpoint, its documentation and its Python method are derived from it.
 
     name          name of the endpoint and of the method
     body, reply   pydantic models; `reply` may be a union
-    plan          makes the plan of a valid body. Raises InvalidRequest if the model cannot answer
+    plan          makes the plan of a valid body. Raises InvalidRequest if the model cannot do it
     form          the form of the replies
     summary       the title in /docs
     description   the text in /docs, in Markdown

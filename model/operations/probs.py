@@ -74,7 +74,7 @@ class ProbsRequest(StageBody, PromptBody):
 class PromptProbs(PromptReply):
     tokens: list[TokenProb]
     mass: float = Field(description="Sum of the probabilities of the listed tokens.")
-    entropy: float = Field(description="Of the whole distribution, in nats.")
+    entropy: float = Field(description="Entropy of the whole distribution, in nats.")
     perplexity: float | None = Field(
         None,
         description="Perplexity of the prompt's tokens after the first; null for a single token.",

@@ -56,10 +56,11 @@ class Processing(SamplingFields, RequestBody):
 class StageBody(RequestBody):
     """A request for logits before or after processing."""
 
-    stage: Stage = Field("raw", description="Before or after `processing`.")
+    stage: Stage = Field("raw", description="Logits before or after `processing`.")
     processing: Processing | None = Field(
         None,
-        description="With stage 'processed'. The logit of a removed token is -inf, null in JSON.",
+        description="Steps that stage 'processed' applies to the logits. The logit of a removed "
+        "token is -inf, null in JSON.",
     )
 
     @model_validator(mode="after")

@@ -53,9 +53,9 @@ def encode_text(
 
 
 def no_vocabulary(param: str) -> InvalidRequest:
-    """The error for a text that is sent to a model without a vocabulary; `param` is the name of its
-    field."""
-    return InvalidRequest(f"{param} is a text, but {NO_VOCABULARY}", param, "no_vocabulary")
+    """The error for a string that is sent to a model without a vocabulary; `param` is the name of
+    its field."""
+    return InvalidRequest(f"{param} is a string, but {NO_VOCABULARY}", param, "no_vocabulary")
 
 
 def single_token(text: str, tokenizer: Tokenizer, param: str) -> int:
@@ -66,7 +66,7 @@ def single_token(text: str, tokenizer: Tokenizer, param: str) -> int:
     ids = encode_text(text, tokenizer, param)
     if len(ids) != 1:
         raise InvalidRequest(
-            f"{clip(text)!r} is {len(ids)} tokens ({clip(str(ids))}); {param} takes single ones",
+            f"{clip(text)!r} is {len(ids)} tokens ({clip(str(ids))}); {param} needs a single token",
             param,
         )
     return ids[0]
@@ -87,7 +87,7 @@ def resolve_positions(positions: PositionChoice, length: int) -> TokenIds:
             if not within:
                 raise InvalidRequest(
                     f"there are no positions from {positions.start} to {positions.to} in a prompt "
-                    f"of {pluralize(length, 'token')}; `to` is the first position left out",
+                    f"of {pluralize(length, 'token')}; `to` itself is not included",
                     "positions",
                 )
             return within
@@ -95,10 +95,10 @@ def resolve_positions(positions: PositionChoice, length: int) -> TokenIds:
             return resolve_in_prompt("positions", positions, length)
 
 
-def resolve_position(position: int, length: int) -> TokenIds:
-    """A position, counted from the start. An empty prompt, which validation rejects, gives no
-    position."""
-    return resolve_in_prompt("position", [position], length) if length else ()
+def resolve_position(position: int, length: int) -> int:
+    """A position, counted from the start. Returns 0 for an empty prompt, which validation
+    rejects."""
+    return resolve_in_prompt("position", [position], length)[0] if length else 0
 
 
 def resolve_in_prompt(param: str, positions: Sequence[int], length: int) -> tuple[int, ...]:
@@ -112,5 +112,5 @@ def clip(text: str, limit: int = 80) -> str:
 
 
 def _named(param: str) -> str:
-    """A field's text, in words for a message."""
+    """The name of a string of the field `param` in a message."""
     return "the prompt" if param == "prompt" else f"one of {param}"

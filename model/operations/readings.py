@@ -39,7 +39,7 @@ Readings = Mapping[Reading, Mapping[str, Values]]
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """The mean of a reading over its positions, minus that of another reading."""
+    """The mean of a reading over its positions, minus the mean of another reading, if any."""
 
     source: Reading
     minus: Reading | None
@@ -61,7 +61,7 @@ class Mean:
             if other.shape != mean.shape:
                 raise InvalidRequest(
                     f"{stage.name} has the shape {list(mean.shape)} in `from` and "
-                    f"{list(other.shape)} in `minus`; give prompts with equally many tokens"
+                    f"{list(other.shape)} in `minus`; give prompts with the same number of tokens"
                 )
             mean -= other
         return mean.astype(np.float32)
@@ -70,8 +70,8 @@ class Mean:
 def compute_readings(
     fields: Mapping[Reading, str], subject: Subject
 ) -> Generator[Compute, Computed, Readings]:
-    """Compute readings; each has the field of a body that asks for it. Raises InvalidRequest for a
-    reading that the model cannot compute; the error names its field."""
+    """Compute readings. `fields` has the field of the body that needs each reading; the
+    InvalidRequest for a reading that the model cannot compute names this field."""
     if not fields:
         return {}
     requests = {

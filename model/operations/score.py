@@ -28,7 +28,7 @@ MAX_CONTINUATIONS = 4096
 
 
 class ScoreRequest(PromptBody):
-    """Logprobs of given texts: of each prompt as a whole, or of continuations of it."""
+    """Logprobs of given texts: each prompt as a whole, or continuations of it."""
 
     examples: ClassVar[Examples] = {
         "Three endings compared": {
@@ -47,8 +47,8 @@ class ScoreRequest(PromptBody):
         | None
     ) = Field(
         None,
-        description="Texts or lists of ids to score after each prompt. Each is tokenized by "
-        "itself, and the prompt is computed once. Absent: the prompt itself is scored.",
+        description="Texts or lists of ids to score after each prompt. Each is tokenized "
+        "separately, and the prompt is computed once. Absent: the prompt itself is scored.",
     )
     logprobs: int | None = Field(
         None,
@@ -70,10 +70,12 @@ class TextScore(PromptReply):
     scored_tokens: int = Field(
         description="All tokens except the first of a prompt, which has no prediction."
     )
-    logprob: float = Field(description="Sum over the scored tokens, in nats.")
+    logprob: float = Field(description="Sum of the logprobs of the scored tokens, in nats.")
     is_greedy: bool = Field(description="True if temperature 0 generates these tokens.")
     perplexity: float | None = Field(description="null if no token is scored.")
-    bits_per_byte: float | None = Field(description="Over the bytes of the scored tokens.")
+    bits_per_byte: float | None = Field(
+        description="Minus `logprob` in bits, divided by the bytes of the scored tokens."
+    )
 
 
 class PromptScores(PromptReply):

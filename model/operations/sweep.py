@@ -92,9 +92,9 @@ class SweepRequest(PromptBody):
     position: Place = Field(-1, description="Position of each prompt whose logits are compared.")
     metric: Metric = Field(
         "logit",
-        description="logit, probability: of `token`, minus that of `minus` if given; loss: minus "
-        "the logprob of `token`, in nats; kl: divergence of the distribution from the one without "
-        "`vary`, in nats.",
+        description="logit, probability: the value of `token`, minus the value of `minus` if "
+        "given; loss: minus the logprob of `token`, in nats; kl: divergence of the distribution "
+        "from the distribution without `vary`, in nats.",
     )
     token: OneOrManyTexts | None = Field(
         None, description="Text of the token, or one for each prompt."
@@ -128,7 +128,7 @@ class SweepRequest(PromptBody):
         if len(set(self.over)) < len(self.over):
             raise ValueError(f"over names an axis twice: {self.over}")
         if self.vary.positions == "generated":
-            raise ValueError("vary.positions are 'generated', but nothing is generated here")
+            raise ValueError("vary.positions is 'generated', but a sweep generates no tokens")
         for name in ("token", "minus"):
             given = (getattr(self, name), getattr(self, f"{name}_id")) != (None, None)
             if given and name not in TOKENS[self.metric]:
@@ -136,8 +136,7 @@ class SweepRequest(PromptBody):
         return self
 
     def named(self, name: Literal["token", "minus"], tokenizer: Tokenizer) -> list[int | None]:
-        """The ids of the tokens, or of the subtracted ones, one for each prompt; None if not
-        given."""
+        """The id of `token` or of `minus` for each prompt; None if the body does not name it."""
         count, texts, ids = len(self.prompts), getattr(self, name), getattr(self, f"{name}_id")
         field = name if ids is None else f"{name}_id"
         if isinstance(texts, str):
@@ -149,7 +148,7 @@ class SweepRequest(PromptBody):
         if len(ids) != count:
             raise InvalidRequest(
                 f"{field} has {pluralize(len(ids), 'value')} for {pluralize(count, 'prompt')}; "
-                "give one for each prompt, or a single one, not in a list, for all",
+                "give one for each prompt, or one value for all, not in a list",
                 field,
             )
         return [*ids]
@@ -170,7 +169,7 @@ class SweepAxis(ReplyBody):
 
 
 class SweepValue(ReplyBody):
-    """The metric: its mean over the prompts, and its value for each."""
+    """The mean of the metric over the prompts, and its value for each prompt."""
 
     value: float
     spread: float | None = Field(
@@ -205,9 +204,9 @@ class _Parts:
         self._values: list[float] = []
 
     def add(self, computed: Computed) -> dict[str, Any] | None:
-        """Add the row of the next prompt. Returns the SweepCell after that of the last one."""
-        measure = self._measures[len(self._values)]
-        self._values.append(measure.of(_row(computed)))
+        """Add the row of the next prompt. Returns the SweepCell if it was the last prompt."""
+        ((row,),) = computed.rows.values()
+        self._values.append(self._measures[len(self._values)].of(row))
         if len(self._values) < len(self._measures):
             return None
         values, self._values = self._values, []
@@ -229,7 +228,7 @@ def plan(body: SweepRequest, subject: Subject) -> Planning:
         OutputsRequest(
             request_id=new_id("outputs"),
             token_ids=prompt,
-            positions=resolve_position(body.position, len(prompt)),
+            positions=(resolve_position(body.position, len(prompt)),),
             output=Logits(),
             interventions=changes,
         )
@@ -313,12 +312,6 @@ def _jobs(grids: Sequence[Grid], rows: Sequence[OutputsRequest]) -> Iterator[Out
         for row, (_, changes) in zip(rows, cells, strict=True):
             interventions = (*row.interventions, *changes)
             yield replace(row, request_id=new_id("cell"), interventions=interventions)
-
-
-def _row(computed: Computed) -> Any:
-    """The logits of the only request."""
-    ((row,),) = computed.rows.values()
-    return row
 
 
 def _token_json(token_id: int | None, subject: Subject) -> dict[str, Any] | None:

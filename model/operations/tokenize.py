@@ -94,8 +94,8 @@ class TokenizeRequest(ModelBody):
 class Piece(NamedToken):
     """A token. It may consist of only a part of a character."""
 
-    start: int = Field(description="The first character of which the token has bytes.")
-    end: int = Field(description="The character after the last one of which it has bytes.")
+    start: int = Field(description="Index of the first character of which the token has bytes.")
+    end: int = Field(description="Index after the last character of which the token has bytes.")
     special: bool
 
 

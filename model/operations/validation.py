@@ -39,7 +39,7 @@ COMMON_NAMES = {
 """Other servers' names of fields, with the names used here."""
 
 IDS = f"token ids (integers from 0, {MAX_IDS} at most)"
-PLACES = "a list of integers or {'from': first, 'to': first left out}"
+PLACES = "a list of integers or {'from': start, 'to': stop}"
 DIRECTION = (
     "a list of numbers, a list of such lists (one for each head), or {'from': ..., 'minus': ...}"
 )
@@ -50,10 +50,10 @@ SEVERAL_FORMS = {
     "stop": f"a string of 1 to {MAX_STOP_LENGTH} characters or a list of such strings "
     f"({MAX_STOP_STRINGS} at most)",
     "positions": f"'last', 'all', a list of integers ({MAX_IDS} at most) or "
-    "{'from': first, 'to': first left out}",
+    "{'from': start, 'to': stop}",
     "tokens": f"a list of {IDS}, or a list of such lists ({MAX_PROMPTS} at most)",
     "baseline": "'zero' or a token id",
-    **dict.fromkeys(("token", "minus"), "a text, or a list with one for each prompt"),
+    **dict.fromkeys(("token", "minus"), "a string, or a list with one for each prompt"),
     **dict.fromkeys(("token_id", "minus_id"), "a token id, or a list with one for each prompt"),
     "tool_choice": "'none', 'auto', 'required' or a function's name in an object",
     "guided_json": SCHEMA,
@@ -67,14 +67,14 @@ SEVERAL_FORMS = {
     "interventions.from.positions": f"'last', 'all', {PLACES}",
     "interventions.minus.positions": f"'last', 'all', {PLACES}",
 }
-"""For each field whose value may have several forms, these forms in words."""
+"""The fields whose value may have several forms, each with a description of the forms."""
 
 Body = TypeVar("Body", bound=RequestBody)
 
 
 def parse(body: type[Body], fields: Mapping[str, Any]) -> Body:
-    """Make a body from Python values, among them NumPy arrays, sequences and `Intervention`s.
-    Raises InvalidRequest for fields that do not fit."""
+    """Make a body from Python values, which may include NumPy arrays, sequences and
+    `Intervention`s. Raises InvalidRequest for fields that do not fit."""
     members = (f"{json.dumps(name)}:{_json(name, value)}" for name, value in fields.items())
     try:
         return body.model_validate_json(f"{{{','.join(members)}}}".encode())

@@ -1,5 +1,6 @@
-"""Owner's code: models that are computed by the code that they were trained with.
+"""Owner's code: models that are computed by the code with which they were trained.
 
-`process/` is the program that runs the code, in a separate process. `connection.py` starts it and
-talks to it. `config.py` describes such a model.
+`process/` is the program that runs the code in a separate process. `connection.py` starts the
+process and communicates with it. `job.py` runs it once for an import. `config.py` describes such a
+model.
 """

@@ -1,8 +1,8 @@
 """CodeConfig: a model that is computed by its owner's code, as stored in a checkpoint's
 `config.json`.
 
-It takes the place of a `GPTConfig`, which describes the models that this project computes itself.
-Its facts were measured when the model was imported (`process/measure.py`). Imports no torch.
+It replaces the `GPTConfig`, which describes models that this project computes itself. Its facts
+were measured when the model was imported (`process/measure.py`). Does not import torch.
 """
 
 import json
@@ -38,9 +38,13 @@ class ModuleStage:
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Values:
-    """Values of the checkpoint by names in lower case: for global variables (`top`), for parameters
-    with a default (`over`), and for other parameters. `names` are the values that assignments of
-    the file had during the import, for those that fail without the files next to it."""
+    """Values that were known when the model was imported, by names in lower case.
+
+    top     for global variables of the file
+    over    for parameters with a default
+    values  for other parameters
+    names   of the file's assignments; used if an assignment fails because files are missing
+    """
 
     top: Mapping[str, Any]
     over: Mapping[str, Any]
@@ -52,22 +56,22 @@ class Values:
 class CodeConfig:
     """The owner's code, and the facts that serving needs.
 
-    vocab_size           ids run from 0 to vocab_size - 1
-    rows                 number of logits that the model returns
-    order                the model's id of each id of the vocabulary; None: the same
-    context_length       positions, prompt and completion together
+    vocab_size           number of ids
+    rows                 number of logits that the model returns for a position
+    order                the model's id for each id of the vocabulary; None if they are the same
+    context_length       maximum number of positions of prompt and completion together
     parameters           number of parameters
     file                 the file with the model, relative to the folder `code`
-    expression           makes the model: a name in the file, or an expression of its names
-    call                 returns the logits: an expression of `model` and `ids`; None: `model(ids)`
-    values               values with which the expression made the model
-    deterministic        False if two passes over the same ids differ; each pass is seeded, so the
-                         results still repeat
+    expression           creates the model: a name in the file, or an expression that uses its names
+    call                 expression of `model` and `ids` that returns logits; None is `model(ids)`
+    values               values with which the expression created the model
+    deterministic        False if two passes over the same ids differ. Results can be repeated
+                         anyway, because each pass is seeded
     padding_is_harmless  True if ids on the right and other rows of a batch change no logits
     has_state            True if the model has its own cache (`process/state.py`)
     lens                 names of the final norm and of the head, for the logit lens
-    streams              the stages that the lens reads: before the first block, and after each
-    stages               the submodules whose outputs can be read and changed
+    streams              stages that the lens reads: the first block's input, each block's output
+    stages               submodules whose outputs can be read and changed
     """
 
     vocab_size: Annotated[int, Field(ge=1)]
@@ -101,11 +105,11 @@ class CodeConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "CodeConfig":
-        """Read a result of `to_dict`. Raises CodeConfigError, which names the key that is missing,
-        unknown or wrong."""
+        """Read the result of `to_dict`. Raises CodeConfigError, which names the missing, unknown or
+        wrong key."""
         try:
             fields = {name: value for name, value in values.items() if name != "kind"}
-            # Lists in Python are not tuples, so validate JSON.
+            # Strict validation accepts lists as tuples only in JSON.
             return _ADAPTER.validate_json(json.dumps(fields))
         except ValidationError as error:
             first = error.errors()[0]

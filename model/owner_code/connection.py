@@ -1,9 +1,9 @@
 """Connection: starts the process of an owner's code and asks it for logits.
 
-The process has the verified sources in a temporary folder, inherits the verified file of weights as
-an open descriptor, and has no network (`process/network.py`) and none of this service's environment
-variables. If it ends, hangs or breaks the protocol, the request fails and the next one starts it
-again.
+The process gets the verified sources in a temporary folder and the verified file of weights as an
+open descriptor. It has no network (`process/network.py`) and none of this service's environment
+variables. If it ends, hangs or breaks the protocol, the request fails, and the next request starts
+the process again.
 """
 
 import json
@@ -30,22 +30,24 @@ from logitd.model.owner_code.process.wire import Wire, floats
 MODULE = "logitd.model.owner_code.process"
 ROOT = Path(__file__).parents[3]
 START_SECONDS, PASS_SECONDS = 300.0, 60.0
-"""Time limits of a start and of a pass, after which the process is ended."""
+"""Time limits of a start and of a pass, after which the process is killed."""
 STDERR, STDERR_LINES, STDERR_BYTES = "stderr", 3, 2**20
-"""File for the output of the code, number of its lines in a message, and size at which it is
-emptied."""
+"""Name of the file for the code's error output, number of its lines in a message, and size in bytes
+above which it is emptied."""
 
 Visit = Callable[[str, Tensor], Tensor]
-"""Gets the name and the value (1, T, ...) of a stage, and returns the value to continue with."""
+"""Receives the name and the value (1, T, ...) of a stage, and returns the value to continue
+with."""
 
 
 class CodeError(Exception):
-    """Raised if the owner's code, or its process, has failed; the message says how."""
+    """Raised if the owner's code or its process has failed. The message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Ids of a sequence, the positions [first, end) whose logits are requested, and its slot."""
+    """A sequence, the positions [first, end) whose logits are requested, and the sequence's
+    slot."""
 
     token_ids: Sequence[int]
     first: int
@@ -55,19 +57,20 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Milliseconds of a pass, and its number of positions."""
+    """The duration of a pass, and its number of positions."""
 
     milliseconds: float
     length: int
 
 
 def command(folder: Path, *more: str) -> list[str]:
-    """The command line of the program that runs owner's code, with its folder."""
+    """The command line of the program that runs an owner's code, with its folder as an argument."""
     return [sys.executable, "-B", "-m", MODULE, str(folder), *more]
 
 
 def environment() -> dict[str, str]:
-    """The environment variables of the process, without this project's, which may contain keys."""
+    """The environment variables of the process: all except this project's, which may contain
+    keys."""
     return {name: value for name, value in os.environ.items() if not name.startswith("LOGITD_")}
 
 
@@ -84,15 +87,15 @@ def last_lines(text: str) -> str:
 
 @dataclass
 class CodeModel:
-    """A model in a separate process, and how to start the process again. Not thread-safe.
+    """A model in a separate process, which it can start again. Not thread-safe.
 
-    sources   contents of the source files by their names
-    weights   the file of weights, open, whose hash the caller has verified. Each start reads this
-              file, even if a newer one has its path
+    sources   contents of the source files by name
+    weights   the open file of weights, whose hash the caller has verified. Each start reads this
+              file, even if a newer file has its path
     threads   number of torch's threads in the process
-    together  sequences of a request are computed in one batch, padded on the right
-    seconds   longest pass
-    speed     measured when the process started
+    together  compute the sequences of a request in one batch, padded on the right
+    seconds   time limit of a pass
+    speed     measured at the start of the process
     """
 
     config: CodeConfig
@@ -107,10 +110,12 @@ class CodeModel:
     _scratch: "tempfile.TemporaryDirectory[str] | None" = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        weakref.finalize(self, self.weights.close)  # not in `close`, after which it may start again
+        # Not in `close`, after which the process may be started again.
+        weakref.finalize(self, self.weights.close)
 
     def start(self) -> None:
-        """Start the process unless it is running. Raises CodeError if the model cannot be made."""
+        """Start the process unless it is running. Raises CodeError if the model cannot be
+        created."""
         if self._process is not None and self._process.poll() is None:
             return
         self.close()
@@ -127,7 +132,7 @@ class CodeModel:
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
                 pass_fds=[theirs.fileno(), self.weights.fileno()],
-                start_new_session=True,  # so that Ctrl-C does not end it
+                start_new_session=True,  # so that Ctrl-C does not stop it
                 env=environment(),
             )
         self._wire = Wire(ours)
@@ -141,8 +146,9 @@ class CodeModel:
         stages: Sequence[str] = (),
         visit: Visit = lambda name, value: value,
     ) -> Tensor:
-        """Logits (rows, V) of the requested positions, one sequence after the other. `visit` is
-        called for the `stages` of the only sequence. Raises CodeError."""
+        """Logits (rows, V) of the requested positions, one sequence after the other. If there are
+        `stages`, `visit` is called for each of them, and there must be only one sequence. Raises
+        CodeError."""
         self.start()
         header = {
             "lengths": [len(one.token_ids) for one in sequences],
@@ -158,7 +164,8 @@ class CodeModel:
         return logits
 
     def lens(self, stream: Tensor) -> Tensor:
-        """Logits (P, V) of the final norm and the head of a stream (P, d). Raises CodeError."""
+        """Logits (P, V) that the final norm and the head compute from a stream (P, d). Raises
+        CodeError."""
         self.start()
         self._send({"lens": list(stream.shape)}, stream)
         return self._logits(lambda name, value: value)
@@ -221,7 +228,7 @@ class CodeModel:
             self.close()
             raise CodeError(
                 f"{self.config.code} did not answer within {seconds:.0f} seconds; its process was "
-                "ended and starts again with the next request"
+                "killed and starts again with the next request"
             ) from error
         except (EOFError, OSError, ValueError) as error:
             raise self._ended() from error
@@ -242,8 +249,8 @@ class CodeModel:
             os.truncate(stderr, 0)
 
     def _ended(self) -> CodeError:
-        """The error for a process that has ended. A process that runs but broke the protocol is
-        killed."""
+        """The error for a process that has ended. If it still runs, because it broke the protocol,
+        it is killed."""
         assert self._process is not None
         assert self._scratch is not None
         folder = Path(self._scratch.name)

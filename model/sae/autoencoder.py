@@ -25,7 +25,7 @@ from logitd.model.transformer.features import Features
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Autoencoder:
-    """The weights, in float32.
+    """The weights of an autoencoder, in float32.
 
     encoder, encoder_bias  (D, F), (F,); the features before the activation are x @ encoder + bias
     decoder, decoder_bias  (F, D), (D,)
@@ -64,7 +64,7 @@ class Autoencoder:
         return _by_blocks(lambda rows: rows @ self.decoder + self.decoder_bias, features)
 
     def moved(self, x: Tensor, difference: Tensor) -> Tensor:
-        """Values (T, D) after a change of their features by `difference` (T, F)."""
+        """Change the features of values (T, D) by `difference` (T, F). Returns the new values."""
         step = _by_blocks(lambda rows: rows @ self.decoder, difference)
         return (x.float() + step).to(x.dtype)
 

@@ -46,7 +46,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "noise_scale": (0, 0.0, None),
     "hook_head_index": (None,),
 }
-"""Settings of SAELens that must have one of these values. Others would change the computation."""
+"""Settings of SAELens that must have one of these values. Other values would change the
+computation."""
 OLDER_NAMES: Mapping[Any, str] = {
     "hook_point": "hook_name",
     "hook_point_head_index": "hook_head_index",
@@ -56,7 +57,7 @@ OLDER_NAMES: Mapping[Any, str] = {
 
 
 class AutoencoderError(Exception):
-    """Raised if a folder holds no autoencoder that can be served; the message names the file and
+    """Raised if a folder contains no autoencoder that can be served; the message names the file and
     the reason."""
 
 
@@ -65,7 +66,7 @@ class FeatureFacts:
     """Facts about features, measured on a text.
 
     density      (F,): share of the tokens at which the feature is nonzero
-    ids          (F, E, W): token ids around the places where the feature is strongest, in
+    ids          (F, E, W): token ids around the tokens at which the feature is strongest, in
                  descending order of strength; -1 for no token
     activations  (F, E, W): the feature at these tokens
     """
@@ -99,7 +100,7 @@ class StoredAutoencoder:
         if host is None or not host.kind.changes or len(host.kind.axes) != 1:
             raise AutoencoderError(
                 f"{self.path / CONFIG}: hook_name is {self.hook[:100]!r}, but the model has no "
-                "stage of this name with one axis that can be changed: see GET /stages"
+                "stage of this name that has one axis and can be changed: see GET /stages"
             )
         reads = self.autoencoder.decoder.shape[1]
         (width,) = host.shape(config, 1)
@@ -235,13 +236,14 @@ def placed(
 
 
 def foreign_weights(stored: StoredAutoencoder, checkpoint: CheckpointInfo) -> str | None:
-    """A warning if the autoencoder was trained on other weights; None if not, or if unknown."""
+    """A warning if the autoencoder was trained on other weights; None if it was not, or if its
+    weights are unknown."""
     trained = stored.record.get("weights_sha256")
     if trained in (None, checkpoint.weights_sha256):
         return None
     return (
         f"it was trained on other weights ({stored.record.get('checkpoint')}, sha256 "
-        f"{str(trained)[:12]}): its figures do not hold for {checkpoint.name}"
+        f"{str(trained)[:12]}): its figures do not apply to {checkpoint.name}"
     )
 
 

@@ -3,8 +3,8 @@ of the text is split and merged.
 
 Special tokens are added tokens, and a vocabulary may have others (GPT-NeoX has 23 for runs of
 spaces). The rules are those of `AddedVocabulary` in Hugging Face's `tokenizers`: the leftmost match
-counts, and of several matches there, the longest. The caller decides in which texts special tokens
-count. A token may have flags:
+wins, and of several matches there, the longest. The caller decides in which texts special tokens
+are recognized. A token may have flags:
 
   lstrip, rstrip  the token includes the white space before or after it
   single_word     the token does not match next to a letter, digit, mark or underscore
@@ -25,7 +25,8 @@ Flag = Literal["lstrip", "rstrip", "single_word", "normalized", "unnormalized"]
 FLAGS: tuple[Flag, ...] = get_args(Flag)
 
 MOST_CHARACTERS = 1024
-"""Maximum length of an added token in characters: at each place all lengths of tokens are tried."""
+"""Maximum length of an added token in characters. The search tries every length of a token at each
+place."""
 
 _WORD = regex.compile(r"\w")  # unlike in Python's `re`, \w includes marks
 
@@ -46,7 +47,7 @@ class AddedTokens:
     special, ordinary  texts of special and of other added tokens, and their ids
     flags              flags of both kinds, by text
 
-    Raises ValueError for an empty text, one that is too long, or unknown flags.
+    Raises ValueError for a token that is empty or too long, and for unknown flags.
     """
 
     def __init__(
@@ -66,8 +67,8 @@ class AddedTokens:
         for text, given in flags.items():
             if text not in tokens or not set(given) <= set(FLAGS):
                 raise ValueError(
-                    f"the flags {sorted(given)} of {text[:40]!r} are not {', '.join(FLAGS)} of an "
-                    "added token"
+                    f"{text[:40]!r} has the flags {sorted(given)}; only added tokens may have "
+                    f"flags, and only {', '.join(FLAGS)}"
                 )
         late = {
             text
@@ -85,8 +86,8 @@ class AddedTokens:
         """The added tokens of a text and the texts between them, in order. White space that a token
         strips belongs to the token's cut.
 
-        A special token counts only if `written` has the same characters at the same place. So with
-        `text` itself all special tokens count, with "" none.
+        A special token is recognized only if `written` has the same characters at the same place:
+        all special tokens if `written` is `text` itself, none if it is "".
         """
         cuts = [Cut(0, len(text), None)] if text else []
         for each in self._passes:

@@ -38,8 +38,8 @@ MAX_SECONDS = 5.0
 _NO_FILTERS = (
     *("random", "e", "escape", "forceescape", "striptags", "urlencode", "urlize", "xmlattr"),
 )
-"""Jinja's filters that are removed: one draws random numbers, the others write or read HTML and
-would not recognize the hidden characters of a message."""
+"""Jinja's filters that are removed: `random` draws random numbers, the others write or read HTML
+and would not recognize the hidden characters of a message."""
 
 # These names contain a space, so a template can neither read nor replace them.
 _DEADLINE = "the deadline"
@@ -182,8 +182,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    # Jinja's other globals are random or have a state; without them the same messages always give
-    # the same prompt.
+    # Jinja's other globals are random or have a state; without them the prompt depends only on the
+    # messages.
     environment.globals = {
         name: environment.globals[name] for name in ("range", "dict", "namespace")
     }

@@ -37,7 +37,7 @@ class GrowingText:
 
     def push(self, *token_ids: int) -> str:
         """Add tokens. Returns the new text that can be shown. With stop strings, add one token at a
-        time: the last one added is taken for the one that completes a stop string."""
+        time: a stop string is assumed to be completed by the last added token."""
         self._tokens += len(token_ids)
         shown = [token_id for token_id in token_ids if token_id not in self._stop_token_ids]
         return self._find_stop(self._decoder.decode(self._tokenizer.decode_bytes(shown)))

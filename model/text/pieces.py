@@ -5,9 +5,9 @@ no token for unknown pieces. Tokens are stored in one of two ways:
 
 unchanged       every character of a text is in a piece, so decoding returns the exact text
 with a space    each stored token begins with a space, which need not be in the text, because white
-                space only separates words. Encoding gives the ids that `re.findall` or `str.split`
-                and a dictionary would give. Decoding writes a space before each word; this text has
-                the same ids again
+                space only separates words. Encoding returns the same ids as `re.findall` or
+                `str.split` with a dictionary. Decoding writes a space before each word; encoding
+                this text again returns the same ids
 
 A pattern from a file may need exponential time, so a pattern that is not in `CUTS` is stopped after
 `MOST_SECONDS`. `model/convert/vocabulary/words.py` chooses the pattern.
@@ -31,8 +31,8 @@ JOINED_CUTS = (
     r" ?\S+|\s",
     r"\S+\s?|\s",
 )
-"""Patterns for vocabularies in which white space is a token or part of one, in order of decreasing
-fineness. Each covers every text."""
+"""Patterns for vocabularies in which white space is a token or part of a token. The pattern with
+the shortest pieces is first. Each pattern covers every text."""
 
 SPACED_CUTS = (
     r"\w+|[^\w\s]",
@@ -48,8 +48,8 @@ CUTS = frozenset((*JOINED_CUTS, *SPACED_CUTS, WORDS_AND_MARKS))
 
 
 def whole_first(several: Collection[str]) -> str:
-    """The beginning of a pattern that matches `several`, tokens of more than one word, the longest
-    first."""
+    """The beginning of a pattern that matches the tokens `several`, which have more than one word.
+    It tries the longest token first."""
     if not several:
         return ""
     longest_first = sorted(several, key=lambda word: (-len(word), word))
@@ -58,6 +58,27 @@ def whole_first(several: Collection[str]) -> str:
 
 class UnknownPiece(ValueError):
     """Raised if a piece of a text is not a token; the message names the piece and its place."""
+
+
+def cut_in_time(pattern: "regex.Pattern[str]", text: str) -> Iterator[re.Match[str]]:
+    """The matches of a pattern that may need exponential time. Raises UnknownPiece after
+    MOST_SECONDS."""
+    deadline, at = time.monotonic() + MOST_SECONDS, 0
+    try:
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:  # a quadratic pattern: each search is fast
+                raise TimeoutError
+            piece = pattern.search(text, at, concurrent=True, timeout=left)
+            if piece is None:
+                return
+            yield piece
+            at = max(piece.end(), at + 1)
+    except TimeoutError as error:
+        raise UnknownPiece(
+            f"the checkpoint's split pattern takes more than {MOST_SECONDS:g} seconds for this "
+            "text: send a shorter text, or token ids"
+        ) from error
 
 
 class PieceEncoder:
@@ -93,20 +114,7 @@ class PieceEncoder:
         if self._bounded is None:
             yield from self._cut.finditer(text)
             return
-        deadline, at = time.monotonic() + MOST_SECONDS, 0
-        try:
-            while True:
-                left = max(1e-3, deadline - time.monotonic())
-                piece = self._bounded.search(text, at, concurrent=True, timeout=left)
-                if piece is None:
-                    return
-                yield piece
-                at = max(piece.end(), at + 1)
-        except TimeoutError as error:
-            raise UnknownPiece(
-                f"the checkpoint's split pattern takes more than {MOST_SECONDS:g} seconds for this "
-                "text: send a shorter text, or token ids"
-            ) from error
+        yield from cut_in_time(self._bounded, text)
 
     def _check_left_out(self, between: str, end: int) -> None:
         """Check the text between two pieces, which ends at character `end`. Raises UnknownPiece

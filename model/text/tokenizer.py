@@ -25,7 +25,7 @@ import tiktoken
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from logitd.model.text.added_tokens import AddedTokens, Flag, end_of_space
-from logitd.model.text.pieces import PieceEncoder, UnknownPiece, word_spans
+from logitd.model.text.pieces import PieceEncoder, UnknownPiece, cut_in_time, word_spans
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -60,16 +60,20 @@ bpe     the pattern splits the text into pieces; a piece that is not a token is 
 pieces  the pattern splits the text into pieces; every piece has to be a token
 words   like pieces, but tokens begin with a space that need not be in the text, because white space
         only separates words
-none    there is no vocabulary: the ids stand for no text
+none    there is no vocabulary: the ids have no text
 """
 
 NO_VOCABULARY = (
-    "this model has no vocabulary and cannot encode a text: give token ids, or, if its vocabulary "
-    "is known, import the model again with --tokenizer"
+    "this model has no vocabulary and cannot encode text: give token ids, or, if its vocabulary is "
+    "known, import the model again with --tokenizer"
 )
 
 MOST_IDS = 2**24
-"""Largest vocabulary: sixty times the largest published one."""
+"""Maximum size of a vocabulary, sixty times the largest published vocabulary."""
+
+TRIED_LENGTH = 4096
+"""Characters up to which a text is encoded without a trial of an unknown pattern. A quadratic
+pattern takes at most a second for them."""
 
 PROBE = "A word, 2 numbers (1.5)\n\tand\u00e9\u4e16."
 """A text on which every new pattern is tried."""
@@ -115,14 +119,14 @@ class Tokenizer:
 
     ranks             bytes and id of each ordinary token
     special_tokens    names and ids. Special tokens may have any ids; the ordinary tokens have the
-                      others, counted from 0
-    added_tokens      texts that are one token wherever they occur, and their ids. The id may be
-                      that of the ordinary token with the same bytes
+                      remaining ids from 0 on
+    added_tokens      texts that are one token wherever they occur, and their ids. An added token
+                      may share the id of the ordinary token with the same bytes
     added_flags       flags of special and added tokens, by name (`added_tokens.py`)
     end_of_text_name  name of the special token that ends a document
     end_ids           further ids that end a generated text
 
-    The name of a special token in a text is plain text unless the caller asks for its id.
+    The name of a special token in a text is plain text unless `encode` gets `special_ids`.
 
     tiktoken needs a rank for each of the 256 bytes, but an imported vocabulary may lack some. The
     missing bytes get ranks from `vocab_size` on, which are not ids. A text that needs one of these
@@ -165,7 +169,7 @@ class Tokenizer:
         if kind == "none":
             if ranks or named or vocab_size is None or vocab_size < 1:
                 raise TokenizerError(
-                    "a tokenizer of kind 'none' takes only vocab_size, above 0; given were "
+                    "a tokenizer of kind 'none' needs only a vocab_size above 0, but got "
                     f"{len(ranks)} ranks, {len(named)} special tokens and vocab_size {vocab_size}"
                 )
             self.vocab_size = vocab_size
@@ -279,6 +283,7 @@ class Tokenizer:
             except UnknownPiece as error:
                 raise TokenizerError(str(error)) from error
         assert self._encoding is not None
+        self._try_pattern(text)
         with self._translated_panics():
             ids = self._encoding.encode_ordinary(text)
         self._check_complete(ids, at)
@@ -290,6 +295,17 @@ class Tokenizer:
                     "bytes"
                 )
         return ids
+
+    def _try_pattern(self, text: str) -> None:
+        """Raise TokenizerError if an unknown pattern takes long for this text. tiktoken cannot be
+        stopped, so a long text is split by `regex` first, which can be."""
+        if self.pattern in KNOWN_PATTERNS or len(text) <= TRIED_LENGTH:
+            return
+        try:
+            for _ in cut_in_time(regex.compile(self.pattern), text):
+                pass
+        except (regex.error, UnknownPiece) as error:
+            raise TokenizerError(str(error)) from error
 
     @contextmanager
     def _translated_panics(self) -> Iterator[None]:
@@ -335,7 +351,7 @@ class Tokenizer:
         return b"".join(map(self.token_bytes, token_ids))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one id; for a special token, its name."""
+        """The bytes of one id. The bytes of a special token are its name."""
         if not 0 <= token_id < self.vocab_size:
             raise TokenizerError(
                 f"token id {token_id} is outside the vocabulary of {self.vocab_size} ids "
@@ -378,8 +394,7 @@ class Tokenizer:
         return spans
 
     def description(self) -> dict[str, Any]:
-        """Everything except the ranks, as JSON that `described` reads. Default values are
-        omitted."""
+        """Everything except the ranks, as JSON for `described`. Default values are omitted."""
         members = {
             "kind": self.kind,
             "added_tokens": self.added_tokens,

@@ -25,7 +25,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Started:
-    """The first step begins: step 0, or that at which a resumed run continues."""
+    """Training begins at `step`: 0, or the step at which a resumed run continues."""
 
     run: Path
     parameters: int
@@ -92,7 +92,7 @@ def line(event: Event) -> str:
             share = "" if total is None else f" of {total / 1e6:,.1f} MB, {done / total:.0%}"
             return f"downloading {url}: {done / 1e6:,.1f}{share or ' MB'}"
         case Downloaded(url, size, path, from_cache):
-            action = "was downloaded before to" if from_cache else "downloaded to"
+            action = "already downloaded to" if from_cache else "downloaded to"
             return f"{url}: {size:,} bytes, {action} {path}"
         case Prepared(data, vocab_size):
             return (

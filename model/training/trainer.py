@@ -40,7 +40,7 @@ from logitd.model.training.run.step_log import StepLog
 from logitd.model.training.run.tensorboard import TensorBoard, require_tensorboard
 from logitd.model.training.setup.base import initial_model
 from logitd.model.training.setup.begin import setup_run
-from logitd.model.training.step.compile import choose_loss, compiles
+from logitd.model.training.step.compile import CompiledLoss, Loss, compiles
 from logitd.model.training.step.flops import flops_per_token, machine_rate
 from logitd.model.training.step.forward import Forward
 from logitd.model.training.stopping.divergence import DivergenceMonitor
@@ -57,7 +57,7 @@ written before the first and after the last step."""
 MOST_FOR_A_MILESTONE = 0.02
 """Largest share of the minutes that a checkpoint at a milestone may take."""
 CLOCK = ("seconds", "setup", "ending", "pace", "ending_pace", "share")
-"""Counters that the main process sets for all."""
+"""Counters that the main process sets for all processes."""
 SHORTER = 0.8
 """Share of the expected steps below which a notice says that the minutes suffice for fewer."""
 
@@ -138,12 +138,10 @@ class Trainer:
         self.batches = Batches(
             run.text.train, window=window, seed=self.recipe.seed, end_of_text=end_of_text
         )
-        self.loss = choose_loss(
-            Forward(self.gpt, placement, dropout=training.model.dropout),
-            lambda message: report(Noticed(message)),
-            compiled=compiles(training.config.compile, placement.device, self.length.minutes),
-            peers=ranks if run.sharded else ALONE,
-        )
+        forward = Forward(self.gpt, placement, dropout=training.model.dropout)
+        self.loss: Loss = forward.loss
+        if compiles(training.config.compile, placement.device, self.length.minutes):
+            self.loss = CompiledLoss(forward, self._notice, peers=ranks if run.sharded else ALONE)
         self.optimizers = Optimizers(self.gpt, self.recipe, ranks)
         self.average = Average(self.gpt, self.recipe.average, ranks)
         # 3) The work between steps.
@@ -199,7 +197,7 @@ class Trainer:
                 minutes = self.counters.seconds / 60
                 self._notice(
                     f"the run is over at step {self.first:,}, after {minutes:.1f} minutes in "
-                    "total: to continue, set more --steps or --minutes, which count the whole run"
+                    "total: to continue, increase --steps or --minutes, which count the whole run"
                 )
             while reason is None:
                 before = self.counters
@@ -255,8 +253,8 @@ class Trainer:
         self.counters = replace(self.counters, seconds=now, setup=setup)
 
     def _record(self, due: Due) -> None:
-        """Do the tasks that are due. If the state was saved, derive the expected time of the
-        ending."""
+        """Do the tasks that are due. If the state was saved, reserve time for saving the last step
+        from the time that this took."""
         began = self._now()
         reports = {
             "log": self.log.state(),
@@ -334,7 +332,6 @@ class Trainer:
         self.report(Progress(counters.step, share, figures, seconds_left))
 
     def _notice_fewer_steps(self) -> None:
-        """Report if the minutes suffice for fewer steps than expected."""
         counters, tasks = self.counters, self.recorder.seconds_per_step()
         left = self.length.steps_left(counters, counters.pace, tasks)
         if self.length.minutes is None or not counters.pace:
@@ -362,9 +359,8 @@ class Trainer:
         else:
             kept = self.recipe.keep_every is not None and reason != "interrupted"
             self._record(Due(state=True, history=kept or self.recipe.keeps(self.counters.step)))
-        if (
-            reason == "interrupted" or not self.ranks.is_main
-        ):  # only the main process has the metrics
+        # Only the main process has the metrics.
+        if reason == "interrupted" or not self.ranks.is_main:
             return
         if notice := ended_worse(self.run.directory.metrics()):
             self._notice(notice)

@@ -1,7 +1,7 @@
 """Activations of the feed-forward.
 
-Each has two implementations: torch's fused function for training, and for inference operations
-whose result for an element does not depend on the element's place in the array.
+Each has two implementations: torch's fused function for training, and one for inference, in which
+the result for an element does not depend on the element's place in the array.
 
 Torch's sigmoid, silu and GELU for CPUs use different code for the last elements of an array, and of
 each thread's part of it, and that code differs in the last bits. So the values of a row would

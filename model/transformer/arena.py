@@ -1,8 +1,8 @@
 """Arena: all weights of a model in contiguous memory on large pages.
 
-A decode step reads every weight once, so it is as fast as memory can be read, which is fastest in
-one direction from 2 MB pages. Zeros between the tensors let a kernel read a little beyond the end
-of a row.
+A decode step reads every weight once, so memory bandwidth limits its speed. Bandwidth is highest
+for sequential reads of 2 MB pages. Zeros between the tensors let a kernel read a little beyond the
+end of a row.
 """
 
 import mmap
@@ -77,8 +77,8 @@ def room_for_bytes(size: int) -> int:
 
 def move_to_arena(module: nn.Module) -> Arena:
     """Move the parameters of a module into an arena, in the order in which they were created, which
-    is the order of the forward pass. They stay the module's parameters, and no second copy remains.
-    Does nothing if they are already in an arena."""
+    is the order of the forward pass. They remain the module's parameters, and no second copy is
+    kept. Does nothing if they are already in an arena."""
     parameters = list(module.parameters())
     arena = Arena.around(parameters)
     if arena is None:

@@ -3,8 +3,8 @@ projection.
 
 The GPT's forward passes the heads of each layer to an `Attend`, which returns their outputs. This
 module has the `Attend`s without a cache: the fused one for training, and one that keeps its results
-for `model/transformer/trace.py`. `model/inference/kv_cache.py` has those with the KV cache; its
-prefill calls `attend_blocks` and `attend_piece`.
+for `model/transformer/trace.py`. `model/inference/kv_cache.py` has the ones that use the KV cache;
+its prefill calls `attend_blocks` and `attend_piece`.
 
 Shapes: B sequences, T positions, H = n_head, K = n_kv_head, D = head_dim, S = key positions.
   q (B, H, T, D)   k, v (B, K, T, D)   result (B, H, T, D)
@@ -22,8 +22,8 @@ from logitd.model.transformer.config import BLOCK
 
 
 class Attend(Protocol):
-    """Attention of one layer: takes the new queries, keys and values, and returns the outputs of
-    the heads. `window` is the number of positions that a query sees, up to its own; None: all."""
+    """Attention of one layer: maps the new queries, keys and values to the outputs of the heads.
+    `window` is the number of positions that a query sees, including its own; None: all."""
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None
@@ -72,7 +72,7 @@ def visible_keys(
 def attend_blocks(
     layer: int,
     q: Tensor,  # (1, H, T, D), T a multiple of BLOCK
-    keys: Tensor,  # (K, S, D), including those of the queries' positions
+    keys: Tensor,  # (K, S, D), including the keys of the queries' positions
     values: Tensor,
     *,
     start: int,
@@ -132,7 +132,7 @@ def causal_bias(length: int, keys: int, like: Tensor, window: int | None = None)
 
 def attend_piece(
     q: Tensor,  # (1, H, T, D)
-    keys: Tensor,  # (K, S, D), the last being those of the queries' positions
+    keys: Tensor,  # (K, S, D); the last T belong to the queries' positions
     values: Tensor,
     bias: Tensor | None,  # (T, S); None if the queries are all positions
 ) -> Tensor:

@@ -53,13 +53,13 @@ class RopeScaling:
                              yarn: a ramp between both, and longer queries and keys (Peng et al.,
                              2023)
     factor                   ratio of the new to the original context length
-    low_freq_factor,         llama3: channels that turn less than `low_freq_factor` times within
-    high_freq_factor         the original context are divided by `factor`, those that turn more
-                             than `high_freq_factor` times do not change
+    low_freq_factor,         llama3: the angle of a channel is divided by `factor` if it makes fewer
+    high_freq_factor         than `low_freq_factor` turns within the original context, and does not
+                             change if it makes more than `high_freq_factor`
     original_context_length  llama3, yarn: context length before scaling
-    beta_fast, beta_slow     yarn: channels that turn at least `beta_fast` times within the original
-                             context do not change, those that turn less than `beta_slow` times are
-                             divided by `factor` (default: 32, 1)
+    beta_fast, beta_slow     yarn: the angle of a channel does not change if it makes at least
+                             `beta_fast` turns within the original context, and is divided by
+                             `factor` if it makes fewer than `beta_slow` (default: 32, 1)
     attention_factor         yarn: multiplier of cosines and sines (default: the paper's,
                              0.1 ln(factor) + 1)
     truncate                 yarn: begin and end the ramp at whole channels (default: true)
@@ -96,7 +96,7 @@ class RopeScaling:
             if low in own and not getattr(self, low) < getattr(self, high):
                 raise ConfigError(
                     f"rope_scaling.{low} is {getattr(self, low)} and {high} {getattr(self, high)}; "
-                    "the former must be below the latter"
+                    f"{low} must be below {high}"
                 )
 
     def _set_defaults(self) -> None:
@@ -121,7 +121,9 @@ class RopeScaling:
         """Read a result of `to_dict`. Raises ConfigError, which names the key that is missing,
         unknown or wrong."""
         if unknown := sorted(set(values) - set(_SCALING)):
-            raise ConfigError(f"unknown rope_scaling keys {unknown}; known are {sorted(_SCALING)}")
+            raise ConfigError(
+                f"unknown rope_scaling keys {unknown}: choose from {sorted(_SCALING)}"
+            )
         if missing := sorted({"kind", "factor"} - set(values)):
             raise ConfigError(f"rope_scaling lacks {missing}")
         return cls(**values)
@@ -175,7 +177,7 @@ class GPTConfig:
     fields.
 
     With rotary positions, channel i is paired with channel i + head_dim / 2 for any rotary_dim. The
-    first rotary_dim / 2 pairs turn; the angle of the other pairs is 0. Other programs pair the
+    first rotary_dim / 2 pairs are rotated; the angle of the others is 0. Other programs pair the
     first rotary_dim channels with each other. So an import reorders the rows of queries and keys,
     and the weights of their norms, within each head. `residual` "parallel" is x +
     attention(attention_norm(x)) + mlp(mlp_norm(x)), as in GPT-NeoX. The fields of `WITHOUT_PARTS`
@@ -217,7 +219,7 @@ class GPTConfig:
         float, Field(gt=1, allow_inf_nan=False, description="base of the rotary frequencies")
     ]
     rotary_dim: Annotated[
-        int, Field(ge=2, description="channels of each head that turn (default: head_dim)")
+        int, Field(ge=2, description="rotated channels of each head (default: head_dim)")
     ]
     rope_scaling: Annotated[
         RopeScaling | None,
@@ -238,7 +240,7 @@ class GPTConfig:
         bool | Literal["all"],
         Field(
             description="add gated embeddings per token to the values of every second block, or of "
-            "all; a new model learns those of all blocks as maps of the token's embedding"
+            "all; with all, a new model learns them as maps of the token's embedding"
         ),
     ]
     embedding_norm: Annotated[bool, Field(description="normalize the embedding of each token")]
@@ -280,7 +282,8 @@ class GPTConfig:
             )
         if self.positions == "rotary" and self.head_dim % 2:
             raise ConfigError(
-                f"head_dim {self.head_dim} is odd; rotary positions turn pairs, so it must be even"
+                f"head_dim {self.head_dim} is odd; rotary positions rotate pairs of channels, so "
+                "it must be even"
             )
         if self.residual == "parallel" and self.norm_position == "post":
             raise ConfigError(
@@ -289,7 +292,7 @@ class GPTConfig:
             )
         if self.windows is not None and len(self.windows) != self.n_layer:
             raise ConfigError(
-                f"windows has {len(self.windows)} entries, but n_layer is {self.n_layer}: give one "
+                f"windows has {len(self.windows)} entries, but n_layer is {self.n_layer}: set one "
                 "for each block"
             )
         self._check_rotary_dim()
@@ -304,8 +307,8 @@ class GPTConfig:
                     )
         elif self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim:
             raise ConfigError(
-                f"rotary_dim is {self.rotary_dim}; channels turn in pairs, so it must be even and "
-                f"from 2 to head_dim, {self.head_dim}"
+                f"rotary_dim is {self.rotary_dim}; channels are rotated in pairs, so it must be "
+                f"even and from 2 to head_dim, {self.head_dim}"
             )
 
     @property
@@ -315,12 +318,12 @@ class GPTConfig:
 
     @property
     def kv_width(self) -> int:
-        """Number of elements of one position's keys in one layer. Its values have as many."""
+        """Number of elements in the keys, or in the values, of one position in one layer."""
         return self.n_kv_head * self.head_dim
 
     def maps(self) -> dict[Target, tuple[int, ...]]:
-        """For each matrix of a block, the numbers of rows of its linear maps. A fused matrix
-        contains several maps: `qkv` those of queries, keys and values."""
+        """For each matrix of a block, the number of rows of each linear map in it. A fused matrix
+        contains several maps: `qkv` has one each for queries, keys and values."""
         query = self.n_head * self.head_dim
         up = (self.d_ff,) * (2 if self.activation == "swiglu" else 1)
         return {

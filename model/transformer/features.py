@@ -48,7 +48,7 @@ class GPTWithFeatures(GPTConfig):
 
 
 def with_features(config: ModelConfig, features: tuple[Features, ...]) -> ModelConfig:
-    """The shape with these features. Raises ConfigError for a model by its owner's code."""
+    """The shape with these features. Raises ConfigError if the owner's code computes the model."""
     if not features:
         return config
     if isinstance(config, CodeConfig):

@@ -155,7 +155,7 @@ class GPT(nn.Module):
         return self.embedding_norm(x) if self.config.embedding_norm else x
 
     def logits(self, x: Tensor) -> Tensor:
-        """The logits (..., V) of final hidden states (..., C), without those of padded ids."""
+        """The logits (..., V) of final hidden states (..., C), excluding padded ids."""
         weight, bias = self.head_parameters()
         vocab_size = self.config.vocab_size
         narrow = weight.dtype in (torch.bfloat16, torch.float16)
@@ -218,8 +218,8 @@ class GPT(nn.Module):
 
 
 class HeadBias(nn.Module):
-    """The bias of a head that shares the embedding's matrix. As a module it has the usual name
-    `head.bias`."""
+    """The bias of a head that shares the embedding's matrix. It is a module so that its parameter
+    has the usual name `head.bias`."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class Block(nn.Module):
         self.config = config
         self.layer = layer
         self.attention_norm = _norm(config)
-        # One matrix for all three; its rows are those of queries, then keys, then values.
+        # One matrix for all three: rows of the queries, then of the keys, then of the values.
         self.qkv = nn.Linear(config.d_model, config.qkv_width, bias=config.qkv_bias)
         if config.qk_norm:
             self.query_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)

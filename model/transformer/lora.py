@@ -44,7 +44,7 @@ class LoraShape:
         if self.rank < 1 or not self.alpha > 0:
             raise LoraError(f"rank is {self.rank} and alpha {self.alpha}; both must be above 0")
         if unknown := sorted(set(self.targets) - set(TARGETS)):
-            raise LoraError(f"unknown targets {unknown}; known are {', '.join(TARGETS)}")
+            raise LoraError(f"unknown targets {unknown}: choose from {', '.join(TARGETS)}")
         if not self.targets or len(set(self.targets)) < len(self.targets):
             raise LoraError(f"targets are {list(self.targets)}; name one or more, each once")
 
@@ -111,7 +111,7 @@ def is_adapted(gpt: GPT) -> bool:
 
 
 def trained_weights(gpt: GPT) -> dict[str, Tensor]:
-    """The weights that training changes, by name: those of the adapters, or all weights of a model
+    """The weights that training changes, by name: the adapters' weights, or all weights of a model
     without adapters."""
     weights = gpt.state_dict()
     if not is_adapted(gpt):

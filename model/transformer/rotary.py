@@ -71,8 +71,8 @@ def angles_per_position(config: GPTConfig, device: torch.device) -> Tensor:
 
 
 def _llama3(angles: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide the angles of channels that turn only few times within the original context by the
-    factor, keep those of channels that turn many times, and interpolate in between."""
+    """Divide the angles of channels that make only a few turns within the original context by the
+    factor, keep the angles of channels that make many, and interpolate in between."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     original = scaling.original_context_length
     assert low is not None
@@ -84,15 +84,15 @@ def _llama3(angles: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(angles: Tensor, scaling: RopeScaling, config: GPTConfig) -> Tensor:
-    """Like llama3, but interpolate linearly by the index of the channel, from the channel that
-    turns `beta_fast` times within the original context to the one that turns `beta_slow` times."""
+    """Interpolate as for llama3, but linearly by the index of the channel, from the channel that
+    makes `beta_fast` turns within the original context to the one that makes `beta_slow`."""
     fast, slow, original = scaling.beta_fast, scaling.beta_slow, scaling.original_context_length
     assert fast is not None
     assert slow is not None
     assert original is not None
 
     def index(turns: float) -> float:
-        """The index of the channel that turns this many times."""
+        """The index of the channel that makes this many turns."""
         rotations = math.log(original / (turns * 2 * math.pi))
         return config.rotary_dim * rotations / (2 * math.log(config.rope_theta))
 

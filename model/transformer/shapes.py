@@ -1,6 +1,6 @@
 """Shapes of known architectures: GPT-2's, and the overrides that turn it into others.
 
-`model/training/configuration/presets.py` gives them sizes and names.
+`model/training/configuration/presets.py` defines sizes and names for them.
 """
 
 from collections.abc import Mapping
@@ -71,14 +71,14 @@ MODERN: Mapping[str, Any] = {
     "value_embeddings": True,
 }
 """Overrides that turn `gpt2_shape` into the shape that learns fastest at small sizes: RMSNorm,
-rotary positions, QK-norm, no biases, an untied head, gated value embeddings. The presets have them
-in all blocks."""
+rotary positions, QK-norm, no biases, an untied head, and gated value embeddings in every second
+block. The presets have value embeddings in all blocks."""
 
 
 def _head_dim(d_model: int, n_head: int) -> int:
     if n_head < 1 or d_model % n_head:
         raise ConfigError(
-            f"d_model {d_model} is not divisible by n_head {n_head}: change one of them, or give "
+            f"d_model {d_model} is not divisible by n_head {n_head}: change one of them, or set "
             "head_dim"
         )
     return d_model // n_head

@@ -29,7 +29,7 @@ Key = tuple[int | None, str]
 """A stage of a forward pass: its block and its name in the block."""
 
 HOOK = "hook_"
-"""Part of all names of TransformerLens, and of none of ours."""
+"""A part of every TransformerLens name, and of no name in STAGES."""
 _IN_BLOCK = re.compile(r"blocks\.(0|[1-9][0-9]{0,5})\.(.+)")
 
 
@@ -70,8 +70,8 @@ class StageKind:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage of one model; `layer` is None for a stage outside the blocks. `module` is the name of
-    the owner's submodule whose output it is."""
+    """A stage of one model; `layer` is None for a stage outside the blocks. If the stage is the
+    output of an owner's submodule, `module` is its name."""
 
     kind: StageKind
     layer: int | None
@@ -118,14 +118,6 @@ def _is_pre(config: GPTConfig) -> bool:
     return config.norm_position == "pre"
 
 
-def _is_gated(config: GPTConfig) -> bool:
-    return config.activation == "swiglu"
-
-
-def _mixes(config: GPTConfig) -> bool:
-    return config.residual_mix
-
-
 def _changes_q(config: GPTConfig) -> bool:
     return config.qk_norm or config.positions == "rotary"
 
@@ -144,7 +136,7 @@ STAGES: tuple[StageKind, ...] = (
         ("d_model",),
         "the mixture of residual stream and embedding that the block reads",
         None,
-        has=_mixes,
+        has=lambda config: config.residual_mix,
     ),
     StageKind(
         "attention.norm",
@@ -241,7 +233,7 @@ STAGES: tuple[StageKind, ...] = (
         ("d_ff",),
         "the MLP's units that the gate multiplies",
         "mlp.hook_pre_linear",
-        has=_is_gated,
+        has=lambda config: config.activation == "swiglu",
     ),
     StageKind(
         "mlp.hidden",
@@ -284,7 +276,7 @@ STAGES: tuple[StageKind, ...] = (
 """All kinds of stages, in the order of the forward pass."""
 
 HEADS_FIRST = frozenset(kind.name for kind in STAGES if kind.axes[0] in ("n_head", "n_kv_head"))
-"""Stages with an axis of heads. In the forward pass this axis comes before that of positions."""
+"""Stages with an axis of heads. In the forward pass it comes before the axis of positions."""
 
 
 LOGITS = STAGES[-1]

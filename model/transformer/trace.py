@@ -18,7 +18,7 @@ from logitd.model.transformer.stages import HEADS_FIRST, Stage, stages_of
 @dataclass(frozen=True, slots=True)
 class TracedStage:
     """A stage over a whole text: the mean and the standard deviation of its finite values. `axes`
-    names the axes: T is the positions, in scores and probs also the keys; the others are as in
+    are the names of the axes: T for positions, and for keys in scores and probs; the others as in
     `GPTConfig`."""
 
     name: str

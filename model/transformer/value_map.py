@@ -1,9 +1,9 @@
 """Value maps: trains value embeddings as linear maps of the tokens' embeddings.
 
-A value embedding depends only on the token, and so does a map of the token's embedding. While a
-model is trained, each block has such a map instead of a table; a checkpoint has the table, which is
-the product of both (`with_tables`). So the maps exist only in the trainer. They reach fewer bits
-per byte than tables, which are trained row by row (benchmarks/LAB.md).
+A value embedding depends only on the token, and so does a linear map of the token's embedding. A
+model in training has such a map instead of a table in each block. A checkpoint has the tables,
+which are the products of the embedding matrix and the maps (`with_tables`). Maps reach fewer bits
+per byte than tables, whose rows are trained separately (benchmarks/LAB.md).
 
 Shapes: C = d_model, R = padded_vocab_size rows, W = kv_width.
 """
@@ -33,8 +33,8 @@ class ValueMap(nn.Module):
         (tokens,) = self._tokens
         if token_ids.numel() < tokens.num_embeddings:
             return F.linear(tokens(token_ids), self.map)
-        # A product for each row is cheaper than one for each token. In float32, because the
-        # gradients of a frequent token are added up in the dtype of the table.
+        # A product per row of the table is cheaper than one per token. The table is float32,
+        # because the gradients of a frequent token are added up in its dtype.
         table = F.linear(tokens.weight, self.map).to(tokens.weight.dtype)
         return F.embedding(token_ids, table)
 
@@ -48,8 +48,7 @@ def map_values(gpt: GPT) -> None:
 
 
 def with_tables(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a GPT with the table (R, W) of each map in its place. Weights without maps are
-    returned as they are."""
+    """Replace each map in the weights of a GPT by its table (R, W). Other weights are unchanged."""
     return dict(_tabled(name, tensor, weights) for name, tensor in weights.items())
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 from pydantic import SecretStr
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -88,7 +87,7 @@ class KeyRing:
         """Accept these keys from now on. Raises ApiKeyError if the server had no keys before, which
         would lock everyone out, or if there are none left, which would let everyone in."""
         if bool(keys.names) != bool(self.names):
-            raise ApiKeyError("a running server cannot start or stop asking for API keys")
+            raise ApiKeyError("a running server cannot start or stop requiring API keys")
         self.keys = keys
         self.limits.replace(keys.limits)
 
@@ -255,9 +254,3 @@ def _unauthorized(presented: bool) -> Response:
     response = error.response()
     response.headers["WWW-Authenticate"] = "Bearer"
     return response
-
-
-def note_user(request: Request, user: str | None) -> None:
-    """Add the end user, as named by the client, to the request's log line."""
-    if user:
-        request.state.user = user

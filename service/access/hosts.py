@@ -1,4 +1,4 @@
-"""HostCheck: refuses requests whose Host header names another server.
+"""HostCheck: refuses requests whose Host header names another server, is repeated or missing.
 
 An attacker can let the domain of a web page point to 127.0.0.1 (DNS rebinding). The browser then
 treats a server on this machine as part of the page's origin and lets the page read its replies;
@@ -16,7 +16,7 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from logitd.model.operations.prompts import clip
-from logitd.service.errors import ApiError
+from logitd.service.errors import ApiError, bad_request
 from logitd.service.settings.serve import ServeSettings
 
 ANY = "*"
@@ -25,30 +25,39 @@ _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]]+))(?::\d*)?")
 
 
 class HostCheck:
-    """ASGI middleware that answers 403 if the Host header is not accepted. Requests without the
-    header are accepted: they do not come from a browser."""
+    """ASGI middleware that answers 403 if the Host header is not accepted, and 400 if a request of
+    HTTP/1.1 does not have exactly one, as RFC 9112 requires."""
 
-    def __init__(self, app: ASGIApp, names: Iterable[str], addresses: bool) -> None:
-        """Loopback names are always accepted. With `addresses`, so is every IP address, because a
-        page cannot redirect an address."""
+    def __init__(self, app: ASGIApp, names: Iterable[str] | None, addresses: bool) -> None:
+        """If `names` is None, every host is accepted. Otherwise these names and those of loopback
+        are; with `addresses`, so is every IP address, because a page cannot redirect an address."""
         self._app = app
-        self._names = {"localhost", *(name.lower() for name in names)}
+        self._names = None if names is None else {"localhost", *map(str.lower, names)}
         self._addresses = addresses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            for name, value in scope["headers"]:
-                if name == b"host" and not self._accepts(host := value.decode("latin-1")):
-                    message = (
-                        f"the Host {clip(host)!r} is not a name of this server; use localhost, or "
-                        "add this name to --allowed-hosts"
-                    )
-                    error = ApiError(403, "permission_error", message, None, "host_not_allowed")
-                    await error.response()(scope, receive, send)
-                    return
-        await self._app(scope, receive, send)
+        app: ASGIApp = self._app
+        if scope["type"] == "http" and (error := self._problem(scope)) is not None:
+            app = error.response()
+        await app(scope, receive, send)
+
+    def _problem(self, scope: Scope) -> ApiError | None:
+        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        for host in hosts:
+            if not self._accepts(host):
+                message = (
+                    f"the Host {clip(host)!r} is not a name of this server; use localhost, or "
+                    "add this name to --allowed-hosts"
+                )
+                return ApiError(403, "permission_error", message, None, "host_not_allowed")
+        if scope["http_version"] == "1.1" and len(hosts) != 1:
+            message = f"the request has {len(hosts)} Host headers; HTTP/1.1 requires exactly one"
+            return bad_request(message)
+        return None
 
     def _accepts(self, header: str) -> bool:
+        if self._names is None:
+            return True
         match = _HOST.fullmatch(header.strip().lower())
         if match is None:
             return False
@@ -58,13 +67,13 @@ class HostCheck:
         return self._addresses and _address(host) is not None
 
 
-def host_check(settings: ServeSettings) -> dict[str, Any] | None:
-    """The arguments of a server's HostCheck; None if the header is not checked."""
+def host_check(settings: ServeSettings) -> dict[str, Any]:
+    """The arguments of a server's HostCheck."""
     hosts = settings.allowed_hosts
     keyless = settings.api_keys is None and settings.api_key_file is None
     loopback = binds_loopback(settings.host)
     if ANY in hosts or not (hosts or (keyless and loopback)):
-        return None
+        return {"names": None, "addresses": True}
     return {"names": (settings.host, *hosts), "addresses": not loopback}
 
 

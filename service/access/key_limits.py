@@ -85,8 +85,8 @@ class KeyLimits:
             if spent.used + 1 > per_minute:
                 wait = math.ceil((spent.used + 1 - per_minute) * 60 / per_minute)
                 raise queue_full(
-                    f"the key {name!r} may send {per_minute} requests a minute and has sent "
-                    f"them; try again in about {wait} s",
+                    f"the key {name!r} may send {per_minute} requests per minute and has used "
+                    f"them up; try again in about {wait} s",
                     wait,
                     Limit.KEY_PER_MINUTE,
                     KEY_LIMIT,

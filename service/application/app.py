@@ -42,8 +42,8 @@ Prompts are texts, lists of token ids, or lists of either. Errors are
 
 
 def create_app(settings: ServeSettings) -> FastAPI:
-    """The service as an ASGI application. Raises ApiKeyError, and TracesError if the settings ask
-    for traces and OpenTelemetry's packages are missing."""
+    """The service as an ASGI application. Raises ApiKeyError, and TracesError if the settings
+    enable traces but OpenTelemetry's packages are missing."""
     state = ServiceState(settings, read_api_keys(settings.api_keys, settings.api_key_file))
     traces = traces_of(settings)
 
@@ -96,8 +96,7 @@ def _add_middleware(
     app.add_middleware(HeadAsGet)
     if state.keys.names:
         app.add_middleware(ApiKeyCheck, keys=state.keys, public=state.settings.public_endpoints)
-    if (arguments := host_check(state.settings)) is not None:
-        app.add_middleware(HostCheck, **arguments)
+    app.add_middleware(HostCheck, **host_check(state.settings))
     app.add_middleware(BugAnswer)
     if state.settings.cors_origins:
         app.add_middleware(
@@ -150,7 +149,7 @@ def _serve_docs(app: FastAPI) -> None:
 
 
 def _page_headers(*scripts: str) -> dict[str, str]:
-    """Headers of a page. It may run only this server's scripts and inline scripts with these
+    """Headers of a page that may run only this server's scripts and inline scripts with these
     hashes, may send requests only to this server, and may not be shown in a frame."""
     sources = " ".join(("'self'", *scripts))
     policy = (

@@ -192,7 +192,7 @@ async def _load_step(
         built = await asyncio.to_thread(_build_step, base, path)
     except STARTUP_ERRORS as error:
         raise not_loaded(f"the step cannot be loaded: {error}", "step") from error
-    # The tokenizers are equal; that of the served model has cached facts about its tokens.
+    # Both tokenizers are equal, but the served model's has cached facts about its tokens.
     checkpoint = replace(built.checkpoint, tokenizer=base.checkpoint.tokenizer)
     return replace(
         base,

@@ -154,7 +154,7 @@ class BugAnswer:
             if begun:  # too late for an error reply; the server closes the connection
                 raise
             request_id: str = scope[REQUEST_ID_SCOPE]
-            logger.exception("our own bug, request %s", request_id)
+            logger.exception("internal error, request %s", request_id)
             await internal_error(request_id).response()(scope, receive, send)
 
 

@@ -3,9 +3,9 @@
 After SIGTERM or SIGINT, the readiness check answers 503, and `drain_grace` seconds later new
 requests are rejected. Running requests then have `drain_timeout` seconds to finish; after that they
 are aborted with an error. Then the process exits with 0. While models are being loaded, it exits
-with 0 at once. A second signal ends the process at once, with 128 plus the signal's number. SIGHUP
-only reads the API keys again. If an engine fails, the process exits with 1, so that a supervisor
-can restart it.
+with 0 immediately. A second signal ends the process immediately, with 128 plus the signal's number.
+SIGHUP only reads the API keys again. If an engine fails, the process exits with 1, so that a
+supervisor can restart it.
 """
 
 import asyncio
@@ -84,11 +84,11 @@ class Server(uvicorn.Server):
     def _on_signal(self, number: int) -> None:
         self._signals += 1
         if self._signals > 1:
-            logger.warning("%s again: quitting at once", signal.Signals(number).name)
+            logger.warning("%s again: quitting immediately", signal.Signals(number).name)
             os._exit(128 + number)
         if not self._state.settled.is_set():
             # No request was accepted yet, and native code during loading cannot be interrupted.
-            logger.info("%s while loading: quitting at once", signal.Signals(number).name)
+            logger.info("%s while loading: quitting immediately", signal.Signals(number).name)
             os._exit(0)
         grace = self._state.settings.drain_grace
         if grace:

@@ -1,8 +1,8 @@
 """The command line: `logitd` and its commands.
 
 A command's flags are parsed by its settings model. Only then is its module in `commands/` imported,
-so --help and wrong flags are answered at once, without torch. The module's `run` returns the exit
-code. Exceptions listed in its `ERRORS` are printed as messages, with exit code 1.
+so --help and wrong flags are answered immediately, without torch. The module's `run` returns the
+exit code. Exceptions listed in its `ERRORS` are printed as messages, with exit code 1.
 """
 
 import gc
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from logitd.service.settings.common import CommandSettings
 
 COMPLETE = "_LOGITD_COMPLETE"
-"""Environment variable with which completion scripts ask for words."""
+"""Environment variable with which completion scripts request completions."""
 MODULES = {"import": "import_model"}
 """Modules of commands whose names are Python keywords."""
 COMMANDS = (
@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         code = run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
-    except KeyboardInterrupt:  # in commands that do not handle it
+    except KeyboardInterrupt:  # in a command that does not handle it
         code = INTERRUPTED
     except BrokenPipeError:  # `logitd generate ... | head`: the reader has closed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -11,7 +11,7 @@ NAME = "logitd"
 
 def program_name() -> str:
     """`logitd` if the shell finds this program under that name, otherwise the path with which it
-    was called, relative to the working directory if it is below it: `.venv/bin/logitd`."""
+    was called. A path below the working directory is relative, such as `.venv/bin/logitd`."""
     script = Path(sys.argv[0])
     if script.name != NAME:  # `python -m logitd`, or a program that imports logitd
         return NAME

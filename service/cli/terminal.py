@@ -33,7 +33,7 @@ def say(text: str = "", *, end: str = "\n", file: TextIO | None = None) -> None:
 
 
 class ProgressLine:
-    """Prints lines to `file`, each after `prefix`. On a terminal, the progress line is redrawn in
+    """Prints lines to `file`, each with `prefix`. On a terminal, the progress line is redrawn in
     place, without the prefix."""
 
     def __init__(self, file: TextIO, prefix: str = "") -> None:

@@ -1,7 +1,7 @@
 """Calls: a call is a request to an endpoint, with the function that reads its reply.
 
 `endpoints.py` builds the calls, `wire.py` sends them. Prompts and fields may contain NumPy arrays
-and numbers, such as those of earlier results.
+and numbers, such as arrays in earlier results.
 """
 
 import inspect

@@ -7,7 +7,7 @@ asyncio.
 
 A prompt is a text, a list of token ids, or a list of either. All other fields are keyword arguments
 with the server's names (`fields.py`, /docs). `errors.py` has the errors that a call raises,
-`transport.py` the rules by which a call is tried again.
+`transport.py` the rules for retries.
 
 Threads may share a client. Only one thread may use a stream.
 """
@@ -55,12 +55,12 @@ def _awaited(
 
 
 class Client:
-    """A client of one server. Its methods take the fields of their endpoints.
+    """A client of one server. Its methods accept the fields of their endpoints.
 
     base_url     address of the server; by default LOGITD_BASE_URL or http://127.0.0.1:8000
     api_key      bearer token, which is never shown; by default LOGITD_API_KEY
     timeout      seconds for which the server may send nothing, so also the longest computation of
-                 a reply that does not stream. A call is tried again only within this time. None: no
+                 a reply that does not stream. A call is retried only within this time. None: no
                  limit. The field `timeout` of a request is another limit, after which the server
                  replies 504
     max_retries  number of further tries after a temporary refusal or a lost connection

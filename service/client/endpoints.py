@@ -112,7 +112,7 @@ def stages(*, model: str | None = None) -> Call[Stages]:
 
 
 def weights(*, model: str | None = None, step: int | None = None) -> Call[Weights]:
-    """Names and shapes of the weights, among them derived ones such as the matrices of heads."""
+    """Names and shapes of the weights, including derived ones such as the matrices of heads."""
     return _get("/weights", Weights, model, step=step)
 
 
@@ -179,7 +179,7 @@ def history(*, model: str | None = None) -> Call[History]:
 
 
 def health() -> Call[Health]:
-    """The state of the server. A server that loads or shuts down gives a result, not an error."""
+    """The state of the server. While it loads or shuts down, this is a result, not an error."""
     return Call(Request("GET", "/health", answers=frozenset({200, 503})), _health)
 
 
@@ -297,8 +297,9 @@ def sweep(
 def lens(prompt: Prompt, **fields: Unpack[LensFields]) -> Call[LensReadings]:
     """The final norm and the head, applied to the residual stream after each layer. Each layer has
     the likeliest next tokens, the probability and rank of chosen tokens, the entropy, and the
-    divergence from the model's own prediction, which is that of the last layer. In a model with
-    `backout`, the middle block's part is subtracted from the streams after later blocks."""
+    divergence from the model's own prediction, which is the prediction of the last layer. In a
+    model with `backout`, the middle block's part is subtracted from the streams after later
+    blocks."""
     return record("/lens", LensReadings, {"prompt": prompt, **fields})
 
 
@@ -306,18 +307,18 @@ def induction(prompt: Prompt, **fields: Unpack[InductionFields]) -> Call[Inducti
     """The prompt is given to the model twice in a row. The score of a head is the mean attention
     weight from each token of the second copy to the token after its first occurrence. An induction
     head, which copies what followed earlier, has a score near 1; a head that attends to all earlier
-    tokens alike has about ln(2) / T for T tokens. Random token ids measure copying alone; in a
-    text, other habits add to it."""
+    tokens alike has about ln(2) / T for T tokens. Random token ids measure copying alone; in
+    ordinary text, a head may also attend to that token for other reasons."""
     return record("/induction", Induction, {"prompt": prompt, **fields})
 
 
 def attributions(prompt: Prompt, **fields: Unpack[AttributionsFields]) -> Call[Attributions]:
-    """By gradients: the gradient of a token's logit, of the difference of two logits, or of a
-    direction at a stage, with respect to the vector of each token of the prompt, times that vector;
-    at the prompt itself, or along a path from a baseline. With `stages`, also the gradients with
-    respect to any stages. Direct: the share that each head, bias and MLP adds to the logit. Other
-    requests are computed at the same time: a step of the engine computes one block of one
-    prompt."""
+    """The target is a token's logit, the difference of two logits, or a direction at a stage. The
+    gradient methods multiply the vector of each token of the prompt by the gradient of the target:
+    the gradient at the prompt itself, or its mean along a path from a baseline. The method `direct`
+    lists the share that each head, bias and MLP adds to the logit. With `stages`, the reply also
+    has the gradients with respect to these stages. Other requests are computed at the same time: a
+    step of the engine computes one block of one prompt."""
     return record("/attributions", Attributions, {"prompt": prompt, **fields})
 
 

@@ -1,7 +1,7 @@
 """Frames: results as pandas data frames, and heat maps by matplotlib. Both packages are optional.
 
 The frame of a record has one row for each innermost part, such as the tokens of the prompts. Its
-columns are the single values of a part, and those of the enclosing parts under prefixed names
+columns are the single values of the part, and those of its enclosing parts under prefixed names
 (`prompt_index`). The frame of an array has the array's last axis as columns.
 """
 

@@ -5,13 +5,14 @@
         ablate = {"operation": "zero", "heads": [3]}
         client.run_with_hooks("def main():", fwd_hooks=[("blocks.0.attn.hook_z", ablate)])
 
-Names, axes and the beginning of texts are those of `LLM.run_with_cache`, the values NumPy arrays.
-A change is an intervention without its stage. Functions would have to run in the server, so they
-are refused; `LLM` runs them in process. Both clients send the calls, as those of `wire.py`.
+Names, axes and the token that begins a text are the same as in `LLM.run_with_cache`. Values are
+NumPy arrays. A change is an intervention without its stage. Functions would have to run in the
+server, so they are refused; `LLM` runs them in process. Like `wire.py`, this module serves both
+clients.
 """
 
 import re
-from collections.abc import Awaitable, Callable, ItemsView, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +30,13 @@ NamesFilter = str | Sequence[str] | Callable[[str], bool] | None
 Changes = Sequence[tuple[str, Mapping[str, Any]]]
 
 BEGINNINGS = ("<|bos|>", "<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>")
-"""Names of special tokens that begin a text. If there is none, the end of a document begins it."""
+"""Names of special tokens that begin a text. Without one of them, the end-of-text token does."""
 HEADS_FIRST = ("hook_attn_scores", "hook_pattern")
-"""Suffixes of names whose axis of heads comes before that of positions."""
+"""Suffixes of names whose arrays have the axis of heads before the axis of positions."""
 ROTATED = re.compile(r"hook_(rot_)?[qk]$")
 
 
-class Cache:
+class Cache(Mapping[str, Floats]):
     """Arrays (B, ...) by TransformerLens' names. Short names work too: `cache["pattern", 0]`.
     Negative layers count from the end."""
 
@@ -68,16 +69,10 @@ class Cache:
     def __len__(self) -> int:
         return len(self.cache_dict)
 
-    def keys(self) -> KeysView[str]:
-        return self.cache_dict.keys()
-
-    def items(self) -> ItemsView[str, Floats]:
-        return self.cache_dict.items()
-
 
 @dataclass(frozen=True, slots=True)
 class HookedModel:
-    """The facts of a served model that names, axes and texts need."""
+    """Facts about a served model, from which names, axes and token ids are derived."""
 
     stages: Stages
     info: Info
@@ -100,7 +95,8 @@ class HookedModel:
         return next(found, self.vocabulary.eos_token_id)
 
     def names(self) -> dict[str, str]:
-        """The server's name of each stage by TransformerLens' name, in the order of the forward."""
+        """The server's name of each stage by TransformerLens' name, in the order of the forward
+        pass."""
         found: dict[str, str] = {}
         own = [name for info in self.stages.stages for name in info.names]
         compared = "" if any(name.endswith("q_raw") for name in own) else "rot_"
@@ -121,7 +117,7 @@ class HookedModel:
         return found
 
     def lens_axes(self, name: str, array: Floats) -> Floats:
-        """A stage (B, T, ...) in the axes of TransformerLens."""
+        """Reorder the axes and channels of a stage (B, T, ...) as in TransformerLens."""
         if name.endswith(HEADS_FIRST):
             return array.swapaxes(1, 2)
         width, turning = self.config["head_dim"], self.config["rotary_dim"]
@@ -134,8 +130,8 @@ class HookedModel:
 
 
 class HookedCalls:
-    """The model of a client: its `model`, or the server's first one. `ask` sends a call. The facts
-    of the model are asked once."""
+    """Hooked calls to a client's model. `ask` sends a call. The facts about the model are requested
+    once."""
 
     def __init__(self, ask: Callable[[Call[Any]], Awaitable[Any]]) -> None:
         self._ask = ask
@@ -151,12 +147,13 @@ class HookedCalls:
         return self._model
 
     async def _tokens(self, input: str | Sequence[str], prepend_bos: bool | None) -> Ids:
-        """Ids (texts, tokens) of texts with equally many tokens. A text begins with the id of a
-        beginning if the vocabulary has one (None), always or never."""
+        """Token ids (texts, tokens) of texts that all have the same number of tokens. With
+        `prepend_bos`, the token that begins a text is put before each; with None, only if the
+        vocabulary has one."""
         texts = [input] if isinstance(input, str) else list(input)
         first = (await self._facts()).beginning if prepend_bos is not False else None
         if prepend_bos and first is None:
-            raise ValueError("prepend_bos is True, but the vocabulary has no beginning of text")
+            raise ValueError("prepend_bos is True, but no token of the vocabulary begins a text")
         start = [] if first is None else [first]
         found = await self._ask(endpoints.tokenize(texts, special_tokens="ids"))
         rows = [[*start, *each.tokens] for each in found]
@@ -177,7 +174,7 @@ class HookedCalls:
         **fields: Any,
     ) -> tuple[Floats, Cache]:
         """Logits (B, T, V), and the values of the stages that the filter names, after the changes.
-        `fields` are those of /activations."""
+        `fields` are fields of /activations."""
         model = await self._facts()
         own = model.names()
         chosen = _filtered(own, names_filter)
@@ -204,7 +201,7 @@ class HookedCalls:
         prepend_bos: bool | None = None,
         **fields: Any,
     ) -> Floats:
-        """Logits (B, T, V) with changes in place."""
+        """Logits (B, T, V) after the changes."""
         logits, _ = await self.run_with_cache(
             input, [], prepend_bos=prepend_bos, fwd_hooks=fwd_hooks, **fields
         )
@@ -227,7 +224,7 @@ def _filtered(own: Mapping[str, str], names_filter: NamesFilter) -> list[str]:
     for name in wanted:
         if name not in known:
             raise ValueError(
-                f"the server has no stage {name!r}; it has {', '.join(known[:40])} and so on"
+                f"the server has no stage {name!r}; it has {', '.join(known[:40])} ..."
             )
     return [name for name in known if name in wanted]
 

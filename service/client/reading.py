@@ -1,4 +1,4 @@
-"""Reading: makes frozen dataclasses from parsed JSON, guided by their annotations.
+"""Reading: converts parsed JSON to frozen dataclasses, according to their annotations.
 
 Errors give the place of a missing or wrong member (`choices.0.text`). Unknown members are ignored,
 because a newer server may send more. Annotations may be scalars, `bytes` (in JSON a list of

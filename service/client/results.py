@@ -133,7 +133,7 @@ class PromptResult:
 class PromptProbs(PromptResult):
     tokens: tuple[TokenProb, ...]
     mass: float  # Sum of the probabilities of the listed tokens.
-    entropy: float  # Of the whole distribution, in nats.
+    entropy: float  # Entropy of the whole distribution, in nats.
     # Perplexity of the prompt's tokens after the first; null for a single token.
     perplexity: float | None = None
 
@@ -151,10 +151,11 @@ class Probs(Reply):
 @dataclass(frozen=True, slots=True)
 class TextScore(PromptResult):
     scored_tokens: int  # All tokens except the first of a prompt, which has no prediction.
-    logprob: float  # Sum over the scored tokens, in nats.
+    logprob: float  # Sum of the logprobs of the scored tokens, in nats.
     is_greedy: bool  # True if temperature 0 generates these tokens.
     perplexity: float | None  # null if no token is scored.
-    bits_per_byte: float | None  # Over the bytes of the scored tokens.
+    # Minus `logprob` in bits, divided by the bytes of the scored tokens.
+    bits_per_byte: float | None
     tokens: tuple[Token, ...] | None = None  # With `logprobs`.
 
 
@@ -200,7 +201,7 @@ class SweepAxis:
 
 @dataclass(frozen=True, slots=True)
 class SweepValue:
-    """The metric: its mean over the prompts, and its value for each."""
+    """The mean of the metric over the prompts, and its value for each prompt."""
 
     value: float
     spread: float | None  # Standard deviation over the prompts (with n - 1); null for one prompt.
@@ -254,8 +255,8 @@ class LensLayer:
     top: tuple[TokenProb, ...]
     tokens: tuple[TokenProb, ...]  # The tokens named in the request.
     entropy: float  # In nats.
-    # Kullback-Leibler divergence of the model's own prediction from this one in nats; 0 at the
-    # last layer.
+    # Kullback-Leibler divergence of the model's own prediction from this prediction, in nats; 0
+    # at the last layer.
     divergence: float
 
 
@@ -403,13 +404,14 @@ class CircuitNode:
     # Amount of the difference that the node carries, relative to its mean over the positions,
     # with all attention weights frozen.
     values: float
-    attention: float  # Amount that it carries through the attention weights that depend on it.
+    # Amount that the node carries through the attention weights that depend on it.
+    attention: float
     neurons: tuple[CircuitNeuron, ...]  # Neurons of an MLP, the strongest first; otherwise empty.
 
 
 @dataclass(frozen=True, slots=True)
 class CircuitEdge:
-    """The edges that leave a node add up to its values + attention."""
+    """The weights of the edges that leave a node add up to the node's values + attention."""
 
     source: int  # Index of a node.
     target: int | None  # Index of a node; null for the logits.
@@ -445,8 +447,8 @@ class Circuit(Reply):
 class Piece(NamedToken):
     """A token. It may consist of only a part of a character."""
 
-    start: int  # The first character of which the token has bytes.
-    end: int  # The character after the last one of which it has bytes.
+    start: int  # Index of the first character of which the token has bytes.
+    end: int  # Index after the last character of which the token has bytes.
     special: bool
 
 
@@ -533,7 +535,7 @@ class FeaturesOfModel:
     sae: str | None  # Name of the autoencoder that the lists describe.
     density: tuple[float, ...] | None  # Share of the tokens at which each feature is not zero.
     strongest: tuple[float, ...] | None  # Largest activation of each feature.
-    # Text of the token there; null for a feature that was never active.
+    # Text of the token with that activation; null if the feature was never active.
     tokens: tuple[str | None, ...] | None
     request_id: str
 
@@ -557,7 +559,7 @@ class FeatureExample:
 class TokenLogit:
     id: int
     text: str
-    logit: float  # Change of the logit for an activation of 1, up to the norm.
+    logit: float  # Change of the logit for an activation of 1 if the final norm has scale 1.
 
 
 @dataclass(frozen=True, slots=True)
@@ -630,7 +632,7 @@ class Info:
     # computes it, which the server was allowed to run.
     config: dict[str, Any]
     vocabulary: str  # Kind of the tokenizer, as in /tokenizer_info. With `none`, prompts are ids.
-    training: dict[str, Any]  # Where the weights come from.
+    training: dict[str, Any]  # Origin of the weights, from config.json.
     parameters: int
     device: str
     decoding: str  # Implementation that computes decode steps.

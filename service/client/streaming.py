@@ -1,4 +1,4 @@
-"""Streaming: makes chunks from the bytes of a stream, and a generation from all chunks.
+"""Streaming: parses the bytes of a stream into chunks, and joins all chunks into a generation.
 
 `AsyncStream` and `Stream` receive the bytes; `StreamState` parses them. Lines end in LF, or behind
 some proxies in CRLF. Comments are skipped.
@@ -245,18 +245,18 @@ class AsyncStream:
 
     @property
     def usage(self) -> Usage:
-        """Available at the end of the stream. Raises LogitdError before it."""
+        """Token counts, known at the end of the stream. Raises LogitdError before it."""
         return self._state.tail.usage
 
     @property
     def seed(self) -> int | None:
-        """Available at the end of the stream; None if each prompt has its own seed, which its
+        """The seed, known at the end of the stream; None if each prompt has its own seed, which its
         choices contain. Raises LogitdError before the end."""
         return self._state.tail.seed
 
     @property
     def timings(self) -> Timings:
-        """Available at the end of the stream. Raises LogitdError before it."""
+        """Times of the phases, known at the end of the stream. Raises LogitdError before it."""
         return self._state.tail.timings
 
     @property
@@ -326,18 +326,18 @@ class Stream:
 
     @property
     def usage(self) -> Usage:
-        """Available at the end of the stream. Raises LogitdError before it."""
+        """Token counts, known at the end of the stream. Raises LogitdError before it."""
         return self._stream.usage
 
     @property
     def seed(self) -> int | None:
-        """Available at the end of the stream; None if each prompt has its own seed, which its
+        """The seed, known at the end of the stream; None if each prompt has its own seed, which its
         choices contain. Raises LogitdError before the end."""
         return self._stream.seed
 
     @property
     def timings(self) -> Timings:
-        """Available at the end of the stream. Raises LogitdError before it."""
+        """Times of the phases, known at the end of the stream. Raises LogitdError before it."""
         return self._stream.timings
 
     @property

@@ -1,5 +1,4 @@
-"""Tensors: reads the server's safetensors replies as NumPy arrays, and the checkpoint in their
-metadata.
+"""Tensors: reads NumPy arrays and checkpoint metadata from the server's safetensors replies.
 
 The arrays are views of the reply's bytes, so a large reply is in memory only once. NumPy has no
 bfloat16, so such values become float32, which is exact. The safetensors package is not used: it
@@ -83,7 +82,7 @@ class TensorFile:
                 numbers = np.frombuffer(self._data[start:end], dtype=dtype)
                 return np.require(numbers, requirements=["ALIGNED"])
         raise WrongShape(
-            f"{name} has offsets that do not match its shape, or lie outside the reply"
+            f"{name} has offsets that do not match its shape, or point outside the reply"
         )
 
     @property
@@ -93,7 +92,7 @@ class TensorFile:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The checkpoint named by the metadata, whose values are all strings."""
+        """The checkpoint described by the metadata."""
         name, step, val_loss, weights_sha256 = (
             self._metadata(f"checkpoint_{field}")
             for field in ("name", "step", "val_loss", "weights_sha256")

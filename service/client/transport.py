@@ -33,11 +33,11 @@ DEFAULT_BASE_URL = "http://127.0.0.1:8000"
 CONNECT_SECONDS = 10.0
 """Time limit for making a connection, even if `timeout` is longer."""
 MAX_WAIT_SECONDS = 60.0
-"""Longest wait that a server may ask for. If it asks for a longer one, the call fails."""
+"""Longest wait in a Retry-After header that is respected. With a longer one, the call fails."""
 MAX_TIMEOUT_SECONDS = 2**21
-"""Longest timeout, 24 days: sockets take milliseconds in 31 bits."""
+"""Longest timeout, 24 days: sockets store milliseconds in 31 bits."""
 FIRST_WAIT_SECONDS = 0.5
-"""Wait before the second try if the server asks for none. It doubles before each further try."""
+"""Wait before the second try, without a Retry-After header. It doubles before each further try."""
 MAX_OWN_WAIT_SECONDS = 8.0
 MAX_REFUSAL_BYTES = 2**16
 """Maximum number of bytes read from a refusal."""
@@ -57,7 +57,7 @@ _KEY = re.compile(r"[!-~]+")  # characters that a header can contain without enc
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of a client. Neither their repr nor that of httpx's headers shows `key`."""
+    """Settings of a client. Neither their repr nor the repr of httpx's headers shows `key`."""
 
     base_url: str
     timeout: float | None

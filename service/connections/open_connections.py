@@ -31,7 +31,6 @@ MOST_CONNECTIONS = 4096
 SURPLUS = 16
 """Number of connections above the limit on which /health is still answered."""
 
-
 QUIET_SECONDS = 10.0
 """Minimum time between two log reports of ended connections."""
 
@@ -61,8 +60,7 @@ def connection_bounds(settings: ServeSettings) -> tuple[int, int]:
 
 
 class EvictionClass(Enum):
-    """What a client loses if its connection is evicted, that is, closed to make room for
-    another."""
+    """The client's loss if its connection is evicted, that is, closed to make room for another."""
 
     WAITS = auto()  # nothing, or incomplete headers
     SENDS = auto()  # an incomplete body
@@ -76,7 +74,7 @@ class OpenConnections:
         """Raises ConnectionLimitError."""
         self.settings = settings
         self.most, self.backlog = connection_bounds(settings)
-        self.reply_deadline = 0.0  # time limit for clients still reading at shutdown; loop time
+        self.reply_deadline = 0.0  # loop time until which clients may read replies at shutdown
         self.reports = Reports(settings, self.most, metrics)
         self._metrics = metrics
         self._open: dict[Connection, None] = {}
@@ -145,8 +143,8 @@ class OpenConnections:
         self._timer = asyncio.get_running_loop().call_later(interval, self._sweep)
 
     def _sweep(self) -> None:
-        """Check all connections. A timer per connection would be set and cancelled at every
-        request."""
+        """Check all connections. With a timer per connection, every request would set and cancel
+        one."""
         self._timer = None
         if self._open or self.reports.pending:
             self._sweep_later()
@@ -179,8 +177,8 @@ class Reports:
             ConnectionEnd.UNREAD: f"too little of a reply was read within {reading:g} s",
             ConnectionEnd.TOO_LARGE: "the headers or chunk headers of a request were too large",
             ConnectionEnd.NOT_HTTP: "the request was not HTTP",
-            ConnectionEnd.MADE_ROOM: f"idle for longest {full}; see --max-connections",
-            ConnectionEnd.REFUSED: f"new {full}, all of them busy; see --max-connections",
+            ConnectionEnd.MADE_ROOM: f"idle for the longest time {full}; see --max-connections",
+            ConnectionEnd.REFUSED: f"opened {full}, all of them busy; see --max-connections",
         }
 
     def count(self, end: ConnectionEnd) -> None:

@@ -1,6 +1,6 @@
 """Protocol: an HTTP connection, as in uvicorn but with limits on what the client may do.
 
-Compared with uvicorn's protocol with httptools:
+Differences from uvicorn's protocol based on httptools:
 
 - the size of the headers and the client's time are limited (`reading.py`); one timer checks all
   connections (`open_connections.py`);
@@ -35,10 +35,10 @@ from logitd.service.errors import ApiError, unavailable
 from logitd.service.metrics.metrics import ConnectionEnd
 
 PIECE = 16 * 1024
-"""Bytes parsed at a time. The limits are checked in between."""
+"""Bytes parsed at a time. The limits are checked after each piece."""
 LINGER_SECONDS = 2.0
-"""Time to read the last answer for a client that is still sending. Closing at once would reset the
-connection, and the client would lose the answer."""
+"""Time to read the last answer for a client that is still sending. Closing immediately would reset
+the connection, and the client would lose the answer."""
 SHUTDOWN_SECONDS = 0.5
 """At shutdown, a client that reads nothing of its reply for this long is disconnected."""
 
@@ -210,8 +210,8 @@ class Connection(HttpToolsProtocol):
         return not self.flow.write_paused
 
     def _close_after(self, cycle: RequestResponseCycle) -> None:
-        """Close the connection after this cycle's reply, its last one. The client may still be
-        sending the body."""
+        """Close the connection after the reply of this cycle, which is its last. The client may
+        still be sending the body."""
         sending = self._reading.state in (ReadState.BODY, ReadState.NOTHING)
         if sending and cycle is self.cycle and cycle.response_complete:
             self._linger()
@@ -278,8 +278,8 @@ class Connection(HttpToolsProtocol):
             if waited > timeout:
                 self._refuse(too_slow("the headers", timeout), ConnectionEnd.SLOW_HEAD)
             return
-        # Send no answer: browsers open connections in advance, and would take it for the answer to
-        # a later request.
+        # Send no answer: browsers open connections in advance, and would mistake it for the answer
+        # to a later request.
         end = ConnectionEnd.IDLE if self._served else ConnectionEnd.SILENT
         if waited > (self._settings.keep_alive_timeout if self._served else timeout):
             self._all.reports.count(end)

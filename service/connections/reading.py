@@ -55,7 +55,7 @@ class Reading:
         self.since = now
         self.received = 0
         self._unfinished = 0  # bytes of an incomplete head, chunk size or trailer
-        self._completed = False  # a head or a message, in the current piece
+        self._completed = False  # the current piece completes a head or a message
         self._body_size = 0
         self._body_mark = (now, 0)  # (time, bytes received) at the start of the current body
         self.discard_until = 0  # number of bytes received; after `stop`, reading ends there
@@ -86,7 +86,7 @@ class Reading:
     def is_too_large(self, piece: int) -> bool:
         """Count the bytes of a parsed piece. Returns True if too many came without completing the
         headers, a chunk or the trailers. A piece that completes one of them is not counted, so the
-        limit is exact only to one piece."""
+        limit may be exceeded by up to one piece."""
         self._unfinished = 0 if self._completed else self._unfinished + piece
         self._completed = False
         allowed = MAX_RAW_HEADER_BYTES
@@ -132,7 +132,7 @@ class ReplyProgress:
 
 
 class TcpInfo(NamedTuple):
-    """What the kernel knows about a connection.
+    """The state of a connection in the kernel.
 
     gone          True if the client has closed the connection or its side of it
     acknowledged  number of bytes that the client has received

@@ -20,7 +20,7 @@ def headers_too_large() -> ApiError:
 
 
 def too_slow(part: str, slow_sender_timeout: float) -> ApiError:
-    """The error for a request of which `part` (the headers or the body) did not come in time."""
+    """The error for a request whose `part`, the headers or the body, did not arrive in time."""
     return ApiError(
         408,
         "timeout_error",

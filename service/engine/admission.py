@@ -28,8 +28,8 @@ from logitd.model.plural import pluralize
 from logitd.model.transformer.config import ModelConfig
 
 MOST_TOKENS = 2**20
-"""Default of the largest cost of a request in tokens: minutes of one processor with the bundled
-checkpoint."""
+"""Default of the maximum cost of a request, in tokens. With the bundled checkpoint, such a request
+takes minutes of one processor."""
 FULLEST = 2
 """Largest total queue, as a multiple of each limit."""
 
@@ -261,7 +261,7 @@ class AdmissionController:
         if load.tokens > limits.most_tokens:
             raise InvalidRequest(
                 f"the request costs as much as a prompt of {load.tokens} tokens, but the limit of "
-                f"one request is {limits.most_tokens}. Ask for fewer prompts, completions, "
+                f"one request is {limits.most_tokens}. Request fewer prompts, completions, "
                 "tokens, interventions, steps or cells, or raise --max-request-tokens"
             )
         if load.sequences > self.slots + limits.sequences:
@@ -273,9 +273,9 @@ class AdmissionController:
             )
         if load.elements > limits.elements:
             raise InvalidRequest(
-                f"the request asks for {load.elements} output elements (positions times width), "
-                f"but the queue never holds more than {limits.elements}. Ask for fewer prompts "
-                "or positions at once, or raise --max-queue-elements"
+                f"the request has {load.elements} output elements (positions times width), "
+                f"but the queue never holds more than {limits.elements}. Request fewer prompts "
+                "or positions at a time, or raise --max-queue-elements"
             )
 
     def _loads(self, requests: Sequence[Request]) -> tuple[str, list[Load]]:

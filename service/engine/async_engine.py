@@ -3,7 +3,7 @@
 `admission.py` first decides whether a request is admitted. The request then becomes a command of
 the driver, which runs in a separate thread (`driver.py`). A step of the engine wakes the event loop
 at most once (`wakeup.py`), and its events are put into the mailboxes of their submissions
-(`submission.py`). This module knows nothing of HTTP, text and checkpoints.
+(`submission.py`). This module knows nothing about HTTP, text or checkpoints.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ class AsyncEngine:
         self._weights = WeightsVersion(0)  # for new requests
         self._computing = 0  # number of the version that the engine computes with
         self._reload: asyncio.Task[None] | None = None  # the last one
-        self._changed = asyncio.Event()  # wakes a reload that waits for any of these
+        self._changed = asyncio.Event()  # set when a condition of a reload may have become true
         self._loop = asyncio.get_running_loop()
         self._reports = WakeupThrottle(self._deliver)
         self._stopped = asyncio.Event()
@@ -95,7 +95,7 @@ class AsyncEngine:
         return seconds if seconds > self._stall_timeout else None
 
     def now(self) -> float:
-        """Current time on the engine's clock, the clock of deadlines."""
+        """Current time on the engine's clock, which deadlines refer to."""
         return self._driver.now()
 
     def hold(self) -> WeightsVersion:
@@ -115,8 +115,8 @@ class AsyncEngine:
         usage: Usage | None = None,
     ) -> Submission:
         """Queue all requests or none, for a version of the weights (default: the current one).
-        Raises InvalidRequest if the model cannot compute a request or the queue never has room for
-        all of them, QueueFull if it has none now, and EngineStopped."""
+        Raises InvalidRequest if the model cannot compute a request or the queue can never have room
+        for all of them, QueueFull if it has no room now, and EngineStopped."""
         version = version or self._weights
         self._check(requests, version)
         return self._enqueue(requests, self.admission.admit(requests), version, usage or Usage())
@@ -135,7 +135,7 @@ class AsyncEngine:
         return self._enqueue([request], [self.admission.admit_reserved(request)], version, usage)
 
     async def reload(self, path: Path, weights_sha256: str, timeout: float) -> None:
-        """Replace the weights by those of a checkpoint without interrupting service. Returns once
+        """Replace the weights with those of a checkpoint without interrupting service. Returns once
         the old weights are no longer used.
 
         Requests to the old weights have `timeout` seconds to finish; then the unfinished ones end
@@ -233,14 +233,14 @@ class AsyncEngine:
 
     def _abort_requests_of(self, version: WeightsVersion) -> None:
         ids = [name for name, request in self._open.items() if request.version is version]
-        logger.warning("new weights take over: ending %d requests to the old ones", len(ids))
+        logger.warning("new weights take over: ending %d requests to the old weights", len(ids))
         for request_id in ids:
             self._driver.abort(request_id, reason=FinishReason.REPLACED)
 
     # The engine's thread
 
     def _run(self) -> None:
-        """Make steps until the last command is done."""
+        """Run steps until the last command is done."""
         try:
             while (report := self._driver.run_once(self._reports.wake)) is not None:
                 urgent = report.result.prefilled_tokens > 0 or not report.has_work
@@ -248,7 +248,7 @@ class AsyncEngine:
                 self._reports.put(report, urgent=urgent or ends)
                 if not report.has_work:
                     self._reports.wake()  # if there is work, the next step wakes the loop
-        except BaseException:  # of any kind: waiting clients must get an answer
+        except BaseException:  # whatever it is, waiting clients must get an answer
             logger.exception("the engine failed")
             self._loop.call_soon_threadsafe(self._on_failed)
         finally:

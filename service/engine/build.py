@@ -36,10 +36,11 @@ from logitd.model.inference.load import (
     load_model,
     load_replacement,
 )
-from logitd.model.inference.memory import Shape, SlotBudget, divide_slots
+from logitd.model.inference.memory import Shape, SlotBudget, default_for, divide_slots
 from logitd.model.inference.options import (
     SERVED_SLOTS,
     ComputeOptions,
+    SlotDefault,
     TargetGap,
     format_target,
     parse_memory,
@@ -83,7 +84,7 @@ class Computation:
     kernels        description of the loaded native kernels; None if there are none
     quantization   None if nothing is quantized
     slots_why      why there are this many slots; None if a setting gives the number
-    target_gap     written as in the setting, and so is `target_ttft`
+    target_gap     in the notation of --target-gap; `target_ttft` likewise
     """
 
     weights_sha256: str
@@ -203,7 +204,7 @@ def _build(settings: ServeSettings) -> BuiltEngine:
     try:
         compiler = Compiler(model.checkpoint.tokenizer)
     except ConstraintsUnavailable as error:
-        compiler = ConstraintsUnavailable(str(error))  # without the traceback, which has the model
+        compiler = ConstraintsUnavailable(str(error))  # the traceback would keep the model alive
     engine = Engine(
         model.network,
         config,
@@ -222,7 +223,9 @@ def _build(settings: ServeSettings) -> BuiltEngine:
         quantization=quantization,
         parameters=parameter_count(model.checkpoint.shape),
         kv_cache_bytes=engine.kv_cache_bytes,
-        slots_why=_why_slots(slots, budget, memory),
+        slots_why=_why_slots(
+            slots, budget, default_for(model.checkpoint.shape, budget.default), memory
+        ),
         target_gap=format_target(config.target_gap),
         target_ttft=format_target(config.target_ttft),
     )
@@ -232,8 +235,9 @@ def _build(settings: ServeSettings) -> BuiltEngine:
     return BuiltEngine(engine, computation, checkpoint, compiler, load_weights, autoencoders)
 
 
-def _why_slots(slots: int, budget: SlotBudget, memory: Available) -> str | None:
-    default = budget.default
+def _why_slots(
+    slots: int, budget: SlotBudget, default: SlotDefault, memory: Available
+) -> str | None:
     if budget.slots is not None or budget.memory is not None or default.share is None:
         return None
     if slots == default.most:

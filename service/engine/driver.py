@@ -1,9 +1,9 @@
-"""EngineDriver: takes commands for an engine from any thread, and makes one step at a time.
+"""EngineDriver: accepts commands for an engine from any thread, and runs one step at a time.
 
 Commands wait in an inbox. A thread of `AsyncEngine` calls `run_once`, which handles all commands,
-makes a step and returns a report. If a process has several engines, a `StepThread` computes their
-steps in turn. New weights are read in a separate thread while steps continue. This module does not
-know the event loop or HTTP.
+runs a step and returns a report. If a process has several engines, a `StepThread` computes their
+steps in turn. New weights are read in a separate thread while steps continue. This module knows
+nothing about the event loop or HTTP.
 """
 
 import logging
@@ -27,7 +27,7 @@ logger = logging.getLogger("logitd.engine")
 Result = TypeVar("Result")
 
 Command = Callable[[], Sequence[Event] | None]
-"""A call of the engine between two steps. Returns the resulting events."""
+"""A call to the engine between two steps. Returns the resulting events."""
 
 WeightsLoader = Callable[[Path, str], Network]
 """Reads the weights of the checkpoint at a path, which must have this SHA-256. Raises an exception
@@ -102,7 +102,7 @@ class EngineDriver:
     # Commands
 
     def add(self, request: Request, weights: int) -> None:
-        """Queue a validated request for this version of the weights. It counts as arrived now."""
+        """Queue a validated request for this version of the weights. Its time of arrival is now."""
         self._inbox.put(partial(self._engine.accept, request, self.now(), weights=weights))
 
     def abort(
@@ -135,7 +135,7 @@ class EngineDriver:
     # The engine's thread
 
     def run_once(self, on_compute: OnCompute) -> StepReport | None:
-        """Wait for work, handle all commands, and make a step. Returns None after the last command.
+        """Wait for work, handle all commands, and run a step. Returns None after the last command.
         If the engine fails, its exception is raised, and the driver can only be closed."""
         if self._ended:
             return None

@@ -32,7 +32,8 @@ class EngineSession:
 
     @property
     def version(self) -> int:
-        """Number of the version that answers; the current one before the first submission."""
+        """Number of the version of the weights that answers. Before the first submission, this is
+        the engine's current version."""
         return self._engine.version if self._weights is None else self._weights.number
 
     def submit(self, requests: Sequence[Request], *, more: bool = False) -> Submission:

@@ -18,7 +18,7 @@ from logitd.model.inference.engine.events import (
 from logitd.service.engine.driver import EngineDriver
 from logitd.service.engine.usage import Usage
 
-REPLACED = "the model's weights were replaced before the request was answered; ask again"
+REPLACED = "the model's weights were replaced before the request was answered; send it again"
 
 
 class EngineStopped(Exception):
@@ -33,13 +33,14 @@ class Submission:
     ) -> None:
         """`usage` counts each sequence that ends."""
         self.request_ids = tuple(request_ids)
-        self.urgent = False  # has an event other than a later token of a sequence
+        self.urgent = False  # has an event other than a second or later token
         self.reader: Callable[[], bool] | None = None
-        """Called first if there are events. Returns True if the task in `take` can sleep on. An
+        """Called when there are events. If it returns True, the task in `take` is not woken. An
         error that it raises is raised by `take`."""
         self._driver = driver
         self._usage = usage
-        self._open = self._sequences = sequences  # the number that have not ended, and all
+        self._sequences = sequences
+        self._open = sequences  # number of sequences that have not ended
         self._events: list[Event] = []
         self._begun: set[tuple[str, int]] = set()  # sequences of which a token was delivered
         self._failure: Exception | None = None
@@ -52,8 +53,8 @@ class Submission:
         return self._open == 0 and not self._events
 
     async def take(self, timeout: float | None = None) -> list[Event]:
-        """Wait for events, and return all that came since the last call; none after `timeout`
-        seconds, or if `reader` took the last ones.
+        """Wait for events, and return all that arrived since the last call. Returns an empty list
+        after `timeout` seconds, or if `reader` took the last events.
 
         Raises EngineStopped if the engine failed before the last event.
         """
@@ -64,7 +65,7 @@ class Submission:
         return self.take_now()
 
     def take_now(self) -> list[Event]:
-        """Return all events that came since the last call."""
+        """Return all events that arrived since the last call."""
         events, self._events = self._events, []
         for event in events:
             if isinstance(event, OutputsChunk):
@@ -72,7 +73,7 @@ class Submission:
         return events
 
     def abort(self) -> None:
-        """End all open sequences. Each of them still gets its last event."""
+        """End all open sequences. A FinishEvent still arrives for each of them."""
         if self._open:
             for request_id in self.request_ids:
                 self._driver.abort(request_id)
@@ -101,12 +102,12 @@ class Submission:
         try:
             if self.reader is not None and self.reader():
                 return
-        except Exception as error:  # of any kind: other submissions go on
+        except Exception as error:  # of any kind: it must not affect other submissions
             self.reader, self._failure = None, error
         self._wake()
 
     def fail(self, reason: str) -> None:
-        """End the mailbox: no more events will come. Called by AsyncEngine."""
+        """Close the mailbox: no more events will arrive. Called by AsyncEngine."""
         self._failure = EngineStopped(reason)
         self._usage.lose(self._open)
         self._wake()

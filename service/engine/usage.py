@@ -23,13 +23,13 @@ class Usage:
 
     arrived    arrival of the first sequence
     admitted   first admission to a slot
-    prefilled  first computed prompt
-    finished   last end
+    prefilled  end of the first computation of a prompt
+    finished   end of the last sequence
     first      first engine request; None before one is submitted
     open       sequences that were submitted and have not ended
     reasons    finish reason of each generated sequence, in the order of the reply
-    failed     first sequence that ended with none of ANSWERS
-    lost       True if the engine failed before all had ended
+    failed     first sequence that ended for a reason that is not in ANSWERS
+    lost       True if the engine failed before all sequences had ended
     """
 
     sequences: int = 0
@@ -71,8 +71,8 @@ class Usage:
         self._close(sequences)
 
     def when_settled(self, call: Callable[[], None]) -> None:
-        """Call `call` as soon as no sequence is open, perhaps at once. If a client leaves, its
-        sequences end only after the next step."""
+        """Call `call` as soon as no sequence is open, or immediately if none is open now. If a
+        client leaves, its sequences end only after the next step."""
         if self.open:
             self._when_settled = call
         else:

@@ -1,11 +1,11 @@
 """WakeupThrottle: limits how often the engine's thread wakes the event loop.
 
-For a small model, Python takes as long to send a token as the model to compute it, and both need
-the same interpreter. So the event loop may spend at most a sixteenth of its time on delivery: after
-each delivery it pauses for PAUSE_FACTOR times the processor time that the delivery took, but at
-most for MAX_PAUSE, and then delivers everything that came meanwhile. If steps are longer than the
-pause, nothing is delayed. Urgent items (first tokens, results, ends) do
-not wait for the end of a pause; what else came with them does.
+For a small model, Python takes as long to send a token as the model takes to compute it, and both
+need the same interpreter. So the event loop may spend at most a sixteenth of its time on delivery:
+after each delivery it pauses for PAUSE_FACTOR times the processor time that the delivery took, but
+at most for MAX_PAUSE, and then delivers everything that has arrived. If steps are longer than the
+pause, nothing is delayed. Urgent items (first tokens, results, ends) do not wait for the end of a
+pause; other items do.
 
 The engine's thread calls `wake` when it starts to compute and no longer needs the interpreter. If
 it woke the loop earlier, the loop would use the interpreter while the thread prepares its step, and
@@ -42,7 +42,7 @@ class WakeupThrottle:
 
     The thread appends an item before it reads the state, and the timer reads the items after the
     pause has ended. So the timer sees every item for which the loop was not woken. An urgent item
-    that comes in a pause is delivered at once, and the pause continues.
+    that comes in a pause is delivered immediately, and the pause continues.
 
     The thread uses only `put` and `wake`, the event loop everything else.
     """

@@ -66,8 +66,8 @@ def safetensors_header(tensors: Iterable[TensorSpec], metadata: Mapping[str, str
 
 
 def encoded(values: Array, dtype: DType) -> Array:
-    """float32 values converted to `dtype`, contiguous. bfloat16 is returned as uint16 with the same
-    bits."""
+    """Convert float32 values to `dtype`. The result is contiguous; bfloat16 is returned as uint16
+    with the same bits."""
     if dtype != "bfloat16":
         return np.ascontiguousarray(values, dtype=np.dtype(dtype).newbyteorder("<"))
     bits = np.ascontiguousarray(values, dtype="<f4").view("<u4")

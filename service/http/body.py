@@ -4,7 +4,7 @@ The operations (`model/operations/`) define the fields.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -15,15 +15,15 @@ from logitd.model.operations.body import MAX_IDS, RequestBody
 from logitd.model.operations.prompts import clip
 from logitd.model.operations.validation import describe_errors
 from logitd.service.errors import ApiError, bad_request, body_too_large, client_gone
-from logitd.service.http.structure import count_structure
+from logitd.service.http.structure import count_structure, repeated_key
 
 MAX_VALUES = MAX_IDS + 2**14
-"""Maximum number of JSON values in a body: the longest list of ids, and some more."""
+"""Maximum number of JSON values in a body: the longest list of ids, and room for other fields."""
 MAX_PARTS = 2**14
 """Maximum number of lists, objects and keys in a body. Parsing one takes as long as parsing ten
 numbers."""
 UNCOUNTED_BYTES = 2**14
-"""Bodies up to this size are parsed without counting their values: that takes a few ms at most."""
+"""Bodies up to this size are parsed without counting their values first, in at most a few ms."""
 
 BODY = "body"
 """`request.state` key of the parsed body; read by tracing."""
@@ -41,7 +41,8 @@ def body_of(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
     """
 
     async def read(request: Request) -> Body:
-        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        media_type, *parameters = request.headers.get("content-type", "").lower().split(";")
+        media_type = media_type.strip()
         if media_type != "application/json" and not media_type.endswith("+json"):
             raise ApiError(
                 415,
@@ -49,6 +50,7 @@ def body_of(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
                 f"the body's content type is {clip(media_type)!r}; send application/json "
                 "(curl: --json, or -H 'Content-Type: application/json')",
             )
+        _require_utf8(parameters)
         _require_plain(request)
         raw = await _bounded_body(request)
         if len(raw) > UNCOUNTED_BYTES:
@@ -57,6 +59,10 @@ def body_of(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
             body = model.model_validate_json(raw)
         except ValidationError as error:
             raise describe_errors(error, model.model_fields) from error
+        # A proxy or a log may read the first of two values, and pydantic has read the last.
+        if (key := await _repeated_key(raw)) is not None:
+            message = f"the key {clip(key)!r} is twice in the same object; send it once"
+            raise bad_request(message, clip(key))
         setattr(request.state, BODY, body)
         setattr(request.state, BODY_BYTES, len(raw))
         return body
@@ -105,6 +111,26 @@ def _require_plain(request: Request) -> None:
                 "invalid_request_error",
                 f"the body is encoded as {clip(encoding)!r}; send it without an encoding",
             )
+
+
+def _require_utf8(parameters: Sequence[str]) -> None:
+    """Raise ApiError if the parameters of the content type, in lower case, name another charset
+    than UTF-8, of which ASCII is a part."""
+    for parameter in parameters:
+        name, _, value = parameter.partition("=")
+        charset = value.strip().strip('"')
+        if name.strip() == "charset" and charset not in ("utf-8", "utf8", "us-ascii"):
+            raise ApiError(
+                415,
+                "invalid_request_error",
+                f"the charset of the body is {clip(charset)!r}; JSON must be sent as UTF-8",
+            )
+
+
+async def _repeated_key(raw: bytes) -> str | None:
+    if len(raw) <= UNCOUNTED_BYTES:
+        return repeated_key(raw)
+    return await asyncio.to_thread(repeated_key, raw)
 
 
 async def _check_structure(raw: bytes) -> None:

@@ -71,7 +71,7 @@ class Generation:
         self._sent = 0.0  # time.monotonic() when something was last sent
 
     def abort(self) -> None:
-        """End the sequences, because the client has left."""
+        """End the sequences that are still running."""
         self._submission.reader = None
         self._submission.abort()
 
@@ -116,13 +116,13 @@ class Generation:
         yield sse.DONE
 
     def _read_new(self) -> bool:
-        """Add what is in the mailbox. Returns False at the end of the reply."""
+        """Add the events in the mailbox to the reply. Returns False at the end of the reply."""
         self._push(self._submission.take_now())
         return not self._submission.finished
 
     def _write_new(self, write: BodyWriter) -> bool:
-        """Write what is in the mailbox. Returns False if the task has to go on: at the end of the
-        stream, or if the client reads slowly."""
+        """Write the events in the mailbox. Returns False if the task in `events` must continue: at
+        the end of the stream, or if the client reads slowly."""
         if not self._waits:
             return False
         if part := self._grown(self._submission.take_now()):
@@ -143,7 +143,7 @@ class Generation:
         return b"".join(map(sse.event, self._format.chunks(whole, counts)))
 
     def _grown(self, events: Sequence[Event]) -> bytes:
-        """Add events. Returns the part of the stream for them, which may be empty."""
+        """Add events to the reply. Returns the part of the stream for them, which may be empty."""
         self._push(events)
         new = self.growing.take_json()
         return self._part(new) if new["choices"] or "prompts" in new else b""

@@ -43,8 +43,8 @@ THREAD_BYTES = 8_192
 """Bodies up to this size are encoded on the event loop, which takes up to 20 ms (with GPT-NeoX's
 runs of spaces as added tokens). Larger ones are encoded in a thread."""
 THREAD_INTERVENTIONS = 256
-"""Up to this many interventions per prompt are resolved on the event loop; more are resolved in a
-thread."""
+"""Maximum number of interventions, summed over the sequences of a request, that are resolved on the
+event loop. More are resolved in a thread."""
 
 # A request to the vocabulary neither waits in the queue nor has a deadline.
 UNQUEUED = {status: error for status, error in ERRORS.items() if status not in (429, 504)}
@@ -124,7 +124,7 @@ async def make_plan(planning: Planning, body: RequestBody, context: RequestConte
             try:
                 computed = await context.compute(step.requests, more=True)
             except InvalidRequest as error:
-                step = planning.throw(error)  # `throw` adds the name of the field
+                step = planning.throw(error)  # the plan adds the name of the field
             else:  # in a thread: results may be large
                 step = await _advance(planning, computed, in_thread=True)
     finally:

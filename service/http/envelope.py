@@ -25,9 +25,15 @@ def checkpoint_headers(checkpoint: CheckpointInfo) -> dict[str, str]:
     }
 
 
+def checkpoint_metadata(checkpoint: CheckpointInfo) -> dict[str, str]:
+    """The members of `CheckpointName` as metadata of a safetensors file."""
+    return {f"checkpoint_{key}": str(value) for key, value in checkpoint_name(checkpoint).items()}
+
+
 def timings(finishes: Sequence[FinishEvent], completion_tokens: int) -> dict[str, float]:
-    """The members of `Timings` for a request: arrival of its first sequence to first admission,
-    first admission to first computed prompt, and from there to the end of the last sequence."""
+    """The members of `Timings` for a request. The queue phase lasts from the arrival of the first
+    sequence to the first admission, the prefill phase to the first computed prompt, and the decode
+    phase to the end of the last sequence."""
     phases = _phases(finishes)
     decoding = phases["decode"] / 1e3
     return {

@@ -21,7 +21,6 @@ from logitd.model.operations.operation import (
     NamedArray,
     Operation,
     Outputs,
-    checkpoint_name,
     envelope,
 )
 from logitd.service.errors import bad_request
@@ -36,7 +35,7 @@ from logitd.service.http.arrays import (
     npy_header,
     safetensors_header,
 )
-from logitd.service.http.envelope import checkpoint_headers
+from logitd.service.http.envelope import checkpoint_headers, checkpoint_metadata
 from logitd.service.http.negotiation import JSON, NPY
 from logitd.service.http.reader import OutputsReader, paced
 from logitd.service.models.context import RequestContext
@@ -91,7 +90,7 @@ class OutputsWriter:
             raise
 
     def end(self) -> None:
-        """End the requests, because the reply is complete or the client has left."""
+        """End the requests that are still running, and give back the share of the budget."""
         self.reader.end()
         self._give_back()
 
@@ -170,9 +169,8 @@ class OutputsWriter:
             for index, suffix in enumerate(suffixes)
             for array in plan.arrays
         ]
-        named = checkpoint_name(self._context.checkpoint).items()
-        metadata = {f"checkpoint_{key}": str(value) for key, value in named}
-        return safetensors_header(specs, {**metadata, **plan.members}) + b"".join(integers)
+        metadata = {**checkpoint_metadata(self._context.checkpoint), **plan.members}
+        return safetensors_header(specs, metadata) + b"".join(integers)
 
     # JSON
 

@@ -1,8 +1,8 @@
-"""Query: refuses unknown and repeated query parameters, on endpoints that have any; and reads
-integers of paths and queries strictly.
+"""Query: refuses unknown and repeated query parameters, and reads integers of paths and queries
+strictly.
 
-Other endpoints ignore the query: health checks, scrapers and OpenAI's clients add parameters such
-as a time or `api-version`.
+Endpoints without query parameters ignore the query: health checks, scrapers and OpenAI's clients
+add parameters such as a time or `api-version`.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ async def _refuse_unknown(request: Request) -> None:
     for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
         if name not in known:
             raise bad_request(
-                f"unknown query parameter {clip(name)!r}; {request.method} {route.path} takes "
+                f"unknown query parameter {clip(name)!r}; {request.method} {route.path} has "
                 f"{' and '.join(known)}",
                 clip(name),
             )
@@ -46,6 +46,6 @@ def _parameters(dependant: Dependant) -> Iterator[str]:
 
 
 PlainInt = Annotated[int, BeforeValidator(plain_integer)]
-"""An integer of a path or a query. pydantic alone would also take "+1", " 1", "1_0" and "1.0"."""
+"""An integer of a path or a query. pydantic alone would also accept "+1", " 1", "1_0" and "1.0"."""
 KNOWN_QUERY = Depends(_refuse_unknown)
 """Dependency of routers whose endpoints take query parameters."""

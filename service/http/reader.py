@@ -1,4 +1,4 @@
-"""OutputsReader: gets rows at positions of prompts from the engine.
+"""OutputsReader: reads the outputs of prompts from the engine, a row for each position.
 
 Prompts are computed one after another, one chunk of positions at a time, and the engine stays at
 most one chunk ahead of the reader. So a reply is written while it is computed, and is never
@@ -39,7 +39,7 @@ class OutputsReader:
         self._first = await anext(self._rows)
 
     def end(self) -> None:
-        """Cancel the prompts that have not been read yet."""
+        """End the prompts that have not been read completely."""
         self._submission.abort()
         self._session.close()
 
@@ -47,7 +47,7 @@ class OutputsReader:
         self,
     ) -> AsyncIterator[tuple[int, OutputsRequest, AsyncIterator[OutputsChunk]]]:
         """The index and request of each prompt, with its chunks. Read all chunks of a prompt before
-        asking for the next prompt."""
+        taking the next prompt."""
         for index, request in enumerate(self._requests):
             if index:
                 self._submission = self._session.submit_next()
@@ -78,7 +78,7 @@ async def paced(parts: Iterator[bytes], context: RequestContext) -> AsyncIterato
 
 
 async def _rows(submission: Submission) -> AsyncIterator[OutputsChunk]:
-    """The chunks of a submission, by position. Raises like `events_of`."""
+    """The chunks of a submission, in the order of positions. Raises like `events_of`."""
     async for event in events_of(submission):
         if isinstance(event, OutputsChunk):
             yield event

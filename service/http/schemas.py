@@ -68,7 +68,7 @@ class Info(ReplyBody):
     vocabulary: str = Field(
         description="Kind of the tokenizer, as in /tokenizer_info. With `none`, prompts are ids."
     )
-    training: dict[str, Any] = Field(description="Where the weights come from.")
+    training: dict[str, Any] = Field(description="Origin of the weights, from config.json.")
     parameters: int
     device: str
     decoding: str = Field(description="Implementation that computes decode steps.")
@@ -234,7 +234,7 @@ class FeaturesReply(ReplyBody):
     )
     strongest: list[float] | None = Field(description="Largest activation of each feature.")
     tokens: list[str | None] | None = Field(
-        description="Text of the token there; null for a feature that was never active."
+        description="Text of the token with that activation; null if the feature was never active."
     )
 
 
@@ -254,7 +254,9 @@ class FeatureExample(ReplyBody):
 class TokenLogit(ReplyBody):
     id: int
     text: str
-    logit: float = Field(description="Change of the logit for an activation of 1, up to the norm.")
+    logit: float = Field(
+        description="Change of the logit for an activation of 1 if the final norm has scale 1."
+    )
 
 
 class FeatureReply(ReplyBody):

@@ -45,7 +45,8 @@ async def respond(
 
 
 class RunningSeries:
-    """The jobs of one reply. Their shared values count in the reply budget until the end."""
+    """The jobs of one reply. Shared values of the jobs count against the reply budget until
+    `end`."""
 
     def __init__(self, reply_id: str, plan: Series, context: RequestContext) -> None:
         self._plan = plan
@@ -96,7 +97,7 @@ class RunningSeries:
             self.end()
 
     def end(self) -> None:
-        """End the jobs, because the reply is complete or the client has left."""
+        """End the jobs that are still running, and give back the share of the budget."""
         for submission in self._running:
             submission.abort()
         self._running.clear()

@@ -9,6 +9,8 @@ The text need not be valid JSON. A parser stops at the first wrong byte, and the
 to there, so they always limit the parser's work.
 """
 
+import json
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +19,9 @@ from numpy.typing import NDArray
 QUOTE, BACKSLASH, COMMA, COLON, OPENING_BRACKET, OPENING_BRACE = b'"\\,:[{'
 BLOCK = 1 << 16
 """Bytes counted at a time. They fit into the processor's cache."""
+
+_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"(\s*:)?|[{}]')
+"""A string, with the colon if it is a key, or a brace."""
 
 Flags = NDArray[np.bool_]
 
@@ -64,3 +69,19 @@ def _escaped(backslashes: Flags, *, first: bool) -> tuple[Flags, bool]:
     runs = places - np.maximum.accumulate(starts)
     odd = runs % 2 == 1
     return np.concatenate(([first], odd[:-1])), bool(odd[-1])
+
+
+def repeated_key(text: bytes) -> str | None:
+    """The first key that an object of a valid JSON text has twice; None if there is none."""
+    objects: list[set[str]] = []
+    for token in _TOKEN.finditer(text):
+        if token[0] == b"{":
+            objects.append(set())
+        elif token[0] == b"}":
+            objects.pop()
+        elif token[1] is not None:
+            key: str = json.loads(token[0][: -len(token[1])])
+            if key in objects[-1]:
+                return key
+            objects[-1].add(key)
+    return None

@@ -33,19 +33,19 @@ from logitd.service.errors import ApiError, bad_request, queue_full
 from logitd.service.metrics.model_metrics import ModelMetrics
 
 MAX_COMPILING = 8
-"""Maximum number of constraints compiled at the same time. A caller below its equal share may
-exceed it, up to twice as many in total."""
+"""Maximum number of constraints compiled at the same time. Callers below their equal
+share may exceed it, up to twice this number in total."""
 MAX_CACHED = 32
 MAX_PREPARED = 64
 """A slow constraint is prepared in advance for at most this many sequences of a request."""
 PATIENCE = 20
-"""Maximum duration of a trial, as a multiple of its limit of processor time. On a busy machine the
-two differ."""
+"""Maximum duration of a trial, as a multiple of its limit of processor time. A trial takes longer
+than its processor time if the machine is busy."""
 
 
 @dataclass(eq=False, slots=True)
 class _Compiling:
-    """A running compilation. `caller` is the first one that asked for it."""
+    """A running compilation. `caller` is the first caller that requested it."""
 
     task: asyncio.Task[Constraint]
     caller: str

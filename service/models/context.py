@@ -37,7 +37,7 @@ the log."""
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """One request.
+    """A request to a model, and what its handler needs.
 
     session  its submissions, with caller and deadline; closed after the reply
     caller   name of the caller; the engine is shared fairly among callers
@@ -55,7 +55,7 @@ class RequestContext:
 
     @property
     def subject(self) -> Subject:
-        """The model in the form that operations take."""
+        """The model in the form that operations accept."""
         settings = self.model.settings
         return Subject(self.checkpoint, settings.max_reply_elements, settings.max_body_bytes)
 

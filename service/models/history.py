@@ -10,35 +10,32 @@ from bisect import bisect
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from logitd.model.checkpoint.run_folder import HISTORY, checkpoints_in
 from logitd.model.plural import pluralize
-from logitd.service.engine.async_engine import SHUTTING_DOWN, AsyncEngine
+from logitd.service.engine.async_engine import SHUTTING_DOWN
 from logitd.service.engine.submission import EngineStopped
 from logitd.service.errors import bad_request, queue_full
 
+if TYPE_CHECKING:
+    from logitd.service.models.served import ServedModel
+
 NAMED = 2
-"""Number of kept steps before an unknown step, and after it, that a message lists."""
+"""A message about an unknown step lists this many kept steps before it, and as many after it."""
 
 
-class HasEngine(Protocol):
-    @property
-    def engine(self) -> AsyncEngine: ...
-
-
-Model = TypeVar("Model", bound=HasEngine)
-
-
-class History(Generic[Model]):
+class History:
     """The steps of one run. Belongs to the event loop."""
 
-    def __init__(self, run: Path, load: Callable[[Path], Awaitable[Model]], most: int) -> None:
+    def __init__(
+        self, run: Path, load: Callable[[Path], Awaitable["ServedModel"]], most: int
+    ) -> None:
         """`load` loads a checkpoint of the run as a model. At most `most` models are in memory."""
         self._folder = run / HISTORY
         self._load = load
         self._most = most
-        self._loaded: OrderedDict[int, Model] = OrderedDict()  # least recently used first
+        self._loaded: OrderedDict[int, ServedModel] = OrderedDict()  # least recently used first
         self._uses: Counter[int] = Counter()  # by step
         self._lock = asyncio.Lock()  # held while `_loaded` changes
         self._closed = False
@@ -48,10 +45,10 @@ class History(Generic[Model]):
         progress."""
         return checkpoints_in(self._folder)
 
-    async def open(self, step: int) -> Model:
-        """The model at a step, which stays in memory until `close`. Raises ApiError: 400 if the
-        step was not kept, 429 if requests use all models in memory, 503 if it cannot be loaded;
-        EngineStopped."""
+    async def open(self, step: int) -> "ServedModel":
+        """The model at a step, which stays in memory until `close`. Raises EngineStopped, and
+        ApiError: 400 if the step was not kept, 429 if requests use all models in memory, 503 if the
+        step cannot be loaded."""
         self._uses[step] += 1
         try:
             if (model := self._ready(step)) is not None:
@@ -74,14 +71,14 @@ class History(Generic[Model]):
             self._closed = True
         await asyncio.gather(*(m.engine.stop(drain_timeout) for m in self._loaded.values()))
 
-    def _ready(self, step: int) -> Model | None:
+    def _ready(self, step: int) -> "ServedModel | None":
         model = self._loaded.get(step)
         if model is None or model.engine.failure is not None:
             return None
         self._loaded.move_to_end(step)
         return model
 
-    async def _load_step(self, step: int) -> Model:
+    async def _load_step(self, step: int) -> "ServedModel":
         path = await asyncio.to_thread(self._path, step)
         async with self._lock:
             if self._closed:
@@ -115,7 +112,7 @@ class History(Generic[Model]):
                 await model.engine.stop(0)
         if len(self._loaded) >= self._most:
             raise queue_full(
-                f"requests use all {pluralize(self._most, 'step')} in memory; try again in about "
-                "1 s, or raise --history-steps",
+                f"requests are using all {pluralize(self._most, 'step')} in memory; try again in "
+                "about 1 s, or raise --history-steps",
                 retry_after=1,
             )

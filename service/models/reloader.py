@@ -35,7 +35,7 @@ class Reloader:
         metrics: ModelMetrics,
         reload_lock: asyncio.Lock,
     ) -> None:
-        """`settings` are those of this model. `checkpoints` maps each version of the engine's
+        """`settings` are this model's settings. `checkpoints` maps each version of the engine's
         weights to its checkpoint; a reload adds one. `reload_lock` is shared by all models, so that
         only one of them has a second set of weights in memory."""
         self._settings = settings
@@ -73,9 +73,9 @@ class Reloader:
                     await self._reload(wanted)
 
     async def choose(self, name: str | None) -> bool:
-        """Serve the checkpoint with this name until another one is chosen; None means the one given
-        at the start. Returns False if it is already served. Raises OSError, and ReloadError if the
-        old checkpoint stays."""
+        """Serve the checkpoint with this name until another one is chosen; None means the
+        checkpoint given at the start. Returns False if it is already served. Raises OSError, and
+        ReloadError if the old checkpoint stays."""
         swapped = await self._reload(self._default() if name is None else self._named(name))
         self._chosen = None if name is None else self._checkpoint.path
         return swapped
@@ -102,7 +102,7 @@ class Reloader:
                 swapped = await self._swap(path)
             except (CheckpointError, OSError, ReloadError) as error:
                 self._metrics.reloads[ReloadResult.REFUSED].inc()
-                logger.error("%s is not served, %s stays: %s", path, self._checkpoint.path, error)
+                logger.error("%s is refused, %s stays: %s", path, self._checkpoint.path, error)
                 raise ReloadError(str(error)) from error
         result = ReloadResult.SWAPPED if swapped else ReloadResult.UNCHANGED
         self._metrics.reloads[result].inc()

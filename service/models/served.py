@@ -61,13 +61,13 @@ class ReplyBudget:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A served model. A reload replaces its checkpoint by another one of the same shape.
+    """A served model. A reload replaces its checkpoint with one of the same shape.
 
     name          name in requests; a reload does not change it
     checkpoints   the checkpoint of each version of the engine's weights
     settings      the settings of this model
     reply_budget  the budget that all models share
-    autoencoders  those whose features are stages
+    autoencoders  the sparse autoencoders, by the features that each adds as a stage
     history       the steps of the model's run; None unless the server serves them
     """
 
@@ -81,7 +81,7 @@ class ServedModel:
     reply_budget: ReplyBudget
     keys: KeyRing
     autoencoders: Mapping[Features, StoredAutoencoder]
-    history: "History[ServedModel] | None" = None
+    history: History | None = None
 
     @property
     def checkpoint(self) -> CheckpointInfo:

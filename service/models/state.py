@@ -122,8 +122,7 @@ class ServiceState:
 
 
 def observe_step(observe: Callable[[StepReport], None], report: StepReport) -> None:
-    """Add a step of a model's engine to the metrics by `observe`, and log sequences that ended with
-    an error."""
+    """Count a step of a model's engine with `observe`; log sequences that ended with an error."""
     observe(report)
     for event in report.events:
         if isinstance(event, FinishEvent) and event.error is not None:

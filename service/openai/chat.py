@@ -1,5 +1,5 @@
-"""Chat: makes prompts from messages with the checkpoint's template, and /v1/chat/completions
-replies from those of /generate."""
+"""Chat: writes messages as a prompt with the checkpoint's template, and translates replies of
+/generate into replies of /v1/chat/completions."""
 
 import asyncio
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ def _render(body: ChatRequest, subject: Subject) -> tuple[int, ...]:
 
 
 def _message(message: chat_schemas.Message) -> Message:
-    """A message in the form that templates take. Function calls become text."""
+    """A message in the form that templates accept. Function calls become text."""
     texts = [message.content or "", text_of_calls(message.tool_calls or ())]
     known = {
         "role": "system" if message.role == "developer" else message.role,

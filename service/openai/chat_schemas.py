@@ -103,7 +103,7 @@ class Message(RequestBody):
                 "answers calls"
             )
         if self.content is None and not self.tool_calls:
-            raise ValueError("the message has no content; give it one, such as an empty text")
+            raise ValueError("the message has no content; give it a content, such as an empty text")
         return self
 
 
@@ -226,7 +226,7 @@ class ChatRequest(SamplingBody, Conversation, Unsupported):
         None,
         ge=0,
         le=20,
-        description="With `logprobs`: also return those of the k likeliest tokens.",
+        description="With `logprobs`: also return the logprobs of the k likeliest tokens.",
     )
     add_generation_prompt: bool | None = Field(
         None,
@@ -259,7 +259,7 @@ class ChatRequest(SamplingBody, Conversation, Unsupported):
 
     @field_validator("tools")
     @classmethod
-    def _names_of_tools(cls, tools: list[Tool] | None) -> list[Tool] | None:
+    def _tool_names_differ(cls, tools: list[Tool] | None) -> list[Tool] | None:
         names = [tool.function.name for tool in tools or ()]
         if len(set(names)) < len(names):
             name = next(name for name in names if names.count(name) > 1)
@@ -270,7 +270,7 @@ class ChatRequest(SamplingBody, Conversation, Unsupported):
 
     @field_validator("tool_choice")
     @classmethod
-    def _choice_of_a_tool(
+    def _tool_choice_is_possible(
         cls, choice: str | NamedTool | None, info: ValidationInfo
     ) -> str | NamedTool | None:
         names = [tool.function.name for tool in info.data.get("tools") or ()]
@@ -294,7 +294,7 @@ class ChatRequest(SamplingBody, Conversation, Unsupported):
 
     @field_validator("continue_final_message")
     @classmethod
-    def _one_way_to_go_on(cls, continues: bool | None, info: ValidationInfo) -> bool | None:
+    def _continues_or_begins(cls, continues: bool | None, info: ValidationInfo) -> bool | None:
         if continues and info.data.get("add_generation_prompt"):
             raise ValueError(
                 "continue_final_message continues the final message, but add_generation_prompt "

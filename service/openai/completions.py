@@ -1,4 +1,4 @@
-"""Completions: makes /v1/completions replies from those of /generate."""
+"""Completions: translates replies of /generate into replies of /v1/completions."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

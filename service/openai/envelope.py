@@ -22,8 +22,8 @@ def head(kind: str, form: str, model: str, checkpoint: CheckpointInfo) -> dict[s
 
 
 def usage(counts: dict[str, int]) -> dict[str, Any]:
-    """OpenAI's `usage`, from the native one, or from the counts so far, which lack the cached
-    tokens."""
+    """OpenAI's `usage`, from the native `usage`, or from the counts of a stream so far, which lack
+    the cached tokens."""
     names = ("prompt_tokens", "completion_tokens", "total_tokens")
     members: dict[str, Any] = {name: counts[name] for name in names}
     if (cached := counts.get("cached_tokens")) is not None:
@@ -32,8 +32,8 @@ def usage(counts: dict[str, int]) -> dict[str, Any]:
 
 
 def named_seed(given: int | None, used: int) -> int:
-    """A choice's seed, as the client wrote it if given. The same request with this seed repeats the
-    choice."""
+    """The seed in a choice: `given` as the client wrote it, if it did, otherwise the `used` one.
+    The same request with this seed repeats the choice."""
     return used if given in (None, -1) else given
 
 
@@ -49,6 +49,6 @@ def usage_member(options: StreamOptions | None, counts: dict[str, int]) -> dict[
 def last_chunk(
     chunk_head: dict[str, Any], options: StreamOptions | None, native: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """The chunk with the usage, if `native` is the last chunk and the options ask for it."""
+    """The chunk with the usage, if `native` is the last chunk and the options include it."""
     if "usage" in native and options is not None and options.include_usage:
         yield {**chunk_head, "choices": [], "usage": usage(native["usage"])}

@@ -1,4 +1,4 @@
-"""Logprobs in OpenAI's format, from those of /generate.
+"""Logprobs: translates logprobs of /generate into OpenAI's format.
 
 A token's name is its text. Names must be unique, because clients look up logprobs by name. So some
 tokens have a name such as `bytes:\\xe2\\x82`: bytes that are not UTF-8, a special token with the

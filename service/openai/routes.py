@@ -9,14 +9,13 @@ from starlette.responses import Response
 
 from logitd.model.operations import generate
 from logitd.model.operations.operation import Completions, checkpoint_name
-from logitd.service.access.auth import note_user
 from logitd.service.errors import errors
 from logitd.service.http import completions as replies
 from logitd.service.http import sse
 from logitd.service.http.body import body_of, described_by
 from logitd.service.http.endpoint import make_plan
 from logitd.service.http.negotiation import negotiate
-from logitd.service.models.context import RequestContext
+from logitd.service.models.context import ModelChoice, RequestContext
 from logitd.service.models.served import ServedModel
 from logitd.service.models.state import Ready
 from logitd.service.openai.chat import ChatFormat, chat_prompt
@@ -49,9 +48,7 @@ async def completions(
 
     `logprobs` are raw unless `logprobs_stage` says otherwise. With `stream`, the reply is a series
     of server-sent events, each with one choice, and then `[DONE]`."""
-    note_user(request, body.user)
-    negotiate(request, body)
-    context = await models.answering(body)
+    context = await _context(body, models, request)
 
     def formatted(plan: Completions) -> CompletionFormat:
         prompts = [each.token_ids for each in plan.requests]
@@ -75,14 +72,12 @@ async def chat_completions(
     body: Annotated[ChatRequest, Depends(body_of(ChatRequest))], models: Ready, request: Request
 ) -> Response:
     """Write the messages with the checkpoint's chat template, and continue these token ids as
-    /generate does. An answer ends at any special token. With `tools` and a `tool_choice` that asks
-    for a call, the answer is a call whose arguments fit the function's schema.
+    /generate does. An answer ends at any special token. With `tools` and a `tool_choice` that
+    requires a call, the answer is a call whose arguments fit the function's schema.
 
     With `stream`, the reply is a series of server-sent events: the role, the text or the arguments
     as they grow, the finish reason, and then `[DONE]`."""
-    note_user(request, body.user)
-    negotiate(request, body)
-    context = await models.answering(body)
+    context = await _context(body, models, request)
     constraint = constraint_of(body)
     with param_names(constraint, prompt="messages", logprobs="top_logprobs"):
         # Check the queue first, so that a full queue is reported before the template runs.
@@ -93,6 +88,16 @@ async def chat_completions(
             native, context, lambda _: ChatFormat(body, context.model.name, context.checkpoint)
         )
     return await replies.respond(generation, context, stream=native.stream)
+
+
+async def _context(
+    body: CompletionRequest | ChatRequest, models: ModelChoice, request: Request
+) -> RequestContext:
+    """The context of a request. Its log line shows the body's `user`."""
+    if body.user:
+        request.state.user = body.user
+    negotiate(request, body)
+    return await models.answering(body)
 
 
 async def _begin(

@@ -1,4 +1,4 @@
-"""Bodies and replies of the OpenAI endpoints; those of chats are in `chat_schemas.py`.
+"""Bodies and replies of /v1/completions and /v1/models, and what they share with chats.
 
 Fields shared with /generate take their bounds and descriptions from it. null is the default of
 every optional field, because OpenAI's clients send it. Unsupported fields are accepted with a
@@ -80,8 +80,8 @@ Seed = Annotated[
     Field(
         ge=-(2**63),
         lt=2**63,
-        description="The same seed gives the same tokens: a seed of 0 or more those of "
-        "/generate with this seed, a seed below -1 those with 2^64 + seed. Absent "
+        description="The same seed gives the same tokens. A seed of 0 or more gives the tokens "
+        "that /generate returns for it, a seed below -1 the tokens for 2^64 + seed. Absent "
         "or -1: a seed is drawn for each prompt, and returned.",
     ),
 ]
@@ -165,7 +165,7 @@ class StructuredOutputs(RequestBody):
     whitespace_pattern: Annotated[Any, only()] = unsupported()
 
     @model_validator(mode="after")
-    def _some_constraint(self) -> Self:
+    def _has_a_constraint(self) -> Self:
         given = (self.json_, self.regex, self.choice, self.grammar, self.json_object or None)
         if given == (None,) * len(given):
             raise ValueError(
@@ -182,7 +182,7 @@ def _optional(name: str, field: FieldInfo) -> Any:
 
 _FIELDS: Any = {name: _optional(name, f) for name, f in SamplingFields.model_fields.items()}
 Sampling = create_model("Sampling", **_FIELDS)
-"""The fields of `SamplingFields`."""
+"""The fields of `SamplingFields`, with null as their default."""
 
 
 OTHER_SERVERS: Mapping[str, Sequence[Any]] = {
@@ -255,7 +255,7 @@ class CompletionRequest(SamplingBody, PromptBody):
             "temperature": 0.8,
             "seed": 1,
         },
-        "The logprobs of a given text; nothing is generated": {
+        "Only the logprobs of a given text": {
             "prompt": "import os",
             "max_tokens": 0,
             "echo": True,
@@ -281,8 +281,8 @@ class CompletionRequest(SamplingBody, PromptBody):
         None,
         ge=0,
         lt=2**31,
-        description="Return the logprob of each token, and those of the k likeliest tokens at its "
-        "place; with `echo` also for the prompt's tokens, except the first.",
+        description="Return the logprob of each token, and the logprobs of the k likeliest tokens "
+        "at its place; with `echo` also for the prompt's tokens, except the first.",
     )
     best_of: int | None = Field(
         None, ge=1, description="Not supported: only null and the value of `n` are accepted."

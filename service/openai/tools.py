@@ -1,4 +1,4 @@
-"""Tools: the constraint under which an answer is a call of a function, and the call in its text.
+"""Tools: the constraint that makes an answer a function call, and the parser of that call.
 
 The text that the model writes under the constraint:
 

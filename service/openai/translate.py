@@ -136,7 +136,7 @@ def _tools(body: CompletionRequest | ChatRequest) -> Iterator[Constraint]:
     for name in ("stop", "stop_token_ids"):
         if getattr(body, name):
             raise bad_request(
-                f"{name} could cut short the call that tool_choice asks for; leave {name} out, or "
+                f"{name} could cut short the call that tool_choice requires; leave {name} out, or "
                 "set tool_choice to 'none'",
                 name,
             )

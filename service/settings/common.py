@@ -3,7 +3,7 @@
 import csv
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import (
@@ -30,8 +30,8 @@ class CommandSettings(BaseSettings):
     the default. So one .env can give two commands different values of a flag.
 
     command     name of the command
-    groups      titles of the groups of flags in the help, in their order, by the first field of
-                each group or part of a group
+    groups      titles of the groups of flags in the help, in their order. A key is the first field
+                of a group; a group in two parts has two keys
     flag_names  additional flags of fields, without dashes
     needs       fields that have an effect only with some values of earlier fields. Each has a test
                 of the earlier values, and the message if the test fails
@@ -51,7 +51,7 @@ class CommandSettings(BaseSettings):
 
     @field_validator("*")
     @classmethod
-    def _refuse_idle(cls, value: Any, info: ValidationInfo) -> Any:
+    def _refuse_without_effect(cls, value: Any, info: ValidationInfo) -> Any:
         name = str(info.field_name)
         if name in cls.needs and value != cls.model_fields[name].default:
             acts, reason = cls.needs[name]
@@ -102,9 +102,6 @@ Item = TypeVar("Item")
 CommaList = Annotated[tuple[Item, ...], NoDecode, BeforeValidator(split_list)]
 """Comma-separated items of a flag or a variable."""
 
-LogLevel = Literal["debug", "info", "warning", "error"]
-LogFormat = Literal["text", "json"]
-
 CheckpointPath = Annotated[
     Path,
     Field(description="directory of a checkpoint, or of a run, whose best checkpoint is used"),
@@ -131,8 +128,8 @@ KVCacheCells = Annotated[
 RunCode = Annotated[
     bool,
     Field(
-        description="run a checkpoint's owner's code: with your rights, in a process without "
-        "network. Without this flag a checkpoint that needs such code is refused"
+        description="run a checkpoint's owner's code: with your permissions, in a process "
+        "without network. Without this flag a checkpoint that needs such code is refused"
     ),
 ]
 BatchCode = Annotated[
@@ -163,7 +160,7 @@ WITH_CODE = (
     lambda given: given.get("code"),
     "it says how the model's own code is used: add --code FILE.py:NAME",
 )
-"""When --code-call and the like have an effect."""
+"""The entry in `needs` of flags that have an effect only with --code."""
 AsJson = Annotated[bool, Field(description="print JSON instead of tables")]
 
 

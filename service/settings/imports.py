@@ -130,7 +130,7 @@ ANSWERS = [
     for name, kind in _COMPUTED.items()
     if _SHAPE.get(name) == kind and name not in _Source.model_fields
 ]
-"""Fields of a `Computation` that a `GPTConfig` declares."""
+"""Fields of a `Computation` that a `GPTConfig` declares too."""
 if TYPE_CHECKING:
     _Answers = _Source
 else:

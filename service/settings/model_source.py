@@ -17,7 +17,7 @@ MAX_NAME = 200
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     """A model to serve: its name, and the path of a checkpoint or run, which is served with its
-    best checkpoint. If `name` is None, the name is that of the checkpoint's folder or run."""
+    best checkpoint. If `name` is None, the checkpoint's folder or run names it."""
 
     path: Path
     name: str | None = None

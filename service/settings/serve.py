@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_val
 from pydantic_settings import CliPositionalArg
 
 from logitd.model.inference.engine.config import SERVED_TARGET_GAP, SERVED_TARGET_TTFT, EngineConfig
-from logitd.model.inference.options import SERVED_SLOTS, Speculation
+from logitd.model.inference.options import CODE_SLOTS, SERVED_SLOTS, Speculation
 from logitd.service.settings.common import (
     BUNDLED_CHECKPOINT,
     WITH_CODE,
@@ -17,8 +17,6 @@ from logitd.service.settings.common import (
     CodeCall,
     ComputeSettings,
     KVCacheCells,
-    LogFormat,
-    LogLevel,
     Vocabulary,
 )
 from logitd.service.settings.model_source import ModelSource, checked_name
@@ -195,7 +193,8 @@ class ServeSettings(ComputeSettings):
         description="sequences in the KV cache of each model (default: as many as fit into "
         "--kv-cache-memory; without that flag as many as fit into "
         f"{SERVED_SLOTS.share} of the memory that the weights leave free, at most "
-        f"{SERVED_SLOTS.most}, and {EngineConfig().slots} on CUDA with --batch-invariant)",
+        f"{SERVED_SLOTS.most}, {CODE_SLOTS} for a model by its owner's code, and "
+        f"{EngineConfig().slots} on CUDA with --batch-invariant)",
     )
     kv_cache_memory: MemoryText | None = Field(
         None,
@@ -221,9 +220,9 @@ class ServeSettings(ComputeSettings):
     )
     target_ttft: TargetTTFTText | None = Field(
         None,
-        description="time in which first tokens should arrive, besides the time of their own "
-        "prompts: a time (500ms) or none. If prompts wait longer, steps with prompts take up to "
-        "three times --target-gap, or more if more sequences wait than decode. The default is "
+        description="time in which first tokens should arrive, in addition to the time of their "
+        "own prompts: a time (500ms) or none. If prompts wait longer, steps with prompts take up "
+        "to three times --target-gap, or more if more sequences wait than decode. The default is "
         f"{SERVED_TARGET_TTFT:g}s; needs --target-gap",
     )
     prefix_reuse: bool = Field(
@@ -255,7 +254,7 @@ class ServeSettings(ComputeSettings):
     max_request_tokens: int | None = Field(
         None,
         ge=1,
-        description="maximum cost of one request in tokens: those of its prompts, and more for "
+        description="maximum cost of one request in tokens: its prompt tokens, and more for "
         "interventions, attributions, cells of a sweep and processed logits; above "
         "it, the request gets 400 (default: 2^20, or --max-sequences prompts of "
         "the context's length if that is more)",
@@ -266,8 +265,8 @@ class ServeSettings(ComputeSettings):
     max_reply_elements: int = Field(
         2**24,
         ge=2**12,
-        description="maximum number of output elements of one reply in memory: those of hidden "
-        "states and attention weights (an element in float16 counts half), and 64 "
+        description="maximum number of output elements of one reply in memory: the elements of "
+        "hidden states and attention weights (an element in float16 counts half), and 64 "
         "per listed logprob; all replies together have the same limit for their "
         "arrays",
     )
@@ -347,8 +346,10 @@ class ServeSettings(ComputeSettings):
     )
     public_endpoints: PublicPaths = ("/", "/static", "/docs", "/openapi.json", "/version")
     cors_origins: Origins = ()
-    log_level: LogLevel = Field("info", description="lowest level of log lines")
-    log_format: LogFormat = Field(
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="lowest level of log lines"
+    )
+    log_format: Literal["text", "json"] = Field(
         "text",
         description="format of the log lines on standard error: text, or one JSON object per line",
     )

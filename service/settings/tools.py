@@ -129,7 +129,7 @@ class ExtractSettings(ComputeSettings):
         None,
         ge=1,
         description="also write the K likeliest tokens at each position, with their logprobs; "
-        "with --lens those of each layer (default: 5)",
+        "with --lens the likeliest tokens of each layer (default: 5)",
     )
     lens: bool = Field(
         False,

@@ -131,7 +131,7 @@ def _wall_clock() -> Callable[[float], int]:
 
 
 class _Complaints(logging.Handler):
-    """Replaces the SDK's log lines by at most one line in COMPLAIN_SECONDS."""
+    """Replaces the SDK's log lines with at most one line in COMPLAIN_SECONDS."""
 
     def __init__(self, url: str) -> None:
         super().__init__(logging.WARNING)

@@ -29,8 +29,8 @@ def stream(sent: float, *times: float) -> StreamRecord:
 
 
 def test_observed_counts_the_measured_interval_alone() -> None:
-    """Interval from 10 to 20 s: a stream of the warm-up contributes tokens and gaps, but no first
-    token."""
+    """In the interval from 10 to 20 s, a stream of the warm-up contributes tokens and gaps, but no
+    first token."""
     observed = Observed()
     records = [
         stream(8.0, 9.0, 10.5, 11.0),

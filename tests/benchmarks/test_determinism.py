@@ -17,7 +17,7 @@ from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_matrix_of_a_step_is_there(family: str) -> None:
+def test_every_matrix_of_a_step_is_measured(family: str) -> None:
     gpt = tiny_gpt(tiny_config(**FAMILIES[family]))
     config, size = gpt.config, count_elements(gpt.config)
     head = config.vocab_size * config.d_model

@@ -88,6 +88,3 @@ def test_watching_changes_no_token(decoder: DecoderMaker) -> None:
 def test_decoder_in_plain_torch_is_refused() -> None:
     with pytest.raises(BenchmarkError, match="native"):
         profile_engine(PlainDecoder, small("gpt2"), ASKED)
-
-
-# Figures computed from steps

@@ -2,10 +2,9 @@
 the arrival times."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from pathlib import Path
-from typing import Any, TypeVar
 
 import httpx
 import pytest
@@ -37,16 +36,9 @@ async def lean(url: str) -> AsyncIterator[Ask]:
         yield ask
 
 
-Result = TypeVar("Result")
 Asked = Callable[[str], AbstractAsyncContextManager[Ask]]
 CLIENTS = pytest.mark.parametrize("client", [usual, lean])
 """Both clients must count the same."""
-
-
-def run_on_loop(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run on an event loop like a server's."""
-    with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
-        return runner.run(work)
 
 
 def streams(
@@ -56,7 +48,8 @@ def streams(
         async with client(url) as ask:
             return await run_streams(ask, prompts, tokens)
 
-    return run_on_loop(run())
+    with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:  # like a server's
+        return runner.run(run())
 
 
 # Against a real server
@@ -81,31 +74,11 @@ def test_every_token_is_counted_and_failures_are_seen(checkpoint_path: Path, cli
     assert bad.failure.kind == "BadRequestError"
 
 
-# Against scripted replies
-
-
 # Figures from known times
 
 
-def record(*arrivals: tuple[float, int], sent: float = 0.0) -> StreamRecord:
-    return StreamRecord(sent, tuple(Arrival(at, tokens) for at, tokens in arrivals))
-
-
-FAILED = StreamRecord(0.0, (Arrival(1.0, 1),), Failure("X", "y"))
-
-
-def test_rate_is_that_of_the_whole_batch() -> None:
-    """The last stream begins at 3 and the first ends at 7: 2 + 4 and 1 + 1 tokens arrive in
-    between."""
-    early = record((1, 1), (2, 1), (3, 5), (5, 2), (7, 4))
-    late = record((3, 1), (4, 1), (6, 1), (8, 9))
-    assert full_batch_rate([early, late]) == (2 + 4 + 1 + 1) / (7 - 3)
-
-
-@pytest.mark.parametrize(
-    "records",
-    [[record((1, 1), (2, 1)), record((3, 1), (4, 1))], [record((1, 1))],
-     [record((1, 1), (9, 1)), FAILED]],
-)  # fmt: skip
-def test_without_a_whole_batch_there_is_no_rate(records: list[StreamRecord]) -> None:
-    assert full_batch_rate(records) is None
+def test_rate_of_a_batch_with_a_failed_stream_is_none() -> None:
+    good = StreamRecord(0.0, (Arrival(1.0, 1), Arrival(9.0, 2)))
+    failed = StreamRecord(0.0, (Arrival(1.0, 1), Arrival(9.0, 2)), Failure("X", "y"))
+    assert full_batch_rate([good, good]) == 2 * 2 / (9 - 1)
+    assert full_batch_rate([good, failed]) is None

@@ -1,4 +1,4 @@
-"""The trainer's step and the plain loop's compute the same training."""
+"""A step of the trainer and one of the plain loop change the weights alike."""
 
 from dataclasses import replace
 

@@ -125,7 +125,7 @@ def test_stream_passes_as_it_is_written(
         assert tokens == spelled("a", CONTEXT_LENGTH - 1)
 
 
-def test_requests_go_to_the_one_that_has_fewer(
+def test_requests_go_to_the_replica_with_fewer(
     replicas: list[ServedProcess], client: httpx.Client
 ) -> None:
     with ExitStack() as stack:
@@ -140,7 +140,7 @@ def test_requests_go_to_the_one_that_has_fewer(
         assert shares == [4, 4]
 
 
-def test_replica_that_is_killed_under_load_takes_no_new_request_along(
+def test_killed_replica_fails_no_later_request(
     replicas: list[ServedProcess], tmp_path: Path, free_port: int
 ) -> None:
     """Streams in progress break off. Every later request is answered."""
@@ -183,7 +183,7 @@ def test_replica_that_is_killed_under_load_takes_no_new_request_along(
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
-def test_tls_gives_the_same_service(
+def test_replies_are_the_same_over_tls(
     replicas: list[ServedProcess], tmp_path: Path, free_port: int
 ) -> None:
     with balancer(addresses(replicas), tmp_path, free_port, tls=True) as url:

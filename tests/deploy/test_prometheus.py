@@ -70,7 +70,7 @@ def load(url: str) -> Iterator[None]:
             yield
 
 
-def test_promtool_likes_the_metrics(server: ServedProcess) -> None:
+def test_promtool_accepts_the_metrics(server: ServedProcess) -> None:
     with load(server.url):
         time.sleep(0.3)
     headers = {"Authorization": f"Bearer {KEY}"}

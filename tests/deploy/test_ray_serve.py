@@ -232,7 +232,7 @@ def test_killed_replica_breaks_only_its_streams(on_ray: OnRay, client: httpx.Cli
     assert client.post("/generate", json={"prompt": "a", "max_tokens": 3}).status_code == 200
 
 
-def test_sigterm_ends_all_of_it(on_ray: OnRay) -> None:
+def test_sigterm_ends_all_processes(on_ray: OnRay) -> None:
     on_ray.process.send_signal(signal.SIGTERM)
     assert on_ray.process.wait(60) == 0
     eventually(lambda: not on_ray.replicas())
@@ -261,7 +261,7 @@ def test_invalid_ray_settings_are_refused(
     assert said in capsys.readouterr().err
 
 
-def test_every_flag_of_the_server_is_there() -> None:
+def test_every_flag_of_the_server_is_accepted() -> None:
     assert set(ServeSettings.model_fields) < set(RaySettings.model_fields)
 
 
@@ -270,6 +270,6 @@ def test_every_flag_of_the_server_is_there() -> None:
     [({}, EngineConfig().slots), ({"slots": 5}, 5), ({"kv_cache_memory": "1GiB"}, None)],
 )
 def test_replicas_divide_free_memory(settings: dict[str, Any], slots: int | None) -> None:
-    """They start at the same time on one machine."""
+    """The replicas start at the same time on one machine."""
     deployed = application(RaySettings(_env_file=None, **settings))._bound_deployment
     assert deployed.init_args[0]["slots"] == slots

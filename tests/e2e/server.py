@@ -3,6 +3,7 @@
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -68,6 +69,10 @@ class ServedProcess:
     def url(self) -> str:
         return f"http://{self.address}"
 
+    def connect(self, receive_buffer: int | None = None, timeout: float = 60) -> socket.socket:
+        """A raw connection. With a small receive buffer, the server soon notices a slow reader."""
+        return raw_connection(int(self.address.partition(":")[2]), receive_buffer, timeout)
+
     def sample(self, name: str) -> float:
         """The sum of a metric's series."""
         text = httpx.get(f"{self.url}/metrics", trust_env=False, timeout=STARTUP_SECONDS).text
@@ -111,6 +116,18 @@ class ServedProcess:
         self.process.kill()
         self.process.wait()
         self._log.close()
+
+
+def raw_connection(
+    port: int, receive_buffer: int | None = None, timeout: float = 60
+) -> socket.socket:
+    """A connection to a port of the loopback."""
+    raw = socket.socket()
+    if receive_buffer is not None:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    raw.settimeout(timeout)
+    raw.connect(("127.0.0.1", port))
+    return raw
 
 
 def _limit(descriptors: int) -> None:

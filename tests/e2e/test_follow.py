@@ -1,7 +1,6 @@
 """A run is trained and served at the same time: each saved checkpoint is served, no request fails,
 and each is answered by one checkpoint."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.inference.reference import generate
 from logitd.model.inference.sampling.params import SamplingParams
 from tests.conftest import MATPLOTLIB
-from tests.e2e.server import STARTUP_SECONDS, ServedProcess
-from tests.service.serving import at_work, client
+from tests.e2e.server import ServedProcess
+from tests.service.serving import at_work, client, eventually
 from tests.zygote import ForkedProcess
 
 TEXT = "".join(f"the cat sat on mat {i % 7} and looked at the dog who ran.\n" for i in range(400))
@@ -40,13 +39,6 @@ def step_of(reply: dict[str, Any]) -> int:
     return step
 
 
-def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + STARTUP_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def expected(run: Path, step: int) -> list[int]:
     """The reference's tokens for a checkpoint."""
     info, gpt = load_checkpoint(
@@ -61,7 +53,7 @@ def training(tmp_path: Path) -> Iterator[ForkedProcess]:
     """A training that has saved its first checkpoint."""
     process = train(tmp_path, 100_000)
     try:
-        wait_for(lambda: (tmp_path / "run" / "latest" / "config.json").exists())
+        eventually(lambda: (tmp_path / "run" / "latest" / "config.json").exists())
         yield process
     finally:
         process.kill()
@@ -81,7 +73,7 @@ def test_run_is_served_while_it_trains(training: ForkedProcess, tmp_path: Path) 
 
         with client(server.url) as http:
             with at_work(ask, CLIENTS):
-                wait_for(lambda: len({step_of(reply) for reply in replies}) >= 5)
+                eventually(lambda: len({step_of(reply) for reply in replies}) >= 5)
             training.kill()
             metrics = http.get("/metrics").text
     assert 'logitd_reloads_total{model="run",result="refused"} 0.0' in metrics

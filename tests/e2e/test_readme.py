@@ -128,7 +128,7 @@ def model(server: ServedProcess) -> Iterator[tuple[GPT, LLM]]:
 def test_numbers_equal_the_models_to_the_bit(
     server: ServedProcess, model: tuple[GPT, LLM], tokens: int
 ) -> None:
-    """In the dtype and with the decoder that this machine chooses."""
+    """The server uses the dtype and the decoder that it chooses on this machine."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     gpt, llm = model
     with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as http:

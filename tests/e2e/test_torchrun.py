@@ -241,7 +241,8 @@ def test_batch_is_divided_if_accumulation_is_not(text: Path) -> None:
 
 @pytest.mark.parametrize("to", ["torchrun", "rank 1"])
 def test_signal_to_one_process_stops_all_at_the_same_step(text: Path, to: str) -> None:
-    """SIGTERM to torchrun, as a cluster sends it, or to a process that is not the main one."""
+    """A cluster sends SIGTERM to torchrun. The signal may also reach a process other than the main
+    one."""
     config = configuration(text, "run", steps=100_000, sample_every=100_000)
     started: Group
     if to == "torchrun":
@@ -261,7 +262,7 @@ def test_signal_to_one_process_stops_all_at_the_same_step(text: Path, to: str) -
     assert train(TrainingConfig(out=config.out, resume=True, steps=step + 1)).step == step + 1
 
 
-def test_clock_of_the_main_process_ends_all(text: Path) -> None:
+def test_clock_of_the_main_process_stops_all_processes(text: Path) -> None:
     config = configuration(text, "run", minutes=0.03)
     code, out, err = Forked(config).finish()
     assert code == 0, err

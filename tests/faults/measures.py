@@ -4,10 +4,9 @@ Tests of single mechanisms are elsewhere. An attack tests a whole process: its m
 waiting times of other clients.
 """
 
-from pathlib import Path
-
 from hypothesis import settings
 
+from benchmarks.footprint import resident
 from tests.e2e.server import ServedProcess
 from tests.profiles import THOROUGH
 
@@ -19,6 +18,4 @@ def times(short: int, long: int) -> int:
 
 def resident_mib(process: ServedProcess) -> float:
     """Resident memory of the server's process in MiB."""
-    status = Path(f"/proc/{process.process.pid}/status").read_text(encoding="ascii")
-    kib = next(line for line in status.splitlines() if line.startswith("VmRSS:")).split()[1]
-    return int(kib) / 1024
+    return resident(process.process.pid) / 2**20

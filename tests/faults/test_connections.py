@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import socket
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -48,8 +47,10 @@ def test_endless_bytes_take_no_memory(checkpoint: str) -> None:
         before = resident_mib(server)
         for name, (begin, more) in ENDLESS.items():
             sent = 0
-            with _connect(server) as raw, contextlib.suppress(ConnectionError, TimeoutError):
-                raw.settimeout(3)
+            with (
+                server.connect(timeout=3) as raw,
+                contextlib.suppress(ConnectionError, TimeoutError),
+            ):
                 raw.sendall(begin)
                 while sent < mib * MIB:
                     raw.sendall(more * 1024)
@@ -71,7 +72,7 @@ def test_unread_replies_are_dropped_with_their_memory(checkpoint: str) -> None:
         own, before = _sockets(server), resident_mib(server)
         readers = []
         for _ in range(count):
-            raw = stack.enter_context(_connect(server, receive_buffer=4096))
+            raw = stack.enter_context(server.connect(receive_buffer=4096, timeout=10))
             raw.sendall(POST + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
             readers.append(raw)
         deadline = time.monotonic() + 30 + 2 * count
@@ -84,16 +85,6 @@ def test_unread_replies_are_dropped_with_their_memory(checkpoint: str) -> None:
                     raw.recv(10)
             time.sleep(0.2)
         assert resident_mib(server) - before < 100
-
-
-def _connect(server: ServedProcess, receive_buffer: int | None = None) -> socket.socket:
-    raw = socket.socket()
-    if receive_buffer is not None:
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    host, _, port = server.address.partition(":")
-    raw.settimeout(10)
-    raw.connect((host, int(port)))
-    return raw
 
 
 def _sockets(server: ServedProcess) -> int:

@@ -39,7 +39,7 @@ def brief_gpt() -> GPT:
 @pytest.mark.first
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_reply_is_one_that_the_document_names(tmp_path: Path) -> None:
+def test_every_reply_is_documented(tmp_path: Path) -> None:
     checkpoint = save_tiny_checkpoint(
         tmp_path / "chatty", gpt=brief_gpt(), chat_template=CHAT_TEMPLATE
     )

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import socket
 import threading
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from logitd.model.text.tokenizer import Tokenizer
 from tests.e2e.server import ServedProcess
 from tests.faults.measures import resident_mib, times
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
+from tests.service.serving import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,8 @@ LONGEST = 10.0
 
 
 def test_slow_readers_take_no_slot_from_others(tmp_path: Path) -> None:
-    """Twice as many readers as slots, each far slower than its rows are computed."""
+    """There are twice as many readers as slots, and each reads far more slowly than its rows are
+    computed."""
     flags = [*("--checkpoint", _wide_checkpoint(tmp_path), "--threads", "1")]
     flags += ["--slots", str(SLOTS), "--max-queue", "64"]
     stop = threading.Event()
@@ -40,7 +41,7 @@ def test_slow_readers_take_no_slot_from_others(tmp_path: Path) -> None:
         for reader in readers:
             reader.start()
         try:
-            _wait_for_slots(server)
+            eventually(lambda: server.sample("logitd_kv_slots_used") == SLOTS, timeout=30)
             time.sleep(1)  # until the buffers of the sockets are full
             deadline = time.monotonic() + times(4, 120)
             with httpx.Client(base_url=server.url, trust_env=False, timeout=LONGEST) as client:
@@ -58,11 +59,7 @@ def _read_slowly(server: ServedProcess, seed: int, stop: threading.Event) -> Non
     """Request every row of a prompt, and read about 100 kB/s until `stop` is set."""
     prompt = np.random.default_rng(seed).integers(0, 256, POSITIONS).tolist()
     body = json.dumps({"prompt": prompt, "positions": "all"}).encode()
-    with socket.socket() as raw:
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, PIECE)
-        host, _, port = server.address.partition(":")
-        raw.settimeout(1)
-        raw.connect((host, int(port)))
+    with server.connect(receive_buffer=PIECE, timeout=1) as raw:
         raw.sendall(
             b"POST /logits HTTP/1.1\r\nHost: localhost\r\nAccept: application/x-npy\r\n"
             b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
@@ -73,15 +70,8 @@ def _read_slowly(server: ServedProcess, seed: int, stop: threading.Event) -> Non
                     return
 
 
-def _wait_for_slots(server: ServedProcess) -> None:
-    deadline = time.monotonic() + 30
-    while server.sample("logitd_kv_slots_used") < SLOTS:
-        assert time.monotonic() < deadline, "the readers have no slots"
-        time.sleep(0.05)
-
-
 def _wide_checkpoint(folder: Path) -> str:
-    """A cheap model with rows as wide as GPT-2's."""
+    """A small model with a vocabulary as large as GPT-2's."""
     config = tiny_config(
         n_layer=1, d_model=16, n_head=1, vocab_size=50_000, context_length=POSITIONS
     )

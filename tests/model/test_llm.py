@@ -313,7 +313,7 @@ def test_llm_refuses_invalid_arguments(
 
 
 def test_example_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code in the module's docstring."""
+    """The example is in the module's docstring."""
     monkeypatch.chdir(ROOT)
     text = inspect.getdoc(llm_module)
     assert text is not None

@@ -32,6 +32,7 @@ from logitd.service.models.served import ServedModel
 from logitd.service.models.state import ServiceState
 from logitd.service.settings.model_source import ModelSource
 from logitd.service.settings.serve import ServeSettings
+from tests.e2e.server import raw_connection
 from tests.service.spelling import CONTEXT_LENGTH, long_prompt
 
 TEST_TIMEOUT = 60.0
@@ -106,12 +107,7 @@ class Serving:
 
     def connect(self, receive_buffer: int | None = None) -> socket.socket:
         """A raw connection. With a small receive buffer, the server soon notices a slow reader."""
-        raw = socket.socket()
-        if receive_buffer is not None:
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        raw.settimeout(TEST_TIMEOUT)
-        raw.connect(("127.0.0.1", self.port))
-        return raw
+        return raw_connection(self.port, receive_buffer)
 
     def sample(self, name: str, /, **labels: str) -> float:
         """The sum of a metric's series with these labels."""
@@ -251,11 +247,11 @@ def client(url: str) -> httpx.Client:
 class Poster:
     """A request in a separate thread."""
 
-    def __init__(self, server: Serving, path: str, body: Any) -> None:
+    def __init__(self, url: str, path: str, body: Any) -> None:
         self._response: httpx.Response | None = None
 
         def post() -> None:
-            with client(server.url) as http:
+            with client(url) as http:
                 self._response = http.post(path, json=body)
 
         self._thread = threading.Thread(target=post)

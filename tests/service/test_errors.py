@@ -44,7 +44,7 @@ def failure(event: FinishEvent) -> ApiError | None:
 
 
 def test_retry_after_is_a_header() -> None:
-    assert unavailable("m", 7).response().headers["retry-after"] == "7"
+    assert unavailable("m").response().headers["retry-after"] == "1"
     assert "retry-after" not in bad_request("m").response().headers
 
 
@@ -62,7 +62,7 @@ def test_error_that_would_recur_asks_for_no_retry() -> None:
 
 
 @pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
-def test_answer_is_no_error(reason: FinishReason) -> None:
+def test_sequence_with_an_answer_is_no_error(reason: FinishReason) -> None:
     assert failure(finished(reason)) is None
 
 
@@ -74,7 +74,7 @@ def test_answer_is_no_error(reason: FinishReason) -> None:
         (FinishReason.ERROR, 500, "engine", None),
     ],
 )
-def test_early_end_is_an_error(
+def test_sequence_without_an_answer_is_an_error(
     reason: FinishReason, status: int, code: str, retry_after: int | None
 ) -> None:
     error = failure(finished(reason, error="secret/path: boom"))
@@ -105,10 +105,3 @@ def test_errors_of_lower_layers_have_a_status(
     assert (translated.param, translated.code) == (param, code)
     assert translated.retry_after == retry_after
     assert translated.message.startswith(str(error))
-
-
-def test_full_queue_has_limit_and_time() -> None:
-    error = as_api_error(QueueFull("5 sequences waiting", 4, 7, Limit.SEQUENCES))
-    assert error.limit is Limit.SEQUENCES
-    message = "the queue has no room: 5 sequences waiting, limit 4; try again in about 7 s"
-    assert error.message == message

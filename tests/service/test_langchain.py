@@ -14,14 +14,14 @@ def settings(server: Serving, **more: Any) -> dict[str, Any]:
     return {"base_url": f"{server.url}/v1", "api_key": "x", "timeout": TEST_TIMEOUT, **more}
 
 
-def test_text_invoke_and_stream(server: Serving) -> None:
+def test_invoked_and_streamed_texts_equal_generate(server: Serving) -> None:
     native = server.generate("ab", seed=3, max_tokens=12, temperature=0.7)["choices"][0]["text"]
     model = OpenAI(**settings(server, model="tiny", seed=3, max_tokens=12))
     assert model.invoke("ab") == native
     assert "".join(model.stream("ab")) == native
 
 
-def test_text_of_several_prompts(server: Serving) -> None:
+def test_texts_of_several_prompts_equal_generate(server: Serving) -> None:
     model = OpenAI(**settings(server, model="tiny", seed=3, max_tokens=12, n=2, best_of=2))
     result = model.generate(["ab", "c"])
     native = server.generate(["ab", "c"], seed=3, max_tokens=12, temperature=0.7, n=2)
@@ -31,7 +31,7 @@ def test_text_of_several_prompts(server: Serving) -> None:
     assert result.llm_output["token_usage"]["prompt_tokens"] == 3
 
 
-def test_chat_invoke_and_stream(chatter: Serving) -> None:
+def test_invoked_and_streamed_answers_equal_the_endpoint(chatter: Serving) -> None:
     messages = [SystemMessage("Be brief."), HumanMessage("What is é?"), AIMessage("A letter."),
                 HumanMessage([{"type": "text", "text": "And ö?"}])]  # fmt: skip
     plain = [

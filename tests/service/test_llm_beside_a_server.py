@@ -1,4 +1,4 @@
-"""`LLM` and a server of the same checkpoint give the same bits."""
+"""`LLM` and a server of the same checkpoint return the same bits."""
 
 from collections.abc import Iterator
 from pathlib import Path

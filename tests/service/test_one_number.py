@@ -54,8 +54,8 @@ def _trainers_loss(path: Path, ids: list[int], folder: Path) -> float:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_one_window_has_one_loss(shape: str, tmp_path: Path) -> None:
-    """In float32 on a CPU: the same bits by `logitd eval`, `LLM.score` and POST /score, and the
-    trainer's evaluation within its rounding."""
+    """In float32 on a CPU, `logitd eval`, `LLM.score` and POST /score return the same bits, and the
+    trainer's evaluation agrees within its rounding."""
     path = save_tiny_checkpoint(tmp_path / "tiny", gpt=tiny_gpt(SHAPES[shape])).path
     text = tmp_path / "text.txt"
     text.write_text(TEXT)

@@ -52,7 +52,9 @@ def answered(server: Serving, status: int) -> float:
 
 
 @pytest.mark.parametrize("prompt", ["ab", ["ab", "c"], [97, 98], [[97, 98], [99]]])
-def test_every_form_of_a_prompt(tiny: openai.OpenAI, server: Serving, prompt: Any) -> None:
+def test_every_form_of_a_prompt_equals_generate(
+    tiny: openai.OpenAI, server: Serving, prompt: Any
+) -> None:
     reply = tiny.completions.create(model="tiny", prompt=prompt, n=2, seed=3, max_tokens=8)
     native = server.generate(prompt, n=2, seed=3, max_tokens=8)
     assert [choice.text for choice in reply.choices] == [c["text"] for c in native["choices"]]
@@ -86,7 +88,7 @@ def test_every_field_of_the_client_is_understood(tiny: openai.OpenAI) -> None:
     assert len(reply.choices) == 2
 
 
-def test_models(tiny: openai.OpenAI) -> None:
+def test_models_are_listed_and_retrieved(tiny: openai.OpenAI) -> None:
     assert [model.id for model in tiny.models.list()] == ["tiny"]
     assert tiny.models.retrieve("tiny").owned_by == "logitd"
     with pytest.raises(openai.NotFoundError):
@@ -96,7 +98,7 @@ def test_models(tiny: openai.OpenAI) -> None:
 # Chat
 
 
-def test_chat(chatty: openai.OpenAI) -> None:
+def test_chat_equals_the_messages_of_the_endpoint(chatty: openai.OpenAI) -> None:
     fields: dict[str, Any] = {"model": "chatty", "messages": MESSAGES, "seed": 3, "max_tokens": 9}
     reply = chatty.chat.completions.create(**fields, logprobs=True, top_logprobs=2)
     ChatCompletion.model_validate(reply.model_dump(), strict=True)

@@ -13,6 +13,7 @@ import orjson
 import pytest
 
 from logitd.model.inference.constraints.compiler import Source
+from logitd.model.operations.prompts import encode_text
 from logitd.service.http import sse
 from logitd.service.http.schemas import ErrorReply
 from logitd.service.models.constraints import Constraints
@@ -73,45 +74,33 @@ def queue_full(response: httpx.Response, reason: str = ", limit 2") -> None:
     assert f"try again in about {response.headers['retry-after']} s" in error.message
 
 
-def test_full_queue_rejects_but_answers_accepted_requests(server: Serving) -> None:
+def test_full_queue_rejects_before_encoding_but_answers_accepted_requests(
+    server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[str] = []
+
+    def encode(text: str, *rest: Any, **named: Any) -> list[int]:
+        encoded.append(text)
+        return encode_text(text, *rest, **named)
+
+    monkeypatch.setattr("logitd.model.operations.prompts.encode_text", encode)
     with ExitStack() as stack:
         occupy(server, stack)
-        accepted = [Poster(server, "/generate", {"prompt": "a", "n": 2, "max_tokens": 5})]
+        accepted = Poster(server.url, "/generate", {"prompt": "a", "n": 2, "max_tokens": 5})
         eventually(lambda: server.sample("logitd_num_sequences_waiting") == 2)
+        encoded.clear()
         for path, body in POSTS.items():
             queue_full(server.post(path, body))
         queue_full(server.post("/generate", POSTS["/generate"] | {"stream": True}))
+        assert encoded == [], "encoding would be a waste of time"
         assert server.client.get("/health").status_code == 200
-    choices = accepted[0].response().json()["choices"]
+    choices = accepted.response().json()["choices"]
     assert [choice["token_ids"] for choice in choices] == [spelled("a", 5)] * 2
     server.wait_idle()
     for path, body in POSTS.items():
         assert server.post(path, body).status_code == 200
     assert answered(server, 429) == 2
-
-
-def test_full_queue_rejects_before_encoding(
-    server: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Encoding would be a waste of time."""
-    encoded: list[str] = []
-
-    def encode(text: str, *_: Any, **__: Any) -> list[int]:
-        encoded.append(text)
-        return list(text.encode())
-
-    with ExitStack() as stack:
-        occupy(server, stack)
-        accepted = Poster(server, "/generate", {"prompt": "a", "n": 2, "max_tokens": 5})
-        eventually(lambda: server.sample("logitd_num_sequences_waiting") == 2)
-        monkeypatch.setattr("logitd.model.operations.prompts.encode_text", encode)
-        for path, body in POSTS.items():
-            queue_full(server.post(path, body))
-        assert encoded == []
-    assert accepted.response().status_code == 200
-    assert server.post("/logits", {"prompt": "a"}).status_code == 200
-    assert encoded == ["a"]
-    server.wait_idle()
+    assert encoded
 
 
 def test_request_keeps_its_place_during_compilation(
@@ -130,7 +119,7 @@ def test_request_keeps_its_place_during_compilation(
     with ExitStack() as stack:
         occupy(server, stack)
         body = {"prompt": "a", "n": 2, "max_tokens": 5, "regex": "[a-z]{3}"}
-        accepted = Poster(server, "/generate", body)
+        accepted = Poster(server.url, "/generate", body)
         assert compiling.wait(TEST_TIMEOUT)
         queue_full(server.post("/generate", POSTS["/generate"]))
         go_on.set()
@@ -219,7 +208,7 @@ def test_ten_times_too_many_requests_are_answered_or_rejected(spelling_path: Pat
     with serving(spelling_path, slots=4, max_queue=8) as server:
         posters = [
             Poster(
-                server, "/generate",
+                server.url, "/generate",
                 {"prompt": "a", "max_tokens": 60, "ignore_eos": True, "stream": bool(i % 2)},
             )
             for i in range(80)

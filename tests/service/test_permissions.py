@@ -95,11 +95,9 @@ def test_unreadable_file_is_reported_with_the_fix(checkpoint_path: Path, tmp_pat
         path = tmp_path / name
         shutil.copytree(checkpoint_path, path)
         (path / file).chmod(0)
-        verb = "entered" if file == "" else "read"
-        sentence = (
-            f"{path / file} may not be {verb} by this user: chmod a+{wanted} {path / file}, "
-            "as its owner"
-        )
+        verb = "enter" if file == "" else "read"
+        where = path / file
+        sentence = f"this user may not {verb} {where}: run chmod a+{wanted} {where} as its owner"
         every = [
             ["inspect", str(path)],
             ["serve", "--port", "0", "--checkpoint", str(path)],

@@ -193,7 +193,7 @@ def test_sentence_has_the_cost(exact: float, quantized: float, sentence: str) ->
 @pytest.mark.parametrize(
     ("content", "settings", "message"),
     [
-        ("short", INT8, "has 6 tokens; measuring a loss takes more than 1,024"),
+        ("short", INT8, "has 6 tokens; measuring a loss needs more than 1,024"),
         (None, INT8, "is not a file, a folder or a glob that matches a file"),
         ("x" * 2000, {}, "quantize is none: set quantize to int8 or int4, or kv_cache_dtype to "),
     ],

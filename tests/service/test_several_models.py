@@ -112,7 +112,7 @@ def answer(server: Serving, path: str, **fields: Any) -> Any:
 # The choice of a model
 
 
-def test_these_endpoints_take_a_model(server: Serving) -> None:
+def test_endpoints_with_a_model_are_known(server: Serving) -> None:
     paths = server.app.openapi()["paths"]
     schemas = server.app.openapi()["components"]["schemas"]
     taking, asked = set(), set()
@@ -240,7 +240,7 @@ def bits(server: Serving, model: str) -> list[bytes]:
 def test_bits_are_those_of_a_model_alone(
     paths: dict[str, Path], kernels: str, bundled: bool, threads: int
 ) -> None:
-    """Even with steps of the other model in between. The native decoder covers the bundled model,
+    """Steps of the other model run in between. The native decoder covers the bundled model,
     but not the narrow heads of the other one."""
     settings: dict[str, Any] = {"slots": 4, "threads": threads, "dtype": "float32"}
     one = BUNDLED_CHECKPOINT if bundled else paths["small"]
@@ -381,7 +381,7 @@ def test_models_that_do_not_fit_together_are_refused(
     monkeypatch: pytest.MonkeyPatch,
     logged_errors: list[str],
 ) -> None:
-    """Before any weights are read. `free` replaces the machine's free memory."""
+    """The refusal comes before any weights are read. `free` replaces the machine's free memory."""
     if free is not None:
         small = Available("this machine", 2 * free, free)
         monkeypatch.setattr("logitd.service.engine.build.available", lambda device: small)

@@ -98,7 +98,7 @@ def test_stop_string_anywhere_in_a_step_is_the_same(spellers: Pair, length: int)
 
 @pytest.mark.parametrize("max_tokens", range(4, 13))
 def test_stop_string_in_the_last_step_is_the_same(spellers: Pair, max_tokens: int) -> None:
-    """max_tokens may be reached in the step with the stop string."""
+    """The step with the stop string may also reach max_tokens."""
     body = {"prompt": KNOWN, "stop": ["fg", "e"], "max_tokens": max_tokens, "seed": 1}
     (choice,) = check(spellers, body)["choices"]
     assert (choice["text"], choice["stop_reason"]) == ("bcd", "e")

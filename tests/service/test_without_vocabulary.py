@@ -135,7 +135,7 @@ def test_stream_yields_ids_on_arrival(ids: Serving) -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "messages"),
     ],
 )
-def test_texts_are_rejected_with_the_way_out(
+def test_texts_are_rejected_with_advice(
     endpoint: str, body: dict[str, Any], param: str, ids: Serving
 ) -> None:
     reply = ids.post(endpoint, body)
@@ -188,9 +188,9 @@ def test_llm_takes_ids(path: Path) -> None:
         assert (completion.text, len(completion.token_ids)) == ("", 4)
         assert llm.logits(IDS).shape == (len(IDS), VOCAB_SIZE)
         sentence = re.escape(NO_VOCABULARY)
-        with pytest.raises(InvalidRequest, match=f"prompt is a text, but {sentence}"):
+        with pytest.raises(InvalidRequest, match=f"prompt is a string, but {sentence}"):
             llm.logits("text")
-        with pytest.raises(InvalidRequest, match=f"stop is a text, but {sentence}"):
+        with pytest.raises(InvalidRequest, match=f"stop is a string, but {sentence}"):
             llm.generate([IDS], SamplingParams(max_tokens=4, seed=1), stop=["a"])
 
 

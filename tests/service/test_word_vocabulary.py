@@ -100,7 +100,7 @@ def test_constraint_that_no_words_match_is_refused(fields: dict[str, Any], space
     assert ": no text matches from here on" in reply.json()["error"]["message"]
 
 
-def test_masks_allow_exactly_the_words_that_go_on() -> None:
+def test_masks_allow_exactly_the_words_that_continue_a_match() -> None:
     constraint = Compiler(vocabulary(WORDS)).compile(Source("regex", " the (cat|mat)"))
     matcher = constraint.matcher()
     assert matcher.allowed().nonzero()[0].tolist() == [1]
@@ -111,7 +111,9 @@ def test_masks_allow_exactly_the_words_that_go_on() -> None:
 
 
 @pytest.mark.parametrize("name", ["spaced", "joined"])
-def test_streams_and_stop_strings(name: str, request: pytest.FixtureRequest) -> None:
+def test_streams_and_stop_strings_work_with_words(
+    name: str, request: pytest.FixtureRequest
+) -> None:
     server: Serving = request.getfixturevalue(name)
     body = {"prompt": "the cat", "max_tokens": 30, "seed": 5, "ignore_eos": True}
     (whole,) = server.generate(**body)["choices"]

@@ -40,7 +40,7 @@ class Built:
     """A model in this project's form.
 
     folds      descriptions of the changes to weights
-    rescaled   weights were multiplied, so a narrow dtype would round them again
+    rescaled   some weights were multiplied, so a narrow dtype would round them again
     """
 
     config: GPTConfig
@@ -57,7 +57,7 @@ class HeadShape:
 
 
 def query_rows(tensors: MappedTensors) -> tuple[int, int]:
-    """Number of query rows and of key rows. Raises ConvertError if a fused matrix cannot be
+    """The numbers of query rows and of key rows. Raises ConvertError if a fused matrix cannot be
     divided."""
     if not tensors.map.has("qkv"):
         return tensors.shape("query")[0], tensors.shape("key")[0]
@@ -66,13 +66,14 @@ def query_rows(tensors: MappedTensors) -> tuple[int, int]:
     if rows < 3 or (rows - queries) % 2 or rows <= queries:
         raise ConvertError(
             f"{tensors.where}: the fused matrix of query, key and value has {rows} rows, but "
-            f"attention's output takes {queries}: it cannot be divided into three"
+            f"attention's output has {queries} columns: it cannot be divided into three"
         )
     return queries, (rows - queries) // 2
 
 
 def head_shape(tensors: MappedTensors, n_head: int) -> HeadShape:
-    """The shape of `n_head` heads. Raises ConvertError if the rows cannot be divided."""
+    """The shape of the heads if there are `n_head`. Raises ConvertError if the rows cannot be
+    divided."""
     queries, keys = query_rows(tensors)
     if n_head < 1 or queries % n_head or keys % (queries // n_head):
         raise ConvertError(
@@ -84,37 +85,25 @@ def head_shape(tensors: MappedTensors, n_head: int) -> HeadShape:
 
 
 def _check_consistent(tensors: MappedTensors, how: Computation) -> None:
-    mapped = tensors.map
-    has_bias = mapped.has_bias("attention_norm", "mlp_norm", "final_norm")
-    gate = "a" if mapped.has_gate else "no"
-    missing: tuple[tuple[bool, Role, str], ...] = (
-        (
-            how.final_norm and mapped.has_norms,
-            "final_norm",
-            "final_norm is true, but no norm follows the layers",
-        ),
-        (
-            how.positions == "learned",
-            "positions",
-            "positions are learned, but no tensor is their table",
-        ),
-        (
-            how.qk_norm == "learned",
-            "query_norm",
-            "qk_norm is learned, but no tensor is such a norm",
-        ),
-    )
-    found = [sentence for needed, role, sentence in missing if needed and not mapped.has(role)]
-    if how.norm == "rmsnorm" and has_bias:
+    mapped, found = tensors.map, list[str]()
+    if how.final_norm and mapped.has_norms and not mapped.has("final_norm"):
+        found.append("final_norm is true, but no norm follows the layers")
+    if how.positions == "learned" and not mapped.has("positions"):
+        found.append("positions are learned, but no tensor is their table")
+    if how.qk_norm == "learned" and not mapped.has("query_norm"):
+        found.append("qk_norm is learned, but no tensor is such a norm")
+    if how.norm == "rmsnorm" and mapped.has_bias("attention_norm", "mlp_norm", "final_norm"):
         found.append("norm is rmsnorm, but norms have biases")
     if mapped.has_gate != (how.activation == "swiglu"):
-        found.append(f"activation is {how.activation}, and the feed-forward has {gate} gate")
+        gate = "a" if mapped.has_gate else "no"
+        found.append(f"activation is {how.activation}, but the feed-forward has {gate} gate")
     if found:
         raise ConvertError(f"{tensors.where}: {'; '.join(found)}")
 
 
 def build(tensors: MappedTensors, how: Computation, *, dropout: float = 0.0) -> Built:
-    """Build the model that computes `how` with these tensors. Raises ConvertError, ConfigError."""
+    """Build the model that does the computation `how` with these tensors. Raises ConvertError and
+    ConfigError."""
     _check_consistent(tensors, how)
     mapped, heads = tensors.map, head_shape(tensors, how.n_head)
     weights = _outside(tensors, how)
@@ -156,8 +145,8 @@ def build(tensors: MappedTensors, how: Computation, *, dropout: float = 0.0) -> 
 
 
 def _unshare(weights: dict[str, Tensor]) -> None:
-    """Copy tensors that are also stored under another name, such as one norm of two sublayers:
-    safetensors refuses shared memory."""
+    """Copy tensors that are stored under two names, such as the norm that two sublayers share,
+    because safetensors refuses shared memory."""
     seen: set[int] = set()
     for name, tensor in weights.items():
         if tensor.data_ptr() in seen:
@@ -339,8 +328,7 @@ def _evens_first(tensor: Tensor, head_dim: int) -> Tensor:
 
 
 def _feed_forward(tensors: MappedTensors, how: Computation, layer: int) -> dict[str, Tensor]:
-    """The first matrix of the feed-forward and its bias. If there is a gate, its rows come
-    first."""
+    """The first matrix of the feed-forward and its bias. The rows of a gate come first."""
     weights: dict[str, Tensor] = {}
     for part in PARTS:
         gate, up, both = (
@@ -348,13 +336,10 @@ def _feed_forward(tensors: MappedTensors, how: Computation, layer: int) -> dict[
         )
         if both is not None:
             gate, up = both.chunk(2)
-        elif tensors.map.has("mlp_gate") and (gate is None) != (
-            up is None
-        ):  # only one of the two has a bias
-            known = up if gate is None else gate
-            assert known is not None
-            zeros = torch.zeros_like(known)
-            gate, up = zeros if gate is None else gate, zeros if up is None else up
+        elif gate is None and up is not None and tensors.map.has("mlp_gate"):
+            gate = torch.zeros_like(up)  # only the other one has a bias
+        elif up is None and gate is not None:
+            up = torch.zeros_like(gate)
         halves = [half for half in (gate, up) if half is not None]
         if halves:
             first_gate = how.gate_order == "gate_first"

@@ -1,7 +1,7 @@
 """By text: chooses the computation with the lowest loss on a text, if the text is evidence.
 
-The loss must be lower than that of counted tokens and agree with a loss that the file states
-(`ngrams.py`, `stated_loss.py`). Fields whose values the text cannot distinguish stay open.
+The loss must be lower than the loss of counted tokens (`ngrams.py`) and agree with the loss that
+the file states (`stated_loss.py`). Fields whose values the text cannot distinguish stay open.
 """
 
 import math
@@ -43,7 +43,7 @@ UNUSUAL: Mapping[str, Any] = {
     "qk_norm": "unit",
     "embedding_scale": "sqrt_d_model",
 }
-"""Values that few models have, but that won on texts when the right variant was not among the
+"""Values that few models have. They won on texts when the right variant was not among the
 candidates."""
 FEWEST_CHANNELS = 8
 """Smallest usual width of a head."""
@@ -67,8 +67,8 @@ class ByText:
         return self._search.mean(self._found)
 
     def resolution(self) -> Resolution:
-        """Choose by the text. Raises OpenQuestions if the text does not decide; ConvertError if no
-        variant predicts it, or if the model is not causal."""
+        """Choose by the text. Raises OpenQuestions if the text does not decide, and ConvertError if
+        no variant predicts the text or if the model is not causal."""
         search, name_of_text = self._search, self._text.name
         best = self._polish(self._conventional(self._found))
         loss, chance = search.mean(best, "full"), self._text.unigram_nats()
@@ -111,7 +111,7 @@ class ByText:
         )
 
     def _won(self, best: Computation) -> dict[str, str]:
-        """The reason for unambiguous fields that differ from their convention."""
+        """The reasons for unambiguous fields that differ from their conventions."""
         return {
             name: f"the lowest loss on {self._text.name}, against the convention"
             for name in self._search.open
@@ -120,10 +120,10 @@ class ByText:
         }
 
     def _objection(self, best: Computation, loss: float) -> str:
-        """The reason why the loss is no evidence for the variant; "" if it is. The bar is the loss
-        of counted pairs, because a model that learned little may predict no better than counted
-        triples. If the text chose unusual values and the file states no loss, the bar is that of
-        triples."""
+        """The reason why the loss is no evidence for the variant; "" if it is evidence. The limit
+        is the loss of counted pairs, because a model that learned little may predict no better than
+        counted triples. If the text chose unusual values and the file states no loss, the limit is
+        the loss of triples."""
         text, penalties = self._text, self._search.score(best, "full")
         error = 0.0
         if penalties is not None and len(penalties) > 1:
@@ -193,10 +193,10 @@ class ByText:
     def _require_prediction(self, loss: float, chance: float) -> None:
         if loss > chance and self._search.ambiguous:
             raise ConvertError(
-                f"{self._tensors.where}: no variant predicts {self._text.name} better than its "
-                f"tokens' own frequencies do ({loss:.3f} against {chance:.3f} nats per token), so "
-                "the text decides nothing: give one like those that the model was trained on, with "
-                "its vocabulary (--tokenizer), or --code"
+                f"{self._tensors.where}: no variant predicts {self._text.name} better than the "
+                f"frequencies of its tokens do ({loss:.3f} against {chance:.3f} nats per token), "
+                "so the text decides nothing: give a text like the training data, with the model's "
+                "vocabulary (--tokenizer), or --code"
             )
 
     def _require_causal(self, best: Computation, loss: float) -> None:
@@ -209,8 +209,8 @@ class ByText:
             )
 
     def _alternatives(self, best: Computation, name: str, loss: float) -> list[Alternative]:
-        """The other values of a field with their losses. Close values of an ambiguous field are
-        compared on more of the text."""
+        """The other values of a field with their losses. If the losses of an ambiguous field are
+        close, they are compared on more of the text."""
         alternatives = []
         for other in self._search.neighbors(best, name):
             worse, clear = self._search.compare(other, best)
@@ -223,8 +223,8 @@ class ByText:
     def _decision(
         self, best: Computation, name: str, near: Sequence[Alternative]
     ) -> tuple[str, bool]:
-        """The reason for the chosen value of an ambiguous field, and True if the choice is open:
-        the values in `near` are as good on the text, but have different logits."""
+        """The reason for the chosen value of an ambiguous field, and True if the choice is open,
+        because the values in `near` have the same loss on the text but different logits."""
         if not near:
             return f"clearly the lowest loss on {self._text.name}", False
         apart = max(self._distance(best, replace(best, **{name: each.value})) for each in near)
@@ -248,7 +248,7 @@ def _values(alternatives: Sequence[Alternative]) -> str:
 
 
 def _at_its_speed(tensors: MappedTensors, findings: Findings, text: TextObjective) -> TextObjective:
-    """The objective, limited to the tokens that this model can predict in the time limits."""
+    """The objective, limited to the number of tokens that this model can predict in time."""
     try:
         built = build(tensors, first(findings))
     except (ConfigError, ConvertError):  # another variant may be valid
@@ -261,8 +261,8 @@ def _at_its_speed(tensors: MappedTensors, findings: Findings, text: TextObjectiv
 
 
 def compared_with_chance(loss: float, text: TextObjective) -> str:
-    """A sentence that compares a loss with those of the text's own frequencies, which a model must
-    beat."""
+    """A sentence that compares a loss with the losses of counted tokens, pairs and triples, which a
+    model must beat."""
     stated = text.stated
     agrees = "" if stated is None else f"; the file states {stated.name} {stated.nats:.4f}"
     return (

@@ -17,8 +17,8 @@ Positions = Literal["learned", "rotary", "sinusoidal", "sinusoidal_halves", "non
 RotaryLayout = Literal["half", "interleaved"]
 """Channels of a head that are rotated together: i and i + D / 2, or 2 i and 2 i + 1."""
 QkvLayout = Literal["qkv", "kqv", "per_head"]
-"""Order of the rows in a fused matrix: all queries, then keys, then values; or keys first; or
-query, key and value of one head after the other."""
+"""Order of the rows in a fused matrix: queries, keys, values; or keys, queries, values; or query,
+key and value head by head."""
 GateOrder = Literal["gate_first", "up_first"]
 QkNorm = Literal["none", "learned", "unit"]
 """RMS norm of queries and keys: none, with learned weights, or without weights."""
@@ -27,9 +27,9 @@ EmbeddingScale = Literal["one", "sqrt_d_model"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Computation:
-    """One possible computation with the tensors of a file.
+    """A possible computation with the tensors of a file.
 
-    causal   a position attends to itself and earlier ones; models that attend to all are refused
+    causal   positions attend only to themselves and earlier positions; other models are refused
     """
 
     n_head: int

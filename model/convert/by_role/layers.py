@@ -1,10 +1,10 @@
 """Layers: finds the modules and the layers in the tensor names of a state dict.
 
-A module is a weight and its bias, whose names follow one of several conventions
+A module is a weight and its bias. Their names follow one of several conventions
 (`attn.proj.weight`, `W_q`, `b_q`). Layers may be one list of blocks, one list per part, numbered
 attributes written by hand, or a single block without a number. Their heads may have separate
-tensors. In names, `{N}` is the number of the layer and `{M}` that of the head. `recognize.py` finds
-roles.
+tensors. In names, `{N}` is the number of the layer and `{M}` the number of the head. `recognize.py`
+finds roles.
 """
 
 import re
@@ -85,8 +85,8 @@ def _twin(
 
 
 def module_name(name: str) -> tuple[str, ...]:
-    """The parts of a tensor's name that form its module's name. A bare parameter is a module of its
-    own."""
+    """The parts of a tensor's name that form the name of its module. A bare parameter is a separate
+    module."""
     parts = name.split(".")
     if joined := re.fullmatch(r"(.*\{N\})_(.+)", parts[-1]):  # `block_{N}_Wq`
         parts[-1:] = joined.groups()
@@ -99,8 +99,8 @@ def module_name(name: str) -> tuple[str, ...]:
 
 
 def projection_of(name: str) -> Role | None:
-    """The attention projection that a tensor belongs to, judged only by its name; None if it is not
-    one."""
+    """The role of an attention projection, judged only by the tensor's name; None if the name is
+    not that of a projection."""
     path = module_name(name)
     last = next((part for part in reversed(path) if not _is_number(part)), "")
     in_attention = any(
@@ -147,8 +147,8 @@ class _Run:
 
 
 def find_layers(where: str, shapes: Mapping[str, Shape]) -> Layers:
-    """Divide the names into those of the layers and the others. Raises ConvertError if there are no
-    layers."""
+    """Divide the tensors into those inside and those outside the layers. Raises ConvertError if
+    there are no layers."""
     lists, homes = _numbered_lists(shapes)
     run = _longest_run(lists)
     if run is None:
@@ -168,7 +168,7 @@ def find_layers(where: str, shapes: Mapping[str, Shape]) -> Layers:
 
 
 def _numbered_lists(shapes: Mapping[str, Shape]) -> tuple[_Lists, dict[str, str]]:
-    """The numbered lists in the names; and for each name in a list, the text before its number."""
+    """The numbered lists in the names, and the text before the number for each name in a list."""
     lists: _Lists = defaultdict(lambda: defaultdict(dict))
     homes: dict[str, str] = {}
     for name, shape in shapes.items():
@@ -185,8 +185,8 @@ def _numbered_lists(shapes: Mapping[str, Shape]) -> tuple[_Lists, dict[str, str]
 
 
 def _longest_run(lists: _Lists) -> _Run | None:
-    """The longest run of layers: a single list, or all lists with the same numbers. None if no list
-    has attention."""
+    """The longest run of layers, which is one list, or all lists with the same numbers; None if no
+    list has attention."""
     runs: defaultdict[tuple[int, int], list[str]] = defaultdict(list)
     usual: dict[str, Mapping[str, Shape]] = {}
     for before, numbered in lists.items():
@@ -218,8 +218,8 @@ def _inside(usual: Mapping[str, Mapping[str, Shape]], prefixes: Iterable[str]) -
 
 
 def _single_block(where: str, shapes: Mapping[str, Shape]) -> Layers:
-    """A single block without a number: all tensors except those whose names belong outside a
-    block."""
+    """The layers of a model whose only block has no number. All tensors are inside it, except those
+    whose names belong outside a block."""
     outside = {name: shape for name, shape in shapes.items() if _is_outside(name)}
     rest = {name: shape for name, shape in shapes.items() if name not in outside}
     if not _is_block(rest, others=1):
@@ -258,7 +258,7 @@ def _first_number(name: str) -> tuple[str, int, str] | None:
 
 
 def _most_common(layers: Sequence[Mapping[str, Shape]]) -> Mapping[str, Shape]:
-    """The most common set of tensors of a layer. Of equally common ones, the larger set."""
+    """The most common set of tensors of a layer. Of equally common sets, the largest."""
     return max(layers, key=lambda layer: (sum(layer == other for other in layers), len(layer)))
 
 

@@ -109,10 +109,7 @@ def read_map_file(path: Path) -> MapFile:
             )
     try:
         parsed = tomllib.loads(text)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # ValueError also for numbers of thousands of digits
+    except (ValueError, RecursionError) as error:  # also for a number of thousands of digits
         raise ConvertError(f"{path} is not TOML: {error}") from error
     document = _validated(str(path), _Document, parsed)
     names = {
@@ -169,13 +166,12 @@ def tensor_map(file: MapFile, tensors: Mapping[str, Tensor], ignored: Iterable[s
                 f"{file.path}: [tensors] lacks {', '.join(missing)}, and not all of these are "
                 f"recognized: {error}"
             ) from error
-    layers = _numbers(file, tensors, "{N}")
-    named = set(file.names.values())
-    unnamed = [name for name in ignored if name not in named]
+    layers = _numbers(file, tensors, "N")
+    unnamed = [name for name in ignored if name not in file.names.values()]
     return TensorMap(
         n_layer=len(layers) or 1,
         first_layer=min(layers, default=0),
-        n_head=len(_numbers(file, tensors, "{M}")),
+        n_head=len(_numbers(file, tensors, "M")),
         names=file.names,
         ignored=tuple(dict.fromkeys([*unnamed, *glob(file.ignore, list(tensors))])),
         transposed=file.transposed,
@@ -201,12 +197,12 @@ _USUAL: Mapping[Role, str] = {
     "mlp_gate_up": "mlp.gate_up",
     "mlp_down": "mlp.down_proj",
 }
-"""A name by which each role is recognized."""
+"""For each role, a name by which `recognize` finds it."""
 
 
 def _completed(file: MapFile, tensors: Mapping[str, Tensor]) -> TensorMap:
-    """The TensorMap of a file that names only some roles. The tensors are recognized with usual
-    names in place of those in the file. Raises ConvertError."""
+    """The TensorMap of a file that names only some roles. To recognize the other tensors, those in
+    the file get usual names. Raises ConvertError."""
     where = str(file.path)
     named = [_pattern(pattern) for pattern in file.names.values()]
     ignored = [
@@ -239,7 +235,7 @@ def _completed(file: MapFile, tensors: Mapping[str, Tensor]) -> TensorMap:
 
 
 def _usual_name(key: tuple[Role, Part], pattern: str) -> str:
-    """The usual name of a role, in the same list of layers as the pattern."""
+    """A usual name for the tensor of a role, in the same list of layers as the pattern."""
     role, part = key
     before = pattern.partition("{N}")[0] + "{N}." if "{N}" in pattern else ""
     name = _USUAL[role]
@@ -256,21 +252,21 @@ def _numbered(name: str, numbers: Mapping[str, str]) -> str:
 
 def _pattern(pattern: str) -> re.Pattern[str]:
     """The expression of a name, with the numbers of layer and head as groups N and M."""
-    expression = re.escape(pattern).replace(r"\{N\}", r"(?P<N>\d+)", 1)
-    expression = expression.replace(r"\{N\}", r"(?P=N)").replace(r"\{M\}", r"(?P<M>\d+)", 1)
+    expression = re.escape(pattern)
+    for mark in "NM":
+        expression = expression.replace(rf"\{{{mark}\}}", rf"(?P<{mark}>\d+)", 1)
+        expression = expression.replace(rf"\{{{mark}\}}", f"(?P={mark})")
     return re.compile(expression)
 
 
 def _numbers(file: MapFile, tensors: Mapping[str, Tensor], mark: str) -> set[int]:
-    """The numbers that a placeholder (`mark`) matches in the tensors' names."""
+    """The numbers that the placeholder of layers (N) or heads (M) matches in tensors' names."""
     numbers: set[int] = set()
-    other = "{M}" if mark == "{N}" else "{N}"
     for (role, part), pattern in file.names.items():
-        if mark not in pattern:
+        if f"{{{mark}}}" not in pattern:
             continue
-        expression = re.escape(pattern).replace(re.escape(mark), r"(\d+)")
-        compiled = re.compile(expression.replace(re.escape(other), r"\d+"))
-        matches = {int(m[1]) for name in tensors if (m := compiled.fullmatch(name))}
+        compiled = _pattern(pattern)
+        matches = {int(m[mark]) for name in tensors if (m := compiled.fullmatch(name))}
         if not matches:
             raise ConvertError(
                 f"{file.path}: {role}.{part} is {pattern!r}, but no tensor has such a name; the "
@@ -280,18 +276,22 @@ def _numbers(file: MapFile, tensors: Mapping[str, Tensor], mark: str) -> set[int
     return numbers
 
 
+def _tensor_lines(state: str | None, names: Mapping[tuple[Role, Part], str]) -> list[str]:
+    lines = [f'state = "{state}"'] if state else []
+    roles = (f'{role}.{part} = "{name}"' for (role, part), name in names.items())
+    return [*lines, "", "[tensors]", *roles]
+
+
 def partial_draft(
     state: str | None, known: Mapping[tuple[Role, Part], str], tensors: Mapping[str, Tensor]
 ) -> str:
-    """A draft of a map file with the known roles. Other tensors are lines to complete."""
+    """A draft of a map file with the known roles, and lines to complete for the other tensors."""
     lines = [
         "# Recognized roles of tensors. In the other lines, replace ROLE by the role and remove #.",
         "# The import still tries to recognize lines that remain comments. Roles are:",
         f"# {', '.join((*OUTER_ROLES, *LAYER_ROLES))}",
+        *_tensor_lines(state, known),
     ]
-    lines += [f'state = "{state}"'] if state else []
-    lines += ["", "[tensors]"]
-    lines += [f'{role}.{part} = "{name}"' for (role, part), name in known.items()]
     patterns = {name: re.sub(r"\d+", "{N}", name, count=1) for name in tensors}
     numbered = Counter(patterns.values())
     taken = set(known.values())
@@ -305,14 +305,14 @@ def partial_draft(
 
 
 def draft(state: str | None, mapped: TensorMap, findings: Findings) -> str:
-    """A draft of a map file with everything that was recognized. Open fields are lines to
-    complete."""
-    lines = ["# Recognized and open fields. Complete the file and pass it with --map."]
-    if state:
-        lines.append(f'state = "{state}"')
-    lines += ["", "[tensors]"]
-    lines += [f'{role}.{part} = "{name}"' for (role, part), name in mapped.names.items()]
-    lines += ["", "[computation]"]
+    """A draft of a map file with everything that was recognized, and lines to complete for the open
+    fields."""
+    lines = [
+        "# Recognized and open fields. Complete the file and pass it with --map.",
+        *_tensor_lines(state, mapped.names),
+        "",
+        "[computation]",
+    ]
     for name in FIELDS:
         finding = findings[name]
         value = _toml(finding.values[0])

@@ -44,7 +44,7 @@ HEADS = re.compile(r"(.*_)?heads?(_list)?|attns|attentions")
 
 
 def _projection(words: str) -> re.Pattern[str]:
-    """A pattern for one of the words with the usual affixes: `q`, `W_q`, `to_q`, `q_proj`."""
+    """A pattern for words (separated by |) with the usual affixes: `q`, `W_q`, `to_q`, `q_proj`."""
     return re.compile(
         rf"((self_?)?att(n|ention)?_)?(w|c|to|in|fc|lin|linear|proj|get|compute|make)?_?({words})"
         r"(_?(w|proj|projection|lin|linear|layer|net|map|matrix|transform))?"
@@ -84,7 +84,7 @@ GATED_DOWN = re.compile(
 
 
 def _norm_of(words: str) -> re.Pattern[str]:
-    """A pattern for a norm of one of the words: `q_norm`, `norm_q`."""
+    """A pattern for the norm of something called by one of the words: `q_norm`, `norm_q`."""
     return re.compile(
         rf"({words})_?(ln|norm|layernorm|layer_norm|rms_?norm)|(norm|ln|rms_?norm)_?({words})"
     )

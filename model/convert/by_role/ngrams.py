@@ -1,8 +1,9 @@
-"""N-grams: the loss of counted pairs and triples of tokens on a text, as a bar for a model.
+"""N-grams: the loss of counted pairs and triples of tokens on a text, as a limit for a model.
 
-Wrong variants of a trained model still use the frequencies of single tokens, and often some of the
-pairs. The right one beats counts of pairs and triples, unless it learned little. So a variant that
-does not beat them is no evidence for itself. `resolve.py` decides with these numbers.
+Wrong variants of a trained model still predict by the frequencies of single tokens, and often of
+some pairs. The right variant predicts better than counted pairs and triples, unless the model
+learned little. So the loss of a variant is evidence only if it is below that limit. `by_text.py`
+applies it.
 """
 
 from collections.abc import Sequence
@@ -20,24 +21,22 @@ MOST_TOKENS = 500_000
 
 @dataclass(frozen=True, slots=True)
 class NgramNats:
-    """Nats per token of held-out parts of a text, predicted by counts of the other parts.
-
-    unigram  by the frequencies of tokens
-    bigram   by the token before
-    trigram  by the two tokens before
-    """
+    """Losses on held-out parts of a text, in nats per token. The predictions use counts in the
+    other parts: of tokens, of tokens after the previous token, and of tokens after the two previous
+    tokens."""
 
     unigram: float
     bigram: float
     trigram: float
 
     def at(self, position: int) -> float:
-        """The best prediction by counts after `position` + 1 tokens."""
+        """The lowest of these losses after `position` + 1 tokens."""
         pairs = min(self.unigram, self.bigram)
         return pairs if position == 0 else min(pairs, self.trigram)
 
     def over(self, length: int) -> float:
-        """The mean over a window of `length` predictions, the first after one token."""
+        """The mean of the lowest losses in a window of `length` predictions, the first of which has
+        one token before it."""
         return (self.at(0) + (length - 1) * self.at(1)) / length
 
 
@@ -54,10 +53,9 @@ def ngram_nats(token_ids: Sequence[int], vocab_size: int) -> NgramNats:
     shares = np.full(len(ids), 1.0 / vocab_size)
     losses = []
     for order in range(3):
-        if order:  # numbers of the contexts that begin one token earlier
-            contexts = np.unique(contexts * vocab_size + np.roll(ids, order), return_inverse=True)[
-                1
-            ]
+        if order:  # number the contexts that begin one token earlier
+            longer = contexts * vocab_size + np.roll(ids, order)
+            contexts = np.unique(longer, return_inverse=True)[1]
         shares = _interpolated(contexts, ids, vocab_size, ~predicted, shares)
         losses.append(float(-np.log(shares[predicted]).mean()) if predicted.any() else np.inf)
     return NgramNats(*losses)

@@ -1,6 +1,6 @@
 """Objectives: measure how well a variant of a model computes; lower is better.
 
-`TextObjective` returns the nats of each token of a text like those that the model was trained on.
+`TextObjective` returns the loss of each token of a text that is like the training data.
 `LogitsObjective` returns the largest difference from logits of the owner's code. Both run this
 project's forward pass in float32 on the weights of `build.py`. Calls with the same effort return
 the same number of values. `resolve.py` chooses the best variant.
@@ -9,7 +9,7 @@ the same number of values. `resolve.py` chooses the best variant.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -42,8 +42,8 @@ class CheckText:
     """A text that the model should predict well, as token ids of the source.
 
     token_ids  the whole text; empty if a line break has no id
-    lines      its lines; empty if they are not samples, as names are
-    starts     ids that may stand before and after each line
+    lines      its lines if they may be samples, as in a list of names; otherwise empty
+    starts     ids that may come before and after each line
     """
 
     name: str
@@ -78,11 +78,11 @@ def _attend_to_all(
 
 @dataclass(frozen=True)
 class TextObjective:
-    """The loss on windows (W, T + 1) of a text's ids; -1 after the end of a shorter one.
+    """The loss on windows (W, T + 1) of a text's ids. Shorter windows end with ids of -1.
 
-    distinct   predicted tokens of the text, each counted once
-    counts     loss of counted pairs and triples of tokens; None if there are too few
-    stated     loss in the file
+    distinct   number of predicted tokens, counting tokens in several windows once
+    counts     losses of counted pairs and triples of tokens; None if there are too few tokens
+    stated     loss that the file states
     tokens     number of predictions, by effort
     """
 
@@ -94,7 +94,7 @@ class TextObjective:
     tokens: Mapping[Effort, int] = field(default_factory=lambda: TOKENS)
 
     def at_speed(self, seconds_per_token: float) -> "TextObjective":
-        """The objective with the numbers of tokens that the time limits allow at this speed."""
+        """The objective with as many tokens as the time limits allow at this speed."""
         tokens = {
             effort: max(WINDOW_TOKENS, min(most, int(SECONDS[effort] / seconds_per_token)))
             for effort, most in TOKENS.items()
@@ -102,7 +102,7 @@ class TextObjective:
         return replace(self, tokens=tokens)
 
     def __call__(self, built: Built, *, causal: bool, effort: Effort) -> Tensor:
-        """Nats of each predicted token (W * T,)."""
+        """Loss of each predicted token (W * T,) in nats."""
         length = self.windows.shape[1] - 1
         windows = self.windows[: max(1, self.tokens[effort] // length)]
         gpt, losses = open_gpt(built), []
@@ -116,27 +116,28 @@ class TextObjective:
         return torch.cat(losses)
 
     def unigram_nats(self) -> float:
-        """Nats per token of a unigram model with the text's own frequencies."""
+        """Loss of a unigram model with the text's own frequencies, in nats per token."""
         counts = torch.bincount(self.windows[self.windows != _UNCOUNTED]).double()
         shares = counts[counts > 0] / counts.sum()
         return float(-(shares * shares.log()).sum())
 
     @property
     def pairs(self) -> float:
-        """Nats per token of counted pairs of tokens; infinite if there are too few."""
+        """Loss of counted pairs of tokens, in nats per token; infinite if there are too few."""
         return math.inf if self.counts is None else self.counts.at(0)
 
     @property
     def triples(self) -> float:
-        """Nats per token of counted triples, with as many tokens before as the windows have."""
+        """Loss of counted triples of tokens, averaged over a window, in nats per token; infinite if
+        there are too few."""
         return math.inf if self.counts is None else self.counts.over(self.windows.shape[1] - 1)
 
 
 def text_objectives(
     text: CheckText, context_length: int, stated: StatedLoss | None = None
 ) -> list[TextObjective]:
-    """The objectives of a text: windows from all parts of it; and its lines, each after an id that
-    may come before it, if they may be the samples that the model was trained on. Raises
+    """The objectives of a text. One has windows from all parts of the text. If the lines may be
+    training samples, there is another one for each id that may come before a line. Raises
     ConvertError if the text is too short for a window of two tokens."""
     objectives = list(_line_objectives(text, context_length))
     if text.token_ids or not objectives:
@@ -169,7 +170,7 @@ def text_objective(text: CheckText, context_length: int) -> TextObjective:
     # Windows overlap by half if the budget allows it.
     count = max(1, min(TOKENS["thorough"] // length, 2 * last // length + 1))
     starts = sorted({round(last * i / max(1, count - 1)) for i in range(count)})
-    # Shuffled, so that the first windows, which a quick effort uses, come from the whole text.
+    # The first windows are used for a quick effort. Shuffle, so that they come from the whole text.
     order = torch.randperm(len(starts), generator=torch.Generator().manual_seed(0)).tolist()
     ids = torch.tensor(text.token_ids)
     windows = torch.stack([ids[starts[i] : starts[i] + length + 1] for i in order])
@@ -183,13 +184,14 @@ class LogitsObjective:
     """The largest difference from logits (B, T, V) of the owner's code for ids (B, T).
 
     name        the owner's code, for messages
-    log_probs   the owner's code returns log-probabilities instead of logits
+    log_probs   the owner's code returns logprobs instead of logits
     """
 
     name: str
     token_ids: Tensor
     logits: Tensor
     log_probs: bool = False
+    distinct: ClassVar[int] = 1
 
     def __call__(self, built: Built, *, causal: bool, effort: Effort) -> Tensor:
         """The largest difference (1,); infinite if it is NaN."""
@@ -198,10 +200,6 @@ class LogitsObjective:
             logits = logits.log_softmax(dim=-1)
         difference = float((logits - self.logits).abs().max())
         return torch.tensor([difference if math.isfinite(difference) else math.inf])
-
-    @property
-    def distinct(self) -> int:
-        return 1
 
     @property
     def tolerance(self) -> float:

@@ -1,8 +1,8 @@
 """Owner's code: computes logits for random ids with the code that a model was trained with.
 
 It runs `model/owner_code/process` with the owner's file and the checkpoint's weights, and reads
-back only numbers. Values of the shape are passed under all usual names. `resolve.py` compares the
-logits.
+back only numbers. The sizes of the model are passed under all usual names. `resolve.py` compares
+the logits.
 """
 
 import ast
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from logitd.model.convert.by_role.names import SETTINGS
 from logitd.model.convert.by_role.objective import LogitsObjective
@@ -26,6 +25,7 @@ from logitd.model.owner_code.process.build import Request
 TOKENS = 24
 """Length of the two sequences of ids, unless the context is shorter."""
 CAUSAL_TOLERANCE = 1e-3
+"""Largest change of a logit at an earlier position that rounding may cause."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def parse_owner_code(text: str, call: str | None = None) -> OwnerCode:
     if not separator or not expression.strip():
         raise ConvertError(
             f"--code is {text!r}; expected FILE.py:NAME with the name of the owner's class or of a "
-            "function that makes the model, or FILE.py:EXPRESSION such as "
+            "function that creates the model, or FILE.py:EXPRESSION such as "
             "'gpt.py:GPT(GPTConfig(n_head=4))'"
         )
     file = Path(f"{path}.py")
@@ -78,8 +78,8 @@ def owner_logits(
     *,
     timeout: float = TIMEOUT_SECONDS,
 ) -> LogitsObjective:
-    """Compute logits with the owner's code. Raises ConvertError if the code fails, or if it is not
-    causal."""
+    """Compute logits with the owner's code. Raises ConvertError if the code fails, or if the model
+    is not causal."""
     rows, context = tensors.shape("token_embedding")[0], findings["context_length"].values[0]
     request = request_of(code, tensors, findings, settings)
     try:
@@ -95,7 +95,9 @@ def owner_logits(
             f"{list(token_ids.shape)}; expected {rows} for each id, the rows of the token "
             "embedding"
         )
-    _check_causal(code, logits, answer["changed"])
+    # A different last id must not affect earlier positions.
+    difference = (logits[:, :-1] - answer["changed"][:, :-1]).abs()
+    require_causal(code, float(difference.max()) if difference.numel() else 0.0)
     normalized = torch.allclose(logits.logsumexp(-1), torch.zeros(token_ids.shape), atol=1e-4)
     return LogitsObjective(str(code), token_ids.long(), logits, log_probs=normalized)
 
@@ -103,7 +105,8 @@ def owner_logits(
 def request_of(
     code: OwnerCode, tensors: MappedTensors, findings: Findings, settings: Mapping[str, Any]
 ) -> Request:
-    """The request to the owner's process: everything known, with dropout off, on the CPU."""
+    """The request to the owner's process: everything that is known about the model, with dropout
+    off, on the CPU."""
     rows, width = tensors.shape("token_embedding")
     mapped, context_length = tensors.map, findings["context_length"].values[0]
     fields: dict[str, Any] = {
@@ -132,21 +135,15 @@ def request_of(
 def said_in(
     settings: Mapping[str, Any], known: Mapping[str, Any], *, leave_out: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Values of settings by all usual names in lower case, with dropout off, on the CPU. `known`
-    values come first; `leave_out` are fields that are known from the shapes."""
+    """The values of settings under all usual names in lower case, with dropout off, on the CPU.
+    `known` values take precedence. Fields in `leave_out` are skipped, because the shapes show
+    them."""
     said = {"device": "cpu", **known}
     for field, keys in SETTINGS.items():
-        if field not in leave_out and (given := setting(settings, field)) is not None:
-            said |= {key: given[0] for key in keys if key not in said}
+        if field not in leave_out and (value := setting(settings, field)[0]) is not None:
+            said |= {key: value for key in keys if key not in said}
     said |= {str(key).lower(): value for key, value in settings.items()}
     return said | dict.fromkeys(SETTINGS["dropout"], 0.0)
-
-
-def _check_causal(code: OwnerCode, logits: Tensor, changed: Tensor) -> None:
-    """Raise ConvertError if the model is not causal. `changed` are the logits for a different last
-    id, which must not affect earlier positions."""
-    difference = (logits[:, :-1] - changed[:, :-1]).abs()
-    require_causal(code, float(difference.max()) if difference.numel() else 0.0)
 
 
 def require_causal(code: OwnerCode, difference: float) -> None:

@@ -1,12 +1,12 @@
 """Questions: finds the values of each field of a `Computation` that are possible for a file.
 
 If only one value fits, the field is resolved. If several fit, the first is the convention: it is
-assumed, and compared with the others if there is a text or the owner's code. But if no convention
-is strong enough and a wrong value would change logits, the field is ambiguous, and no value is
+assumed, and compared with the others if there is a text or the owner's code. If no convention is
+strong enough and a wrong value would change logits, the field is ambiguous, and no value is
 assumed.
 
-The evidence here is the file: its shapes, settings and tables. Flags, the owner's code and texts
-are used in `resolve.py`.
+The evidence here is the file itself: its shapes, settings and tables. `resolve.py` uses flags, the
+owner's code and texts.
 """
 
 import math
@@ -39,7 +39,8 @@ change the computation, but positions beyond those seen in training have little 
 FIELDS: tuple[str, ...] = tuple(field.name for field in fields(Computation))
 
 WHOLE_WIDTH = "rotary positions over the whole width, before heads are split"
-"""A computation that no GPTConfig expresses: each head has different frequencies."""
+"""Description of a computation in which each head has different frequencies. No GPTConfig
+expresses it."""
 NOT_SAID = "names and shapes do not show it"
 CONVENTION = "convention"
 UNUSED = "not used"
@@ -49,8 +50,8 @@ UNUSED = "not used"
 class Finding:
     """The possible values of one field, the most likely first, and the reason for them.
 
-    ambiguous   no value may be assumed; if only one can be computed here, only the user or the
-                owner's code can confirm it
+    ambiguous   no value may be assumed. If only one value can be computed here, the user or the
+                owner's code must confirm it
     """
 
     values: tuple[Any, ...]
@@ -69,8 +70,8 @@ Settings = Mapping[str, Any]
 def find(
     tensors: MappedTensors, ignored: Mapping[str, Tensor], settings: Settings
 ) -> dict[str, Finding]:
-    """Find the values of each field of a Computation. `ignored` are masks and tables. Raises
-    ConvertError if settings and shapes contradict each other."""
+    """Find the possible values of each field of a Computation. `ignored` are masks and tables.
+    Raises ConvertError if settings and shapes contradict each other."""
     file = _File(tensors, ignored, settings, rotary_tables(ignored))
     return without_unused({name: finder(file) for name, finder in FINDERS.items()})
 
@@ -93,7 +94,7 @@ def check_rotary_width(
 
 
 def without_unused(findings: Findings) -> dict[str, Finding]:
-    """The findings; if positions are not rotary, the fields of rotary positions are resolved as
+    """The findings. If positions are not rotary, the fields about rotary positions are marked as
     unused."""
     if "rotary" in findings["positions"].values:
         return dict(findings)
@@ -111,14 +112,11 @@ def canonical(how: Computation) -> Computation:
     return how
 
 
-def setting(settings: Settings, field: str) -> tuple[Any, str] | None:
-    """The value of a field in a file's settings, and its key there; None if it is not set."""
+def setting(settings: Settings, field: str) -> tuple[Any, str]:
+    """The value of a field in a file's settings, and its key there; (None, "") if it is not set."""
     lowered = {str(key).lower(): (value, str(key)) for key, value in settings.items()}
-    for key in words.SETTINGS[field]:
-        value, name = lowered.get(key, (None, ""))
-        if value is not None:
-            return value, name
-    return None
+    found = (lowered[key] for key in words.SETTINGS[field] if key in lowered)
+    return next((each for each in found if each[0] is not None), (None, ""))
 
 
 def is_number(value: Any) -> TypeGuard[float]:
@@ -142,11 +140,11 @@ class _File:
 
     def said(self, field: str, accepts: Callable[[Any], bool]) -> Finding | None:
         """The value of a field in the settings; None if it is missing or not acceptable."""
-        said = setting(self.settings, field)
-        if said is None or not accepts(said[0]):
+        value, key = setting(self.settings, field)
+        if value is None or not accepts(value):
             return None
-        value = float(said[0]) if accepts in (_is_eps, is_number) else said[0]
-        return Finding((value,), f"{said[1]} of its settings")
+        value = float(value) if accepts in (_is_eps, is_number) else value
+        return Finding((value,), f"{key} of its settings")
 
 
 def _n_head(file: _File) -> Finding:
@@ -259,8 +257,8 @@ def _positions(file: _File) -> Finding:
                 "distance, which no GPTConfig expresses; --code FILE:NAME --run-code serves the "
                 "owner's class"
             )
-    if (said := setting(file.settings, "rope_theta")) is not None:
-        return Finding(("rotary",), f"{said[1]} of its settings")
+    if key := setting(file.settings, "rope_theta")[1]:
+        return Finding(("rotary",), f"{key} of its settings")
     options = ("rotary", "sinusoidal", "sinusoidal_halves", "none")
     return Finding(options, "there is no table of positions", True)
 
@@ -339,7 +337,7 @@ def _qk_norm(file: _File) -> Finding:
         return Finding(("learned",), "norms of query and key are in the file")
     if (said := file.said("qk_norm", lambda value: value is True)) is not None:
         return Finding(("unit",), f"{said.origin}, without weights")
-    if setting(file.settings, "qk_norm_eps") is not None:
+    if setting(file.settings, "qk_norm_eps")[1]:
         return Finding(
             ("unit", "none"), "the settings have qk_norm_eps, but the norms have no weights", True
         )

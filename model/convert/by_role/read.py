@@ -29,7 +29,6 @@ from logitd.model.convert.by_role.questions import (
     Finding,
     check_rotary_width,
     find,
-    is_count,
     is_number,
     setting,
 )
@@ -44,7 +43,13 @@ from logitd.model.convert.by_role.tensor_map import (
     TensorMap,
     check,
 )
-from logitd.model.convert.foreign import ConvertError, ForeignModel, naming
+from logitd.model.convert.foreign import (
+    ConvertError,
+    ForeignModel,
+    count_or_zero,
+    naming,
+    plausible_loss,
+)
 from logitd.model.convert.state_file import StateFile
 from logitd.model.files import write_whole
 from logitd.model.transformer.config import GPTConfig
@@ -56,10 +61,10 @@ KIND = "its own code"
 class RoleOptions:
     """The user's answers about a model.
 
-    answers   values of fields of `Computation`
-    code      FILE.py:NAME, the owner's class
-    code_call the call that returns logits, if it is not `model(ids)`
-    draft     path for the draft of a map file, written if questions stay open
+    answers    values of fields of `Computation`
+    code       FILE.py:NAME, the owner's class
+    code_call  the call that returns logits, if it is not `model(ids)`
+    draft      path for the draft of a map file, which is written if questions stay open
     """
 
     answers: Mapping[str, Any] = field(default_factory=dict)
@@ -76,7 +81,7 @@ class RoleOptions:
 
 @dataclass(frozen=True)
 class Recognized:
-    """The tensors of a file by role, and the evidence of its computation."""
+    """The tensors of a file by role, and the evidence about its computation."""
 
     file: StateFile
     tensors: MappedTensors
@@ -105,15 +110,15 @@ class Recognized:
 
 
 def draft_of(destination: Path) -> Path:
-    """Path of the draft of a map file, next to the checkpoint that an import could not write."""
+    """The path for the draft of a map file, next to the destination of an import."""
     return destination.parent / f"{destination.name}.map.toml"
 
 
 def recognize_file(
     file: StateFile, options: RoleOptions, context_length: int | None = None
 ) -> Recognized:
-    """Find the roles of a file's tensors and the evidence for the computation. `context_length` is
-    used if the file does not contain one. Raises ConvertError."""
+    """Find the roles of a file's tensors and the evidence about the computation. `context_length`
+    is used if the file does not state a context length. Raises ConvertError."""
     code = None if options.code is None else parse_owner_code(options.code, options.code_call)
     mapped = _checked_map(file, options)
     tensors = MappedTensors(file.where, file.tensors, mapped)
@@ -129,7 +134,8 @@ def recognize_file(
 
 
 def _checked_map(file: StateFile, options: RoleOptions) -> TensorMap:
-    """The roles of all tensors. Raises ConvertError, and writes a draft with the known roles."""
+    """The roles of all tensors. If some are unknown, writes a draft of a map file with the known
+    roles and raises ConvertError."""
     known: Mapping[tuple[Role, Part], str] = {}
     try:
         mapped = _tensor_map(file, options.map_file)
@@ -163,13 +169,12 @@ def read_by_role(
     text: CheckText | None = None,
     log: Callable[[str], None] = lambda line: None,
 ) -> ForeignModel:
-    """Read the model with the source's computation. Raises OpenQuestions if a field stays open, and
-    ConvertError."""
+    """Choose the computation and build the model. `text` decides open questions; `log` is called
+    with each line of the report. Raises OpenQuestions if a field stays open, and ConvertError."""
     tensors, file = recognized.tensors, recognized.file
     resolution = _resolve(recognized, text)
     dropout, step, val_loss = (
-        said[0] if (said := setting(file.settings, name)) is not None else None
-        for name in ("dropout", "step", "val_loss")
+        setting(file.settings, name)[0] for name in ("dropout", "step", "val_loss")
     )
     if not is_number(dropout) or not 0 <= dropout < 1:
         dropout = 0.0
@@ -182,9 +187,8 @@ def read_by_role(
         config=built.config,
         weights=built.weights,
         dtype=torch.float32 if built.rescaled else check(file.where, file.tensors, tensors.map),
-        step=step if is_count(step) else 0,
-        # nanoGPT and code like it store 1e9 before the first evaluation.
-        val_loss=float(val_loss) if is_number(val_loss) and 0 <= val_loss < 1e6 else None,
+        step=count_or_zero(step),
+        val_loss=plausible_loss(val_loss),
         facts={
             "file": file.path.name,
             "verified": resolution.verified,
@@ -218,8 +222,8 @@ def _resolve(recognized: Recognized, text: CheckText | None) -> Resolution:
 
 
 def _write_draft(path: Path, text: str) -> str:
-    """Write a draft. Returns a sentence with its path, or with the error, which must not hide the
-    open questions."""
+    """Write a draft. Returns a sentence with its path. If that fails, returns a sentence with the
+    reason, because the error must not hide the open questions."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text.encode())
@@ -289,6 +293,7 @@ def _line(name: str, value: object, origin: str) -> str:
 
 
 def table(resolution: Resolution) -> Iterator[str]:
+    """The lines of the report about other values that were tried."""
     yield f"compared (lower is better; chosen: {resolution.penalty:.4g}):"
     by_field: dict[str, list[Alternative]] = {}
     for alternative in resolution.alternatives:

@@ -41,14 +41,14 @@ Names = dict[tuple[Role, Part], str]
 """Names of tensors by role."""
 
 READS_STREAM: tuple[Role, ...] = (*QKV, "mlp_gate", "mlp_up", "mlp_gate_up", "head")
-"""Matrices that read the residual stream: they have as many columns as the stream is wide. All
-others have as many rows."""
+"""Matrices that read the residual stream: the width of the stream is their number of columns. For
+all other matrices it is the number of rows."""
 SQUARE: tuple[Role, ...] = (*READS_STREAM[:-1], "attention_out", "mlp_down")
 """Matrices of a layer, which may be square."""
 
 
 class NotRecognized(ConvertError):
-    """Raised if no tensor has a role that a GPT needs. `known` are the roles that were found."""
+    """Raised if a GPT needs a role that no tensor has. `known` are the roles that were found."""
 
     def __init__(self, message: str, known: Mapping[tuple[Role, Part], str]) -> None:
         super().__init__(message)
@@ -85,7 +85,8 @@ def _in_order(names: Names) -> Names:
 
 
 def is_buffer(name: str, tensor: Tensor) -> bool:
-    """True if a tensor is not a weight: by its name, its dtype, or because it is a causal mask."""
+    """True if a tensor is not a weight, judged by its name, its dtype and its values (those of a
+    causal mask)."""
     last = name.rpartition(".")[2]
     if words.matches(words.BUFFERS, last.lstrip("_")) or tensor.is_complex():
         return True
@@ -117,9 +118,9 @@ def _listed(modules: Iterable[Module]) -> str:
 def _outer_roles(
     where: str, modules: Sequence[Module], matrices: Sequence[Shape], names: Names
 ) -> int:
-    """Find token embedding, positions, final norm and head, and the width of the residual stream.
-    `matrices` are the shapes of the matrices in a layer. Raises ConvertError if there is no
-    embedding."""
+    """Add the tensors outside the layers (embedding, positions, final norm and head) to `names`.
+    Returns the width of the residual stream. `matrices` are the shapes of the matrices in a layer.
+    Raises ConvertError if there is no embedding."""
     sides = {side for shape in matrices for side in shape}
     wide = [m for m in modules if len(m.table) == 2 and sides & set(m.table)]
     positions = [m for m in wide if m.mentions(words.POSITIONS)]
@@ -149,8 +150,8 @@ def _outer_roles(
 
 
 def _choose_embedding(tables: Sequence[Module]) -> Module | None:
-    """The token embedding: a table named like one, otherwise one shaped like a head, otherwise any
-    that is not named like a head."""
+    """The token embedding: preferably a table named like an embedding, or else a table shaped like
+    a head, or else any table that is not named like a head."""
     heads = [m for m in tables if m.mentions(words.HEAD)]
 
     def rank(table: Module) -> int:
@@ -165,7 +166,7 @@ def _choose_embedding(tables: Sequence[Module]) -> Module | None:
 
 
 def _choose_head(tables: Sequence[Module], embedding: Module) -> Module | None:
-    """The head: a table with the embedding's shape in either order, preferably one named like a
+    """The head: a table with the embedding's shape or its transpose, preferably named like a
     head."""
     sides = sorted(embedding.table)
     alike = [m for m in tables if m is not embedding and sorted(m.shape) == sides]
@@ -173,16 +174,16 @@ def _choose_head(tables: Sequence[Module], embedding: Module) -> Module | None:
 
 
 def _choose_final_norm(modules: Sequence[Module], width: int) -> Module | None:
-    """The final norm: the only vector as wide as the stream that is named like a norm, or else the
-    only such vector."""
+    """The final norm: of the vectors as wide as the stream, the only one that is named like a norm,
+    or else the only one."""
     vectors = [m for m in modules if m.shape == (width,)]
     norms = [m for m in vectors if m.named(words.FINAL_NORM)] or vectors
     return norms[0] if len(norms) == 1 else None
 
 
 def _layer_roles(where: str, modules: Sequence[Module], width: int, names: Names) -> None:
-    """Find the roles of a layer's tensors. Raises ConvertError if attention or the feed-forward is
-    incomplete."""
+    """Add the tensors of a layer to `names`. Raises ConvertError if attention or the feed-forward
+    is incomplete."""
     rest, home = list(modules), _home_of_attention(modules)
     norms: dict[Role, re.Pattern[str]] = {
         "query_norm": words.QUERY_NORM,
@@ -215,8 +216,8 @@ def _layer_roles(where: str, modules: Sequence[Module], width: int, names: Names
 
 
 def _home_of_attention(modules: Sequence[Module]) -> tuple[str, ...]:
-    """The path of the attention module under any name: the common path of query, key and value,
-    unless all other matrices have it too (then empty)."""
+    """The path of the attention module, whatever its name: the common path of query, key and value.
+    Empty if all other matrices have that path, too."""
     projections = [m for m in modules if projection_of(m.weight) is not None]
     others = [m for m in modules if len(m.shape) >= 2 and m not in projections]
     paths = [m.path[: m.path.index("{M}")] if "{M}" in m.path else m.path[:-1] for m in projections]
@@ -235,6 +236,7 @@ def _is_in(module: Module, home: tuple[str, ...]) -> bool:
 def _split_matrices(
     matrices: Sequence[Module], home: tuple[str, ...]
 ) -> tuple[Module | None, list[Module]]:
+    """Attention's output matrix, None if there is none, and the matrices of the feed-forward."""
     loose = [m for m in matrices if not m.within(words.FEED_FORWARD)]
     inside = [
         m for m in loose if m.within(words.ATTENTION) or m.within(words.HEADS) or _is_in(m, home)
@@ -272,8 +274,8 @@ def _feed_forward_roles(where: str, matrices: Sequence[Module], names: Names) ->
 
 
 def _up_and_down(matrices: Sequence[Module]) -> Sequence[Module]:
-    """Order the two matrices of an MLP: by their numbers in a Sequential, by their names, or by
-    their order in the file."""
+    """The two matrices of an MLP in order: by their numbers in a Sequential, by their names, or as
+    in the file."""
     first, second = matrices
     if first.last.isdigit() and second.last.isdigit():
         return sorted(matrices, key=lambda module: int(module.last))
@@ -282,8 +284,8 @@ def _up_and_down(matrices: Sequence[Module]) -> Sequence[Module]:
 
 
 def _gate_up_down(matrices: Sequence[Module]) -> tuple[Module, Module, Module]:
-    """Order the three matrices of a gated MLP by their names, or by llama2.c's numbers, in which w1
-    is the gate and w3 is up."""
+    """Order the three matrices of a gated MLP by their names, or by llama2.c's numbers: w1 is the
+    gate, w2 is down and w3 is up."""
     numbers = {re.sub(r"\D", "", m.last): m for m in matrices if re.search(r"\d$", m.last)}
     shapes = [m.shape for m in matrices]
     odd = next((m for m in matrices if shapes.count(m.shape) == 1), None)
@@ -322,8 +324,8 @@ def _is_second(norm: Module) -> bool:
 
 
 def _oriented(mapped: TensorMap, tensors: Mapping[str, Tensor], width: int) -> TensorMap:
-    """Mark the matrices that are stored (in, out). The width of the stream shows it for matrices
-    that are not square; square matrices are stored like the others."""
+    """Mark the matrices that are stored (in, out). For matrices that are not square, the width of
+    the stream shows it; square matrices are assumed to be stored like the others."""
     transposed = _transposed_by_shape(mapped, tensors, width)
     attention = {transposed[r] for r in QKV if r in transposed}
     if transposed.get("mlp_up") and transposed.get("mlp_down") and attention == {False}:
@@ -336,7 +338,7 @@ def _oriented(mapped: TensorMap, tensors: Mapping[str, Tensor], width: int) -> T
 def _transposed_by_shape(
     mapped: TensorMap, tensors: Mapping[str, Tensor], width: int
 ) -> dict[Role, bool]:
-    """For each matrix whose shape shows it, True if it is stored (in, out)."""
+    """Roles of matrices whose shapes show their orientation: True if stored (in, out)."""
     transposed: dict[Role, bool] = {}
     for role, part in mapped.names:
         if part != "weight" or not mapped.has(role) or role in ("token_embedding", "positions"):

@@ -11,8 +11,8 @@ from logitd.model.convert.foreign import ConvertError
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another value of one field and its penalty. `clear`: it is clearly worse than the chosen
-    value."""
+    """Another value of a field, and its penalty. `clear` is True if it is clearly worse than the
+    chosen value."""
 
     field: str
     value: Any
@@ -24,9 +24,10 @@ class Alternative:
 class Resolution:
     """A computation with the reason for each field.
 
-    penalty        loss (nats per token) or largest difference of logits of the chosen variant
-    alternatives   other values that were tried, for the table
+    origins        reason for the value of each field
     verified       sentence about the agreement with the source
+    penalty        of the chosen variant: loss in nats per token, or largest difference of logits
+    alternatives   other values that were tried
     warning        sentence about unusual values that a text chose; "" if there are fewer than two
     """
 
@@ -39,8 +40,7 @@ class Resolution:
 
 
 class OpenQuestions(ConvertError):
-    """Raised if some fields cannot be resolved. The message lists them with the flags that set
-    them."""
+    """Raised if some fields cannot be resolved. The message lists the flags that set them."""
 
     def __init__(self, message: str, fields: Sequence[str]) -> None:
         super().__init__(message)
@@ -52,8 +52,7 @@ def flag(field: str) -> str:
 
 
 def question(name: str, finding: Finding) -> str:
-    """A line about an open field: its flag with the possible values, and the reason why it is
-    open."""
+    """A line about an open field: its flag, the possible values, and the reason why it is open."""
     if isinstance(finding.values[0], bool):
         return f"{flag(name)} or {flag(f'no_{name}')}   ({finding.origin})"
     values = "|".join(map(str, finding.values[:6])) + ("|..." if len(finding.values) > 6 else "")
@@ -66,6 +65,7 @@ def first(findings: Findings) -> Computation:
 
 
 def origins_of(findings: Findings, **resolved: str) -> dict[str, str]:
+    """The reason for the value of each field. Reasons in `resolved` take precedence."""
     assumed = {
         name: finding.origin if finding.resolved else f"assumed: {finding.origin}"
         for name, finding in findings.items()

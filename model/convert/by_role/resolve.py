@@ -3,7 +3,7 @@
 The values of fields come from the user, from the file (`questions.py`), from agreement with the
 owner's code, or from a clearly lower loss on a text (`by_text.py`). Without code and text, an
 ambiguous field stops the import. Only unambiguous fields fall back to a convention. Conventions are
-reported, and compared with other values if there is an objective.
+reported. If there is an objective, they are also compared with other values.
 """
 
 import math
@@ -29,7 +29,7 @@ from logitd.model.convert.foreign import ConvertError
 
 def answer(findings: Findings, answers: Mapping[str, Any], place: str = "") -> dict[str, Finding]:
     """Replace findings by the user's answers, which override the file. `place` is the name of the
-    map file with the answers; "" if they are flags."""
+    map file with the answers; "" if the answers are flags."""
     given = {
         field: Finding((value,), f"{field} in {place}" if place else flag(field))
         for field, value in answers.items()
@@ -37,13 +37,9 @@ def answer(findings: Findings, answers: Mapping[str, Any], place: str = "") -> d
     return without_unused({**findings, **given})
 
 
-def resolve(
-    tensors: MappedTensors,
-    findings: Findings,
-    *objectives: Objective,
-) -> Resolution:
-    """Choose a computation. If there are several objectives, all of one text, the one with the
-    lowest loss counts. Raises OpenQuestions, and ConvertError if no variant agrees."""
+def resolve(tensors: MappedTensors, findings: Findings, *objectives: Objective) -> Resolution:
+    """Choose a computation. If a text has several objectives, the one with the lowest loss counts.
+    Raises OpenQuestions, and ConvertError if no variant agrees."""
     if findings["causal"].values == (False,):
         raise ConvertError(
             f"{tensors.where}: causal is false ({findings['causal'].origin}): a model whose "
@@ -62,8 +58,8 @@ def resolve(
         raise OpenQuestions(
             f"{tensors.where}: names and shapes do not determine everything that this model "
             f"computes. Still unknown:\n{lines}\n"
-            "Answer with these flags, or let --check TEXT (a text like those it was trained on) or "
-            "--code FILE.py:NAME (the owner's own class) find the answers",
+            "Answer with these flags, or let --check TEXT (a text like the training data) or "
+            "--code FILE.py:NAME (the owner's class) find the answers",
             ambiguous,
         )
     return Resolution(

@@ -16,12 +16,12 @@ from logitd.model.convert.foreign import ConvertError
 MARKS = ("cos", "sin", "freq", "rope", "theta", "angle")
 """Words in the names of such tables."""
 TOLERANCE = 1e-3
-"""Largest error of cosines and sines that may come from storing them in float32 or bfloat16."""
+"""Largest error that storing cosines and sines in float32 or bfloat16 may cause."""
 
 
 @dataclass(frozen=True, eq=False)
 class RotaryTable:
-    """A table (T, pairs) or (T, 2 * pairs), or frequencies (pairs,)."""
+    """A table (T, pairs) or (T, 2 * pairs), or a list of frequencies (pairs,)."""
 
     name: str
     values: Tensor
@@ -65,8 +65,7 @@ class RotaryTable:
     @property
     def theta(self) -> float | None:
         """The base of the frequencies theta^(-2 i / D), computed from channel i = 1; None if the
-        table does not show it. Raises ConvertError if the frequencies do not follow this
-        formula."""
+        table does not show it. Raises ConvertError if the frequencies do not follow the formula."""
         row = None
         if self.values.dim() == 1:
             if "inv" in self._last and len(self.values) > 1 and float(self.values[0]) == 1.0:

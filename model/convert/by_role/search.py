@@ -25,15 +25,15 @@ from logitd.model.transformer.config import ConfigError
 
 ORDERS = ("qkv_layout", "gate_order")
 """Fields about the order of rows. If one of them is wrong, all values of the other fields look
-equally bad, so these fields are tried together with the ambiguous ones."""
+equally bad, so these fields are tried together with the ambiguous fields."""
 SEARCH_SECONDS = 30.0
 """Approximate time limit for trying all combinations. Above it, the search changes one field at a
 time."""
 CLEAR_NATS, CLEAR_ERRORS = 0.005, 2.0
 """Smallest difference of losses that decides, in nats per token and in standard errors of the
-difference per token. The standard error alone does not suffice: on a model that had learned little,
-a wrong activation was better by 0.004 nats on any number of tokens. On trained models the right
-variants were better by 0.02 to 0.8 nats."""
+difference per token. The standard error alone does not suffice: for a model that had learned
+little, a wrong activation was better by 0.004 nats on any number of tokens. For trained models, the
+right variants were better by 0.02 to 0.8 nats."""
 
 
 class Search:
@@ -73,8 +73,8 @@ class Search:
     def compare(
         self, other: Computation, best: Computation, effort: Effort = "full"
     ) -> tuple[float, bool]:
-        """The mean difference by which a variant is worse than the best, and True if that is
-        clear."""
+        """The mean difference by which a variant is worse than the best variant, and True if it is
+        clearly worse."""
         penalties, base = self.score(other, effort), self.score(best, effort)
         if penalties is None or not torch.isfinite(penalties).all():
             return math.inf, True
@@ -129,6 +129,7 @@ class Search:
         return best
 
     def neighbors(self, how: Computation, name: str) -> list[Computation]:
-        """The variants that differ in one field and compute something different."""
+        """The variants that differ from `how` in the field `name` and compute something
+        different."""
         others = [canonical(replace(how, **{name: value})) for value in self._findings[name].values]
         return [other for other in dict.fromkeys(others) if other != canonical(how)]

@@ -4,13 +4,12 @@ They are evidence for a computation: the right variant predicts a text like the 
 as well as the file says. `resolve.py` compares them.
 """
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from logitd.model.convert.foreign import finite_number
 
 _KIND = r"(best|last|final|min|lowest|avg|mean|train|training|val|valid|validation|dev|test|eval)"
 _NAMES = re.compile(rf"({_KIND}_?){{0,3}}loss(es)?")
@@ -37,7 +36,7 @@ class StatedLoss:
 
 
 def stated_loss(contents: Any) -> StatedLoss | None:
-    """The largest loss that a file states; None if it states none. The last one of a list
+    """The largest loss that a file states; None if it states none. Of a list, only the last loss
     counts."""
     losses = [loss for loss in _losses(contents, DEPTH) if 0 < loss.nats < MOST_NATS]
     return max(losses, key=lambda loss: loss.nats, default=None)
@@ -51,14 +50,7 @@ def _losses(values: Any, depth: int) -> Iterator[StatedLoss]:
     for key, value in values.items():
         if isinstance(key, str) and _NAMES.fullmatch(key.lower()):
             last = value[-1] if isinstance(value, list | tuple) and value else value
-            if (nats := _number(last)) is not None:
+            if (nats := finite_number(last)) is not None:
                 yield StatedLoss(key, nats)
         elif depth:
             yield from _losses(value, depth - 1)
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point():
-        value = float(value)
-    known = isinstance(value, float | int) and not isinstance(value, bool)
-    return float(value) if known and math.isfinite(value) else None

@@ -1,7 +1,7 @@
 """TensorMap: the role of each tensor of a file in a GPT.
 
 A name may contain `{N}`, the number of the layer, and `{M}`, the number of the head. `recognize.py`
-derives a map from names and shapes; users can write one in TOML (`map_file.py`). `computation.py`
+derives a map from names and shapes; users can write a map in TOML (`map_file.py`). `computation.py`
 describes the computation with the tensors.
 """
 
@@ -40,7 +40,7 @@ LAYER_ROLES: tuple[LayerRole, ...] = get_args(LayerRole)
 SEPARATE: tuple[Role, ...] = ("query", "key", "value")
 QKV: tuple[Role, ...] = ("qkv", *SEPARATE)
 IDENTITY = "identity"
-"""Name of a matrix that the source does not have, so that the source computes with the identity."""
+"""Name for a matrix that the source does not have. The identity is used in its place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class TensorMap:
         return self.names.get((role, "weight"), "")
 
     def of(self, role: Role, part: Part, layer: int = 0) -> tuple[str, ...]:
-        """The names of a role in a layer: one, or one for each head."""
+        """The names of a role's tensors in a layer: one name, or one for each head."""
         pattern = self.names[role, part].replace("{N}", str(layer + self.first_layer))
         if "{M}" not in pattern:
             return (pattern,)
@@ -131,7 +131,7 @@ class MappedTensors:
         return self.take(role, part, layer) if self.map.has(role, part) else None
 
     def shape(self, role: Role) -> tuple[int, ...]:
-        """The shape that `take` returns for the first layer."""
+        """The shape of the tensor that `take` returns for the first layer."""
         return tuple(self.take(role).shape)
 
 
@@ -175,12 +175,12 @@ def _check_layers_agree(where: str, tensors: Mapping[str, Tensor], mapped: Tenso
                 if tensors[name].shape != expected:
                     raise ConvertError(
                         f"{where}: {name} has shape {list(tensors[name].shape)}, and {first} "
-                        f"{list(expected)}: all layers of a GPT have the same shapes here"
+                        f"{list(expected)}: all layers of a GPT must have the same shapes"
                     )
 
 
 def glob(patterns: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
-    """The names that match a pattern, in which `*` is any text, and `{N}` and `{M}` any number."""
+    """The names that match a pattern. `*` matches any text, `{N}` and `{M}` match any number."""
     compiled = [
         re.compile(
             re.escape(p).replace(r"\*", ".*").replace(r"\{N\}", r"\d+").replace(r"\{M\}", r"\d+")

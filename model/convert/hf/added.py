@@ -1,13 +1,13 @@
 """Added tokens of a Hugging Face folder, and the tokens that end a text.
 
-The files are read as transformers reads them. `tokenizer.json` lists added tokens;
-`tokenizer_config.json` adds others and changes their flags (`added_tokens_decoder`). In older
-folders `added_tokens.json` does that. Tokens with a role (`eos_token` and the like, also in
+The files have the same meaning as in transformers. `tokenizer.json` lists added tokens.
+`tokenizer_config.json` adds more and changes their flags (`added_tokens_decoder`); in older
+folders, `added_tokens.json` does. Tokens with a role (`eos_token` and the like, also in
 `special_tokens_map.json`) are special. `eos_token_id` is a number or a list;
 `generation_config.json` takes precedence over `config.json`.
 
-Each member of `tokenizer_config.json` is read here or in `chat_template.py`, is known to change no
-ids, or is refused by name.
+A member of `tokenizer_config.json` that is neither read here or in `chat_template.py`, nor known to
+change no ids, is refused by name.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -62,7 +62,7 @@ class AddedVocabulary:
     """Added tokens.
 
     special, ordinary  ids in the source by text
-    flags              flags of both, by text
+    flags              flags of special and ordinary tokens, by text
     end                the special token that ends a document, if a file names it
     notes              sentences for the user
     """
@@ -79,8 +79,8 @@ class AddedVocabulary:
 
 
 def require_members(part: Any, known: Collection[str], where: str) -> Mapping[str, Any]:
-    """Check that a value is a JSON object whose members are known or null, and return it. Raises
-    ConvertError."""
+    """Return a value of JSON. Raises ConvertError unless it is an object whose members are all
+    known or null."""
     if not isinstance(part, dict):
         raise ConvertError(f"{where} is {part!r:.60}; expected an object")
     for name, value in part.items():
@@ -173,8 +173,8 @@ def _further(
 
 
 def _named(config: Mapping[str, Any], where: str) -> Iterator[tuple[str, tuple[str, Any]]]:
-    """Yield each token that has a role, with the role and its members. If a token has several
-    roles, the first counts; `eos_token` is first."""
+    """Yield each token that has a role, with its role and its flags. If a token has several roles,
+    the first counts; `eos_token` comes before all others."""
     roles = [role for role in config if role.endswith("_token") and not role.startswith("add_")]
     found = [(role, config[role]) for role in sorted(roles, key="eos_token".__ne__)]
     for name in LISTS:
@@ -195,8 +195,8 @@ def _named(config: Mapping[str, Any], where: str) -> Iterator[tuple[str, tuple[s
 
 
 def merged_texts(document: Mapping[str, Any]) -> set[str]:
-    """The tokens of a `tokenizer.json`, in its spelling, that are single bytes or results of
-    merges."""
+    """The tokens of a `tokenizer.json` that are single bytes or results of merges, in its
+    spelling."""
     model = document.get("model", {})
     merged = (
         merge.replace(" ", "", 1) if isinstance(merge, str) else "".join(merge)
@@ -227,7 +227,7 @@ def _check_config(config: Mapping[str, Any], where: str) -> Iterator[str]:
 
 
 def with_ends(foreign: ForeignTokenizer, folder: Path) -> ForeignTokenizer:
-    """Add the ids that end a text, according to the model's folder, to a vocabulary, and a note if
+    """Add to a vocabulary the ids that end a text according to the model's folder, or a note if
     none is known. Raises ConvertError."""
     tokenizer, notes = foreign.tokenizer, list(foreign.notes)
     generation = object_beside(folder, GENERATION)
@@ -238,8 +238,8 @@ def with_ends(foreign: ForeignTokenizer, folder: Path) -> ForeignTokenizer:
     ]:
         notes.append(f"{GENERATION} recommends {', '.join(wishes[:12])}: set it in requests")
     place, stated = _stated_ends(folder)
-    order = foreign.order if foreign.order is not None else range(tokenizer.vocab_size)
-    ours = {source: token_id for token_id, source in enumerate(order)} if stated else {}
+    order = foreign.source_ids if stated else ()
+    ours = {source: token_id for token_id, source in enumerate(order)}
     if absent := [end for end in stated if end not in ours]:
         notes.append(f"eos_token_id of {place} has {absent}, which the vocabulary lacks")
     ends = [ours[end] for end in stated if end in ours]
@@ -262,8 +262,8 @@ def _stated_ends(folder: Path | None) -> tuple[str, list[int]]:
 
 
 def _ending(tokenizer: Tokenizer, ends: list[int], *, known: bool) -> Tokenizer:
-    """The tokenizer with these ids as ends of a text. Unless the end of a document is `known`, the
-    first special token among them becomes that end."""
+    """The tokenizer with these ids as ends of a text. If the end of a document is not `known`, it
+    becomes the first special token among them."""
     changes: dict[str, Any] = {"end_ids": ends}
     names = {token_id: name for name, token_id in tokenizer.special_tokens.items()}
     if not known and (named := next((names[end] for end in ends if end in names), None)):

@@ -1,8 +1,8 @@
-"""Chat templates of Hugging Face folders, if they have the same meaning here.
+"""Chat templates of Hugging Face folders, if they have the same meaning in logitd.
 
-Templates here get messages and the end of text, but neither tools nor a beginning of text
-(`model/text/chat_template.py`). A template that needs more is not imported, with a note: a
-conversation in a format that the model did not learn would only seem to work.
+Templates of logitd get messages and the end of text, but neither tools nor a beginning of text
+(`model/text/chat_template.py`). A template that needs more is not imported, and a note gives the
+reason: a conversation in a format that the model did not learn would only seem to work.
 """
 
 import re
@@ -38,7 +38,7 @@ def read_template(foreign: ForeignTokenizer, folder: Path) -> ForeignTokenizer:
 def _reason(source: str, foreign: ForeignTokenizer, config: Mapping[str, Any]) -> str | None:
     begins_as_it_ends = bool(config) and config.get("bos_token") == config.get("eos_token")
     if re.search(r"\bbos_token\b", source) and not begins_as_it_ends:
-        return "it uses bos_token, but vocabularies here have only an end of text"
+        return "it uses bos_token, but vocabularies of logitd have only an end of text"
     if re.search(r"\beos_token\b", source) and foreign.tokenizer.end_of_text is None:
         return "it uses eos_token, but none is known"
     try:

@@ -1,9 +1,9 @@
 """Configurations of Hugging Face folders: GPT-2, GPT-NeoX, OPT, Llama, Mistral, Qwen2, Qwen3,
 nanochat.
 
-The old and the new form of a configuration are translated to a shape; values that no `GPTConfig`
-can express are refused. Names of tensors are in `layouts.py`, rotary positions in `rope.py`, and
-tokenizers in `hf/tokenizer.py`.
+The old and the new form of a configuration are translated to a `GPTConfig`; values that it cannot
+express are refused. `layouts.py` has the names of tensors, `rope.py` reads rotary positions, and
+`hf/tokenizer.py` reads tokenizers.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,7 +44,8 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "relu": "relu",
     "relu2": "relu2",
 }
-"""Activations by their names in configurations. An export writes the first name."""
+"""Activations by their names in configurations. An export writes the first name of an
+activation."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
            ".rotary_emb.inv_freq")  # fmt: skip
@@ -57,11 +58,11 @@ NEUTRAL = (
     *("model_max_length", "is_llama_config", "unsloth_fixed", "_flash_attn_2_enabled"),
     *("_attn_implementation_autoset", "use_bfloat16"),
 )
-"""Keys that change no logits in any architecture."""
+"""Keys that do not change the logits of any architecture."""
 
 Shape = tuple[GPTConfig, set[str]]
-"""A shape, and the parts that lack biases in the source although other parts have them
-(`read_weights`)."""
+"""A shape, and the parts without biases in a source whose other parts have biases (see
+`read_weights`)."""
 
 
 def read_huggingface(folder: Path, *, named: str = WEIGHTS) -> ForeignModel:
@@ -171,8 +172,8 @@ def _neox(settings: Settings) -> Shape:
 
 
 def _opt(settings: Settings) -> Shape:
-    """Read OPT with embeddings as wide as the stream, biases in all layers and ReLU. opt-350m and
-    Galactica differ from this."""
+    """Read an OPT model with embeddings as wide as the stream, biases in all layers, and ReLU.
+    opt-350m and Galactica have other shapes, which are refused."""
     width = settings.integer("hidden_size")
     settings.reject_unless(
         "word_embed_proj_dim",
@@ -223,7 +224,7 @@ def _llama(settings: Settings) -> Shape:
 
 
 def _nanochat(settings: Settings) -> Shape:
-    """Read nanochat as it was in 2025, without the parts that came later."""
+    """Read a nanochat model of 2025, without the parts that nanochat got later."""
     settings.reject_unless("attention_bias", (False,), "nanochat has no biases")
     n_head, width = settings.integer("num_attention_heads"), settings.integer("hidden_size")
     sizes = read_sizes(settings, NANOCHAT, n_kv_head=n_head, head_dim=max(1, width // n_head))
@@ -247,8 +248,8 @@ def _nanochat(settings: Settings) -> Shape:
 
 
 def _windows(model_type: str, settings: Settings, n_layer: int) -> tuple[int | None, ...] | None:
-    """The sliding window of each layer. Mistral's first configurations omit the key and mean
-    4,096."""
+    """The sliding window of each layer. If Mistral's first configurations omit the key, the window
+    is 4,096."""
     own = model_type == "mistral" or (
         model_type != "llama" and settings.flag("use_sliding_window", False)
     )

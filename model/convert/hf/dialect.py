@@ -3,8 +3,8 @@
 tiktoken uses the Rust engine fancy-regex; Hugging Face's tokenizers use Oniguruma with Ruby's
 syntax. They differ in these constructs of split patterns:
 
-  X{1,2}+   in fancy-regex one or two, without backtracking; in Ruby one or two, repeated
-  $ and ^   in fancy-regex the ends of the text; in Ruby those of each line
+  X{1,2}+   in fancy-regex: one or two, without backtracking; in Ruby: one or two, repeated
+  $ and ^   in fancy-regex: the ends of the text; in Ruby: the ends of each line
   (?s: (?m: different letters for "the dot matches any character"
 
 A translated pattern has the same meaning; patterns that cannot be translated are refused. The
@@ -98,5 +98,5 @@ def _character_class(pattern: str, at: int) -> str:
             return pattern[at:end]
         if depth == 1 and character == "[" and end - at == 1:
             end += pattern[end : end + 1] == "^"
-            end += pattern[end : end + 1] == "]"  # the first one is a character
+            end += pattern[end : end + 1] == "]"  # a "]" in the first place is a character
     raise ConvertError(f"the split pattern {pattern[:60]!r} has an unclosed character class")

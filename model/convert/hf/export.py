@@ -1,9 +1,9 @@
 """Export of a Hugging Face folder that `AutoModelForCausalLM` and `AutoTokenizer` can read.
 
 The files are `config.json`, `generation_config.json`, `model.safetensors`, `tokenizer.json` and
-`tokenizer_config.json`; transformers is not needed. Names, layouts and defaults are those that
-`hf/config.py` reads. Sinusoidal positions become GPT-2's learned positions, which are added in the
-same way. A vocabulary of whole words becomes WordLevel. A model without a vocabulary gets no
+`tokenizer_config.json`. Writing them does not need transformers. `hf/config.py` reads the same
+names, layouts and defaults. Sinusoidal positions become GPT-2's learned positions, which are added
+in the same way. A vocabulary of whole words becomes WordLevel. A model without a vocabulary gets no
 tokenizer.
 """
 
@@ -33,7 +33,8 @@ from logitd.model.transformer.gpt import GPT
 def write_folder(
     folder: Path, info: CheckpointInfo, gpt: GPT, family: str, log: Callable[[str], None]
 ) -> None:
-    """Write the files into an empty folder. Raises ConvertError and OSError."""
+    """Write the files into an empty folder. `log` is called with notes for the user. Raises
+    ConvertError and OSError."""
     tokenizer = info.tokenizer
     name, layout, shape = FAMILIES[family]
     config = write_sizes(info.config, layout) | shape(info.config)
@@ -183,22 +184,9 @@ def _merged_parts(tokenizer: Tokenizer) -> dict[str, Any]:
     return {
         "pre_tokenizer": {
             "type": "Sequence",
-            "pretokenizers": [
-                _split(tokenizer),
-                {
-                    "type": "ByteLevel",
-                    "add_prefix_space": False,
-                    "trim_offsets": True,
-                    "use_regex": False,
-                },
-            ],
+            "pretokenizers": [_split(tokenizer), _byte_level(with_regex=False)],
         },
-        "decoder": {
-            "type": "ByteLevel",
-            "add_prefix_space": True,
-            "trim_offsets": True,
-            "use_regex": True,
-        },
+        "decoder": _byte_level(with_regex=True),
         "model": {
             "type": "BPE",
             "dropout": None,
@@ -211,6 +199,15 @@ def _merged_parts(tokenizer: Tokenizer) -> dict[str, Any]:
             "vocab": _by_id(named | _between(tokenizer)),
             "merges": [[written(part, characters) for part in pair] for pair in merges],
         },
+    }
+
+
+def _byte_level(*, with_regex: bool) -> dict[str, Any]:
+    return {
+        "type": "ByteLevel",
+        "add_prefix_space": with_regex,
+        "trim_offsets": True,
+        "use_regex": with_regex,
     }
 
 
@@ -242,8 +239,8 @@ def _split(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _between(tokenizer: Tokenizer) -> dict[str, int]:
-    """Added tokens whose ids lie between ordinary ones. The library would give others ids after the
-    vocabulary."""
+    """Added tokens whose ids are between ids of ordinary tokens. They must be in the vocabulary,
+    because the library gives all other added tokens ids after it."""
     ordinary = set(tokenizer.tokens.values())
     named = tokenizer.special_tokens | tokenizer.added_tokens
     return {name: i for name, i in named.items() if i < max(ordinary) and i not in ordinary}

@@ -1,5 +1,5 @@
-"""Weights of a Hugging Face folder: `model.safetensors`, or else `pytorch_model.bin`, each as one
-file or as shards with an index. `config.py` interprets them."""
+"""Weights of a Hugging Face folder: reads `model.safetensors`, or else `pytorch_model.bin`, from
+one file or from shards with an index. `config.py` interprets the weights."""
 
 from pathlib import Path
 
@@ -15,8 +15,8 @@ INDEX = ".index.json"
 
 
 def open_state_dict(folder: Path, named: str = WEIGHTS) -> StateDictReader:
-    """The tensors of a folder; those in the file `named`, if there are several. Raises
-    ConvertError."""
+    """Open the tensors of a folder. If it has several files of weights, `named` takes precedence.
+    Raises ConvertError."""
     for name in (named, WEIGHTS, PICKLE):
         index = folder / f"{name}{INDEX}"
         if (folder / name).is_file():

@@ -3,17 +3,17 @@
 tiktoken repeatedly merges the adjacent parts whose joined bytes have the lowest rank. A list of
 merges names the pairs to join, in order of priority.
 
-As long as no merge crosses the ends of a token, the merges inside do not depend on the text around
-it. So a token is always formed by the same last pair (`last_pair`). A list of merges encodes as the
-ranks do if it contains that pair for every token, ordered by the tokens' ranks. A token that cannot
-be formed from its bytes is used only for a whole piece of the text, which tiktoken looks up first,
-as Hugging Face does if `ignore_merges` is set.
+As long as no merge crosses the ends of a token, the merges inside it do not depend on the text
+around it. So a token is always formed by the same last pair (`last_pair`). A list of merges encodes
+as the ranks do if it contains that pair for every token, ordered by the tokens' ranks. A token that
+cannot be formed from its bytes is used only for a whole piece of the text: tiktoken looks up whole
+pieces first, and so does Hugging Face if `ignore_merges` is set.
 
 Merges and `tokenizer.json` spell bytes as GPT-2 does: printable ones as themselves, the others as
 characters from U+0100 on.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 Pair = tuple[bytes, bytes]
@@ -47,8 +47,9 @@ def merges_of(ranks: Mapping[bytes, int]) -> tuple[list[Pair], list[bytes]]:
     return merges, alone
 
 
-def merge_piece(piece: str, merges: Mapping[tuple[str, str], int]) -> list[str]:
-    """Apply merges, given with their priorities, to a piece by the plain, slow definition."""
+def merge_piece(piece: Iterable[str], merges: Mapping[tuple[str, str], int]) -> list[str]:
+    """Merge the parts of a piece by the plain, slow definition. `merges` has the priority of each
+    pair."""
     parts = list(piece)
     while len(parts) > 1:
         pairs = list(pairwise(parts))
@@ -61,6 +62,7 @@ def merge_piece(piece: str, merges: Mapping[tuple[str, str], int]) -> list[str]:
 
 
 def byte_characters() -> dict[int, str]:
+    """The character that spells each byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {byte: chr(byte) for byte in printable} | {

@@ -100,8 +100,8 @@ def _scaling(
 
 
 def _attention_factor(part: Settings, factor: float) -> float | None:
-    """The given factor, or the one implied by `mscale` and `mscale_all_dim`; None means yarn's
-    default."""
+    """The stated factor, or the factor that follows from `mscale` and `mscale_all_dim`; None means
+    yarn's default."""
     given, scales = part.get("attention_factor"), ("mscale", "mscale_all_dim")
     if given is not None:
         return part.number("attention_factor")
@@ -128,7 +128,7 @@ def rope_parameters(config: GPTConfig) -> dict[str, Any]:
 
 
 def _share(config: GPTConfig) -> float:
-    """The rotated share of a head, such that int(head_dim * share) is rotary_dim."""
+    """The rotated share of a head, rounded so that int(head_dim * share) is rotary_dim."""
     share = config.rotary_dim / config.head_dim
     if int(config.head_dim * share) < config.rotary_dim:  # rounded down
         share = math.nextafter(share, 1.0)

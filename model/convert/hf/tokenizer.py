@@ -6,8 +6,8 @@ and punctuation, or by one regular expression. SentencePiece's BPE, other models
 a row, normalizers, and unknown members are refused, because they would change ids. The result is
 checked on a text against the definition of BPE.
 
-Ids stay the same, except if an id below the last ordinary token has no token. Then the gaps are
-closed, and `ForeignTokenizer.order` has the source's ids.
+Ids do not change unless an id below the last ordinary token has no token. Then the gaps are closed,
+and `ForeignTokenizer.order` has the source's ids.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -27,7 +27,12 @@ from logitd.model.convert.hf.dialect import from_oniguruma
 from logitd.model.convert.hf.merges import byte_characters, last_pair, merge_piece, written
 from logitd.model.convert.probe import probe_text
 from logitd.model.convert.source_file import source_object
-from logitd.model.convert.vocabulary.words import CHARACTERS, WHOLE_TEXT, word_tokenizer
+from logitd.model.convert.vocabulary.words import (
+    CHARACTERS,
+    WHOLE_TEXT,
+    with_all_bytes,
+    word_tokenizer,
+)
 from logitd.model.text.pieces import WORDS_AND_MARKS
 from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer
 
@@ -49,8 +54,8 @@ CUT_MEMBERS = {
 AROUND = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
 """Processors that add special tokens to a text."""
 MOST_TOKEN_BYTES = 2048
-"""Maximum number of bytes of a token, because finding its merges takes quadratic time. Published
-vocabularies have at most 128."""
+"""Maximum number of bytes of a token, because finding its merges takes quadratic time. Tokens of
+published vocabularies have at most 128 bytes."""
 
 WORD_CUTS = {"Whitespace": WORDS_AND_MARKS, "WhitespaceSplit": r"\S+"}
 
@@ -61,7 +66,7 @@ QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Pattern of Qwen2's own tokenizer; Llama 3 keeps up to three digits together."""
+"""Pattern of Qwen2's tokenizer. Llama 3's differs only in keeping up to three digits together."""
 
 
 def read_tokenizer(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer:
@@ -76,8 +81,8 @@ def read_tokenizer(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer:
 def tokenizer_of_document(
     document: Mapping[str, Any], path: Path, *, skip_normalizer: bool, folder: Path | None
 ) -> ForeignTokenizer:
-    """Read the document of a `tokenizer.json`. Messages name `path`. Other files in `folder` name
-    the tokens that end a text. Raises ConvertError."""
+    """Read the document of a `tokenizer.json`. Error messages name `path`. Further files in
+    `folder` name the tokens that end a text. Raises ConvertError."""
     require_members(document, MEMBERS, str(path))
     vocabulary = _vocabulary(document, path)
     added = read_added(document, vocabulary, path, folder)
@@ -87,14 +92,14 @@ def tokenizer_of_document(
         *_processor_notes(document.get("post_processor"), path),
     ]
     known_end = added.end is not None
-    if _is_word_level(document):
-        words, assumed = _word_level_tokenizer(document, path, added)
+    kind = document["model"].get("type") if isinstance(document.get("model"), dict) else None
+    if kind == "WordLevel":
+        words, assumed = _word_level_tokenizer(document, vocabulary, path, added)
         return ForeignTokenizer(tokenizer=words, notes=(*notes, *assumed), end_known=known_end)
     model = _model(document, path)
     pattern = _pattern(document, path)
     met = added.ordinary.keys() & merged_texts(document)
     ranks = _ordinary(vocabulary, added.ids.keys() - met, path)
-    missing = [byte for byte in map(bytes, zip(range(256))) if byte not in ranks]
     apart = {name: token_id for name, token_id in added.ids.items() if name not in met}
     order = _order(ranks, apart, path)
     special, extra = dict(added.special), dict(added.ordinary)
@@ -108,12 +113,13 @@ def tokenizer_of_document(
             "tokens come first, in the same order"
         )
     size = max([*ranks.values(), *special.values(), *extra.values()]) + 1
-    ranks |= {byte: size + index for index, byte in enumerate(missing)}
-    if missing and model.get("byte_fallback") is not True and model.get("unk_token"):
+    complete = with_all_bytes(ranks, size)
+    if (missing := len(complete) - len(ranks)) and model.get("unk_token"):
         raise ConvertError(
-            f"{path}: {len(missing)} of the 256 bytes are not tokens and become "
-            f"{model['unk_token']!r} there; here every text is encoded without loss"
+            f"{path}: {missing} of the 256 bytes are not tokens and become "
+            f"{model['unk_token']!r} there, but logitd encodes every text without loss"
         )
+    ranks = complete
     _check_merges(model, ranks, pattern, path)
     with naming(path):
         tokenizer = Tokenizer(
@@ -138,8 +144,8 @@ def _check_normalizer(document: Mapping[str, Any], path: Path, skip: bool) -> li
     if not skip:
         raise ConvertError(
             f"{path} changes texts before it encodes them (normalizer {kind}), but logitd does "
-            "not. --skip-normalizer imports it without the normalizer; texts that it would change "
-            "then get other ids"
+            "not. --skip-normalizer imports it without the normalizer; texts that the normalizer "
+            "changes then get different ids"
         )
     return [f"the source's normalizer {kind} is not imported: texts are encoded unchanged"]
 
@@ -198,13 +204,13 @@ def _ordinary(
 
 
 def _order(ordinary: Mapping[bytes, int], added: Mapping[str, int], path: Path) -> list[int] | None:
-    """The source's id for each id here; None if all ids stay, because every id below the last
-    ordinary one has a token."""
+    """The source's id for each id of the import; None if all ids stay the same, because every id
+    below the last ordinary token has a token."""
     order = [*ordinary.values(), *sorted(added.values())]
     if len(set(order)) != len(order):
         raise ConvertError(f"{path}: an added token has the id of another token")
     last = max(ordinary.values(), default=0)
-    # Ids are counted, not looked up one by one: an id may be any number.
+    # Count the ids instead of listing them, because an id may be any number.
     below = sum(0 <= token_id < last for token_id in order)
     return order if below < last else None
 
@@ -304,7 +310,7 @@ def _processor_notes(processor: Any, path: Path) -> Iterator[str]:
 
 
 def _try(foreign: ForeignTokenizer, model: Mapping[str, Any], path: Path) -> None:
-    """Raise ConvertError unless the probe text is encoded completely and gets the source's ids."""
+    """Raise ConvertError unless the whole probe text can be encoded and gets the source's ids."""
     tokenizer, text = foreign.tokenizer, probe_text()
     if len(tokenizer.tokens) != len(tokenizer.ranks):  # the vocabulary lacks some characters
         text = "".join(
@@ -314,7 +320,7 @@ def _try(foreign: ForeignTokenizer, model: Mapping[str, Any], path: Path) -> Non
         )
     with naming(path):  # its pattern may skip characters
         ids = tokenizer.encode(text)
-    order = foreign.order or range(tokenizer.vocab_size)
+    order = foreign.source_ids
     characters, pairs = byte_characters(), _pairs(model, path)
     expected = list[int]()
     for part in tokenizer.added.split(text):
@@ -345,26 +351,16 @@ def _ids_of_piece(
     return [model["vocab"][part] for part in merge_piece(spelled, pairs)]
 
 
-def _is_word_level(document: Mapping[str, Any]) -> bool:
-    model = document.get("model")
-    return isinstance(model, dict) and model.get("type") == "WordLevel"
-
-
 def _word_level_tokenizer(
-    document: Mapping[str, Any], path: Path, added: AddedVocabulary
+    document: Mapping[str, Any], vocabulary: Mapping[str, int], path: Path, added: AddedVocabulary
 ) -> tuple[Tokenizer, tuple[str, ...]]:
-    """The tokenizer, and notes on it. Raises ConvertError."""
+    """The tokenizer of whole words, and notes about it. Raises ConvertError."""
     require_members(document["model"], ("type", "vocab", "unk_token"), f"the model of {path}")
     if (decoder := document.get("decoder")) and decoder.get("type") != "Fuse":
         raise ConvertError(f"{path} joins words by {decoder.get('type')}, which is unknown here")
-    vocabulary = document["model"].get("vocab")
-    if (
-        not isinstance(vocabulary, dict)
-        or not vocabulary
-        or not all(type(token_id) is int and token_id >= 0 for token_id in vocabulary.values())
-    ):
+    if not vocabulary:
         raise ConvertError(f"{path}: the vocabulary is not an object of words and ids")
-    named = vocabulary | added.ids
+    named = {**vocabulary, **added.ids}
     texts = {token_id: word for word, token_id in named.items()}
     if len(texts) != len(named):
         raise ConvertError(f"{path}: words of the vocabulary share ids")

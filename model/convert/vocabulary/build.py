@@ -1,8 +1,9 @@
-"""Build: makes a tokenizer from a table of ids and texts.
+"""Build: builds a tokenizer from a table of ids and texts.
 
-Merges of ids, and bytes with ranks, become byte pair encoding. Texts that are single characters or
-names of special tokens become characters. Everything else becomes words. A table in which more than
-a few ids have no text is refused as damaged. `choose.py` compares the result with a model.
+Merges of ids, and bytes with ranks, become byte pair encoding. A table of single characters and
+names of special tokens becomes a vocabulary of characters. Every other table becomes a vocabulary
+of words. If more than a few ids have no text, the table is refused as damaged. `choose.py` compares
+the result with a model.
 """
 
 import itertools
@@ -53,7 +54,7 @@ def build_tokenizer(table: Table, *, skip_normalizer: bool = False) -> ForeignTo
 
 
 def are_characters(texts: Mapping[int, str], special: frozenset[str] = frozenset()) -> bool:
-    """True if all texts are characters (possibly of several code points) or names of special
+    """True if all texts are characters, which may have several code points, or names of special
     tokens."""
     single = [text for text in texts.values() if len(text) == 1]
     longer = [
@@ -69,7 +70,7 @@ def are_characters(texts: Mapping[int, str], special: frozenset[str] = frozenset
 def _named_notes(texts: Mapping[int, str]) -> tuple[str, ...]:
     if not (gaps := ", ".join(map(str, nameless(texts)))):
         return ()
-    return (f"the source has no text for the ids {gaps}: here they are special tokens <|extra_N|>",)
+    return (f"the source has no text for the ids {gaps}: they become special tokens <|extra_N|>",)
 
 
 def _refuse_gaps(table: Table) -> None:
@@ -86,7 +87,7 @@ def _refuse_gaps(table: Table) -> None:
 
 def _as_document(table: Table, skip_normalizer: bool) -> ForeignTokenizer:
     """Convert GPT-2's `vocab.json` and `merges.txt` to the document of a `tokenizer.json`, and read
-    that."""
+    the document."""
     assert table.strings is not None
     vocabulary = {str(text): token_id for token_id, text in table.texts.items()}
     formed = set(map("".join, table.strings))
@@ -112,5 +113,5 @@ def _as_document(table: Table, skip_normalizer: bool) -> ForeignTokenizer:
         skip_normalizer=skip_normalizer,
         folder=place.parent if place.is_file() else None,
     )
-    note = "no file has the split pattern: GPT-2's is assumed, as in its library"
+    note = "no file states the split pattern: GPT-2's is assumed, as in Hugging Face's library"
     return replace(foreign, notes=(*foreign.notes, note))

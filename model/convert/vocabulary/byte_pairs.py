@@ -1,9 +1,9 @@
 """Byte pairs: converts hand-written byte pair encodings, as in lectures about tokenizers, to ranks.
 
-Ids 0 to 255 are the bytes, and each merge of two ids makes the next id. Merges are applied in the
-order of their results, to a text or to each of its pieces. tiktoken does the same with ranks if
+Ids 0 to 255 are the bytes, and each merge of two ids creates the next id. Merges are applied in
+the order of their results, to a text or to each of its pieces. tiktoken does the same with ranks if
 each token is formed by its own merge (`hf/merges.py`), which is checked for every token. If no
-split pattern is stored, one is assumed that no token crosses, and a note says so.
+split pattern is stored, a pattern that no token crosses is assumed, and a note says so.
 
 Merges of texts are supported in two cases: GPT-2's `vocab.json` with `merges.txt` is read as a
 `tokenizer.json`; merges of characters are accepted if each token is a whole word that ends in
@@ -14,12 +14,11 @@ import base64
 import binascii
 import contextlib
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
 
 import regex
 
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer, naming
-from logitd.model.convert.hf.merges import byte_characters, last_pair
+from logitd.model.convert.hf.merges import byte_characters, last_pair, merge_piece
 from logitd.model.convert.hf.tokenizer import GPT2_PATTERN
 from logitd.model.convert.vocabulary.table import Table, Text
 from logitd.model.convert.vocabulary.words import (
@@ -112,6 +111,7 @@ def _formed(merges: Mapping[tuple[int, int], int], where: str) -> dict[int, byte
 
 
 def _compare(tokens: Mapping[int, bytes], table: Table) -> None:
+    """Raise ConvertError if a text in the table is not the result of its merges."""
     for token_id, text in table.texts.items():
         token = tokens.get(token_id)
         if token is not None and token not in _readings(text):
@@ -123,7 +123,7 @@ def _compare(tokens: Mapping[int, bytes], table: Table) -> None:
 
 
 def _readings(text: Text) -> set[bytes]:
-    """The bytes that a text may stand for: its own, decoded base64, or one byte per character."""
+    """The bytes that a text may mean: its UTF-8, decoded base64, or one byte per character."""
     if isinstance(text, bytes):
         return {text}
     readings = {text.encode()}
@@ -178,7 +178,7 @@ def string_pair_tokenizer(table: Table) -> tuple[Tokenizer, tuple[str, ...]]:
                 "word, but ranks need bytes. A byte-level tokenizer.json of the tokenizers "
                 f"library can be imported; {WITHOUT_TEXT}"
             )
-        if _merged([*word, WORD_END], places) != [text]:
+        if merge_piece([*word, WORD_END], places) != [text]:
             raise ConvertError(
                 f"{table.where}: its merges do not form its token {text!r} from {word!r}"
             )
@@ -191,21 +191,3 @@ def is_byte_level(table: Table) -> bool:
     known = set(byte_characters().values())
     texts = [t for t in table.texts.values() if isinstance(t, str) and not looks_special(t)]
     return known <= {text for text in texts if len(text) == 1}
-
-
-def _merged(parts: list[str], places: Mapping[tuple[str, str], int]) -> list[str]:
-    """Apply a list of merges to a word: repeatedly the earliest merge, wherever it occurs."""
-    while len(parts) > 1:
-        best = min(pairwise(parts), key=lambda pair: places.get(pair, len(places)))
-        if best not in places:
-            break
-        merged, place = list[str](), 0
-        while place < len(parts):
-            if tuple(parts[place : place + 2]) == best:
-                merged.append(parts[place] + parts[place + 1])
-                place += 2
-            else:
-                merged.append(parts[place])
-                place += 1
-        parts = merged
-    return parts

@@ -1,8 +1,8 @@
 """Choose: chooses the vocabulary of a model trained elsewhere.
 
-It is the one that --tokenizer names, or else the one in the checkpoint, or else one next to it. If
-one place has several that fit the model but disagree, the user must choose. The first note names
-the source of the chosen vocabulary.
+--tokenizer may name it. Otherwise it is taken from the checkpoint, or else from a file next to it.
+If one place has several vocabularies that fit the model but disagree, the user must choose. The
+first note names the source of the chosen vocabulary.
 
 A vocabulary fits if it has no more ids than the embedding has rows. It may have fewer if the other
 rows are padding (up to a multiple of a power of two of at most 128, or 2 % of the rows), or if the
@@ -24,12 +24,15 @@ from logitd.model.convert.vocabulary.named import FORMS, fixed_with, named_vocab
 from logitd.model.convert.vocabulary.table import table_in
 from logitd.model.text.published import PUBLISHED
 
+SIZES = ("vocab_size", "n_vocab", "vocabulary_size", "num_tokens")
+"""Keys of the number of ids in a model's settings."""
 PADDED_TO = (8, 16, 32, 64, 128)
+"""Multiples to which programs usually pad vocabularies."""
 WIDELY_PADDED_TO = (*PADDED_TO, 256, 512)
 """Multiples to which vocabularies are padded by programs whose settings also state the number of
 ids."""
 SLACK = 0.02
-"""Largest share of rows without an id."""
+"""Largest share of rows without an id that counts as padding."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class _Rows:
     """The rows of a model's embedding, which its vocabulary must fit.
 
     rows         number of rows, including padding
-    stated       sizes of the vocabulary in the model's settings
+    stated       numbers of ids in the model's settings
     unused_rows  allow a vocabulary with fewer ids than rows
     """
 
@@ -47,8 +50,8 @@ class _Rows:
 
     @property
     def ids(self) -> int:
-        """Number of ids if there is no vocabulary: a stated size if the other rows can be padding,
-        otherwise all rows."""
+        """Number of ids if there is no vocabulary: the stated number if the other rows can be
+        padding, otherwise the number of rows."""
         sizes = (size for size in self.stated if _is_padding(size, self.rows, WIDELY_PADDED_TO))
         return max(sizes, default=self.rows)
 
@@ -79,7 +82,8 @@ def choose_vocabulary(
     Raises ConvertError if there is none, if several disagree, and if the number of ids does not fit
     the rows.
     """
-    model = _Rows(rows, frozenset(_sizes(contents, depth=2)), unused_rows)
+    sizes = {value for key, value in _settings(contents) if key in SIZES and type(value) is int}
+    model = _Rows(rows, frozenset(sizes), unused_rows)
     if named is not None:
         chosen = named_vocabulary(named, ids=model.ids, skip_normalizer=skip_normalizer)
     else:
@@ -114,7 +118,8 @@ def _in_checkpoint(contents: Mapping[str, Any]) -> Iterator[Candidate]:
 
 
 def _one_of(candidates: Sequence[Candidate], model: _Rows) -> Candidate:
-    """The candidate that fits. If none does, the first, whose numbers the error then reports."""
+    """The candidate that fits the model. If none fits, the first, whose numbers the error will
+    report."""
     fitting = [candidate for candidate in candidates if _misfit(candidate, model) is None]
     if not fitting:
         return candidates[0]
@@ -151,7 +156,8 @@ def _none_found(
     folder: Path, rows: int, contents: Mapping[str, Any], in_vain: Sequence[str]
 ) -> ConvertError:
     looked = "".join(f"; {sentence}" for sentence in in_vain)
-    published = sorted(set(_strings(contents, depth=2)) & set(PUBLISHED))
+    words = {value for _, value in _settings(contents) if isinstance(value, str)}
+    published = sorted(words & set(PUBLISHED))
     hint = (
         f" Its settings name {published[0]}: try --tokenizer {published[0]}." if published else ""
     )
@@ -169,18 +175,8 @@ def _none_found(
     )
 
 
-def _strings(values: Mapping[str, Any], depth: int) -> Iterator[str]:
-    for value in values.values():
-        if isinstance(value, str):
-            yield value
-        elif depth > 1 and isinstance(value, Mapping):
-            yield from _strings(value, depth - 1)
-
-
 def _size_of(vocabulary: ForeignTokenizer) -> int:
-    if vocabulary.order is not None:
-        return max(vocabulary.order) + 1
-    return vocabulary.tokenizer.vocab_size
+    return max(vocabulary.source_ids) + 1
 
 
 def _misfit(candidate: Candidate, model: _Rows) -> str | None:
@@ -207,9 +203,7 @@ def _is_padding(size: int, rows: int, multiples: Collection[int]) -> bool:
     return size <= rows and (padded or rows - size <= SLACK * rows)
 
 
-def _sizes(values: Mapping[str, Any], depth: int) -> Iterator[int]:
-    for key, value in values.items():
-        if type(value) is int and key in ("vocab_size", "n_vocab", "vocabulary_size", "num_tokens"):
-            yield value
-        elif depth > 1 and isinstance(value, Mapping):
-            yield from _sizes(value, depth - 1)
+def _settings(contents: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The keys and values of a checkpoint and of the dictionaries in it."""
+    for key, value in contents.items():
+        yield from value.items() if isinstance(value, Mapping) else [(key, value)]

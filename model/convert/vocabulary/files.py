@@ -1,8 +1,8 @@
 """Vocabulary files: reads JSON, plain pickles, lists of lines, ranks and tokenizer.json.
 
 `vocabulary_in` reads one file. `vocabularies_beside` searches the usual places: the model's folder
-and its usual subfolders, or else those of the parent folder. Files in other formats are ignored. No
-code in a file is run.
+and its usual subfolders, or else the parent folder and its subfolders. Files in other formats are
+ignored. No code in a file is run.
 """
 
 import base64
@@ -74,7 +74,8 @@ def vocabulary_in(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer | No
 
 
 def table_of_lines(raw: bytes, path: Path) -> Table:
-    """Read lines that are tokens in the order of ids, or `token id` each. Raises ConvertError."""
+    """Read a file whose lines are tokens in the order of ids, or tokens with their ids. Raises
+    ConvertError."""
     try:
         text = raw.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
@@ -90,7 +91,7 @@ def table_of_lines(raw: bytes, path: Path) -> Table:
         lines[empty[0] : empty[1] + 1] = ["\n"]
     elif empty:
         raise ConvertError(
-            f"{path}: line {empty[0] + 1} is empty, but each line must be a token; remove empty "
+            f"{path}: line {empty[0] + 1} is empty, but each line must be a token: remove empty "
             "lines, or write the tokens as a JSON list"
         )
     return Table(texts=dict(enumerate(lines)), where=str(path))
@@ -103,8 +104,8 @@ def vocabularies_beside(
     files that are not vocabularies.
 
     `dataset` is the name of nanoGPT's data folder, if known. Raises ConvertError if a
-    `tokenizer.json`, or a vocabulary with merges, is damaged or not supported. Other files may be
-    anything; their errors are returned as sentences.
+    `tokenizer.json`, or a vocabulary with merges, is damaged or not supported. Other files need not
+    be vocabularies, so their errors are returned as sentences.
     """
     in_vain: list[str] = []
     for places in _places(folder, dataset):
@@ -129,8 +130,8 @@ def vocabularies_beside(
 
 
 def _sorted_characters(path: Path) -> Iterator[Candidate]:
-    """Another interpretation of a list of characters, one per line: some programs use the sorted
-    characters of the whole file."""
+    """Yield another interpretation of a file that has one character per line: some programs use the
+    sorted characters of the whole file, including the line break."""
     if path.suffix.lower() != ".txt":
         return
     text = source_text(path).removeprefix("\ufeff")
@@ -141,8 +142,8 @@ def _sorted_characters(path: Path) -> Iterator[Candidate]:
 
 
 def text_of_characters(folder: Path, count: int) -> Path | None:
-    """The only text next to a model with exactly `count` different characters; None if there is
-    none or several."""
+    """The only text file near a model that has exactly `count` different characters; None if there
+    is no such file or several."""
     above, texts = folder.resolve().parent, list[Path]()
     for place in (folder, *_subfolders(folder), above, *_subfolders(above)):
         for path in _listed(place):
@@ -160,7 +161,7 @@ def _places(folder: Path, dataset: str | None) -> Iterator[list[Path]]:
         yield [named]
     yield list(_subfolders(folder))
     yield [above, *_subfolders(above)]
-    yield [above.parent / "tokenizer"]  # nanochat's, for all its folders of checkpoints
+    yield [above.parent / "tokenizer"]  # nanochat has one for all its folders of checkpoints
 
 
 def _subfolders(folder: Path) -> Iterator[Path]:

@@ -1,17 +1,17 @@
 """llama2.c's `tokenizer.bin`: SentencePiece's byte pairs with scores.
 
-Its program begins with whole characters, merges the neighbors whose text has the highest score,
-and uses the tokens of single bytes for characters that have no token. tiktoken's algorithm is the
-same for characters of one byte if ids follow the order of scores. Characters of several bytes
-become separate pieces, which is exact unless a longer token contains one; such a vocabulary is
-refused.
+llama2.c starts from whole characters, repeatedly merges the neighbors whose joined text has the
+highest score, and uses the tokens of single bytes for characters without a token. tiktoken's
+algorithm is the same for characters of one byte if ids follow the order of scores. Characters of
+several bytes become separate pieces. That is exact unless a longer token contains such a character;
+then the vocabulary is refused.
 """
 
 import re
 import struct
 
 from logitd.model.convert.foreign import ConvertError, ForeignTokenizer, naming
-from logitd.model.convert.vocabulary.words import WITHOUT_TEXT, special_names
+from logitd.model.convert.vocabulary.words import WITHOUT_TEXT, special_names, with_all_bytes
 from logitd.model.text.tokenizer import Tokenizer
 
 PATTERN = r"[^\x00-\x7F]|[\x00-\x7F]+"
@@ -38,13 +38,12 @@ def llama2c_tokenizer(raw: bytes, where: str) -> ForeignTokenizer:
     for token_id, (_, text) in enumerate(entries):
         if token_id >= FIRST_PIECE and (match := _BYTE.fullmatch(text)) is not None:
             byte = bytes.fromhex(match[1].decode())
-            if byte in known:  # never used: the character has a token
+            if byte in known:  # never used, because the character has a token
                 names[token_id] = text.decode()
             else:
                 ranks[byte] = token_id
     size = len(entries)
-    missing = [byte for byte in map(bytes, zip(range(256), strict=True)) if byte not in ranks]
-    ranks |= {byte: size + index for index, byte in enumerate(missing)}
+    ranks = with_all_bytes(ranks, size)
     with naming(where):
         tokenizer = Tokenizer(
             ranks=ranks,
@@ -61,20 +60,22 @@ def llama2c_tokenizer(raw: bytes, where: str) -> ForeignTokenizer:
 
 
 def _entries(raw: bytes, where: str) -> list[_Entry]:
-    """Scores and texts: after the largest length, each is a float, a length and the bytes."""
+    """The tokens with their scores. The file has the largest length of a token, then a score, a
+    length and the bytes of each token."""
+    incomplete = ConvertError(f"{where} is not llama2.c's tokenizer.bin, or is incomplete")
     entries: list[_Entry] = []
     at = 4
     while at < len(raw):
         if at + 8 > len(raw):
-            raise ConvertError(f"{where} is not llama2.c's tokenizer.bin, or is incomplete")
+            raise incomplete
         score, length = struct.unpack_from("<fi", raw, at)
         at += 8 + length
         if not 0 < length <= 1024 or at > len(raw):
-            raise ConvertError(f"{where} is not llama2.c's tokenizer.bin, or is incomplete")
+            raise incomplete
         entries.append((score, raw[at - length : at]))
     longest = max((len(text) for _, text in entries), default=0)
     if len(entries) <= FIRST_PIECE or int.from_bytes(raw[:4], "little") < longest:
-        raise ConvertError(f"{where} is not llama2.c's tokenizer.bin, or is incomplete")
+        raise incomplete
     return entries
 
 

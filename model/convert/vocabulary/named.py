@@ -13,7 +13,7 @@ none                              only token ids, no vocabulary
 
 import re
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,8 +71,8 @@ def named_vocabulary(name: str, *, ids: int, skip_normalizer: bool) -> Candidate
 
 
 def _characters(path: Path, first: int, last: int, ids: int) -> Candidate:
-    """The characters of a text. Raises ConvertError unless their number equals the model's number
-    of ids, because their ids follow from their order."""
+    """The characters of a text. Raises ConvertError unless there are as many as the model has ids:
+    if a character is missing, those after it get wrong ids."""
     where, extra = f"the characters of {path}", first + last
     for lines in (False, True):  # unchanged, and with line ends as Python's open() converts them
         characters = sorted(set(source_text(path, lines=lines)))
@@ -83,8 +83,8 @@ def _characters(path: Path, first: int, last: int, ids: int) -> Candidate:
     advice = f"It is another text, or was changed after training: it has {-more:,} too many"
     if more > 0:
         advice = (
-            f"If the model has {more:,} additional ids, say where: first={first + more} before the "
-            f"characters, or last={last + more} after them"
+            f"If the model has {more:,} additional ids, give their place: first={first + more} "
+            f"before the characters, or last={last + more} after them"
         )
     beside = f" and {extra} extra ids" if extra else ""
     raise ConvertError(
@@ -108,14 +108,8 @@ def _words(path: Path, first: int, last: int, ids: int) -> Candidate:
 
 def _fixed(name: str, first: int, last: int) -> Candidate:
     table = Table(texts=dict(enumerate(_FIXED[name], start=first)), where=name)
-    extended = _with_extra(table, first, last)
-    ranked = replace(extended, ranked=name == "bytes", special=frozenset(_names_of(extended)))
-    return Candidate(name, build_tokenizer(ranked))
-
-
-def _names_of(table: Table) -> Iterator[str]:
-    """The texts of additional ids."""
-    return (text for text in table.texts.values() if isinstance(text, str) and len(text) > 1)
+    extended = replace(_with_extra(table, first, last), ranked=name == "bytes")
+    return Candidate(name, build_tokenizer(extended))
 
 
 def fixed_with(ids: int) -> str | None:
@@ -126,7 +120,8 @@ def fixed_with(ids: int) -> str | None:
 def _with_extra(table: Table, first: int, last: int) -> Table:
     size = max(table.texts) + 1
     extra = {i: f"<|extra_{i}|>" for i in (*range(first), *range(size, size + last))}
-    return Table(texts=extra | dict(table.texts), where=table.where)
+    special = frozenset(extra.values())
+    return Table(texts=extra | dict(table.texts), where=table.where, special=special)
 
 
 def _count(options: str, key: str) -> int:

@@ -21,9 +21,9 @@ _UNIT = r"(?:s|c|w|t|b|ch|chr|char|character|str|string|tok|token|word|byte)s?"
 _NUMBER = r"(?:i|id|idx|int|index|num|number)s?"
 _DIRECTED = re.compile(rf"{_UNIT}(?:to|2){_NUMBER}|{_NUMBER}(?:to|2){_UNIT}")
 _DATA = frozenset(("tokens", "words"))
-"""Names of lists that may be training data. They are used only if there is nothing else."""
+"""Names of lists that may be training data. They are used only if there is no other vocabulary."""
 _OWNER = re.compile(r"^(tokenizer|tok|model|text|data)(?=.)")
-"""First word of a name, which says whose vocabulary it is: `tokenizer_chars`."""
+"""First word of a name that only tells the owner of the vocabulary, as in `tokenizer_chars`."""
 _RANKS = frozenset(("mergeableranks", "ranks"))
 _ALPHABETS = frozenset(("chars", "characters", "alphabet", "charset"))
 _NAMED = frozenset(("vocab", "vocabulary", "vocabdict", "invvocab", "tokenizer"))
@@ -35,14 +35,14 @@ _SPECIAL = frozenset(("specialtokens", "specialtoken", "specials"))
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Ids and texts.
+    """Ids and texts of a vocabulary.
 
     where    source of the table, for messages
-    merges   results of merging pairs of ids, in the order of the results
-    strings  pairs of texts to merge, in order
+    merges   the id that each merge of two ids creates
+    strings  pairs of texts to merge, in order of priority
     pattern  split pattern, if it is stored
-    special  names of special tokens in the source's list of them
-    ranked   the texts are bytes that tiktoken merges by their ids
+    special  names that the source lists as special tokens
+    ranked   the texts are byte sequences that tiktoken merges in the order of ids
     """
 
     texts: Texts
@@ -56,7 +56,7 @@ class Table:
 
 @dataclass(frozen=True)
 class _Entry:
-    """One of the vocabularies in a container. `ordered`: it has explicit ids."""
+    """A vocabulary in a container. `ordered` is True if it has explicit ids."""
 
     label: str
     texts: Texts
@@ -91,8 +91,8 @@ def table_in(container: Mapping[Any, Any], where: str) -> Table | None:
 
 
 def table_of(value: Any, where: str) -> Table | None:
-    """Find the vocabulary in a whole file, which may be a dictionary of tables, a table, or a tuple
-    of both directions; None if it is something else. Raises ConvertError."""
+    """Find the vocabulary in the contents of a file: a dictionary of tables, a table, or a tuple of
+    dictionaries in both directions. None if there is no vocabulary. Raises ConvertError."""
     if isinstance(value, Mapping):
         inner = ((f"{str(name)!r} of {where}", v) for name, v in value.items())
         for place, container in ((where, value), *inner):
@@ -115,8 +115,8 @@ def _entry(key: Any, value: Any) -> _Entry | None:
 
 
 def _agreed(entries: Sequence[_Entry], where: str) -> _Entry | None:
-    """Choose the first vocabulary, dictionaries before lists. Raises ConvertError if another one
-    contradicts it. A list may lack some texts of a dictionary, but may not have others."""
+    """Choose the first vocabulary, dictionaries before lists. Raises ConvertError if another
+    vocabulary contradicts it. A list may lack texts of the dictionary, but may not have others."""
     ordered = [entry for entry in entries if entry.ordered]
     lists = [entry for entry in entries if not entry.ordered]
     listed = [entry for entry in lists if entry.name not in _DATA]
@@ -156,8 +156,8 @@ def _special_tokens(container: Mapping[Any, Any]) -> dict[str, int | None]:
 
 
 def id_merges(value: Any) -> dict[tuple[int, int], int] | None:
-    """Read merges of ids: {(a, b): id}, {"a,b": id}, or lists of ((a, b), id). None if they are
-    something else."""
+    """Read merges of ids: {(a, b): id}, {"a,b": id}, or lists of ((a, b), id). None if the value
+    has another form."""
     merges: dict[tuple[int, int], int] = {}
     for item in _items(value):
         if not isinstance(item, list | tuple) or len(item) != 2 or type(item[1]) is not int:
@@ -175,8 +175,8 @@ def _items(value: Any) -> Collection[Any]:
 
 
 def string_merges(value: Any) -> tuple[tuple[str, str], ...] | None:
-    """Read merges of texts in order: [a, b], "a b", or {(a, b): rank}. None if they are something
-    else."""
+    """Read merges of texts: a list of [a, b] or "a b", or {(a, b): rank}. None if the value has
+    another form."""
     if isinstance(value, Mapping):
         if not all(type(rank) is int for rank in value.values()):
             return None
@@ -193,7 +193,7 @@ def string_merges(value: Any) -> tuple[tuple[str, str], ...] | None:
 
 
 def checked(texts: Texts, where: str) -> Texts:
-    """Check texts and sort them by id. Raises ConvertError for ids and texts that cannot be a
+    """The texts sorted by id. Raises ConvertError if ids or texts cannot belong to a
     vocabulary."""
     if any(token_id < 0 for token_id in texts):
         raise ConvertError(f"{where} has the id {min(texts)}; ids begin with 0")
@@ -210,12 +210,13 @@ def checked(texts: Texts, where: str) -> Texts:
 
 
 def _plain(key: Any) -> str:
-    """A name in lower case without underscores or hyphens; "" if it is not a text."""
+    """A name in lower case without underscores and hyphens; "" if the key is not a string."""
     return key.lower().replace("_", "").replace("-", "") if isinstance(key, str) else ""
 
 
 def _texts(value: Any, *, alphabet: bool) -> Texts | None:
-    """Read ids and texts in either direction. With `alphabet`, a string is a list of characters."""
+    """Read a dictionary in either direction or a list of texts. With `alphabet`, a string counts as
+    a list of characters."""
     if isinstance(value, Mapping):
         return _by_direction(value)
     if isinstance(value, str) and alphabet:
@@ -253,7 +254,7 @@ def _number(key: Any) -> int | None:
 
 
 def _pair(value: Any) -> tuple[int, int] | None:
-    """Read two ids: (105, 110), or the texts "105,110", "105 110" and "(105, 110)"."""
+    """Read two ids: (105, 110), or a string "105,110", "105 110" or "(105, 110)"."""
     if isinstance(value, str):
         match = re.fullmatch(r"\(?\s*(\d+)\s*[, ]\s*(\d+)\s*\)?", value)
         return None if match is None else (int(match[1]), int(match[2]))

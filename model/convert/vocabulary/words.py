@@ -1,4 +1,4 @@
-"""Words: makes tokenizers from vocabularies of characters or whole words, with special tokens.
+"""Words: builds tokenizers from vocabularies of characters or whole words, with special tokens.
 
 Names of special tokens are recognized by their markup (`<unk>`, `[PAD]`, `__eos__`) or, without
 markup, by a short list. Ids without a text get a name, so that every id up to the last one has a
@@ -6,9 +6,9 @@ token.
 
 Characters, as in nanoGPT's `meta.pkl`: the split pattern divides a text into characters. A piece
 that is a token is not merged, so a character of several bytes needs no tokens for its parts.
-tiktoken needs all 256 bytes. Missing ones get ranks after the last id (see `Tokenizer`): they are
-never sampled, and a text that needs one is refused. A longer text, such as `<pad>` or a flag of two
-code points, is a special token, because `for c in text` never produces one.
+tiktoken needs all 256 bytes. Missing bytes get ranks after the last id (see `Tokenizer`): they are
+never sampled, and a text that needs one is refused. A longer token, such as `<pad>` or a flag of
+two code points, is a special token, because `for c in text` never produces it.
 
 Words: the split pattern is seldom known. The first of a few patterns that leaves every token whole
 is assumed, and a note says so. For texts whose words are all in the vocabulary, the result is that
@@ -19,8 +19,8 @@ without                             white space separates words and has no ids: 
                                     one space before it (kind "words")
 
 A text with an unknown word is refused. Vocabularies of parts of words are not supported, because
-the division of a word cannot be known. They are recognized by marks of parts (`##ing`, `</w>`), or
-by a token for every letter of their words.
+it is unknown how words are divided. They are recognized by marks of parts (`##ing`, `</w>`), or by
+tokens for all letters of their words.
 """
 
 import re
@@ -56,18 +56,18 @@ _END_NAMES = (
     *(END_OF_TEXT, "<eos>", "<EOS>", "</s>", "[EOS]", "<|eos|>", "<|eot|>", "<eot>", "<EOT>"),
     *("[EOD]", "<eod>", "<END>", "<end>", "[END]", "EOS", "EOT", "EOD", "<|bos|>"),
 )
-"""Names of tokens that end a document, in order of preference. "<|bos|>" ends one by beginning the
-next."""
+"""Names of tokens that end a document, in order of preference. "<|bos|>" begins the next
+document."""
 
 MOST_NAMELESS = 8
-"""Maximum number of ids without a text that get a name. If there are more, the file is considered
+"""Maximum number of ids without a text that get a name. With more of them, a file is considered
 damaged."""
 MOST_LISTED = 10**6
 """Maximum number of ids without a text that are listed."""
 
 
 def looks_special(text: str) -> bool:
-    """True for markup around one word."""
+    """True if a text is markup around one word, such as `<unk>`."""
     return len(text) > 2 and _LOOK.fullmatch(text) is not None
 
 
@@ -87,8 +87,8 @@ def nameless(texts: Collection[int]) -> list[int]:
 
 
 def special_names(names: Mapping[int, str], ordinary: Collection[int]) -> dict[str, int]:
-    """Special tokens by name: those in `names`, and generated names for ids that are in neither
-    argument."""
+    """Ids of special tokens by name. An id that is neither in `names` nor in `ordinary` gets a
+    generated name."""
     special = {name: token_id for token_id, name in names.items()}
     for token_id in nameless({*names, *ordinary}):
         name = f"<|extra_{token_id}|>"
@@ -103,16 +103,21 @@ def end_name(special: Collection[str]) -> str:
     return next((name for name in _END_NAMES if name in special), END_OF_TEXT)
 
 
+def with_all_bytes(ranks: Mapping[bytes, int], size: int) -> dict[bytes, int]:
+    """The ranks with ranks from `size` on for the bytes that the vocabulary lacks (see
+    `Tokenizer`)."""
+    missing = (byte for byte in map(bytes, zip(range(256))) if byte not in ranks)
+    return {**ranks, **{byte: size + index for index, byte in enumerate(missing)}}
+
+
 def character_tokenizer(texts: Mapping[int, str]) -> Tokenizer:
     """Build a tokenizer of characters. Ids without a text become special tokens."""
     size = max(texts) + 1
     names = {token_id: text for token_id, text in texts.items() if len(text) > 1}
     special = special_names(names, texts)
     ranks = {text.encode(): token_id for token_id, text in texts.items() if len(text) == 1}
-    missing = [byte for byte in map(bytes, zip(range(256))) if byte not in ranks]
-    ranks |= {byte: size + index for index, byte in enumerate(missing)}
     return Tokenizer(
-        ranks=ranks,
+        ranks=with_all_bytes(ranks, size),
         pattern=CHARACTERS,
         special_tokens=special,
         vocab_size=size,
@@ -201,8 +206,8 @@ def _torn(cut: str, words: Iterable[str]) -> list[str]:
 
 
 def _refuse_ambiguous(words: Collection[str], where: str) -> None:
-    """Raise ConvertError if a text could be encoded in two ways: a token of several words begins
-    with another token, and a third token begins with the rest."""
+    """Raise ConvertError if a text could be encoded in two ways: if a token of several words begins
+    with another token, and a third token begins with the next word."""
     split = sorted(tuple(word.split(" ")) for word in words)
     known, firsts = set(split), {parts[0] for parts in split}
     for parts in split:

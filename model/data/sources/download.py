@@ -46,7 +46,6 @@ class Downloaded:
     sha256: str
 
     def record(self) -> dict[str, Any]:
-        """The record for a checkpoint."""
         return {"url": self.url, "sha256": self.sha256, "bytes": self.size}
 
 
@@ -61,10 +60,9 @@ def download(url: str, *, max_mb: int, report: Report) -> Downloaded:
     """Get the text at an address from the cache or from its server. Raises DataError if it cannot
     be fetched or is larger than `max_mb` million bytes."""
     address = _checked(url)
-    name = re.sub(r"[^A-Za-z0-9._-]", "_", address.path.rpartition("/")[2])[
-        -60:
-    ]  # keeps the suffix
-    path = cache_folder() / f"{hashlib.sha256(str(address).encode()).hexdigest()[:32]}-{name}"
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", address.path.rpartition("/")[2])
+    key = hashlib.sha256(str(address).encode()).hexdigest()[:32]
+    path = cache_folder() / f"{key}-{name[-60:]}"  # ends with the file's suffix
     if not (cached := path.is_file()):
         _fetch(address, path, max_mb * MB, report)
     with path.open("rb") as file:
@@ -112,7 +110,7 @@ def _fetch(address: httpx.URL, path: Path, limit: int, report: Report) -> None:
 
 
 def _stream(address: httpx.URL, file: IO[bytes], limit: int, report: Report) -> None:
-    headers = {"accept-encoding": "identity"}  # makes lengths those of the file
+    headers = {"accept-encoding": "identity"}  # so that content-length is the file's length
     client = httpx.Client(follow_redirects=True, timeout=TIMEOUT, headers=headers)
     with client, client.stream("GET", address) as reply:
         if reply.status_code != 200:

@@ -41,7 +41,7 @@ BY_NAME: dict[str, Kind] = {
     ".ndjson": "json lines",
 }
 RECORDS = {"json lines": json_lines, "json": json_value, "csv": csv_documents}
-ONLY_TEXT = "convert it, or name only text, for example 'FOLDER/**/*.txt'"
+ONLY_TEXT = "convert it to UTF-8, or name only text files, for example 'FOLDER/**/*.txt'"
 
 
 def named_files(name: str) -> list[Path]:

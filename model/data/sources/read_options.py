@@ -9,15 +9,15 @@ from pydantic import Field
 TextField = Annotated[
     str,
     Field(
-        description="field of JSON, CSV and Parquet that contains the text; '' reads files as "
-        "they are"
+        description="field of JSON, CSV and Parquet that contains the text; '' reads all files as "
+        "plain text"
     ),
 ]
 SplitAt = Annotated[
     str | None,
     Field(
         min_length=1,
-        description="text between two documents of a file, for example '<|endoftext|>'",
+        description="separator of the documents in a file, for example '<|endoftext|>'",
     ),
 ]
 MaxDownload = Annotated[

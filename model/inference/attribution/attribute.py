@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from logitd.model.inference.attribution.direct import BlockRow, OneRow, direct_parts
+from logitd.model.inference.attribution.direct import BlockRow, block_row, direct_parts, kept_row
 from logitd.model.inference.attribution.gradients import (
     TextPasses,
     Watch,
@@ -21,6 +21,7 @@ from logitd.model.inference.attribution.gradients import (
     mixture,
     per_token,
 )
+from logitd.model.inference.attribution.kept import KeptStages
 from logitd.model.inference.attribution.stage_gradients import block_gradients, product
 from logitd.model.inference.attribution.task import (
     Attribution,
@@ -30,12 +31,12 @@ from logitd.model.inference.attribution.task import (
 )
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.stages import match_stages
-from logitd.model.transformer.tap import UNTAPPED
+from logitd.model.transformer.tap import UNTAPPED, Tap
 
 
 class Attributing:
     """The attributions of one prompt, computed piece by piece. Each block runs in the context that
-    `watched` makes."""
+    `watched` creates."""
 
     def __init__(
         self,
@@ -68,8 +69,7 @@ class _Prompt:
         self._gpt = gpt
         self._task = task
         self._length = len(token_ids)
-        self._layers = range(gpt.config.n_layer)
-        # End the text at the position, padded to whole blocks so that few different lengths occur.
+        # The text ends at the position, and is padded to whole blocks so that few lengths occur.
         text = token_ids[: task.position + 1]
         self._text = [*text, *[0] * (padded_length(task, gpt.config) - len(text))]
         self._watched = watched
@@ -87,7 +87,7 @@ class _Prompt:
     def pieces(self) -> Generator[None, None, Attribution]:
         task, row = self._task, self._task.position
         passes = self._passes = TextPasses(self._gpt, self._text, row, self._watched)
-        # 1) The prompt forward, with the streams before the blocks if they are needed.
+        # 1) Run the prompt forward, and keep the streams before the blocks if they are needed.
         embedding = passes.embedding()
         times_input = "gradient_times_input" in task.methods
         backward = times_input or bool(task.stages) or task.probe is not None
@@ -144,20 +144,17 @@ class _Prompt:
         """Run the first stream `x` through all blocks, one per piece, and return the last stream
         (1, T, C), after `backout`. Unless they are None, append the input of each block to
         `streams` and its row to `rows`."""
-        embedding = middle = x
-        for layer in self._layers:
-            x = self._passes.block_input(layer, x, embedding)
+        row = self._task.position
+
+        def keep(layer: int, before: Tensor, tap: Tap) -> None:
             if streams is not None:
-                streams.append(x)
-            tap = None if rows is None else OneRow(self._task.position)
-            after = self._passes.forward(layer, x, tap or UNTAPPED)
-            if rows is not None and tap is not None:
-                rows.append(tap.row(x))
-            x = after
-            if layer == self._gpt.config.backout_layer:
-                middle = x
-            yield
-        return x - backout(self._gpt) * middle if self._gpt.config.backout else x
+                streams.append(before)
+            if rows is not None and isinstance(tap, KeptStages):
+                rows.append(block_row(tap.kept, before[0, row]))
+
+        return self._passes.all_blocks(
+            x, lambda layer: UNTAPPED if rows is None else kept_row(row), keep
+        )
 
     def _backward(
         self,
@@ -168,13 +165,13 @@ class _Prompt:
         stages: bool = False,
     ) -> Generator[None, None, Tensor]:
         """Run the gradient back through all blocks, one per piece, and return the gradient (1, T,
-        C) with respect to the first stream. Empties `streams`. `direction` is that of the final
-        hidden state; None: the target is a probe of another stage. With `stages`, keep the
-        gradients with respect to the task's stages."""
+        C) with respect to the first stream. Empties `streams`. `direction` is the direction of the
+        target at the final hidden state; None: the target is a probe of another stage. With
+        `stages`, keep the gradients with respect to the task's stages."""
         after = self._end(last, direction, keep=stages)
         gradient = after
         of_embedding: Tensor | None = None
-        for layer in reversed(self._layers):
+        for layer in reversed(range(self._gpt.config.n_layer)):
             if layer == self._gpt.config.backout_layer:
                 gradient = gradient - backout(self._gpt) * after
             step = self._stages_backward if stages else self._passes.backward
@@ -188,7 +185,7 @@ class _Prompt:
         return gradient if of_embedding is None else gradient + of_embedding
 
     def _end(self, last: Tensor, direction: Tensor | None, *, keep: bool) -> Tensor:
-        """The gradient (1, T, C) with respect to the last stream."""
+        """The gradient (1, T, C) of the target with respect to the last stream."""
         row, wanted = self._task.position, self._wanted[None]
         gradient = torch.zeros_like(last)
         if direction is not None:
@@ -205,7 +202,7 @@ class _Prompt:
         return gradient
 
     def _stages_backward(self, layer: int, x: Tensor, gradient: Tensor) -> Tensor:
-        """Run the gradient back through a block, and keep those of its stages."""
+        """Run the gradient back through a block, and keep the gradients of its stages."""
         stages = self._wanted[layer]
         probe = None
         if self._probe_at is not None and self._probe_at[0] == layer:
@@ -219,7 +216,7 @@ class _Prompt:
         return found.of_input
 
     def _begin(self, embedding: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient with respect to the first stream, with the part of a probe of it."""
+        """The gradient with respect to the first stream, including the part of a probe there."""
         if self._probe_at == (None, "embedding"):
             row, direction = self._task.position, self._direction()
             self._probed = product(embedding[0], row, direction).item()

@@ -1,9 +1,9 @@
 """Direct contributions: the amount that each part of a model adds to a logit.
 
 The residual stream is the sum of the embedding and the outputs of each block's attention and MLP.
-Only the final norm and the head lie between the last stream and the logit. A norm divides by a
-scale s that depends on its input. If s is held at its value in this forward, the norm is linear
-except for its bias (w and b if it has them):
+Only the final norm and the head come between the last stream and the logit. A norm divides by a
+scale s that depends on its input. If s is held at its value in this forward pass, the norm is
+linear except for its bias b:
 
     LayerNorm(x) = w * (x - mean(x)) / s + b      RMSNorm(x) = w * x / s
 
@@ -21,20 +21,22 @@ replace h_v and c_v.
 With `residual_mix` the input of a block is a mixture of the stream and the embedding, so g divides
 into two vectors, and the embedding's part is the sum over all blocks. With `backout` the last
 stream is x_last - s x_middle, so -s g is added to the g of the middle block's output. If the model
-has `logit_softcap`, the parts are those of the logit before it.
+has `logit_softcap`, the parts add up to the logit before the cap.
 
 If a later block reads the output of a head, the effect counts as that block's. The products are
-computed in float64 from the values of the forward, so that the sum loses no precision.
+computed in float64 from the values of the forward pass, so that the sum loses no precision.
 
 Shapes: H = n_head, D = head_dim, C = d_model.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from logitd.model.inference.attribution.gradients import backout, mixture
+from logitd.model.inference.attribution.kept import KeptStages, freeze_norm
 from logitd.model.inference.attribution.task import Part
 from logitd.model.transformer.gpt import GPT, Block
 
@@ -52,25 +54,15 @@ class BlockRow:
     mlp_sum: Tensor  # (C,)
 
 
-class OneRow:
-    """A tap that keeps the values of one position."""
+def kept_row(row: int) -> KeptStages:
+    """A tap that keeps the stages of `block_row` at one position."""
+    return KeptStages((*RECORDED, "middle"), lambda value: value[0, ..., row, :].clone())
 
-    def __init__(self, row: int) -> None:
-        self._row = row
-        self._kept: dict[str, Tensor] = {}
 
-    def wants(self, layer: int | None, stage: str) -> bool:
-        return stage in (*RECORDED, "middle")
-
-    def __call__(self, layer: int | None, stage: str, value: Tensor, offset: int = 0) -> Tensor:
-        if self.wants(layer, stage):
-            self._kept[stage] = value[0, ..., self._row, :].detach().clone()
-        return value
-
-    def row(self, before: Tensor) -> BlockRow:
-        """The recorded values of the block, whose input stream was `before` (1, T, C)."""
-        heads, attention, mlp, middle = (self._kept[name] for name in (*RECORDED, "middle"))
-        return BlockRow(heads, mlp, before[0, self._row] + attention, middle + mlp)
+def block_row(kept: Mapping[str, Tensor], before: Tensor) -> BlockRow:
+    """The values of a block at the position whose input stream was `before` (C,)."""
+    heads, attention, mlp, middle = (kept[name] for name in (*RECORDED, "middle"))
+    return BlockRow(heads, mlp, before + attention, middle + mlp)
 
 
 def direct_parts(
@@ -81,7 +73,7 @@ def direct_parts(
     direction: Tensor,  # (C,): h_v, or h_v - h_w
     head_bias: float | None,  # c_v, or c_v - c_w
 ) -> tuple[Part, ...]:
-    """The contribution of each part to the target, in the order of the forward."""
+    """The contribution of each part to the target, in the order of the forward pass."""
     config = gpt.config
     parts: list[Part] = []  # the last first
 
@@ -125,17 +117,8 @@ def through_norm(norm: nn.Module, x: Tensor, g: Tensor) -> tuple[Tensor, float |
     """Propagate g (C,) back through a norm with the input x (C,), holding the norm's scale. The
     product of the returned float64 vector with x equals the product of g with the norm's output
     without bias. Also returns the product of g with the bias, if there is one."""
-    assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
-    centered = isinstance(norm, nn.LayerNorm)
-    bias = norm.bias if isinstance(norm, nn.LayerNorm) else None
-    weight, eps = norm.weight, norm.eps
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    x = x.double()
-    spread = x - x.mean() if centered else x
-    u = g if weight is None else g * weight.double()
-    u = u - u.mean() if centered else u
-    scale = (spread.square().mean() + eps).sqrt()
-    return u / scale, None if bias is None else _product(bias, g)
+    bias = getattr(norm, "bias", None)
+    return freeze_norm(norm, x.double()).backward(g), None if bias is None else _product(bias, g)
 
 
 def _product(vector: Tensor, g: Tensor) -> float:

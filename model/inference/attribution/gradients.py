@@ -14,14 +14,15 @@ up by token id, so they stay those of the prompt along the whole path.
 
 All arithmetic is in float32 on the served weights (the rounded ones of int8 models), or in float64
 for a float64 model. Parameters get no gradients. Texts are computed one at a time by the same
-operations, so the bits of one do not depend on others.
+operations, so the bits of one text do not depend on other texts.
 
 Shapes: T positions of the text, C = d_model, V = vocab_size. T includes padding after the position
 of the target, which changes no result.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -29,15 +30,17 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from logitd.model.device import one_thread
+from logitd.model.device import for_autograd, one_thread
 from logitd.model.transformer.attention import Attend, visible_keys
 from logitd.model.transformer.gate import smear
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.tap import UNTAPPED, Tap
 
 Watch = Callable[[int], AbstractContextManager[None]]
-"""Makes the context in which a block computes a number of rows. It may reduce torch's threads if
-`threads_keep_bits` is true."""
+"""Creates the context in which a block computes this number of rows. The context may reduce torch's
+threads if `threads_keep_bits` is true."""
+
+AnyTap = TypeVar("AnyTap", bound=Tap)
 
 HEAD_ROWS = 4096
 """Rows of the head multiplied at a time, to avoid a float32 copy of the whole head."""
@@ -59,7 +62,7 @@ class TextPasses:
         self.rotation: tuple[Tensor, Tensor] | None = None
         if gpt.config.positions == "rotary":
             tables = gpt.rope_cos, gpt.rope_sin
-            cos, sin = (_wide(table[: len(token_ids)], self.dtype) for table in tables)
+            cos, sin = (for_autograd(table[: len(token_ids)], self.dtype) for table in tables)
             self.rotation = cos[None, None], sin[None, None]  # (1, 1, T, D / 2)
 
     def embedding(self, baseline: int | None = None) -> Tensor:
@@ -67,16 +70,16 @@ class TextPasses:
         at every position."""
         gpt, length = self._gpt, self._ids.shape[1]
         ids = self._ids if baseline is None else torch.full_like(self._ids, baseline)
-        x = _wide(gpt.token_embedding.weight[ids], self.dtype)
+        x = for_autograd(gpt.token_embedding.weight[ids], self.dtype)
         if gpt.config.embedding_norm:
             x = self.normed(gpt.embedding_norm, x)
         if gpt.config.smear:
             before, positions = F.pad(x[:, :-1], (0, 0, 1, 0)), torch.arange(length)[None]
             x = smear(x, before, positions.to(x.device), gpt.smear_gate.weight, gpt.smear_scale)
         if gpt.config.positions == "learned":
-            x = x + _wide(gpt.position_embedding.weight[:length], self.dtype)
+            x = x + for_autograd(gpt.position_embedding.weight[:length], self.dtype)
         elif gpt.config.positions == "sinusoidal":
-            x = x + _wide(gpt.sinusoids[:length], self.dtype)
+            x = x + for_autograd(gpt.sinusoids[:length], self.dtype)
         return x
 
     def block_input(self, layer: int, x: Tensor, embedding: Tensor) -> Tensor:
@@ -85,6 +88,26 @@ class TextPasses:
             return x
         of_stream, of_embedding = mixture(self._gpt, layer)
         return of_stream * x + of_embedding * embedding
+
+    def all_blocks(
+        self,
+        x: Tensor,
+        tap_of: Callable[[int], AnyTap],
+        computed: Callable[[int, Tensor, AnyTap], None] = lambda layer, x, tap: None,
+    ) -> Generator[None, None, Tensor]:
+        """Run the first stream `x` (1, T, C) through all blocks, one per piece, each with the tap
+        `tap_of(layer)`. Returns the last stream, after `backout`. Calls `computed` after each block
+        with the layer, the block's input and its tap."""
+        gpt, embedding, middle = self._gpt, x, x
+        for layer in range(gpt.config.n_layer):
+            before, tap = self.block_input(layer, x, embedding), tap_of(layer)
+            x = self.forward(layer, before, tap)
+            computed(layer, before, tap)
+            del before, tap
+            if layer == gpt.config.backout_layer:
+                middle = x
+            yield
+        return x - backout(gpt) * middle if gpt.config.backout else x
 
     def forward(self, layer: int, x: Tensor, tap: Tap = UNTAPPED) -> Tensor:
         """The stream (1, T, C) after a block, or (B, T, C) of several versions of the text.
@@ -101,19 +124,19 @@ class TextPasses:
         return result
 
     def likeliest(self, x: Tensor, without: int | None = None) -> int:
-        """The id of the row's largest logit, given the last stream (1, T, C), or of all ids but
-        `without`. The lowest id wins a tie."""
+        """The id with the row's largest logit, given the last stream (1, T, C). The id `without` is
+        excluded. The lowest id wins a tie."""
         config = self._gpt.config
         weight, bias = self._gpt.head_parameters()
         row = self.normed(self._gpt.final_norm, x[0, self.row])
         logits = torch.cat(
             [
-                row @ _wide(rows, self.dtype).T
+                row @ for_autograd(rows, self.dtype).T
                 for rows in weight[: config.vocab_size].split(HEAD_ROWS)
             ]
         )
         if bias is not None:
-            logits = logits + _wide(bias[: config.vocab_size], self.dtype)
+            logits = logits + for_autograd(bias[: config.vocab_size], self.dtype)
         if not logits.isfinite().all():
             return 0
         if without is not None:
@@ -131,8 +154,8 @@ class TextPasses:
         """The vector (C,) whose product with the final hidden state is the target: a row of the
         head, or the difference of two rows."""
         weight, _ = self._gpt.head_parameters()
-        row = _wide(weight[token_id], self.dtype)
-        return row if minus_id is None else row - _wide(weight[minus_id], self.dtype)
+        row = for_autograd(weight[token_id], self.dtype)
+        return row if minus_id is None else row - for_autograd(weight[minus_id], self.dtype)
 
     def head_gradient(self, x: Tensor, direction: Tensor) -> Tensor:
         """The gradient (1, T, C) of the target with respect to the last stream (1, T, C)."""
@@ -188,19 +211,13 @@ def backout(gpt: GPT) -> float:
 
 def wide_parameters(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """The parameters of a module, converted to a dtype; not copied if they already have it."""
-    return {name: _wide(value, dtype) for name, value in module.named_parameters()}
+    return {name: for_autograd(value, dtype) for name, value in module.named_parameters()}
 
 
 def per_token(vectors: Tensor, gradient: Tensor) -> Tensor:
-    """<gradient, vector> for each token (T,), from two tensors (1, T, C), summed in float64."""
+    """The inner product of gradient and vector for each token (T,), from two tensors (1, T, C),
+    summed in float64."""
     return (vectors.double() * gradient.double()).sum(dim=-1)[0]
-
-
-def _wide(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor converted to a dtype. Tensors of inference mode are copied, because autograd rejects
-    them."""
-    wide = tensor.detach().to(dtype)
-    return wide.clone() if wide.is_inference() else wide
 
 
 def fused_attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:

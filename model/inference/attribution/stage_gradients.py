@@ -2,7 +2,8 @@
 
 The backward pass of a block (`gradients.py`) computes the block again. Here a tap keeps the values
 of some stages, and autograd returns the gradients with respect to them too. The target of a probe
-is <direction, value of a stage at the row>; its gradient begins in the block of the stage.
+is the product of a direction with the value of a stage at the row; its gradient begins in the block
+of the stage.
 
 Shapes: T positions of the text, C = d_model, H = n_head, D = head_dim.
 """
@@ -24,8 +25,12 @@ OUT, HEAD_OUT = "attention.out", "attention.head_out"
 
 @dataclass(frozen=True, slots=True)
 class BlockGradients:
-    """Results of one block backward: the gradient (1, T, C) with respect to its input, those with
-    respect to stages, positions first (T, ...), by name in the block, and the value of a probe."""
+    """Results of one backward pass through a block.
+
+    of_input   gradient (1, T, C) with respect to the block's input
+    of_stages  gradients (T, ...) with respect to stages, by name within the block
+    probed     value of the probe; None without a probe in this block
+    """
 
     of_input: Tensor
     of_stages: Mapping[str, Tensor]
@@ -64,7 +69,7 @@ def block_gradients(
         name: torch.zeros_like(kept.values[name]) if each is None else each
         for name, each in zip(order, found, strict=True)
     }
-    if HEAD_OUT in names:  # the outputs of the heads are added to give that of attention
+    if HEAD_OUT in names:  # the outputs of the heads add up to the output of attention
         by_name[HEAD_OUT] = by_name[HEAD_OUT] + by_name[OUT][:, None]
     probed = None if probe is None else targets[1].item()
     return BlockGradients(
@@ -73,15 +78,15 @@ def block_gradients(
 
 
 def product(value: Tensor, row: int, direction: Tensor) -> Tensor:
-    """<direction, value (T, ...) at the row>. Axes over keys may differ in length: both contain all
-    keys that the row sees, and the scores of others (-inf) count as 0."""
+    """The inner product of `direction` with row `row` of `value` (T, ...). Axes over keys may
+    differ in length: both contain all keys that the row sees, and scores of -inf count as 0."""
     keys = min(direction.shape[-1], value.shape[-1])
     at = value[row][..., :keys]
     return (torch.where(at.isneginf(), 0.0, at) * direction[..., :keys]).sum()
 
 
 def positions_first(name: str, value: Tensor) -> Tensor:
-    """A stage (1, heads, T, ...) or (1, T, ...) of one text as (T, ...)."""
+    """The value (1, heads, T, ...) or (1, T, ...) of a stage, with the axis of positions first."""
     return value[0].transpose(0, 1) if name in HEADS_FIRST else value[0]
 
 

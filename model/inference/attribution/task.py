@@ -19,7 +19,7 @@ Method = Literal["gradient_times_input", "integrated_gradients", "direct"]
 METHODS: tuple[Method, ...] = get_args(Method)
 
 OVER_KEYS = (".attention.scores", ".attention.probs")
-"""Ends of the names of stages that the fused attention does not compute."""
+"""Suffixes of the names of stages that the fused attention does not compute."""
 
 DEFAULT_STEPS = 32
 """Default number of steps of integrated gradients; each is a forward and a backward pass over the
@@ -108,9 +108,9 @@ class Attribution:
 
     token_id              the token; None if the target is a probe
     logit, minus_logit    logits of the tokens, in float32 arithmetic (float64 in a float64 model);
-                          of a probe, its product in `logit`
+                          if the target is a probe, `logit` is its value
     gradient_times_input  a value for each token of the prompt; 0 after the position
-    direct                contributions in the order of the forward; their sum is the target
+    direct                contributions in the order of the forward pass; their sum is the target
     gradients             NumPy arrays (T, ...) of the gradients with respect to stages, by name; 0
                           after the position
     """
@@ -143,8 +143,8 @@ class Attribution:
 
 
 def padded_length(task: AttributionTask, config: GPTConfig) -> int:
-    """Number of computed rows: the text up to the position, rounded up to whole blocks, at most the
-    context."""
+    """Number of computed rows: the tokens up to the position, rounded up to whole blocks, but at
+    most the context length."""
     return min(-(-(task.position + 1) // BLOCK) * BLOCK, config.context_length)
 
 

@@ -1,47 +1,49 @@
 """Ablations: forward passes in which parts are set to their means and nothing is frozen.
 
-Three versions of the text are computed together: with only the circuit (all other parts are set to
-their means), without the circuit, and without any part. Biases and value embeddings stay.
+Three versions of the text are computed, one after the other: with only the circuit (all other parts
+are set to their means), without the circuit, and without any part. All versions keep biases and
+value embeddings.
 
 Shapes: T positions, C = d_model, H = n_head, D = head_dim, F = d_ff.
 """
 
 from collections.abc import Generator
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from logitd.model.inference.attribution.gradients import backout
 from logitd.model.inference.circuit.frozen import Chosen, FrozenBlock
 from logitd.model.inference.circuit.text import FrozenText, Kept
 
+VERSIONS = 3
 
-def ablate(text: FrozenText, kept: Kept) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
+
+def ablate(text: FrozenText, kept: Kept) -> Generator[None, None, list[Tensor]]:
     """The last streams (T, C) with only the circuit, without it, and without any part. Each piece
-    is one block."""
-    gpt, passes, chosen = text.gpt, text.passes, kept.choice.chosen
-    x = embedding = middle = torch.where(
-        _keeping(kept.tokens)[..., None], text.tokens, text.mean_token
-    )
-    for block in text.blocks:
-        layer = block.layer
-        tap = _Ablation(block, chosen[layer, "heads"], chosen[layer, "mlp"])
-        x = passes.forward(layer, passes.block_input(layer, x, embedding), tap)
-        if layer == gpt.config.backout_layer:
-            middle = x
-        yield
-    alone, without, none = x - backout(gpt) * middle if gpt.config.backout else x
-    return alone, without, none
+    is one block of one version."""
+    chosen, streams = kept.choice.chosen, []
+
+    def tap(version: int, layer: int) -> _Ablation:
+        parts = chosen[layer, "heads"], chosen[layer, "mlp"]
+        return _Ablation(text.blocks[layer], *parts, version)
+
+    for version in range(VERSIONS):
+        keep = _kept(kept.tokens, version)
+        tokens = torch.where(keep[None, :, None], text.tokens, text.mean_token)
+        stream = yield from text.passes.all_blocks(tokens, partial(tap, version))
+        streams.append(stream[0])
+    return streams
 
 
 class _Ablation:
     """A tap that sets heads and neurons of one block to their means."""
 
-    def __init__(self, block: FrozenBlock, heads: Chosen, neurons: Chosen) -> None:
-        kept = _keeping(_mask(heads, block.heads[..., 0]))  # (3, T, H)
+    def __init__(self, block: FrozenBlock, heads: Chosen, neurons: Chosen, version: int) -> None:
+        kept = _kept(_mask(heads, block.heads[..., 0]), version)  # (T, H)
         self._kept = {
-            "attention.heads": (kept.transpose(1, 2)[..., None], block.mean_heads[:, None]),
-            "mlp.hidden": (_keeping(_mask(neurons, block.hidden)), block.mean_hidden),
+            "attention.heads": (kept.T[..., None], block.mean_heads[:, None]),
+            "mlp.hidden": (_kept(_mask(neurons, block.hidden), version), block.mean_hidden),
         }
 
     def wants(self, layer: int | None, stage: str) -> bool:
@@ -61,7 +63,6 @@ def _mask(chosen: Chosen, like: Tensor) -> Tensor:
     return mask
 
 
-def _keeping(circuit: Tensor) -> Tensor:
-    """The masks (3, ...) of the parts that each version keeps, from the mask (...) of the
-    circuit."""
-    return torch.stack((circuit, ~circuit, torch.zeros_like(circuit)))
+def _kept(circuit: Tensor, version: int) -> Tensor:
+    """The mask of the parts that a version keeps, from the mask of the circuit."""
+    return (circuit, ~circuit, torch.zeros_like(circuit))[version]

@@ -118,7 +118,8 @@ class Graph:
         self._streams = torch.cat(streams)
 
     def _add_nodes(self, stage: str, head: int, chosen: Chosen, at: Tensor) -> range:
-        """Add a node for each part `at` (M) of a head. Returns the indices of the nodes."""
+        """Add a node for each part of a head, whose indices in `chosen` are `at` (M). Returns the
+        indices of the nodes."""
         first = len(self.nodes)
         places, carried = chosen.positions[at].tolist(), chosen.carried[:, at].T.tolist()
         for place, (values, attention) in zip(places, carried, strict=True):
@@ -158,7 +159,8 @@ class Graph:
         )
 
     def _connect(self, targets: range, weights: Tensor, reads: Reading) -> None:
-        """Add an edge for each nonzero weight in (targets, N). The target -1 is the logits."""
+        """Add an edge for each nonzero entry of `weights` (targets, N). The target -1 is the
+        logits."""
         rows, sources = weights.nonzero(as_tuple=True)
         self.edge_count += len(rows)
         kind = torch.full_like(rows, READINGS.index(reads))
@@ -176,7 +178,8 @@ class Graph:
 
 
 def _mlp_node(stage: str, position: int, chosen: Chosen, at: Tensor) -> Node:
-    """A node for an MLP with its chosen neurons `at` (M), the strongest first."""
+    """A node for an MLP with its chosen neurons, whose indices in `chosen` are `at` (M). The
+    strongest neuron is first."""
     carried = chosen.carried[:, at].double()
     order = carried.abs().amax(0).argsort(descending=True, stable=True)
     indices, (values, attention) = chosen.indices[at][order].tolist(), carried[:, order].tolist()

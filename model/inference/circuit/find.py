@@ -1,6 +1,9 @@
 """Finding: computes the circuit of one prompt, piece by piece.
 
-A piece is one block forward, backward, or with ablations. The search for the threshold of the parts
+A piece is one block forward, backward, or with ablations of one version of the text. It runs on one
+thread: torch's threads wait for each other after each of its many small operations, so next to busy
+processes a piece took ten times as long on two threads. The bits do not depend on the number of
+threads then. The search for the threshold of the parts
 begins high, at the whole difference, because passes with a high threshold follow few parts and are
 fast. It goes down by a constant factor, then by bisection.
 """
@@ -11,7 +14,8 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from logitd.model.inference.attribution.gradients import TextPasses, Watch
+from logitd.model.device import one_thread
+from logitd.model.inference.attribution.gradients import TextPasses
 from logitd.model.inference.circuit.ablate import ablate
 from logitd.model.inference.circuit.edges import Graph
 from logitd.model.inference.circuit.frozen import ATTENTION, VALUES
@@ -32,21 +36,15 @@ one that keeps enough (or too many) is at most this."""
 
 
 class Finding:
-    """A circuit in progress. Each block runs forward in the context that `watched` makes."""
+    """A circuit in progress."""
 
-    def __init__(
-        self,
-        gpt: GPT,
-        token_ids: Sequence[int],
-        task: CircuitTask,
-        watched: Watch | None = None,
-    ) -> None:
-        self._pieces = _pieces(gpt, token_ids, task, watched)
+    def __init__(self, gpt: GPT, token_ids: Sequence[int], task: CircuitTask) -> None:
+        self._pieces = _pieces(gpt, token_ids, task)
 
     def advance(self) -> Circuit | None:
         """Compute one piece. The last call returns the result, all others None."""
         # Autograd, which the forward pass turns on, rejects tensors of inference mode.
-        with torch.inference_mode(False), torch.no_grad():
+        with one_thread(), torch.inference_mode(False), torch.no_grad():
             try:
                 next(self._pieces)
             except StopIteration as end:
@@ -64,10 +62,10 @@ def find_circuit(gpt: GPT, token_ids: Sequence[int], task: CircuitTask) -> Circu
 
 
 def _pieces(
-    gpt: GPT, token_ids: Sequence[int], task: CircuitTask, watched: Watch | None
+    gpt: GPT, token_ids: Sequence[int], task: CircuitTask
 ) -> Generator[None, None, Circuit]:
     # 1) Run the text forward, and determine the target.
-    passes = TextPasses(gpt, token_ids[: task.position + 1], task.position, watched)
+    passes = TextPasses(gpt, token_ids[: task.position + 1], task.position)
     text = FrozenText(gpt, passes)
     yield from text.freeze()
     token_id, minus_id = _compared(passes, text.last[None], task)
@@ -109,7 +107,7 @@ def _pieces(
 
 
 def _compared(passes: TextPasses, last: Tensor, task: CircuitTask) -> tuple[int, int]:
-    """The ids of both tokens; the likeliest ones by default."""
+    """The ids of both tokens, by default of the likeliest tokens."""
     token_id, minus_id = task.token_id, task.minus_id
     if token_id is None:
         token_id = passes.likeliest(last, without=minus_id)
@@ -121,8 +119,8 @@ def _compared(passes: TextPasses, last: Tensor, task: CircuitTask) -> tuple[int,
 def _search(
     text: FrozenText, direction: Tensor, whole: float, nothing: Kept, task: CircuitTask
 ) -> Generator[None, None, Kept]:
-    """The parts by the highest threshold found at which they explain the requested share of
-    `whole`. If the limit on parts allows no such threshold, the parts that explain most."""
+    """The parts for the highest threshold found at which they explain the requested share of
+    `whole`. If the limit on parts allows no such threshold, returns the parts that explain most."""
     best, most = nothing, -math.inf
     # `above` keeps too few parts, `below` enough or too many. A part may contribute more than the
     # whole difference if others have the opposite sign.

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from logitd.model.inference.attribution.kept import freeze_norm, root_mean_square
 from logitd.model.transformer.attention import attention_scores, visible_keys
 from logitd.model.transformer.config import Activation
 from logitd.model.transformer.gpt import GPT, Block
@@ -51,59 +52,13 @@ STAGES = frozenset(
 )
 
 
-class BlockValues:
-    """A tap that keeps the stages of one block that `FrozenBlock` needs."""
-
-    def __init__(self) -> None:
-        self.kept: dict[str, Tensor] = {}
-
-    def wants(self, layer: int | None, stage: str) -> bool:
-        return stage in STAGES
-
-    def __call__(self, layer: int | None, stage: str, value: Tensor, offset: int = 0) -> Tensor:
-        if stage in STAGES:
-            self.kept[stage] = value[0].detach()
-        return value
-
-
-@dataclass(frozen=True, slots=True)
-class FrozenNorm:
-    """A norm without its bias and with a fixed scale (T, 1): a linear map of each row."""
-
-    weight: Tensor | None
-    scale: Tensor
-    centered: bool
-
-    def forward(self, x: Tensor, positions: Tensor | slice = slice(None)) -> Tensor:
-        """Rows (..., C) at the given positions, after the norm."""
-        x = x - x.mean(-1, keepdim=True) if self.centered else x
-        x = x if self.weight is None else x * self.weight
-        return x / self.scale[positions]
-
-    def backward(self, g: Tensor) -> Tensor:
-        """The gradient (G, T, C) with respect to the norm's input."""
-        g = g if self.weight is None else g * self.weight
-        g = g - g.mean(-1, keepdim=True) if self.centered else g
-        return g / self.scale
-
-
-def freeze_norm(norm: nn.Module, x: Tensor) -> FrozenNorm:
-    """Fix the scale of a norm at its value for the input x (T, C)."""
-    assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
-    centered = isinstance(norm, nn.LayerNorm)
-    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
-    spread = x - x.mean(-1, keepdim=True) if centered else x
-    weight = None if norm.weight is None else norm.weight.detach().to(x.dtype)
-    return FrozenNorm(weight, _root_mean_square(spread, eps), centered)
-
-
 @dataclass(slots=True)
 class Chosen:
     """The P parts of a sublayer that belong to a circuit, in order of position.
 
     positions  their positions (P)
     indices    their heads or neurons (P)
-    carried    what each carries (G, P)
+    carried    the amount that each part carries (G, P)
     gradients  sum of both gradients with respect to a head's output (P, D) or a neuron's (P)
     """
 
@@ -117,7 +72,7 @@ class Choice:
     """Chooses the parts that carry more than `threshold` by either gradient.
 
     count     number of chosen parts
-    left_out  sums of what all others carry (G)
+    left_out  sums (G) of the amounts that all other parts carry
     chosen    the heads ("heads") and neurons ("mlp") of each layer
     """
 
@@ -128,22 +83,23 @@ class Choice:
         self.chosen: dict[tuple[int, str], Chosen] = {}
 
     def keep(self, carried: Tensor) -> Tensor:
-        """Choose among parts that carry (G, ...). Returns the mask (...) of the chosen ones."""
+        """Choose among parts, given the amount `carried` (G, ...) by each. Returns the mask (...)
+        of the chosen parts."""
         kept = (carried.abs() > self.threshold).any(0)
         self.count += int(kept.sum())
         self.leave_out(carried * ~kept)
         return kept
 
     def leave_out(self, carried: Tensor) -> None:
-        """Leave out parts that carry (G, ...)."""
+        """Add the amounts `carried` (G, ...) by parts to `left_out`."""
         self.left_out += carried.flatten(1).sum(1, dtype=torch.float64).cpu()
 
     def keep_sublayer(
         self, key: tuple[int, str], rows: Tensor, carried: Tensor, gradients: Tensor
     ) -> Tensor:
-        """Choose among a sublayer's parts at the positions `rows`, which carry (G, n, parts), and
-        store the chosen ones with their gradients (G, n, parts, ...). Returns their mask (n,
-        parts)."""
+        """Choose among a sublayer's parts at the positions `rows`, given the amount `carried` (G,
+        n, parts) by each, and store the chosen parts with their `gradients` (G, n, parts, ...).
+        Returns their mask (n, parts)."""
         kept = self.keep(carried)
         at, indices = kept.nonzero(as_tuple=True)
         self.chosen[key] = Chosen(
@@ -153,7 +109,11 @@ class Choice:
 
 
 class FrozenBlock:
-    """One block, held at the values of one text's forward pass. `x` (T, C) is its input."""
+    """One block, held at the values of one text's forward pass.
+
+    x     the block's input (T, C)
+    kept  values of the text at STAGES
+    """
 
     def __init__(
         self,
@@ -182,8 +142,8 @@ class FrozenBlock:
         self.mean_heads = self.heads.mean(0)
         self.hidden = kept["mlp.hidden"]  # (T, F)
         self.mean_hidden = self.hidden.mean(0)
-        # Differences of heads and neurons from their means, and an upper bound (T) of what one of
-        # them can carry with a gradient of length 1, by the Cauchy-Schwarz inequality.
+        # Differences of heads and neurons from their means, and an upper bound (T) of the amount
+        # that one of them can carry with a gradient of length 1, by the Cauchy-Schwarz inequality.
         self._written = [out - out.mean(0) for out in (kept["attention.out"], kept["mlp.out"])]
         lengths = (self.heads - self.mean_heads).norm(dim=-1)
         columns = self.weight(block.attention_out).unflatten(1, (config.n_head, -1))
@@ -195,7 +155,7 @@ class FrozenBlock:
         self._qk_scales: tuple[Tensor, Tensor] | None = None
         if config.qk_norm:
             raw = kept["attention.q_raw"], kept["attention.k_raw"]
-            scale_q, scale_k = (_root_mean_square(each, config.norm_eps) for each in raw)
+            scale_q, scale_k = (root_mean_square(each, config.norm_eps) for each in raw)
             self._qk_scales = scale_q, scale_k
         self.mean_q, self.mean_k = self._of_means(x)
 
@@ -236,8 +196,8 @@ class FrozenBlock:
         return scores.masked_fill(~visible, -math.inf).log_softmax(-1)
 
     def score_weights(self, of_heads: Tensor, logs: Tensor, rows: Tensor) -> Tensor:
-        """w (H, n, T): the effect of each score on the target, from the gradient `of_heads` (n, H,
-        D) and the logarithms `logs` of the attention weights."""
+        """The weights w (H, n, T), which are the effects of the scores on the target, from the
+        gradient `of_heads` (n, H, D) and the logarithms `logs` of the attention weights."""
         v = self.v.repeat_interleave(self.group, dim=0)
         aligned = torch.einsum("nhd,hsd->hns", of_heads, v)
         means = self.log_probs(self.mean_q, self.mean_k, rows)
@@ -283,8 +243,8 @@ class FrozenBlock:
         return result
 
     def through_units(self, of_hidden: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """The gradients (..., n, C) with respect to the MLP's input, from those with respect to
-        some of its neurons (..., n, columns)."""
+        """The gradients (..., n, C) with respect to the MLP's input, from the gradients `of_hidden`
+        (..., n, columns) with respect to some of its neurons."""
         parts = [
             (of_hidden * ratio[rows][:, columns])
             @ self.weight(self.block.mlp_up, columns + index * self.config.d_ff)
@@ -348,7 +308,3 @@ def frozen_ratios(kind: Activation, pre: Tensor, up: Tensor | None) -> tuple[Ten
             assert up is not None
             gate = torch.sigmoid(pre)
             return gate * up / 2, gate * pre / 2
-
-
-def _root_mean_square(x: Tensor, eps: float) -> Tensor:
-    return (x.square().mean(-1, keepdim=True) + eps).sqrt()

@@ -5,7 +5,6 @@ the share of it that a part carries.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,7 +56,7 @@ class Neuron:
 class Node:
     """A part of the circuit at one position. `stage` is embedding, blocks.N.attention.heads (with
     `head`) or blocks.N.mlp.hidden (with the neurons that belong to the circuit). `values` and
-    `attention` are the amounts of the difference that it carries through values and through
+    `attention` are the amounts of the difference that the part carries through values and through
     attention weights."""
 
     stage: str
@@ -84,7 +83,8 @@ class Circuit:
     """The circuit of one prompt.
 
     baseline             the difference if every part is set to its mean, with all else frozen
-    left_out, _attention  sums over all other parts, through values and through attention weights
+    left_out, left_out_attention
+                         sums over all other parts, through values and through attention weights
     edge_count           number of edges, of which `edges` are the strongest
     circuit_alone        the difference if all other parts are set to their means
     without_circuit      the difference if the circuit is set to its means
@@ -124,20 +124,17 @@ class Circuit:
 
     @property
     def is_finite(self) -> bool:
-        return self.token_id != self.minus_id and all(map(math.isfinite, self._numbers()))
-
-    def _numbers(self) -> Iterator[float]:
-        yield from (self.logit, self.minus_logit, self.baseline, self.left_out)
-        yield from (self.left_out_attention, self.circuit_alone)
-        yield from (self.without_circuit, self.without_all)
-        for node in self.nodes:
-            yield from (node.values, node.attention)
-        yield from (edge.weight for edge in self.edges)
+        numbers = [self.logit, self.minus_logit, self.baseline, self.left_out]
+        numbers += [self.left_out_attention, self.circuit_alone]
+        numbers += [self.without_circuit, self.without_all]
+        numbers += [amount for node in self.nodes for amount in (node.values, node.attention)]
+        numbers += [edge.weight for edge in self.edges]
+        return self.token_id != self.minus_id and all(map(math.isfinite, numbers))
 
 
 def explained_share(whole: float, left_out: float, left_out_attention: float) -> float | None:
-    """1 minus the relative error caused by the parts left out: the error of values alone or that of
-    values and attention weights together, whichever is larger."""
+    """1 minus the relative error caused by the parts left out. The error is the larger of two: with
+    values alone, and with values and attention weights together."""
     error = max(abs(left_out), abs(left_out + left_out_attention))
     return 1 - error / abs(whole) if whole else None
 

@@ -1,7 +1,7 @@
 """Frozen text: a forward pass over one text, and backward passes through it.
 
 `FrozenText.search` is one backward pass from the target through the parts that a threshold keeps.
-The error of leaving out the others is exactly what they carry, because in the frozen model
+Leaving out the other parts causes exactly the error that they carry, because in the frozen model
 
     difference = baseline + (sum over the kept parts) + (sum over the parts left out).
 
@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from logitd.model.inference.attribution.gradients import TextPasses, backout, mixture
+from logitd.model.inference.attribution.kept import FrozenNorm, KeptStages, freeze_norm
 from logitd.model.inference.circuit.frozen import (
     GRADIENTS,
+    STAGES,
     VALUES,
-    BlockValues,
     Choice,
     FrozenBlock,
-    FrozenNorm,
-    freeze_norm,
 )
 from logitd.model.transformer.gpt import GPT
 
@@ -50,17 +49,16 @@ class FrozenText:
 
     def freeze(self) -> Generator[None]:
         """Run the text forward, one block per piece."""
-        gpt, embedding = self.gpt, self.tokens[None]
-        x = middle = embedding
-        for layer in range(gpt.config.n_layer):
-            x, tap = self.passes.block_input(layer, x, embedding), BlockValues()
-            after = self.passes.forward(layer, x, tap)
-            self.blocks.append(FrozenBlock(gpt, layer, x[0], tap.kept, self.passes.rotation))
-            x = after
-            if layer == gpt.config.backout_layer:
-                middle = x
-            yield
-        self.last = (x - backout(gpt) * middle if gpt.config.backout else x)[0]
+        gpt, rotation = self.gpt, self.passes.rotation
+
+        def freeze_block(layer: int, before: Tensor, tap: KeptStages) -> None:
+            self.blocks.append(FrozenBlock(gpt, layer, before[0], tap.kept, rotation))
+
+        (self.last,) = yield from self.passes.all_blocks(
+            self.tokens[None],
+            lambda layer: KeptStages(STAGES, lambda value: value[0]),
+            freeze_block,
+        )
         if gpt.config.final_norm:
             self.final_norm = freeze_norm(gpt.final_norm, self.last)
 

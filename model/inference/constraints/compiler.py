@@ -25,9 +25,9 @@ allowed.
 
 A constraint applies to text, so special tokens never match it. If the text is complete but could
 also continue, the end-of-text token is allowed too. If it cannot continue, the sequence ends
-without one. llguidance gets its own end token, one id beyond the vocabulary, so vocabularies
-with and without an end-of-text token need no separate code. Without one, a text that could continue
-always does.
+without that token. llguidance gets its own end token, one id beyond the vocabulary, so vocabularies
+with and without an end-of-text token need no separate code. In a vocabulary without one, a text
+that could continue always does.
 """
 
 import json
@@ -68,8 +68,8 @@ JSON_LAYOUT: Mapping[str, str | bool] = {
     "coerce_one_of": False,
     "lenient": False,
 }
-"""A fixed layout, because a small model may generate white space without end. A fixed spelling of
-each character, because a property `a` spelled `\u0061` would count as a different one."""
+"""The layout is fixed, because a small model may generate white space without end. Each character
+has a fixed spelling, because a property `a` spelled `\u0061` would count as another property."""
 
 WITHOUT_EFFECT = ("capture", "stop", "stop_capture", "temperature")
 """Attributes of a grammar rule that have no effect here, or a misleading one."""
@@ -87,8 +87,8 @@ NOTHING_FOLLOWS = "no text matches from here on"
 
 
 class ConstraintsUnavailable(Exception):
-    """Constraints cannot be compiled for this model or in this installation; the message has the
-    reason and the fix."""
+    """Raised if constraints cannot be compiled for this model or in this installation; the message
+    has the reason and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +256,7 @@ class Matcher:
         return self._allowed
 
     def advance(self, token_id: int) -> None:
-        """Append an allowed token. Raises ConstraintError for any other."""
+        """Append an allowed token. Raises ConstraintError for any other token."""
         if token_id in self._ends:
             self.complete = True
             return

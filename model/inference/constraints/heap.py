@@ -1,7 +1,7 @@
 """Heap: returns memory that was freed in small pieces to the system.
 
-glibc keeps freed pieces that lie between used ones, such as those of ended lexers. Does nothing on
-systems without `malloc_trim` or `/proc`.
+glibc keeps freed memory between pieces that are still in use, such as the memory of ended lexers.
+Does nothing on systems without `malloc_trim` or `/proc`.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ ENDS = 64
 
 
 class Heap:
-    """Counts the lexers in use. Use it only in the thread that generates."""
+    """Counts the lexers in use. Only the thread that generates may use it."""
 
     def __init__(self) -> None:
         self._in_use = self._ended = 0

@@ -1,16 +1,7 @@
 """Default bounds of a JSON schema, so that its texts end.
 
-A small model often appends digits, letters or items until its tokens run out. So these bounds are
-added to a schema:
-
-strings   at most MAX_STRING characters, unless it has maxLength, pattern, enum or const
-numbers   from -LARGEST to LARGEST, on each side that has no bound; at most DECIMALS decimals unless
-          they are integers or have multipleOf or finer bounds
-arrays    at most MAX_ITEMS items, unless it has maxItems
-objects   only the named properties if there are any, and neither additionalProperties nor
-          patternProperties; else at most MAX_ITEMS, unless it has maxProperties; names of at most
-          MAX_NAME characters if no property is named
-any       at most DEPTH levels of lists and objects in an unrestricted value
+A small model often appends digits, letters or items until its tokens run out. So this module adds
+the bounds that README.md lists to a schema that lacks them.
 
 Every text that the bounded schema allows is allowed by the original. A schema with `allOf`, with an
 inner `$id`, or with `$ref`, `anyOf` or `oneOf` next to other keywords is left unchanged, because

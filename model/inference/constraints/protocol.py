@@ -35,4 +35,4 @@ class TokenConstraint(Protocol):
         """Size of the vocabulary that the constraint was compiled for."""
 
     def matcher(self) -> TokenMatcher:
-        """A matcher for one more sequence."""
+        """Create a matcher for one more sequence."""

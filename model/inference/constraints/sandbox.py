@@ -40,11 +40,11 @@ STACK_BYTES = 2**20
 MEMORY_BYTES = 2**24
 """Address space that a trial may add to its process. Ordinary sources need a tenth of it. The
 server needs as much as the trial for each sequence. This also bounds the time of most sources,
-because slow ones grow."""
+because slow sources need much memory."""
 LONG_SECONDS = 0.25
 LOWEST_PRIORITY = 19
 TRIES, TRY_TOKENS = 2, 24
-"""Number of random texts that a trial generates, and tokens of each."""
+"""Number of random texts that a trial generates, and number of tokens in each."""
 ANSWER_BYTES = 2**16
 SLOW = bytes([signal.SIGPROF])
 """First byte of the answer of a trial that ran out of time. The system writes it, because Python
@@ -94,7 +94,7 @@ class Sandbox:
             ready = self._control.recv(1)
         if not ready:
             self.close()
-            raise ConstraintsUnavailable("the process that tries constraints does not start")
+            raise ConstraintsUnavailable("the sandbox process for constraints does not start")
 
     @contextlib.contextmanager
     def begin(self) -> Iterator[socket.socket]:
@@ -191,7 +191,7 @@ def _answer(compiler: Compiler, connection: socket.socket, held: int) -> None:
         kind, text, seconds = json.loads(requests.readline())
         connection.setblocking(False)
         signal.signal(signal.SIGPROF, lambda *_: os._exit(1))
-        signal.set_wakeup_fd(connection.fileno())  # gets the signal's number at once: SLOW
+        signal.set_wakeup_fd(connection.fileno())  # the system writes the signal's number: SLOW
         signal.setitimer(signal.ITIMER_PROF, seconds)
         error = None
         try:

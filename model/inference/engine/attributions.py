@@ -2,9 +2,9 @@
 
 Attributions need no slot of the cache. They wait in a separate queue, under the rules of the main
 queue. Up to AT_ONCE attributions run at a time, and up to MOST_AT_ONCE if each further one is its
-caller's only one. Callers get equal times. Those of a caller take turns, one piece each, so that a
-long one does not delay a short one. A step computes at most one piece, after everything else. Then
-the engine only decodes for a while (`scheduler.py`).
+caller's only one. Callers get equal times. The attributions of one caller take turns, one piece
+each, so that a long one does not delay a short one. A step computes at most one piece, after
+everything else. Then the engine only decodes for a while (`scheduler.py`).
 """
 
 from collections import deque
@@ -16,11 +16,11 @@ AT_ONCE = 2
 """Number of attributions that run at a time. It is small because each keeps the residual stream
 before each block in memory."""
 MOST_AT_ONCE = 8
-"""Number of attributions up to which a caller that has none running begins another."""
+"""Limit on running attributions for a caller that has none running."""
 
 
 class AttributionTurns:
-    """The waiting attributions, and the running ones, which take turns."""
+    """The waiting and the running attributions. The running ones take turns."""
 
     def __init__(self) -> None:
         self.waiting = WaitingQueue()
@@ -52,12 +52,12 @@ class AttributionTurns:
         return line[-1]
 
     def charge(self, sequence: Sequence, seconds: float) -> None:
-        """Count the time of a piece. The sequence may have ended with it."""
+        """Charge the time of a piece to its caller. The sequence may have ended with this piece."""
         if sequence.request.caller in self._used:
             self._used[sequence.request.caller] += seconds
 
     def _first(self) -> Sequence | None:
-        """The next attribution to begin; None if as many run as may."""
+        """The next attribution to begin; None if a limit is reached or none waits."""
         count = len(self.running)
         for sequence in self.waiting.firsts():
             most = AT_ONCE if sequence.request.caller in self._running else MOST_AT_ONCE

@@ -1,10 +1,10 @@
 """Budget: limits the prompt positions of a step while sequences decode, using measured costs.
 
 The next token of every stream waits for the whole step. `target_gap` limits the time of a step, in
-decode steps or in seconds. The time that decoding leaves is for prompts, in whole blocks, at least
-one. But short chunks are slow: each adds a decode step and multiplies few rows. If prompts then
-arrive faster than they are computed, all requests wait for them. So a chunk is never so short that
-a prompt takes more than MOST_DELAY times as long as in whole chunks.
+decode steps or in seconds. The time that decoding leaves goes to prompts, at least one whole block
+of positions. But short chunks are slow: each adds a decode step and multiplies few rows. If prompts
+then arrive faster than they are computed, all requests wait for them. So a chunk is never so short
+that a prompt takes more than MOST_DELAY times as long as in whole chunks.
 
 `target_ttft` is the time in which a first token should arrive, in addition to the time of its own
 prompt. If waiting prompts would miss it, steps become longer in proportion to the delay, up to
@@ -34,7 +34,8 @@ from logitd.model.transformer.config import BLOCK
 WINDOW = 9
 """Number of prompt parts in the median."""
 NEAREST = 3
-"""Number of decode steps in the median: those of the RECENT ones whose row counts are closest."""
+"""Number of decode steps in the median: of the last RECENT ones, those with the closest row
+counts."""
 RECENT = 32
 PROBE = 16
 """Number of steps with shared passes after which one step only decodes: the cost of decoding
@@ -121,8 +122,8 @@ class PrefillBudget:
         return max((limit - decode) / each, self._least_work(decode / each))
 
     def _stretch(self, rows: int, waiting: Iterable[Waiting], each: float) -> float:
-        """Factor of the gap: the longest expected delay of a first token, relative to its target.
-        `each` is the time of a unit of work."""
+        """Factor by which to exceed the gap: the longest expected delay of a first token, relative
+        to its target. `each` is the time of a unit of work."""
         if self._target_ttft is None:
             return 1.0
         seconds, late, count = 0.0, 1.0, 0

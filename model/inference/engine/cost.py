@@ -2,7 +2,7 @@
 
 Memory is counted in elements of outputs, the numbers computed at each requested position: logits of
 the whole vocabulary, hidden states, attention weights or values of named stages. A digest of logits
-counts as the logits that it is made from. Admission limits the elements of all requests.
+counts as the logits that it is computed from. Admission limits the elements of all requests.
 
 The work of a step is counted in elements too (`StepCost`): those of outputs and those changed by
 interventions. The scheduler limits them.

@@ -74,7 +74,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         autoencoders: Autoencoders = WITHOUT,
     ) -> None:
-        """`autoencoders` are on the network's device; their features are stages."""
+        """`autoencoders` must be on the network's device. Their features become stages."""
         self.model_config = with_features(network.config, tuple(autoencoders))
         self.clock = clock
         if isinstance(network.config, CodeConfig):  # its cache has nothing to reuse
@@ -158,7 +158,7 @@ class Engine:
         return [self._finish(sequence, reason) for sequence in ended]
 
     def grant(self, request_id: str) -> None:
-        """Allow one more chunk of an OutputsRequest, after its reader has taken one."""
+        """Allow one more chunk of an OutputsRequest, after its reader has taken a chunk."""
         for sequence in self._sequences.get(request_id, []):
             self._scheduler.grant(sequence)
 
@@ -250,7 +250,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """End the threads that compute. A later step raises RuntimeError."""
+        """Stop the compute threads. Later calls of `step` raise RuntimeError."""
         self._closed = True
         if self._next is not None:
             self._next.close()
@@ -282,7 +282,7 @@ class Engine:
                     yield sequence, deadline
 
     def _account(self, plan: StepPlan, output: StepOutput, events: list[Event]) -> None:
-        """Turn the results of a step into states, and append their events to `events`."""
+        """Update the sequences with the results of a step, and append the events to `events`."""
         now = self.clock()
         for sequence in plan.decode:
             sequence.computed += 1
@@ -421,8 +421,8 @@ class Engine:
         return [self._finish_with_error(sequence, message) for sequence in computed]
 
     def _not_finite(self, sequence: Sequence, message: str) -> Event:
-        """End a sequence whose logits are not finite. The error names its interventions if it has
-        any."""
+        """End a sequence whose logits are not finite. If its request has interventions, they are
+        the `param` of the error."""
         param = PARAM if sequence.request.interventions else None
         return self._finish_with_error(sequence, message, param)
 

@@ -15,7 +15,7 @@ from logitd.model.inference.sampling.results import ScoredRows, ScoredToken
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended. Its result is complete only after STOP and LENGTH."""
+    """The reason why a sequence ended. Its result is complete only after STOP and LENGTH."""
 
     STOP = "stop"  # a stop token, a complete constraint, or all requested numbers computed
     LENGTH = "length"  # max_tokens
@@ -28,7 +28,7 @@ class FinishReason(StrEnum):
 
 class TokenEvent(NamedTuple):
     """A generated token. A step may yield several of one sequence, in order. `chosen` and `top` are
-    set if logprobs were requested. It is a tuple for speed: one is made for every token."""
+    set if logprobs were requested. A tuple, because creating one for every token must be fast."""
 
     request_id: str
     index: int  # type: ignore[assignment]  # 0 to n - 1; hides a method of tuple

@@ -118,7 +118,7 @@ class Drafter:
         self._repeats = Repeats(tokens)
         self._rates = dict(FIRST_RATES)
         self._best = max(FIRST_RATES.values())
-        self._attempt_at = 0  # length of the text from which a doubtful guess is tried
+        self._attempt_at = 0  # length of the text from which a doubtful guess may be tried
 
     def guess(self, most: int, sequences: int) -> Draft | None:
         """A draft of up to `most` tokens for a step with this number of sequences; None if the text
@@ -167,7 +167,7 @@ def worthwhile(rate: float, sequences: int) -> int:
 
 
 def split_evenly(counts: Sequence[int], total: int) -> list[int]:
-    """Reduce the counts as evenly as possible until their sum is at most `total`. The first ones
+    """Reduce the counts as evenly as possible until their sum is at most `total`. The first counts
     get the remainder."""
     if sum(counts) <= total:
         return list(counts)

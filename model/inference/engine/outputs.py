@@ -68,7 +68,7 @@ def prefill_input(
 
 
 class TappedPasses(Protocol):
-    """Passes of sequences whose stages are recorded or changed."""
+    """Computes sequences whose stages are recorded or changed (tapped sequences)."""
 
     def prefill(
         self, chunk: PrefillChunk, record: Sequence[Key] = (), rows: Sequence[int] = ()
@@ -81,7 +81,7 @@ class TappedPasses(Protocol):
 
 
 class TappedGPT:
-    """Tapped passes of a GPT."""
+    """Computes tapped sequences of a GPT."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class TappedGPT:
 
 
 class TappedCode:
-    """Tapped passes of a model by its owner's code. Each pass computes the whole sequence."""
+    """Computes tapped sequences by an owner's code. Each pass computes the whole sequence."""
 
     def __init__(self, config: CodeConfig, decoder: CodeDecoder) -> None:
         self._config = config
@@ -166,7 +166,8 @@ def changes_of(sequence: engine_sequence.Sequence, config: ModelConfig, like: Te
 
 
 Normed = Callable[[Tensor], Tensor]
-"""The final norm of a stream (P, d_model); of a model whose decoder has no head, the logits."""
+"""Computes the final norm of a stream (P, d_model); for an owner's code, whose decoder has no head,
+the logits."""
 
 
 class OutputsComputer:
@@ -180,7 +181,7 @@ class OutputsComputer:
         normed: Normed,
         backout_scale: Tensor | None = None,
     ) -> None:
-        """`backout_scale` is that of a GPT with `backout`."""
+        """`backout_scale`: the parameter of a GPT with `backout`, else None."""
         self._config = config
         self._normed = normed
         self._backout_scale = backout_scale
@@ -188,7 +189,7 @@ class OutputsComputer:
         self._tapped = tapped
 
     def compute(self, chunk: PrefillChunk, request: OutputsRequest) -> Outputs:
-        """Compute a chunk and its outputs, without those that were delivered before an eviction."""
+        """Compute a chunk and its outputs, except those that were delivered before an eviction."""
         output, error = request.output, None
         positions = chunk.sequence.positions_in(chunk.start, chunk.end)
         offsets = [position - chunk.start for position in positions]
@@ -258,9 +259,9 @@ class OutputsComputer:
     def _lens(
         self, asked: Lens, states: Tensor, hidden: Tensor, following: Sequence[int]
     ) -> Tensor:
-        """Figures (P, layers, numbers) that compare streams, those of `_streams` (layers, P,
-        d_model), with the final hidden states (P, d_model). One block of positions and one layer
-        are computed at a time, so only the logits of two layers are in memory."""
+        """Figures (P, layers, numbers) that compare the streams of `_streams` (layers, P, d_model)
+        with the final hidden states (P, d_model). One block of positions and one layer are computed
+        at a time, so only the logits of two layers are in memory."""
         blocks = [
             self._lens_block(
                 asked,
@@ -323,23 +324,20 @@ class OutputsComputer:
 
 
 def middle_layer(config: ModelConfig) -> int | None:
-    """The layer whose output is used by a GPT's `backout`."""
+    """The layer whose output a GPT's `backout` subtracts; None for a model without `backout`."""
     return config.backout_layer if isinstance(config, GPTConfig) else None
 
 
 def _streams(output: HiddenStates | Lens, config: ModelConfig) -> tuple[int, ...]:
-    """The layers whose streams an output needs. A lens also needs the last one that `backout`
-    subtracts."""
-    middle = middle_layer(config)
-    needs_middle = isinstance(output, Lens) and middle is not None
-    return (
-        (*output.layers, middle + 1) if needs_middle and middle is not None else (*output.layers,)
-    )
+    """The layers whose streams an output needs. With `backout`, a lens also needs the stream that
+    is subtracted, which comes last."""
+    middle = middle_layer(config) if isinstance(output, Lens) else None
+    return output.layers if middle is None else (*output.layers, middle + 1)
 
 
 def listed_ids(group: engine_sequence.Group, params: SamplingParams, logits: Tensor) -> ListedIds:
-    """The lists of token ids in a request's parameters, made for the first row of `logits` (R, V)
-    that needs them."""
+    """The lists of token ids in a request's parameters, created for the first row of `logits`
+    (R, V) that needs them."""
     if group.listed is None:
         group.listed = ListedIds(params, logits.shape[-1], logits.device)
     listed: ListedIds = group.listed

@@ -14,8 +14,8 @@ runner computes the prompts of the plan and collects the tokens.
 
 The scheduler is not aware of this. Each plan decodes all running sequences, so the early steps
 always fit the next plan, and new prompts are computed after them. If a sequence ends, its later
-rows are discarded. That is safe: their keys lie after the part of the slot that may be shared, the
-cache counts them as written, and they run before the slot's next owner.
+rows are discarded. That is safe: their keys are after the part of the slot that may be shared, and
+they run before the steps of the slot's next owner.
 
 Nothing is launched early if a plan computes prompts, verifies drafts, or has a row that needs
 logits processing (penalties, logprobs, a mask). Decoders are known only as `Launcher`.
@@ -59,7 +59,7 @@ class OverlapScheduler:
         self._next: InFlight | Exception | None = None
 
     def begin(self, plan: StepPlan) -> InFlight | None:
-        """Return the decode steps of a plan, in flight, and launch the next ones if possible.
+        """Return the launched decode steps of a plan, and launch the next steps if possible.
         Returns None if the caller has to compute the decode. Raises the error of these steps' early
         launch, if there was one."""
         launcher = self._launcher
@@ -95,7 +95,7 @@ class OverlapScheduler:
     def _launch_next(
         self, launcher: Launcher, current: InFlight, sequences: tuple[Sequence, ...]
     ) -> InFlight:
-        """Launch the steps that follow `current`, for those of its sequences that continue."""
+        """Launch the steps that follow `current`, for the `sequences` in it that continue."""
         row_of = {sequence: row for row, sequence in enumerate(current.sequences)}
         steps = _steps(launcher, sequences, current.steps)
         slots, positions, sampling, _ = self._rows(sequences, current.steps, steps)
@@ -115,7 +115,7 @@ class OverlapScheduler:
 
 
 def _steps(launcher: Launcher, sequences: tuple[Sequence, ...], done: int) -> int:
-    """The number of steps to launch after the `done` ones: a power of 2, at most as many as the
-    longest of the sequences has tokens left."""
+    """The number of steps to launch after the `done` ones: a power of 2, and at most the largest
+    number of tokens that a sequence may still generate."""
     left = max(sequence.tokens_left for sequence in sequences) - done
     return min(launcher.most_steps(len(sequences)), 1 << (left.bit_length() - 1))

@@ -67,7 +67,7 @@ class WaitingQueue:
         return self._length
 
     def __iter__(self) -> Iterator[Sequence]:
-        """All sequences; those of a caller are adjacent."""
+        """All sequences. The sequences of a caller are adjacent within a priority."""
         for priority in self._priorities:
             for line in self._lines[priority].values():
                 yield from line
@@ -111,7 +111,7 @@ class WaitingQueue:
         self._forget_empty(sequence)
 
     def _forget_empty(self, sequence: Sequence) -> None:
-        """Count a removed sequence, and drop its line if that is now empty."""
+        """Update the length after a removal, and drop the sequence's line if it is empty."""
         self._length -= 1
         priority, caller = sequence.request.priority, sequence.request.caller
         lines = self._lines[priority]

@@ -130,9 +130,9 @@ class OutputsRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
-    """Raw logprobs of given tokens: of each of `continuations` after the prompt, or of the prompt
-    if there are none. Each continuation is a sequence. The whole blocks of the prompt are computed
-    only once.
+    """Raw logprobs of given tokens: the tokens of each of `continuations` after the prompt, or of
+    the prompt if there are no continuations. Each continuation is a sequence. The whole blocks of
+    the prompt are computed only once.
 
     top     number of most likely tokens to list at each position
     arrays  return arrays without ranks (`ScoresChunk`) instead of an object for each token
@@ -170,7 +170,7 @@ class AttributionRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CircuitRequest:
     """The circuit of a difference of logits (`model/inference/circuit/`), returned as one
-    `CircuitEvent`. Is computed like an AttributionRequest."""
+    `CircuitEvent`. It is computed like an AttributionRequest."""
 
     interventions: ClassVar[tuple[Intervention, ...]] = ()
     prefix_reuse: ClassVar[bool] = False

@@ -64,7 +64,7 @@ from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.stages import Key
 
 Network = GPT | CodeModel
-"""A model that computes: a GPT, or the process of an owner's code."""
+"""A GPT, or the process that runs an owner's code."""
 DecoderMaker = Callable[[GPT, KVCache], Decoder]
 
 
@@ -145,7 +145,6 @@ class Runner:
         kv_cache_dtype: KVCacheDType = "auto",
         autoencoders: Autoencoders = WITHOUT,
     ) -> None:
-        """`make_decoder` makes the decoder of a GPT."""
         self._config = with_features(network.config, tuple(autoencoders))
         self._readers: dict[Key, list[tuple[Key, Autoencoder]]] = {}
         for features, autoencoder in autoencoders.items():
@@ -177,7 +176,7 @@ class Runner:
         constructor."""
         served = self.model.network
         if network.config != served.config:
-            raise ValueError("the new weights have another shape than the served model")
+            raise ValueError("the new weights have a different shape from the served model")
         if isinstance(network, GPT) and isinstance(served, GPT):
             weight, old = network.token_embedding.weight, served.token_embedding.weight
             if (weight.device, weight.dtype) != (old.device, old.dtype):
@@ -188,7 +187,7 @@ class Runner:
         return self._forward_model(network)
 
     def replace(self, model: ForwardModel) -> None:
-        """Use prepared weights from now on. The contents of the cache become invalid."""
+        """Replace the weights by prepared ones. The contents of the cache become invalid."""
         self.model.close()
         self.model = model
 
@@ -253,14 +252,14 @@ class Runner:
         if sequence not in self._attributing:
             begun: Attributing | Finding
             if isinstance(request, CircuitRequest):
-                begun = Finding(gpt, request.token_ids, request.task, contention.watched)
+                begun = Finding(gpt, request.token_ids, request.task)
             else:
                 begun = Attributing(gpt, request.token_ids, request.task, contention.watched)
             self._attributing[sequence] = begun
         return self._attributing[sequence].advance()
 
     def whole_gpt(self) -> GPT:
-        """The GPT with the matrices that its decoder may have freed."""
+        """The GPT, after restoring the matrices that its decoder may have freed."""
         self.model.decoder.restore_weights()
         assert isinstance(self.model.network, GPT)
         return self.model.network

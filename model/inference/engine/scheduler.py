@@ -24,21 +24,22 @@ sequences.
 Attributions take no slot (`attributions.py`). If attributions and other heavy work wait, each gets
 half of the time, so a short attribution does not wait for a queue of heavy prompts.
 
-One caller should not hold all slots for long. Of its sequences that generate with interventions,
-it holds slots for as many as compute in one step: more would only wait in their slots. It leaves an
-eighth of the slots free if another caller has asked in the last COMPANY_SECONDS.
+Rules between callers are in `callers.py`, limits on the positions of a step in `budget.py`.
 
-With speculation, a decode step with few rows also
-verifies drafted tokens (`ngram.py`). A sequence with a constraint gets no drafts, because its mask
-depends on every earlier token.
+With speculation, a decode step with few rows also verifies drafted tokens (`ngram.py`). A sequence
+with a constraint gets no drafts, because its mask depends on every earlier token.
 """
 
 import math
-from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 from logitd.model.inference.engine.attributions import AttributionTurns
 from logitd.model.inference.engine.budget import PrefillBudget, Waiting
+from logitd.model.inference.engine.callers import (
+    CallerTurns,
+    leaves_rows,
+    sibling_computes_more,
+)
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.ngram import Draft, Drafter, split_evenly
 from logitd.model.inference.engine.queue import WaitingQueue
@@ -55,16 +56,12 @@ LARGE = 2**20
 COOLDOWN = 2
 """Duration of a cooldown, as a multiple of the heavy step. It limits the mean time between two
 tokens to 1 + 1 / COOLDOWN times the usual; writing the reply takes additional processor time."""
-COMPANY_SECONDS = 60
-"""Time after a caller's request during which others leave slots free for it."""
-LEFT_SLOTS = 8
-"""Divisor of the number of slots that gives the number of those left free."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Positions [start, end) of a sequence's prompt. `copy_from`, on a first chunk, is the slot
-    that holds positions [0, start)."""
+    """Positions [start, end) of a sequence's prompt. `copy_from` is set on the first chunk if
+    another slot holds positions [0, start)."""
 
     sequence: Sequence
     start: int
@@ -109,8 +106,7 @@ class StepPlan:
 class Scheduler:
     """The queue, the running sequences and the slots. `plan` chooses the work of each step.
 
-    `share_decoded` lets prompts copy the keys of generated tokens as well as those of prompt
-    tokens.
+    `share_decoded`: prompts may copy the keys and values of generated tokens, not only of prompts.
     """
 
     def __init__(self, config: EngineConfig, *, share_decoded: bool = False) -> None:
@@ -120,20 +116,19 @@ class Scheduler:
         self.slots = SlotPool(config.slots)
         self.waiting = WaitingQueue()
         self.attributions = AttributionTurns()
+        self._callers = CallerTurns()
         self._budget = PrefillBudget(config.target_gap, config.target_ttft, config.prefill_chunk)
         self.running: list[Sequence] = []  # in order of admission
         self.paused: dict[Sequence, None] = {}  # without a slot, in order of eviction
         self._behind: dict[Sequence, None] = {}  # with a slot, longest behind first
         self._step = 0
-        self._began: dict[str, int] = {}  # by caller: last step that began one of its prompts
         self._planned_at = 0.0
         self._reserved_elements = 0  # by prompts, in the current step
         self._cooldown_until = 0.0
         self._prompts_ahead = 0.0  # seconds of other heavy work that attributions may catch up on
-        self._asked: OrderedDict[str, float] = OrderedDict()  # last arrival by caller, oldest first
 
     def enqueue(self, sequence: Sequence, *, held: bool = False) -> None:
-        self._note_asked(sequence)
+        self._callers.arrived(sequence)
         if sequence.attribution is not None:
             self.attributions.waiting.push(sequence, held=held)
         else:
@@ -189,7 +184,9 @@ class Scheduler:
         if light or (len(decode) > 1 and any(sequence.tapped for sequence in decode)):
             decode = self._decode_in_turn(decode, light=light)
         tapped_prompts = 0 if light else 1 if has_untapped_decode else self.config.slots
-        prompts = self._prompts_in_turn()
+        prompts = self._callers.in_turn(
+            [s for s in self.running if s.state is State.PREFILL and s.may_compute]
+        )
         positions = self.config.prefill_chunk
         if decode and prompts:
             waiting = (_waiting(sequence, now) for sequence in prompts)
@@ -290,12 +287,6 @@ class Scheduler:
             or any(sequence.tapped for sequence in decode)
         )
 
-    def _note_asked(self, sequence: Sequence) -> None:
-        self._asked[sequence.request.caller] = sequence.arrived
-        self._asked.move_to_end(sequence.request.caller)
-        while next(iter(self._asked.values())) < sequence.arrived - COMPANY_SECONDS:
-            self._asked.popitem(last=False)
-
     def _has_room(self) -> bool:
         return bool(self._behind) or self.slots.used < self.slots.total
 
@@ -318,33 +309,18 @@ class Scheduler:
 
     def _next(self, now: float) -> tuple[Sequence, int, int] | None:
         """The next sequence to admit, the slot to copy its prefix from, and the length of the
-        prefix. A sequence that should wait for another one of its caller is skipped, together with
-        its caller."""
+        prefix. A sequence that must wait for others (`callers.py`) is skipped, together with its
+        caller."""
+        slots, running = self.slots.total, self.running
         for sequence in self.waiting.firsts():
-            if self._leaves_slots(sequence, now) and self._leaves_rows(sequence):
+            if self._callers.leaves_slots(sequence, running, slots, now) and leaves_rows(
+                sequence, running, self.step_elements
+            ):
                 source, length = self._shared_prefix(sequence)
-                if not self._sibling_computes_more(sequence, length):
+                reuses = self._reuses_prefix(sequence)
+                if not (reuses and sibling_computes_more(sequence, length, running)):
                     return sequence, source, length
         return None
-
-    def _leaves_slots(self, sequence: Sequence, now: float) -> bool:
-        """False if this sequence would take a slot that its caller leaves to others. Those whose
-        readers are behind do not count: they can be evicted."""
-        left, caller = self.slots.total // LEFT_SLOTS, sequence.request.caller
-        asked = (at for name, at in reversed(self._asked.items()) if name != caller)
-        if not left or next(asked, -math.inf) <= now - COMPANY_SECONDS:
-            return True
-        held = sum(s.may_compute and _same_caller(s, sequence) for s in self.running)
-        return held < self.slots.total - left
-
-    def _leaves_rows(self, sequence: Sequence) -> bool:
-        """False if this sequence generates with interventions, and its caller runs as many of these
-        as compute in one step."""
-        mine = [
-            s for s in (*self.running, sequence) if s.changes_rows and _same_caller(s, sequence)
-        ]
-        elements = sum(each.group.cost.row for each in mine)
-        return not sequence.changes_rows or len(mine) == 1 or elements <= self.step_elements
 
     def _evict(self, sequence: Sequence) -> None:
         """Take the slot from a sequence whose reader is behind. The slot's contents can still be
@@ -365,17 +341,6 @@ class Scheduler:
         if not sequence.tapped:
             whole = length - length % BLOCK
             self.slots.set_contents(sequence.held_slot, sequence.tokens[:whole])
-
-    def _sibling_computes_more(self, sequence: Sequence, length: int) -> bool:
-        """True if a sibling is computing blocks of the same prompt, so that this sequence can soon
-        copy more than the `length` positions available now. Waiting costs nothing, because prompts
-        are computed one by one anyway."""
-        shareable = sequence.first_needed // BLOCK * BLOCK
-        return (
-            self._reuses_prefix(sequence)
-            and length < shareable
-            and any(s.group is sequence.group and s.state is State.PREFILL for s in self.running)
-        )
 
     def _shared_prefix(self, sequence: Sequence) -> tuple[int, int]:
         """The slot that shares the longest prefix, and that prefix's length. The first position
@@ -411,25 +376,6 @@ class Scheduler:
         excess = max(0, len(self.paused) - self.slots.total)
         return tuple(sorted(self.paused, key=_behind_since)[:excess])
 
-    def _prompts_in_turn(self) -> list[Sequence]:
-        """The prompts that can be computed. Prompts already begun come first, in order of
-        admission; then the first prompt of each caller, the second of each, and so on. The caller
-        whose prompt was begun most recently comes last."""
-        prompts = [s for s in self.running if s.state is State.PREFILL and s.may_compute]
-        if len({sequence.request.caller for sequence in prompts}) <= 1:
-            return prompts
-        places: dict[Sequence, tuple[int, int, bool]] = {}
-        counts: Counter[str] = Counter()
-        for sequence in prompts:
-            caller = sequence.request.caller
-            if sequence.computed:
-                places[sequence] = (-1, 0, False)
-            else:
-                began, came = self._began.get(caller, -1), sequence.admitted_step
-                places[sequence] = (counts[caller], max(began, came), began >= came)
-                counts[caller] += 1
-        return sorted(prompts, key=places.__getitem__)
-
     def _chunk(self, sequence: Sequence, budget: int, *, light: bool) -> PrefillChunk | None:
         """The next chunk of a prompt, at most `budget` positions long; None if its elements do not
         fit into this step."""
@@ -451,8 +397,9 @@ class Scheduler:
         return PrefillChunk(sequence, start, end, copy_from)
 
     def _decode_in_turn(self, decode: tuple[Sequence, ...], *, light: bool) -> tuple[Sequence, ...]:
-        """All plain sequences and some tapped ones: none in a `light` step, otherwise those that
-        have waited the longest, as many as fit into `step_elements` but at least one."""
+        """Choose the sequences that decode: all plain ones and, unless the step is `light`, the
+        tapped ones that have waited the longest, as many as fit into `step_elements` but at least
+        one."""
         elements = 0
         tapped = [] if light else [sequence for sequence in decode if sequence.tapped]
         for index, sequence in enumerate(sorted(tapped, key=lambda each: each.decoded_step)):
@@ -469,25 +416,15 @@ class Scheduler:
         sequence = chunk.sequence
         self._reserved_elements += _elements(sequence, chunk.start, chunk.end)
         if sequence.computed == 0:
-            self._note_began(sequence.request.caller)
+            self._callers.began(sequence, self._step, self.running)
             sequence.computed = chunk.start
             if not sequence.handed_out:  # it was not evicted before
                 sequence.cached = chunk.start
             self.slots.set_contents(sequence.held_slot, sequence.tokens[: chunk.start])
 
-    def _note_began(self, caller: str) -> None:
-        self._began[caller] = self._step
-        if len(self._began) > len(self.running):  # some callers have nothing running any more
-            callers = {sequence.request.caller for sequence in self.running}
-            self._began = {name: step for name, step in self._began.items() if name in callers}
-
-
-def _same_caller(one: Sequence, other: Sequence) -> bool:
-    return one.request.caller == other.request.caller
-
 
 def _elements(sequence: Sequence, start: int, end: int) -> int:
-    """Elements of a prompt's positions [start, end): those of interventions, and of outputs not
+    """Elements of a prompt's positions [start, end): of interventions, and of outputs that were not
     delivered yet."""
     cost = sequence.group.cost
     return cost.position * (end - start) + cost.output * len(sequence.positions_in(start, end))

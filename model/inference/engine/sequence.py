@@ -59,7 +59,7 @@ class Group:
     request: Request
     weights: int = 0
     cost: StepCost = field(default_factory=StepCost)
-    listed: Any = None  # the sampler's `ListedIds`, made for the first processed row
+    listed: Any = None  # the sampler's `ListedIds`, created for the first processed row
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -76,10 +76,10 @@ class Sequence:
     prompt_length: int = field(init=False)
     longest: int = field(init=False)  # limit of len(tokens)
     stop_token_ids: frozenset[int] = field(init=False)
-    matcher: TokenMatcher | None = field(init=False)  # matcher of its constraint
+    matcher: TokenMatcher | None = field(init=False)
     tapped: bool = field(init=False)
-    """True if its stages are recorded or changed. Then it is computed separately, and its slot
-    cannot be copied."""
+    """True if stages of the sequence are recorded or changed. Then it is computed separately, and
+    its slot cannot be copied."""
     decoded_step: int = 0  # last step in which it decoded
     state: State = State.WAITING
     slot: int | None = None
@@ -111,7 +111,7 @@ class Sequence:
 
     @property
     def held_slot(self) -> int:
-        """The slot of a sequence that has one."""
+        """The slot. The sequence must hold one."""
         assert self.slot is not None
         return self.slot
 
@@ -126,18 +126,18 @@ class Sequence:
 
     @property
     def outputs(self) -> OutputsRequest | None:
-        """The request if it is an OutputsRequest."""
+        """The request if it is an OutputsRequest, else None."""
         return self.request if isinstance(self.request, OutputsRequest) else None
 
     @property
     def attribution(self) -> AttributionRequest | CircuitRequest | None:
-        """The request if it is for attributions or a circuit."""
+        """The request if it asks for attributions or a circuit, else None."""
         request = self.request
         return request if isinstance(request, AttributionRequest | CircuitRequest) else None
 
     @property
     def changes_rows(self) -> bool:
-        """True if it generates with interventions."""
+        """True if the sequence generates with interventions."""
         return self.tapped and self.generation is not None
 
     @property
@@ -149,7 +149,7 @@ class Sequence:
 
     @property
     def may_compute(self) -> bool:
-        """False while the reader of its outputs is behind."""
+        """False while the reader of the sequence's outputs is behind."""
         return self.outputs is None or self.credit > 0 or self.all_handed_out
 
     @property

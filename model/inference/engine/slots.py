@@ -52,7 +52,7 @@ class SlotPool:
 
     def acquire(self, step: int, preferred: int | None = None) -> int:
         """Take a free slot: `preferred` if free, otherwise the least recently used one. At least
-        one slot must be free. Its contents stay until `set_contents`."""
+        one slot must be free. It keeps its contents until `set_contents`."""
         free = [index for index, slot in enumerate(self._slots) if not slot.owned]
         if preferred is None or preferred not in free:
             preferred = min(free, key=lambda candidate: self._slots[candidate].last_used)

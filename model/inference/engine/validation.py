@@ -106,10 +106,8 @@ def check_prompt_fits(length: int, context_length: int, *, continued: bool = Fal
 
 def check_token_ids(param: str, token_ids: Collection[int], vocab_size: int) -> None:
     """Raise InvalidRequest if an id is outside the vocabulary."""
-    if not token_ids or (
-        min(token_ids) >= 0 and max(token_ids) < vocab_size
-    ):  # fast for long lists
-        return
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        return  # fast for long lists
     outside = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
     raise InvalidRequest(
         f"token id {outside} in {param} is outside the vocabulary of {vocab_size} ids "
@@ -122,7 +120,8 @@ def check_count(param: str, count: int | None, vocab_size: int, least: int = 0) 
     """Raise InvalidRequest if a number of ids (top_k, logprobs) is below `least` or exceeds the
     vocabulary's size."""
     if count is not None and not least <= count <= vocab_size:
-        raise InvalidRequest(f"{param} is {count}; the vocabulary has {vocab_size} ids", param)
+        limits = f"{least} to {vocab_size}, the size of the vocabulary"
+        raise InvalidRequest(f"{param} is {count}; it must be from {limits}", param)
 
 
 def _check_generation(request: GenerationRequest, config: ModelConfig) -> None:
@@ -200,7 +199,7 @@ def _check_outputs(request: OutputsRequest, config: ModelConfig) -> None:
             if lens.following and request.positions[-1] == length - 1:
                 raise InvalidRequest(
                     f"positions end with {length - 1}, the prompt's last token, which has no "
-                    "following token: leave it out, or do not ask for the following token",
+                    "following token: leave it out, or do not request the following token",
                     "positions",
                 )
         case Activations(stages=stages, heads=heads):

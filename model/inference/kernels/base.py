@@ -16,7 +16,7 @@ from logitd.model.inference.sampling.sample import SamplingRows
 
 @dataclass(frozen=True, slots=True)
 class AttentionSelection:
-    """The layers and heads whose attention weights are returned, in rows of `length` keys."""
+    """The layers and heads whose attention weights are returned. A row has `length` keys."""
 
     layers: Sequence[int]
     heads: Sequence[int]
@@ -61,7 +61,7 @@ a row that is not finite. Call it before the second launch after this one."""
 class Launcher(Protocol):
     """Launches decode steps, including sampling, without waiting for their end. A launch is one or
     more steps of the same rows, each at the next position; two launches may be in flight. A slot
-    has at most one row. `positions` are those of the first step. `sampling` has the rows of the
+    has at most one row. `positions` belong to the first step. `sampling` has the rows of the
     first step, then of the second, and so on; it is read before a call returns."""
 
     def most_steps(self, rows: int) -> int:
@@ -84,9 +84,9 @@ class Launcher(Protocol):
         positions: Sequence[int],
         sampling: SamplingRows,
     ) -> Collect:
-        """Launch steps before the tokens of the first are known: the last step of the previous
-        launch samples them in these of its `rows`. The result is undefined for a row whose previous
-        row gets no token."""
+        """Launch steps before the tokens of the first one are known. The last step of the previous
+        launch samples these tokens, in its rows `rows`. If such a row gets no token, the results of
+        the row that continues it are undefined."""
 
 
 DecodeRows = tuple[Sequence[int], Sequence[int], Sequence[int]]
@@ -103,20 +103,20 @@ class MixedPass(Protocol):
     def mixed(
         self, pieces: Sequence[PrefillInput], ends: Sequence[int], rows: DecodeRows
     ) -> tuple[list[Tensor], Tensor]:
-        """Return the final hidden states (T, d_model) of each piece, and logits (E + B, V). The
-        first E are the logits after the last token of the pieces with the indices `ends`; the
-        others are those of the B rows of the step. Pieces must be plain and share no slot with the
-        step. The next call may overwrite the logits."""
+        """Return the final hidden states (T, d_model) of each piece, and logits (E + B, V): first
+        the logits after the last tokens of the E pieces with the indices `ends`, then the logits of
+        the B rows of the step. Pieces must be plain and share no slot with the step. The next call
+        may overwrite the logits."""
 
 
 class Decoder(Protocol):
-    """A model over its cache."""
+    """Computes a model on its KV cache."""
 
     has_threads: bool
     """True if the decoder computes with its own threads instead of torch's."""
     prefill_matches_decode: bool
-    """True if prefill and decode compute the keys and values of a position with the same bits, so
-    that a prompt may reuse those of generated tokens."""
+    """True if prefill and decode compute the keys and values of a position with the same bits. Then
+    a prompt may reuse the keys and values of generated tokens."""
 
     @property
     def launcher(self) -> Launcher | None:

@@ -47,8 +47,8 @@ class DTypeChoice:
 class DecodePath:
     """The chosen type of decoder.
 
-    make_decoder  makes a decoder that leaves the GPT's weights in memory
-    make_owner    makes a decoder for a GPT that nothing else computes with: weights that the
+    make_decoder  creates a decoder that leaves the GPT's weights in memory
+    make_owner    creates a decoder for a GPT that nothing else computes with: weights that the
                   decoder does not read are freed until `restore_weights`
     name          "native (AVX-512 BF16)", "CUDA graphs" or "torch"
     note          the reason for torch if it was not requested, else None
@@ -145,8 +145,8 @@ def choose_decode_path(
 
 
 def code_path(name: str) -> DecodePath:
-    """The path of a model computed by its owner's code, which makes its own decoder
-    (`model/inference/engine/runner.py`); no GPT has this path."""
+    """The path of a model that its owner's code computes. `model/inference/engine/runner.py`
+    creates its decoder, so the functions of this path are never called."""
     return DecodePath.plain(PlainDecoder, name)
 
 
@@ -167,9 +167,9 @@ def cuda_path(
     batch_invariant: bool,
     make: Callable[..., Decoder] = GraphDecoder,
 ) -> DecodePath:
-    """Choose the decoder on a GPU: that of `make` if it passes the self-check, otherwise plain
-    torch with the fault as a note. Raises KernelError if `batch_invariant` is set and leaves only
-    plain torch, or if the self-check broke the device."""
+    """Choose the decoder on a GPU: the one that `make` creates if it passes the self-check,
+    otherwise plain torch with the fault as a note. Raises KernelError if `batch_invariant` is set
+    and leaves only plain torch, or if the self-check broke the device."""
     if kernels == "torch":
         if batch_invariant:
             raise KernelError(
@@ -200,8 +200,8 @@ def cuda_path(
 def _native_path(
     library: NativeLibrary, dtype: torch.dtype, options: ComputeOptions, threads: int
 ) -> DecodePath:
-    """The path of these kernels. They also compute prompts if they are fast at it or if the user
-    chose their target."""
+    """The path of these native kernels. They also compute prompts if they are fast at it or if the
+    user chose their target."""
     quantize, named = options.quantize, options.kernel_target != "auto"
     prefills = named or prefills_natively(dtype, quantize=quantize, features=library.features)
 

@@ -54,13 +54,13 @@ class _Sums:
 
 
 class LensDigest:
-    """Computes the figures of rows of logits (P, V). `own` (P, V) are the model's own logits, those
-    of its last layer; all logits are float32. `following` (P,) are the next ids of the text, as
+    """Computes the figures of rows of logits (P, V). `own` (P, V) are the model's own logits, from
+    its last layer; all logits are float32. `following` (P,) are the next ids of the text, as
     additional named ids.
 
     The divergence is the Kullback-Leibler divergence from a layer's distribution to the model's
-    own, in nats: sum p_own (log p_own - log p). In memory are P x V probabilities in float64 and
-    four times GROUP_ELEMENTS; with `following` six times.
+    own, in nats: sum p_own (log p_own - log p). The memory holds P x V probabilities and four times
+    GROUP_ELEMENTS numbers in float64; with `following`, six times.
     """
 
     def __init__(

@@ -15,19 +15,19 @@ TOKENS: Mapping[Metric, Sequence[str]] = {
     "loss": ("token",),
     "kl": (),
 }
-"""The tokens that each metric takes."""
+"""The fields for tokens that each metric uses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
     """A metric with its tokens.
 
-    metric  logit        of `token`, minus that of `minus` if given
-            probability  the same for probabilities
-            loss         minus the logprob of `token`, in nats
-            kl           Kullback-Leibler divergence of the distribution from that of `unchanged`,
-                         in nats: sum of p log(p / q), with p from `unchanged`
-    unchanged  logprobs (V,); None: those of the row itself
+    metric     logit        logit of `token`, minus the logit of `minus` if given
+               probability  the same with probabilities
+               loss         minus the logprob of `token`, in nats
+               kl           Kullback-Leibler divergence in nats: the sum of p log(p / q), with p
+                            from `unchanged` and q from the row
+    unchanged  logprobs (V,); None: the logprobs of the row itself
     """
 
     metric: Metric

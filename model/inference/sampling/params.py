@@ -34,9 +34,9 @@ RANGES: Mapping[str, tuple[float, float]] = {
 class SamplingParams:
     """Sampling parameters of a request. `model/inference/sampling/sampler.py` defines each step.
 
-    max_tokens         most tokens to generate; 0 computes only the prompt
+    max_tokens         maximum number of generated tokens; 0 computes only the prompt
     seed               key of the random numbers (0 to 2^64 - 1): the same seed gives the same
-                       tokens. -1: LLM draws a seed for each prompt; the engine refuses it
+                       tokens. -1: LLM draws a seed for each prompt; the engine refuses -1
     temperature        0 is greedy
     top_k              keep the k most likely tokens (0: all)
     top_p              keep the most likely tokens whose total probability reaches top_p
@@ -103,8 +103,8 @@ class SamplingParams:
 
 
 class SamplingFields(BaseModel):
-    """The fields of `SamplingParams` that request bodies have under the same names. A field added
-    here is accepted by all bodies, OpenAI's endpoints and the client."""
+    """The fields of `SamplingParams` that request bodies have under the same names. All bodies,
+    OpenAI's endpoints and the client accept a field that is added here."""
 
     temperature: Annotated[float, Field(ge=0, le=1e6)] = Field(1.0, description="0 is greedy.")
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = Field(

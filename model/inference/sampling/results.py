@@ -21,8 +21,8 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredRows:
-    """Logprobs of given tokens in NumPy arrays. Callers that store columns save the time of making
-    an object for each token.
+    """Logprobs of given tokens in NumPy arrays, for callers that store columns: they save the time
+    of creating an object for each token.
 
     logprobs  (R,), float64
     counts    (R,), number of each row's most likely ids in `top_ids` and `top_logprobs` (N,)

@@ -1,9 +1,9 @@
 """Sample: turns rows of logits into tokens by temperature, filters and one uniform number per row.
 
-It computes steps 7 to 11 of `model/inference/sampling/sampler.py` in plain torch, for all rows at
-once; at temperature 0 the token is the argmax. The native decoder has its own implementation
-(`model/inference/kernels/cpu/native/sample.h`). The steps that depend on the text come before, in
-the sampler.
+It computes steps 7 to 11 of `model/inference/sampling/sampler.py` in plain torch, for all rows
+together; at temperature 0 the token is the argmax. The native decoder has its own implementation
+(`model/inference/kernels/cpu/native/sample.h`). The sampler computes the steps before these, which
+depend on the text.
 
 The parameters of all rows are one structured array with a record per row. From one token of a
 sequence to the next only the position changes, so records are reused instead of built anew.
@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from logitd.model.inference.sampling.philox import uniform
+from logitd.model.inference.sampling.philox import uniforms
 
 LARGEST_LOGIT = 1e30
 """Largest magnitude of a logit that stays within float32 under all parameters."""
@@ -135,9 +135,8 @@ def _invert_cdf(logits: Tensor, sampling: SamplingRows) -> list[int]:
     """Step 11 for rows (R, V): the sampled ids."""
     cumulated = logits.double().softmax(dim=-1).cumsum(dim=-1)  # (R, V)
     total = cumulated[:, -1:].contiguous()  # (R, 1)
-    keys = sampling[["seed", "position", "index"]].tolist()
-    uniforms = [uniform(seed, position, index) for seed, position, index in keys]
-    u = torch.tensor(uniforms, device=logits.device, dtype=torch.float64)[:, None]
+    drawn = uniforms(sampling["seed"], sampling["position"], sampling["index"])
+    u = torch.from_numpy(drawn).to(logits.device)[:, None]
     picked = torch.searchsorted(cumulated, u * total, right=True)
     last = torch.searchsorted(cumulated, total)  # u * total may round up to the total
     ids: list[int] = torch.minimum(picked, last)[:, 0].tolist()

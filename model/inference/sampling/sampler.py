@@ -1,4 +1,4 @@
-"""Sampler: turns rows of logits into tokens, for all rows of a step at once.
+"""Sampler: turns rows of logits into tokens, for all rows of a step together.
 
 The definitions, in the order in which they are applied:
 
@@ -58,7 +58,7 @@ from logitd.model.inference.sampling.state import row_of
 
 
 class ListedIds:
-    """The lists of ids in a request's parameters, as tensors. They are made once per request,
+    """The lists of ids in a request's parameters, as tensors. They are created once per request,
     because every row needs them in every step and they may be as long as the vocabulary."""
 
     def __init__(self, params: SamplingParams, vocab_size: int, device: torch.device) -> None:
@@ -139,7 +139,7 @@ def process(logits: Tensor, contexts: Sequence[RowContext]) -> Tensor:
 def _biased_and_penalized(raw: Tensor, contexts: Mapping[int, RowContext]) -> Tensor:
     """Logits (R, V) after steps 1 to 6; `raw` itself if none applies."""
     values = raw
-    # Constraints come first, for all rows at once: -inf stays -inf in the other steps.
+    # Constraints come first, for all rows together: -inf stays -inf in the other steps.
     if any(row.allowed is not None for row in contexts.values()):
         values = raw.masked_fill(_forbidden(contexts, raw), -math.inf)
     changed = [i for i, row in contexts.items() if _changes_logits(row)]
@@ -228,7 +228,7 @@ def score_rows(logits: Tensor, token_ids: Sequence[int], count: int) -> ScoredRo
 
 
 def _logprobs(logits: Tensor, token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Logprobs (R, V) in float64, and those of the given id of each row (R, 1)."""
+    """Logprobs (R, V) in float64, and the logprob of the given id of each row (R, 1)."""
     logprobs = logits.float().double().log_softmax(dim=-1)
     ids = torch.tensor(token_ids, device=logprobs.device)[:, None]
     return logprobs, logprobs.gather(1, ids)

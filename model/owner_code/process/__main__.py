@@ -1,7 +1,7 @@
 """Entry of the program: `python -m logitd.model.owner_code.process FOLDER [FD]`.
 
-FOLDER has `request.json` (a `Job`) and `weights.safetensors`. The answer is written there:
-`answer.safetensors` (ids, their logits, and the logits after the last id is changed), `facts.json`,
+FOLDER contains `request.json` (a `Job`) and `weights.safetensors`. The program writes its answer
+there: `answer.safetensors` (ids, their logits, and the logits with another last id), `facts.json`,
 or `problem.txt`. The job "serve" answers on the socket FD instead.
 """
 
@@ -33,11 +33,11 @@ ANSWER, FACTS, PROBLEM = "answer.safetensors", "facts.json", "problem.txt"
 class Job:
     """The request to this program.
 
-    kind      "compare": logits for random ids; "measure": facts; "serve"
+    kind      "compare" computes logits for random ids, "measure" measures facts, "serve" serves
     request   members of a `Request`
-    options   arguments of the kind
+    options   arguments of this kind of job
     weights   path of the weights, if they are not in the folder
-    threads   number of torch's threads; 0: its default
+    threads   number of torch's threads; 0 means torch's default
     """
 
     kind: str
@@ -62,8 +62,8 @@ def main(folder: Path, end: socket.socket | None) -> int:
     except Problem as problem:
         (folder / PROBLEM).write_text(str(problem), encoding="utf-8")
         return 1
-    except (EOFError, BrokenPipeError, ConnectionError):  # the other process has ended
-        return 0
+    except (EOFError, ConnectionError):
+        pass  # the other process has ended
     return 0
 
 
@@ -82,9 +82,8 @@ def _run(job: Job, request: Request, folder: Path, wire: Wire | None) -> None:
             (folder / FACTS).write_text(json.dumps(facts | chosen), encoding="utf-8")
         case _:
             assert wire is not None
-            Answerer(caller, wire, **{k: v for k, v in options.items() if k != "context"}).run(
-                options["context"]
-            )
+            context = options.pop("context")
+            Answerer(caller, wire, **options).run(context)
 
 
 if __name__ == "__main__":

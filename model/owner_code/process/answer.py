@@ -1,14 +1,15 @@
 """Answer: computes passes on request until the other process closes its end of the wire.
 
-Requests, with the replies:
+Requests, and the replies to them:
 
   {"lengths": [n, ...], "firsts": [...], "ends": [...], "slots": [...], "visit": [names]} + ids
-      {"stage": name, "shape": [1, T, ...]} + values, for each visited stage; it is answered by
-      {"changed": true} + values, or {"changed": false}
-      {"logits": [rows, V]} + values: those of positions [first, end) of each sequence
+      for each visited stage, {"stage": name, "shape": [1, T, ...]} + values; the other process
+      answers {"changed": true} + values, or {"changed": false}
+      {"logits": [rows, V]} + values, for positions [first, end) of each sequence
   {"lens": [P, d]} + values
-      {"logits": [P, V]} + values: of the final norm and the head
-  an error of the owner's code is {"error": text}
+      {"logits": [P, V]} + values, computed by the final norm and the head
+
+If the owner's code fails, the reply is {"error": text}.
 """
 
 from collections.abc import Sequence
@@ -28,9 +29,11 @@ from logitd.model.owner_code.process.wire import Wire, floats
 class Answerer:
     """Computes the passes of a model.
 
-    rows        number of logits that the model returns
-    order       the model's id of each id of the vocabulary; None: the same, up to `vocabulary`
-    together    sequences of a request are computed in one batch, padded on the right
+    rows        number of logits that the model returns for a position
+    vocabulary  number of ids
+    order       the model's id for each id of the vocabulary; None if they are the same
+    together    compute the sequences of a request in one batch, padded on the right
+    lens        names of the final norm and of the head
     """
 
     def __init__(
@@ -56,14 +59,14 @@ class Answerer:
         self._last: tuple[list[int], Tensor] | None = None
 
     def run(self, context: int) -> None:
-        """Announce that the model is ready, then answer requests. Ends with EOFError or OSError."""
+        """Announce that the model is ready, then answer requests. Raises EOFError or OSError when
+        the other process ends."""
         self._wire.send({"ready": timed(self._caller, self._rows, context)})
         while True:
             header, payload = self._wire.receive()
             try:
-                logits = self._lens_of(header, payload) if "lens" in header else self._pass(
-                    header, payload
-                )  # fmt: skip
+                compute = self._lens_of if "lens" in header else self._pass
+                logits = compute(header, payload)
             except Problem as problem:
                 self._wire.send({"error": str(problem)})
             else:
@@ -83,8 +86,8 @@ class Answerer:
         return self._columns(torch.cat([rows[: end - first] for rows, first, end in ends]))
 
     def _alone(self, ids: Tensor, first: int, slot: int) -> Tensor:
-        """Logits (T - first, rows) of one sequence. The last sequence's logits are kept, because a
-        long prompt is read in several parts."""
+        """Logits (T - first, rows) of one sequence. They are kept until the next sequence, because
+        the logits of a long prompt are requested in several parts."""
         listed: list[int] = ids.tolist()
         if self._has_state:
             return self._continued(ids, listed, first, slot)
@@ -95,7 +98,8 @@ class Answerer:
         return self._last[1][first:]
 
     def _continued(self, ids: Tensor, listed: list[int], first: int, slot: int) -> Tensor:
-        """Like `_alone`, with the model's own cache if it holds the beginning of the sequence."""
+        """The same as `_alone`, with the model's own cache if it has the beginning of the
+        sequence."""
         known, state = self._states.pop(slot, ([], None))
         if not len(known) <= first or listed[: len(known)] != known:
             known, state = [], None
@@ -112,8 +116,8 @@ class Answerer:
         ]
 
     def _visited(self, ids: Tensor, first: int, names: Sequence[str]) -> Tensor:
-        """Logits (T - first, rows) of a pass whose stages the other process reads and changes. If
-        the model returns only the last position, its calls for prefixes get the same values."""
+        """Logits (T - first, rows) of a pass whose stages the other process may read and change. If
+        the model returns only the last position, the calls for prefixes get the same values."""
         met: dict[str, Tensor] = {}
 
         def visit(name: str, value: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Build: makes the owner's model with the values of the checkpoint, and loads its weights.
+"""Build: creates the owner's model with the values of the checkpoint, and loads its weights.
 
-The expression is a class, a function, or anything that makes the model. Parameters get the values
-of the checkpoint by their names. `attempts` lists the ways to choose among these values; the one
+The expression is a class, a function, or anything that creates the model. Parameters get values of
+the checkpoint by their names. `attempts` lists the ways to choose among these values. The attempt
 that fits the weights can be repeated later.
 """
 
@@ -36,11 +36,11 @@ class Request:
 
     file, expression   the owner's file, and a name in it or an expression that uses its names
     said               values from the checkpoint's settings and from the user
-    shape              values that follow from the tensors
+    shape              values that follow from the shapes of the tensors
     flags              guesses about which layers have a bias
-    call               the call that returns logits, as an expression of `model`, `ids` and names
-                       of the file; None: `model(ids)`
-    chosen             members of the attempt that made the model before; None: try all
+    call               expression of `model`, `ids` and names of the file that returns logits; None
+                       is `model(ids)`
+    chosen             members of the attempt that created the model before; None tries all
     """
 
     file: str
@@ -61,7 +61,7 @@ class Request:
 
 
 class Values(dict[str, Any]):
-    """A dictionary whose keys are also attributes. `asked` records the keys that were looked up."""
+    """A dictionary whose keys are also attributes. Keys that are looked up are added to `asked`."""
 
     def __init__(self, values: Mapping[str, Any], asked: set[str]) -> None:
         super().__init__(values)
@@ -83,13 +83,13 @@ class Values(dict[str, Any]):
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """One way to make the model.
+    """One way to create the model.
 
     top     values that override global names of the file
     over    values that override the defaults of parameters
     values  values for parameters without a default
-    names   values of assignments, for those that fail
-    asked   names that the code looked up, over all attempts
+    asked   names that the code looked up in all attempts so far
+    names   values for assignments that fail
     """
 
     top: Mapping[str, Any]
@@ -100,13 +100,13 @@ class Attempt:
 
     @property
     def chosen(self) -> dict[str, Mapping[str, Any]]:
-        """The members that repeat the attempt."""
+        """The members that are needed to repeat the attempt."""
         return {"top": self.top, "over": self.over, "values": self.values, "names": self.names}
 
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """The model with its weights, the module that defines it, and the attempt that made it."""
+    """The model with its weights, the module that defines it, and the attempt that created it."""
 
     model: nn.Module
     module: types.ModuleType
@@ -114,7 +114,7 @@ class Built:
 
 
 def attempts(request: Request) -> Iterator[Attempt]:
-    """The attempts to make: with the defaults of the owner's code, then with the shape of the
+    """The attempts in order: with the defaults of the owner's code, then with the shapes of the
     tensors, then with all combinations of the flags."""
     said, shape = request.said, request.shape
     asked, none = set[str](), dict[str, Any]()
@@ -150,15 +150,15 @@ def build_model(request: Request, weights: Mapping[str, Tensor]) -> Built:
     said = str(problems[:3][-1])
     if flags := sorted(tried - request.said.keys()):
         said += (
-            f". No combination of {' and '.join(flags)} fits; give the expression that makes the "
+            f". No combination of {' and '.join(flags)} fits; give the expression that creates the "
             f"model, such as '{request.expression}({flags[0]}=False)'"
         )
     raise Problem(said)
 
 
 def make(module: types.ModuleType, request: Request, attempt: Attempt) -> nn.Module:
-    """Make the model, without its weights, by evaluating the expression. If the value is a class or
-    a function, call it with the known values of its parameters. Raises Problem."""
+    """Create the model without its weights by evaluating the expression. A class or a function is
+    called with the known values of its parameters. Raises Problem."""
     torch.manual_seed(0)
     names = {**attempt.values, **vars(module)}
     try:
@@ -180,10 +180,10 @@ def make(module: types.ModuleType, request: Request, attempt: Attempt) -> nn.Mod
             ) from error
         raise Problem(
             f"{type(error).__name__}: {error}. If the values of the checkpoint do not fit, give "
-            "an expression that makes the model, such as 'GPT(vocab_size=65, n_head=4)'"
+            "an expression that creates the model, such as 'GPT(vocab_size=65, n_head=4)'"
         ) from error
     if not isinstance(made, nn.Module):
-        raise Problem(f"the expression makes a {type(made).__name__}; expected a torch module")
+        raise Problem(f"the expression returns a {type(made).__name__}; expected a torch module")
     return made.float().to("cpu")
 
 
@@ -209,13 +209,13 @@ def arguments(
             called = getattr(made, "__name__", "GPT")
             raise Problem(
                 f"{called} needs {name!r}, which the checkpoint does not contain: give an "
-                f"expression that makes the model, such as '{called}(..., {name}=...)'"
+                f"expression that creates the model, such as '{called}(..., {name}=...)'"
             )
     return given
 
 
 def config_class(parameter: inspect.Parameter, module: types.ModuleType) -> type | None:
-    """The class of a configuration by which a parameter is annotated."""
+    """The class in a parameter's annotation if it is a configuration's, otherwise None."""
     annotation = parameter.annotation
     if isinstance(annotation, str):
         annotation = vars(module).get(annotation)
@@ -226,7 +226,7 @@ def config_class(parameter: inspect.Parameter, module: types.ModuleType) -> type
 
 
 def is_used_as_object(name: str, made: Callable[..., Any], module: types.ModuleType) -> bool:
-    """True if the file reads attributes or items of a parameter: it is a configuration."""
+    """True if the code reads attributes or items of a parameter, as it does of a configuration."""
     called = getattr(made, "__name__", "")
     return any(
         isinstance(node, ast.Attribute | ast.Subscript)
@@ -239,8 +239,8 @@ def is_used_as_object(name: str, made: Callable[..., Any], module: types.ModuleT
 
 
 def config_object(named: type | None, module: types.ModuleType, attempt: Attempt) -> Any:
-    """A configuration object with the known values. Its class is `named`, or the file's only class
-    that is named like a configuration, or else `Values`."""
+    """A configuration object with the known values. Its class is `named`, or else the file's only
+    class that is named like a configuration, or else `Values`."""
     classes = [named] if named else [
         value for name, value in vars(module).items()
         if isinstance(value, type) and is_config_name(name) and not issubclass(value, nn.Module)
@@ -290,8 +290,8 @@ def load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def renamed(weights: Mapping[str, Tensor], model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """The weights under their own names; without a common first part; and prefixed by each child's
-    name."""
+    """Yield the weights under their names, then under names without a common first part, then under
+    names with each child module's name as a prefix."""
     yield dict(weights)
     heads = {name.partition(".")[0] for name in weights}
     if len(heads) == 1:

@@ -14,13 +14,13 @@ from logitd.model.owner_code.process.problem import Problem
 TARGETS = frozenset(
     ("target", "targets", "label", "labels", "y", "tgt", "trg", "target_ids", "idx_next", "yb")
 )
-"""Names of parameters for target ids, on which the logits do not depend."""
+"""Names of parameters for target ids. Logits do not depend on them."""
 SEED = 0
 
 
 class Caller:
     """Calls a model. `expression` replaces `model(ids)`; it may use `model`, `ids`, `torch` and the
-    names of the owner's file. `length` is the number of ids of the call that runs or ran last."""
+    names of the owner's file. `length` is the number of ids of the current or last call."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class Caller:
         self, token_ids: Tensor, rows: int, first: int = 0, *, seeded: bool = True
     ) -> Tensor:
         """Logits (B, T - first, rows) of ids (B, T), from position `first` on. If the model returns
-        only the last position, it is called for the whole, then for every prefix. Each pass starts
-        from the same random seed unless `seeded` is False. Raises Problem."""
+        only the last position, it is also called for every prefix. Each pass starts from the same
+        random seed unless `seeded` is False. Raises Problem."""
         length = token_ids.shape[1]
         logits = self._returned(token_ids, rows, seeded=seeded)
         if logits.dim() == 2 and len(logits) == token_ids.numel() and length > 1:
@@ -66,7 +66,7 @@ class Caller:
         return self._returned(token_ids, 1, seeded=True).shape[-1]
 
     def _returned(self, token_ids: Tensor, rows: int, *, seeded: bool) -> Tensor:
-        """Call the model, and return the first tensor of its output whose last axis is the
+        """Call the model, and return the first tensor in its output whose last axis is the
         vocabulary. Raises Problem."""
         self.length = token_ids.shape[1]
         if seeded:
@@ -121,9 +121,19 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def compare(caller: Caller, rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Random ids (2, T), their logits (2, T, rows), and the logits after the last id is changed."""
+    """Random ids (2, T), their logits (2, T, rows), and the logits with another last id."""
+    token_ids = random_ids(2, length, rows)
+    changed = caller.logits(with_other_last_id(token_ids, rows), rows)
+    return token_ids, caller.logits(token_ids, rows), changed
+
+
+def random_ids(count: int, length: int, rows: int) -> Tensor:
+    """Token ids (count, length) below `rows`; the same in each call."""
     generator = torch.Generator().manual_seed(1)
-    token_ids = torch.randint(0, rows, (2, length), generator=generator)
+    return torch.randint(0, rows, (count, length), generator=generator)
+
+
+def with_other_last_id(token_ids: Tensor, rows: int) -> Tensor:
     other = token_ids.clone()
     other[:, -1] = (other[:, -1] + 1) % rows
-    return token_ids, caller.logits(token_ids, rows), caller.logits(other, rows)
+    return other

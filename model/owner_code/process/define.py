@@ -1,9 +1,9 @@
-"""Define: runs the definitions of an owner's file, but not its script.
+"""Define: runs the definitions in an owner's file, but not its script.
 
 Only the imports, classes, functions and assignments that the model's expression needs are executed,
-not a training loop. If an assignment fails (`len(chars)` of a missing text), it gets the value that
-it had during the import (`record`), or a value from the checkpoint, or is skipped. An import that
-fails is reported when its name is first used.
+not a training loop. If an assignment fails (`len(chars)` of a missing text), the name gets the
+value that it had when the model was imported (`record`), or a value from the checkpoint; otherwise
+the assignment is skipped. An import statement that fails is reported when its name is first used.
 """
 
 import __future__
@@ -21,11 +21,9 @@ from logitd.model.owner_code.process.problem import Problem
 
 PARENTS = 4
 """Number of folders above the file that are searched for imported packages."""
-
-
 RECORDED_BYTES, RECORDED_TEXT = 2**16, 256
-"""Maximum size, as JSON, of a recorded value of a global name, and maximum length of a recorded
-text. Longer texts are training data, from which other values were computed."""
+"""Maximum size of a recorded value as JSON, in bytes, and maximum length of a recorded string.
+Longer strings are training data, from which other values were computed."""
 
 
 def run_definitions(
@@ -35,9 +33,14 @@ def run_definitions(
     override: Mapping[str, Any],
     recorded: Mapping[str, Any],
 ) -> types.ModuleType:
-    """Run the definitions of a file that some expressions need, as a module. `recorded`, by exact
-    names, and `values` replace the values of failing assignments, and `override` the numbers of
-    global names; the keys of both are in lower case. Raises Problem."""
+    """Run the definitions in a file that some expressions need. Returns them as a module.
+
+    values    values for assignments that fail, by names in lower case
+    override  numbers that replace those of global names, by names in lower case
+    recorded  values for assignments that fail, by exact names; they take precedence
+
+    Raises Problem.
+    """
     tree = parse(file)
     module = new_module(file, tree)
     names, needed = vars(module), needed_names(tree, expressions)
@@ -70,8 +73,8 @@ def run_definitions(
 
 
 def record(file: Path, expressions: Sequence[str], module: types.ModuleType) -> dict[str, Any]:
-    """The values of the assignments that some expressions need, if they are small and fit into
-    JSON: they may come from files that are missing when the model is served."""
+    """The values of the assignments that some expressions need, if JSON can express them and they
+    are small. The assignments may read files that are missing when the model is served."""
     tree, kept = parse(file), dict[str, Any]()
     needed = needed_names(tree, expressions)
     for statement in tree.body:
@@ -93,21 +96,17 @@ class FailedImport:
     """The value of a name whose import failed. Each use raises ImportError with the reason."""
 
     def __init__(self, reason: str) -> None:
-        self.__dict__["reason"] = reason
+        self.reason = reason
 
-    def __getattr__(self, name: str) -> Any:
-        raise ImportError(self.__dict__["reason"])
+    def _refuse(self, *arguments: Any, **named: Any) -> Any:
+        raise ImportError(self.reason)
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        raise ImportError(self.__dict__["reason"])
-
-    def __mro_entries__(self, bases: Any) -> Any:
-        raise ImportError(self.__dict__["reason"])
+    __getattr__ = __call__ = __mro_entries__ = _refuse
 
 
 class ParentFolders:
-    """Finds modules in the folders above the owner's file, after all other places: a package often
-    imports itself by its own name."""
+    """Finds modules in the folders above the owner's file, after all other finders, because a
+    package often imports itself by its own name."""
 
     def __init__(self, file: Path) -> None:
         self._folders = [str(folder) for folder in file.parents[1 : PARENTS + 1][: -1 or None]]
@@ -123,13 +122,13 @@ def parse(file: Path) -> ast.Module:
     try:
         return ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
     except (SyntaxError, ValueError) as error:
-        raise Problem(f"{file.name} is not Python that this interpreter reads: {error}") from error
+        raise Problem(f"{file.name} is not valid in this version of Python: {error}") from error
 
 
 def new_module(file: Path, tree: ast.Module) -> types.ModuleType:
     """An empty module for the file, which can import the files next to it. If the file has relative
-    imports, the module belongs to a package that is its folder; the package's own `__init__.py` is
-    not run, because it may import the file."""
+    imports, its folder becomes the package of the module. The package's `__init__.py` is not run,
+    because it may import the file."""
     if str(file.parent) not in sys.path:
         sys.path.insert(0, str(file.parent))
     if not any(isinstance(finder, ParentFolders) for finder in sys.meta_path):
@@ -151,21 +150,17 @@ def new_module(file: Path, tree: ast.Module) -> types.ModuleType:
 
 def future_flags(tree: ast.Module) -> int:
     """The compiler flags of the file's imports from `__future__`."""
-    names = [
-        alias.name
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom) and node.module == "__future__"
-        for alias in node.names
-    ]
     flags = 0
-    for name in names:
-        flags |= getattr(__future__, name).compiler_flag
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module == "__future__":
+            for alias in node.names:
+                flags |= getattr(__future__, alias.name).compiler_flag
     return flags
 
 
 def defined(statement: ast.stmt) -> set[str] | None:
-    """The names that a definition binds ("*": unknown ones); None for a statement of a script. A
-    `try` or an `if` is a definition if it contains nothing else."""
+    """The names that a definition binds ("*" if they are unknown); None for a statement of a
+    script. A `try` or an `if` that contains only definitions is a definition."""
     match statement:
         case ast.ImportFrom(module="__future__"):
             return set()
@@ -201,8 +196,8 @@ def bound(targets: Sequence[ast.expr]) -> set[str]:
 
 
 def needed_names(tree: ast.Module, expressions: Sequence[str]) -> set[str]:
-    """Global names that the expressions use, directly or through other definitions. Classes that
-    are named like a configuration are included."""
+    """Global names that the expressions use directly or through other definitions, and the classes
+    that are named like a configuration."""
     uses: dict[str, set[str]] = {}
     pending: list[str] = []
     for expression in expressions:

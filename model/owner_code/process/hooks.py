@@ -1,11 +1,12 @@
-"""Hooks: the outputs of submodules, by name, while a model is called.
+"""Hooks: read and change the outputs of a model's submodules while the model is called.
 
-A stage is the first tensor of a submodule's output, (1, T, ...), or, as `NAME:input`, of its first
-argument.
+A stage is the first tensor (1, T, ...) of a submodule's output. `NAME:input` is the first tensor of
+its arguments.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from logitd.model.owner_code.process.problem import Problem
 
 INPUT = ":input"
 Visit = Callable[[str, Tensor], Tensor]
-"""Gets the name and the value of a stage, and returns the value to continue with."""
+"""Receives the name and the value of a stage, and returns the value to continue with."""
 
 
 @contextmanager
@@ -26,10 +27,11 @@ def visiting(model: nn.Module, names: Sequence[str], visit: Visit) -> Iterator[N
         module = modules.get(name.removesuffix(INPUT))
         if module is None:
             raise Problem(f"the model has no submodule {name!r}")
+        replaced = partial(_replaced, name, visit)
         if name.endswith(INPUT):
-            handles.append(module.register_forward_pre_hook(_before(name, visit)))
+            handles.append(module.register_forward_pre_hook(replaced))
         else:
-            handles.append(module.register_forward_hook(_after(name, visit)))
+            handles.append(module.register_forward_hook(replaced))
     try:
         yield
     finally:
@@ -37,23 +39,10 @@ def visiting(model: nn.Module, names: Sequence[str], visit: Visit) -> Iterator[N
             handle.remove()
 
 
-def _before(name: str, visit: Visit) -> Callable[[nn.Module, Any], Any]:
-    def hook(module: nn.Module, arguments: Any) -> Any:
-        return _replaced(arguments, name, visit)
-
-    return hook
-
-
-def _after(name: str, visit: Visit) -> Callable[[nn.Module, Any, Any], Any]:
-    def hook(module: nn.Module, arguments: Any, output: Any) -> Any:
-        return _replaced(output, name, visit)
-
-    return hook
-
-
-def _replaced(value: Any, name: str, visit: Visit) -> Any:
-    """Visit the first tensor in `value`. Returns `value` with that tensor replaced, or None if it
-    contains no tensor."""
+def _replaced(name: str, visit: Visit, module: nn.Module, *passed: Any) -> Any:
+    """Hook for torch. Visits the first tensor in the last value that torch passes, which is a
+    module's input or output. Returns the value with that tensor replaced; None if it has none."""
+    value = passed[-1]
     if isinstance(value, Tensor):
         return visit(name, value)
     if isinstance(value, tuple) and not hasattr(value, "_fields"):

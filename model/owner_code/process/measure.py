@@ -1,6 +1,6 @@
-"""Measure: facts about an owner's model that its code does not declare.
+"""Measure: measures facts about an owner's model that its code does not declare.
 
-They are measured once, when the model is imported, with random ids on the CPU.
+This happens once, when the model is imported, with random ids on the CPU.
 """
 
 import os
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from logitd.model.owner_code.process.call import Caller
+from logitd.model.owner_code.process.call import Caller, random_ids, with_other_last_id
 from logitd.model.owner_code.process.define import PARENTS
 from logitd.model.owner_code.process.hooks import INPUT, visiting
 from logitd.model.owner_code.process.problem import Problem
@@ -25,10 +25,12 @@ from logitd.model.owner_code.process.state import STATE_METHOD, with_state
 LONGEST_TRIED = 4096
 """Longest sequence to try if the context length is unknown."""
 LONGEST_PASS = 5.0
-"""Seconds of a pass after which no longer sequence is tried."""
+"""Duration of a pass, in seconds, after which no longer sequence is tried."""
 TOKENS = 24
+"""Length of the sequences whose logits are compared."""
 TIMED_TOKENS = 256
 TOLERANCE = 1e-3
+"""Largest difference between the logits of the lens and of the model."""
 PACKAGES = {"site-packages", "dist-packages"}
 PREFIXES = (sys.prefix, sys.base_prefix)
 PROGRAM = Path(__file__).resolve().parent
@@ -39,20 +41,18 @@ STAGE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,80}")
 class Asked:
     """Options of a measurement.
 
-    context      context length to check; None: the longest that works
-    rows         number of ids, if known
-    lens         names of the final norm and of the head; None: no lens
+    context      context length to check; None finds the longest that works
+    lens         names of the final norm and of the head; None if there is no lens
     """
 
     context: int | None = None
-    rows: int | None = None
     lens: Sequence[str] | None = None
 
 
 def measure(caller: Caller, asked: Asked, file: Path) -> dict[str, Any]:
-    """The facts, as JSON. Differences are the largest absolute differences between logits. Raises
-    Problem."""
-    rows = asked.rows or vocabulary_rows(caller)
+    """The facts, in types of JSON. Differences are the largest absolute differences between logits.
+    Raises Problem."""
+    rows = vocabulary_rows(caller)
     context = context_length(caller, rows, asked.context)
     length = min(TOKENS, context)
     ids = random_ids(2, length, rows)
@@ -60,8 +60,7 @@ def measure(caller: Caller, asked: Asked, file: Path) -> dict[str, Any]:
     only_last = caller.length < length
     if not bool(logits.isfinite().all()):
         raise Problem("its logits for random ids are not finite")
-    other = ids.clone()
-    other[:, -1] = (other[:, -1] + 1) % rows
+    changed = caller.logits(with_other_last_id(ids, rows), rows)
     noise = max(
         difference(*(caller.logits(ids, rows, seeded=False) for _ in range(2))),
         difference(caller.logits(ids, rows, seeded=False), logits),
@@ -73,7 +72,7 @@ def measure(caller: Caller, asked: Asked, file: Path) -> dict[str, Any]:
         "context_length": context,
         "context_is_known": context < LONGEST_TRIED or asked.context is not None,
         "only_last": only_last,
-        "not_causal": difference(caller.logits(other, rows)[:, :-1], logits[:, :-1]),
+        "not_causal": difference(changed[:, :-1], logits[:, :-1]),
         "not_deterministic": noise,
         "deterministic": noise == 0,
         "padding": max(
@@ -89,8 +88,8 @@ def measure(caller: Caller, asked: Asked, file: Path) -> dict[str, Any]:
 
 
 def vocabulary_rows(caller: Caller) -> int:
-    """The number of ids: the width of the logits, or the rows of the token embedding if these are
-    fewer. Raises Problem."""
+    """The number of ids: the width of the logits, or the number of rows of the token embedding if
+    there are fewer. Raises Problem."""
     embeddings: list[nn.Embedding] = []
 
     def note(module: nn.Module, arguments: Any) -> None:
@@ -113,8 +112,8 @@ def vocabulary_rows(caller: Caller) -> int:
 
 
 def context_length(caller: Caller, rows: int, given: int | None) -> int:
-    """The given length if the model computes it, or the longest that it computes. Raises
-    Problem."""
+    """The given length if the model can compute it, or else the longest length that it can compute.
+    Raises Problem."""
     if given is not None and works(caller, rows, given):
         return given
     caller.logits(random_ids(1, 1, rows), rows)  # raises the model's own error
@@ -141,19 +140,14 @@ def works(caller: Caller, rows: int, length: int) -> bool:
     return True
 
 
-def random_ids(count: int, length: int, rows: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(0, rows, (count, length), generator=generator)
-
-
 def difference(first: Tensor, second: Tensor) -> float:
     """The largest absolute difference; 0 for empty tensors."""
     return float((first - second).abs().max()) if first.numel() else 0.0
 
 
 def state_difference(caller: Caller, ids: Tensor, logits: Tensor) -> float | None:
-    """The difference between the model's own cache, one id at a time after the first half, and
-    recomputation; None if it has no cache."""
+    """The difference between logits with the model's own cache (one id at a time after the first
+    half) and without it; None if the model has no cache."""
     if not hasattr(caller.model, STATE_METHOD):
         return None
     cuts = [0, *range(max(1, ids.shape[1] // 2), ids.shape[1] + 1)]
@@ -165,8 +159,8 @@ def state_difference(caller: Caller, ids: Tensor, logits: Tensor) -> float | Non
 
 
 def find_stages(caller: Caller, rows: int, length: int) -> Iterator[dict[str, Any]]:
-    """The submodules whose output has a value for each position: called once in a pass, and (1, T,
-    ...) for any T."""
+    """The submodules that are called once in a pass and whose output has a value for each position:
+    (1, T, ...) for any T."""
     names = [name for name, _ in caller.model.named_modules() if STAGE_NAME.fullmatch(name)]
     lengths = sorted({max(1, length - 1), length})
     seen = [outputs(caller, rows, names, count) for count in lengths]
@@ -186,7 +180,7 @@ def find_stages(caller: Caller, rows: int, length: int) -> Iterator[dict[str, An
 def outputs(
     caller: Caller, rows: int, names: Sequence[str], length: int
 ) -> dict[str, list[Tensor]]:
-    """The outputs of submodules in one call over the whole sequence, in their order."""
+    """The outputs of submodules in one call over a whole sequence, in the order of the calls."""
     found: dict[str, list[Tensor]] = {}
 
     def note(name: str, value: Tensor) -> Tensor:
@@ -207,8 +201,8 @@ def find_streams(
     lens: Sequence[str] | None,
 ) -> list[str]:
     """The stages that a lens reads: the input of the first block and the output of each block.
-    Blocks are the longest run of numbered stages. Raises Problem unless the head of the norm of the
-    last one is the logits."""
+    Blocks are the longest list of numbered stages. Raises Problem unless norm and head turn the
+    output of the last block into the logits."""
     if lens is None:
         return []
     for flag, name in zip(("--lens-norm", "--lens-head"), lens, strict=True):
@@ -247,7 +241,7 @@ def find_streams(
 
 @torch.no_grad()
 def lens_logits(model: nn.Module, lens: Sequence[str], stream: Tensor, rows: int) -> Tensor:
-    """Logits (1, T, rows) of the norm and the head of a stream (1, T, d)."""
+    """Logits (1, T, rows) that the norm and the head compute from a stream (1, T, d)."""
     norm, head = (model.get_submodule(name) for name in lens)
     try:
         logits: Tensor = head(norm(stream))[..., :rows].float()
@@ -259,7 +253,7 @@ def lens_logits(model: nn.Module, lens: Sequence[str], stream: Tensor, rows: int
 
 
 def timed(caller: Caller, rows: int, context: int) -> dict[str, Any]:
-    """The milliseconds of a pass, and its length."""
+    """The duration of a pass in milliseconds, and its length."""
     length = min(TIMED_TOKENS, context)
     times = []
     for _ in range(2):
@@ -271,8 +265,8 @@ def timed(caller: Caller, rows: int, context: int) -> dict[str, Any]:
 
 def owner_files(file: Path) -> dict[str, Any]:
     """The owner's file and all modules that it imported from its own folders, as absolute paths,
-    and the folder that holds them and their packages, so that imports find these by their names.
-    Installed packages and those of Python are left out."""
+    and the folder from which imports find them by their names. Installed packages and those of
+    Python are omitted."""
     folders = [folder for folder in file.parents[: PARENTS + 1] if folder != folder.parent]
     files, roots = {str(file)}, {str(file.parent)}
     for name, module in list(sys.modules.items()):

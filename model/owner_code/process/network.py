@@ -1,5 +1,5 @@
-"""Network: blocks network access of this process, by an audit hook, and by a separate namespace if
-the system allows it."""
+"""Network: blocks network access of this process by an audit hook and, if the system allows it, by
+a separate namespace."""
 
 import ctypes
 import sys

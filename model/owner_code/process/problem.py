@@ -1,5 +1,5 @@
-"""Problem: the error of this program that is meant for the user."""
+"""Problem: the error whose message this program reports to the user."""
 
 
 class Problem(Exception):
-    """The model or its logits cannot be computed. The message is for the user."""
+    """Raised if the model cannot be created or its logits cannot be computed."""

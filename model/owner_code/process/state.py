@@ -1,10 +1,10 @@
-"""State: a model's own cache, by the method `logits_and_state` that its owner may write.
+"""State: uses a model's own cache, which its owner may offer as a method `logits_and_state`.
 
     def logits_and_state(self, ids, state):
-        # ids (1, T): the ids that follow; state: None at the start, else what was returned before
+        # ids (1, T): the next ids; state: None at the start, otherwise the last returned state
         return logits, state  # logits (1, T, V) of these ids
 
-The state may be any object. It is used by one sequence only, so it may be changed in place.
+The state may be any object. Only one sequence uses it, so the method may change it in place.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
-"""Wire: frames between the processes, each a JSON object followed by raw bytes.
+"""Wire: exchanges frames between the processes. A frame is a JSON object followed by raw bytes.
 
-A frame is the length of the JSON and of the bytes (8 bytes each, little endian), then both. Arrays
-are float32 or int64 in C order; their shapes are in the JSON.
+The lengths of both come first (8 bytes each, little endian). Arrays are float32 or int64 in C
+order; the JSON has their shapes.
 """
 
 import json
@@ -63,7 +63,7 @@ class Wire:
 
 
 def floats(payload: bytearray, shape: list[int]) -> Tensor:
-    """The float32 array of a frame. Raises ValueError unless it has the shape."""
+    """The float32 array in a frame's bytes. Raises ValueError unless it has this shape."""
     flat = torch.frombuffer(payload, dtype=torch.float32) if payload else torch.empty(0)
     try:
         return flat.view(shape)

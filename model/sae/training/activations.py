@@ -29,7 +29,7 @@ HELD_OUT = 32
 SHUFFLED_WINDOWS = 2048
 SHUFFLED_POSITIONS = 2**15
 SHUFFLED_BYTES = 2**28
-"""Size limit of the buffer of positions in bytes; but it always holds at least two batches."""
+"""Size limit in bytes of the buffer of positions. It always holds at least two batches."""
 WINDOWS_AT_ONCE = 32
 SHORTEST = 8
 """Minimum number of tokens of a held-out window."""
@@ -61,7 +61,7 @@ class Activations:
         if len(first) < 2:
             raise ExtractionError(
                 f"{text.name} has {len(first)} windows of at least {SHORTEST} tokens; training and "
-                "held-out text take one each: give more text"
+                "held-out text need one each: use more text"
             )
         step = max(2, len(first) // HELD_OUT)
         return cls(computer, stage, checkpoint, text, tuple(first[step - 1 :: step][:HELD_OUT]))
@@ -103,7 +103,7 @@ def _windows(checkpoint: CheckpointInfo, text: Text) -> Iterator[Unit]:
 
 
 def _shuffled(items: Iterable[Item], size: int, rng: random.Random) -> Iterator[Item]:
-    """Items in random order, from a buffer of `size` of them."""
+    """Shuffle items through a buffer that holds `size` of them."""
     held: list[Item] = []
     for item in items:
         held.append(item)

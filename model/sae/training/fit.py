@@ -1,8 +1,8 @@
 """Fit: trains a TopK autoencoder to reconstruct the values of a stage.
 
-TopK with an auxiliary loss for dead features is that of Gao et al., "Scaling and evaluating sparse
-autoencoders" (2024): the largest k features of a position reconstruct it, and the dead ones
-reconstruct what is left over. Values are centered and divided by a single number, so that their
+The method is TopK with an auxiliary loss for dead features (Gao et al., "Scaling and evaluating
+sparse autoencoders", 2024): the largest k features of a position reconstruct it, and the dead ones
+reconstruct the remaining error. Values are centered and divided by a single number, so that their
 mean square is 1; the results are converted back to the units of the stage. Rows of the decoder have
 length 1. Adam's learning rate rises, stays constant, and falls to 0.
 
@@ -20,11 +20,12 @@ from torch import Tensor
 
 BATCH = 1024
 RATE = 4e-3
-"""Adam's learning rate for 2^11 features. It falls with the square root of their number."""
+"""Adam's learning rate for 2^11 features. It is inversely proportional to the square root of their
+number."""
 WARM_UP, DECAY = 0.05, 0.2
 """Shares of the training during which the rate rises and falls."""
 DEAD_TOKENS = 2**17
-"""Number of consecutive tokens at which a dead feature was zero."""
+"""A feature is dead if it was zero at this many consecutive tokens."""
 AUXILIARY = 1 / 32
 """Weight of the auxiliary loss."""
 SECONDS_BETWEEN = 2.0
@@ -33,8 +34,8 @@ SECONDS_BETWEEN = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """The length of the training: a number of tokens, or else seconds since `began` on
-    time.monotonic()."""
+    """The length of the training: a number of `tokens`, or, if that is None, `seconds` since
+    `began` on the monotonic clock."""
 
     tokens: int | None
     began: float
@@ -142,7 +143,7 @@ class _Learner:
         return float(loss.detach())
 
     def _decoded(self, indices: Tensor, values: Tensor) -> Tensor:
-        """Sums of rows of the decoder (B, D), without the bias."""
+        """Values (B, D) that features with these indices decode to, without the bias."""
         return F.embedding_bag(indices, self._decoder, per_sample_weights=values, mode="sum")
 
     def _auxiliary(self, before: Tensor, error: Tensor) -> Tensor:
@@ -165,7 +166,7 @@ class _Learner:
 
     @torch.no_grad()
     def tensors(self, center: Tensor, scale: Tensor) -> dict[str, Tensor]:
-        """The weights converted to values that are not normalized."""
+        """The weights for values in the units of the stage, by SAELens' names."""
         return {
             "W_enc": self._encoder.detach().clone(),
             "b_enc": scale * self._encoder_bias,

@@ -24,7 +24,7 @@ from logitd.model.sae.training.fit import Length
 FACTS_TOKENS = 2**18
 """Maximum number of tokens on which density and examples are measured."""
 EXAMPLES, BEFORE, AFTER = 10, 16, 7
-"""Number of examples of each feature, and tokens around the strongest one."""
+"""Number of examples per feature, and of tokens before and after the strongest token of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Figures:
 
     explained_variance  share of the variance of held-out values that the reconstruction explains
     active              mean number of nonzero features at a token (L0)
-    dead                share of the features that are zero at all tokens of the facts
+    dead                share of the features that are zero at all tokens of the text for the facts
     loss, loss_reconstructed, loss_zero
                         nats per token of the held-out windows
     loss_recovered      (loss_zero - loss_reconstructed) / (loss_zero - loss)
@@ -61,7 +61,8 @@ class Figures:
 def measure(
     autoencoder: Autoencoder, activations: Activations, windows: Iterator[Unit], length: Length
 ) -> tuple[Figures, FeatureFacts]:
-    """The figures on the held-out windows, and the facts on `windows` until `length`."""
+    """Measure the figures on the held-out windows, and the facts on `windows` until `length` is
+    reached."""
     facts = _facts(autoencoder, activations, windows, length)
     units = activations.held_out
     values = [torch.from_numpy(rows) for rows in activations.of_windows(units)]
@@ -96,7 +97,8 @@ def measure(
 
 
 def _loss(activations: Activations, changes: Sequence[tuple[Intervention, ...]]) -> float:
-    """Nats per token of the held-out windows, each computed with its changes."""
+    """Nats per token on the held-out windows. Each window is computed with its entry of
+    `changes`."""
 
     def request(request_id: str, unit: Unit) -> ScoreRequest:
         return ScoreRequest(

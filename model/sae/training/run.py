@@ -39,10 +39,9 @@ rest is for the figures."""
 class TrainingRequest:
     """The autoencoder to train.
 
-    stage     name of the stage
     features  number of features; None: EXPANSION times the stage's width
     k         number of features that reconstruct a position
-    tokens    tokens to train on; None: as many as `minutes` allow
+    tokens    number of tokens to train on; None: as many as `minutes` allow
     """
 
     stage: str
@@ -85,7 +84,7 @@ def train_autoencoder(
     """
     began = time.monotonic()
     if out.exists():
-        raise AutoencoderError(f"{out} exists already: choose another --out, or remove it")
+        raise AutoencoderError(f"{out} already exists: choose another --out, or remove it")
     checkpoint = read_checkpoint(path)
     require_vocabulary(checkpoint)
     stage, width = _stage(request, checkpoint.config)
@@ -95,7 +94,7 @@ def train_autoencoder(
     text = open_text(data, reading, report=tell)
     if text.shards:
         raise AutoencoderError(
-            f"{text.name} contains token ids of a run: name the text that they were made from"
+            f"{text.name} contains token ids of a run: name the text that was tokenized"
         )
     with closing(open_computer(checkpoint.path, Stages((stage.name,)), options, log)) as computer:
         activations = Activations.of(computer, stage.name, checkpoint, text)
@@ -146,7 +145,7 @@ def _stage(request: TrainingRequest, config: GPTConfig) -> tuple[Stage, int]:
     stage, axes = stages[0], stages[0].kind.axes
     if len(stages) > 1 or len(axes) > 1 or not stage.kind.changes:
         raise AutoencoderError(
-            f"stage is {request.stage!r}; an autoencoder reads one stage with one axis that can be "
-            "changed, such as blocks.3.output or blocks.3.mlp.hidden"
+            f"stage is {request.stage!r}; an autoencoder reads a single stage that has one axis "
+            "and can be changed, such as blocks.3.output or blocks.3.mlp.hidden"
         )
     return stage, stage.shape(config, 1)[0]

@@ -1,13 +1,13 @@
 """Autosize: chooses the model and the recipe for `--minutes`, by this machine's speed and the text.
 
-`logitd train --minutes 5` measures real steps (`model/training/setup/measure.py`) and takes the
+`logitd train --minutes 5` measures real steps (`model/training/setup/measure.py`) and chooses the
 largest of SIZES that can see enough tokens in that time. `autosize` resolves the run as if the user
-had set the choice, so run.json has it and a resumed run measures nothing. Fields that the user set
-stay.
+had set the chosen values, so run.json stores them and a resumed run measures nothing. Values that
+the user set are kept.
 
 A size is allowed if the run has at least TOKENS_PER_PARAMETER tokens for each parameter of the
-block matrices. A larger model sees fewer tokens in the same time, so sizes grow with the square
-root of the arithmetic that the time allows, as in Hoffmann et al. (2022).
+block matrices. A larger model sees fewer tokens in the same time, so the chosen size grows with the
+square root of the operations that the time allows, as in Hoffmann et al. (2022).
 
 A model that sees a text six times overfits: the validation loss rises while the training loss
 falls. So if the text is short, the recipe gets dropout, and a smaller vocabulary, because a rare
@@ -34,7 +34,7 @@ MEASURING = 0.05
 """Share of the time for measuring, at most MEASURING_SECONDS."""
 MEASURING_SECONDS = 10.0
 MEASURED_STEPS = 3
-"""Minimum number of steps of a measurement, not counting a first one."""
+"""Minimum number of timed steps in a measurement, which begins with an untimed one."""
 SHORT = 45.0
 """Length of a run in seconds below which the smallest size is measured first."""
 CHOSEN_BY_HAND = frozenset(
@@ -52,12 +52,12 @@ MANY = 4.0
 4."""
 SMALL_VOCABULARY = 512
 DROPOUT = ((5.0, 0.1), (12.0, 0.2), (30.0, 0.3))
-"""Numbers of passes, each with the dropout to use above it. If the vocabulary is larger than
+"""Pairs of a number of passes and the dropout to use above it. If the vocabulary is larger than
 SMALL_VOCABULARY, the first dropout begins at FEW."""
 BYTES_PER_TOKEN = ((257, 1.0), (512, 2.05), (1024, 2.65), (2048, 3.2), (4096, 3.65), (8192, 4.05),
                    (16_384, 4.4))  # fmt: skip
-"""Bytes per token of English and of Python's own text, by the size of a vocabulary learned from the
-text."""
+"""Pairs of the size of a learned vocabulary and the bytes of text per token, measured on English
+and on Python's own text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +78,8 @@ class Size:
 
 
 def _size(layers: int, width: int, context: int, batch: int, vocabulary: int, rate: float) -> Size:
-    """A size whose heads are 64 wide, the fastest width. Larger models get weight decay, because
-    they see a text several times."""
+    """Build a size with heads of width 64, which is the fastest. Larger models get weight decay,
+    because they see a text several times."""
     return Size(
         n_layer=layers,
         n_head=max(1, width // 64),
@@ -106,19 +106,18 @@ SIZES: tuple[Size, ...] = (
     _size(12, 768, 1024, 16, 16_384, 0.02),
     _size(16, 1024, 1024, 32, 16_384, 0.02),
 )
-"""Sizes in ascending order. Each has one and a half to three times the parameters of the one
-before."""
+"""Sizes in ascending order. Each has 1.5 to 3 times the parameters of the previous one."""
 FIRST_MEASURED = SIZES[2]
 """The first size measured, unless the run is short."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The size that was chosen for a time, as `search` measured it.
+    """The size that `search` chose for a time limit, with its measurements.
 
-    training           the run of that size on a long text
+    training           run of that size, resolved for a long text
     tokens_per_second  expected speed of that size
-    tokens             number of tokens that this machine can train in the time
+    tokens             number of tokens that this machine can train on in that time
     speeds             measured tokens per second, by size
     """
 
@@ -156,8 +155,8 @@ def wants_size(config: TrainingConfig, processes: int) -> bool:
 def resolve_size(
     config: TrainingConfig, size: Size, published: int | None = None
 ) -> ResolvedTraining:
-    """The run of a size on a long text. `published` is the size of a published vocabulary; None if
-    the vocabulary is learned."""
+    """Resolve a run of this size for a long text. `published` is the size of a published
+    vocabulary; None if the vocabulary is learned."""
     values = asdict(size)
     if published is not None:
         del values["vocab_size"]
@@ -168,8 +167,9 @@ def resolve_size(
 def autosize(
     config: TrainingConfig, choice: Choice, text_bytes: float
 ) -> tuple[ResolvedTraining, str]:
-    """The run of the chosen size with the recipe for its text and its length, and a notice about
-    it. `text_bytes` is the size of the text; above `choice.enough_bytes` its value does not matter.
+    """Resolve a run of the chosen size with a recipe for its text and length. Also returns a notice
+    about it. `text_bytes` is the size of the text; any value above `choice.enough_bytes` has the
+    same effect.
 
     The run gets seven evaluations, each less than a hundredth of the time, and writes samples and a
     checkpoint three times."""
@@ -193,7 +193,7 @@ def autosize(
     chosen = resolve(training.config.filled(intervals).model_copy(update=changes))
     minutes = "a minute" if config.minutes == 1 else f"{config.minutes:g} minutes"
     return chosen, (
-        f"in {minutes} that is {tokens / 1e6:.2g} million tokens: {choice.size}, "
+        f"{minutes} allow about {tokens / 1e6:.2g} million tokens: {choice.size}, "
         f"context {chosen.model.context_length}, batches of {chosen.recipe.batch_size}{repetition}"
     )
 
@@ -201,9 +201,10 @@ def autosize(
 def suit_text(
     given: Collection[str], vocab_size: int, tokens: float, train_bytes: float, *, learned: bool
 ) -> tuple[dict[str, int | float], str]:
-    """Changes to vocabulary and dropout if `tokens` pass a training text of `train_bytes` more than
-    FEW times, and a notice that begins with a line break; otherwise no changes and "". Fields in
-    `given` stay unchanged. Only a `learned` vocabulary is made smaller."""
+    """Adapt vocabulary and dropout if a run of this many `tokens` passes more than FEW times over a
+    training text of `train_bytes`. Returns the changed fields and a notice that begins with a line
+    break; {} and "" if nothing changes. Fields in `given` are not changed. Only a `learned`
+    vocabulary is made smaller."""
     if passes(tokens, train_bytes, vocab_size) <= FEW:
         return {}, ""
     changes: dict[str, int | float] = {}
@@ -214,8 +215,8 @@ def suit_text(
         changes["dropout"] = dropout
     words = {"vocab_size": "a vocabulary of", "dropout": "dropout"}
     what = " and ".join(f"{words[name]} {value:g}" for name, value in changes.items())
-    notice = f"\nthey pass over the text about {often:,.{0 if often >= 10 else 1}f} times"
-    return changes, notice + (f", so the run uses {what}" if what else "")
+    notice = f"\nthe run passes over the text about {often:,.{0 if often >= 10 else 1}f} times"
+    return changes, notice + (f", so it uses {what}" if what else "")
 
 
 def search(
@@ -224,12 +225,12 @@ def search(
     measure: Callable[[ResolvedTraining], float],
     clock: Callable[[], float] = time.monotonic,
 ) -> Choice:
-    """Find the largest size that a run of this many seconds allows, by measurements from small to
-    large. `measure` trains a run for some steps and returns tokens per second.
+    """Find the largest size that a run of this many seconds allows, by measuring sizes from small
+    to large. `measure` trains a run for some steps and returns tokens per second.
 
-    A size that was not measured is expected to reach the arithmetic per second of the nearest
+    A size that was not measured is expected to reach as many operations per second as the nearest
     measured size. The largest size allowed by these expectations is measured next. The search ends
-    if that size has been measured, or if its measurement would take too long.
+    if that size was already measured, or if measuring it would take too long.
     """
     allowed = min(MEASURING * seconds, MEASURING_SECONDS)
     began = clock()

@@ -1,9 +1,9 @@
 """TrainingConfig: the settings of a training run.
 
-One pydantic model, from which the command line's flags, the environment variables and `--help` are
-made. It includes the fields of `GPTConfig` and `Recipe`; None means the preset's value.
+The flags of `logitd train`, its environment variables and its help are generated from this pydantic
+model. It includes the fields of `GPTConfig` and `Recipe`; None means the preset's value.
 `model/training/configuration/resolve.py` turns it into the immutable `ResolvedTraining`, which the
-trainer works with. Does not import torch and opens no file.
+trainer uses. This module does not import torch and opens no file.
 """
 
 from collections.abc import Mapping
@@ -27,8 +27,8 @@ RECIPE_FIELDS = tuple(field.name for field in fields(Recipe))
 
 
 class TrainingError(RuntimeError):
-    """Raised if training cannot start or continue; the message gives the reason and what is safe on
-    disk."""
+    """Raised if training cannot start or continue; the message states the reason and what is safe
+    on disk."""
 
 
 class _RunFields(BaseModel):
@@ -47,8 +47,8 @@ class _RunFields(BaseModel):
     split_at: SplitAt = None
     special_tokens: SpecialTokens = Field(
         "auto",
-        description="encoding of a special token's name in the text: ids (as the token) or text "
-        "(as plain text); auto is ids with a chat template, whose names become ids too",
+        description="encoding of special tokens' names in the text: ids (as the tokens' ids) or "
+        "text (as plain text); auto means ids with a chat template, otherwise text",
     )
     max_download_mb: MaxDownload = 1000
     data_licence: str | None = Field(
@@ -61,18 +61,18 @@ class _RunFields(BaseModel):
     )
     from_checkpoint: Path | None = Field(
         None,
-        description="fine-tune this checkpoint, or the best one of this run: its shape, "
-        "vocabulary and weights, with a tenth of the preset's learning rates and a "
-        "warmup unless they are given",
+        description="fine-tune this checkpoint, or the best one of this run: starts with its "
+        "shape, vocabulary and weights, with a tenth of the preset's learning rates and a "
+        "warmup unless they are set",
     )
     lora: int | None = Field(
         None,
         ge=1,
-        description="with --from: train only adapters of this rank of the block matrices; "
-        "`logitd merge` makes a checkpoint of them",
+        description="with --from: train only adapters of this rank for the block matrices; "
+        "`logitd merge` merges them into the checkpoint",
     )
     lora_alpha: float | None = Field(
-        None, gt=0, description="factor of the adapters, divided by the rank (default: the rank)"
+        None, gt=0, description="alpha of the adapters, which scale by alpha / rank (default: rank)"
     )
     lora_targets: tuple[Target, ...] = Field(
         TARGETS, description="matrices of each block that get adapters"
@@ -84,7 +84,7 @@ class _RunFields(BaseModel):
         None,
         gt=0,
         description="wall-clock limit of the whole command, from its start to the last "
-        "checkpoint; sets the length of the run unless steps are given too, and, "
+        "checkpoint; sets the length of the run unless steps are set too, and, "
         "without a preset or a size, chooses the model by this machine's speed",
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
@@ -93,9 +93,9 @@ class _RunFields(BaseModel):
     )
     compile: Compile = Field(
         "auto",
-        description="torch.compile the forward and backward pass: auto does so on CUDA (with "
-        "--minutes from 5 on), and on a CPU in runs of about a quarter of an hour or more at the "
-        "speed of two fast cores, because compiling takes a minute or more",
+        description="torch.compile the forward and backward pass: auto compiles on CUDA (with "
+        "--minutes, from 2 minutes on), and on a CPU if the run would take two fast cores about 15 "
+        "minutes or more, because compiling takes a minute or more",
     )
     shard: Shard = Field(
         "auto",
@@ -103,9 +103,9 @@ class _RunFields(BaseModel):
         "(FSDP), at the cost of communication: auto does so if memory is too small for copies",
     )
     log_every: int = Field(10, ge=1, description="steps between progress lines")
-    sample_tokens: int = Field(120, ge=1, description="tokens of a sample")
+    sample_tokens: int = Field(120, ge=1, description="tokens per sample")
     prompts: tuple[str, ...] = Field(
-        (), description="beginnings of the samples (default: from the text)"
+        (), description="prompts of the samples (default: excerpts of the text)"
     )
     chat_template: Path | None = Field(
         None, description="file with a chat template (Jinja) for the checkpoints"

@@ -1,6 +1,6 @@
 """Fine-tuning: the shape and the recipe of a run that begins with the weights of a checkpoint.
 
-Shape and vocabulary are those of the checkpoint; a setting that contradicts them is refused. Three
+The checkpoint determines shape and vocabulary; a setting that contradicts them is refused. Three
 fields may change, because no weight depends on them: dropout, the context length unless positions
 are learned, and the scaling of rotary positions, which a longer context may need.
 
@@ -8,8 +8,8 @@ The recipe is the preset's with the user's settings. Unless the user sets them, 
 
   *_lr      a tenth of the preset's, because large steps would undo what the weights have learned
   warmup    a twentieth of the steps, because the optimizers begin without momentum
-  --lora    AdamW at LORA_RATE without weight decay, because Muon's steps are as large for a
-            matrix of zeros, with which an adapter begins, as for any other
+  --lora    AdamW at LORA_RATE without weight decay, because one matrix of an adapter begins with
+            zeros, and Muon's steps for it would be as large as for any other matrix
 
 `model/training/setup/base.py` opens the checkpoint.
 """
@@ -27,7 +27,7 @@ from logitd.model.transformer.lora import LoraError, LoraShape, check_rank
 SLOWER = 10
 """Divisor of the preset's learning rates when fine-tuning."""
 WARMUP = 0.05
-"""Share of the steps that warm up."""
+"""Length of the warmup as a share of the steps."""
 LORA_RATE = 1e-3
 
 RATES = ("matrix_lr", "embedding_lr", "head_lr", "scalar_lr")
@@ -55,7 +55,7 @@ class Base:
         return self.checkpoint
 
     def to_dict(self) -> dict[str, Any]:
-        """The part that run.json keeps."""
+        """The part that run.json stores."""
         return {"record": dict(self.record), "chat_template": self.chat_template}
 
 
@@ -92,8 +92,8 @@ def finetuned_recipe(
     if lora is not None:
         if given.get("optimizer", "adamw") != "adamw":
             raise TrainingError(
-                f"optimizer is {given['optimizer']}, but adapters are trained by adamw: one of "
-                "their two matrices begins as zero"
+                f"optimizer is {given['optimizer']}, but adapters need adamw, because one of their "
+                "two matrices begins with zeros: remove optimizer"
             )
         if frozen := sorted(set(given) & set(RATES) - {"matrix_lr"}):
             raise TrainingError(
@@ -122,8 +122,8 @@ def finetuned_model(given: Mapping[str, Any], base: GPTConfig, lora: LoraShape |
     scaling = given.get("rope_scaling", base.rope_scaling)
     if lora is not None and scaling != base.rope_scaling:
         raise TrainingError(
-            f"rope_scaling is {scaling}, but the checkpoint has {base.rope_scaling}, which `logitd "
-            "merge` keeps, because an adapter has no positions: remove --lora"
+            f"rope_scaling is {scaling}, but the checkpoint has {base.rope_scaling}, which an "
+            "adapter cannot change: remove rope_scaling or --lora"
         )
     try:
         dropout = given.get("dropout", base.dropout)

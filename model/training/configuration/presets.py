@@ -49,7 +49,8 @@ class Recipe:
         Optimizer, Field(description="optimizer of the block matrices; AdamW updates the rest")
     ] = "muon"
     init: Annotated[
-        Init, Field(description="initial weights: GPT-2's, or modern ones with projections of zero")
+        Init,
+        Field(description="initial weights: as in GPT-2, or modern (output projections are zero)"),
     ] = "modern"
     matrix_lr: Annotated[Rate, Field(description="peak learning rate of block matrices")]
     embedding_lr: Annotated[Rate, Field(description="peak learning rate of embeddings")]
@@ -60,13 +61,15 @@ class Recipe:
     momentum: Annotated[Beta, Field(description="Muon's momentum")] = 0.95
     beta1: Annotated[Beta, Field(description="AdamW's first beta")] = 0.9
     beta2: Annotated[Beta, Field(description="AdamW's second beta")] = 0.95
-    warmup: Annotated[int, Field(ge=0, description="steps of linear rise to the peak")] = 0
+    warmup: Annotated[int, Field(ge=0, description="steps of linear warmup to the peak")] = 0
     decay: Annotated[Decay, Field(description="shape of the decay of the learning rate")] = "linear"
-    cooldown: Annotated[Share, Field(description="share of the run that a linear decay takes")] = (
-        0.6
+    cooldown: Annotated[
+        Share, Field(description="duration of a linear decay (share of the run)")
+    ] = 0.6
+    final_lr: Annotated[Share, Field(description="final learning rate, as a share of the peak")] = (
+        0.0
     )
-    final_lr: Annotated[Share, Field(description="last learning rate as a share of the peak")] = 0.0
-    weight_decay: Annotated[float, Field(ge=0, description="decoupled decay of matrices")] = 0.0
+    weight_decay: Annotated[float, Field(ge=0, description="weight decay of matrices")] = 0.0
     average: Annotated[
         Share,
         Field(
@@ -111,8 +114,8 @@ class Recipe:
         Field(
             ge=1,
             description="also keep the weights of every N-th step in the run's history, "
-            "and of steps 0, 1, 2, 4, 8 and so on below N, for `logitd serve --history`; they are "
-            "never removed",
+            "and of steps 0, 1, 2, 4, 8 and so on below N, for `logitd serve --history`; the "
+            "history is never removed",
         ),
     ] = None
     save_dtype: Annotated[SaveDType, Field(description="dtype of saved weights")] = "float32"
@@ -121,8 +124,8 @@ class Recipe:
     ] = None
 
     def keeps(self, step: int) -> bool:
-        """True if the history keeps the weights after this step. Heads form early, so the first
-        steps are dense."""
+        """True if the history keeps the weights after this step. The first steps are kept more
+        densely, because attention heads form early."""
         every = self.keep_every
         return every is not None and (step % every == 0 or (step < every and step.bit_count() == 1))
 
@@ -149,8 +152,8 @@ _COSINE: Any = {"decay": "cosine", "final_lr": 0.1, "weight_decay": 0.1, "clip":
 """nanoGPT's schedule and regularization."""
 
 _LEARNS_FASTEST: Any = {**MODERN, "value_embeddings": "all"}
-"""At equal steps 2.7 % fewer bits per byte than with tables in every second block for `small`, and
-1.3 % for `tiny` on a million characters."""
+"""Value embeddings in every block. For equal steps they save 2.7 % of the bits per byte in `small`,
+and 1.3 % in `tiny` on a million characters, compared with tables in every second block."""
 
 PRESETS: Mapping[str, Preset] = {
     "tiny": Preset(
@@ -263,8 +266,8 @@ PRESETS: Mapping[str, Preset] = {
     # train.py config/train_shakespeare_char.py --device=cpu --block_size=64 --batch_size=12
     # --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0
     # --eval_iters=20, with a validation loss of 1.88 nats per character of tiny-shakespeare in
-    # nanoGPT's README. Its vocabulary is the characters of the text. Here it is the 256 bytes,
-    # which on plain ASCII is the same, with rows that are never used.
+    # nanoGPT's README. Its vocabulary is the characters of the text; here it is the 256 bytes,
+    # which is equivalent for plain ASCII, except that some rows are never used.
     "nanogpt-char": Preset(
         shape={**NANOGPT, "n_layer": 4, "n_head": 4, "d_model": 128, "context_length": 64},
         recipe=_adamw(

@@ -1,8 +1,8 @@
 """Resolve: turns the user's settings into a complete description of the run, once, before set-up.
 
     TrainingConfig     the fields that the user set; most are None
-    ResolvedTraining   the values of the preset or the checkpoint, replaced by the user's. run.json
-                       stores it, and a resumed run reads it from there
+    ResolvedTraining   all values: the preset's or the checkpoint's, overridden by the user's.
+                       run.json stores it, and a resumed run reads it from there
 
 These functions open no file and query no device. `model/training/setup/begin.py` opens the files
 that a ResolvedTraining names.
@@ -60,12 +60,12 @@ RESUMABLE = frozenset(
 )
 """Fields that may change when a run is resumed."""
 REWARMING = 0.05
-"""Share of the remaining run over which the learning rate rises, if the run was made longer."""
+"""Share of the remaining run over which the learning rate rises, if the run was extended."""
 LONG_MINUTES, LONG_BY_CLOCK, LONG_OPERATIONS = 15.0, 1e14, 1.5e14
-"""Lengths from which `compile` auto compiles a run on a CPU: in minutes, in operations if the clock
-ends the run, and in operations if the number of steps does. The first number of operations is 1.5
+"""Shortest runs on a CPU for which "auto" of `compile` means "on": in minutes, and in operations of
+a run that ends by the clock or after a number of steps. The first number of operations is 1.5
 times, the second about twice the length at which compiling saves as much time as it takes, measured
-on two AVX-512 cores in bfloat16. Lengths are in operations, because a slower machine also compiles
+on two AVX-512 cores in bfloat16. Operations are the unit because a slower machine also compiles
 more slowly."""
 
 
@@ -83,7 +83,7 @@ class ResolvedTraining:
     model: GPTConfig
     lora: LoraShape | None = None
     base: Base | None = None
-    rewarming: Rewarming | None = None  # set in a run that was made longer
+    rewarming: Rewarming | None = None  # set in a run that was extended
 
     @property
     def length(self) -> Length:
@@ -100,8 +100,9 @@ class ResolvedTraining:
     ) -> "ResolvedTraining":
         """A copy of this run with the size of its vocabulary, which is known only after the text
         was tokenized. This also decides "auto" of `compile`: for a long run it becomes "on", so
-        that the run has the same kernels after a resumption; for a short run it stays, and compiles
-        only on CUDA. `speed` measures the tokens per second of a run that the clock ends."""
+        that the run has the same kernels after a resumption; for a short run it stays "auto", which
+        compiles only on CUDA. `speed` measures the tokens per second of a run that ends by the
+        clock."""
         resolved = self
         if self.base is None:
             model = replace(self.model, vocab_size=size, padded_vocab_size=padded(size))
@@ -152,7 +153,7 @@ def resolve(config: TrainingConfig, base: Base | None = None) -> ResolvedTrainin
     given = config.given()
     if config.preset not in PRESETS:
         near = get_close_matches(config.preset, PRESETS, 1)
-        meant = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(PRESETS)}"
+        meant = f"; did you mean {near[0]}?" if near else f": choose from {', '.join(PRESETS)}"
         raise TrainingError(f"--preset {config.preset!r} is unknown{meant}")
     preset = PRESETS[config.preset]
     recipe = replace(preset.recipe, **_only(given, RECIPE_FIELDS))
@@ -175,8 +176,8 @@ def resolve(config: TrainingConfig, base: Base | None = None) -> ResolvedTrainin
 
 
 def _exportable_model(model: GPTConfig, given: Mapping[str, Any]) -> GPTConfig:
-    """The most similar shape that can be exported. A given `d_ff` stays. Raises TrainingError if
-    another `given` value would have to change."""
+    """The most similar shape that can be exported. A `given` d_ff is kept. Raises TrainingError if
+    any other `given` value would have to change."""
     try:
         wanted = nearest(model)
     except ConvertError as error:
@@ -217,8 +218,8 @@ def resolve_resumed(
     config: TrainingConfig, before: ResolvedTraining, saved: Counters
 ) -> ResolvedTraining:
     """Resolve the settings of a resumed run; `saved` are the counters of its last saved state.
-    Fields of RESUMABLE may change; raises TrainingError if another one does. If the new length
-    raises the learning rate, it rises gradually, as in Ibrahim et al. (2024)."""
+    Raises TrainingError if a field changes that is not in RESUMABLE. If the new length raises the
+    learning rate, the rate rises gradually, as in Ibrahim et al. (2024)."""
     given = config.given()
     values = {name: field.default for name, field in TrainingConfig.model_fields.items()}
     values |= {**before.model.to_dict(), "rope_scaling": before.model.rope_scaling}
@@ -245,15 +246,15 @@ def resolve_resumed(
 
 
 def _refuse_ended(given: Mapping[str, Any], length: Length, saved: Counters) -> None:
-    """Raise TrainingError if the run has already reached the one of its two limits that is not set
-    again."""
+    """Raise TrainingError if only --steps or only --minutes is `given`, and the run has already
+    reached the other limit."""
     over = {"minutes": length.is_over_by_clock(saved), "steps": length.is_over_by_steps(saved)}
     for name, other in (("steps", "minutes"), ("minutes", "steps")):
         if name in given and other not in given and over[other]:
             raise TrainingError(
                 f"--{name} {given[name]:g} cannot be reached: the run has "
                 f"{pluralize(saved.step, 'step')} in {saved.seconds / 60:.1f} minutes, and its "
-                f"--{other} {getattr(length, other):g} count the whole run. Set more --{other} too"
+                f"--{other} {getattr(length, other):g} count the whole run. Increase --{other} too"
             )
 
 

@@ -98,9 +98,8 @@ def shard_model(gpt: GPT, placement: Placement, ranks: Ranks) -> None:
     fully_shard(gpt, mesh=mesh)
     register_fsdp_forward_method(gpt, "transform")
     for module in gpt.modules():
-        if isinstance(
-            module, FSDPModule
-        ):  # sum gradients: each loss is already divided by the number of parts
+        if isinstance(module, FSDPModule):
+            # Sum gradients: each loss is already divided by the number of parts.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
 
@@ -138,8 +137,7 @@ def shard_of(parameter: Tensor) -> ParamShard:
 
 
 def unsummed_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """The gradients that are not yet summed over processes: those of parameters that are not
-    sharded."""
+    """The gradients of unsharded parameters. Sharded ones were already summed over processes."""
     gradients = [parameter.grad for parameter in parameters if not isinstance(parameter, DTensor)]
     return [gradient for gradient in gradients if gradient is not None]
 
@@ -153,8 +151,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -
 def all_gather(
     tensors: Sequence[Tensor], shards: Sequence[ParamShard], ranks: Ranks
 ) -> list[Tensor]:
-    """Gather whole tensors of one dtype on all processes. Every process must call it. Each fills
-    the rows of the others with zeros, so that the sum has the same bits."""
+    """Gather whole tensors of one dtype on all processes. Every process must call it. Each process
+    sets the rows of the others to zero, so that the sum over processes has the same bits."""
     if not any(shard.divided for shard in shards):
         return list(tensors)
     wholes = []
@@ -183,7 +181,7 @@ def gather_weights(gpt: GPT, ranks: Ranks) -> dict[str, Tensor]:
 
 
 def scatter_weights(gpt: GPT, weights: Mapping[str, Tensor]) -> None:
-    """Load the weights that `gather_weights` returned on the main process. Each process takes its
+    """Load the weights that `gather_weights` returned on the main process. Each process loads its
     rows. Raises RuntimeError if names or shapes differ."""
     own = trained_weights(gpt)
 

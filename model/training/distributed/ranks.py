@@ -7,8 +7,8 @@ is one rank, and the collective methods do nothing.
 
 Gradients are sent by the backend of their device: NCCL on CUDA, gloo on a CPU. Counts, flags and
 barriers use gloo on the CPU, without a time limit, because the main process may prepare a text for
-hours while the others wait. When a process ends, its connections close, and the others notice at
-once. Every process reads the run directory, so several machines need a shared file system.
+hours while the others wait. When a process ends, its connections close, so the others notice
+immediately. Every process reads the run directory, so several machines need a shared file system.
 `model/training/distributed/fsdp.py` divides the model.
 """
 
@@ -27,7 +27,7 @@ from logitd.model.device import DeviceError, available_processors, choose_device
 from logitd.model.training.configuration.config import TrainingError
 
 NO_LIMIT = timedelta(days=365)
-"""Time limit of the control group: none in effect, but gloo requires a number."""
+"""Time limit of the control group. It is effectively unlimited, but gloo requires a number."""
 BUCKET = 2**24
 """Gradient elements per message: 64 MB, large enough to make the fixed cost of a message
 negligible."""
@@ -107,9 +107,9 @@ class Ranks:
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """Raise TrainingError if another process has ended during communication that torch starts
-        by itself. gloo has no error class, so its errors are recognized by their text; other errors
-        pass through."""
+        """Raise TrainingError if another process ends during communication that torch itself
+        starts. gloo has no error class, so its errors are recognized by their text. Other errors
+        are raised unchanged."""
         try:
             yield
         except RuntimeError as error:
@@ -160,7 +160,7 @@ def read_ranks(environment: Mapping[str, str]) -> Ranks:
         if name not in environment:
             raise TrainingError(
                 f"WORLD_SIZE is {size}, but {name} is not set: start several processes with "
-                "torchrun, or unset WORLD_SIZE to train in one"
+                "torchrun, or unset WORLD_SIZE to train in one process"
             )
     return ranks
 
@@ -193,8 +193,8 @@ def _number(environment: Mapping[str, str], name: str, default: int | None) -> i
         return default
     if text is None or not text.isdecimal():
         raise TrainingError(
-            f"{name} is {'not set' if text is None else repr(text)}, but must be the number of "
-            "this process: start with torchrun, or unset WORLD_SIZE to train in one"
+            f"{name} is {'not set' if text is None else repr(text)}, but must be a whole number: "
+            "start with torchrun, or unset WORLD_SIZE to train in one process"
         )
     return int(text)
 

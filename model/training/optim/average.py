@@ -1,10 +1,11 @@
-"""Average: an exponential average of the weights, which the last checkpoint of a run may hold.
+"""Average: an exponential average of the weights, which may become a run's last checkpoint.
 
 The weights of a step oscillate around the average of the recent steps, and the average often
-predicts better. Its time constant is a share of the run, so it follows the planned length. It has
-float32 values of all trained parameters, 4 bytes each, and moves at most fifty times in a time
-constant, so in long runs it takes hardly any time. `model/training/recording/recorder.py` evaluates
-it after the last step, next to the last weights, and keeps the better ones.
+predicts better. Its time constant is a share of the run, so it adapts to the planned length. It
+stores 4 bytes (float32) per trained parameter, and is updated at most fifty times per time
+constant, so in long runs it takes hardly any time. After the last step,
+`model/training/recording/recorder.py` evaluates both the weights and their average, and saves the
+better ones.
 """
 
 import math
@@ -20,14 +21,14 @@ from logitd.model.training.distributed.ranks import ALONE, Ranks
 from logitd.model.transformer.gpt import GPT
 
 STRIDE = 0.02
-"""Share of the time constant after which the average moves."""
+"""Interval between updates of the average, as a share of the time constant."""
 
 
 class Average:
-    """The average of a model's trained parameters; of a sharded model, those of this process.
+    """The average of a model's trained parameters; only of this process's rows if it is sharded.
 
     time     time constant as a share of the run; 0: there is no average
-    pending  share of the run that was completed since the average moved
+    pending  share of the run that was completed since the last update of the average
     """
 
     def __init__(self, gpt: GPT, time: float, ranks: Ranks = ALONE) -> None:
@@ -38,7 +39,7 @@ class Average:
         self._averages = [each.clone() for each in self._weights]
 
     def follow(self, share: float) -> None:
-        """Count a step that completed a `share` of the run, and move towards its weights."""
+        """Count a step that completed a `share` of the run, and update the average if it is due."""
         self.pending += share
         if self._averages and self.pending >= STRIDE * self.time:
             torch._foreach_lerp_(
@@ -48,7 +49,7 @@ class Average:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the model have the average as its weights for a while."""
+        """Use the average as the model's weights inside the `with` block."""
         self.swap()
         try:
             yield
@@ -71,7 +72,8 @@ class Average:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Load a result of `state_dict`. None: the run had no average, which begins now."""
+        """Load a result of `state_dict`. None means that the saved run had no average; it then
+        begins with the current weights."""
         rows = self._weights
         if state is not None:
             self.pending = state["pending"]

@@ -9,8 +9,8 @@ either implementation.
 Sources: Muon by Keller Jordan (2024), https://kellerjordan.github.io/posts/muon/, with the
 learning-rate adjustment of torch.optim.Muon. Only torch's defaults, which the trainer uses, are
 supported: Nesterov momentum and no `adjust_lr_fn`. The iterations differ: torch makes five with the
-same coefficients; here each of four has the best ones for the singular values that the one before
-leaves (Amsel et al., The Polar Express, 2025, arXiv 2505.16932).
+same coefficients. Here there are four, each with the optimal coefficients for the range of singular
+values after the previous one (Amsel et al., The Polar Express, 2025, arXiv 2505.16932).
 
 Shapes: M matrices of one shape, R rows, S columns, R <= S.
 """
@@ -27,8 +27,7 @@ from logitd.model.training.distributed.fsdp import ParamShard, all_gather
 from logitd.model.training.distributed.ranks import Ranks
 
 WIDEST_STACKED = 128
-"""Largest number of rows of matrices that are stacked on a CPU. On a GPU all matrices are
-stacked."""
+"""On a CPU, matrices are stacked only if their smaller side is at most this; on a GPU, always."""
 ITERATIONS = (
     (8.258396701, -23.873962919, 17.338582872),
     (3.938608340, -2.878221227, 0.536885447),
@@ -36,8 +35,8 @@ ITERATIONS = (
     (2.308564578, -1.675994456, 0.419573929),
 )
 """Coefficients of x, x^3 and x^5 of each iteration. Each polynomial is the one nearest to 1 on the
-interval of singular values that the earlier ones leave of [SMALLEST, 1]. All except the last are
-scaled to p(x / MARGIN), so that rounding does not lead out of the interval."""
+interval to which the earlier ones map [SMALLEST, 1]. All except the last are scaled to
+p(x / MARGIN), so that rounding does not lead out of the interval."""
 SMALLEST, MARGIN = 4e-3, 1.01
 STACKED_ELEMENTS = 2**24
 """Limit of a stack's elements, so that large models need no second copy of all gradients."""

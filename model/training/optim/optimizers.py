@@ -34,7 +34,7 @@ Kind = Literal["matrix", "embedding", "head", "scalar"]
 @torch.no_grad()
 def initialize(gpt: GPT, recipe: Recipe, generator: torch.Generator) -> None:
     """Set the initial weights. `generator` is the only source of randomness. If all blocks have
-    value embeddings, they become maps of the tokens' embeddings.
+    value embeddings, these are replaced by linear maps of the tokens' embeddings.
 
     gpt2     N(0, 0.02), projections into the residual stream scaled down, as `GPT` itself does
     modern   matrices uniform with variance 1 / fan_in, projections into the residual stream zero
@@ -90,8 +90,8 @@ class _View:
 
     tensor: nn.Parameter  # updated by the optimizer
     parameter: nn.Parameter  # the model's
-    rows: slice  # rows of the parameter's local part
-    shard: ParamShard  # rows of the map that these are
+    rows: slice  # location in the local part of the parameter
+    shard: ParamShard  # location in the map
 
 
 class Optimizers:
@@ -219,7 +219,7 @@ class Optimizers:
 
 
 def _maps(gpt: GPT) -> Iterator[_View]:
-    """The maps that the block matrices are made of, as views."""
+    """Views of the maps that the block matrices consist of."""
     fused = {str(target): heights for target, heights in gpt.config.maps().items()}
     for name, whole in gpt.named_parameters():
         if kind_of(gpt, name) != "matrix":

@@ -8,7 +8,7 @@ from logitd.model.training.configuration.presets import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class Rewarming:
-    """A gradual change from the old schedule to the new one, in a run that was made longer.
+    """A gradual change from the old schedule to the new one, in a run that was extended.
 
     done   share of the longer run at which the change begins
     scale  learning rate at that point, as a share of the peak

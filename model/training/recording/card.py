@@ -1,7 +1,7 @@
 """Card: the README.md of a checkpoint, written from its run.
 
 It describes the weights to others: the data and its license, the model's size, the training, the
-scores, and the command that reproduces them. Nothing is measured here.
+scores, and the command that reproduces them.
 """
 
 import platform
@@ -39,7 +39,7 @@ def write_card(
     sections = [
         _head(run, counters),
         "## Training\n\n" + _training(run, counters, evals, reports),
-        f"The command that makes it again:\n\n```\n{command(run.training.config)}\n```",
+        f"The command that reproduces it:\n\n```\n{command(run.training.config)}\n```",
     ]
     if evals:
         sections.append("## Curve\n\n" + _curve(evals))

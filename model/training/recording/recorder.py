@@ -11,8 +11,7 @@ the model; the main process writes. The model is not changed. The trainer decide
 due.
 
 After the last step of a run, the weights and their average (`model/training/optim/average.py`) are
-evaluated. Evaluation, samples and checkpoint of this step are those of the better ones; the state
-has both.
+evaluated. Evaluation, samples and checkpoint of this step use the better ones; the state has both.
 """
 
 import math
@@ -21,9 +20,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from logitd.model.checkpoint.adapter import save_adapter
 from logitd.model.checkpoint.checkpoint import TrainingRecord, save_checkpoint
@@ -46,7 +47,7 @@ from logitd.model.transformer.value_map import with_tables
 
 Task = Literal["state", "evaluation", "samples", "checkpoint"]
 SAMPLING = 0.02
-"""Largest share of the minutes that the samples of a step take; longer ones are cut."""
+"""Largest share of the minutes that the samples of a step may take; longer samples are cut off."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class RunRecorder:
     """Evaluates, samples and saves a model in training.
 
     evaluations  evaluation records of metrics.jsonl, oldest first
-    seconds      time of each task when it was done last
+    seconds      duration of each task the last time it was done
     """
 
     def __init__(
@@ -165,9 +166,9 @@ class RunRecorder:
             record["unaveraged_val_loss"] = unaveraged.loss
             self._report(
                 Noticed(
-                    f"the last checkpoint has the average of the weights: "
-                    f"{result.bits_per_byte:.4f} bits per byte, the last weights "
-                    f"{unaveraged.bits_per_byte:.4f}"
+                    f"the last checkpoint has the averaged weights: {result.bits_per_byte:.4f} "
+                    f"bits per byte, compared with {unaveraged.bits_per_byte:.4f} for the weights "
+                    "of the last step"
                 )
             )
         self.evaluations.append(record)
@@ -194,8 +195,8 @@ class RunRecorder:
         return len(losses) - 1 - losses.index(min(losses))
 
     def seconds_per_step(self) -> float:
-        """Time of the tasks between two steps, on average, if they take as long as the last time
-        and every evaluation is the best."""
+        """Average time of the tasks between two steps, assuming that each takes as long as last
+        time and that every evaluation is a new best."""
         recipe, seconds = self._run.training.recipe, self.seconds
         saves = recipe.checkpoint_every
         evaluations = _frequency(saves, recipe.eval_every)
@@ -267,29 +268,15 @@ class RunRecorder:
     def _write_checkpoint(self, counters: Counters) -> None:
         """Write a checkpoint with the last evaluation and the latest samples, update the links
         `latest` and `best`, and remove old checkpoints."""
-        run, training, directory = self._run, self._run.training, self._run.directory
+        run, directory = self._run, self._run.directory
         weights = gather_weights(self._gpt, run.ranks)
         if run.ranks.is_main:
             path = directory.checkpoint(counters.step)
             with self._timed("checkpoint"), directory.saving(counters.step):
-                about: dict[str, Any] = {
-                    "weights": with_tables(weights),
-                    "training": self._training_record(counters),
-                    "card": write_card(run, counters, self._samples, self._sample_step),
-                    "chat_template": run.chat_template,
-                }
-                if training.lora is not None:
-                    save_adapter(path, shape=training.lora, **about)
-                else:
-                    save_checkpoint(
-                        path,
-                        config=self._gpt.config,
-                        tokenizer=run.text.tokenizer,
-                        dtype=getattr(torch, training.recipe.save_dtype),
-                        **about,
-                    )
+                card = write_card(run, counters, self._samples, self._sample_step)
+                self._save(path, weights, counters, card)
                 directory.link_newest_and_best()
-                directory.prune(training.recipe.keep, self._state_step)
+                directory.prune(run.training.recipe.keep, self._state_step)
             self._report(Saved(counters.step, path))
         run.ranks.barrier()
 
@@ -300,17 +287,31 @@ class RunRecorder:
         if run.ranks.is_main:
             with directory.saving(counters.step):
                 directory.history.mkdir(exist_ok=True)
-                save_checkpoint(
-                    directory.kept(counters.step),
-                    config=self._gpt.config,
-                    weights=with_tables(weights),
-                    tokenizer=run.text.tokenizer,
-                    training=self._training_record(counters),
-                    card=f"Step {counters.step} of the run {directory.path.name}.\n",
-                    dtype=getattr(torch, run.training.recipe.save_dtype),
-                    chat_template=run.chat_template,
-                )
+                card = f"Step {counters.step} of the run {directory.path.name}.\n"
+                self._save(directory.kept(counters.step), weights, counters, card)
         run.ranks.barrier()
+
+    def _save(
+        self, path: Path, weights: Mapping[str, Tensor], counters: Counters, card: str
+    ) -> None:
+        """Write a checkpoint, or an adapter if only adapters are trained."""
+        run, training = self._run, self._run.training
+        about: dict[str, Any] = {
+            "weights": with_tables(weights),
+            "training": self._training_record(counters),
+            "card": card,
+            "chat_template": run.chat_template,
+        }
+        if training.lora is not None:
+            save_adapter(path, shape=training.lora, **about)
+        else:
+            save_checkpoint(
+                path,
+                config=self._gpt.config,
+                tokenizer=run.text.tokenizer,
+                dtype=getattr(torch, training.recipe.save_dtype),
+                **about,
+            )
 
     def _training_record(self, counters: Counters) -> TrainingRecord:
         last, base = self.evaluations[-1], self._run.training.base
@@ -327,5 +328,5 @@ class RunRecorder:
 
 
 def _frequency(first: int, second: int) -> float:
-    """Share of all steps that are multiples of one of two numbers."""
+    """Share of all steps that are multiples of `first` or `second`."""
     return 1 / first + 1 / second - 1 / math.lcm(first, second)

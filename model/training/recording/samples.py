@@ -21,7 +21,7 @@ TEMPERATURE = 0.8
 PYTHON_PROMPTS = ("def read(self", "import os\nimport", "The built-in function")
 """Prompts for the built-in text."""
 INCOMPLETE = "\ufffd"
-"""Result of decoding an incomplete character, such as one that the last token cuts."""
+"""Result of decoding an incomplete character, such as one cut off after the last token."""
 
 
 def samples(
@@ -44,7 +44,7 @@ def _text_after(
     seconds: float,
 ) -> str:
     """The generated text after a prompt: `sample_tokens` tokens, or fewer if the document ends or
-    `seconds` are over. The model sees only the last `context_length` ids."""
+    `seconds` have passed. The model sees only the last `context_length` ids."""
     tokenizer, ranks = run.text.tokenizer, run.ranks if run.sharded else ALONE
     draw = torch.Generator().manual_seed(seed)
     ids = tokenizer.encode(prompt, special_ids=run.text.special_ids)

@@ -166,7 +166,7 @@ class RunDirectory:
         except (KeyError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())
             reason = f"it has no {reason}" if isinstance(error, KeyError) else reason
-            raise TrainingError(f"{path} is not the description of a run: {reason}") from error
+            raise TrainingError(f"{path} is not a valid description of a run: {reason}") from error
 
     def checkpoint(self, step: int) -> Path:
         return self.path / f"step-{step:06d}"
@@ -184,8 +184,8 @@ class RunDirectory:
         return int(match[1]) if match and link.exists() else None
 
     def prune(self, keep: int, state_step: int | None) -> None:
-        """Remove all checkpoints except the newest `keep`, the linked ones, and that of the saved
-        state, from which a resumed run would continue."""
+        """Remove all checkpoints except the newest `keep`, the linked ones, and the one of
+        `state_step`, from which a resumed run would continue."""
         kept = {self.linked_step(self.latest), self.linked_step(self.best), state_step}
         for step, path in list(self.checkpoints().items())[:-keep]:
             if step not in kept:
@@ -264,8 +264,8 @@ def _require_empty(path: Path) -> None:
         return
     if not (path / RUN).exists():
         raise TrainingError(
-            f"{path} already exists and has no {RUN}: remove it if it is left from a run that was "
-            "killed while preparing its text, otherwise choose another --out"
+            f"{path} already exists and has no {RUN}: remove it if it is left over from a run "
+            "that was killed while preparing its text, otherwise choose another --out"
         )
     raise TrainingError(f"{path} already exists: resume it with --resume, or choose another --out")
 

@@ -1,7 +1,8 @@
 """State: saves the state of a run, so that a resumed run continues exactly.
 
-The file `state/state.pt` holds the float32 weights (with adapters only theirs), their average, the
-states of all optimizers, the counters, and the states of the step log and the divergence monitor.
+The file `state/state.pt` holds the float32 weights (with `--lora` only the adapters'), their
+average, the states of all optimizers, the counters, and the states of the step log and divergence
+monitor.
 It needs no position in the data and no random state, because batches and dropout are functions of
 the seed and the step (`model/data/batches.py`). It is written under a temporary name, synced and
 renamed, and read with `weights_only=True`, so reading never executes code.
@@ -30,14 +31,14 @@ from logitd.model.transformer.gpt import GPT
 
 VERSION = 2
 REVISION = 2
-"""Number of the trainer's arithmetic and order of batches; raised when they change. 1: batches that
-keep the order of documents, five Newton-Schulz iterations."""
+"""Version of the trainer's arithmetic and order of batches. Version 1 kept the order of documents,
+and made five Newton-Schulz iterations."""
 
 
 def environment(
     placement: Placement, processes: int = 1, *, sharded: bool = False
 ) -> dict[str, Any]:
-    """Everything besides the settings on which the bits of a training step depend."""
+    """Everything except the settings that affects the bits of a training step."""
     return {
         "trainer": REVISION,
         "torch": str(torch.__version__),  # a plain string, as weights_only requires

@@ -56,8 +56,8 @@ def reopen_base(base: Base, path: Path) -> Base:
 
 
 def initial_model(training: ResolvedTraining, report: EventHandler) -> GPT:
-    """The model of a run before its first step, in float32: random weights or those of the base,
-    with the adapters to train."""
+    """Build the model of a run before its first step, in float32: with random weights or the base's
+    weights, and with the adapters to train."""
     gpt = GPT(training.model)
     generator = torch.Generator().manual_seed(training.recipe.seed)
     if (base := training.base) is None:

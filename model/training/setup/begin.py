@@ -1,9 +1,9 @@
 """Setup: opens a run for training.
 
 The main process creates a new run (`_create`) or resumes an existing one (`_resume`); all other
-processes join it (`_join`). Setup rejects a bad run before the first step, and before anything is
-written unless the check needs the vocabulary. It reads and writes the files whose contents
-`model/training/configuration/` decides. The model is built later.
+processes join it (`_join`). An invalid run is rejected before the first step, and, unless the check
+needs the vocabulary, before anything is written. This module opens the files;
+`model/training/configuration/` decides the settings. The model is built later.
 """
 
 import time
@@ -49,7 +49,7 @@ from logitd.model.training.setup.notices import notices, special_tokens_notice
 from logitd.model.training.step.forward import training_placement
 from logitd.model.training.stopping.length import Counters
 
-_MEASURING = "measuring the training speed of this machine, which takes some seconds"
+_MEASURING = "measuring the training speed of this machine, which takes a few seconds"
 
 
 def setup_run(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline: float) -> Run:
@@ -182,7 +182,7 @@ def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> _Open
        interrupted (`RunRecorder.finish`).
     8. Train.
 
-    A run that was killed before its first save begins again at step 0.
+    A run that was killed before its first save starts over at step 0.
     """
     directory = RunDirectory.open(config.run_path)
     with directory.preparing():
@@ -227,7 +227,7 @@ def _join(config: TrainingConfig) -> _Opened:
 
 
 def _share(training: ResolvedTraining, ranks: Ranks) -> tuple[Placement, RankBatch]:
-    """The device and the part of each batch of this process. Raises DeviceError; DataError if the
+    """This process's device and its part of each batch. Raises DeviceError, or DataError if the
     processes cannot divide a step evenly."""
     config, recipe = training.config, training.recipe
     device, threads = str(ranks.device(config.device)), ranks.threads(config.threads)
@@ -236,7 +236,6 @@ def _share(training: ResolvedTraining, ranks: Ranks) -> tuple[Placement, RankBat
 
 
 def _wants_sharding(training: ResolvedTraining, placement: Placement, ranks: Ranks) -> bool:
-    """True if this process needs the model to be sharded."""
     option = training.config.shard
     if ranks.size == 1 or option == "off":
         return False
@@ -295,8 +294,8 @@ def _saved_counters(directory: RunDirectory) -> Counters:
 
 
 def _chat_template(training: ResolvedTraining) -> str | None:
-    """The chat template of the checkpoints; that of the base by default. It is read and compiled
-    before training, so that errors are found early."""
+    """The chat template of the checkpoints, by default the base's. It is read and compiled before
+    training, so that errors are found early."""
     path, base = training.config.chat_template, training.base
     if path is None:
         return None if base is None else base.chat_template

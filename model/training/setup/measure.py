@@ -1,4 +1,4 @@
-"""Measure: the training speed of this machine, in real steps on random ids.
+"""Measure: times real training steps on random ids, to find the speed of this machine.
 
 With `--minutes`, `model/training/configuration/autosize.py` chooses the model's size from this
 speed.
@@ -45,9 +45,9 @@ def measure_machine(training: ResolvedTraining, placement: Placement, seconds: f
 
 
 def measure(candidate: ResolvedTraining, placement: Placement, seconds: float) -> float:
-    """Tokens per second of the fastest of several real steps on random ids, not counting the first.
-    The fastest is the least disturbed by other programs. Makes no more steps than the measuring
-    share of `seconds` allows, but counts at least one."""
+    """Time several real steps on random ids. Returns the tokens per second of the fastest, because
+    it is the least disturbed by other programs. The first step is not timed. Measuring ends with
+    the allowed share of `seconds`, but at least one step is timed."""
     recipe, model = candidate.recipe, candidate.model
     generator = torch.Generator().manual_seed(recipe.seed)
     gpt = GPT(model)
@@ -70,8 +70,8 @@ def measure(candidate: ResolvedTraining, placement: Placement, seconds: float) -
 
 
 def _takes_another(times: Sequence[float], spent: float) -> bool:
-    """True if another step should be measured. `times` are those of the counted steps; `spent` is
-    the used share of the allowed time."""
+    """True if another step should be measured. `times` are the seconds of the counted steps,
+    `spent` is the used share of the allowed time."""
     if len(times) < MEASURED_STEPS:
         return not times or spent < 1
     if len(times) >= MOST_MEASURED_STEPS or spent >= LONGEST:

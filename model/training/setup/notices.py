@@ -9,13 +9,13 @@ from logitd.model.training.configuration.resolve import ResolvedTraining
 
 
 def notices(training: ResolvedTraining, text: PreparedText) -> Iterator[str]:
-    """Sentences about a new run that may surprise its user."""
+    """Warn about properties of a new run that its user may not expect."""
     asked, record = training.recipe.val_fraction, text.record
     share = record["val_bytes"] / max(1, record["bytes"])
     if abs(share - asked) > asked / 4:
         yield (
             f"{share:.1%} of the text is held out, although val_fraction is {asked:.1%}: small "
-            "documents are not divided, and shards keep their own division"
+            "documents are not split, and a tokenized text keeps its split"
         )
     yield from special_tokens_notice(text)
     steps, model, warmup = training.length.steps, training.model, training.recipe.warmup
@@ -31,12 +31,13 @@ def notices(training: ResolvedTraining, text: PreparedText) -> Iterator[str]:
         yield (
             f"{steps:,} steps pass over the text {often:.1f} times without dropout: the model may "
             "overfit, so that the validation loss rises. Set fewer --steps or --dropout "
-            f"{dropout_of(often, model.vocab_size):g}, or let --minutes without --preset choose"
+            f"{dropout_of(often, model.vocab_size):g}, or replace --preset by --minutes, which "
+            "chooses both"
         )
 
 
 def special_tokens_notice(text: PreparedText) -> Iterator[str]:
-    """A sentence about special tokens' names in the text, if there are any."""
+    """Report names of special tokens in the text, if there are any, and how they are encoded."""
     if not (names := text.record.get("special_names")):
         return
     first = shlex.quote(next(iter(names)))

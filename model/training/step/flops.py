@@ -6,7 +6,7 @@ forward pass. Norms, activations, softmax, the optimizer and discarded results (
 masked positions) do not count. So the share of the machine's rate is its useful work, not its load.
 
 A common convention (Chowdhery et al., 2022, appendix B; nanoGPT) counts attention over the whole
-window instead, which gives larger shares at long contexts.
+window instead, so its shares are larger at long contexts.
 """
 
 from logitd.model.device import Placement
@@ -25,7 +25,7 @@ def flops_per_token(config: GPTConfig) -> float:
 
     With M elements in the matrices of blocks and head, L layers, H heads of width D and T
     positions: 6 M + 12 L H D (T + 1) / 2, because a position sees (T + 1) / 2 on average. With
-    windows it sees fewer.
+    sliding windows it sees fewer.
     """
     matrices = count_elements(config).block_matrices + config.vocab_size * config.d_model
     length = config.context_length
@@ -35,7 +35,7 @@ def flops_per_token(config: GPTConfig) -> float:
 
 def machine_rate(placement: Placement) -> float:
     """Operations per second of matrix products in the dtype of training, with torch's current
-    threads. Measuring takes some hundredths of a second, or two seconds if torch has no fast
+    threads. Measuring takes a few hundredths of a second, or two seconds if torch has no fast
     products of the dtype (bfloat16 on AVX2)."""
     width = RATE_WIDTH if placement.device.type == "cpu" else None
     return matrix_rate(placement.device, placement.dtype, width)

@@ -2,8 +2,8 @@
 
 The logits of a batch are the largest tensor of a step, with B * T * V elements, and
 `F.cross_entropy` with its backward pass holds three such tensors in float32. Here a chunk of rows
-is multiplied by the head, its loss and its gradients are computed at once, and the chunk's logits
-are dropped. Only gradients as large as the hidden states and the head are kept.
+is multiplied by the head, its loss and gradients are computed immediately, and the chunk's logits
+are dropped. Only the gradients of the hidden states and of the head are kept.
 
 Supports the mean loss of a head with or without a bias, and a single backward pass. Evaluation
 needs no gradients (`model/training/step/validate.py`).
@@ -50,8 +50,8 @@ def cross_entropy(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Computes gradients in the forward pass, because that of the logits is (softmax - onehot) /
-    N."""
+    """Computes the gradients in the forward pass, starting from the logits' gradient
+    (softmax - onehot) / N."""
 
     @staticmethod
     def forward(

@@ -1,6 +1,6 @@
 """Validation: the loss on fixed windows of the validation tokens.
 
-The loss is reported in two units. Nats per token are what training lowers; they depend on the
+The loss is reported in two units. Training minimizes nats per token, which depend on the
 vocabulary. Bits per byte do not: they are the nats of all predicted tokens, divided by the bytes of
 their text and by ln 2. The end of a document is predicted like any other token and has zero bytes.
 

@@ -76,8 +76,8 @@ class Counters:
 
 @dataclass(frozen=True)
 class Length:
-    """The length of a run. At least one of the fields is set. In all methods, `tasks` are the
-    seconds of the tasks between two steps, on average."""
+    """The length of a run. At least one of the fields is set. In all methods, `tasks` is the
+    average time of the tasks between two steps, in seconds."""
 
     steps: int | None
     minutes: float | None  # wall-clock time over all commands
@@ -90,8 +90,8 @@ class Length:
         return min(1.0, max(by_steps, self._share(counters)))
 
     def plan(self, counters: Counters, tasks: float) -> Counters:
-        """The counters with the share of the minutes that the next step completes. It stays 0
-        until the pace is known."""
+        """The counters with the share of the minutes that the next step is planned to complete. The
+        share is 0 until the pace is known."""
         if self.minutes is None:
             return counters
         share, left = self._share(counters), self._clock_steps(counters, counters.pace, tasks)
@@ -146,15 +146,15 @@ class Length:
         if left > 0:
             return f"{took}, so {left:.0f} s of --minutes {minutes:g} are left for training"
         return (
-            f"{took} and used up --minutes {minutes:g}, so only one step is trained: set more "
-            "minutes"
+            f"{took} and used up --minutes {minutes:g}, so only one step is trained: increase "
+            "--minutes"
         )
 
     def shortening_notice(self, steps: int, expected: int) -> str:
         """A notice that the minutes suffice for fewer steps than expected."""
         return (
             f"--minutes {self.minutes:g} suffice for about {pluralize(steps, 'step', ',')} instead "
-            f"of {expected:,}: the learning rate falls sooner, so that it is down at the end"
+            f"of {expected:,}: the learning rate falls sooner, to reach its final value in time"
         )
 
     def _share(self, counters: Counters) -> float:

@@ -43,7 +43,7 @@ class StopSignals:
 @contextmanager
 def errors_outlive_sigterm(kind: type[Exception]) -> Iterator[None]:
     """Ignore SIGTERM while the process handles an error of this kind, so that its message is
-    printed. When one process of a run ends, torchrun sends SIGTERM to all others at once, while
+    printed. When one process of a run ends, torchrun immediately sends SIGTERM to all others, while
     they are still handling the lost connection."""
 
     def terminate(number: int, frame: FrameType | None) -> None:

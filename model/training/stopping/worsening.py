@@ -1,7 +1,7 @@
 """Worsening: notices about a rising validation loss, from the metrics of a run.
 
 A model that sees a text too often overfits: the training loss keeps falling, but the validation
-loss rises. The best checkpoint is kept, so only time is lost. The notice is given once in a series
+loss rises. The best checkpoint is kept, so only time is lost. The run reports this once per series
 of worse evaluations, and at the end. `patience` ends such a run. It is off by default, because the
 decay of the learning rate at the end often leads to a new best.
 """
@@ -45,16 +45,15 @@ def ended_worse(metrics: Sequence[Record]) -> str | None:
         return None
     best, last = since_best[0], since_best[-1]
     return (
-        f"the best evaluation is that of step {best['step']:,}, "
-        f"{best['val_bits_per_byte']:.4f} bits per byte; "
-        f"{pluralize(last['step'] - best['step'], 'step', ',')} later it "
+        f"validation was best at step {best['step']:,}, with {best['val_bits_per_byte']:.4f} bits "
+        f"per byte; {pluralize(last['step'] - best['step'], 'step', ',')} later it "
         f"is {last['val_bits_per_byte']:.4f}. The link `best`, which is served, points to step "
         f"{best['step']:,}"
     )
 
 
 def _since_best(metrics: Sequence[Record]) -> list[Record]:
-    """The evaluations from the best one on."""
+    """The best evaluation and the later ones."""
     evaluations = [record for record in metrics if record["kind"] == "eval"]
     losses = [record["val_loss"] for record in evaluations]
     return evaluations[losses.index(min(losses)) :] if losses else []

@@ -35,8 +35,8 @@ from logitd.service.settings.tools import BenchSettings
 ERRORS = BenchmarkError, CheckpointError, DeviceError, InvalidRequest, KernelError, LogitdError
 USUAL_PROMPT_TOKENS = 256
 Arrivals = list[tuple[float, int]]
-"""Times at which tokens of a stream arrived, each with the number of tokens. The first entry is the
-time of the request, with 0 tokens."""
+"""Arrival times of a stream's tokens, each with the number of tokens. The first entry is the time
+of the request, with 0 tokens."""
 
 
 def run(settings: BenchSettings) -> int:
@@ -136,8 +136,8 @@ async def stream(client: AsyncClient, prompt: Sequence[int], tokens: int) -> Arr
 
 
 def whole_batch_rate(streams: Sequence[Arrivals]) -> float | None:
-    """Tokens per second while all streams ran, from the last first token to the first end of a
-    stream. None if they never all ran at once."""
+    """Tokens per second while all streams ran: after every stream has received its first token, and
+    before one has ended. None if they never all ran at once."""
     begin = max(arrivals[1][0] for arrivals in streams)
     end = min(arrivals[-1][0] for arrivals in streams)
     if end <= begin:

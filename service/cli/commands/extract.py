@@ -112,7 +112,7 @@ def _extract(settings: ExtractSettings, reporter: Reporter) -> Extracted:
 
 
 def _unclear(settings: ExtractSettings) -> str:
-    """The message if the command line does not ask for exactly one quantity, otherwise ""."""
+    """The message if the command line does not request exactly one kind of value, otherwise ""."""
     chosen = {
         "--logprobs": settings.logprobs,
         "--top-k": settings.top_k is not None and not (settings.logprobs or settings.lens),
@@ -122,7 +122,7 @@ def _unclear(settings: ExtractSettings) -> str:
     given = [flag for flag, is_given in chosen.items() if is_given]
     if len(given) == 1:
         return ""
-    hint = " (--lens includes the values of --logprobs: they are those of the last layer)"
+    hint = " (--lens includes --logprobs: they are the values of the last layer)"
     return (
         "give one of --logprobs (or --top-k K, which includes it), --lens and --stages NAMES; "
         + (f"{' and '.join(given)} are given" if given else "none of them is given")

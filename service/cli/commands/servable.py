@@ -156,7 +156,7 @@ def _mistyped(path: Path) -> str:
 
 
 def similar(path: Path) -> list[Path]:
-    """Checkpoints and runs whose names are similar to that of a path."""
+    """Checkpoints and runs whose names are similar to the name of a path."""
     known = _near(path)
     close = difflib.get_close_matches(path.name, [child.name for child in known], MOST_NAMED, 0.6)
     return [child for child in known if child.name in close]

@@ -128,8 +128,8 @@ def print_banner(models: Models, port: int, busy: str | None = None) -> None:
 
 
 def _suitable_prompt(checkpoint: CheckpointInfo) -> str | list[int]:
-    """A prompt that suits the vocabulary: that of the sample in the checkpoint's card, which is
-    held-out text, or the token that begins a document."""
+    """A prompt that suits the vocabulary: the prompt of the sample in the checkpoint's card, which
+    is held-out text, or the token that begins a document."""
     prompt = sampled_prompt(read_card(checkpoint.path))
     if prompt and checkpoint.tokenizer.has_text:
         return prompt
@@ -137,7 +137,7 @@ def _suitable_prompt(checkpoint: CheckpointInfo) -> str | list[int]:
 
 
 def _models(models: Models) -> Iterator[tuple[str, str]]:
-    """Names and values for the banner: first those of each model, then those of the server."""
+    """Names and values for the banner, first about each model, then about the server."""
     for number, model in enumerate(models.every):
         if models.several:
             yield "model", model.name + (" (default)" if number == 0 else "")
@@ -151,7 +151,7 @@ def _models(models: Models) -> Iterator[tuple[str, str]]:
         if model.history is not None:
             yield "history", _history(list(model.history.steps()), model.settings)
         if isinstance(shape := model.checkpoint.shape, CodeConfig):
-            yield "runs code", f"{shape.code}, with your rights, in a process without network"
+            yield "runs code", f"{shape.code}, with your permissions, in a process without network"
         yield "parameters", f"{computed.parameters:,}"
         yield "dtype", f"{computed.placement.dtype_name} ({computed.dtype_why})"
         yield "decoding", _decoding(model)

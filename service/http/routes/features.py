@@ -32,7 +32,7 @@ Sae = Annotated[
 )
 def features(context: Chosen, sae: Sae = None) -> dict[str, Any]:
     """The autoencoders that the server was started with (`--sae`); and for one of them the density
-    of each feature, its strongest activation and the token there. The lists are null if the file
+    of each feature, its strongest activation and the token with it. The lists are null if the file
     `features.safetensors` is missing."""
     autoencoders = context.model.autoencoders
     chosen = _chosen(context, sae) if autoencoders or sae is not None else None

@@ -58,7 +58,9 @@ async def ready(state: State, response: Response) -> Health:
     return health
 
 
-@router.get("/health/live", responses=UNREADY, response_model_exclude_unset=True, summary="Alive?")
+@router.get(
+    "/health/live", responses=UNREADY, response_model_exclude_unset=True, summary="Check liveness"
+)
 async def live(state: State, response: Response) -> Health:
     """200 while the process works or can still become ready; 503 if it hangs or has failed."""
     health = _health(state)

@@ -31,7 +31,7 @@ from logitd.service.http.arrays import (
     npy_header,
     safetensors_header,
 )
-from logitd.service.http.envelope import checkpoint_headers
+from logitd.service.http.envelope import checkpoint_headers, checkpoint_metadata
 from logitd.service.http.negotiation import ARRAYS, JSON, NPY, RESPONSES, negotiate
 from logitd.service.http.query import KNOWN_QUERY, PlainInt
 from logitd.service.http.reader import paced
@@ -47,7 +47,9 @@ async def _at_step(
     model: AskedModel = None,
     step: Annotated[
         PlainInt | None,
-        Query(ge=0, description="Step of the run, of a server with --history. Absent: the served."),
+        Query(
+            ge=0, description="Step of the run, of a server with --history. Absent: the served one."
+        ),
     ] = None,
 ) -> RequestContext:
     return await models.at(model, step)
@@ -73,7 +75,7 @@ class _Form:
 )
 async def weights(context: AtStep, state: State) -> dict[str, Any]:
     """Every tensor of the checkpoint, then derived ones: embedding `W_E`, unembedding `W_U`, and
-    the matrices of each head, which are multiplied from the right by row vectors."""
+    the matrices of each head, which row vectors multiply from the left."""
     async with state.weight_reads:
         listed = await asyncio.to_thread(_list, context.checkpoint)
     return {
@@ -140,8 +142,7 @@ async def _pieces(
         if media_type == NPY:
             yield npy_header(array.shape, dtype)
         else:
-            named = checkpoint_name(context.checkpoint).items()
-            metadata = {f"checkpoint_{key}": str(value) for key, value in named}
+            metadata = checkpoint_metadata(context.checkpoint)
             yield safetensors_header([TensorSpec(name, dtype, array.shape)], metadata)
         for part in byte_parts(array):
             yield part
@@ -168,7 +169,7 @@ def _json_values(array: Array) -> Iterator[bytes]:
         yield orjson.dumps(float(array))
 
 
-# In a thread
+# Run in a thread
 
 
 def _list(checkpoint: CheckpointInfo) -> list[Weight]:

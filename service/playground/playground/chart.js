@@ -19,6 +19,13 @@ export function ticks(low, high, count) {
   return made;
 }
 
+// The losses of a run as series; a series without two points is left out.
+export function lossSeries({ training, validation }) {
+  const points = (list) => list.filter(({ loss }) => loss !== null).map(({ step, loss }) => [step, loss]);
+  const all = [{ name: "training (smoothed)", points: points(training) }, { name: "validation", points: points(validation) }];
+  return all.filter((line) => line.points.length > 1);
+}
+
 // series: [{ name, points: [[x, y], ...] }]. now: x to mark. ends: x values that the chart must include.
 // names: the side of the series' names.
 export function lineChart({ label, series, x, y, width = 640, height = 280, now = null, ends = [], names = "end" }) {

@@ -13,7 +13,7 @@ const LISTED = 8;
 
 export class Circuit {
   #app;
-  #off = new Map(); // the pieces that are switched off of each node, by its index
+  #off = new Map(); // the switched-off pieces of each node, by its index
 
   constructor(app) {
     this.#app = app;
@@ -89,7 +89,7 @@ export class Circuit {
     ];
   }
 
-  // What is switched off, in words.
+  // The switched-off parts, in words.
   #named(nodes, named) {
     const [[index, off]] = this.#off;
     const [node, alone] = [nodes[index], this.#off.size === 1];
@@ -211,7 +211,7 @@ class Graph {
   }
 }
 
-// What can be switched off of a node: its neurons, or the whole of a head or token.
+// The pieces of a node that can be switched off: its neurons, or the whole head or token.
 const piecesOf = ({ neurons }) => (neurons.length ? neurons.map(({ index }) => index) : [null]);
 const carried = ({ values, attention }) => values + attention;
 const signed = (value) => `${value < 0 ? "−" : ""}${Math.abs(value).toFixed(Math.abs(value) < 0.1 ? 3 : 2)}`;

@@ -202,7 +202,7 @@ export class Compare {
     if (a === b) return void (find("divergence").textContent = `With seed ${seed} both texts are equal.`);
     const [at] = this.#sides.map((side) => side.mark(same));
     const [count, unit] = first.vocabulary.idsAlone ? [at, "token"] : [[...a.slice(0, same)].length, "character"];
-    const after = count === 0 ? "at once" : `after ${count} ${unit}${count === 1 ? "" : "s"}`;
+    const after = count === 0 ? "immediately" : `after ${count} ${unit}${count === 1 ? "" : "s"}`;
     find("divergence").textContent = `With seed ${seed} the texts diverge ${after}.`;
     await this.#show("Where the texts diverge", first.before(first.prompt.length + at), first);
   }

@@ -2,7 +2,7 @@
 // attention and the lens; and the curves of the loss and of the induction heads.
 
 import { get, post, postArray } from "./api.js";
-import { lineChart } from "./chart.js";
+import { lineChart, lossSeries } from "./chart.js";
 import { button, choice, element, find, heading, hint, labeled, showProblem } from "./dom.js";
 import { heatMap, paint } from "./heatmap.js";
 import { ofPrompt } from "./interventions.js";
@@ -29,7 +29,7 @@ export class Film {
   #app;
   #history = null; // the reply of /history
   #at = 0; // index of the shown step
-  #wanted; // the initial step, as a text
+  #wanted; // the step to show first, as a string
   #head = null; // { layer, head }; null until the scores of the last step are known
   #random; // ids of the repeated sequence
   #prompt = null; // { key, body }
@@ -192,11 +192,7 @@ export class Film {
 
   #curves() {
     const { curve, steps } = this.#history;
-    const points = (list) => list.map(({ step, loss }) => [step, loss]);
-    const losses = [
-      { name: "training (smoothed)", points: points(curve.training) },
-      { name: "validation", points: points(curve.validation) },
-    ].filter((line) => line.points.length > 1);
+    const losses = lossSeries(curve);
     const others = this.#ranked(this.#step(steps.length - 1)).filter((head) => nameOf(head) !== nameOf(this.#head)).slice(0, CURVES - 1);
     const heads = [...others.slice(0, 1), this.#head, ...others.slice(1)]; // the second series has the strongest color
     const scored = steps.filter(({ step }) => this.#scores.has(step));

@@ -1,7 +1,7 @@
 // Model: facts about it, its training, and the current load of the server.
 
 import { get, getText } from "./api.js";
-import { lineChart } from "./chart.js";
+import { lineChart, lossSeries } from "./chart.js";
 import { element, fill, find, heading, hint, plainTable } from "./dom.js";
 
 const EVERY_MS = 2000;
@@ -89,11 +89,7 @@ export class ModelTab {
 
   #training(progress, { card, curve }) {
     const made = [];
-    const points = (list) => list.filter(({ loss }) => loss !== null).map(({ step, loss }) => [step, loss]);
-    const series = [
-      { name: "training (smoothed)", points: points(curve.training) },
-      { name: "validation", points: points(curve.validation) },
-    ].filter((line) => line.points.length > 1);
+    const series = lossSeries(curve);
     if (series.length) made.push(heading("Training"), lineChart({ label: "Loss by step", series, x: "step", y: "nats per token" }));
     if (progress !== null) made.push(...this.#progress(progress, made.length > 0));
     const open = find("training").querySelector("details")?.open ?? false; // stays open when the curve changes

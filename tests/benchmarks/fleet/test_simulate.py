@@ -17,7 +17,7 @@ def run(
 
 
 def test_single_request_takes_the_time_of_its_steps() -> None:
-    """Chunks of 100, 100 and 50 tokens, then four decode steps."""
+    """The prompt takes chunks of 100, 100 and 50 tokens, then four decode steps follow."""
     load, server = Load(1.0, 250, 5), Server(prefill_chunk=100, overhead=0.5)
     outcome = simulate(FLAT, load, server, 1, [3.0])
     assert outcome.first_tokens == pytest.approx((0.25 + 0.5,))
@@ -28,7 +28,7 @@ def test_single_request_takes_the_time_of_its_steps() -> None:
 
 
 @pytest.mark.parametrize("use", [0.3, 0.6, 0.85])
-def test_server_of_one_slot_is_the_queue_of_the_books(use: float) -> None:
+def test_server_of_one_slot_waits_like_an_m_d_1_queue(use: float) -> None:
     """M/D/1: the Pollaczek-Khinchine mean wait is use / (2 (1 - use)) service times."""
     service = 0.1
     load, server = Load(use / service, 100, 1), Server(slots=1, max_queue=10**6)

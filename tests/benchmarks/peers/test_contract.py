@@ -74,7 +74,7 @@ def test_disagreement_is_a_share_of_the_spread() -> None:
     assert disagreement(3 * expected + 0.3, 3 * expected) == pytest.approx(0.1)
 
 
-def test_run_ignores_numbers_that_a_peer_does_not_tell() -> None:
+def test_numbers_that_a_peer_does_not_report_are_ignored() -> None:
     expected = np.tile([1.0, -1.0], 100)
     actual = expected.copy()
     actual[LEAST:] = np.nan

@@ -28,7 +28,7 @@ def written(tmp_path: Path, shape: Shape) -> Path:
 
 
 @TWO
-def test_all_of_them_are_one_model(written: Path, shape: Shape, tmp_path: Path) -> None:
+def test_all_formats_hold_the_same_model(written: Path, shape: Shape, tmp_path: Path) -> None:
     ids = random_prompts(1, 40, shape.vocab_size)[0]
     again = tmp_path / "again"
     again.mkdir()

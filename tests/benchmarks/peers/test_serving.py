@@ -14,7 +14,7 @@ TOGETHER = [stream(0.0, 1.0, 2.0, 3.0, 4.0), stream(0.5, 2.0, 3.0, 4.0, 5.0)]
 ONE_BY_ONE = [stream(0.0, 1.0, 2.0), stream(0.0, 3.0, 4.0)]
 
 
-def test_batch_by_hand() -> None:
+def test_figures_of_a_batch_equal_those_by_hand() -> None:
     found = summarize([TOGETHER], LOGITD, "float32", 2)
     # From 2 to 4 both decode: two tokens of each.
     assert found.decode_tokens_per_second == 2.0

@@ -32,7 +32,7 @@ def test_folder_is_the_same_model(folder: Path, saved: Saved) -> None:
     assert config.eos_token_id is None, "no text ends early"
 
 
-def test_text_has_the_ids_that_it_was_made_of(folder: Path) -> None:
+def test_text_is_tokenized_to_the_ids_it_was_built_from(folder: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     ids = torch.randint(300, (50,)).tolist()
     assert tokenizer(text_of(ids))["input_ids"] == ids

@@ -52,7 +52,7 @@ def test_numbers_by_hand_are_all_parameters() -> None:
 
 
 def test_decode_step_equals_numbers_by_hand(gpt2: GPT) -> None:
-    """Eight sequences at 288 positions each."""
+    """The step has eight sequences at 288 positions each."""
     work = decode_work(gpt2, batch=8, live_positions=8 * 288)
     cells = 8 * 288 * 2 * 12 * 768
     assert work.read_bytes == 4 * (BLOCKS + HEAD + VECTORS + 8 * LOOKED_UP + cells)
@@ -140,7 +140,7 @@ def test_operations_equal_the_count_of_torch(family: str) -> None:
 
 
 def test_windows_limit_visible_positions() -> None:
-    """Counted pair by pair, from the definition."""
+    """The visible pairs are counted one by one, by the definition."""
     windows, length = (3, None, 7), 11
     gpt = tiny_gpt(tiny_config(windows=windows))
     whole = tiny_gpt(tiny_config())

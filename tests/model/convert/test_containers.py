@@ -148,7 +148,7 @@ def test_other_formats_are_named_and_kept(write: object, sentence: str, tmp_path
 
 
 def test_files_of_a_trainer_are_not_weights(tmp_path: Path) -> None:
-    """transformers' Trainer writes them next to every model."""
+    """The Trainer of transformers writes them next to every model."""
     for name in ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth",
                  "scaler.pt", "tokenizer.bin", "data.npz"):  # fmt: skip
         (tmp_path / name).write_bytes(b"x")

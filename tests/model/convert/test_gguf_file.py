@@ -9,15 +9,13 @@ import torch
 
 from logitd.model.convert.exporting import export_model
 from logitd.model.convert.foreign import ConvertError
-from logitd.model.convert.hf.tokenizer import GPT2_PATTERN, QWEN2_PATTERN
+from logitd.model.convert.hf.tokenizer import QWEN2_PATTERN
 from logitd.model.convert.importing import import_model
 from logitd.model.files import FileError
 from tests.model.convert.theirs import (
-    ROTARY,
     SAMPLE,
     loaded,
     save_theirs,
-    their_model,
     their_tokenizer,
 )
 from tests.model.factories import FAMILIES as OUR_FAMILIES
@@ -143,13 +141,6 @@ def test_flags_of_the_other_format_are_refused(
     with pytest.raises(ConvertError, match=f"{sentence}.*; export it with --to hf$"):
         export_model(tmp_path / "ours", tmp_path / "model.gguf", to="gguf")
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
-
-
-def test_models_of_these_tests_have_their_families() -> None:
-    """A pattern or family whose meaning changed would leave the tests above without cases."""
-    assert GPT2_PATTERN != QWEN2_PATTERN
-    assert ROTARY["num_key_value_heads"] < ROTARY["num_attention_heads"]
-    assert their_model("llama-biases").config.head_dim == 12
 
 
 def test_full_disk_is_reported_and_leaves_nothing(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_norms_of_queries_and_keys_move_with_their_channels(tmp_path: Path) -> N
     ("change", "sentence"),
     [
         ({"shared_attention_norm": True}, "shared_attention_norm is True; not supported here"),
-        ({"rotary_percentage": 0.4}, "rotary_dim is 3; channels turn in pairs"),
+        ({"rotary_percentage": 0.4}, "rotary_dim is 3; channels are rotated in pairs"),
         ({"lm_head_bias": True}, r"lacks the tensor lm_head\.bias"),
         ({"rope_adjustments": {"factor": 8}}, "rope_adjustments is "),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),

@@ -92,9 +92,9 @@ def test_vocabulary_and_conversations(tmp_path: Path) -> None:
     ("changes", "named"),
     [
         ({"window_pattern": "SX"}, "window_pattern is 'SX'"),
-        ({"n_layer": 10**9}, "n_layer is 1000000000"),
+        ({"n_layer": 10**9}, "1,000,000,000 layers"),
         ({"n_head": 5}, "n_head"),
-        ({"n_embd": 64}, "wte.weight has shape"),
+        ({"n_embd": 64}, r"\.weight has shape .* requires"),
     ],
 )
 def test_false_size_is_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
@@ -113,21 +113,3 @@ def test_foreign_tensor_is_not_nanochat(tmp_path: Path) -> None:
     )
     with pytest.raises(ConvertError, match=r"attn\.ln"):
         import_model(folder, tmp_path / "ours", tokenizer="none")
-
-
-@pytest.mark.parametrize(
-    "part", ["resid_lambdas", "x0_lambdas", "smear_lambda", "backout_lambda", "smear_gate.weight",
-             "value_embeds.1.weight", "transformer.h.3.attn.ve_gate.weight"],
-)  # fmt: skip
-def test_every_part_of_the_textbook_class_matters(part: str) -> None:
-    model = small()
-    before = model(IDS)
-    model.get_parameter(part).data.mul_(0.8)
-    assert (model(IDS) - before).abs().max() > 0.01
-
-
-def test_window_of_the_textbook_class_matters() -> None:
-    whole = small(window_pattern="L")(IDS)
-    off = (small()(IDS) - whole).abs().amax(dim=-1)
-    assert off[:129].max() < 1e-5
-    assert off[129:].max() > 0.01

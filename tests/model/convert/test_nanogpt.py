@@ -77,6 +77,14 @@ def test_character_model_keeps_its_ids_and_logits(bias: bool, prefix: str, tmp_p
     assert (info.training.step, info.training.val_loss) == (250, 1.5)
 
 
+def test_loss_on_a_text_is_measured_without_padded_rows(tmp_path: Path) -> None:
+    save(tmp_path / "ckpt.pt", small(len(STOI)))
+    save_meta(tmp_path / "meta.pkl")
+    (tmp_path / "text.txt").write_text("abc" * 100, encoding="utf-8")
+    with pytest.raises(ConvertError, match=r"does not predict text\.txt: [\d.]+ nats per token"):
+        import_model(tmp_path / "ckpt.pt", tmp_path / "ours", check=tmp_path / "text.txt")
+
+
 def test_unknown_characters_are_refused(tmp_path: Path) -> None:
     save(tmp_path / "ckpt.pt", small(len(STOI)))
     save_meta(tmp_path / "meta.pkl")

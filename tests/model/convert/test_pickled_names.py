@@ -58,7 +58,7 @@ def test_plain_containers_name_nothing(protocol: int, tmp_path: Path) -> None:
 
 @PROTOCOLS
 def test_words_that_look_like_names_are_text(protocol: int, tmp_path: Path) -> None:
-    """A memo of many texts, and after them a class whose module is taken from it."""
+    """The memo holds many strings. A class follows whose module name is one of them."""
     texts = [f"word {n}" for n in range(400)]
     value = [texts, HERE, "Own", texts, "os", "system", Own]
     names = names_of(pickle.dumps(value, protocol=protocol), tmp_path)

@@ -75,7 +75,7 @@ def assert_is_state(tensors: Any) -> None:
 
 @pytest.mark.parametrize("old", [False, True])
 def test_dictionaries_of_tensors_and_plain_values_are_read(old: bool, tmp_path: Path) -> None:
-    """Including files older than torch 1.6, which are not zip archives."""
+    """Files older than torch 1.6 are not zip archives."""
     value = {"model": STATE, "step": 3, "nested": {"list": [1, "x", None], "flag": True}}
     loaded = read_pt(saved(tmp_path / "m.pt", value, old=old), keep=KEEP)
     assert_is_state(loaded.pop("model"))
@@ -182,7 +182,6 @@ def test_reading_leaves_no_class_allowed(tmp_path: Path) -> None:
 def test_no_code_of_a_hostile_file_runs(
     call: tuple[Any, ...], old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither in refused files nor in files that are read."""
     monkeypatch.chdir(tmp_path)
     saved(tmp_path / "m.pt", {"model": STATE, "config": Exploding(*call)}, old=old)
     pickled = tmp_path / "plain.pt"

@@ -90,7 +90,7 @@ def test_named_text_may_be_compressed_or_json_lines(
     [
         (
             b"x" * (MIN_TOKENS - 1),
-            "text.txt has 1,024 tokens; measuring a loss takes more than 1,024",
+            "text.txt has 1,024 tokens; measuring a loss needs more than 1,024",
         ),
         (b"x\xff" * MIN_TOKENS, r"text.txt is not UTF-8 \(byte 0xff"),
         (b"", "its files are empty"),

@@ -81,7 +81,7 @@ def test_overlapping_windows_predict_from_more_context(tiny: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_loss_on_a_runs_held_out_text_is_the_trainers(configure: Configure, dtype: Any) -> None:
-    """Except for the tokens after the last whole window, which the trainer leaves out."""
+    """The trainer leaves out the tokens after the last whole window."""
     result = train(configure(dtype=dtype, eval_batches=10_000))
     measured = text_loss(result.checkpoint, dtype=dtype, threads=1)
     assert measured.text == "the run's validation text"
@@ -135,8 +135,7 @@ def test_text_loss_refuses_an_impossible_request(tiny: Path, short: Path, tmp_pa
 
 
 def test_whole_held_out_part_of_pythons_text_is_measured(tmp_path: Path) -> None:
-    """The whole held-out text of the checkpoint's record is measured, not the sample that `serve`
-    takes."""
+    """`serve` measures only a sample of it."""
     data: dict[str, Any] = {"name": "x", "licence": "y", "built_in": True, "val_bytes": 300_000}
     gpt = tiny_gpt(tiny_config(context_length=512, n_layer=1, d_model=8, n_head=1, vocab_size=259))
     info = save_tiny_checkpoint(

@@ -375,12 +375,10 @@ def test_one_process_writes_a_folder(extracting: Extract, tmp_path: Path) -> Non
 
 
 def test_full_disk_is_explained_and_shards_stay(extracting: Extract, tmp_path: Path) -> None:
-    """With a limit on the size of files, the largest shard fails."""
+    """The limit on the size of files is too small for the largest shard."""
     straight = contents(extracting(tmp_path / "straight", top_k=20, **ASKED).path)
     largest = max(map(len, straight.values()))
-    refusal = pytest.raises(
-        ExtractionError, match=r"out .*--out.* give the same command to continue"
-    )
+    refusal = pytest.raises(ExtractionError, match=r"out .*--out.* repeat the command to continue")
     with files_of_at_most(largest - 1), refusal:
         extracting(top_k=20, **ASKED)
     assert not list((tmp_path / "out").glob(".*"))

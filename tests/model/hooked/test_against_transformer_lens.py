@@ -367,7 +367,7 @@ def test_points_and_hooks_equal_those_of_version_3(case: str) -> None:
 
 
 def test_their_tools_run_on_the_model(pair: tuple[HookedGPT, Any]) -> None:
-    """Head detection, singular vectors and direct paths, by TransformerLens' own code."""
+    """TransformerLens' own code detects heads and computes singular vectors and direct paths."""
     detector = importlib.import_module("transformer_lens.head_detector")
     caches = [model.run_with_cache(IDS[:1], remove_batch_dim=True)[1] for model in pair]
     pattern = torch.eye(14).roll(-1, dims=1).tril()

@@ -126,21 +126,6 @@ def test_folded_weights_keep_the_probabilities(gpt: GPT) -> None:
     assert model.cfg.normalization_type.endswith("Pre")
 
 
-def test_direct_logit_attribution_adds_up_to_the_logit_difference() -> None:
-    model = hooked(tiny_gpt().double())
-    model.enable_compatibility_mode()
-    logits, cache = model.run_with_cache(TEXT)
-    last = logits[0, -1]
-    difference = last[65] - last[66] - (model.b_U[65] - model.b_U[66])
-    parts, labels = cache.decompose_resid(pos_slice=-1, return_labels=True)
-    assert labels[:4] == ["embed", "pos_embed", "0_attn_out", "0_mlp_out"]
-    heads = cache.stack_head_results(pos_slice=-1, incl_remainder=True)
-    for stack in (parts, heads):
-        assert_close(
-            cache.logit_attrs(stack, 65, 66, pos_slice=-1).sum(), difference, rtol=0, atol=1e-9
-        )
-
-
 def test_head_result_hook_changes_one_head() -> None:
     model = hooked(tiny_gpt().double())
 

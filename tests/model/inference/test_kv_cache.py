@@ -124,7 +124,8 @@ def test_decoded_positions_match_the_forward(gpt: GPT, prompt: int) -> None:
 
 
 def test_slots_at_different_positions_decode_together(gpt: GPT) -> None:
-    """Three sequences of unequal lengths, in used rows, padded by two rows."""
+    """The three sequences have unequal lengths, and their slots hold leftovers. Two rows of padding
+    follow."""
     count, steps = 3, 5
     longest = gpt.config.context_length - steps
     lengths = [min(length, longest) for length in (3, 40, 11)]
@@ -168,17 +169,6 @@ def test_copy_changes_only_the_prefix() -> None:
         assert torch.equal(tensor[:, 3, :, :64], old[:, 1, :, :64])
         assert torch.equal(tensor[:, 3, :, 64:], old[:, 3, :, 64:])
         assert torch.equal(tensor[:, :3], old[:, :3])
-
-
-@pytest.mark.parametrize(
-    ("context_length", "slot_length"), [(16, 32), (32, 32), (50, 64), (128, 128)]
-)
-def test_slot_has_whole_blocks(context_length: int, slot_length: int) -> None:
-    config = tiny_config(**FAMILIES["modern"], context_length=context_length)
-    cache = KVCache(config, 5, device=torch.device("cpu"), dtype=torch.bfloat16)
-    assert cache.slots == 5
-    assert cache.keys.shape == (3, 5, 2, slot_length, 8)
-    assert cache.nbytes == 2 * 3 * 5 * 2 * slot_length * 8 * 2
 
 
 floats = st.floats(-(2.0**100), 2.0**100, width=32)

@@ -20,6 +20,7 @@ from logitd.model.inference.memory import (
     working_bytes,
 )
 from logitd.model.inference.options import (
+    CODE_SLOTS,
     SERVED_SLOTS,
     KVCacheDType,
     MemoryShare,
@@ -28,6 +29,7 @@ from logitd.model.inference.options import (
     parse_memory,
 )
 from logitd.model.memory import Available, format_bytes
+from logitd.model.owner_code.config import CodeConfig
 from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.shapes import gpt2_shape
 from tests.model.factories import FAMILIES, tiny_config
@@ -89,6 +91,23 @@ def test_bytes_are_kept_to(wanted: int) -> None:
             slots(memory, memory=wanted)
     else:
         assert slots(memory, memory=wanted) == min(MAX_SLOTS, wanted // ONE)
+
+
+def test_owner_code_is_served_with_few_slots() -> None:
+    """Each sequence of a step is a pass, so all slots together delay a stream by that many."""
+    code = CodeConfig.from_dict(
+        {
+            "vocab_size": 9, "rows": 9, "context_length": 48, "parameters": 4, "file": "owner.py",
+            "expression": "Model", "values": {"top": {}, "over": {}, "values": {}},
+            "deterministic": True, "padding_is_harmless": True, "has_state": False,
+        }
+    )  # fmt: skip
+    shapes = [Shape("code", code, 4), Shape("gpt2", SMALL, 4)]
+    served = slots_for(shapes, SlotBudget(), Available("cpu", 64 * GIB, 64 * GIB), gpu=False)
+    assert served == (CODE_SLOTS, SERVED_SLOTS.most)
+    assert slots_for(shapes, SlotBudget(20), CARD, gpu=False) == (20, 20)
+    (extracted,) = slots_for(shapes[:1], SlotBudget(default=SlotDefault(32)), CARD, gpu=False)
+    assert extracted == 32
 
 
 def test_slots_that_do_not_fit_are_refused_with_the_numbers() -> None:

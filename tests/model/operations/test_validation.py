@@ -119,7 +119,7 @@ def test_large_body_of_errors_gives_a_small_answer(raw: bytes) -> None:
 
 
 def test_list_is_checked_up_to_its_first_wrong_item() -> None:
-    """Otherwise 4 MB of nulls would block the event loop for seconds."""
+    """Checking every item of 4 MB of nulls would block the event loop for seconds."""
     lists: dict[type[RequestBody], tuple[str, ...]] = {
         GenerateRequest: ("prompt", "allowed_token_ids", "stop", "stop_token_ids"),
         LogitsRequest: ("positions", "token_ids"),

@@ -19,7 +19,7 @@ from logitd.model.owner_code.config import CodeConfig
 from logitd.model.owner_code.connection import CodeError, CodeModel, Wanted
 from tests.model.convert.by_role.owner_files import BY_NAMES, PARTS
 from tests.model.owner_code.classes import made
-from tests.model.owner_code.imported import imported, written
+from tests.model.owner_code.imported import imported, source, written
 
 pytestmark = pytest.mark.slow
 
@@ -51,13 +51,23 @@ def test_crash_fails_its_step_and_restarts_the_process(tmp_path: Path) -> None:
         assert (llm.logits([1, 2, 3]) == before).all()
 
 
+def test_call_by_an_expression_is_served(tmp_path: Path) -> None:
+    path, code = source("Masked", tmp_path)
+    call = parse_owner_code(code, "model(ids, torch.ones_like(ids))")
+    options = CodeOptions(code=call, answers={})
+    import_by_code(path, tmp_path / "out", options, log=lambda line: None)
+    with LLM(tmp_path / "out", run_code=True) as llm:
+        logits = torch.from_numpy(llm.logits([1, 2, 3]))
+    assert torch.allclose(logits, made("Recurrent")(torch.tensor([[1, 2, 3]]))[0], atol=1e-5)
+
+
 def test_hang_ends_the_process(tmp_path: Path) -> None:
     path = imported("Crashing", tmp_path)
     model = code_model(path, seconds=1.0)
     model.start()
     assert model._process is not None
     os.kill(model._process.pid, 19)  # SIGSTOP
-    with pytest.raises(CodeError, match="did not answer within 1 seconds; its process was ended"):
+    with pytest.raises(CodeError, match="did not answer within 1 seconds; its process was killed"):
         model.logits([Wanted([1, 2], 0, 2)])
     model.seconds = 60.0
     expected = made("Crashing")(torch.tensor([[1, 2]]))[0]
@@ -66,8 +76,8 @@ def test_hang_ends_the_process(tmp_path: Path) -> None:
 
 
 def test_process_starts_again_with_the_verified_weights(tmp_path: Path) -> None:
-    """It read the file by its path, so a checkpoint that took over the path was served unverified
-    after a crash."""
+    """The process once read the file by its path, so a checkpoint that took over the path was
+    served unverified after a crash."""
     path, other = (imported("Recurrent", tmp_path, seed=seed) for seed in (1, 2))
     model = code_model(path)
     other.joinpath("model.safetensors").rename(path / "model.safetensors")

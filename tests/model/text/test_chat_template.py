@@ -355,7 +355,6 @@ def test_endless_template_is_stopped(source: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_template_cannot_change_its_deadline() -> None:
-    """No template can write the deadline's name."""
     source = "{% set deadline = 0 %}{{ deadline }}{% for i in range(2) %}{{ i }}{% endfor %}"
     assert render(source) == ["001"]
 
@@ -366,7 +365,7 @@ def test_long_conversation_is_rendered() -> None:
 
 
 def test_too_many_hidden_characters_are_refused() -> None:
-    """No real vocabulary has as many."""
+    """No real vocabulary has this many."""
     names = [chr(0x4E00 + i) for i in range(1025)]
     content = "".join(names)
     with pytest.raises(ChatTemplateError, match=r"1025.*1024"):

@@ -187,7 +187,7 @@ def _kill_while_it_writes(
 def test_run_killed_while_it_writes_ends_in_the_same_bits(
     configure: Configure, tmp_path: Path, processes: ForkServerContext
 ) -> None:
-    """A model of 2 MB, so that writing takes a while."""
+    """The model has 2 MB, so that writing takes a while."""
     draw = random.Random(0)
     wide = {"d_model": 128, "d_ff": 512, "steps": 8, "eval_every": 100, "sample_every": 100}
     straight = _with_saves(configure, tmp_path / "straight", **wide)

@@ -39,7 +39,7 @@ YARN = {"kind": "yarn", "factor": 4.0, "original_context_length": 32_768}
 def test_angles_are_those_of_transformers(
     scaling: Mapping[str, Any], head_dim: int, turning: int
 ) -> None:
-    """Llama's angles for whole heads, GPT-NeoX's for partly rotated ones."""
+    """Whole heads have Llama's angles, partly rotated ones GPT-NeoX's."""
     parameters = {
         **scaling,
         "rope_type": scaling["kind"],
@@ -69,7 +69,6 @@ def test_angles_are_those_of_transformers(
 
 @pytest.mark.parametrize("kind", SCALINGS)
 def test_rotation_keeps_the_other_channels(kind: str) -> None:
-    """Every scaling keeps every bit."""
     config = tiny_config(positions="rotary", head_dim=16, rotary_dim=6, rope_scaling=SCALINGS[kind])
     cos, sin = rotary_tables(config, CPU)
     assert cos.shape == sin.shape == (128, 8)
@@ -91,15 +90,6 @@ def test_unscaled_tables_keep_their_bits() -> None:
     cos, sin = rotary_tables(config, CPU)
     assert torch.equal(cos, angles.cos().float())
     assert torch.equal(sin, angles.sin().float())
-
-
-def test_yarn_defaults_match_the_paper() -> None:
-    scaling = RopeScaling(kind="yarn", factor=16.0, original_context_length=4096)
-    assert (scaling.beta_fast, scaling.beta_slow, scaling.truncate) == (32.0, 1.0, True)
-    assert scaling.attention_factor == 0.1 * math.log(16) + 1
-    assert RopeScaling(
-        kind="yarn", factor=1.0, original_context_length=9
-    ).attention_factor == 1.0  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", SCALINGS)

@@ -1,7 +1,6 @@
 """HostCheck: a web page that points its own domain at the loopback address cannot use the
 server."""
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import httpx
 import pytest
 
 from logitd.service.access.hosts import binds_loopback
-from tests.service.serving import Serving, error_of, serving
+from tests.service.serving import Serving, error_of, read_until, serving
 
 LOOPBACK = (
     *("localhost", "localhost:8000", "LocalHost:8000", "127.0.0.1", "127.0.0.1:8000"),
@@ -66,10 +65,19 @@ def test_foreign_host_cannot_compute(server: Serving) -> None:
 
 
 def test_request_without_a_host_is_answered(server: Serving) -> None:
-    """HTTP/1.0, as some health checks send it; a browser always names one."""
+    """Some health checks use HTTP/1.0, which needs no Host. A browser always sends one."""
     with server.connect() as raw:
         raw.sendall(b"GET /version HTTP/1.0\r\n\r\n")
         assert raw.recv(100).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("hosts", [0, 2])
+def test_http_1_1_requires_one_host(server: Serving, hosts: int) -> None:
+    with server.connect() as raw:
+        raw.sendall(b"GET /version HTTP/1.1\r\n" + b"Host: localhost\r\n" * hosts + b"\r\n")
+        reply = read_until(raw, b"}}")
+    assert reply.startswith(b"HTTP/1.1 400 ")
+    assert b"%d Host headers" % hosts in reply
 
 
 def test_every_host_of_a_request_is_checked(server: Serving) -> None:
@@ -98,14 +106,9 @@ def test_every_host_of_a_request_is_checked(server: Serving) -> None:
 def test_settings_decide_which_hosts_are_accepted(
     settings: dict[str, str], accepted: list[str], refused: list[str], checkpoint_path: Path
 ) -> None:
-    with ExitStack() as stack:
-        server = stack.enter_context(serving(checkpoint_path, **settings))
-        assert {host: status(server, host, **KEY) for host in accepted} == dict.fromkeys(
-            accepted, 200
-        )
-        assert {host: status(server, host, **KEY) for host in refused} == dict.fromkeys(
-            refused, 403
-        )
+    with serving(checkpoint_path, **settings) as server:
+        assert [status(server, host, **KEY) for host in accepted] == [200] * len(accepted)
+        assert [status(server, host, **KEY) for host in refused] == [403] * len(refused)
 
 
 @pytest.mark.parametrize(
@@ -119,8 +122,7 @@ def test_loopback_is_recognized(host: str, loopback: bool) -> None:
 
 @pytest.mark.parametrize("media_type", ["text/plain", "application/x-www-form-urlencoded", None])
 def test_page_of_another_origin_cannot_post(media_type: str | None, server: Serving) -> None:
-    """Neither requests that a browser sends without a preflight nor the preflight itself are
-    accepted."""
+    """Requests that a browser sends without a preflight are refused, and so is the preflight."""
     headers = {"Origin": "http://evil.example"}
     for path in ("/generate", "/v1/completions"):
         url, body = f"{server.url}{path}", b'{"prompt": "a"}'

@@ -46,7 +46,7 @@ def test_requests_of_a_minute_return_evenly(clock: Clock) -> None:
             pass
     error = rejected(limits, "ann")
     assert (error.status, error.retry_after, error.limit) == (429, 10, Limit.KEY_PER_MINUTE)
-    assert "'ann' may send 6 requests a minute" in error.message
+    assert "'ann' may send 6 requests per minute" in error.message
     clock.now += 9.9
     assert rejected(limits, "ann").retry_after == 1
     clock.now += 0.2
@@ -125,7 +125,7 @@ def test_replaced_limits_keep_spent_tokens(clock: Clock) -> None:
 
 @given(st.integers(1, 100), st.lists(st.floats(0, 30), max_size=80))
 def test_minute_has_at_most_twice_its_number(per_minute: int, pauses: list[float]) -> None:
-    """A full bucket, plus the tokens that return to it within the minute."""
+    """A full bucket may be emptied, and within a minute as many tokens return to it."""
     clock = Clock()
     limits = KeyLimits(KeyLimit(per_minute=per_minute), {}, clock)
     taken: list[float] = []
@@ -190,7 +190,7 @@ def test_key_above_its_limit_gets_429_with_its_numbers(tmp_path: Path) -> None:
         refused = server.post("/v1/completions", body, **ann)
         error = ErrorReply.model_validate(refused.json()).error
         assert (error.type, error.code) == ("rate_limit_error", "rate_limit_exceeded")
-        assert "'ann' may send 3 requests a minute" in error.message
+        assert "'ann' may send 3 requests per minute" in error.message
         assert 1 <= int(refused.headers["retry-after"]) <= 20
         for path in ("/info", "/metrics"):
             assert server.client.get(path, headers=ann).status_code == 200, "GET does not count"

@@ -73,7 +73,7 @@ def test_endpoint_without_work_needs_no_thread(server: Serving, path: str) -> No
 
 
 def test_openapi_document_is_made_once_and_in_a_thread(checkpoint_path: Path) -> None:
-    """Making it takes a quarter of a second."""
+    """Creating the document takes a quarter of a second."""
     made_on: list[Any] = []
     with serving(checkpoint_path) as server:
         openapi = server.app.openapi

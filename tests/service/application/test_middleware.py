@@ -51,21 +51,6 @@ def test_invalid_request_id_is_replaced(server: Serving, sent: str | None) -> No
     assert all(len(one) == 32 and one.isalnum() for one in ids)
 
 
-# Headers
-
-
-@pytest.mark.parametrize(
-    "headers",
-    [{"X-Long": "a" * MAX_HEADER_BYTES}, {f"X-{i}": "a" * 60 for i in range(2000)}],
-    ids=["one", "many"],
-)
-def test_large_headers_are_refused(server: Serving, headers: dict[str, str]) -> None:
-    response = server.client.get("/version", headers=headers)
-    assert response.status_code == 431
-    assert str(MAX_HEADER_BYTES) in ErrorReply.model_validate(response.json()).error.message
-    assert server.client.get("/version", headers={"X-Long": "a" * 60_000}).status_code == 200
-
-
 # Bugs
 
 
@@ -77,7 +62,7 @@ def test_bug_is_500_with_the_request_id(buggy: Serving, logged_errors: list[str]
     assert (error.type, error.code) == ("server_error", "internal")
     assert error.message == "internal error; the log has it under the request id abc"
     assert len(logged_errors) == 1
-    assert "our own bug, request abc" in logged_errors[0]
+    assert "internal error, request abc" in logged_errors[0]
     assert "/secret/path of our own" in logged_errors[0]
     logged_errors.clear()
     assert buggy.sample("logitd_http_requests_total", endpoint="other", status="500") == 1
@@ -88,7 +73,7 @@ def test_bug_after_the_first_byte_ends_the_reply(buggy: Serving, logged_errors: 
         buggy.client.get("/late-bug")
     eventually(lambda: len(logged_errors) > 0)
     assert "/secret/path of our own" in logged_errors[0]
-    assert "our own bug" not in logged_errors[0], "there is no second reply"
+    assert "internal error" not in logged_errors[0], "there is no second reply"
     logged_errors.clear()
     assert buggy.client.get("/version").status_code == 200
 

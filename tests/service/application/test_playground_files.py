@@ -1,4 +1,4 @@
-"""Files of the playground: none is missing, and all text is legible. `tests/e2e/test_playground.py`
+"""Files of the playground: none is missing, and all text is legible. `tests/e2e/playground/`
 tests the page in a browser."""
 
 import re

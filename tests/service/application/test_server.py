@@ -1,5 +1,6 @@
 """Life of the server: loading, signals and the drain, in real processes."""
 
+import re
 import shutil
 import signal
 import socket
@@ -18,7 +19,15 @@ from logitd.service.http.schemas import ErrorReply
 from logitd.service.models.served import Models
 from tests.e2e.server import ServedProcess
 from tests.model.factories import save_tiny_checkpoint, training_record
-from tests.service.serving import client, events, eventually, serve_settings, slow_checkpoint
+from tests.service.serving import (
+    Poster,
+    client,
+    error_of,
+    events,
+    eventually,
+    serve_settings,
+    slow_checkpoint,
+)
 
 LONG = {"prompt": "a", "ignore_eos": True}
 """A generation that takes seconds."""
@@ -73,20 +82,6 @@ class Stream:
         return self._error is not None
 
 
-def posted(url: str, body: dict[str, Any]) -> tuple[threading.Thread, list[httpx.Response]]:
-    """Send a request in a separate thread. Returns the thread and the list that receives the
-    response."""
-    responses: list[httpx.Response] = []
-
-    def post() -> None:
-        with client(url) as http:
-            responses.append(http.post("/generate", json=body))
-
-    thread = threading.Thread(target=post)
-    thread.start()
-    return thread, responses
-
-
 def test_signal_while_loading_quits_at_once(slow_path: Path) -> None:
     with closing(process(slow_path)) as server:
         server.wait_for("listening on port")
@@ -95,7 +90,7 @@ def test_signal_while_loading_quits_at_once(slow_path: Path) -> None:
         server.signal(signal.SIGTERM)
         assert server.exit_code() == 0
         assert time.monotonic() - began < 1
-        assert "SIGTERM while loading: quitting at once" in server.output
+        assert "SIGTERM while loading: quitting immediately" in server.output
         assert "Traceback" not in server.output
 
 
@@ -103,7 +98,7 @@ def test_drain_finishes_requests_and_refuses_new_ones(spelling_path: Path) -> No
     # Plain torch: the native decoder would finish before the test sees the waiting request.
     with process(spelling_path, "--slots", "1", "--kernels", "torch") as server:
         stream = Stream(server.url, max_tokens=600)
-        waiting, responses = posted(server.url, LONG | {"max_tokens": 5})
+        waiting = Poster(server.url, "/generate", LONG | {"max_tokens": 5})
         with client(server.url) as http:
             eventually(lambda: server.sample("logitd_num_sequences_waiting") == 1)
             server.signal(signal.SIGTERM)
@@ -115,8 +110,7 @@ def test_drain_finishes_requests_and_refuses_new_ones(spelling_path: Path) -> No
         assert server.exit_code() == 0
         *_, last = stream.events()
         assert last["usage"]["completion_tokens"] == 600
-        waiting.join(60)
-        assert responses[0].json()["usage"]["completion_tokens"] == 5
+        assert waiting.response().json()["usage"]["completion_tokens"] == 5
         assert "Traceback" not in server.output
         assert "ERROR" not in server.output
 
@@ -158,7 +152,7 @@ def test_keys_are_read_again_on_sighup(spelling_path: Path, tmp_path: Path) -> N
 
 
 def test_sighup_leaves_the_served_checkpoint_alone(tmp_path: Path) -> None:
-    """The old checkpoint stays even if the run has a new best one."""
+    """The server keeps its checkpoint even if the run has a new best one."""
     run, keys = tmp_path / "run", tmp_path / "keys"
     for step in (1, 2):
         save_tiny_checkpoint(run / f"step-{step}", training=training_record(step=step))
@@ -184,7 +178,7 @@ def test_short_drain_ends_requests_with_an_error(spelling_path: Path) -> None:
         spelling_path, "--slots", "2", "--drain-timeout", "0.1", "--kernels", "torch"
     ) as server:
         streams = [Stream(server.url), Stream(server.url)]
-        waiting, responses = posted(server.url, LONG)
+        waiting = Poster(server.url, "/generate", LONG)
         eventually(lambda: server.sample("logitd_num_sequences_waiting") == 1)
         server.signal(signal.SIGTERM)
         assert server.exit_code() == 0
@@ -194,10 +188,8 @@ def test_short_drain_ends_requests_with_an_error(spelling_path: Path) -> None:
             error = ErrorReply.model_validate(last).error
             assert error.type == "unavailable_error"
             assert "shutting down" in error.message
-        waiting.join(60)
-        assert responses[0].status_code == 503
-        assert responses[0].headers["retry-after"] == "1"
-        ErrorReply.model_validate(responses[0].json())
+        error_of(waiting.response(), 503)
+        assert waiting.response().headers["retry-after"] == "1"
         assert "aborting 3 sequences at shutdown" in server.output
         assert "Traceback" not in server.output
 
@@ -218,7 +210,7 @@ def test_second_signal_quits_at_once(spelling_path: Path, second: signal.Signals
 @pytest.mark.parametrize(
     ("host", "reason"),
     [
-        ("127.0.0.1", "port {port} is in use: "),
+        ("127.0.0.1", "port {port} is in use: .*--port 0 picks a free one"),
         ("192.0.2.1", "--host 192.0.2.1 is not an address of this machine: "),
         ("no.such.host.invalid", "--host no.such.host.invalid"),
     ],
@@ -231,20 +223,7 @@ def test_bind_failure_is_one_line(
         settings = serve_settings(checkpoint_path, host=host, port=port)
         assert serve(settings, announce=lambda served, port: None) == 1
     (line,) = logged_errors
-    assert reason.format(port=port) in line
-    logged_errors.clear()
-
-
-@pytest.mark.usefixtures("signals_as_before")
-def test_checkpoint_that_cannot_be_loaded_ends_the_server(
-    tmp_path: Path, logged_errors: list[str]
-) -> None:
-    settings = serve_settings(tmp_path / "nowhere", port=0)
-    assert serve(settings, announce=lambda served, port: None) == 1
-    assert logged_errors == [
-        f"cannot serve: {tmp_path}/nowhere does not exist; expected the directory of a checkpoint "
-        "or of a run"
-    ]
+    assert re.search(reason.format(port=port), line)
     logged_errors.clear()
 
 
@@ -253,18 +232,18 @@ def test_failed_engine_ends_the_server_with_1(
     checkpoint_path: Path, logged_errors: list[str]
 ) -> None:
     """The process exits, so that a supervisor can restart it."""
-    requests: list[threading.Thread] = []
+    requests: list[Poster] = []
 
     def break_engine(models: Models, port: int) -> None:
         def broken(on_compute: object) -> NoReturn:
             raise RuntimeError("a fault of the engine")
 
         models.served[0].engine._driver._engine.step = broken  # type: ignore[assignment]
-        request, _ = posted(f"http://127.0.0.1:{port}", {"prompt": "a", "max_tokens": 1})
-        requests.append(request)
+        body = {"prompt": "a", "max_tokens": 1}
+        requests.append(Poster(f"http://127.0.0.1:{port}", "/generate", body))
 
     assert serve(serve_settings(checkpoint_path), announce=break_engine) == 1
-    requests[0].join(60)
+    assert requests[0].response().status_code == 503
     assert "a fault of the engine" in logged_errors[0]
     assert logged_errors[1] == "the engine failed: exiting with 1"
     logged_errors.clear()

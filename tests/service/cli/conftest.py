@@ -1,4 +1,4 @@
-"""Fixture of all tests of the command line."""
+"""An empty working directory for tests of the command line."""
 
 from pathlib import Path
 

@@ -89,7 +89,6 @@ def test_unknown_commands_exit_2_with_the_nearest(
         (("serve", "--prot", "1"), "'--prot'; did you mean --port"),
         (("train", "--stpes", "1"), "'--stpes'; did you mean --steps or --dtype or --preset?"),
         (("serve", "--wrong", "1"), "'--wrong'"),
-        (("serve", "--checkpoint"), "'--checkpoint'"),
         (("serve", "--port"), "'--port' requires an argument"),
         (("bench", "folder", "extra"), "unexpected extra argument .*extra"),
         (("bench", "--url", "ftp://nowhere"), "--url: .*ftp://nowhere"),
@@ -111,11 +110,7 @@ def test_unknown_commands_exit_2_with_the_nearest(
         (("serve", "--dtype", "int8"), "--dtype: .*'auto', 'float32'.*given: 'int8'"),
         (("generate",), "PROMPT is required"),
         (("extract", "x", "--data", "y"), "--out is required"),
-        (("generate", "x", "--temperature", "nan"), "--temperature: .*finite.*given: 'nan'"),
         (("extract", "x", "--data", "a.txt", "b.txt"), r"argument \(b.txt\)\. --data .*'\*\.txt'"),
-        (("eval", "--data", "a.txt", __file__), r"argument \(.*\)\. --data .*'\*\.txt'"),
-        (("train", "--steps", "0"), "--steps: .* 1 .*given: '0'"),
-        (("extract", "x", "--data", "y", "--out", "z", "--top-k", "0"), "--top-k: .* 1 "),
         (("train", "--rope-scaling", "{"), "'--rope-scaling'.*not JSON"),
     ],
 )
@@ -198,7 +193,7 @@ def test_unknown_variables_exit_2_with_the_nearest(
     ],
 )
 def test_foreign_variables_are_ignored(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables of another command, the client, Kubernetes, and another program."""
+    """The variables belong to another command, the client, Kubernetes, or another program."""
     for source in SOURCES:
         set_variable(source, name, "tiny", monkeypatch)
     check_variables(ServeSettings, iter(SETTINGS.values()))
@@ -279,7 +274,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stderr == "set()"
 
 
-def test_imports_of_commands_collect_no_garbage(tmp_path: Path) -> None:
+def test_imports_of_commands_run_no_garbage_collection(tmp_path: Path) -> None:
     """Later collections do not search its modules either."""
     done = python(
         "import gc, sys\n"
@@ -313,8 +308,8 @@ def test_console_script_equals_the_module() -> None:
 
 
 def test_closed_pipe_ends_generate_without_an_error_or_a_compiler(tmp_path: Path) -> None:
-    """Like `logitd generate ... | head -c 3`. The command must not import torch's compiler, which
-    takes a second."""
+    """The reader leaves early, as in `logitd generate ... | head -c 3`. The command must not import
+    torch's compiler, which takes a second."""
     gpt = tiny_gpt(tiny_config(**FAMILIES["modern"], context_length=4096))
     checkpoint = save_tiny_checkpoint(tmp_path / "modern", gpt=gpt)
     program = (
@@ -395,7 +390,7 @@ def test_spin_is_set_before_torch_is_imported(entry: str, command: str) -> None:
 def test_interrupts_during_imports_end_silently(
     library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """During the imports of the command line and those of the command."""
+    """The interrupt arrives while the command line or the command imports its modules."""
     monkeypatch.chdir(ROOT)
     process = subprocess.Popen(
         [sys.executable, "-m", "logitd", "serve", "--port", "0"],

@@ -116,7 +116,6 @@ def reply(status: int, body: Any, *headers: str, length: int | None = None) -> b
 
 
 def refusal(status: int, *headers: str, **members: Any) -> bytes:
-    """A refusal of the service."""
     error = {"message": f"no, says {status}", "type": "t", "param": None, "code": None} | members
     return reply(status, {"error": error}, *headers)
 

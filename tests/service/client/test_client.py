@@ -100,7 +100,9 @@ def test_streams_work_without_a_block(speller: Serving, connect: Connect) -> Non
     assert connect(speller.url).stream("a", max_tokens=3).result().text == "bcd"
 
 
-def test_members_of_the_end_are_refused_before(speller: Serving, connect: Connect) -> None:
+def test_members_of_the_last_chunk_need_the_whole_stream(
+    speller: Serving, connect: Connect
+) -> None:
     with connect(speller.url).stream(**LONG) as stream:
         next(iter(stream))
         for name in ("usage", "seed", "timings"):

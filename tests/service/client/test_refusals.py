@@ -1,4 +1,4 @@
-"""Refusals of a real server and their exceptions; retries after a full queue."""
+"""Refusals of a real server, and their exceptions."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,6 @@ from logitd import (
     BadRequestError,
     DeadlineExceededError,
     NotFoundError,
-    ServerError,
     StreamError,
 )
 from tests.service.client.conftest import Connect
@@ -79,20 +78,3 @@ def test_deadline_within_a_stream_keeps_its_text(speller: Serving, connect: Conn
         assert list(stream) == []
         with pytest.raises(StreamError, match="result is incomplete"):
             stream.result()
-
-
-def test_faults_of_the_server_have_their_id_in_the_log(
-    server: Serving, connect: Connect, monkeypatch: pytest.MonkeyPatch, logged_errors: list[str]
-) -> None:
-    def broken(*_: Any) -> None:
-        raise ZeroDivisionError("a secret")
-
-    monkeypatch.setattr("logitd.service.models.served.Models.find", broken)
-    error = refused(ServerError, lambda: connect(server.url).probs("a"))
-    assert (error.status, error.code) == (500, "internal")
-    assert error.message.endswith(f"request id {error.request_id}")
-    assert str(error.request_id) in logged_errors[0]
-    logged_errors.clear()
-
-
-# A full queue

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logitd import DeadlineExceededError, Generation, LogitdError, MalformedReplyError, StreamError
+from logitd import Generation, LogitdError, MalformedReplyError, StreamError
 from logitd.service.client.streaming import EventDecoder, StreamState
 from logitd.service.http import sse
 from tests.service.client.test_reading import JSON
@@ -139,16 +139,6 @@ def test_decoder_finds_the_data_of_events(stream: bytes, data: list[bytes]) -> N
     decoder = EventDecoder()
     bytewise = [decoder.push(bytes([byte])) for byte in stream]
     assert [event for events in bytewise for event in events] == data
-
-
-def test_errors_come_after_earlier_chunks() -> None:
-    error = {"message": "too late", "type": "timeout_error", "param": None, "code": None}
-    state = StreamState()
-    state.push(sse.event(CHUNKS[0]) + sse.event({"error": error}) + sse.DONE)
-    assert state.next() is not None
-    with pytest.raises(DeadlineExceededError, match=r"^too late"):
-        state.next()
-    assert state.text == "a\u2028"
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def test_request_has_the_settings() -> None:
 
 @pytest.mark.parametrize("status", [302, 400, 401, 404, 413, 415, 431, 499, 500, 501, 504])
 def test_other_refusals_are_not_tried_again(status: int) -> None:
-    """Including 504: the request ran until its deadline."""
+    """A 504 is not retried either, because the request ran until its deadline."""
     with pytest.raises(APIStatusError) as caught:
         wait(status, "1")
     assert caught.value.status == status

@@ -137,13 +137,6 @@ def test_admission_refuses_what_costs_too_many_tokens(request_: GenerationReques
     controller(1, 10, most_tokens=tokens).admit([request_])
 
 
-def test_more_elements_than_the_queue_ever_holds_are_invalid() -> None:
-    admission = controller(1, 10, elements=2 * CONFIG.vocab_size)
-    admission.check_capacity(admission.load_of(ROWS))
-    with pytest.raises(InvalidRequest, match=r"asks for .* output elements .* never holds more"):
-        admission.admit([ROWS, ROWS])
-
-
 async def test_wait_empty_waits_for_the_last_sequence() -> None:
     admission = controller(1, 10)
     await admission.wait_empty()

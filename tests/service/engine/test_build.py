@@ -43,8 +43,8 @@ def test_weights_are_read_with_one_thread_and_the_rest_are_the_engines(
 
 
 def test_bytes_of_keys_and_values_become_slots(checkpoint_path: Path) -> None:
-    """Two and a half slots become two; less than one slot is rejected, and so is too small a
-    share."""
+    """Room for 2.5 slots becomes two slots. Room for less than one slot is rejected, and so is too
+    small a share."""
     before = torch.get_num_threads()
     flags: dict[str, Any] = {"checkpoint": checkpoint_path, "device": "cpu", "kernels": "torch",
                               "dtype": "float32", "threads": before}  # fmt: skip
@@ -61,8 +61,8 @@ def test_bytes_of_keys_and_values_become_slots(checkpoint_path: Path) -> None:
 def test_automatic_slots_are_logged_with_their_reason(
     checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forty and a half slots fit into a quarter of free memory, or a hundred, of which 64 are
-    made."""
+    """A quarter of free memory has room for 40.5 slots in one case, and for 100 in the other, of
+    which 64 are created."""
     flags: dict[str, Any] = {"checkpoint": checkpoint_path, "device": "cpu", "kernels": "torch",
                               "dtype": "float32", "threads": torch.get_num_threads()}  # fmt: skip
     one = building._build(ServeSettings(slots=1, **flags)).engine.kv_cache_bytes

@@ -110,8 +110,8 @@ async def test_take_returns_nothing_after_its_timeout() -> None:
 
 
 async def test_take_can_be_cancelled() -> None:
-    """Even if an event arrives at the same moment; otherwise the request of a disconnected client
-    would continue."""
+    """The cancellation wins even if an event arrives at the same moment. Otherwise the request of a
+    disconnected client would continue."""
     engine = tiny()
     async with running(engine) as (owner, reports):
         engine.gate.clear()

@@ -33,8 +33,8 @@ async def test_impossible_request_is_refused_with_all_others() -> None:
 
 
 async def test_queue_is_bounded_by_waiting_prompt_tokens() -> None:
-    """Those of a running prompt do not count. An empty queue admits any prompt that fits the model;
-    otherwise it would never be computed."""
+    """Tokens of a running prompt do not count. An empty queue admits any prompt that fits the
+    model; otherwise the prompt would never be computed."""
     permits = threading.Semaphore(1)
     engine = GatedEngine(TINY, EngineConfig(slots=1), permits=permits)
     async with running(engine, max_queue_tokens=98) as (owner, _):

@@ -207,7 +207,7 @@ def test_failed_delivery_does_not_stop_the_next(bench: Bench) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_items_of_a_thread_come_once_and_in_order(seed: int) -> None:
-    """Including the last items, which no other item follows."""
+    """The last items arrive too, although no other item follows them."""
     count = 2000
 
     async def test() -> None:

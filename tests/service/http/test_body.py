@@ -131,6 +131,36 @@ def test_wrong_content_type_is_refused(server: Serving, content_type: str | None
     assert "application/json" in error_of(response, 415).message
 
 
+@pytest.mark.parametrize("charset", ["utf-16", "iso-8859-1", '"latin1"', ""])
+def test_charset_other_than_utf8_is_refused(server: Serving, charset: str) -> None:
+    headers = {"Content-Type": f"application/json; charset={charset}"}
+    response = server.client.post("/generate", content=b'{"prompt": "a"}', headers=headers)
+    assert repr(charset.strip('"')) in error_of(response, 415).message
+
+
+@pytest.mark.parametrize("charset", ["utf-8", '"UTF-8"', "utf8", "us-ascii"])
+def test_utf8_charset_is_accepted(server: Serving, charset: str) -> None:
+    headers = {"Content-Type": f"application/json; a=b; Charset={charset}"}
+    content = b'{"prompt": "a", "max_tokens": 1}'
+    assert server.client.post("/generate", content=content, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": "a", "prompt": "b"}',
+        b'{"prompt": "a", "pr\\u006fmpt" : "b"}',
+        b'{"prompt": [' + b"1," * 9000 + b'1], "prompt": "b"}',
+    ],
+    ids=["short", "escaped", "long"],
+)
+def test_repeated_key_is_refused(server: Serving, path: str, body: bytes) -> None:
+    error = server.refused(path, body)
+    assert error.param == "prompt"
+    assert "'prompt' is twice" in error.message
+
+
 @pytest.mark.parametrize(
     "header",
     [

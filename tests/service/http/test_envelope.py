@@ -9,7 +9,6 @@ from logitd.model.checkpoint.checkpoint import CheckpointInfo, read_checkpoint
 from logitd.model.inference.engine.events import FinishEvent, FinishReason, SequenceTimes
 from logitd.model.operations.operation import new_id
 from logitd.service.http.envelope import checkpoint_headers, timings
-from tests.model.factories import training_record
 
 
 @pytest.fixture
@@ -65,8 +64,3 @@ def test_name_unfit_for_a_header_is_percent_encoded(
     checkpoint: CheckpointInfo, name: str, sent: str
 ) -> None:
     assert checkpoint_headers(replace(checkpoint, name=name))["X-Logitd-Name"] == sent
-
-
-def test_unknown_loss_has_no_header(checkpoint: CheckpointInfo) -> None:
-    never = replace(checkpoint, training=training_record(val_loss=None))
-    assert "X-Logitd-Val-Loss" not in checkpoint_headers(never)

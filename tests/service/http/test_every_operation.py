@@ -163,7 +163,7 @@ def test_too_large_reply_is_refused_with_both_sizes(
 
 @pytest.mark.parametrize("name", ["generate", "probs", "sweep"])
 def test_readings_are_bounded_as_replies_are(small: Serving, name: str) -> None:
-    """Otherwise a small body could read gigabytes of other prompts."""
+    """Without a bound, a small body could read gigabytes of other prompts."""
 
     def reads(prompt: str) -> dict[str, Any]:
         change = {"stage": "blocks.*.output", "operation": "add", "positions": [-1],

@@ -27,7 +27,7 @@ def test_scores_are_the_mean_weights_on_the_token_after_the_first_occurrence(
     assert np.array(prompt["scores"]) == pytest.approx(np.array(expected), rel=1e-5)
 
 
-def test_perfect_head_scores_one_and_uniform_head_what_it_must() -> None:
+def test_scores_of_a_perfect_and_a_uniform_head() -> None:
     n = 8
     perfect, uniform = np.zeros((n, 2 * n)), np.zeros((n, 2 * n))
     for j in range(n):

@@ -52,7 +52,7 @@ def test_earlier_layer_equals_the_head_on_its_residual_stream(server: Serving) -
 
 
 def test_reply_is_written_in_groups_of_layers(server: Serving) -> None:
-    """Few tokens are made into JSON at once, even if a position lists many."""
+    """Only a few tokens at a time are converted to JSON, even if a position lists many."""
     body = {"prompt": PROMPT, "positions": [-2, -1], "top_k": 200}
     with server.connect() as raw:
         raw.sendall(request_bytes("/lens", body, "Connection: close"))

@@ -60,7 +60,9 @@ def test_last_row_is_the_default(server: Serving, rows: Rows) -> None:
      ([0, 31, 32, -2], [0, 31, 32, 57]), ({"from": 3, "to": 6}, [3, 4, 5]),
      ({"from": -2}, [57, 58]), ({"to": 2}, [0, 1]), ({"to": -57}, [0, 1])],
 )  # fmt: skip
-def test_positions(server: Serving, rows: Rows, positions: Any, resolved: list[int]) -> None:
+def test_chosen_positions_equal_the_models_rows(
+    server: Serving, rows: Rows, positions: Any, resolved: list[int]
+) -> None:
     assert len(IDS) == 59
     assert np.array_equal(npy(server, "/logits", positions=positions), rows[resolved])
     (prompt,) = prompts(server, positions=positions)
@@ -69,7 +71,9 @@ def test_positions(server: Serving, rows: Rows, positions: Any, resolved: list[i
 
 
 @pytest.mark.parametrize("columns", [[0], [256, 0, 65], [7, 7]])
-def test_columns(server: Serving, rows: Rows, columns: list[int]) -> None:
+def test_chosen_columns_equal_those_of_the_rows(
+    server: Serving, rows: Rows, columns: list[int]
+) -> None:
     assert np.array_equal(
         npy(server, "/logits", positions="all", token_ids=columns), rows[:, columns]
     )
@@ -79,7 +83,7 @@ def test_columns(server: Serving, rows: Rows, columns: list[int]) -> None:
 
 
 @pytest.mark.parametrize("top_k", [1, 5, 257])
-def test_top_k(server: Serving, rows: Rows, top_k: int) -> None:
+def test_largest_logits_are_listed_in_order(server: Serving, rows: Rows, top_k: int) -> None:
     (prompt,) = prompts(server, positions=[3, -1], top_k=top_k)
     assert prompt["logits"] is None
     assert prompt["columns"] is None

@@ -67,7 +67,7 @@ def test_file_holds_many_prompts(server: Serving, name: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", ARRAYS)
-def test_half_the_bytes(server: Serving, name: str, dtype: str) -> None:
+def test_narrow_dtypes_round_the_same_numbers(server: Serving, name: str, dtype: str) -> None:
     path, fields = f"/{name}", {"positions": "all", **ARRAYS[name]}
     full = tensors(server, path, **fields)[array_name(name)]
     half = tensors(server, path, **fields, dtype=dtype)[array_name(name)]

@@ -41,7 +41,7 @@ def test_whole_text_can_be_scored(server: Serving, gpt: GPT) -> None:
     assert found.bits_per_byte == pytest.approx(-mean / math.log(2))  # every token is a byte
 
 
-def test_continuations(server: Serving, gpt: GPT) -> None:
+def test_continuations_equal_the_models_logprobs(server: Serving, gpt: GPT) -> None:
     given = [" and", "x", " more than one token"]
     prompt_text = PROMPT.replace("A prompt", "A fresh prompt, one that nobody computed before,")
     assert len(prompt_text) // 32 == 3

@@ -155,7 +155,7 @@ async def test_stopped_reader_is_disconnected(
     assert caplog.messages == ["a client left its stream unread for 0.01 s"]
 
 
-def test_slow_is_not_stopped() -> None:
+def test_slow_reader_is_not_disconnected() -> None:
     async def main() -> None:
         async def accept(number: int) -> None:
             await asyncio.sleep(0.06)

@@ -4,11 +4,12 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from logitd.service.http import structure
-from logitd.service.http.structure import Structure, count_structure
+from logitd.service.http.structure import Structure, count_structure, repeated_key
+from tests.profiles import examples
 
 TEXTS = st.text(st.sampled_from('ab"\\,:[]{}\n é'), max_size=12)
 VALUES = st.recursive(
@@ -43,6 +44,28 @@ def test_structure_is_that_of_the_parsed_value(value: Any, ascii_only: bool, blo
         patch.setattr(structure, "BLOCK", block)
         assert count_structure(text) == counted(value)
     assert count_structure(text) == counted(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ('{"a": 1, "b": {"a": [{"a": 1}, {"a": 2}]}}', None),
+        ('{"a": "a", "b": ["a", "b", "{\\"c\\": 1, \\"c\\": 2}"]}', None),
+        ('{"a": {"b": 1, "c": [0], "b" : 2}}', "b"),
+        ('{"x": {"a": 1}, "\\u0078": 2}', "x"),
+        ('{"\\\\": 1, "\\"": 2, "\\\\" : 3}', "\\"),
+        ("[1, 2]", None),
+    ],
+)
+def test_repeated_key(text: str, key: str | None) -> None:
+    json.loads(text)
+    assert repeated_key(text.encode()) == key
+
+
+@given(VALUES)
+@settings(max_examples=examples(100))
+def test_valid_values_repeat_no_key(value: Any) -> None:
+    assert repeated_key(json.dumps(value).encode()) is None
 
 
 def test_empty_text_has_no_structure() -> None:

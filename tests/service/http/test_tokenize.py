@@ -169,7 +169,7 @@ def test_long_texts_wait_only_for_each_other(merging: Serving, path: str) -> Non
     lock = merging.state.long_texts
     asyncio.run_coroutine_threadsafe(lock.acquire(), merging.loop).result(TEST_TIMEOUT)
     try:
-        waiting = Poster(merging, path, LONG_WORK[path])
+        waiting = Poster(merging.url, path, LONG_WORK[path])
         assert merging.json("/tokenize", {"prompt": "the"})["count"] == 1
         assert merging.generate("a", max_tokens=1, seed=1)["choices"]
         with pytest.raises(AssertionError, match="not within"):

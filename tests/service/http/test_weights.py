@@ -37,7 +37,7 @@ def test_stored_weights_equal_the_loaded_ones(server: Serving, gpt: GPT) -> None
 
 @pytest.mark.parametrize("family", ["original-pre", "llama", "multi-query"])
 def test_matrices_of_heads_give_the_stages_of_the_forward(family: str, tmp_path: Path) -> None:
-    """The definitions of queries, values, scores and outputs of heads by single matrices."""
+    """The queries, values, scores and outputs of heads equal products with single matrices."""
     gpt = tiny_gpt(tiny_config(**FAMILIES[family]))
     config = gpt.config
     save_tiny_checkpoint(tmp_path / "model", gpt)
@@ -133,7 +133,7 @@ def test_array_forms_hold_the_same_numbers(server: Serving) -> None:
         ("W_E", {"part": "0"}, 400, "part", "unknown query parameter"),
     ],
 )
-def test_weight_refuses_what_it_cannot_give(
+def test_wrong_name_or_query_is_refused(
     server: Serving, name: str, query: dict[str, Any], status: int, param: str, said: str
 ) -> None:
     response = server.client.get(f"/weights/{name}", params=query)

@@ -63,7 +63,7 @@ def server(run: Path) -> Iterator[Serving]:
 
 
 def test_step_answers_with_its_own_weights(server: Serving) -> None:
-    """More steps than fit into memory, in both directions."""
+    """The test requests more steps than fit into memory, in both directions."""
     for step in (*STEPS, *reversed(STEPS)):
         assert check_reply(ask(server, step=step)) == step
     reply = ask(server)
@@ -165,7 +165,7 @@ def test_damaged_step_is_refused_and_others_are_served(run: Path, tmp_path: Path
 def test_drain_waits_for_requests_to_a_step(run: Path) -> None:
     with serving(run, history=True, drain_timeout=60.0) as server:
         body = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "step": 16}
-        poster = Poster(server, "/generate", body)
+        poster = Poster(server.url, "/generate", body)
         eventually(lambda: bool(server.sample("logitd_prefill_tokens_total")))
         draining = asyncio.run_coroutine_threadsafe(server.state.drain(), server.loop)
         assert poster.response().json()["usage"]["completion_tokens"] == 100

@@ -120,17 +120,13 @@ def test_reload_replaces_the_checkpoint(
     for path in ("/info", "/card", "/tokenizer_info"):
         assert server.client.get(path).json()["checkpoint"]["step"] == 2
     assert server.client.get("/v1/models").json()["data"][0]["checkpoint"]["step"] == 2
-    assert "X-Logitd-Step" in (npy := logits_as_npy(server)).headers
+    npy = server.post("/logits", {"prompt": PROMPT}, Accept="application/x-npy")
     assert npy.headers["X-Logitd-Step"] == "2"
     (info,) = re.findall(r"logitd_checkpoint_info{(.+)} 1.0", server.client.get("/metrics").text)
     assert 'name="run",step="2",weights_sha256="' in info
     assert reload(server, "step-1").json()["swapped"]
     assert check_reply(ask(server)) == 1
     assert reloads(server, before) == {"swapped": 2}
-
-
-def logits_as_npy(server: Serving) -> httpx.Response:
-    return server.post("/logits", {"prompt": PROMPT}, Accept="application/x-npy")
 
 
 def test_reload_without_a_name_serves_the_best(
@@ -276,7 +272,7 @@ def test_stream_ends_on_its_weights_and_the_next_request_waits(server: Serving) 
 
 
 def test_sweep_is_of_one_checkpoint(run: Path) -> None:
-    """The reload comes between its prompts."""
+    """The reload happens between the prompts of the sweep."""
     with serving(run, admin_key=ADMIN, slots=2) as server:
         change = {"stage": "blocks.*.output", "operation": "set", "from": {"prompt": "elsewhere"}}
         body = {"prompt": "once more", "vary": change, "over": ["layers", "positions"],

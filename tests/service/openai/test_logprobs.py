@@ -185,7 +185,7 @@ TOKEN_IDS = st.lists(st.sampled_from([*b"abc", *EURO, 0xC3, 0xFF]), max_size=12)
     st.binary(max_size=4),
     st.booleans(),
 )
-def test_looked_at_at_any_time_it_is_the_same(
+def test_lists_are_the_same_whenever_they_are_read(
     token_ids: list[int], stop: list[str], looks: list[int], echo: bytes, ends: bool
 ) -> None:
     token_ids = token_ids + [END] * ends

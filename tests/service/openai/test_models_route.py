@@ -24,13 +24,13 @@ def test_list_has_the_checkpoint(server: Serving) -> None:
     assert (model.checkpoint.name, model.checkpoint.step) == ("tiny", 7)
 
 
-def test_one_model(server: Serving) -> None:
+def test_served_model_is_listed_and_retrieved(server: Serving) -> None:
     (listed,) = server.client.get("/v1/models").json()["data"]
     assert server.client.get("/v1/models/tiny").json() == listed
 
 
 @pytest.mark.parametrize("name", ["gpt-4", "tiny/x", "", "tin%79x"])
-def test_no_other_model(server: Serving, name: str) -> None:
+def test_other_model_is_404(server: Serving, name: str) -> None:
     response = server.client.get(f"{server.url}/v1/models/{name}")
     assert response.status_code == 404
     error = ErrorReply.model_validate(response.json()).error

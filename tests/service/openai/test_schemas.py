@@ -47,7 +47,7 @@ def bounds(model: type[BaseModel], name: str) -> list[Any]:
 
 @pytest.mark.parametrize("model", REQUESTS)
 def test_shared_field_has_generates_meaning(model: type[RequestBody]) -> None:
-    """Except fields that have another meaning here."""
+    """Fields that mean something else in OpenAI's API are excluded."""
     shared = model.model_fields.keys() & GenerateRequest.model_fields.keys()
     assert len(shared) > 15
     for name in shared - {"max_tokens", "seed", "logprobs", "model", "timeout", "prompt"}:

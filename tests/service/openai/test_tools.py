@@ -201,7 +201,7 @@ VALUES = st.recursive(
 def test_streamed_call_adds_up_to_its_text(
     function: FunctionDefinition, arguments: dict[str, Any], cuts: list[int], several: bool
 ) -> None:
-    """However its text is split into pieces."""
+    """The text of the call may be split into pieces anywhere."""
     whole = json.dumps(arguments)
     text = f'{{"name": "{function.name}", "arguments": {whole}}}' if several else whole
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})

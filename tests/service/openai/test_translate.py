@@ -69,7 +69,7 @@ def refused(call: Any, **fields: Any) -> ApiError:
     return error
 
 
-def test_fields_of_the_same_name_are_taken_over() -> None:
+def test_fields_of_the_same_name_are_copied() -> None:
     fields = SHARED | {"echo": True, "logprobs": 2, "max_tokens": 5, "logprobs_stage": "raw"}
     wanted = {key: value for key, value in fields.items() if key != "logprobs_stage"}
     assert set_fields(completion(**fields)) == {"prompt": "a", **wanted}

@@ -198,7 +198,7 @@ def test_polled_endpoints_have_no_trace(traced: Serving, collector: Collector) -
     assert not [span for span in collector.spans if span.trace_id in ids[:-1]]
 
 
-def test_unknown_path_is_not_a_name(traced: Serving, collector: Collector) -> None:
+def test_unknown_path_does_not_name_its_span(traced: Serving, collector: Collector) -> None:
     trace, _, headers = parent()
     path = "/" + "x" * 500
     assert traced.client.get(path, headers=headers).status_code == 404
@@ -303,7 +303,7 @@ def test_request_ended_by_shutdown_is_an_error(checkpoint_path: Path, collector:
 # Sampling
 
 
-def test_client_decides_or_else_the_ratio(
+def test_sampled_flag_of_a_client_overrides_the_ratio(
     checkpoint_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(otlp, "SEND_SECONDS", 0.05)

@@ -2,8 +2,8 @@
 
 The final hidden states of this decoder are the logits, and its head is the identity. Its cache
 holds the token ids of each slot: each pass computes the whole sequence again, unless the model has
-its own cache. A prompt is one pass however it is divided into pieces, and a decode step is one pass
-per row, so the batch changes no bits (except with `--batch-code`).
+its own cache. A prompt is computed in one pass, however it is divided into pieces, and a decode
+step in one pass per row, so the batch changes no bits (except with `--batch-code`).
 """
 
 from collections.abc import Collection, Sequence
@@ -56,7 +56,7 @@ class CodeDecoder:
         self._width = model.config.vocab_size
 
     def prefill(self, pieces: Sequence[PrefillInput]) -> list[Prefilled]:
-        """Prefill pieces. Rows before a piece's first needed one are undefined."""
+        """Prefill pieces. Rows before the first needed row of a piece are undefined."""
         for piece in pieces:
             self._cache.write(piece.slot, piece.start, piece.token_ids)
         if len(pieces) == 1 and pieces[0].states:
@@ -101,7 +101,7 @@ class CodeDecoder:
         return self._model.logits([Wanted(token_ids, first, end)], names, visit)
 
     def lens(self, stream: Tensor) -> Tensor:
-        """Logits (P, V) of the final norm and the head of a stream (P, d)."""
+        """Logits (P, V) that the final norm and the head compute from a stream (P, d)."""
         return self._model.lens(stream)
 
     def head(self, hidden: Tensor) -> Tensor:

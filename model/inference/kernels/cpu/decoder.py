@@ -198,7 +198,7 @@ class NativeDecoder:
         return Prefilled(self._prefill([piece], record), states, attention)
 
     def _prefill(self, pieces: Sequence[PrefillInput], record: Record) -> Tensor:
-        """Final hidden states (N, d_model) of all tokens of the pieces."""
+        """Compute pieces. Returns the final hidden states (N, d_model) of all their tokens."""
         where = _rows_of(pieces)
         count = len(where[0])
         hidden = torch.empty(count, self._config.d_model)
@@ -257,7 +257,7 @@ class NativeDecoder:
 
 
 class TorchHead:
-    """The head of prompts in torch, with the same bits as on one thread.
+    """Computes the head for prompts in torch, with the same bits as on one thread.
 
     A few rows are computed on one thread, because the decoder's own threads are running too. The
     many rows of a prompt use all of torch's threads.

@@ -173,8 +173,9 @@ class Description:
         return matrix
 
     def _head(self, gpt: GPT) -> Matrix:
-        weight = head_matrix(gpt)
-        matrix, restore = self._matrix(weight, head_bias(gpt), head_quantization(self._quantize))
+        weight, (_, bias) = head_matrix(gpt), gpt.head_parameters()
+        bias = None if bias is None else bias[: len(weight)]  # without padding, like the weight
+        matrix, restore = self._matrix(weight, bias, head_quantization(self._quantize))
         # Keep the original if the embedding uses it, or if it has padding rows, which `restore`
         # lacks.
         stays = gpt.config.tied_head or len(weight) < len(gpt.head.weight)
@@ -249,7 +250,7 @@ def matrices(gpt: GPT) -> Iterator[Tensor]:
 
 
 def quantized_form(quantize: Literal["int8", "int4"], *, strips: bool) -> Format:
-    """The format of quantized matrices, for kernels with or without products of strips."""
+    """The format of quantized matrices. `strips`: the kernels can multiply strips."""
     return "int8_strips" if quantize == "int8" and strips else quantize
 
 
@@ -263,12 +264,6 @@ def quantized_bytes(gpt: GPT, quantize: Literal["int8", "int4"], *, strips: bool
 
 
 def head_matrix(gpt: GPT) -> Tensor:
-    """The head's weights without its padded rows: (vocab_size, d_model)."""
+    """The head's weights without padding rows: (vocab_size, d_model)."""
     weight, _ = gpt.head_parameters()
     return weight[: gpt.config.vocab_size]
-
-
-def head_bias(gpt: GPT) -> Tensor | None:
-    """The head's bias without its padded elements: (vocab_size,)."""
-    _, bias = gpt.head_parameters()
-    return None if bias is None else bias[: gpt.config.vocab_size]

@@ -61,10 +61,10 @@ class TargetRefused(KernelsUnavailable):
 
 @dataclass(frozen=True, slots=True)
 class NativeLibrary:
-    """The loaded kernels.
+    """The loaded native kernels.
 
-    target  target they were built for; None for this machine's processor
-    origin  when and where they were built
+    target  the target that they were built for; None: this machine's processor
+    origin  when they were built
     """
 
     functions: ctypes.CDLL
@@ -200,7 +200,7 @@ def _flags_for(target: Target | None, compiler: tuple[str, ...]) -> tuple[str, .
 
 
 def _hash(*words: str) -> str:
-    """A hash of the sources and these words, for a file name."""
+    """A hash of the sources and these words, for use in a file name."""
     digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())

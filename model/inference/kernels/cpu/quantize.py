@@ -22,7 +22,7 @@ from torch import Tensor
 from logitd.model.inference.kernels.cpu.structures import KINDS
 
 Format = Literal["int8", "int8_strips", "int4"]
-"""Integers that a matrix is rounded to, and their layout in memory."""
+"""A quantized format: the integers to which a matrix is rounded, and their layout in memory."""
 
 LARGEST = 127
 STEP = 64
@@ -34,7 +34,7 @@ STRIP_ROWS = 2 * SIDE
 TOGETHER = 4
 """Columns of a row that are adjacent in a strip."""
 BLOCK_STEPS = 4
-"""Steps that share scales: a block. The last block of a row may have fewer."""
+"""Number of steps in a block, which share scales. The last block of a row may have fewer."""
 SCALES = 16
 """Scales of a block."""
 LEAST = -8

@@ -17,85 +17,60 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
 class Norm(Structure):
-    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("centered", c_int32))
+    _fields_ = (
+        *_fields(c_void_p, "weight bias"),
+        ("eps", c_float),
+        ("centered", c_int32),
+    )
 
 
 class Matrix(Structure):
     _fields_ = (
-        ("weights", c_void_p),
-        ("bias", c_void_p),
-        ("scale", c_void_p),
-        ("row_sum", c_void_p),
-        ("strips", c_void_p),
-        ("kind", c_int32),
-        ("rows", c_int32),
-        ("width", c_int32),
-        ("reserved", c_int32),
+        *_fields(c_void_p, "weights bias scale row_sum strips"),
+        *_fields(c_int32, "kind rows width reserved"),
     )
 
 
 class Layer(Structure):
     _fields_ = (
-        ("attention_norm", Norm),
-        ("query_norm", Norm),
-        ("key_norm", Norm),
-        ("mlp_norm", Norm),
-        ("qkv", Matrix),
-        ("attention_out", Matrix),
-        ("mlp_up", Matrix),
-        ("mlp_down", Matrix),
-        ("value_embedding", c_void_p),
-        ("value_gate", c_void_p),
+        *_fields(Norm, "attention_norm query_norm key_norm mlp_norm"),
+        *_fields(Matrix, "qkv attention_out mlp_up mlp_down"),
+        *_fields(c_void_p, "value_embedding value_gate"),
         ("window", c_int32),
-        ("stream_scale", c_float),
-        ("embedding_scale", c_float),
+        *_fields(c_float, "stream_scale embedding_scale"),
     )
 
 
 class Model(Structure):
     _fields_ = (
-        *((name, c_int32) for name in (
-            "n_layer", "n_head", "n_kv_head", "head_dim", "d_model", "d_ff", "vocab_size",
-            "kind", "cells",
-            "post_norm", "parallel", "rotary", "qk_norm", "final_norm_on", "value_gate_width",
-            "activation", "smear_width", "residual_mix", "backout_layer",
-        )),
-        *((name, c_float) for name in ("smear_scale", "backout_scale", "logit_softcap")),
-        *((name, c_void_p) for name in (
-            "token_embedding", "position_embedding", "sinusoids", "rope_cos", "rope_sin",
-            "smear_gate",
-        )),
+        *_fields(c_int32, "n_layer n_head n_kv_head head_dim d_model d_ff vocab_size kind cells"),
+        *_fields(c_int32, "post_norm parallel rotary qk_norm final_norm_on value_gate_width"),
+        *_fields(c_int32, "activation smear_width residual_mix backout_layer"),
+        *_fields(c_float, "smear_scale backout_scale logit_softcap"),
+        *_fields(c_void_p, "token_embedding position_embedding sinusoids"),
+        *_fields(c_void_p, "rope_cos rope_sin smear_gate"),
         ("layers", POINTER(Layer)),
-        ("embedding_norm", Norm),
-        ("final_norm", Norm),
+        *_fields(Norm, "embedding_norm final_norm"),
         ("head", Matrix),
-    )  # fmt: skip
+    )
 
 
 class Cache(Structure):
     _fields_ = (
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("key_scales", c_void_p),
-        ("value_scales", c_void_p),
-        ("token_ids", c_void_p),
-        ("slots", c_int64),
-        ("slot_length", c_int64),
-        ("kind", c_int64),
+        *_fields(c_void_p, "keys values key_scales value_scales token_ids"),
+        *_fields(c_int64, "slots slot_length kind"),
     )
 
 
 class Record(Structure):
     _fields_ = (
-        ("states", c_void_p),
-        ("weights", c_void_p),
-        ("layer_places", c_void_p),
-        ("head_places", c_void_p),
-        ("layers", c_int32),
-        ("heads", c_int32),
-        ("length", c_int32),
-        ("count", c_int32),
+        *_fields(c_void_p, "states weights layer_places head_places"),
+        *_fields(c_int32, "layers heads length count"),
     )
 
 
@@ -112,8 +87,9 @@ _SAMPLE_ROW = np.dtype(
 
 class SampleRows:
     """Arguments and results of the native sampler, for up to `room` rows. `logits` and `computed`
-    are the addresses of the first rows; a pitch is the number of floats between two rows. Each call
-    sets `how` and reads `token_ids`; the rest is reused for all steps on the same tensors."""
+    are the addresses of the first rows; a pitch is the number of floats from one row to the next.
+    Each call sets `how` and reads `token_ids`; the rest is reused for all steps on the same
+    tensors."""
 
     def __init__(
         self, room: int, logits: int, pitch: int, computed: int, computed_pitch: int

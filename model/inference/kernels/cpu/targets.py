@@ -61,7 +61,7 @@ def target_named(name: TargetName) -> Target:
 
 
 def targets_of(machine: str) -> tuple[Target, ...]:
-    """The targets of an architecture."""
+    """The targets of this machine type (as in `platform.machine()`)."""
     return tuple(target for target in TARGETS if machine in target.machines)
 
 

@@ -26,7 +26,7 @@ POSITIONS = 160
 """Length of a slot. It is short, so that the check needs little memory even if the context is
 long."""
 GREEDY, RANDOM, FILTERED = (0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (1.0, 20, 0.9, 0.01)
-"""Temperature, top_k, top_p and min_p."""
+"""Sampling parameters: temperature, top_k, top_p and min_p."""
 
 
 class CheckFailed(Exception):
@@ -36,7 +36,8 @@ class CheckFailed(Exception):
 def find_fault(
     gpt: GPT, make: Callable[[GPT, KVCache], Decoder], *, batch_invariant: bool
 ) -> str | None:
-    """Why decoders of `make` cannot serve this model on its device; None if they can."""
+    """The reason why decoders created by `make` cannot serve this model on its device; None if they
+    can."""
     weight = gpt.token_embedding.weight
     config = replace(gpt.config, context_length=min(gpt.config.context_length, POSITIONS))
     longest = config.context_length - 2 * STEPS
@@ -60,9 +61,9 @@ def find_fault(
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Largest root mean square error of a row's logits, in standard deviations of that row. Another
-    order of additions causes about 0.01 in bfloat16 and 1e-6 in float32; another token causes about
-    1."""
+    """Largest root mean square error of a row's logits, in standard deviations of that row. A
+    different order of additions causes about 0.01 in bfloat16 and 1e-6 in float32; a different
+    token causes about 1."""
     return 2 * math.sqrt(torch.finfo(dtype).eps)
 
 
@@ -75,8 +76,8 @@ def compare(
     *,
     batch_invariant: bool,
 ) -> None:
-    """Raise CheckFailed unless two decoders compute the same up to `allowed`. Both have an empty
-    slot for each prompt and 2 * STEPS more tokens."""
+    """Raise CheckFailed unless two decoders compute the same results within `allowed`. Each decoder
+    has an empty slot for each prompt, with room for 2 * STEPS more tokens."""
     slots, positions = list(range(len(prompts))), [len(prompt) for prompt in prompts]
     pieces = [PrefillInput(prompt, slot, 0) for slot, prompt in enumerate(prompts)]
     expected, found = (
@@ -92,12 +93,12 @@ def compare(
         for way in (GREEDY, RANDOM, FILTERED):
             rows = _rows(way, positions)
             if (given := fast.sample(found, found, rows)) != plain.sample(found, found, rows):
-                raise CheckFailed(f"step {step}: sampling {way} gives other tokens, {given}")
+                raise CheckFailed(f"step {step}: sampling {way} returns other tokens, {given}")
         found, row = found.clone(), slice(step, step + 1)
         alone = fast.decode(token_ids[row], slots[row], positions[row])
         _hold(f"step {step}, one row", alone, expected[row], allowed)
         if batch_invariant and not torch.equal(alone, found[row]):
-            raise CheckFailed(f"step {step}: a row has other bits alone than among {len(slots)}")
+            raise CheckFailed(f"step {step}: a row has other bits among {len(slots)} than alone")
         positions = [position + 1 for position in positions]
     if (launcher := fast.launcher) is not None:
         token_ids = expected.argmax(-1).tolist()
@@ -109,7 +110,7 @@ def compare(
         for given, places in zip([*first(), *second()], at, strict=True):
             token_ids = fast.decode(token_ids, slots, places).argmax(-1).tolist()
             if given != token_ids:
-                raise CheckFailed(f"launched ahead, a step gives {given}, not {token_ids}")
+                raise CheckFailed(f"launched ahead, a step samples {given}, not {token_ids}")
 
 
 def _hold(name: str, found: Tensor, expected: Tensor, allowed: float) -> None:
@@ -126,5 +127,5 @@ def _hold(name: str, found: Tensor, expected: Tensor, allowed: float) -> None:
 
 
 def _rows(way: tuple[float, int, float, float], positions: list[int]) -> SamplingRows:
-    """Sampling rows of one way for the tokens after these positions."""
+    """Sampling rows with the same parameters for the tokens after these positions."""
     return sampling_rows(SamplingRow(*way, seed=1, position=at + 1, index=0) for at in positions)

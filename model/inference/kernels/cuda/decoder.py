@@ -1,9 +1,10 @@
 """GraphDecoder: prompts, decode steps and sampling on a GPU, with one launch for a few steps.
 
-Steps are recorded once for their number, a number of rows and a length of keys, all from a few
-sizes (buckets). They are replayed on tensors at fixed addresses, which one copy from pinned memory
-fills. Padding rows repeat the first row and write the same values. This module handles sizes,
-recordings and copies; `forward.py` computes a step. The host waits only for the tokens.
+A recording is made once for each combination of a number of steps, a number of rows and a length of
+keys, all rounded up to a few sizes (buckets). It is replayed on tensors at fixed addresses, which
+one copy from pinned memory fills. Padding rows repeat the first row and write the same values. This
+module handles sizes, recordings and copies; `forward.py` computes a step. The host waits only for
+the tokens.
 
 A step takes the tokens of the step before it from the device. The host knows everything else,
 because a random number is a function of its position. So a launch may have several steps, and the
@@ -36,7 +37,6 @@ from logitd.model.inference.kernels.cuda.stream import (
     DirectStream,
     Integers,
     Stream,
-    padded,
 )
 from logitd.model.inference.kernels.eager.prefill import TorchPrefill
 from logitd.model.inference.kv_cache import KVCache
@@ -57,14 +57,16 @@ each position. On an H200, 1,000 positions of GPT-2 take 5.8 ms, in torch 5.4 ms
 
 MOST_STEPS = 4
 LAUNCHED_ROWS = 32
-"""Maximum number of steps of a launch, and of their rows together. More steps take less time of the
-host, but a new prompt waits for those in flight, and a sequence that ends wastes the rest. On an
-H200, one sequence of GPT-2 124M decodes 4,600 tokens/s with 1 step, 4,860 with 4, 4,890 with 8."""
+"""Maximum number of steps of a launch, and of their rows together. More steps take less of the
+host's time, but a new prompt waits for the steps in flight, and a sequence that ends wastes the
+rest. On an H200, one sequence of GPT-2 124M decodes 4,600 tokens/s with 1 step, 4,860 with 4, 4,890
+with 8."""
 
 Key = tuple[int | str, ...]
 """Key of a recording: (kind, steps, rows, keys, several rows in a slot, sampling)."""
 NO_ROW = -1
-"""Marks a token that the host knows, instead of a row that samples it."""
+"""Marks an uploaded row whose token the host knows. Otherwise the field holds the row that samples
+the token."""
 FORWARD, GREEDY, FILTERED = range(3)
 """Kinds of sampling in a recording: none, temperature only, with filters."""
 
@@ -113,8 +115,8 @@ class GraphDecoder:
         forward_of: Callable[[int], Forward] | None = None,
     ) -> None:
         """`overlap`: allow launching steps before the tokens of the last ones are read.
-        `most_steps`: maximum number of steps of a launch, a power of 2. `forward_of`: the
-        computation of a number of rows."""
+        `most_steps`: maximum number of steps of a launch, a power of 2. `forward_of`: returns the
+        computation for a number of rows."""
         device, config = gpt.token_embedding.weight.device, gpt.config
         on_gpu = device.type == "cuda"
         self.batch_invariant = self.prefill_matches_decode = batch_invariant
@@ -190,7 +192,7 @@ class GraphDecoder:
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
-        """A token for each row, chosen like `sample_tokens` up to the rounding of sums."""
+        """Sample a token for each row, as `sample_tokens` does except for the rounding of sums."""
         packed = torch.from_numpy(pack(sampling)).to(logits.device)
         out = torch.empty_like(packed[:, 0])
         sample = self._forward_of(len(packed)).sample
@@ -214,8 +216,8 @@ class GraphDecoder:
         sampled_in: Sequence[int] | int,
         sampling: SamplingRows | None,
     ) -> Collect:
-        """Start a step, or as many as there are `sampling` rows for. The tokens of the first are
-        known, or the last launch samples them in the rows `sampled_in`."""
+        """Start a step, or with `sampling` as many steps as it has rows for. The tokens of the
+        first step are `token_ids`, or the last launch samples them in its rows `sampled_in`."""
         count = len(slots)
         steps = 1 if sampling is None else len(sampling) // count
         given = np.empty((steps, count, 4 + FIELDS), dtype=np.int64)
@@ -267,7 +269,8 @@ class GraphDecoder:
         return joined(outputs)
 
     def _prefill_rows(self, given: Sequence[tuple[int, ...]]) -> Tensor:
-        """Final hidden states (T, C) of positions of prompts (token, slot, position, NO_ROW)."""
+        """Final hidden states (T, C) of T positions of prompts, given as (token, slot, position,
+        NO_ROW)."""
         rows = bucket(self._prompt_buckets, len(given))
         keys = bucket(self._key_buckets, max(position for _, _, position, _ in given) + 1)
         fields = np.zeros((1, len(given), 4 + FIELDS), dtype=np.int64)
@@ -277,8 +280,9 @@ class GraphDecoder:
         return self._hidden[: len(given)].clone()
 
     def _upload(self, given: Integers, rows: int) -> None:
-        """Upload the rows of steps (K, R, 4 + FIELDS), padded."""
-        given = padded(given, rows)
+        """Upload the rows of steps (K, R, 4 + FIELDS), padded with copies of the first row."""
+        padding = given[:, :1].repeat(rows - given.shape[1], axis=1)
+        given = np.concatenate((given, padding), axis=1)
         self._stream.upload(given, self._given[: given.size])
 
     def _uploaded(self, steps: int, rows: int) -> Tensor:
@@ -286,7 +290,7 @@ class GraphDecoder:
         return self._given[: steps * rows * (4 + FIELDS)].view(steps, rows, 4 + FIELDS)
 
     def _run(self, key: Key, compute: Callable[[], None]) -> None:
-        """Replay the recording for a key, making it first if it is missing."""
+        """Replay the recording for a key. Record it first if it does not exist."""
         replay = self._recorded.get(key)
         if replay is None:
             tokens = self._tokens.clone()  # a recording runs a step several times
@@ -298,7 +302,7 @@ class GraphDecoder:
         replay()
 
     def _compute_steps(self, steps: int, rows: int, keys: int, several: bool, kind: int) -> None:
-        """The recorded part of steps, from uploaded rows into `_logits` and `_tokens`."""
+        """Compute `_logits` and `_tokens` from the uploaded rows. This computation is recorded."""
         forward, logits, sampled = self._forward_of(rows), self._logits[:rows], self._tokens[-1]
         for given, tokens in zip(self._uploaded(steps, rows), self._tokens[-steps:], strict=True):
             forward.logits(given, sampled, logits, keys=keys, several=several)
@@ -308,13 +312,14 @@ class GraphDecoder:
                 forward.sample(logits, logits, how, sampled, filtered=kind == FILTERED)
 
     def _compute_prompts(self, rows: int, keys: int) -> None:
-        """The recorded part of a prefill, from uploaded rows into `_hidden`."""
+        """Compute `_hidden` from the uploaded rows. This computation is recorded."""
         (given,), hidden = self._uploaded(1, rows), self._hidden[:rows]
         self._forward_of(rows).hidden(given, self._tokens[-1], hidden, keys=keys)
 
     @torch.inference_mode()
     def _compiled(self, gpt: GPT, cache: KVCache) -> Callable[[int], Forward]:
-        """The Triton kernels, compiled for all sizes, so that no request waits for it."""
+        """Compile the Triton kernels for all sizes, so that no request waits for it. Returns the
+        computation for a number of rows."""
         # Triton reads this when it is imported. Its default folder may not be writable in a
         # service.
         os.environ.setdefault("TRITON_CACHE_DIR", str(kernel_cache() / "triton"))
@@ -348,7 +353,7 @@ def joined(parts: Sequence[Prefilled]) -> Prefilled:
 
 
 def buckets(first: int, last: int) -> tuple[int, ...]:
-    """`first`, its doubles below `last`, and `last`."""
+    """Bucket sizes: `first`, its doubles below `last`, and `last`."""
     doubles = (first << power for power in range(last.bit_length()))
     return (*(size for size in doubles if size < last), last)
 

@@ -34,27 +34,29 @@ LINKED_ROWS = 64
 FEW_ROWS = 2
 """Maximum number of rows of a step that are multiplied without tiles."""
 PART_CELLS = 2**13
-"""Elements of a part's keys: a program keeps them and as many of the values in its registers."""
+"""Elements of the keys in a part. A program holds them in registers, with the same number of
+elements of values."""
 WRITTEN_ROWS = 16
 """Maximum number of rows whose keys and values attention itself writes."""
 HELD = 2**14
-"""Elements of a matrix that a program holds."""
+"""Number of elements of a matrix that a program holds in registers."""
 TILES = ((32, 64, 64, 256, 3), (16, 32, 32, 512, 3), (0, 16, 32, 512, 4))
 """Tiles, each for more than a number of rows: rows, columns, bytes of a row that are loaded at a
 time, and loads in flight (two of SwiGLU's two matrices). A tile takes at most 96 KiB of shared
-memory, which any GPU of the last years has."""
+memory, which any recent GPU has."""
 NARROW = 1024
-"""Number of columns up to which narrower tiles are used, to make more programs."""
+"""Number of columns up to which narrower tiles are used, so that there are more programs."""
 DEEP, DEEP_PARTS = 2048, 4
 """A product with the residual stream that is at least this deep, and the number of its parts, which
 different programs compute."""
 SPAN = 256
-"""Columns of x by which parts are cut: a multiple of what any tile loads at a time."""
+"""Parts begin at multiples of this number of columns of x. It is a multiple of the columns that any
+tile loads at a time."""
 SURVEYED = 4096
-"""Logits that each program reads to sample."""
+"""Number of logits that each program reads in sampling."""
 PROGRAMS = 256
-"""Number of programs that uses every multiprocessor of a large GPU twice, for one row; more rows
-have as many fewer programs, each of which computes all rows."""
+"""Number of programs for one row, which uses every multiprocessor of a large GPU twice. Steps of
+more rows have proportionally fewer programs, each of which computes all rows."""
 ACTIVATIONS = {
     "gelu_tanh": kernels.GELU_TANH, "gelu": kernels.GELU, "relu": kernels.RELU,
     "relu2": kernels.RELU2, "swiglu": kernels.SWIGLU,
@@ -63,7 +65,7 @@ ACTIVATIONS = {
 
 def forwards(gpt: GPT, cache: KVCache, *, batch_invariant: bool) -> Callable[[int], Forward]:
     """The forward pass for a number of rows. The kernels of a small step overlap if the device
-    supports it; those of a large step would only slow each other down."""
+    supports it. The kernels of a large step would only slow each other down."""
     device = gpt.token_embedding.weight.device
     capable = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     make = partial(StepForward, gpt, cache, batch_invariant=batch_invariant)
@@ -94,7 +96,7 @@ class Sums:
 
 
 class StepForward:
-    """The forward pass of steps of one model and one cache."""
+    """Computes steps of one model on one cache."""
 
     def __init__(
         self, gpt: GPT, cache: KVCache, *, batch_invariant: bool, linked: bool = False
@@ -318,7 +320,7 @@ class StepForward:
         dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Rows (R, C) after a norm, or only converted."""
+        """Apply a norm to rows (R, C), or only convert them if there is none."""
         gain, shift, eps = _parameters(norm)
         sums, x = (x, x.residual) if isinstance(x, Sums) else (None, x)
         if out is None:
@@ -341,7 +343,7 @@ class StepForward:
         values += added.reshape(values.shape)
 
     def _attend(self, block: Block, qkv: Tensor, given: Tensor, keys: int, several: bool) -> Parts:
-        """Write a step's keys and values, and attend to those of each row's slot."""
+        """Write the keys and values of a step's rows, and attend to the slot of each row."""
         gpt, config, cache = self._gpt, self._gpt.config, self._cache
         rotary = config.positions == "rotary"
         tables = (gpt.rope_cos, gpt.rope_sin) if rotary else (None, None)

@@ -3,8 +3,8 @@
 Steps 8 to 10 of `model/inference/sampling/sampler.py`. The twin, `sampling/sample.py`, reads values
 from the device; here all rows take the same path with shapes known in advance, so it can be
 recorded. A row's uniform number is uploaded with its parameters (`pack`), because Philox would be
-seventy small kernels on the device. `sampling_kernels.py` chooses the tokens. On a GPU
-sums run in another order, so a number within a rounding of an edge may fall on its other side.
+seventy small kernels on the device. `sampling_kernels.py` chooses the tokens. A GPU adds in another
+order, so a number within a rounding of an edge may fall on its other side.
 
 Shapes: R rows, V vocabulary.
 """
@@ -28,13 +28,13 @@ NO_TOKEN = -1
 
 
 def has_filters(sampling: SamplingRows) -> bool:
-    """True if a row that draws its token has top_k, top_p or min_p."""
+    """True if a row that is not greedy has top_k, top_p or min_p."""
     filters = (sampling["top_k"] > 0) | (sampling["top_p"] < 1) | (sampling["floor"] > -math.inf)
     return bool((filters & (sampling["divisor"] > 0)).any())
 
 
 def pack(sampling: SamplingRows) -> npt.NDArray[np.int64]:
-    """The sampling rows as (R, FIELDS): integers, and floats as the bits of float64."""
+    """Pack sampling rows into (R, FIELDS) integers. Floats are stored as the bits of float64."""
     packed = np.zeros((len(sampling), FIELDS), dtype=np.int64)
     floats = packed.view(np.float64)
     packed[:, _GREEDY] = sampling["divisor"] == 0
@@ -63,7 +63,7 @@ def filter_rows(logits: Tensor, packed: Tensor) -> Tensor:
 
 def filtered_rows(logits: Tensor, top_k: Tensor, top_p: Tensor, floors: Tensor) -> Tensor:
     """Steps 8 to 10: logits (R, V) with -inf for the ids that the filters drop. top_k, top_p and
-    floors are (R,). The arithmetic is that of `filtered` in the twin."""
+    floors are (R,). The arithmetic is the same as in the twin's `filtered`."""
     width = logits.shape[-1]
     values, order = logits.sort(dim=-1, descending=True, stable=True)  # (R, V)
     count = top_k.masked_fill(top_k == 0, width).clamp(max=width)

@@ -1,7 +1,7 @@
 """Streams: run the work of a device in order, without waiting on the host.
 
 `CudaStream` records work as a CUDA graph, which starts hundreds of kernels in one call, and copies
-through pinned memory. `DirectStream` computes at once on any device, for tests without a GPU.
+through pinned memory. `DirectStream` computes immediately on any device, for tests without a GPU.
 """
 
 import itertools
@@ -39,8 +39,8 @@ class Stream(Protocol):
         integers afterwards."""
 
     def download(self, source: Tensor) -> Download:
-        """Queue the copy of contiguous integers of the device, (A, B). The result must be read
-        before the IN_FLIGHT-th download after it, or never."""
+        """Queue the copy of contiguous integers (A, B) from the device. The result must be read
+        before the IN_FLIGHT-th download after it, or not at all."""
 
 
 class DirectStream:
@@ -112,17 +112,9 @@ class CudaStream:
 
 
 class _Pinned:
-    """Pinned memory for integers, and an event after the last copy from or to it."""
+    """Pinned memory for integers, and an event recorded after its last copy."""
 
     def __init__(self, size: int) -> None:
         self.memory = torch.zeros(size, dtype=torch.int64, pin_memory=True)
         self.numbers: Integers = self.memory.numpy()
         self.copied = torch.cuda.Event()
-
-
-def padded(steps: Integers, count: int) -> Integers:
-    """Pad the rows of steps (K, R, ...) to `count` with copies of the first one."""
-    missing = count - steps.shape[1]
-    if not missing:
-        return steps
-    return np.concatenate((steps, steps[:, :1].repeat(missing, axis=1)), axis=1)

@@ -59,7 +59,7 @@ class AppliedChange:
                 return [position - positions.start for position in listed[first:end]]
 
     def apply(self, value: Tensor, positions: range, rows: Sequence[int]) -> None:
-        """Change some rows of `value` (positions, ..., W) in place."""
+        """Apply the intervention to `rows` of `value` (positions, ..., W), in place."""
         index = self._index(value, rows)
         part = value[index]  # (R, ..., C), or (R, ..., W) with a direction
         if self._along is None:
@@ -133,14 +133,14 @@ def _coordinate(vectors: Tensor, direction: Tensor) -> Tensor:
 
 
 def _axis(indices: Sequence[int]) -> Axis:
-    """Ascending indices as an index."""
+    """Convert ascending indices to an index along one axis."""
     if indices[-1] - indices[0] == len(indices) - 1:
         return slice(indices[0], indices[-1] + 1)
     return torch.tensor(indices)
 
 
 def _mesh(axes: Sequence[Axis], shape: Sequence[int]) -> tuple[Axis, ...]:
-    """An index of every combination of the indices along the axes."""
+    """An index that selects every combination of the indices along the axes."""
     if sum(isinstance(axis, Tensor) for axis in axes) < 2:
         return tuple(axes)
     last = len(axes) - 1

@@ -18,7 +18,6 @@ from logitd.model.inference.kernels.eager.row_groups import RowGroups, decode_ro
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.sampling.sample import SamplingRows, sample_tokens
 from logitd.model.transformer.attention import Attend
-from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.tap import UNTAPPED, Tap
 
@@ -102,10 +101,3 @@ def grouped_logits(gpt: GPT, hidden: Tensor, row_groups: RowGroups) -> Tensor:
         padded = F.pad(rows, (0, 0, 0, row_groups.padding(len(rows))))
         parts.append(gpt.logits(padded[:, None])[: len(rows), 0])
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def block_logits(gpt: GPT, hidden: Tensor) -> Tensor:
-    """Logits (R, V) of hidden states (R, d_model). Every product has BLOCK rows, for devices that
-    choose the kernel, and so a row's bits, by the number of rows."""
-    padded = F.pad(hidden, (0, 0, 0, -len(hidden) % BLOCK))
-    return torch.cat([gpt.logits(rows) for rows in padded.split(BLOCK)])[: len(hidden)]

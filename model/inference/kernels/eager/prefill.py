@@ -172,7 +172,7 @@ class PaddedPiece:
         states: list[Tensor] | None = None,
         tap: Tap = UNTAPPED,
     ) -> Tensor:
-        """The final hidden states (1, N, d_model)."""
+        """Compute the final hidden states (1, N, d_model)."""
         return gpt.transform(self.ids, self.positions, attend, states, tap, self.previous_ids)
 
 

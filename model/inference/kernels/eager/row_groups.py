@@ -42,7 +42,7 @@ class RowGroups:
         return [slice(first, first + self.most) for first in range(0, max(rows, 1), self.most)]
 
     def padding(self, rows: int) -> int:
-        """Number of rows to add."""
+        """Number of rows to add to this many rows."""
         return -rows % self.multiple
 
 
@@ -69,7 +69,7 @@ def prefill_rows(gpt: GPT) -> int:
 
 
 class _Probed:
-    """A product of many copies of one row."""
+    """A matrix product, tried with different numbers of copies of one row."""
 
     def __init__(self, product: Product, row: Tensor, shape: tuple[int, int]) -> None:
         self._product = product
@@ -78,7 +78,8 @@ class _Probed:
         self._found: dict[int, Tensor | None] = {}
 
     def bits(self, rows: int) -> Tensor | None:
-        """The result for the row among this number of copies; None if the copies differ."""
+        """The product's result for the row, with this number of copies; None if copies have
+        different results."""
         if rows not in self._found:
             width = len(self._row)
             given = self._row.expand(rows, width).reshape(*self._shape, width)

@@ -17,11 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from logitd.model.inference.kernels.eager.decoder import (
-    block_logits,
-    grouped_logits,
-    step_logits,
-)
+from logitd.model.inference.kernels.eager.decoder import step_logits
 from logitd.model.inference.kernels.eager.prefill import PaddedPiece
 from logitd.model.inference.kernels.eager.row_groups import (
     RowGroups,
@@ -35,7 +31,7 @@ from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.gpt import GPT
 
 ONE_OF_FOUR = RowGroups(multiple=4, most=1)
-"""Row groups on a GPU."""
+"""Row groups on a GPU: each row by itself, padded to four."""
 
 
 class TappedDecoder:
@@ -75,8 +71,8 @@ class TappedDecoder:
         positions: Sequence[int],
         changes: Sequence[Changes],
     ) -> Tensor:
-        """Logits (B, V) after the tokens. Each row belongs to another sequence and has its
-        `changes` applied."""
+        """Logits (B, V) after the tokens. Each row belongs to a different sequence, whose `changes`
+        are applied."""
         parts = []
         for rows in self._row_groups.parts(len(token_ids)):
             row_changes = list(zip(changes[rows], positions[rows], strict=True))
@@ -88,12 +84,6 @@ class TappedDecoder:
                 step_logits(self._gpt, self._cache, step, attend, padding=padding, tap=taps)
             )
         return torch.cat(parts)
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """Logits (R, V) of final hidden states (R, d_model)."""
-        if not self._on_cpu:
-            return block_logits(self._gpt, hidden)
-        return grouped_logits(self._gpt, hidden, self._row_groups)
 
     def _attend_piece(self, slot: int, start: int, tap: "_Shifted") -> Attend:
         """Attend like `KVCache.prefill`, with a tap on attention scores and weights."""
@@ -167,9 +157,9 @@ def _weighted(
     window: int | None,
     offset: int,
 ) -> Tensor | None:
-    """Pass the scores and weights of queries (1, H, T, D) over keys (1, K, S, D) to a tap; the last
-    key is that of the last query. Returns the weighted values (1, H, T, D) if the tap changed
-    something, else None."""
+    """Pass the scores and weights of queries (1, H, T, D) over keys (1, K, S, D) to a tap. The last
+    key has the position of the last query. Returns the weighted values (1, H, T, D) if the tap
+    changed something, else None."""
     scores = mask_causal(attention_scores(q, keys), window)  # (1, H, T, S)
     shown_scores = tap(layer, "attention.scores", scores, offset)
     probs = shown_scores.softmax(dim=-1)

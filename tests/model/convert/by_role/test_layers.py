@@ -17,7 +17,7 @@ def test_file_without_a_gpt_is_described() -> None:
 
 
 def test_model_without_attention_is_refused() -> None:
-    """Layers of two matrices: a stack of perceptrons."""
+    """A stack of perceptrons also has layers, each with two matrices."""
     tensors = {f"layers.{n}.linear{k}.weight": torch.ones(32, 32) for n in range(3) for k in (1, 2)}
     with pytest.raises(ConvertError, match="has no layers of a GPT"):
         recognize("model.pt", tensors | {"emb.weight": torch.ones(29, 32)})

@@ -7,10 +7,16 @@ import pytest
 import torch
 
 from logitd.model.convert.by_role.build import Built
-from logitd.model.convert.by_role.map_file import check_answers, draft, read_map_file, tensor_map
+from logitd.model.convert.by_role.map_file import (
+    MapFile,
+    check_answers,
+    draft,
+    read_map_file,
+    tensor_map,
+)
 from logitd.model.convert.by_role.read import RoleOptions, read_by_role, recognize_file
 from logitd.model.convert.by_role.resolution import OpenQuestions
-from logitd.model.convert.foreign import ConvertError
+from logitd.model.convert.foreign import ConvertError, ForeignModel
 from logitd.model.convert.state_file import StateFile
 from tests.model.convert.by_role.scheme import (
     Scheme,
@@ -111,13 +117,21 @@ def strange_tensors() -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_map_file_names_meaningless_tensors(tmp_path: Path) -> None:
-    path = tmp_path / "strange.toml"
-    path.write_text(STRANGE, encoding="utf-8")
-    given, tensors = read_map_file(path), strange_tensors()
-    assert given.state == "inner"
+def strange_map(folder: Path, text: str = STRANGE) -> MapFile:
+    path = folder / "strange.toml"
+    path.write_text(text, encoding="utf-8")
+    return read_map_file(path)
+
+
+def read_strange(given: MapFile, tensors: dict[str, torch.Tensor]) -> ForeignModel:
     file = StateFile(Path("s.pt"), "s.pt", tensors)
-    model = read_by_role(recognize_file(file, RoleOptions(map_file=given)))
+    return read_by_role(recognize_file(file, RoleOptions(map_file=given)))
+
+
+def test_map_file_names_meaningless_tensors(tmp_path: Path) -> None:
+    given, tensors = strange_map(tmp_path), strange_tensors()
+    assert given.state == "inner"
+    model = read_strange(given, tensors)
     assert (model.config.n_layer, model.config.n_head, model.config.head_dim) == (2, 2, 4)
     weights = model.weights
     queries = torch.cat([tensors["l2.h0.a"], tensors["l2.h1.a"]])
@@ -139,12 +153,9 @@ def test_map_file_names_meaningless_tensors(tmp_path: Path) -> None:
 def test_map_that_does_not_fit_the_file_is_refused(
     change: tuple[str, str], sentence: str, tmp_path: Path
 ) -> None:
-    path = tmp_path / "strange.toml"
-    path.write_text(STRANGE.replace(*change), encoding="utf-8")
     assert STRANGE.replace(*change) != STRANGE
-    file = StateFile(Path("s.pt"), "s.pt", strange_tensors())
     with pytest.raises(ConvertError, match=sentence):
-        read_by_role(recognize_file(file, RoleOptions(map_file=read_map_file(path))))
+        read_strange(strange_map(tmp_path, STRANGE.replace(*change)), strange_tensors())
 
 
 @pytest.mark.parametrize(
@@ -157,33 +168,22 @@ def test_map_that_does_not_fit_the_file_is_refused(
 def test_map_without_a_role_that_every_gpt_has_is_refused(
     role: str, name: str, tmp_path: Path
 ) -> None:
-    path = tmp_path / "strange.toml"
     less = STRANGE.replace(f'{role}.weight = "{name}"\n', "")
     assert less != STRANGE
-    path.write_text(less.replace('["junk.*"', f'["junk.*", "{name}"'), encoding="utf-8")
-    file = StateFile(Path("s.pt"), "s.pt", strange_tensors())
+    given = strange_map(tmp_path, less.replace('["junk.*"', f'["junk.*", "{name}"'))
     with pytest.raises(ConvertError, match=rf"lacks {role}, and not all"):
-        read_by_role(recognize_file(file, RoleOptions(map_file=read_map_file(path))))
+        read_strange(given, strange_tensors())
 
 
-def test_layer_without_a_match_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "strange.toml"
-    path.write_text(STRANGE, encoding="utf-8")
-    tensors = {name: t for name, t in strange_tensors().items() if name != "l2.h1.c"}
-    with pytest.raises(ConvertError, match=r"lacks 1 tensor .* l2\.h1\.c"):
-        recognize_file(
-            StateFile(Path("s.pt"), "s.pt", tensors), RoleOptions(map_file=read_map_file(path))
-        )
-
-
-def test_gaps_between_layers_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "strange.toml"
-    path.write_text(STRANGE, encoding="utf-8")
-    tensors = {name.replace("l2.", "l3."): t for name, t in strange_tensors().items()}
-    with pytest.raises(ConvertError, match=r"l2\.|l3\."):
-        recognize_file(
-            StateFile(Path("s.pt"), "s.pt", tensors), RoleOptions(map_file=read_map_file(path))
-        )
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [("l2.h1.c", "junk.c", r"lacks 1 tensor .* l2\.h1\.c"), ("l2.", "l3.", r"l2\.|l3\.")],
+    ids=["a layer lacks a tensor", "a layer is missing"],
+)
+def test_incomplete_layers_are_refused(old: str, new: str, sentence: str, tmp_path: Path) -> None:
+    tensors = {name.replace(old, new): tensor for name, tensor in strange_tensors().items()}
+    with pytest.raises(ConvertError, match=sentence):
+        read_strange(strange_map(tmp_path), tensors)
 
 
 def test_map_without_tensors_answers_and_ignores(tmp_path: Path) -> None:
@@ -260,10 +260,6 @@ def test_integer_answers_become_floats() -> None:
 
 
 def test_masks_are_left_out_unless_they_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "strange.toml"
-    path.write_text(STRANGE, encoding="utf-8")
-    given = read_map_file(path)
-    tensors = strange_tensors()
-    roles = tensor_map(given, tensors, ["t", "extra.mask"])
+    roles = tensor_map(strange_map(tmp_path), strange_tensors(), ["t", "extra.mask"])
     assert set(roles.ignored) == {"extra.mask", "junk.a", "l1.noise", "l2.noise"}
     assert (roles.first_layer, roles.n_layer, roles.n_head) == (1, 2, 2)

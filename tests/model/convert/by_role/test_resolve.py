@@ -94,7 +94,7 @@ def test_alternatives_have_their_difference_of_logits() -> None:
 
 
 def test_logits_that_no_variant_gives_are_refused() -> None:
-    """A model whose activation is unknown here."""
+    """The model's activation is SiLU, which no variant has."""
     scheme = SCHEMES["heads with biases"]
     model = scheme.model()
     model.activation = torch.nn.functional.silu  # type: ignore[assignment]
@@ -160,7 +160,6 @@ def test_text_selects_the_trained_models_computation(trained: Trained) -> None:
 
 
 def test_text_loss_equals_the_textbooks(trained: Trained) -> None:
-    """Cross-entropy of the textbook model, token by token."""
     objective = words(trained.token_ids)
     built = built_from(SCHEMES["lecture"], trained.model, context_length=24)
     nats = objective(built, causal=True, effort="full")
@@ -419,7 +418,7 @@ def test_settings_of_a_wrong_kind_are_ignored() -> None:
 @pytest.mark.parametrize("theta", [10_000.0, 500_000.0, 31_000.0])
 @pytest.mark.parametrize("form", ["inv_freq", "cos", "doubled", "neighbors", "freqs_cis"])
 def test_rotary_table_shows_theta_layout_and_heads(form: str, theta: float) -> None:
-    """Tables of 8 channels of a head, in the forms that people store."""
+    """The tables are for 8 channels of a head, in the forms that people store."""
     rates = theta ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
     angles = torch.outer(torch.arange(64, dtype=torch.float64), rates)
     name, table = {

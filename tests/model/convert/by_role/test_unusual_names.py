@@ -31,7 +31,7 @@ BLOCK: Mapping[str, tuple[int, ...]] = {
 
 
 def test_blocks_without_a_word_for_attention() -> None:
-    """A list of pairs: the list that has the projections is attention."""
+    """Each block is a list of two lists; the one with the projections is attention."""
     names = {
         "1.net.0.weight": (WIDTH,),
         "1.net.0.bias": (WIDTH,),
@@ -58,7 +58,7 @@ def test_blocks_without_a_word_for_attention() -> None:
 
 
 def test_final_norm_may_end_the_list_of_blocks() -> None:
-    """`nn.Sequential(Block(), Block(), nn.LayerNorm())`, as in the middle of one lecture."""
+    """One lecture has `nn.Sequential(Block(), Block(), nn.LayerNorm())`."""
     tensors = {
         "table.weight": torch.rand(ROWS, WIDTH),
         **block(BLOCK, "blocks.0."),

@@ -59,8 +59,8 @@ def test_logits_and_ids_are_theirs(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "opt", "llama-tied-biased"])
 @pytest.mark.parametrize("shards", [1, 2])
 def test_weights_in_pickles_are_the_same(family: str, shards: int, tmp_path: Path) -> None:
-    """In one file that includes old versions' buffers, or in several; a tied head is stored
-    twice."""
+    """The pickle is one file that includes buffers of old versions, or several files. A tied head
+    is stored twice."""
     model, _ = save_theirs(tmp_path / "theirs", family)
     folder = copy(tmp_path / "theirs", tmp_path / "pickled")
     (folder / "model.safetensors").unlink()
@@ -210,7 +210,7 @@ UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"hidden_act": "silu"}, "hidden_act is 'silu'; known are gelu_new"),
         ({"rotary_pct": 0.5}, "but elsewhere"),
         ({"rope_theta": 5.0}, r"rope_theta is 5\.0; but elsewhere it is 10000\.0"),
-        ({"rope_parameters": None, "rotary_pct": 0.2}, "rotary_dim is 3; channels turn in pairs"),
+        ({"rope_parameters": None, "rotary_pct": 0.2}, "rotary_dim is 3; channels are rotated"),
         ({"num_attention_heads": 3}, "hidden_size 32 is not divisible by num_attention_heads 3"),
         ({"attention_bias": False}, r"has 4 tensors that .* the first is .*dense\.bias"),
         ({"intermediate_size": 64}, r"dense_h_to_4h\.weight has shape \(48, 32\)"),

@@ -18,7 +18,7 @@ BYTES = {bytes([byte]): byte for byte in range(256)}
 
 @given(st.lists(st.text("abc", min_size=2, max_size=5), unique=True, max_size=25), st.text("abc"))
 def test_merges_of_any_ranks_encode_alike(tokens: list[str], piece: str) -> None:
-    """Even for untrained tokens in any order. Tokens that no merge forms are looked up whole."""
+    """The tokens are untrained and in any order. Tokens that no merge forms are looked up whole."""
     ranks = BYTES | {token.encode(): 256 + rank for rank, token in enumerate(tokens)}
     tokenizer = Tokenizer(ranks=ranks, pattern=r"[\s\S]+", special_tokens={})
     merges, alone = merges_of(ranks)

@@ -77,7 +77,7 @@ def test_direct_parts_are_each_head_bias_and_mlp(gpt: GPT) -> None:
 
 
 def test_each_part_is_the_loss_of_the_logit_without_it(gpt: GPT) -> None:
-    """With every norm's scale frozen; each part is computed by hand from the stages of the
+    """Every norm's scale is frozen. Each part is computed by hand from the stages of the
     forward."""
     gpt = copy.deepcopy(gpt).double()
     config, stages, blocks = gpt.config, plain_stages(gpt, IDS), [*map(_block, gpt.blocks)]

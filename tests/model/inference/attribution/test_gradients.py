@@ -23,7 +23,6 @@ from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.gpt import GPT, Block
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
 from tests.model.plain_stages import plain_stages, without_softcap
-from tests.model.transformer.test_against_transformers import gpt2
 
 IDS = random_ids(11, seed=3).tolist()
 POSITION = 8
@@ -138,24 +137,6 @@ def test_integrated_gradients_close_the_gap_with_many_steps(family: str) -> None
         if steps == 36:
             assert path.sum == pytest.approx(found.target - path.baseline_target, rel=5e-3)
     assert gaps[1] < gaps[0] / 20, gaps
-
-
-def test_gradients_are_those_of_transformers() -> None:
-    ours, model = gpt2()
-    ours = ours.double()
-    theirs: Any = model.double()
-    ids = random_ids(20, vocab_size=99)
-    vectors = theirs.get_input_embeddings()(ids).detach() + theirs.transformer.wpe.weight[:20]
-    with torch.enable_grad():
-        x = vectors.detach().requires_grad_()
-        logits = theirs(inputs_embeds=(x - theirs.transformer.wpe.weight[:20])[None]).logits[0, -1]
-        (gradient,) = torch.autograd.grad(logits[7] - logits[11], x)
-    expected = (gradient * x.detach()).sum(dim=-1)
-    asked = AttributionTask(position=19, token_id=7, minus_id=11)
-    found = attribute(ours, ids.tolist(), asked)
-    torch.testing.assert_close(values_of(found), expected, atol=1e-9, rtol=1e-9)
-    assert found.logit == pytest.approx(logits[7].item(), abs=1e-9)
-    assert found.minus_logit == pytest.approx(logits[11].item(), abs=1e-9)
 
 
 def test_attribution_without_a_token_takes_the_likeliest(gpt: GPT) -> None:

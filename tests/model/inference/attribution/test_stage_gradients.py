@@ -9,15 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from logitd.model.hooked.model import HookedGPT
-from logitd.model.hooked.points import HookPoint
 from logitd.model.inference.attribution.attribute import attribute
 from logitd.model.inference.attribution.task import AttributionTask, Probe
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.llm import LLM
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.stages import stages_of
-from tests.model.factories import FAMILIES, byte_tokenizer, random_ids, tiny_config, tiny_gpt
+from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
 from tests.model.plain_stages import plain_stages, without_softcap
 
 IDS = random_ids(11, seed=3).tolist()
@@ -93,28 +91,6 @@ def test_gradients_of_a_probe_are_those_of_the_definition(gpt: GPT) -> None:
         target = (seen * torch.from_numpy(direction)[..., : at.shape[-1]]).sum()
         task = AttributionTask(position=POSITION, probe=Probe(name, direction), stages=wanted)
         check(gpt, task, target, stages)
-
-
-def test_gradients_are_those_of_hooks() -> None:
-    gpt = tiny_gpt().double()
-    model = HookedGPT(gpt, byte_tokenizer(), "tiny")
-    found: dict[str, Tensor] = {}
-
-    def keep(gradient: Tensor, *, hook: HookPoint) -> None:
-        found[hook.name] = gradient
-
-    names = {
-        "blocks.1.attn.hook_q": "blocks.1.attention.q",
-        "blocks.2.hook_resid_pre": "blocks.1.output",
-        "blocks.0.mlp.hook_post": "blocks.0.mlp.hidden",
-    }
-    with model.hooks(bwd_hooks=[(name, keep) for name in names]):
-        logits = model(torch.tensor([IDS]))
-        logits[0, POSITION, TOKEN].backward()
-    task = AttributionTask(position=POSITION, token_id=TOKEN, stages=tuple(sorted(names.values())))
-    arrays = attribute(gpt, IDS, task).gradients
-    for name, own in names.items():
-        np.testing.assert_allclose(arrays[own], found[name][0], rtol=0, atol=1e-8)
 
 
 def test_llm_gives_gradients_and_refuses_impossible_ones(checkpoint_path: Path) -> None:

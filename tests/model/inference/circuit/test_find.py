@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from logitd.model.inference.attribution.gradients import TextPasses
 from logitd.model.inference.circuit.edges import Graph
-from logitd.model.inference.circuit.find import find_circuit
+from logitd.model.inference.circuit.find import Finding, find_circuit
 from logitd.model.inference.circuit.frozen import ATTENTION, VALUES
 from logitd.model.inference.circuit.task import Circuit, CircuitTask, Node
 from logitd.model.inference.circuit.text import FrozenText, Kept
@@ -358,3 +358,19 @@ def test_circuit_of_an_induction_head_is_found() -> None:
     without = circuit.surviving(circuit.without_circuit)
     assert alone == pytest.approx(1, abs=1e-4)
     assert without == pytest.approx(0, abs=1e-4)
+
+
+def test_every_piece_runs_on_one_thread() -> None:
+    """So a busy machine slows a piece only by its share, and the bits depend on no thread."""
+    gpt, counts = tiny_gpt(), list[int]()
+    for block in gpt.blocks:
+        block.register_forward_hook(lambda *_: counts.append(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        finding = Finding(gpt, IDS, CircuitTask(position=POSITION))
+        while finding.advance() is None:
+            assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert set(counts) == {1}

@@ -129,7 +129,6 @@ def test_property_has_one_spelling() -> None:
 
 @pytest.mark.parametrize(("kind", "text"), MATCHES)
 def test_tokens_may_split_characters(kind: Kind, text: str) -> None:
-    """Tokens that begin and end inside characters still form valid texts."""
     constraint = compiled(kind, text, MERGED)
     bytewise = compiled(kind, text)
     finished = 0

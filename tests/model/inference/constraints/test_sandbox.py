@@ -206,7 +206,6 @@ def nice_of(trial: Path) -> int:
 
 
 def test_sandbox_refuses_a_source_that_fails_at_its_first_tokens(sandbox: Sandbox) -> None:
-    """The source compiles, but its first tokens fail."""
     source = Source("grammar", 'start: "a" (A | B)\nA: /a/ & /b/\nB: "c" & "d"')
     assert Compiler(byte_tokenizer()).compile(source)
     with pytest.raises(ConstraintError, match="no text matches"):

@@ -264,8 +264,15 @@ class Driven:
     def swap_weights(self, gpt: GPT) -> None:
         self.engine.swap_weights(self.engine.prepare_weights(gpt))
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
-        self.record(self.engine.abort(request_id, index))
+    def abort(self, request_id: str, index: int | None = None) -> list[Event]:
+        """Abort a request or one of its sequences, and check that exactly these end."""
+        before = self.unfinished
+        events = self.engine.abort(request_id, index)
+        self.record(events)
+        gone = {key for key in before if key[0] == request_id and index in (None, key[1])}
+        assert self.unfinished == before - gone
+        assert all(self.outcomes[key].ended.reason is FinishReason.ABORT for key in gone)
+        return events
 
     def step(self) -> StepResult:
         had_work = self.engine.has_work()
@@ -283,6 +290,9 @@ class Driven:
         self.accepted_tokens += result.accepted_tokens
         self.evicted_sequences += result.evicted_sequences
         check_integrity(self.engine)
+        stats = self.engine.stats()
+        assert stats.waiting + stats.running + stats.paused == len(self.unfinished)
+        assert stats.paused <= min(stats.slots, self.evicted_sequences)
         return result
 
     def drain(self) -> dict[tuple[str, int], Outcome]:
@@ -323,6 +333,10 @@ class Driven:
             else:
                 outcome.finish = event
                 assert event.completion_tokens == len(outcome.tokens)
+                times = event.times
+                moments = (times.arrived, times.admitted, times.prefilled, times.finished)
+                known = [moment for moment in moments if moment is not None]
+                assert known == sorted(known)
 
     @property
     def unfinished(self) -> set[tuple[str, int]]:

@@ -115,6 +115,7 @@ class Ask:
             deadline=deadline,
             prompt_logprobs=rng.choice([None, None, 1]),
             priority=rng.choice([0, 0, 1]),
+            caller=rng.choice("ab"),
             sampling=asking if self.kind == "asking" else sampling,
         )
 
@@ -160,6 +161,7 @@ class Played:
         make = make or partial(Launching, **({"batch_invariant": True, "most_steps": 1} | options))
         self.clock = FakeClock()
         self.driven = Driven(gpt, self.clock, make_decoder=make, slots=slots)
+        self.driven.engine._scheduler.step_elements = 1  # so that readers of rows fall behind
         self.asked: list[Any] = []
         self.told: list[Any] = []
 
@@ -190,9 +192,7 @@ class Played:
                 for _ in range(number):
                     self.step()
             case "abort":
-                events = engine.abort(str(number), None if index < 0 else index)
-                self.driven.record(events)
-                self.note(events)
+                self.note(self.driven.abort(str(number), None if index < 0 else index))
             case "wait":
                 self.clock.now += number
             case "swap":

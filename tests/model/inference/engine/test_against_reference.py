@@ -99,9 +99,12 @@ def check_score(gpt: GPT, request: ScoreRequest, index: int, outcome: Outcome) -
     continuation = request.continuations[index] if request.continuations else ()
     text = [*request.token_ids, *continuation]
     start = len(request.token_ids) if continuation else 0
+    assert outcome.prompt_start == start
     assert [token.token_id for token in outcome.prompt] == text[start:]
     logprobs = logits_of(gpt, text).double().log_softmax(dim=-1)
     for position, token in enumerate(outcome.prompt, start=start):
+        assert (token.chosen is None) == (position == 0)
+        assert token.chosen is None or token.chosen.token_id == token.token_id
         for one in (*((token.chosen,) if token.chosen else ()), *token.top):
             expected = logprobs[position - 1, one.token_id].item()
             assert one.logprob == pytest.approx(expected, abs=2e-3)

@@ -95,7 +95,7 @@ def test_engine_config_refuses_an_impossible_value(field: str, value: Any) -> No
 
 
 def test_requests_are_frozen() -> None:
-    """They cross threads unchanged."""
+    """Requests are passed between threads."""
     for request in (
         generation("a", [1, 2], n=2, sampling=params(stop_token_ids=frozenset({3}))),
         outputs_request("b", [1, 2], [0]),

@@ -96,7 +96,6 @@ def test_attribution_of_the_engine_has_the_bits_of_attribute(family: str) -> Non
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_circuit_of_the_engine_has_the_bits_of_find_circuit(family: str) -> None:
-    """Next to other requests."""
     gpt = tiny_gpt(tiny_config(**FAMILIES[family]))
     task = CircuitTask(position=len(PROMPT) - 1, parts=30)
     expected = find_circuit(gpt, PROMPT, task)
@@ -170,7 +169,7 @@ def test_attribution_needs_no_slot(gpt: GPT) -> None:
 
 
 def test_attributions_take_turns(gpt: GPT) -> None:
-    """A long one does not delay a short one; a third waits until one of them ends."""
+    """A long attribution does not delay a short one; a third waits until one of them ends."""
     driven = Driven(gpt)
     long = ask("long", methods=("integrated_gradients",), steps=50)
     driven.add(long, ask("short"), ask("third"))
@@ -193,7 +192,7 @@ def test_attributions_begin_by_priority_and_caller(gpt: GPT) -> None:
 
 
 def test_attribution_of_another_caller_begins_at_once(gpt: GPT) -> None:
-    """Two long ones of a caller once made everybody wait until one of them ended."""
+    """Two long attributions of one caller once made all others wait until one of them ended."""
     alone, driven = Driven(gpt), Driven(gpt)
     alone.add(ask("b"))
     for name in ("a1", "a2", "a3"):

@@ -208,7 +208,7 @@ def test_incomplete_blocks_count_until_whole_ones_are_measured() -> None:
 
 
 def test_budget_accepts_steps_that_cost_nothing() -> None:
-    """For example, if the clock stops."""
+    """The clock may stop."""
     machine = Machine(DecodeSteps(3), decode=0.0, block=0.0, passing=0.0)
     machine.streams()
     machine.add("prompt", PROMPT)

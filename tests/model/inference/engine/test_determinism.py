@@ -235,15 +235,6 @@ def test_conversation_copies_its_own_answers(name: str, native: DecoderMaker) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", SHAPES)
-def test_needle_in_many_mixes(name: str, dtype: torch.dtype) -> None:
-    """Four of each shape and dtype."""
-    gpt = shape(name, dtype)
-    assert differences(gpt, seed=(name, 0), pool_size=30, mixes=4, max_tokens=16) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_batch_changes_no_bit_at_a_real_width(name: str, dtype: torch.dtype) -> None:
     gpt = shape(name, dtype, d_model=768, n_head=12, n_layer=1, context_length=512)

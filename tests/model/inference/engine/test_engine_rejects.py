@@ -142,15 +142,3 @@ def test_request_id_is_unique_while_in_use(gpt: GPT) -> None:
     engine = driven.engine
     engine.add(generation("a", [1], max_tokens=1))
     assert [event.request_id for event in engine.step().events] == ["a", "a"]
-
-
-def test_config_bounds_running_sequences_and_prefill(gpt: GPT) -> None:
-    """There are never more running sequences than slots, nor more prefilled positions in a step
-    than the chunk."""
-    config: dict[str, Any] = {"slots": 3, "prefill_chunk": 32}
-    driven = Driven(gpt, **config)
-    for i in range(12):
-        driven.add(generation(str(i), [i] * (10 * i + 1), max_tokens=5))
-    while driven.engine.has_work():
-        assert driven.step().prefilled_tokens <= 32
-        assert driven.engine.stats().running <= 3

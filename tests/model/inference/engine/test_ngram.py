@@ -80,7 +80,7 @@ def drafts_over(text: list[int], known: int, sequences: int = 1) -> list[Draft]:
     [(1, [1, 2, 5, 7, 7, 7]), (2, [1, 1, 2, 5, 7, 7, 6]), (8, [1, 1, 1, 1, 1, 2, 5, 7, 7])],
 )
 def test_right_guesses_grow_fast(sequences: int, lengths: list[int]) -> None:
-    """The fewer other sequences there are, the sooner."""
+    """Drafts grow sooner with fewer other sequences."""
     drafts = drafts_over(list(range(20)) * 3, known=24, sequences=sequences)
     assert [len(draft.token_ids) for draft in drafts] == lengths
     assert all(draft.accepted == len(draft.token_ids) for draft in drafts)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from logitd.model.inference.engine.events import FinishReason
 from logitd.model.inference.engine.requests import AttentionWeights, HiddenStates, Logits
 from logitd.model.inference.engine.sequence import CHUNKS_IN_FLIGHT
 from logitd.model.inference.reference import processed_row
@@ -21,7 +20,6 @@ from logitd.model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
     Driven,
-    Outcome,
     generation,
     outputs_request,
     params,
@@ -145,44 +143,6 @@ def test_columns_of_processed_logits() -> None:
 
 
 # Scores
-
-
-def score(gpt: GPT, prompt: list[int], *continuations: list[int], top: int = 0) -> list[Outcome]:
-    outcomes = run(gpt, score_request("a", prompt, *continuations, top=top))
-    assert all(outcome.ended.reason is FinishReason.STOP for outcome in outcomes.values())
-    return [outcomes["a", index] for index in range(len(outcomes))]
-
-
-def check_scores(gpt: GPT, text: list[int], start: int, outcome: Outcome) -> None:
-    """Compare the scored tokens from position `start` on with the plain forward of the whole
-    text."""
-    plain = gpt(torch.tensor([text])).logits[0].double().log_softmax(dim=-1)
-    assert [token.token_id for token in outcome.prompt] == text[start:]
-    for position, token in enumerate(outcome.prompt, start=start):
-        if position == 0:
-            assert token.chosen is None
-            continue
-        assert token.chosen is not None
-        assert token.chosen.token_id == token.token_id
-        expected = plain[position - 1, token.token_id].item()
-        assert token.chosen.logprob == pytest.approx(expected, abs=1e-3)
-
-
-@pytest.mark.parametrize("prompt_length", [1, 2, 31, 32, 33, 64, 70])
-def test_continuations_are_scored_after_the_prompt(gpt: GPT, prompt_length: int) -> None:
-    prompt = PROMPT[:prompt_length]
-    continuations = [PROMPT[50:51], PROMPT[20:60], PROMPT[10:42], [7]]
-    outcomes = score(gpt, prompt, *continuations)
-    for continuation, outcome in zip(continuations, outcomes, strict=True):
-        assert outcome.prompt_start == prompt_length
-        check_scores(gpt, prompt + continuation, prompt_length, outcome)
-
-
-@pytest.mark.parametrize("length", [1, 2, 32, 33, 75])
-def test_text_is_scored_as_a_whole(gpt: GPT, length: int) -> None:
-    (outcome,) = score(gpt, PROMPT[:length])
-    assert outcome.prompt_start == 0
-    check_scores(gpt, PROMPT[:length], 0, outcome)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ Compared with a plain list and with counts; also the scheduler's prompts, which 
 import itertools
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -108,16 +107,6 @@ def test_held_sequences_come_next_after_release() -> None:
     assert [s.request_id for s in queue.firsts()] == ["2"]
     queue.release()
     assert [s.request_id for s in queue.firsts()] == ["1", "2"]
-
-
-@pytest.mark.parametrize("gone", [0, 1, 2])
-def test_queue_drops_a_request_that_ends_while_waiting(gone: int) -> None:
-    queue = WaitingQueue()
-    sequences = [waiting(str(i), caller) for i, caller in enumerate("aab")]
-    for sequence in sequences:
-        queue.push(sequence)
-    queue.remove(sequences[gone])
-    assert set(take_all(queue)) == set(sequences) - {sequences[gone]}
 
 
 def test_computed_prompts_take_turns() -> None:

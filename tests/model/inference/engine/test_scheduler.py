@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from logitd.model.inference.attribution.task import AttributionTask
+from logitd.model.inference.engine.callers import COMPANY_SECONDS
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.cost import StepCost
 from logitd.model.inference.engine.requests import AttributionRequest, Request
 from logitd.model.inference.engine.scheduler import (
-    COMPANY_SECONDS,
     COOLDOWN,
     LARGE,
     STEP_ELEMENTS,
@@ -239,20 +239,6 @@ def states(sequences: Iterable[Sequence]) -> list[State]:
     return [sequence.state for sequence in sequences]
 
 
-def test_long_prompt_delays_others_by_one_chunk() -> None:
-    """A running sequence gets a token in every step while 20 chunks of a prompt are computed."""
-    simulation = Simulation(slots=3)
-    (running,) = simulation.add(generation("short", [1], max_tokens=50))
-    simulation.step()
-    (long,) = simulation.add(generation("long", [2] * CHUNK * 20))
-    for step in range(20):
-        assert long.computed == step * CHUNK
-        plan = simulation.step()
-        assert plan.decode == (running,)
-        assert len(running.tokens) == running.prompt_length + step + 2
-    assert long.state is State.DECODE
-
-
 @pytest.mark.parametrize(("max_tokens", "cached"), [(24, 32), (25, 64), (55, 64), (56, 64)])
 def test_decoded_blocks_are_shared_without_the_last_token(max_tokens: int, cached: int) -> None:
     """The last token was sampled but never computed. If it completes a block, that block lacks the
@@ -283,25 +269,6 @@ def test_siblings_wait_for_the_leader_and_copy() -> None:
     # After two steps all four blocks are in the cache: no request has to wait any more.
     assert [s.admitted for s in sequences] == [1.0, 3.0, 3.0, 3.0, 3.0]
     assert behind.admitted == 3.0
-
-
-def test_slow_reader_pauses_only_itself() -> None:
-    simulation = Simulation(slots=2)
-    (rows,) = simulation.add(outputs_request("rows", [1] * 200, range(200)))
-    (other,) = simulation.add(generation("other", [2] * 70, max_tokens=5))
-    while simulation.scheduler.has_work():
-        simulation.step()
-    assert rows.computed == CHUNKS_IN_FLIGHT * OUTPUT_ELEMENTS
-    assert states([rows, other]) == [State.PREFILL, State.FINISHED]
-    simulation.scheduler.grant(rows)
-    assert simulation.scheduler.has_work()
-    simulation.step()
-    assert rows.computed == (CHUNKS_IN_FLIGHT + 1) * OUTPUT_ELEMENTS
-    assert not simulation.scheduler.has_work()
-    for _ in range(100):
-        simulation.scheduler.grant(rows)
-    simulation.drain()
-    assert states([rows]) == [State.FINISHED]
 
 
 @pytest.mark.parametrize("width", [LARGE, LARGE // BLOCK])
@@ -568,21 +535,6 @@ def test_competing_readers_all_finish() -> None:
     assert [simulation.rows[s] for s in sequences] == [list(range(320))] * 4
     # Ten pieces each, two at a time: five turns, and everything may be computed again before each.
     assert steps <= 4 * 5 * (320 // CHUNK + CHUNKS_IN_FLIGHT)
-
-
-@pytest.mark.parametrize("state", [State.WAITING, State.PREFILL, State.DECODE])
-def test_removed_sequence_leaves_its_slot(state: State) -> None:
-    simulation = Simulation(slots=1, prefill_chunk=32)
-    (sequence,) = simulation.add(generation("a", [1] * 40, max_tokens=9))
-    (behind,) = simulation.add(generation("b", [2]))
-    while sequence.state is not state:
-        simulation.step()
-    simulation.scheduler.remove(sequence)
-    assert sequence.state is State.FINISHED
-    assert sequence.slot is None
-    assert simulation.scheduler.slots.used == 0
-    simulation.step()
-    assert behind.admitted == simulation.now
 
 
 @dataclass

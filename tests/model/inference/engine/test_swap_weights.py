@@ -39,20 +39,6 @@ def test_swap_lets_earlier_requests_end_on_the_old_weights() -> None:
             assert outcomes[request.request_id, index].token_ids == expected
 
 
-def test_waiting_sequence_keeps_its_requests_weights() -> None:
-    """The three sequences run one after the other in one slot; the swap comes after the first."""
-    driven = Driven(OLD, slots=1)
-    request = generation("trio", random_prompt(random.Random(1), 50), n=3, max_tokens=4,
-                         temperature=1.0)  # fmt: skip
-    driven.add(request)
-    driven.step()
-    driven.swap_weights(NEW)
-    outcomes = driven.drain()
-    for index in range(3):
-        expected = generate(OLD, request.token_ids, request.params, index)
-        assert outcomes["trio", index].token_ids == expected
-
-
 def test_cache_of_old_weights_is_never_shared() -> None:
     prompt = random_prompt(random.Random(2), 100)
     driven = Driven(OLD)

@@ -269,14 +269,14 @@ def test_recipe_of_a_long_text_has_these_values() -> None:
 def test_short_text_keeps_given_fields() -> None:
     config, said = _autosized(TrainingConfig(minutes=2, vocab_size=2000), 1e6, 10**5)
     assert (config.vocab_size, config.dropout) == (2000, 0.3)
-    assert said == "they pass over the text about 35 times, so the run uses dropout 0.3"
+    assert said == "the run passes over the text about 35 times, so it uses dropout 0.3"
     config, said = _autosized(TrainingConfig(minutes=2, dropout=0.0), 1e6, 10**5)
     assert (config.vocab_size, config.dropout) == (512, 0.0)
-    assert said == "they pass over the text about 23 times, so the run uses a vocabulary of 512"
+    assert said == "the run passes over the text about 23 times, so it uses a vocabulary of 512"
     both = TrainingConfig(minutes=2, dropout=0.0, vocab_size=2000)
     config, said = _autosized(both, 1e6, 10**5)
     assert (config.vocab_size, config.dropout) == (2000, 0.0)
-    assert said == "they pass over the text about 35 times"
+    assert said == "the run passes over the text about 35 times"
     published = TrainingConfig(minutes=2, tokenizer="gpt2")
     config, said = _autosized(published, 1e6, 10**6, published=50_257)
     assert (config.vocab_size, config.dropout) == (None, 0.1)
@@ -297,7 +297,7 @@ def test_recipe_of_a_short_text_is_reported_recorded_and_trained(
     )  # fmt: skip
     result = train(config, events.append)
     notices = [event.message for event in events if isinstance(event, Noticed)]
-    (said,) = (each for each in notices if "pass over the text about" in each)
+    (said,) = (each for each in notices if "passes over the text about" in each)
     described = json.loads((result.run / "run.json").read_text())
     assert described["model"]["dropout"] == described["config"]["dropout"] > 0
     assert said.endswith(f"a vocabulary of 512 and dropout {described['model']['dropout']:g}")

@@ -34,7 +34,7 @@ def _move(gpt: GPT) -> None:
 
 
 def test_average_is_exponential_in_the_share_of_the_run(gpt: GPT) -> None:
-    """Steps of different shares, as when the clock plans a run again."""
+    """The steps have different shares, as after the clock has planned a run again."""
     average, expected = Average(gpt, 0.1), gpt.token_embedding.weight.detach().clone()
     for share in (0.01, 0.05, 0.002):
         _move(gpt)

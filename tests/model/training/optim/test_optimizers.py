@@ -1,6 +1,5 @@
 """Initial weights, parameter groups and the learning rate."""
 
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -154,21 +153,6 @@ def test_each_kind_has_its_scheduled_learning_rate() -> None:
         "head": RECIPE.head_lr / 2,
         "scalar": RECIPE.scalar_lr / 2,
     }
-
-
-def test_state_of_all_optimizers_is_restored() -> None:
-    gpt, other = _gpt(), _gpt()
-    one, two = Optimizers(gpt, RECIPE), Optimizers(other, RECIPE)
-    for _ in range(2):
-        _loss(gpt).backward()
-        one.step(1.0)
-    other.load_state_dict(gpt.state_dict())
-    two.load_state_dict(deepcopy(one.state_dict()))  # a file would not share tensors
-    for model, optimizers in ((gpt, one), (other, two)):
-        _loss(model).backward()
-        optimizers.step(1.0)
-    for name, value in gpt.state_dict().items():
-        assert torch.equal(value, other.state_dict()[name]), name
 
 
 @pytest.mark.parametrize(

@@ -102,5 +102,5 @@ def test_folder_that_is_no_run_is_refused(copy: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"is not a run directory: it has no run\.json"):
         summarize(tmp_path / "nowhere")
     (copy / "run.json").write_text('{"config": {}, "recipe": {}}')
-    with pytest.raises(TrainingError, match="is not the description of a run"):
+    with pytest.raises(TrainingError, match="is not a valid description of a run"):
         summarize(copy)

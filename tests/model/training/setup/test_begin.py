@@ -60,7 +60,6 @@ def test_failed_run_releases_its_lock(configure: Configure) -> None:
 
 
 def test_run_in_training_can_be_read(configure: Configure, tmp_path: Path) -> None:
-    """A run in training is inspected and fine-tuned."""
     first = train(configure(steps=2))
     seen: list[int] = []
 

@@ -17,7 +17,7 @@ from logitd.model.training.configuration.presets import Compile
 from logitd.model.training.configuration.resolve import resolve
 from logitd.model.training.distributed.ranks import Ranks
 from logitd.model.training.run.directory import RunDirectory
-from logitd.model.training.step.compile import CompiledLoss, choose_loss, compiles
+from logitd.model.training.step.compile import CompiledLoss, compiles
 from logitd.model.training.step.forward import Forward
 from logitd.model.training.trainer import train
 from tests.model.conftest import Configure
@@ -72,17 +72,13 @@ def test_auto_becomes_on_in_a_run_that_earns_compiling_back(
 def test_auto_compiles_only_on_cuda(
     device: str, option: Compile, minutes: float | None, expected: bool
 ) -> None:
-    compiled = compiles(option, torch.device(device), minutes)
-    assert compiled == expected
-    forward = Forward(_small()[0], EXACT, dropout=0.0)
-    loss = choose_loss(forward, lambda notice: None, compiled=compiled)
-    assert isinstance(loss, CompiledLoss) == expected
+    assert compiles(option, torch.device(device), minutes) == expected
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_graph_computes_the_same_without_drawing() -> None:
-    """torch's own tracing, without the C compiler."""
+    """Only torch's tracing runs, without the C compiler."""
     gpt, ids, targets = _small(dropout=0.1)
     gpt.train()
     forward = Forward(gpt, EXACT, dropout=0.1)
@@ -158,10 +154,10 @@ def test_resumed_run_keeps_the_decision_to_compile(
     """If the second half decided anew, it would run eagerly, hence with different bits. A backend
     that doubles the loss replaces the compiler, whose bits differ less from the eager ones."""
 
-    def doubled(forward: Forward, notice: Any, *, compiled: bool, peers: Any) -> Any:
-        return (lambda ids, targets: 2 * forward.loss(ids, targets)) if compiled else forward.loss
+    def doubled(forward: Forward, notice: Any, peers: Any) -> Any:
+        return lambda ids, targets: 2 * forward.loss(ids, targets)
 
-    monkeypatch.setattr(trainer, "choose_loss", doubled)
+    monkeypatch.setattr(trainer, "CompiledLoss", doubled)
     options: dict[str, Any] = {"dropout": 0.1, "steps": 8, "eval_every": 4, "checkpoint_every": 4}
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     with monkeypatch.context() as patch:

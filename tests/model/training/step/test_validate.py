@@ -15,13 +15,12 @@ from logitd.model.data.shards import Shard
 from logitd.model.data.windows import (
     UNCOUNTED,
     Windows,
-    byte_lengths,
     rolling_windows,
     validation_windows,
 )
 from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer
 from logitd.model.training.distributed.ranks import Ranks
-from logitd.model.training.step.validate import bits_per_byte, validate
+from logitd.model.training.step.validate import validate
 from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.shapes import gpt2_shape
 
@@ -42,16 +41,6 @@ def _gpt() -> GPT:
 
 def _uniform(ids: Tensor) -> Tensor:
     return torch.zeros(*ids.shape, 258)
-
-
-def test_bits_per_byte_of_a_token_of_two_bytes() -> None:
-    assert bits_per_byte(math.log(16), 2) == pytest.approx(2.0)
-
-
-def test_byte_lengths_of_special_tokens_are_zero() -> None:
-    lengths = byte_lengths(TOKENIZER)
-    assert lengths.shape == (258,)
-    assert (lengths[65], lengths[256], lengths[257]) == (1, 2, 0)
 
 
 def test_bits_per_byte_of_a_uniform_guess_on_a_known_text() -> None:

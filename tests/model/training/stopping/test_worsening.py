@@ -54,7 +54,7 @@ def test_end_that_is_the_best_has_no_notice(losses: tuple[float, ...]) -> None:
 
 def test_end_of_a_run_that_got_worse_has_the_numbers() -> None:
     assert ended_worse(records(5, 4, 4.5, 4.8)) == (
-        "the best evaluation is that of step 10, 2.0000 bits per byte; 20 steps later it is "
+        "validation was best at step 10, with 2.0000 bits per byte; 20 steps later it is "
         "2.4000. The link `best`, which is served, points to step 10"
     )
     assert EVALUATIONS == 2

@@ -18,10 +18,8 @@ SMALL = ("--threads=1", "--batches=1,3", "--prompt-tokens=20", "--rounds=1", "--
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A working directory without .env, quick measurements of the machine, and torch's own threads
-    afterwards."""
-    monkeypatch.chdir(tmp_path)
+def quick_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Measure the machine quickly, and restore torch's threads."""
     monkeypatch.setattr(machine, "ENOUGH_SECONDS", 0.0)
     monkeypatch.setattr(machine, "READ_BYTES", {"cpu": 2**20})
     monkeypatch.setattr(machine, "MATRIX_WIDTH", {"cpu": 64})

@@ -20,12 +20,6 @@ from tests.model.factories import (
 )
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working directory without a .env file."""
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"

@@ -21,10 +21,8 @@ FLAGS = ("--dtype", "float32", "--threads", "1", "--kernels", "torch")
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working directory without .env and with a text."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text(story(10))
+def text(elsewhere: None) -> None:
+    Path("text.txt").write_text(story(10))
 
 
 def extracted(checkpoint: Path, *flags: str) -> int:

@@ -46,7 +46,7 @@ def answering(raw: bytes) -> Iterator[int]:
 def test_ready_servers_exit_0(
     server: Serving, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without an API key, as for container checks."""
+    """Health checks of containers have no API key."""
     assert run(["health", "--port", str(server.port), *flags]) == 0
     assert capsys.readouterr() == ("ok\n", "")
 

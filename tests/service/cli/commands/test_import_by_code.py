@@ -20,9 +20,8 @@ from tests.model.owner_code.imported import LETTERS, imported, source, written
 
 
 def test_non_gpt_is_refused_with_the_flag_for_its_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     path, code = source("ResidualAttention", tmp_path)
     assert run(["import", path.name, "out", "--code", code]) == 1
     error = capsys.readouterr().err
@@ -89,9 +88,8 @@ def test_commands_say_in_one_line_that_code_is_not_run(
 
 @pytest.mark.slow
 def test_serving_a_foreign_file_imports_it_with_its_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     path, code = source("Mixture", tmp_path)
     made = for_serving(path, may_import=True, code=code, run_code=True)
     config = read_checkpoint(made).shape
@@ -106,10 +104,7 @@ def test_serving_a_foreign_file_imports_it_with_its_code(
 
 
 @pytest.mark.slow
-def test_serving_a_foreign_file_with_its_call_and_a_vocabulary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_serving_a_foreign_file_with_its_call_and_a_vocabulary(tmp_path: Path) -> None:
     _, code = source("Masked", tmp_path)
     torch.save(made("Masked").state_dict(), tmp_path / "bare.pt")
     code = code.replace(":Masked", f":Masked({VOCABULARY})")

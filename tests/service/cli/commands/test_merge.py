@@ -4,25 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from logitd.model.checkpoint.adapter import save_adapter
 from logitd.model.checkpoint.checkpoint import read_checkpoint
-from logitd.model.transformer.config import TARGETS
-from logitd.model.transformer.lora import LoraShape, trained_weights
 from logitd.service.cli.main import run
-from tests.model.factories import save_tiny_checkpoint, tiny_gpt, training_record
-from tests.model.transformer.test_lora import adapted
-
-SHAPE = LoraShape(rank=2, alpha=4.0, targets=TARGETS)
+from tests.model.factories import save_tiny_checkpoint, tiny_gpt
+from tests.service.cli.commands.adapters import save_tiny_adapter
 
 
 @pytest.fixture(autouse=True)
 def folders(elsewhere: None) -> None:
-    info = save_tiny_checkpoint(Path("base"))
-    record = {"name": "base", "weights_sha256": info.weights_sha256, "step": 7}
-    gpt = adapted(tiny_gpt(), SHAPE, b=0.05)
-    training = training_record(base=record)
-    weights = trained_weights(gpt)
-    save_adapter(Path("adapter"), weights=weights, shape=SHAPE, training=training, card="# a\n")
+    save_tiny_checkpoint(Path("base"))
+    save_tiny_adapter(Path("adapter"), Path("base"), tiny_gpt())
 
 
 def test_merged_checkpoints_can_be_inspected(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,14 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from logitd.model.checkpoint.adapter import save_adapter
 from logitd.model.checkpoint.checkpoint import CheckpointError, read_checkpoint
 from logitd.model.llm import LLM
-from logitd.model.transformer.config import TARGETS
-from logitd.model.transformer.lora import LoraShape, trained_weights
 from logitd.service.cli.main import run
 from tests.model.factories import save_tiny_checkpoint, tiny_gpt, training_record
-from tests.model.transformer.test_lora import adapted
+from tests.service.cli.commands.adapters import save_tiny_adapter
 
 COMMANDS = (
     "generate a --checkpoint mine --max-tokens 1 --seed 1",
@@ -26,28 +23,19 @@ BENCH = "bench mine"  # it measures the machine for seconds after reading the mo
 
 
 @pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def mine(tmp_path: Path) -> Path:
     """A run whose best checkpoint is not its newest, and a run of an adapter for it."""
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("the cat sat on the mat and looked at the dog.\n" * 100)
-    for folder, best in (("mine", 1), ("adapted", 1)):
+    for folder in ("mine", "adapted"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "run.json").write_text("{}")
-        (tmp_path / folder / "best").symlink_to(f"step-{best}")
+        (tmp_path / folder / "best").symlink_to("step-1")
     for step in (1, 2):
         record = training_record(step=step)
         path = tmp_path / "mine" / f"step-{step}"
         save_tiny_checkpoint(path, tiny_gpt(seed=step), training=record)
     (tmp_path / "mine" / "latest").symlink_to("step-2")
-    info = read_checkpoint(Path("mine"))
-    shape = LoraShape(rank=2, alpha=4.0, targets=TARGETS)
-    save_adapter(
-        tmp_path / "adapted" / "step-1",
-        weights=trained_weights(adapted(tiny_gpt(seed=1), shape, b=0.05)),
-        shape=shape,
-        training=training_record(base={"name": "mine", "weights_sha256": info.weights_sha256}),
-        card="# a\n",
-    )
+    save_tiny_adapter(tmp_path / "adapted" / "step-1", Path("mine"), tiny_gpt(seed=1))
     return tmp_path / "mine"
 
 

@@ -94,7 +94,7 @@ def test_existing_folders_and_short_texts_are_refused(
     checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(arguments(checkpoint, text, tmp_path)) == 1
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     short = tmp_path / "short.txt"
     short.write_text("short")
     assert run(arguments(checkpoint, short, tmp_path / "mine")) == 1

@@ -1,16 +1,12 @@
 """The paths of `logitd serve`: the checkpoint that it serves, or the command that helps."""
 
 import re
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 
-from logitd.model.checkpoint.adapter import save_adapter
 from logitd.model.checkpoint.checkpoint import read_checkpoint
-from logitd.model.transformer.config import TARGETS
-from logitd.model.transformer.lora import LoraShape, trained_weights
 from logitd.service.application.app import create_app
 from logitd.service.cli.commands.servable import checkpoint_at
 from logitd.service.cli.commands.serve import print_banner
@@ -19,9 +15,8 @@ from logitd.service.cli.program_name import program_name
 from tests.e2e.server import ServedProcess
 from tests.model.convert.theirs import save_theirs
 from tests.model.factories import save_tiny_checkpoint, tiny_gpt, training_record
-from tests.model.transformer.test_lora import adapted
+from tests.service.cli.commands.adapters import save_tiny_adapter
 from tests.service.serving import client, eventually, serve_settings, serving, serving_app
-from tests.zygote import completed
 
 
 def make_run(path: Path, *steps: int, best: int) -> Path:
@@ -175,15 +170,8 @@ def test_missing_paths_without_neighbors_name_the_training(
 
 
 def test_adapters_name_the_merge(capsys: pytest.CaptureFixture[str]) -> None:
-    info = save_tiny_checkpoint(Path("base"))
-    shape = LoraShape(rank=2, alpha=4.0, targets=TARGETS)
-    save_adapter(
-        Path("run/step-000001"),
-        weights=trained_weights(adapted(tiny_gpt(), shape, b=0.05)),
-        shape=shape,
-        training=training_record(base={"name": "base", "weights_sha256": info.weights_sha256}),
-        card="# a\n",
-    )
+    save_tiny_checkpoint(Path("base"))
+    save_tiny_adapter(Path("run/step-000001"), Path("base"), tiny_gpt())
     Path("run/best").symlink_to("step-000001")
     Path("run/run.json").write_text('{"config": {"from_checkpoint": "base"}}')
     message = refused(capsys, "run")
@@ -203,15 +191,6 @@ def test_foreign_models_name_the_import(path: str, capsys: pytest.CaptureFixture
     (line,) = (line for line in message.splitlines() if line.startswith("  logitd import"))
     assert run(line.split()[1:]) == 0
     assert f"  logitd serve {line.split()[-1]}\n" in message
-
-
-def test_used_ports_exit_1(checkpoint_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        done = completed(["serve", str(checkpoint_path), "--threads", "1", "--port", str(port)])
-    assert done.returncode == 1
-    assert f"port {port} is in use: " in done.stderr
-    assert "--port 0 picks a free one" in done.stderr
 
 
 # The program's name

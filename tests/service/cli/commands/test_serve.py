@@ -115,20 +115,25 @@ def test_prompt_of_the_banner_suits_the_model(
     assert body == {"prompt": prompt, "max_tokens": 40}
 
 
+def curl_line(process: ServedProcess) -> str:
+    """The command after "try it:"."""
+    return process.output[process.output.index("try it:") :].splitlines()[1]
+
+
+def output_of(command: str) -> str:
+    return subprocess.run(
+        [*shlex.split(command), "--silent", "--noproxy", "*"],
+        capture_output=True, text=True, timeout=60, check=True,
+    ).stdout  # fmt: skip
+
+
 def test_links_and_curl_line_of_the_banner_work(process: ServedProcess) -> None:
     with client(process.url) as http:
         for path in ("/docs", "/metrics", "/health"):
             assert http.get(path).status_code == 200
-    line = process.output[process.output.index("try it:") :].splitlines()[1]
-    done = subprocess.run(
-        [*shlex.split(line), "--silent", "--noproxy", "*"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert f'"model":"{ODD_NAME}"' in done.stdout
-    assert '"completion_tokens":40' in done.stdout or '"finish_reason":"stop"' in done.stdout
+    reply = output_of(curl_line(process))
+    assert f'"model":"{ODD_NAME}"' in reply
+    assert '"completion_tokens":40' in reply or '"finish_reason":"stop"' in reply
 
 
 def test_banner_names_the_keys_without_their_values(checkpoint_path: Path, tmp_path: Path) -> None:
@@ -138,17 +143,10 @@ def test_banner_names_the_keys_without_their_values(checkpoint_path: Path, tmp_p
         assert re.search(r"^keys +alice, ci *$", process.output, flags=re.MULTILINE)
         body = {"prompt": "a", "max_tokens": 1}
         assert http.post("/generate", json=body).status_code == 401
-        line = process.output[process.output.index("try it:") :].splitlines()[1]
+        line = curl_line(process)
         curl = line.replace("Bearer KEY", "Bearer secret-of-ci")
         assert curl != line
-        done = subprocess.run(
-            [*shlex.split(curl), "--silent", "--noproxy", "*"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
-        assert '"model":"tiny"' in done.stdout
+        assert '"model":"tiny"' in output_of(curl)
         process.wait_for(" key=ci")  # logged after the reply has been sent
         assert "secret" not in process.output
 
@@ -181,11 +179,8 @@ def test_damaged_checkpoints_exit_1_with_a_sentence(checkpoint_path: Path, tmp_p
     assert "the file was changed, truncated or damaged after saving" in error
 
 
-def test_paths_that_read_as_names_get_a_hint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_that_read_as_names_get_a_hint(tmp_path: Path) -> None:
     (tmp_path / "lr=0.1").mkdir()
-    monkeypatch.chdir(tmp_path)
     done = completed(["serve", "--port", "0", "lr=0.1"])
     assert done.returncode == 1
     assert "0.1 does not exist" in done.stderr

@@ -7,19 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from logitd.model.checkpoint.adapter import save_adapter
-from logitd.model.transformer.config import TARGETS
-from logitd.model.transformer.lora import LoraShape, trained_weights
 from logitd.service.cli.main import run
 from tests.model.checkpoint.files import edit_config
-from tests.model.factories import (
-    FAMILIES,
-    save_tiny_checkpoint,
-    tiny_config,
-    tiny_gpt,
-    training_record,
-)
-from tests.model.transformer.test_lora import adapted
+from tests.model.factories import FAMILIES, save_tiny_checkpoint, tiny_config, tiny_gpt
+from tests.service.cli.commands.adapters import save_tiny_adapter
 
 COMMANDS = {
     "inspect": ["inspect", "huge"],
@@ -32,21 +23,13 @@ COMMANDS = {
 
 
 @pytest.fixture(autouse=True)
-def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def folders(elsewhere: None) -> None:
     """A checkpoint whose position tables would take 2^47 bytes, and the other files that commands
     need."""
-    monkeypatch.chdir(tmp_path)
     gpt = tiny_gpt(tiny_config(**FAMILIES["llama"]))
-    info = save_tiny_checkpoint(Path("huge"), gpt)
+    save_tiny_checkpoint(Path("huge"), gpt)
+    save_tiny_adapter(Path("adapter"), Path("huge"), gpt)
     edit_config(Path("huge"), lambda document: document["model"].update(context_length=2**40))
-    shape = LoraShape(rank=2, alpha=4.0, targets=TARGETS)
-    save_adapter(
-        Path("adapter"),
-        weights=trained_weights(adapted(gpt, shape, b=0.05)),
-        shape=shape,
-        training=training_record(base={"name": "huge", "weights_sha256": info.weights_sha256}),
-        card="# a\n",
-    )
     Path("text.txt").write_text("a text\n" * 20)
 
 

@@ -1,6 +1,5 @@
 """`logitd train` on the terminal; its training is tested with the trainer and in tests/e2e."""
 
-import io
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from logitd.model.training.events import Event, Noticed, Progress, Saved, line
 from logitd.model.training.run.step_log import Figures
 from logitd.service.cli.commands.train import TerminalReporter
 from logitd.service.cli.main import run
+from tests.service.cli.test_terminal import Terminal
 
 FIGURES = Figures(
     loss=3.0,
@@ -30,11 +30,6 @@ EVENTS: list[Event] = [
     Saved(20, Path("run/step-000020")),
     Noticed("it ends"),
 ]
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_file_has_a_line_for_each_event(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,10 +65,7 @@ def test_terminal_redraws_a_download(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_impossible_training_exits_1_with_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_impossible_training_exits_1_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["train", "--data", "nowhere.txt", "--out", "run"]) == 1
     out, err = capsys.readouterr()
     assert "serve it" not in out

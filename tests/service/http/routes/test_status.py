@@ -17,7 +17,7 @@ from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.gpt import GPT
 from logitd.model.version import VERSION
 from logitd.service.application.app import create_app
-from logitd.service.http.schemas import CardReply, ErrorReply, Health, Info, Version
+from logitd.service.http.schemas import CardReply, ErrorReply, Health, Info
 from logitd.service.metrics.metrics import ENDPOINTS
 from tests.service.serving import (
     TEST_TIMEOUT,
@@ -56,7 +56,7 @@ def test_endpoints_with_query_parameters_refuse_unknown_ones(server: Serving) ->
     """Other endpoints ignore unknown parameters, because probes and clients add some."""
     for path in ("/info", "/card", "/stages", "/tokenizer_info"):
         error = error_of(server.client.get(path, params={"modle": "x" * 999}))
-        assert error.message == f"unknown query parameter 'modle'; GET {path} takes model"
+        assert error.message == f"unknown query parameter 'modle'; GET {path} has model"
         assert error.param == "modle"
         assert server.client.get(path, params={"model": "tiny"}).status_code == 200
     for path in ("/health", LIVE, "/version", "/metrics", "/v1/models"):
@@ -199,7 +199,7 @@ def test_info(server: Serving) -> None:
 def test_info_and_log_say_why_cuda_graphs_do_not_serve(
     checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The GPU's choice of decoder, when CUDA graphs cannot be made."""
+    """The server chooses its decoder as on a GPU whose driver refuses to capture CUDA graphs."""
 
     def broken(*_: Any, **__: Any) -> Decoder:
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -216,10 +216,6 @@ def test_info_and_log_say_why_cuda_graphs_do_not_serve(
     assert len(told) == 1
     for text in (info.decoding_note or "", *told):
         assert "self-check: RuntimeError: operation not permitted" in text
-
-
-def test_version(server: Serving) -> None:
-    assert Version.model_validate(server.client.get("/version").json()).version == VERSION
 
 
 # Metrics

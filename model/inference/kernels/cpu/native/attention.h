@@ -119,8 +119,8 @@ inline void scores_of(const QueryCell<Cell>* query, HeadCells<Cell> keys, const 
   }
 }
 
-// Replace scores[hidden, count) by their softmax, and those before and in the rest of the last vector by 0.
-// Hidden whole vectors are skipped, so they change no bits.
+// Replace scores[hidden, count) by their softmax, and the scores before them and in the rest of the last
+// vector by 0. Whole vectors of hidden positions are skipped, so they change no bits.
 inline void softmax(float* scores, int hidden, int count) {
   const int skipped = hidden / LANES * LANES;
   std::fill(scores, scores + skipped, 0.0f);
@@ -142,7 +142,8 @@ inline void softmax(float* scores, int hidden, int count) {
   for (int p = 0; p < padded; p += LANES) store(scores + p, load(scores + p) * scale);
 }
 
-// out[0, V * LANES) = the sum of values[p] * weights[p] for p in [hidden, count). AHEAD: prefetch the next keys at the end.
+// out[0, V * LANES) = the sum of values[p] * weights[p] for p in [hidden, count). AHEAD: prefetch the next
+// keys at the end.
 template <int V, bool AHEAD, class Cell>
 inline void mix(const float* weights, HeadCells<Cell> values, int hidden, int count, const Cell* next_keys,
                 float* out) {

@@ -1,6 +1,5 @@
-// Buffer: memory that starts on a cache line, so that no vector of a row crosses two lines (a
-// product whose activations do takes twice as long, measured). Also defines the cache levels to
-// prefetch into.
+// Buffer: memory that starts on a cache line, so that no vector of a row crosses two lines (measured: if
+// activations do, a product takes twice as long). Also defines the cache levels to prefetch into.
 #pragma once
 
 #include <cstddef>

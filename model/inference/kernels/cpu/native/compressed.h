@@ -16,8 +16,8 @@
 // two cores of a Xeon with matrices of GPT-2 124M, speed relative to the same weights in tiles.h: 1 row 1.2
 // to 1.35, 32 rows 1.35, 256 rows 1.1 (768 columns) to 1.4 (3,072 and 4,096).
 //
-// Source of the idea: Zhang et al., "70% Size, 100% Accuracy" (2025), whose codes of varying length vectors
-// could not decode.
+// Source of the idea: Zhang et al., "70% Size, 100% Accuracy" (2025). Their codes vary in length, so vector
+// instructions could not decode them.
 #pragma once
 
 #include <algorithm>

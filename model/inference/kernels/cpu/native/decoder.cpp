@@ -81,9 +81,9 @@ void logitd_time_stages(void* decoder, std::int64_t* total) {
   static_cast<Decoder*>(decoder)->time_stages(total);
 }
 
-// Round `count` rows of a matrix in place to a format (`kind`), with the scale and the sum of the integers of
-// each. int4's scales are at most `most` times the row's. For strips of int8 the first row is the first of a
-// strip, and `stored` is zeros.
+// Round `count` rows of a matrix in place to a format (`kind`). Each row's scale and the sum of its integers
+// go to `scale` and `row_sum`. int4's scales are at most `most` times the row's. For strips of int8 the first
+// row is the first of a strip, and `stored` is zeros.
 void logitd_quantize(std::int32_t kind, float* weights, std::int32_t count, std::int32_t width,
                      std::int32_t most, void* stored, float* scale, std::int32_t* row_sum) {
   auto* bytes = static_cast<std::uint8_t*>(stored);

@@ -75,7 +75,7 @@ class Decoder {
     pool_.rest();
   }
 
-  // hidden (count, d_model): the final hidden states of the tokens of several texts, in the order of
+  // hidden (count, d_model): the final hidden states of the tokens of several prompts, in the order of
   // `decode`. Any number of tokens.
   void prefill(const std::int32_t* tokens, const std::int32_t* slots, const std::int32_t* positions,
                int count, const Record& record, float* hidden) {
@@ -96,7 +96,7 @@ class Decoder {
   }
 
   // Tokens of prompts and of a decode step in one pass, in the order of `decode`, up to the capacity. hidden
-  // (count, d_model): all final hidden states. logits (wanted, vocab_size): those after some of the rows.
+  // (count, d_model): all final hidden states. logits (wanted, vocab_size): the logits after `wanted_rows`.
   void mixed(const std::int32_t* tokens, const std::int32_t* slots, const std::int32_t* positions, int count,
              const std::int32_t* wanted_rows, int wanted, float* hidden, float* logits) {
     clocks_.begin();
@@ -171,7 +171,7 @@ class Decoder {
     pool_.loop(count_, stage);
   }
 
-  // Run a stage on rows that it puts into `to`.
+  // Run a stage that writes `count` rows into `to`.
   template <class Stage>
   void convert(Converted& to, int count, const Stage& stage) {
     if (count < MANY_ROWS) return pool_.loop(count, stage);
@@ -190,7 +190,7 @@ class Decoder {
   float* heads(int row) { return heads_.data() + std::size_t(row) * padded(heads_width_); }
   float* up(int row) { return up_.data() + std::size_t(row) * (padded(up_width_) + LANES); }
 
-  // Everything up to the final norm, which `finished` computes.
+  // Compute everything before the final norm, which `finished` computes.
   void forward(const std::int32_t* tokens, const std::int32_t* slots, const std::int32_t* positions,
                int count) {
     tokens_ = tokens, slots_ = slots, positions_ = positions, count_ = count;
@@ -201,8 +201,8 @@ class Decoder {
     for (int layer = 0; layer < w_.n_layer; layer++) block(layer);
   }
 
-  // Divide the rows into those of sequences with a single one, and the spans of the other sequences in which
-  // they are written and in which they attend.
+  // Divide the rows into the rows of sequences that have only one, and, for the other sequences, spans that
+  // are written together and spans that attend together.
   void divide() {
     single_.clear(), written_.clear(), spans_.clear(), tile_spans_.clear();
     for (int first = 0, last; first < count_; first = last) {
@@ -221,7 +221,7 @@ class Decoder {
     for (; first < last; first += most) spans.push_back({first, std::min(first + most, last)});
   }
 
-  // The number of a sequence's rows that attend together to as many keys.
+  // The number of a sequence's rows that attend together to this many keys.
   int rows_together(int keys) const {
     return std::max(1, std::min(TOGETHER, KEYS_TOGETHER / keys) / group());
   }
@@ -308,7 +308,7 @@ class Decoder {
                                 : widen(static_cast<const Bf16*>(table)[at]);
   }
 
-  // Write or add a row of an embedding.
+  // Write a row of an embedding to `to`, or add it.
   void add_row(const void* table, int index, int width, float* to, bool add) const {
     std::size_t first = std::size_t(index) * width;
     for (int i = 0; i < width; i++) {
@@ -571,7 +571,7 @@ class Decoder {
     return record_.weights + place * record_.length;
   }
 
-  // v += 2 sigmoid(gate . the stream's leading channels) * the token's own vector.
+  // v += 2 sigmoid(gate . the stream's leading channels) * the token's value embedding.
   void add_value_embedding(const LayerWeights& w, int row, int kv_head, float* value) {
     const int gate_width = w_.value_gate_width;
     const float open = 2.0f * gate(w.value_gate + kv_head * gate_width, h(row), gate_width);

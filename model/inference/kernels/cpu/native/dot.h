@@ -22,9 +22,9 @@ template <int MOST, int CONSTANT = 1, class Call>
 }
 
 // A format has the types Weight, Input (an activation), Acc (a vector of sums) and Sum, a STEP of elements
-// per instruction, and `add`, which adds the products of a step to an accumulator. `add` takes a Part, which
-// is a whole step; or, where registers are smaller than vectors, Cells, which are a register's share of it,
-// with a Register as the accumulator.
+// per instruction, and `add`, which adds the products of a step to an accumulator. `add` accepts a Part, which
+// is a whole step. If registers are smaller than vectors, it accepts Cells, a register's share of a step, with
+// a Register as the accumulator.
 
 // float32 weights and activations.
 struct F32 {
@@ -89,8 +89,8 @@ struct I8 {
   using Register = __m256i;
   using Cells = __m256i;
 
-  // The weights lose their signs to the activations. Neither is below -127, so a pair of products of 127
-  // times 127 does not saturate sixteen bits.
+  // The signs of the weights are moved to the activations. Neither is below -127, so a pair of products of
+  // 127 times 127 does not saturate sixteen bits.
   static Register add(Register acc, Cells w, Cells x) {
     Register pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
     return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));

@@ -219,7 +219,7 @@ class Product {
     }
   }
 
-  // The value of a product. Sums of integers still hold the ZERO of the activations.
+  // The value of a product. Sums of integers still include the ZERO of the activations.
   template <int NR>
   void values(int, int, const float* summed, float* result) const {
     std::memcpy(result, summed, NR * sizeof(float));

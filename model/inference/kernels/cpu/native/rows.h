@@ -153,7 +153,7 @@ inline float largest_magnitude(const float* row, int width) {
 }
 
 // to[0, width) = a row in 127 steps to either side of zero; `width` is a multiple of 16. Returns the size of
-// a step, which is not finite if a number of the row is not, so that the fault is not lost.
+// a step. If a number of the row is not finite, neither is the size, so that the fault stays visible.
 inline float put_steps(const float* from, int width, std::int8_t* to) {
   Floats mosts = {}, lost = {};
   for (int i = 0; i < width; i += LANES) {
@@ -169,7 +169,7 @@ inline float put_steps(const float* from, int width, std::int8_t* to) {
   return most / 127.0f + sum(lost);
 }
 
-// From this number of rows on, a thread converts SIDE of them at a time: all threads have some.
+// From this number of rows on, a thread converts SIDE of them at a time; there is enough work for all threads.
 constexpr int MANY_ROWS = 4 * SIDE;
 
 // Rows of activations in the format of the matrices that they meet: (count, pitch), zeros after `width`. The

@@ -73,7 +73,7 @@ class StripProduct {
   // rows has its Sums, which keep the sums of earlier steps. The last step of the strip completes the
   // outputs.
   //
-  // The steps are taken a piece at a time, and all pairs meet a piece before the next one. Meanwhile two
+  // The steps are processed a piece at a time, and all pairs meet a piece before the next one. Meanwhile two
   // things proceed at an even pace: reading the next piece, and prefetching these steps of the next strip.
   void many(int strip, int first, int last, Sums* sums) const {
     Strip weights(matrix_, strip);

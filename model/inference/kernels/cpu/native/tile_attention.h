@@ -1,10 +1,10 @@
 // Tile attention: attention over a slot of the KV cache in bfloat16, in AMX's registers (tiles.h).
 //
-// Replaces attention.h for heads whose width is a multiple of 32 in layers without a window. It has two products: queries by keys, and
-// weights by values. Weights are rounded to bfloat16 before they are summed up. Positions are processed in
-// steps of 32 from 0; masked positions get weight 0. So a query has the same bits by itself, in a decode step
-// that reads keys and values once in place (`TileStep`), and among the queries of a prompt, for which both
-// are rearranged (`TilePrompt`).
+// Replaces attention.h in layers without a window if a head's width is a multiple of 32. There are two
+// products: queries by keys, and weights by values. Weights are rounded to bfloat16 before they are summed
+// up. Positions are processed in steps of 32 from 0; masked positions get weight 0. So a query has the same
+// bits by itself, in a decode step that reads keys and values once in place (`TileStep`), and among the
+// queries of a prompt, for which both are rearranged (`TilePrompt`).
 //
 // Measured on a core of an Intel Xeon with AMX, heads of 64, against attention.h: 256 queries of a prompt 20
 // us instead of 115, 256 more after 1,792 positions 200 instead of 1,580. A step over 300 positions in the
@@ -212,7 +212,7 @@ class TileStep {
   }
 
  private:
-  // (heads, pitch): the scores of all positions, filled up to whole steps with scores of no meaning.
+  // (heads, pitch): the scores of all positions, padded to whole steps with meaningless scores.
   const float* score(const Bf16* queries, int heads) const {
     const auto* packed = reinterpret_cast<const std::uint8_t*>(queries);
     if (heads > 1) {

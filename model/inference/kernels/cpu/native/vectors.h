@@ -2,9 +2,9 @@
 //
 // The same code, and the same order of additions, serve every machine. A compiler keeps a vector that is
 // larger than a register in memory, and takes it apart lane by lane for operations without an instruction
-// (measured on AVX2: e^x at 30 cycles a float). So with smaller registers a vector is a `Pair` of halves, or
-// of pairs. Intrinsics are used only for instructions without an operator (here and in dot.h). Covers loads
-// and stores, bfloat16, sums, and the functions of the forward.
+// (measured on AVX2: e^x takes 30 cycles per float). So with smaller registers a vector is a `Pair` of
+// halves, or of pairs. Intrinsics are used only for instructions without an operator (here and in dot.h).
+// Covers loads and stores, bfloat16, sums, and the functions of the forward.
 #pragma once
 
 #include <cmath>

@@ -169,7 +169,7 @@ def test_bfloat16_is_as_accurate_as_the_twin(library: ctypes.CDLL, family: str) 
 def test_row_has_the_same_bits_in_any_batch(
     library: ctypes.CDLL, dtype: torch.dtype, quantize: Quantization
 ) -> None:
-    """1 to 32 rows: streams, tiles, and the remainders of both."""
+    """Batches of 1 to 32 rows need streams, tiles, and the remainders of both."""
     gpt = tiny_gpt(native_config("modern", d_model=68, d_ff=132)).to(dtype)
     cache = KVCache(gpt.config, 33, device=CPU, dtype=dtype)
     native = NativeDecoder(library, gpt, cache, threads=2, quantize=quantize)
@@ -524,23 +524,6 @@ def test_head_of_many_rows_has_the_bits_of_one_thread(
         native.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_native_head_matches_the_model(
-    library: ctypes.CDLL, family: str, dtype: torch.dtype
-) -> None:
-    """The number of rows changes no bit of a row."""
-    gpt = tiny_gpt(native_config(family)).to(dtype)
-    native = NativeDecoder(library, gpt, new_cache(gpt), threads=2)
-    hidden = torch.randn(DRAFTED_ROWS, gpt.config.d_model).to(dtype)
-    plain = PlainDecoder(gpt, new_cache(gpt))
-    together = native.head(hidden)
-    assert_close(together, plain.head(hidden), rtol=1e-5, atol=1e-4)
-    for count in (1, 3, 9):
-        assert torch.equal(native.head(hidden[:count]), together[:count])
-    native.close()
-
-
 def test_stages_are_timed_on_request(library: ctypes.CDLL) -> None:
     """Their sum is nearly the time of the call, and the bits do not change."""
     gpt, ids = tiny_gpt(native_config("llama", vocab_size=5000)), random_ids(3, 30)
@@ -588,7 +571,6 @@ def test_number_of_threads_changes_no_bit(library: ctypes.CDLL) -> None:
 def test_every_shape_matches_the_twin(
     library: ctypes.CDLL, shape: dict[str, Any], data: st.DataObject
 ) -> None:
-    """Odd widths, different positions of the slots, reused slots."""
     gpt, vocab_size = tiny_gpt(tiny_config(**shape)), shape["vocab_size"]
     plain = PlainDecoder(gpt, new_cache(gpt))
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=2)

@@ -260,7 +260,7 @@ def arm_compiler() -> list[str]:
 
 @pytest.mark.slow
 def test_portable_spelling_compiles_for_arm(tmp_path: Path) -> None:
-    """Built without optimization, because it does not run here."""
+    """The library is built without optimization, because it does not run here."""
     built = tmp_path / "kernels.so"
     source = library.SOURCES / library.MAIN_SOURCE
     subprocess.run([*arm_compiler(), *library.FLAGS, "-O0", "-o", built, source], check=True)

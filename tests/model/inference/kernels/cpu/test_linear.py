@@ -148,7 +148,7 @@ def test_rows_beyond_the_second_cache_keep_their_bits(
 def test_strips_of_int8_have_the_bits_of_its_rows(
     library: ctypes.CDLL, count: int, rows: int, width: int, threads: int, seed: int
 ) -> None:
-    """At any address: an aligned load once ended the process with few rows of activations."""
+    """The activations are at any address: an aligned load once ended the process."""
     needs_strips(library)
     generator = torch.Generator().manual_seed(seed)
     inputs, weights = (5 * torch.randn(n, width, generator=generator) for n in (count, rows))

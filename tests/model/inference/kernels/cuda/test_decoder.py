@@ -111,7 +111,7 @@ def test_any_sequence_of_steps_matches_the_plain_decoder(
 
 
 def test_recordings_are_made_once_for_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys 32 and 64, rows 1, 4 and 8, and prompts of 32 rows."""
+    """The sizes are 32 and 64 keys, 1, 4 and 8 rows, and prompts of 32 rows."""
     counting = Counting()
     monkeypatch.setattr(graphs, "SHORTEST", 32)
     pair = Pair(tiny_gpt(), 5, stream=counting)

@@ -3,7 +3,6 @@
 import math
 from functools import partial
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +12,7 @@ from logitd.model.inference.kernels.cuda.sample import NO_TOKEN, has_filters, pa
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.sampling.sample import SamplingRow, sample_tokens, sampling_rows
 from tests.model.factories import tiny_gpt
-from tests.model.inference.kernels.cpu.test_native_sample import GREEDY, PLAIN, ways
+from tests.model.inference.kernels.cpu.test_native_sample import ways
 from tests.model.inference.kernels.graphs import TorchForward
 from tests.profiles import examples
 
@@ -54,11 +53,3 @@ def test_token_is_the_twins(width: int, several: list[SamplingRow], seed: int, s
     expected = sample_tokens(logits, computed, sampling_rows(several))
     assert sampled(logits, computed, several) == expected
     assert sampled(logits[:1], computed[:1], several[:1]) == expected[:1]
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 2e30, -2e30])
-def test_row_that_is_not_finite_has_no_token(bad: float) -> None:
-    computed = torch.zeros(3, 65)
-    computed[1, 64] = bad
-    first, second, third = sampled(torch.zeros(3, 65), computed, [GREEDY, PLAIN, PLAIN])
-    assert (first, second, third is None) == (0, None, False)

@@ -1,0 +1,98 @@
+"""Callers: rules that share slots and steps between callers.
+
+A caller should not hold all slots for long, because running sequences are never preempted:
+
+- If another caller sent a request in the last COMPANY_SECONDS, a caller leaves an eighth of the
+  slots free.
+- Of its sequences that generate with interventions, a caller runs only as many as compute in one
+  step. More would only wait in their slots.
+- A sequence waits while another sequence of its request computes a prefix that it can copy.
+
+The prompts of a step take turns between callers. The rules see sequences and slot counts; the
+scheduler decides and keeps all other state.
+"""
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Sequence as Many
+
+from logitd.model.inference.engine.sequence import Sequence, State
+from logitd.model.transformer.config import BLOCK
+
+COMPANY_SECONDS = 60
+"""Seconds after a caller's request during which other callers leave slots free for it."""
+SPARE_DIVISOR = 8
+"""The slots left free are the total number of slots divided by this."""
+
+
+class CallerTurns:
+    """Records when each caller last sent a request and last began a prompt."""
+
+    def __init__(self) -> None:
+        self._arrivals: OrderedDict[str, float] = OrderedDict()  # last one by caller, oldest first
+        self._began: dict[str, int] = {}  # by caller: last step that began one of its prompts
+
+    def arrived(self, sequence: Sequence) -> None:
+        """Record the time of the caller's last request."""
+        self._arrivals[sequence.request.caller] = sequence.arrived
+        self._arrivals.move_to_end(sequence.request.caller)
+        while next(iter(self._arrivals.values())) < sequence.arrived - COMPANY_SECONDS:
+            self._arrivals.popitem(last=False)
+
+    def began(self, sequence: Sequence, step: int, running: Many[Sequence]) -> None:
+        """Record that `step` computes the first chunk of a prompt."""
+        self._began[sequence.request.caller] = step
+        if len(self._began) > len(running):  # some callers have nothing running any more
+            callers = {sequence.request.caller for sequence in running}
+            self._began = {name: last for name, last in self._began.items() if name in callers}
+
+    def leaves_slots(
+        self, sequence: Sequence, running: Many[Sequence], slots: int, now: float
+    ) -> bool:
+        """False if this sequence would take a slot that its caller leaves to others. Sequences
+        whose readers are behind do not count, because they can be evicted."""
+        spare, caller = slots // SPARE_DIVISOR, sequence.request.caller
+        others = (at for name, at in reversed(self._arrivals.items()) if name != caller)
+        if not spare or next(others, -math.inf) <= now - COMPANY_SECONDS:
+            return True
+        return sum(s.may_compute and _same_caller(s, sequence) for s in running) < slots - spare
+
+    def in_turn(self, prompts: list[Sequence]) -> list[Sequence]:
+        """Order prompts for a step. Prompts already begun come first, in order of admission; then
+        the first prompt of each caller, the second of each, and so on. The caller whose prompt was
+        begun most recently comes last."""
+        if len({sequence.request.caller for sequence in prompts}) <= 1:
+            return prompts
+        places: dict[Sequence, tuple[int, int, bool]] = {}
+        counts: Counter[str] = Counter()
+        for sequence in prompts:
+            caller = sequence.request.caller
+            if sequence.computed:
+                places[sequence] = (-1, 0, False)
+            else:
+                began, came = self._began.get(caller, -1), sequence.admitted_step
+                places[sequence] = (counts[caller], max(began, came), began >= came)
+                counts[caller] += 1
+        return sorted(prompts, key=places.__getitem__)
+
+
+def leaves_rows(sequence: Sequence, running: Many[Sequence], step_elements: int) -> bool:
+    """False if this sequence generates with interventions, and its caller already runs as many such
+    sequences as compute in one step."""
+    same = [s for s in (*running, sequence) if s.changes_rows and _same_caller(s, sequence)]
+    elements = sum(s.group.cost.row for s in same)
+    return not sequence.changes_rows or len(same) == 1 or elements <= step_elements
+
+
+def sibling_computes_more(sequence: Sequence, length: int, running: Many[Sequence]) -> bool:
+    """True if another sequence of the same request is computing blocks of the same prompt, so that
+    this sequence can soon copy more than the `length` positions available now. Waiting costs
+    nothing, because prompts are computed one by one anyway."""
+    shareable = sequence.first_needed // BLOCK * BLOCK
+    return length < shareable and any(
+        s.group is sequence.group and s.state is State.PREFILL for s in running
+    )
+
+
+def _same_caller(one: Sequence, other: Sequence) -> bool:
+    return one.request.caller == other.request.caller

@@ -1,0 +1,5 @@
+"""The playground in headless Chromium, with real servers.
+
+Needs a Chromium (Debian's, for example) and the package playwright; skipped without. Each test
+compares the page with the API.
+"""

@@ -1,0 +1,64 @@
+"""Circuit: the parts of the API, which can be switched off."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.playground.page import Page, asked, open_tab
+from tests.e2e.server import ServedProcess
+
+pytestmark = pytest.mark.slow
+
+
+def test_circuit_equals_the_api_and_its_parts_switch_off(server: ServedProcess, page: Page) -> None:
+    prompt = "if x is not None:\n    x = None\nelif y is not"
+    page.fill("#prompt", prompt)
+    open_tab(page, "circuit", "#circuit .part")
+    (circuit,) = asked(server, "/circuit", prompt=prompt, max_parts=150)["prompts"]
+    nodes, alone = circuit["nodes"], circuit["verification"]["circuit_alone"]
+    page.wait_for_function(f"document.querySelectorAll('#circuit .part').length === {len(nodes)}")
+    assert f"{abs(alone):.2f}" in page.inner_text("#circuit")
+    ids, status = (
+        circuit["token_ids"],
+        "document.querySelector('#circuit [role=status]').textContent",
+    )
+
+    def check(node: Any, change: Any, mean: Any) -> None:
+        """Compare the shown difference with that of /logits with a change to the mean."""
+        page.wait_for_function(f"{status}.includes('instead')")
+        (values,) = asked(
+            server, "/activations", prompt=ids, positions="all", stages=[node["stage"]]
+        )["prompts"]
+        means = torch.tensor(values["stages"][node["stage"]]).mean(0)
+        change |= {"stage": node["stage"], "positions": [node["position"]], "operation": "set"}
+        (row,) = asked(
+            server,
+            "/logits",
+            prompt=ids,
+            token_ids=[circuit["token"]["id"], circuit["minus"]["id"]],
+            interventions=[{**change, "values": mean(means).tolist()}],
+        )["prompts"][0]["logits"]
+        shown = re.search(r"is −?([0-9.]+) instead", page.inner_text("#circuit [role=status]"))
+        assert shown is not None
+        assert float(shown[1]) == pytest.approx(abs(row[0] - row[1]), abs=0.0051)
+
+    index, node = next(each for each in enumerate(nodes) if each[1]["head"] is not None)
+    part = page.locator(f"#circuit .part[data-index='{index}']")
+    part.focus()
+    page.keyboard.press("Enter")
+    head = node["head"]
+    check(node, {"heads": [head]}, lambda means: means[head, None])
+    assert part.get_attribute("aria-pressed") == "true"
+    page.keyboard.press("Enter")
+    page.wait_for_function(f"{status}.includes('Nothing')")
+    assert part.get_attribute("aria-pressed") == "false"
+    index, node = max(enumerate(nodes), key=lambda each: len(each[1]["neurons"]))
+    page.locator(f"#circuit .part[data-index='{index}']").focus()
+    neuron = node["neurons"][0]["index"]
+    page.click(f"#circuit [data-neuron='{neuron}']")
+    check(node, {"units": [neuron]}, lambda means: means[[neuron]])
+    chosen = page.locator(f"#circuit .part[data-index='{index}']")
+    assert chosen.get_attribute("aria-pressed") == "mixed"
+    assert page.inner_text("#circuit [role=status]").startswith(f"With neuron {neuron} of MLP")
