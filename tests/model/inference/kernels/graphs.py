@@ -48,7 +48,7 @@ class TorchForward:
             previous = self._cache.put_token_ids(ids[part], slots[part], positions[part])
             if previous is not None:
                 previous = F.pad(previous, (0, len(padding)))[:, None]
-            states = self._gpt.transform(*columns, attend, previous_ids=previous)
+            states = self._gpt.transform(columns[0], columns[1], attend, previous_ids=previous)
             parts.append(states[: len(ids[part]), 0])
         hidden[:] = torch.cat(parts)[rows]
 

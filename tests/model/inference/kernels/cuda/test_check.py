@@ -22,7 +22,7 @@ GPT = tiny_gpt(tiny_config(n_layer=2, context_length=256, vocab_size=300))
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "batch_invariant"), values(FAMILIES, DTYPES, (False, True))
+    ("family", "dtype", "batch_invariant"), values(list(FAMILIES), DTYPES, (False, True))
 )
 def test_graph_decoder_passes(family: str, dtype: torch.dtype, batch_invariant: bool) -> None:
     gpt = tiny_gpt(tiny_config(**{"n_layer": 2, **FAMILIES[family]})).to(dtype)
