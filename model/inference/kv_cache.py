@@ -137,15 +137,19 @@ class KVCache:
         return self._keys.read(index), self._values.read(index)
 
     def put_token_ids(
-        self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
+        self,
+        token_ids: Sequence[int] | Tensor,
+        slots: Sequence[int] | Tensor,
+        positions: Sequence[int] | Tensor,
     ) -> Tensor | None:
-        """Write token ids into slots, and return the ids before them (N,): 0 before position 0.
-        None if the model does not need them. Must be called before each forward pass."""
+        """Write token ids (N,) into slots, and return the ids before them (N,); those before
+        position 0 are undefined. None if the model does not need them. Must be called before each
+        forward pass."""
         if self.token_ids is None:
             return None
         device = self.token_ids.device
         ids, rows, places = (
-            torch.tensor(each, device=device) for each in (token_ids, slots, positions)
+            torch.as_tensor(each, device=device) for each in (token_ids, slots, positions)
         )
         self.token_ids[rows, places] = ids.int()
         return self.token_ids[rows, (places - 1).clamp(min=0)].long()

@@ -26,7 +26,7 @@ from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.options import DEFAULTS, ComputeOptions, KernelChoice, KVCacheDType
 from logitd.model.processor import bfloat16_instructions, processor_features
-from logitd.model.transformer.config import GPTConfig, parts_of
+from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.gpt import GPT
 
 
@@ -177,14 +177,6 @@ def cuda_path(
                 "set: set kernels to auto"
             )
         return DecodePath.plain(PlainDecoder, "torch")
-    if (parts := parts_of(gpt.config)) and batch_invariant:
-        raise KernelError(
-            f"the model has {', '.join(parts)}, which CUDA graphs do not support, and "
-            "batch_invariant is set: unset it, or set device to cpu"
-        )
-    if parts:
-        note = f"CUDA graphs do not support {', '.join(parts)}"
-        return DecodePath.plain(PlainDecoder, "torch", note)
     make = partial(make, batch_invariant=batch_invariant)
     fault = find_fault(gpt, make, batch_invariant=batch_invariant)
     try:

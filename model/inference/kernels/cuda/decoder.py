@@ -42,7 +42,7 @@ from logitd.model.inference.kernels.eager.prefill import TorchPrefill
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.options import DRAFTED_ROWS
 from logitd.model.inference.sampling.sample import SamplingRows
-from logitd.model.transformer.config import BLOCK, parts_of
+from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.gpt import GPT
 
 SHORTEST = 256
@@ -116,10 +116,7 @@ class GraphDecoder:
     ) -> None:
         """`overlap`: allow launching steps before the tokens of the last ones are read.
         `most_steps`: maximum number of steps of a launch, a power of 2. `forward_of`: returns the
-        computation for a number of rows. Raises ValueError for a model with `parts_of` nanochat's
-        shape, which have no kernels."""
-        if parts := parts_of(gpt.config):
-            raise ValueError(f"CUDA graphs do not support {', '.join(parts)}")
+        computation for a number of rows."""
         device, config = gpt.token_embedding.weight.device, gpt.config
         on_gpu = device.type == "cuda"
         self.batch_invariant = self.prefill_matches_decode = batch_invariant

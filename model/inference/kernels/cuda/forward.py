@@ -1,7 +1,8 @@
 """Forward pass of a decode step on a GPU: launches `kernels.py` and `sampling_kernels.py` in order.
 
 Computes `GPT.transform` and `GPT.logits` for one new token per row, from `given` and the cache.
-Every shape of a `GPTConfig` is covered; value embeddings are torch operations between the launches.
+Every shape of a `GPTConfig` is covered. Value embeddings and, except for windows, the parts of
+nanochat's shape are torch operations between the launches.
 `decoder.py` records a forward pass.
 
 Up to FEW_ROWS rows, a program holds some rows of a matrix and multiplies every row of the step by
@@ -25,7 +26,8 @@ from logitd.model.inference.kernels.cuda.decoder import Forward
 from logitd.model.inference.kernels.cuda.sample import NO_TOKEN, filter_rows
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.sampling.sample import LARGEST_LOGIT
-from logitd.model.transformer.gpt import GPT, Block
+from logitd.model.transformer.gate import smear
+from logitd.model.transformer.gpt import GPT, Block, softcap
 
 LINKED_ROWS = 64
 """Maximum number of rows of a step whose kernels overlap."""
@@ -79,6 +81,7 @@ class Parts:
     scales: Tensor  # (R, H, P, 2) float32
     count: int
     length: int
+    window: int  # keys that a position attends to
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,7 @@ class StepForward:
         x = self._blocks(given, sampled, keys, several)
         weight, bias = self._head
         self._linear(x, weight, bias, norm=self._final_norm, out=logits)
+        self._cap(logits)
 
     def hidden(self, given: Tensor, sampled: Tensor, hidden: Tensor, *, keys: int) -> None:
         x = self._blocks(given, sampled, keys, several=True)
@@ -125,6 +129,7 @@ class StepForward:
         weight, bias = self._head
         logits = torch.empty(len(hidden), len(weight), device=hidden.device)
         self._tiles(hidden.contiguous(), weight, bias, logits)
+        self._cap(logits)
         return logits
 
     def sample(
@@ -150,12 +155,19 @@ class StepForward:
         )  # fmt: skip
 
     def _blocks(self, given: Tensor, sampled: Tensor, keys: int, several: bool) -> Tensor | Sums:
-        """The residual stream (R, C) after the last block."""
-        x: Tensor | Sums = self._embedded(given, sampled)
-        for block in self._gpt.blocks:
+        """The residual stream (R, C) after the last block, ready for the final norm."""
+        gpt, config = self._gpt, self._gpt.config
+        embedding = middle = self._embedded(given, sampled)
+        x: Tensor | Sums = embedding
+        for layer, block in enumerate(gpt.blocks):
             assert isinstance(block, Block)
+            if config.residual_mix:
+                mixed = gpt.embedding_scales[layer] * embedding
+                x = gpt.residual_scales[layer] * self._added(x) + mixed
             x = self._block(block, x, given, keys, several)
-        return x
+            if layer == config.backout_layer:
+                x = middle = self._added(x)
+        return self._added(x) - gpt.backout_scale * middle if config.backout else x
 
     def _block(
         self, block: Block, x: Tensor | Sums, given: Tensor, keys: int, several: bool
@@ -195,6 +207,7 @@ class StepForward:
     def _embedded(self, given: Tensor, sampled: Tensor) -> Tensor:
         """Embeddings (R, C) in float32."""
         gpt, config = self._gpt, self._gpt.config
+        parts = config.embedding_norm or config.smear
         positions = None
         if config.positions == "learned":
             positions = gpt.position_embedding.weight
@@ -202,10 +215,34 @@ class StepForward:
             positions = gpt.sinusoids
         x = torch.empty(len(given), config.d_model, device=given.device)
         self._launch(
-            kernels.embed, (len(given),), x, given, sampled, gpt.token_embedding.weight, positions,
-            WIDTH=config.d_model, BLOCK=_power_of_2(config.d_model),
+            kernels.embed, (len(given),), x, given, sampled, gpt.token_embedding.weight,
+            None if parts else positions, WIDTH=config.d_model, BLOCK=_power_of_2(config.d_model),
         )  # fmt: skip
+        if parts:
+            x = self._normed_embedding(x)
+            previous = self._cache.put_token_ids(given[:, 0], given[:, 1], given[:, 2])
+            if previous is not None:
+                before = self._normed_embedding(gpt.token_embedding.weight[previous].float())
+                gate, scale = gpt.smear_gate.weight, gpt.smear_scale
+                x = smear(x[:, None], before[:, None], given[:, 2:3], gate, scale)[:, 0]
+            if positions is not None:
+                x = x + positions[given[:, 2]]
         return x
+
+    def _normed_embedding(self, x: Tensor) -> Tensor:
+        """Embeddings (R, C) of tokens in float32, after their norm if the model has one."""
+        if not self._gpt.config.embedding_norm:
+            return x
+        return self._normed(x, self._gpt.embedding_norm, torch.float32)
+
+    def _added(self, x: Tensor | Sums) -> Tensor:
+        """The residual stream (R, C) after the addition of a product in parts."""
+        return self._normed(x, None, torch.float32) if isinstance(x, Sums) else x
+
+    def _cap(self, logits: Tensor) -> None:
+        """Apply the model's logit_softcap to `logits` (R, V)."""
+        if (cap := self._gpt.config.logit_softcap) is not None:
+            logits.copy_(softcap(logits, cap))
 
     def _linear(
         self,
@@ -238,7 +275,7 @@ class StepForward:
                 parts.scales if parts else None, given, weight, bias, residual, gain, shift, eps,
                 N=width, K=width_in, ROWS=rows, H=self._gpt.config.n_head,
                 D=self._gpt.config.head_dim, P=parts.count if parts else 1,
-                PART=parts.length if parts else 1,
+                PART=parts.length if parts else 1, WINDOW=parts.window if parts else 1,
                 NORM=kernels.NO_NORM if norm is None else self._norm, ACTIVATION=activation,
                 BLOCK_N=block_n, BLOCK_K=block_k, num_warps=8,
             )  # fmt: skip
@@ -325,15 +362,16 @@ class StepForward:
                 config.norm_eps, **shape,
             )  # fmt: skip
         most = -(-cache.slot_length // self._part)
+        window = config.window(block.layer) or cache.slot_length
         size = (len(qkv), config.n_head, most)
         out = torch.empty(*size, config.head_dim, device=qkv.device)
         scales = torch.empty(*size, 2, device=qkv.device)
         grid = len(qkv), config.n_kv_head, -(-keys // self._part)
         self._launch(
             kernels.attend, grid, out, scales, qkv, given, *cells, *norms, *tables, config.norm_eps,
-            P=most, PART=self._part, WRITE=not apart, **shape,
+            P=most, PART=self._part, WINDOW=window, WRITE=not apart, **shape,
         )  # fmt: skip
-        return Parts(out, scales, most, self._part)
+        return Parts(out, scales, most, self._part, window)
 
     def _combined(self, parts: Parts, given: Tensor, dtype: torch.dtype) -> Tensor:
         """The heads' outputs (R, H * D)."""
@@ -341,7 +379,7 @@ class StepForward:
         out = torch.empty(rows, heads * width, device=given.device, dtype=dtype)
         self._launch(
             kernels.combine, (rows,), out, parts.out, parts.scales, given, H=heads, D=width,
-            P=count, PART=parts.length, BLOCK=_power_of_2(heads * width),
+            P=count, PART=parts.length, WINDOW=parts.window, BLOCK=_power_of_2(heads * width),
         )  # fmt: skip
         return out
 

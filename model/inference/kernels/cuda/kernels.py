@@ -87,10 +87,16 @@ def _activated(x, value, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _part(parts, scales, head, part, column, inside, position,
-          D: tl.constexpr, P: tl.constexpr, PART: tl.constexpr):  # fmt: skip
+def _is_seen(part, position, PART: tl.constexpr, WINDOW: tl.constexpr):
+    """True if a position attends to a key of this part."""
+    return (part * PART <= position) & ((part + 1) * PART > position - WINDOW + 1)
+
+
+@triton.jit
+def _part(parts, scales, head, part, column, inside, position, D: tl.constexpr, P: tl.constexpr,
+          PART: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
     """One part of the heads' outputs: largest scores, sums of exponentials and outputs."""
-    written = inside & (part < P) & (part * PART <= position)
+    written = inside & (part < P) & _is_seen(part, position, PART, WINDOW)
     at = head * P + part
     most = tl.load(scales + at * 2, mask=written, other=float("-inf"))
     total = tl.load(scales + at * 2 + 1, mask=written, other=0.0)
@@ -100,7 +106,7 @@ def _part(parts, scales, head, part, column, inside, position,
 
 @triton.jit
 def _heads(parts, scales, given, row, column, inside, H: tl.constexpr, D: tl.constexpr,
-           P: tl.constexpr, PART: tl.constexpr):  # fmt: skip
+           P: tl.constexpr, PART: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
     """Columns of the heads' outputs (H * D): attention's parts, weighted and added in order."""
     position = tl.load(given + ROW * row + 2)
     head = row * H + column // D
@@ -109,10 +115,14 @@ def _heads(parts, scales, given, row, column, inside, H: tl.constexpr, D: tl.con
     out = tl.zeros(column.shape, tl.float32)
     for first in range(0, P, 4):
         # Load four at a time, to wait for memory only once.
-        m0, t0, o0 = _part(parts, scales, head, first, column, inside, position, D, P, PART)
-        m1, t1, o1 = _part(parts, scales, head, first + 1, column, inside, position, D, P, PART)
-        m2, t2, o2 = _part(parts, scales, head, first + 2, column, inside, position, D, P, PART)
-        m3, t3, o3 = _part(parts, scales, head, first + 3, column, inside, position, D, P, PART)
+        m0, t0, o0 = _part(parts, scales, head, first, column, inside, position,
+                            D, P, PART, WINDOW)  # fmt: skip
+        m1, t1, o1 = _part(parts, scales, head, first + 1, column, inside, position,
+                            D, P, PART, WINDOW)  # fmt: skip
+        m2, t2, o2 = _part(parts, scales, head, first + 2, column, inside, position,
+                            D, P, PART, WINDOW)  # fmt: skip
+        m3, t3, o3 = _part(parts, scales, head, first + 3, column, inside, position,
+                            D, P, PART, WINDOW)  # fmt: skip
         higher = tl.maximum(tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3)), most)
         w, w0, w1 = tl.exp(most - higher), tl.exp(m0 - higher), tl.exp(m1 - higher)
         w2, w3 = tl.exp(m2 - higher), tl.exp(m3 - higher)
@@ -141,6 +151,7 @@ def linear(
     D: tl.constexpr,
     P: tl.constexpr,
     PART: tl.constexpr,
+    WINDOW: tl.constexpr,
     NORM: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -166,7 +177,7 @@ def linear(
         gdc_wait()
     for row in tl.static_range(ROWS):
         if scales is not None:
-            h = _heads(x, scales, given, row, k, inside, H, D, P, PART)
+            h = _heads(x, scales, given, row, k, inside, H, D, P, PART, WINDOW)
         else:
             h = tl.load(x + row * K + k, mask=inside, other=0.0).to(tl.float32)
             h = _normed(h, gain, shift, inside, eps, K, NORM)
@@ -288,6 +299,7 @@ def combine(
     D: tl.constexpr,
     P: tl.constexpr,
     PART: tl.constexpr,
+    WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
     LINKED: tl.constexpr,
 ):
@@ -298,7 +310,7 @@ def combine(
     if LINKED:
         gdc_launch_dependents()
         gdc_wait()
-    h = _heads(parts, scales, given, row, column, inside, H, D, P, PART)
+    h = _heads(parts, scales, given, row, column, inside, H, D, P, PART, WINDOW)
     tl.store(out + row * H * D + column, h.to(out.dtype.element_ty), mask=inside)
 
 
@@ -378,12 +390,15 @@ def attend(
     L: tl.constexpr,
     P: tl.constexpr,
     PART: tl.constexpr,
+    WINDOW: tl.constexpr,
     NORMED: tl.constexpr,
     WRITE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     LINKED: tl.constexpr,
 ):
     """Attention of a row's query heads over one part of the keys that they share.
+
+    WINDOW: number of keys that a position attends to, its own included; L if all.
 
     WRITE: the row's own key and value come from `qkv` and are written into the slot; else they are
     there already.
@@ -398,10 +413,11 @@ def attend(
     position = tl.load(given + ROW * row + 2)
     if LINKED:
         gdc_launch_dependents()
-    if part * PART <= position:
+    if _is_seen(part, position, PART, WINDOW):
         base = (slot * HK + head) * L * D
         at = base + n[:, None] * D + d[None, :]
-        old = n < position if WRITE else n <= position
+        seen = (n <= position) & (n > position - WINDOW)
+        old = seen & (n != position) if WRITE else seen
         mask = old[:, None] & inside[None, :]
         if LINKED and not WRITE:
             gdc_wait()
@@ -427,7 +443,7 @@ def attend(
                         eps, D, NORMED)  # fmt: skip
             q = q * (D**-0.5)
             scores = tl.sum(k.to(tl.float32) * q[None, :], axis=1)  # (PART,)
-            scores = tl.where(n <= position, scores, float("-inf"))
+            scores = tl.where(seen, scores, float("-inf"))
             most = tl.max(scores)
             weights = tl.exp(scores - most)
             out = tl.sum(weights[:, None] * v.to(tl.float32), axis=0)  # (BLOCK_D,)

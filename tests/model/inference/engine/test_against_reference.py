@@ -39,7 +39,7 @@ from tests.model.inference.engine.harness import (
     score_request,
     small_gpt,
 )
-from tests.model.inference.kernels.graphs import GRAPH_FAMILIES, graph_decoder
+from tests.model.inference.kernels.graphs import graph_decoder
 
 
 def logits_of(gpt: GPT, tokens: list[int]) -> Tensor:
@@ -150,7 +150,7 @@ def decoder_on(gpt: GPT, name: str) -> tuple[GPT, DecoderMaker]:
 
 
 GRAPHS = ("graph", "graph, batch-invariant")
-CASES = [*product(FAMILIES, ("torch", "native")), *zip(GRAPH_FAMILIES, cycle(GRAPHS), strict=False)]
+CASES = [*product(FAMILIES, ("torch", "native")), *zip(FAMILIES, cycle(GRAPHS), strict=False)]
 """Every family on both CPU decoders; families with GPU kernels also on one of the other
 decoders."""
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from logitd.model.inference.kernels.cuda.decoder import GraphDecoder
@@ -11,14 +12,7 @@ from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.inference.kernels.eager.row_groups import decode_row_groups
 from logitd.model.inference.kv_cache import KVCache
 from logitd.model.inference.sampling.sample import LARGEST_LOGIT
-from logitd.model.transformer.config import parts_of
 from logitd.model.transformer.gpt import GPT
-from tests.model.factories import FAMILIES, tiny_config
-
-GRAPH_FAMILIES = [
-    name for name, overrides in FAMILIES.items() if not parts_of(tiny_config(**overrides))
-]
-"""Families with kernels for a GPU."""
 
 
 def graph_decoder(gpt: GPT, cache: KVCache, **options: Any) -> GraphDecoder:
@@ -51,7 +45,10 @@ class TorchForward:
             padding = [0] * groups.padding(len(ids[part]))
             attend = self._cache.decode(slots[part], positions[part])
             columns = torch.tensor([ids[part] + padding, positions[part] + padding])[..., None]
-            states = self._gpt.transform(columns[0], columns[1], attend)
+            previous = self._cache.put_token_ids(ids[part], slots[part], positions[part])
+            if previous is not None:
+                previous = F.pad(previous, (0, len(padding)))[:, None]
+            states = self._gpt.transform(columns[0], columns[1], attend, previous_ids=previous)
             parts.append(states[: len(ids[part]), 0])
         hidden[:] = torch.cat(parts)[rows]
 

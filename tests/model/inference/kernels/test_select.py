@@ -23,7 +23,6 @@ from logitd.model.inference.kernels import select
 from logitd.model.inference.kernels.cpu.decoder import NativeDecoder, prefills_natively
 from logitd.model.inference.kernels.cpu.library import NativeLibrary
 from logitd.model.inference.kernels.cpu.targets import runnable, target_named
-from logitd.model.inference.kernels.cuda.decoder import GraphDecoder
 from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.inference.kernels.select import (
     DTypeChoice,
@@ -211,17 +210,6 @@ def test_gpu_path_with_kernels_torch_is_plain_torch() -> None:
     assert (path.make_decoder, path.name, path.note) == (PlainDecoder, "torch", None)
     with pytest.raises(KernelError, match=r"kernels.*torch.*batch"):
         cuda_path(tiny_gpt(), "torch", batch_invariant=True)
-
-
-def test_gpu_path_of_nanochat_is_plain_torch_with_a_note() -> None:
-    gpt = tiny_gpt(tiny_config(smear=True, logit_softcap=15.0, windows=(128, 128, 128)))
-    path = cuda_path(gpt, "auto", batch_invariant=False)
-    assert (path.make_decoder, path.name) == (PlainDecoder, "torch")
-    assert path.note == "CUDA graphs do not support smear, logit_softcap"
-    with pytest.raises(KernelError, match=r"smear, logit_softcap.*batch_invariant"):
-        cuda_path(gpt, "auto", batch_invariant=True)
-    with pytest.raises(ValueError, match="smear, logit_softcap"):
-        GraphDecoder(gpt, KVCache(gpt.config, 1, device=CPU, dtype=torch.float32))
 
 
 def test_kv_cache_in_int8_is_refused_off_the_cpu() -> None:

@@ -125,7 +125,7 @@ def check_sampling(times: int) -> None:
 
 
 if __name__ == "__main__":
-    forward.PROGRAMS, forward.PART_CELLS, forward.SURVEYED, forward.DEEP = 1, 2**9, 64, 100
+    forward.PROGRAMS, forward.PART_CELLS, forward.SURVEYED, forward.DEEP = 1, 2**8, 64, 100
     families = sys.argv[1:]
     many = len(families) > 1
     check_sampling(20 if many else 6)

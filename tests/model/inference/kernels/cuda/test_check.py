@@ -15,14 +15,14 @@ from logitd.model.inference.kernels.eager.decoder import PlainDecoder
 from logitd.model.inference.kernels.select import KernelError, cuda_path
 from tests.model.covering import values
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
-from tests.model.inference.kernels.graphs import GRAPH_FAMILIES, graph_decoder
+from tests.model.inference.kernels.graphs import graph_decoder
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GPT = tiny_gpt(tiny_config(n_layer=2, context_length=256, vocab_size=300))
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "batch_invariant"), values(GRAPH_FAMILIES, DTYPES, (False, True))
+    ("family", "dtype", "batch_invariant"), values(list(FAMILIES), DTYPES, (False, True))
 )
 def test_graph_decoder_passes(family: str, dtype: torch.dtype, batch_invariant: bool) -> None:
     gpt = tiny_gpt(tiny_config(**{"n_layer": 2, **FAMILIES[family]})).to(dtype)

@@ -23,12 +23,12 @@ from logitd.model.inference.sampling.sample import sample_tokens, sampling_rows
 from logitd.model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 from tests.model.inference.kernels.cpu.test_native_sample import GREEDY, PLAIN
-from tests.model.inference.kernels.graphs import GRAPH_FAMILIES, graph_decoder
+from tests.model.inference.kernels.graphs import graph_decoder
 from tests.model.inference.kernels.late import LateDecoder, LateDevice
 from tests.profiles import examples
 
 SHAPES: dict[str, dict[str, Any]] = {
-    **{name: dict(FAMILIES[name]) for name in GRAPH_FAMILIES},
+    **{name: dict(family) for name, family in FAMILIES.items()},
     "context-50": {**FAMILIES["modern"], "context_length": 50},
     "padded-vocabulary": {"vocab_size": 41, "tied_head": False},
 }

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 pytest.importorskip("triton")
-MANY = ("modern", "original", "multi-query", "neox", "scaled")
+MANY = ("modern", "nanochat", "original", "multi-query", "neox", "scaled")
 """Families that together use every branch of the kernels."""
 
 
