@@ -402,7 +402,8 @@ class LLM:
 
     def weight(self, name: str, slice: str | None = None) -> Floats:
         """A weight of the checkpoint in float32, or a part of it: "3,:,0:64" has indices for each
-        axis, in steps of 1. Raises LoadError if the checkpoint's folder has changed."""
+        axis, in steps of 1. Head matrices can be named as in TransformerLens: `blocks.0.attn.W_Q`.
+        Raises LoadError if the checkpoint's folder has changed."""
         with self._stored_weights() as stored:
             if (shape := stored.shape_of(name)) is None:
                 raise InvalidRequest(
