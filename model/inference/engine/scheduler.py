@@ -55,7 +55,7 @@ LARGE = 2**20
 COOLDOWN = 2
 """Duration of a cooldown, as a multiple of the heavy step. It limits the mean time between two
 tokens to 1 + 1 / COOLDOWN times the usual; writing the reply takes additional processor time."""
-COMPANY_SECONDS = 60
+COMPANY_SECONDS = 3600
 """Time after a caller's request during which others leave slots free for it."""
 LEFT_SLOTS = 8
 """Divisor of the number of slots that gives the number of those left free."""
@@ -130,7 +130,7 @@ class Scheduler:
         self._reserved_elements = 0  # by prompts, in the current step
         self._cooldown_until = 0.0
         self._prompts_ahead = 0.0  # seconds of other heavy work that attributions may catch up on
-        self._asked: OrderedDict[str, float] = OrderedDict()  # last arrival by caller, oldest first
+        self._asked: OrderedDict[str, float] = OrderedDict()  # last arrival of two callers, oldest first
 
     def enqueue(self, sequence: Sequence, *, held: bool = False) -> None:
         self._note_asked(sequence)
@@ -293,7 +293,7 @@ class Scheduler:
     def _note_asked(self, sequence: Sequence) -> None:
         self._asked[sequence.request.caller] = sequence.arrived
         self._asked.move_to_end(sequence.request.caller)
-        while next(iter(self._asked.values())) < sequence.arrived - COMPANY_SECONDS:
+        if len(self._asked) > 2:  # the latest one other than any caller is among the last two
             self._asked.popitem(last=False)
 
     def _has_room(self) -> bool:
