@@ -497,6 +497,15 @@ def test_refused_requests_leave_no_branch_and_are_reported_once(
     assert page.locator("#branches").is_hidden()
 
 
+def test_message_of_a_refused_prompt_stays(server: ServedProcess, new_page: NewPage) -> None:
+    """The reaction to an edit comes a moment later, and once removed the message."""
+    page = ready(new_page(f"{server.url}/#prompt=import", quiet=False))
+    page.fill("#prompt", "")
+    page.click("#go")
+    page.wait_for_timeout(1500)
+    assert "the prompt is empty" in page.inner_text("#prompt-problem")
+
+
 def test_first_tokens_can_be_chosen(page: Page) -> None:
     token = bars(page)[3][0].replace("·", " ").replace("⏎", "\n")
     page.locator("#distribution tbody button").nth(3).click()
