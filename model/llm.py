@@ -402,7 +402,8 @@ class LLM:
 
     def weight(self, name: str, slice: str | None = None) -> Floats:
         """A weight of the checkpoint in float32, or a part of it: "3,:,0:64" has an index or a
-        range for each axis. Raises LoadError if the checkpoint's folder has changed."""
+        range for each axis. Head matrices can also be named as in TransformerLens:
+        `blocks.0.attn.W_Q`. Raises LoadError if the checkpoint's folder has changed."""
         with self._stored_weights() as stored:
             if (shape := stored.shape_of(name)) is None:
                 raise InvalidRequest(

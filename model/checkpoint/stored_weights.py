@@ -12,6 +12,8 @@ norms, rotation and biases are not part of them.
     W_K   (n_kv_head, d_model, head_dim)                     W_V  the same for values
     W_O   (n_head, head_dim, d_model)  output projection
     W_OV  (n_head, d_model, d_model)   W_V W_O               W_QK  W_Q W_K^T
+
+These can also be read by TransformerLens' names: `blocks.N.attn.W_Q`, `embed.W_E`, `unembed.W_U`.
 """
 
 import os
@@ -89,10 +91,12 @@ class StoredWeights:
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """The shape of the weight with this name; None if there is none."""
+        name = _own_name(name)
         return next((each.shape for each in self.all() if each.name == name), None)
 
     def read(self, name: str, part: Part) -> Floats:
-        """A part of the weight with this name, which must be in `all`."""
+        """A part of the weight with this name, which must have a shape."""
+        name = _own_name(name)
         if name in self._stored:
             return self._tensor(name, part)
         if name == "W_E":
@@ -183,6 +187,13 @@ def parse_part(text: str | None, shape: Sequence[int]) -> tuple[Part, tuple[int,
 
 def _not_a_slice(piece: str) -> ValueError:
     return ValueError(f"slice has {piece[:20]!r}; write an index or first:last for each axis")
+
+
+def _own_name(name: str) -> str:
+    """The name of a derived weight that may be given by TransformerLens' name."""
+    if name in ("embed.W_E", "unembed.W_U"):
+        return name.rpartition(".")[2]
+    return name.replace(".attn.W_", ".attention.W_")
 
 
 def _derived_shapes(config: Any) -> list[tuple[str, tuple[int, ...]]]:

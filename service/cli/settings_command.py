@@ -6,6 +6,7 @@ first use, because the list of commands does not need them.
 """
 
 import importlib
+import shlex
 import textwrap
 from functools import cached_property
 from pathlib import Path
@@ -69,9 +70,26 @@ class SettingsCommand(click.Command):
         try:
             return super().parse_args(ctx, flags + rest)
         except click.UsageError as error:
-            if "extra argument" not in error.message or "--data" not in flags:
+            if "extra argument" not in error.message:
                 raise
-            raise click.UsageError(_one_value(error.message), ctx) from error
+            if "--data" in flags:
+                raise click.UsageError(_one_value(error.message), ctx) from error
+            if (quoted := self._quoted(ctx, args)) is None:
+                raise
+            message = f"{error.message}. Quote the prompt: {quoted}"
+            raise click.UsageError(message, ctx) from error
+
+    def _quoted(self, ctx: click.Context, args: list[str]) -> str | None:
+        """The command line with its arguments quoted as one prompt; None if the command has no
+        prompt, or not only that."""
+        arguments = [each.name for each in self.get_params(ctx) if isinstance(each, click.Argument)]
+        if arguments != ["prompt"] or "--" in args:
+            return None
+        given, extra, _ = self.make_parser(ctx).parse_args(list(args))
+        words, flags = [given["prompt"], *extra], list(args)
+        for word in words:
+            flags.remove(word)
+        return shlex.join([*ctx.command_path.split(), " ".join(words), *flags])
 
     def invoke(self, ctx: click.Context) -> "CommandSettings":
         from logitd.service.cli.flags import read_settings

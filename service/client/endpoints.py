@@ -124,7 +124,8 @@ def weight(
     model: str | None = None,
     step: int | None = None,
 ) -> Call[Array]:
-    """A weight, or a part of it: "3,:,0:64" has indices for each axis, in steps of 1."""
+    """A weight, or a part of it: "3,:,0:64" has indices for each axis, in steps of 1. Head matrices
+    can be named as in TransformerLens: `blocks.0.attn.W_Q`."""
     given = {"slice": slice, "dtype": dtype, "model": model, "step": step}
     fields = {key: value for key, value in given.items() if value is not None}
     request = Request("GET", f"/weights/{quote(name, safe='')}", fields, SAFETENSORS)

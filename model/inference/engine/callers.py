@@ -19,7 +19,7 @@ from collections.abc import Sequence as Many
 from logitd.model.inference.engine.sequence import Sequence, State
 from logitd.model.transformer.config import BLOCK
 
-COMPANY_SECONDS = 60
+COMPANY_SECONDS = 3600
 """Seconds after a caller's request during which other callers leave slots free for it."""
 SPARE_DIVISOR = 8
 """The slots left free are the total number of slots divided by this."""
@@ -29,14 +29,14 @@ class CallerTurns:
     """Records when each caller last sent a request and last began a prompt."""
 
     def __init__(self) -> None:
-        self._arrivals: OrderedDict[str, float] = OrderedDict()  # last one by caller, oldest first
+        self._arrivals: OrderedDict[str, float] = OrderedDict()  # of the last two callers
         self._began: dict[str, int] = {}  # by caller: last step that began one of its prompts
 
     def arrived(self, sequence: Sequence) -> None:
         """Record the time of the caller's last request."""
         self._arrivals[sequence.request.caller] = sequence.arrived
         self._arrivals.move_to_end(sequence.request.caller)
-        while next(iter(self._arrivals.values())) < sequence.arrived - COMPANY_SECONDS:
+        if len(self._arrivals) > 2:  # the last caller other than any given one is among two
             self._arrivals.popitem(last=False)
 
     def began(self, sequence: Sequence, step: int, running: Many[Sequence]) -> None:

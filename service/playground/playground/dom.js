@@ -64,10 +64,20 @@ export async function fill(place, make, key = null) {
 // Call once `milliseconds` have passed without another call, with the last arguments.
 export function debounced(milliseconds, act) {
   let timer = null;
-  return (...values) => {
-    clearTimeout(timer);
-    timer = setTimeout(() => act(...values), milliseconds);
+  const run = (...values) => {
+    timer = null;
+    act(...values);
   };
+  const later = (...values) => {
+    clearTimeout(timer);
+    timer = setTimeout(run, milliseconds, ...values);
+  };
+  later.flush = () => {
+    if (timer === null) return;
+    clearTimeout(timer);
+    run();
+  };
+  return later;
 }
 
 // Make one element of a row or grid reachable with Tab, and the others with arrow keys.

@@ -96,6 +96,7 @@ export class Generate {
     this.#busy(true);
     this.#ahead = false;
     this.#distribution.clear();
+    this.#app.changed.flush(); // later it would remove the message of a refused prompt
     find("prompt-problem").replaceChildren();
     find("status").textContent = "…";
     try {

@@ -143,6 +143,9 @@ class App {
     this.#run(() => (this.tabs[name].open ? this.tabs[name].open() : this.tabs[name].update()));
   }
 
+  // Called a moment after the prompt was edited.
+  changed = debounced(400, () => this.#changed());
+
   #changed() {
     this.place = null;
     this.remember();
@@ -184,7 +187,7 @@ class App {
   }
 
   listen() {
-    find("prompt").addEventListener("input", debounced(400, () => this.#changed()));
+    find("prompt").addEventListener("input", this.changed);
     find("alone").addEventListener("change", () => this.#changed());
     for (const name of NUMBERS) {
       find(name).addEventListener("input", () => {

@@ -180,3 +180,12 @@ def test_refused_requests_leave_no_branch_and_are_reported_once(
     page.click("#tab-generate")
     assert text_of(page) == text
     assert page.locator("#branches").is_hidden()
+
+
+def test_message_of_a_refused_prompt_stays(server: ServedProcess, new_page: NewPage) -> None:
+    """The page reacts to an edit a moment later; that reaction once removed the message."""
+    page = ready(new_page(f"{server.url}/#prompt=import", quiet=False))
+    page.fill("#prompt", "")
+    page.click("#go")
+    page.wait_for_timeout(1500)
+    assert "the prompt is empty" in page.inner_text("#prompt-problem")

@@ -90,6 +90,10 @@ def test_unknown_commands_exit_2_with_the_nearest(
         (("train", "--stpes", "1"), "'--stpes'; did you mean --steps or --dtype or --preset?"),
         (("serve", "--wrong", "1"), "'--wrong'"),
         (("serve", "--port"), "'--port' requires an argument"),
+        (
+            ("generate", "hello", "big", "--seed", "1", "world"),
+            "Quote the prompt: logitd generate 'hello big world' --seed 1",
+        ),
         (("bench", "folder", "extra"), "unexpected extra argument .*extra"),
         (("bench", "--url", "ftp://nowhere"), "--url: .*ftp://nowhere"),
         (("serve", "a/x", "b/x"), "CHECKPOINT: .*'x'.*NAME=PATH"),

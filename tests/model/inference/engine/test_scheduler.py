@@ -404,6 +404,8 @@ def test_caller_leaves_slots_while_another_one_is_about() -> None:
         scheduler.remove(sequence)
     scheduler.plan(4.0)
     assert len(scheduler.running) == 14
+    scheduler.plan(600.0)
+    assert len(scheduler.running) == 14, "b gets a slot after a quiet while too"
     scheduler.plan(3.0 + COMPANY_SECONDS)
     assert len(scheduler.running) == 16
 
