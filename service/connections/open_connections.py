@@ -52,9 +52,9 @@ def connection_bounds(settings: ServeSettings) -> tuple[int, int]:
     if not 0 < wanted <= room:
         raise ConnectionLimitError(
             f"too few file descriptors for {settings.max_connections or 'any'} connections: this "
-            f"process has {descriptors} file descriptors, of which {descriptors - max(room, 0)} are "
-            f"reserved, so {max(room, 0)} connections fit; raise the limit (ulimit -n), or lower "
-            "--max-connections"
+            f"process has {descriptors} file descriptors, of which {descriptors - max(room, 0)} "
+            f"are reserved, so {max(room, 0)} connections fit; raise the limit (ulimit -n), or "
+            "lower --max-connections"
         )
     return wanted, backlog
 
