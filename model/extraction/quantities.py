@@ -271,7 +271,7 @@ def choose_lens(top_k: int, config: ModelConfig) -> LensFigures:
     if window * lens.row_bytes > WINDOW_BYTES:
         most = (WINDOW_BYTES // (4 * window * lens.layers) - 4) // 2
         fix = (
-            f"set --top-k to {most} or less"
+            f"set --top-k {most} or less"
             if most > 0
             else "extract the blocks' outputs with --stages"
         )
