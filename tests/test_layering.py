@@ -48,7 +48,7 @@ ROOMS: dict[str, set[str]] = {
         "model.inference.errors", "model.inference.interventions", "model.transformer",
     },
     "model.inference.attribution": {"model.device", "model.transformer"},
-    "model.inference.circuit": {"model.inference.attribution", "model.transformer"},
+    "model.inference.circuit": {"model.device", "model.inference.attribution", "model.transformer"},
     "model.inference.kv_cache": {"model.inference.options", "model.transformer"},
     "model.sae": {"model.checkpoint", "model.device", "model.files", "model.transformer"},
     "model.inference.kernels": {
