@@ -130,7 +130,7 @@ class Scheduler:
         self._reserved_elements = 0  # by prompts, in the current step
         self._cooldown_until = 0.0
         self._prompts_ahead = 0.0  # seconds of other heavy work that attributions may catch up on
-        self._asked: OrderedDict[str, float] = OrderedDict()  # last arrival of two callers, oldest first
+        self._asked: OrderedDict[str, float] = OrderedDict()  # arrivals of the last two callers
 
     def enqueue(self, sequence: Sequence, *, held: bool = False) -> None:
         self._note_asked(sequence)
