@@ -29,7 +29,7 @@ class CallerTurns:
     """Records when each caller last sent a request and last began a prompt."""
 
     def __init__(self) -> None:
-        self._arrivals: OrderedDict[str, float] = OrderedDict()  # of the last two callers
+        self._arrivals: OrderedDict[str, float] = OrderedDict()  # the last two callers
         self._began: dict[str, int] = {}  # by caller: last step that began one of its prompts
 
     def arrived(self, sequence: Sequence) -> None:

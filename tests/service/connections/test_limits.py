@@ -102,7 +102,8 @@ def test_connection_that_waits_longest_makes_room(narrow: Serving) -> None:
         second = connect(b"GET /")
         assert used.recv(1) == b""
         for raw in (first, second):
-            raw.sendall(b"version HTTP/1.1\r\n\r\n" if raw is first else b"health HTTP/1.1\r\n\r\n")
+            path = b"version" if raw is first else b"health"
+            raw.sendall(path + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert b" 200 " in read_until(raw, b"}")
         assert ended(narrow, "made_room") == 2
         for raw in (first, second):
@@ -110,7 +111,7 @@ def test_connection_that_waits_longest_makes_room(narrow: Serving) -> None:
         eventually(lambda: narrow.sample("logitd_kv_slots_used") == 3)
         third = connect(b"GET /")
         assert body.recv(1) == b"", "because the others are busy"
-        third.sendall(b"version HTTP/1.1\r\n\r\n")
+        third.sendall(b"version HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b" 200 " in read_until(third, b'"version"')
         answered.setblocking(False)
         with pytest.raises(BlockingIOError):

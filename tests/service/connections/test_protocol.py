@@ -44,12 +44,12 @@ ENDLESS = {
     "blank lines": (b"", b"\r\n" * 50),
     "white space": (b"GET / HTTP/1.1\r\nX-A:", b" " * 100),
     "a chunk's extension": (
-        b"POST /generate HTTP/1.1\r\nContent-Type: application/json\r\n"
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Transfer-Encoding: chunked\r\n\r\n1;a=",
         b"b" * 100,
     ),
     "trailers": (
-        b"POST /generate HTTP/1.1\r\nContent-Type: application/json\r\n"
+        b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n",
         b"X-A: " + b"b" * 40 + b"\r\n",
     ),
@@ -273,7 +273,8 @@ def test_client_answered_before_its_body_can_read_the_answer(
 ) -> None:
     """The connection was once closed right after the reply. The rest of the body then reset it, and
     the sender got an error instead of the reason."""
-    head = f"POST /tokenize HTTP/{version}\r\nContent-Type: text/plain\r\nConnection: close\r\n"
+    head = f"POST /tokenize HTTP/{version}\r\nHost: localhost\r\n"
+    head += "Content-Type: text/plain\r\nConnection: close\r\n"
     body = b"a" * 600_000
     with hurried.connect() as raw:
         raw.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode())
@@ -285,7 +286,8 @@ def test_client_answered_before_its_body_can_read_the_answer(
 
 
 def test_client_that_keeps_sending_after_the_answer_is_ended(hurried: Serving) -> None:
-    head = b"POST /tokenize HTTP/1.1\r\nContent-Type: text/plain\r\nConnection: close\r\n"
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n"
+    head += b"Content-Type: text/plain\r\nConnection: close\r\n"
     with hurried.connect() as raw:
         raw.settimeout(10)
         raw.sendall(head + b"Content-Length: 1000000000\r\n\r\n")
@@ -298,7 +300,8 @@ def test_trailers_are_not_headers(server: Serving) -> None:
     body = json.dumps({"prompt": "a"}).encode()
     with server.connect() as raw:
         raw.sendall(
-            b"POST /tokenize HTTP/1.1\r\nContent-Type: application/json\r\nConnection: close\r\n"
+            b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nConnection: close\r\n"
             b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n"
             % (len(body), body)
             + b"X-Request-ID: late\r\n\r\n"
@@ -413,7 +416,7 @@ def test_slow_upload_is_served(hurried: Serving) -> None:
 
 def test_endless_body_after_the_answer_is_ended(hurried: Serving) -> None:
     """It is answered 415 after its headers, and its body is read and discarded only for a while."""
-    head = b"POST /tokenize HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n"
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n"
     with hurried.connect() as raw:
         raw.sendall(head)
         assert b" 415 " in read_until(raw, b"\r\n\r\n")
