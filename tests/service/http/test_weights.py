@@ -74,8 +74,8 @@ def test_matrices_of_heads_give_the_stages_of_the_forward(family: str, tmp_path:
         head = gpt.head_parameters()[0].detach().numpy()[: config.vocab_size]
         assert np.array_equal(llm.weight("W_U"), head.T)
         for name in ("blocks.1.attn.W_Q", "blocks.0.attn.W_OV", "embed.W_E", "unembed.W_U"):
-            own = name.replace("attn", "attention").removeprefix("un").removeprefix("embed.")
-            assert np.array_equal(llm.weight(name), llm.weight(own))
+            ours = name.replace("attn", "attention").removeprefix("un").removeprefix("embed.")
+            assert np.array_equal(llm.weight(name), llm.weight(ours))
         for each in llm.weights():
             assert llm.weight(each.name).shape == each.shape
 
