@@ -150,7 +150,7 @@ def test_full_disk_is_reported_and_leaves_nothing(tmp_path: Path) -> None:
     whole = sorted(tmp_path.iterdir())
     with (
         files_of_at_most(30_000),
-        pytest.raises(FileError, match=r"model\.gguf cannot be written: .*too large|took less"),
+        pytest.raises(FileError, match=r"model\.gguf cannot be written: .*(too large|only a part)"),
     ):
         export_model(tmp_path / "ours", tmp_path / "model.gguf", to="gguf")
     assert sorted(tmp_path.iterdir()) == whole
