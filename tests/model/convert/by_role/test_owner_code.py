@@ -1,4 +1,4 @@
-"""The owner's own code, run in its own process, decides what names leave open.
+"""The owner's own code, run in a separate process, decides what the names leave open.
 
 That process is tested in `test_owner_process.py`.
 """
@@ -55,8 +55,8 @@ def test_expression_may_hold_colons(tmp_path: Path) -> None:
 
 
 def test_owner_code_answers_all_questions(write: Write) -> None:
-    """The lecture's script is next to its model: no question is asked, and its training loop does
-    not run."""
+    """The script that builds and trains the model is in the same file. No question is asked, and
+    the training loop does not run."""
     scheme = SCHEMES["book"]
     model = scheme.model(seed=2)
     code = write(SCRIPT)

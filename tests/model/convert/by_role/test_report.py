@@ -20,7 +20,7 @@ from tests.model.convert.by_role.schemes import SCHEMES
 
 
 def lines_of(name: str, **answers: Any) -> list[str]:
-    """The report on a scheme with the right answers."""
+    """The lines of the report on a scheme, given the right answers."""
     scheme = SCHEMES[name]
     lines: list[str] = []
     file = state_file(scheme.model(), settings=scheme.settings)
