@@ -52,7 +52,7 @@ def test_numbers_by_hand_are_all_parameters() -> None:
 
 
 def test_decode_step_equals_numbers_by_hand(gpt2: GPT) -> None:
-    """The step has eight sequences at 288 positions each."""
+    """The step decodes eight sequences with 288 positions each."""
     work = decode_work(gpt2, batch=8, live_positions=8 * 288)
     cells = 8 * 288 * 2 * 12 * 768
     assert work.read_bytes == 4 * (BLOCKS + HEAD + VECTORS + 8 * LOOKED_UP + cells)

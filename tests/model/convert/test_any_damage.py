@@ -222,8 +222,8 @@ def test_broken_names_of_classes_are_refused(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Names that JSON cannot hold once ended in a traceback; numbers beyond 64 bits and half
-    characters ended in a checkpoint that its own reader refused."""
+    """Names that JSON cannot hold once ended in a traceback; numbers beyond 64 bits and lone
+    surrogates ended in a checkpoint that its own reader refused."""
     source = Path(shutil.copytree(their_folder, tmp_path / "theirs"))
     document = json.loads((source / "config.json").read_bytes()) | {"architectures": architectures}
     (source / "config.json").write_text(json.dumps(document), encoding="utf-8")

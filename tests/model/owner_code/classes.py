@@ -131,7 +131,7 @@ class Remembering(Recurrent):
 
 
 class Forgetful(Recurrent):
-    """A GRU whose cache method gives other logits than its forward."""
+    """A GRU whose cache method computes different logits than its forward."""
 
     def logits_and_state(self, ids, state):
         return self.head(self.gru(self.embed(ids))[0]), None

@@ -1,5 +1,5 @@
-"""Features as stages of the engine: they are read and changed, also next to other requests, and
-compared with `tests/model/plain_stages.py`."""
+"""Features as stages of the engine: they are read and changed, alone and next to other requests,
+and compared with `tests/model/plain_stages.py`."""
 
 import random
 from typing import Any

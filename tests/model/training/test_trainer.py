@@ -193,8 +193,8 @@ def test_stopped_and_resumed_run_has_the_bits_of_one_run(
 
 
 def test_history_keeps_the_weights_of_its_steps(configure: Configure, tmp_path: Path) -> None:
-    """Checkpoints of the first steps are kept densely. A stopped and resumed run keeps the same
-    steps and weights."""
+    """Checkpoints are kept more often at the start of a run. A stopped and resumed run keeps the
+    same steps and weights."""
 
     def kept(run: Path) -> dict[int, str]:
         paths = checkpoints_in(run / HISTORY)

@@ -117,7 +117,7 @@ def test_dead_process_is_reported_with_its_stderr(write: Write, book: nn.Module)
 
 
 def test_owner_process_imports_nothing_else_of_this_project() -> None:
-    """The owner's modules may have the same names."""
+    """The owner's modules may have the same names as this project's modules."""
     imports = r"^\s*(?:from|import) ((?:model|service|logitd)\b[\w.]*)"
     sources = [path.read_text(encoding="utf-8") for path in Path(process.__file__).parent.iterdir()
                if path.suffix == ".py"]  # fmt: skip

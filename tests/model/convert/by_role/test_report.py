@@ -30,7 +30,7 @@ def lines_of(name: str, **answers: Any) -> list[str]:
 
 
 def line(lines: list[str], begins: str, section: str = "computation:") -> str:
-    """The only line of a section that begins with a word and is not about a bias."""
+    """The only line of a section that begins with the given word and is not about a bias."""
     after = lines[lines.index(section) + 1 :]
     end = next((n for n, text in enumerate(after) if not text.startswith("  ")), len(after))
     words = [text.split() for text in after[:end]]

@@ -18,7 +18,7 @@ from tests.model.convert.theirs import FAMILIES, SAMPLE, loaded, save_theirs
 
 
 def edit(path: Path, **changes: Any) -> None:
-    """Change keys of a JSON file; None removes one."""
+    """Change keys of a JSON file; a value of None removes its key."""
     document = json.loads(path.read_text(encoding="utf-8")) | changes
     kept = {name: value for name, value in document.items() if value is not None}
     path.write_text(json.dumps(kept), encoding="utf-8")

@@ -165,7 +165,7 @@ def test_sandbox_uses_a_vocabulary_without_all_bytes(
 
 
 LONG = {"large"}
-"""Sources that take seconds to compile. The fast tests send them to a server instead."""
+"""Names of sources that take seconds to compile. The fast tests send them to a server instead."""
 
 
 @pytest.mark.parametrize(

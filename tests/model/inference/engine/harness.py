@@ -296,7 +296,7 @@ class Driven:
         return result
 
     def drain(self) -> dict[tuple[str, int], Outcome]:
-        """Step until nothing is left, granting every piece of rows on arrival."""
+        """Step until no work is left, and grant credit for each piece of rows when it arrives."""
         for _ in range(10_000):
             if not self.engine.has_work():
                 break
@@ -449,8 +449,8 @@ def assert_is_reference(
 ) -> None:
     """Compare a completion with `reference.generate`, token for token.
 
-    They may differ only from a token on that rounding decides: if the reference's logits are
-    shifted by float32's tolerance, the reference can draw either token.
+    They may diverge only at a token that rounding decides: shifting the reference's logits by
+    float32's tolerance makes it draw either token.
     """
     expected = generate(gpt, prompt, sampling, index)
     if tokens == expected:

@@ -179,7 +179,7 @@ def changed_by_hand(change: Intervention, numbers: Tensor, values: Tensor | None
 
 
 def change_by_hand(interventions: Sequence[Intervention], prompt_length: int) -> Change:
-    """The same change in plain torch, on whole texts."""
+    """The interventions as a change of `plain_stages`, in plain torch and on whole texts."""
 
     def unit(direction: Any, index: int, like: Tensor) -> Tensor:
         row = direction if direction.ndim == 1 else direction[index]
@@ -470,8 +470,8 @@ def changed_and_plain() -> tuple[GPT, list[Any], dict[tuple[str, int], Outcome]]
 def test_changed_sequences_and_others_keep_their_bits_in_a_batch(
     elements: int, slots: int, blocks: int
 ) -> None:
-    """All run together, even with few elements per step. Prefixes with a change are not shared,
-    though all prompts begin alike."""
+    """All requests run together, even if a step has room for few elements. Prefixes with a change
+    are not shared, although all prompts begin alike."""
     gpt, requests, alone = changed_and_plain()
     driven = Driven(gpt, slots=slots, prefill_chunk=blocks * BLOCK)
     driven.engine._scheduler.step_elements = elements

@@ -127,8 +127,8 @@ HERE = runnable(platform.machine(), processor_features())
 
 
 def test_target_is_refused_if_the_system_withholds_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise this machine would compute without AMX and produce other bits than the rest of a
-    fleet."""
+    """Otherwise this machine would compute without AMX and produce different bits than the rest of
+    a fleet."""
 
     class Withheld:
         def logitd_has_tiles(self) -> int:

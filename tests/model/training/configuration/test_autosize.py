@@ -45,7 +45,7 @@ MODELS = {size: candidate.model for size, candidate in CANDIDATES.items()}
 FLOPS = {size: flops_per_token(model) for size, model in MODELS.items()}
 MATRICES = {size: count_elements(model).block_matrices for size, model in MODELS.items()}
 ONE_CORE = 7.2e10
-"""Speed of training, in operations per second, of the core on which the sizes were compared: 1.84
+"""Training speed, in operations per second, of the core on which the sizes were compared: 1.84
 million tokens of 6.7 million operations each in 170 s."""
 
 

@@ -36,7 +36,8 @@ VALUES: dict[str, dict[str, Any]] = {
         "batch_size": 4, "clip": 1.0,
     },
 }  # fmt: skip
-"""Values of the models that the presets follow; the values of nanoGPT are at the size of `tiny`."""
+"""Values of the models that the presets follow; nanoGPT's values are given at the size of
+`tiny`."""
 
 
 @pytest.mark.parametrize("name", VALUES)

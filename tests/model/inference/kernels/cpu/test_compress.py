@@ -37,7 +37,7 @@ def normal(rows: int, width: int, seed: int) -> Tensor:
 
 
 def odd_ones(weights: Tensor, share: float, seed: int, largest: int = 120) -> Tensor:
-    """Replace a share of the weights by numbers with random bits and exponents up to `largest`:
+    """Replace a share of the weights with numbers with random bits and exponents up to `largest`:
     zeros of both signs, subnormal numbers, and all other magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     signs, exponents, fractions = (

@@ -125,7 +125,7 @@ def test_products_are_the_twins(
 def test_rows_beyond_the_second_cache_keep_their_bits(
     library: ctypes.CDLL, kind: Literal["bfloat16", "int8", "int8_strips"], width: int
 ) -> None:
-    """The rows are multiplied by the weights in groups, and one row remains."""
+    """The rows are multiplied by the weights in groups, and the last group has a single row."""
     if kind == "int8_strips":
         needs_strips(library)
     generator = torch.Generator().manual_seed(0)
