@@ -34,9 +34,9 @@ def story(sentences: int, seed: int = 0) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def small_products() -> Iterator[None]:
-    """Make the speed measurement at the start of a run small. Its products of 512 x 512 take a
-    quarter of a short run, and seconds in bfloat16 if torch has no fast ones. No test here uses the
-    result."""
+    """Shrink the matrices of the speed measurement at the start of a run. Products of 512 x 512
+    matrices take a quarter of a short run, or seconds in bfloat16 where torch has no fast bfloat16
+    products. No test here uses the measured speed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flops, "RATE_WIDTH", 64)
         yield
@@ -86,7 +86,7 @@ def configure(story_file: Path, tmp_path: Path) -> Configure:
 
 @pytest.fixture(scope="session")
 def straight(story_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of `configure()`, never interrupted. Read or copy it; do not change it."""
+    """A run of `configure()` that was never interrupted. Read or copy it; do not change it."""
     out = tmp_path_factory.mktemp("runs") / "straight"
     train(configuration(story_file, out))
     return out
@@ -94,7 +94,7 @@ def straight(story_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="session")
 def processes() -> ForkServerContext:
-    """New processes that have imported the trainer and computed nothing."""
+    """A source of new processes that have imported the trainer but have computed nothing yet."""
     context = multiprocessing.get_context("forkserver")
     used = ["torch._dynamo", "hypothesis"]  # torch's optimizers import the first when they begin
     context.set_forkserver_preload(["logitd.model.training.trainer", *used, __name__])
@@ -102,8 +102,8 @@ def processes() -> ForkServerContext:
 
 
 LESSER = ("x86-64-v3", "x86-64-v2")
-"""Lesser processors to build native kernels for, with and without AVX2; results must be the
-same."""
+"""Less capable processors that native kernels are built for, with and without AVX2. The results
+must be the same."""
 
 
 @pytest.fixture(

@@ -21,9 +21,9 @@ def combinations(*choices: Sequence[Any]) -> list[Any]:
 
 
 def values(*choices: Sequence[Any]) -> list[Any]:
-    """All combinations of parameters, for `pytest.mark.parametrize`. The first must have the most
-    values. One combination per value of it is quick, and in these the other parameters cycle
-    through their values; the rest are slow."""
+    """All combinations of parameters, for `pytest.mark.parametrize`. The first parameter must have
+    the most values. For each of its values one combination is quick; across the quick combinations
+    the other parameters cycle through their values. The remaining combinations are slow."""
     longest, *others = map(len, choices)
     assert longest >= max(others)
     quick = set()

@@ -1,7 +1,8 @@
-"""Damage to files, as by disks, copies and people: bytes and fields are changed.
+"""Damage to files, as disks, copying and people cause it: bytes and fields are changed.
 
 `damaged(raw)` draws a file that differs from `raw` in a few places; `edited(document)` draws JSON
-that differs in one. Both shrink towards the original. Tests decide which errors are right.
+that differs from `document` in one place. Both shrink toward the original. The tests decide which
+errors are right.
 """
 
 import copy
@@ -46,7 +47,7 @@ def damaged(draw: st.DrawFn, raw: bytes) -> bytes:
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
-    """Containers with each key in them, outermost first."""
+    """Pairs of a container and a key in it, outermost containers first."""
     found: list[tuple[Any, Any]] = []
     keys = list(value) if isinstance(value, dict) else range(len(value))
     for key in keys:

@@ -93,8 +93,8 @@ def chat_tokenizer() -> Tokenizer:
 
 
 def merging_tokenizer() -> Tokenizer:
-    """All bytes, tokens that split characters, words and JSON in odd places, and two special
-    tokens."""
+    """A tokenizer with all bytes as tokens, tokens that split characters, words and JSON in odd
+    places, and two special tokens."""
     pieces = (
         b"\xc3\xa9", b"\xa9a", b"\xe2\x82", b"\x82\xac", b"\xf0\x9f", b"\x9f\x98\x80",
         b"\x80\xe2", b"ab", b"abc", b"ca", b"bb", b" a", b"a\n", b"\n\n", b"00", b"12", b"1.",

@@ -1,7 +1,8 @@
 """Shapes for tests: every combination of a forward's options, and a strategy over all of them.
 
-`COMBINATIONS` are all that differ in norms, residuals, heads and rotary positions; `shapes` is the
-hypothesis strategy over the other options as well. Both give overrides of `tiny_config`.
+`COMBINATIONS` lists every combination of norms, residuals, heads and rotary positions; `shapes` is
+the hypothesis strategy, which covers the other options as well. Both give overrides of
+`tiny_config`.
 """
 
 from collections.abc import Mapping
@@ -23,8 +24,8 @@ SCALINGS: Mapping[str, Mapping[str, Any] | None] = {
     },
     "yarn": {"kind": "yarn", "factor": 4.0, "original_context_length": 32},
 }  # fmt: skip
-"""Scaled rotary positions with which heads of 8 and 16 have channels on both sides of an edge and
-in between."""
+"""Settings for scaled rotary positions, chosen so that heads of 8 and 16 channels have channels on
+both sides of an edge and in between."""
 
 ORDERS: Mapping[str, Mapping[str, Any]] = {
     "pre": {"norm_position": "pre", "residual": "sequential"},

@@ -1,4 +1,4 @@
-"""Optional packages: the printed command installs the packages of pyproject.toml."""
+"""Optional packages: the printed command installs the packages that pyproject.toml lists."""
 
 import sys
 import tomllib
@@ -27,7 +27,7 @@ def test_printed_command_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_text_installs_logitd_from_an_index() -> None:
-    """On an index the name would be another package or none."""
+    """On a package index, the name could belong to another package or not exist."""
     texts = [
         path
         for folder in ("model", "service", "logitd", "checkpoints", "benchmarks")

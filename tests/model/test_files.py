@@ -1,4 +1,4 @@
-"""Files: unusual ones are refused at once, and writes are complete or absent."""
+"""Files: irregular files are refused at once, and a write either completes or leaves nothing."""
 
 import os
 import re
@@ -23,7 +23,7 @@ from tests.model.full_disk import files_of_at_most
 
 
 def odd_files(folder: Path) -> dict[str, Path]:
-    """Irregular files by their name in messages."""
+    """Irregular files, by the names that messages use for them."""
     folder.mkdir(exist_ok=True)
     (folder / "directory").mkdir()
     os.mkfifo(folder / "pipe")

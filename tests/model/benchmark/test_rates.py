@@ -1,4 +1,4 @@
-"""Rates: only steps of a whole batch are timed, and every token is generated."""
+"""Rates: only steps with a full batch are timed, and every requested token is generated."""
 
 import itertools
 from typing import Any
@@ -30,7 +30,8 @@ def gpt() -> GPT:
 
 
 def ahead(batch: int, prompt: int) -> int:
-    """Tokens of the first sequence at the end of the last prefill, with 64 positions per step."""
+    """Number of tokens that the first sequence has when the last prefill ends, if a step computes
+    64 prompt positions."""
     blocks = -(-prompt // 32)
     return -(-batch * blocks // 2) - -(-blocks // 2)
 
@@ -63,7 +64,8 @@ def test_whole_steps_are_counted(gpt: GPT, batch: int, prompt: int) -> None:
 
 
 def test_positions_include_the_lead_of_the_first(gpt: GPT) -> None:
-    """Three prompts of a chunk each lead by two, one and no tokens at the end of the prefill."""
+    """Each of the three prompts is one chunk long, so when the prefill ends they are two, one and
+    zero tokens ahead."""
     engine = Engine(gpt, EngineConfig(slots=3, prefill_chunk=64))
     steps = full_steps(engine, workload(3, 64).requests(3, "x"))
     assert steps[0][-1] == 3 * 64 + 3 + 2 + 1

@@ -1,4 +1,4 @@
-"""Work: the formulas equal numbers by hand and the sizes of real tensors."""
+"""Work: the formulas match numbers worked out by hand and the sizes of real tensors."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ HEAD = 50_257 * 768
 # Two norms and four biases per block, and the last norm.
 VECTORS = 12 * (4 * 768 + 2304 + 768 + 3072 + 768) + 2 * 768
 LOOKED_UP = 2 * 768
-"""Embedding rows of a token and of a position."""
+"""Number of embedding elements that are looked up for one token and its position."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def gpt2() -> GPT:
 
 
 def tensor_bytes(checkpoint: Path) -> dict[str, int]:
-    """Bytes of each tensor by the header of a checkpoint's file."""
+    """Size in bytes of each tensor, from the header of a checkpoint's weights file."""
     raw = (checkpoint / "model.safetensors").read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
@@ -52,7 +52,7 @@ def test_numbers_by_hand_are_all_parameters() -> None:
 
 
 def test_decode_step_equals_numbers_by_hand(gpt2: GPT) -> None:
-    """The step has eight sequences at 288 positions each."""
+    """The step decodes eight sequences with 288 positions each."""
     work = decode_work(gpt2, batch=8, live_positions=8 * 288)
     cells = 8 * 288 * 2 * 12 * 768
     assert work.read_bytes == 4 * (BLOCKS + HEAD + VECTORS + 8 * LOOKED_UP + cells)
@@ -61,7 +61,8 @@ def test_decode_step_equals_numbers_by_hand(gpt2: GPT) -> None:
 
 
 def test_quantized_step_reads_less(gpt2: GPT) -> None:
-    """A byte per element; with int4 half a byte in the blocks, and a byte of scale per sixteen."""
+    """Each element takes one byte. With int4, each element of the blocks takes half a byte, and
+    each group of sixteen elements takes one more byte for its scale."""
     plain, eight, four = (
         decode_work(gpt2, batch=1, live_positions=100, quantize=kind)
         for kind in get_args(Quantization)
@@ -84,7 +85,8 @@ def test_prefill_equals_numbers_by_hand(gpt2: GPT) -> None:
 def test_step_reads_the_tensors_of_the_file(
     family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """A step reads all tensors but padding, and only rows of embeddings."""
+    """A step reads every tensor except padding; of the embeddings, it reads only the rows that it
+    looks up."""
     config = tiny_config(**FAMILIES[family])
     checkpoint = save_tiny_checkpoint(tmp_path / "tiny", gpt=tiny_gpt(config), dtype=dtype)
     _, gpt = load_checkpoint(checkpoint.path, device=torch.device("cpu"), dtype=dtype)
@@ -122,8 +124,9 @@ def test_keys_and_values_equal_the_cache(family: str, kept: KVCacheDType) -> Non
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_operations_equal_the_count_of_torch(family: str) -> None:
-    """Torch counts a forward over one position. It includes the head's padding, and leaves out
-    attention and the gates of value embeddings, which are sums."""
+    """Torch counts the operations of a forward pass over one position. Its count includes the
+    padding of the head. It leaves out attention and the gates of value embeddings, which are
+    computed as sums."""
     config = tiny_config(**FAMILIES[family])
     gpt = tiny_gpt(config)
     counter = FlopCounterMode(display=False)
@@ -140,7 +143,7 @@ def test_operations_equal_the_count_of_torch(family: str) -> None:
 
 
 def test_windows_limit_visible_positions() -> None:
-    """The visible pairs are counted one by one, by the definition."""
+    """The visible pairs of positions are counted one by one, as the definition says."""
     windows, length = (3, None, 7), 11
     gpt = tiny_gpt(tiny_config(windows=windows))
     whole = tiny_gpt(tiny_config())

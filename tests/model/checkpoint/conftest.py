@@ -1,4 +1,4 @@
-"""A checkpoint of a single test."""
+"""A checkpoint for a single test."""
 
 import shutil
 from pathlib import Path
@@ -8,5 +8,5 @@ import pytest
 
 @pytest.fixture
 def saved(checkpoint_path: Path, tmp_path: Path) -> Path:
-    """A copy that the test may damage."""
+    """A copy of the checkpoint, which the test may damage."""
     return Path(shutil.copytree(checkpoint_path, tmp_path / "tiny"))

@@ -33,7 +33,7 @@ def edit_config(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def rehash(path: Path) -> None:
-    """Replace the hashes by those of the current files."""
+    """Replace the recorded hashes with the hashes of the current files."""
     hashes = {
         name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in (WEIGHTS, RANKS)
     }

@@ -152,7 +152,7 @@ def test_invalid_description_is_refused(
 
 
 def test_base_of_another_shape_is_refused(adapter: Path, tmp_path: Path) -> None:
-    """The hash is edited to match."""
+    """The hash in the adapter is edited to match the base, so only the shape differs."""
     other = save_tiny_checkpoint(tmp_path / "other", gpt=tiny_gpt(tiny_config(n_layer=2)))
     document = json.loads((adapter / "config.json").read_text())
     document["base"]["weights_sha256"] = other.weights_sha256

@@ -98,6 +98,6 @@ def test_random_ranks_are_refused_or_parsed(raw: bytes) -> None:
 
 
 def test_memory_limit_holds() -> None:
-    """Without the limit the tests above could not fail."""
+    """Without this limit, the tests above would pass however much memory the code allocates."""
     with pytest.raises(MemoryError):
         bytearray(2048 * MIB)

@@ -21,7 +21,7 @@ from logitd.model.training.recording.card import _curve
 
 
 def checkpoint_in(run: Path, *records: object, end: str = "\n") -> Path:
-    """A checkpoint's folder in a run with a log of these records."""
+    """Return a checkpoint folder in a run whose log contains these records."""
     lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
     (run / METRICS).write_text("\n".join(lines) + end)
     path = run / "step-000010"

@@ -129,7 +129,7 @@ def test_loaded_model_is_a_copy(saved: Path) -> None:
 
 
 def test_loaded_bytes_are_the_hashed_ones(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A change during reading is refused, even to other valid numbers."""
+    """A file that changes while it is read is refused, even if the new numbers are valid."""
 
     def change_then(file: HashedFile) -> tuple[StoredTensor, ...]:
         tensors = read_header(file)
@@ -203,7 +203,8 @@ def test_chat_template_is_optional_and_kept(tmp_path: Path, saved: Path) -> None
 def test_save_refuses_a_checkpoint_that_could_not_be_loaded(
     fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    """Half a character of an imported file was once saved, and could not be read back."""
+    """A lone surrogate from an imported file was once saved, and the checkpoint could not be
+    loaded."""
     with pytest.raises(CheckpointError, match=message):
         save_tiny_checkpoint(tmp_path / "saved", **fields)
     assert list(tmp_path.iterdir()) == []

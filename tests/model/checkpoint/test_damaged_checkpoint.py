@@ -1,4 +1,5 @@
-"""Damaged and inconsistent checkpoints are refused with the file and the numbers.
+"""Damaged and inconsistent checkpoints are refused with a message that names the file and the
+numbers.
 
 `test_any_damage.py` draws random damage.
 """
@@ -217,7 +218,8 @@ def test_context_beyond_memory_is_refused_before_allocation(tmp_path: Path) -> N
 
 
 def test_sparse_file_is_refused_unread(saved: Path) -> None:
-    """The header has the right size, but the configuration is another model's."""
+    """The file has the size that its header states, but the tensors do not fit the
+    configuration."""
     header = {"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}
     raw = json.dumps(header).encode()
     (saved / WEIGHTS).write_bytes(len(raw).to_bytes(8, "little") + raw)

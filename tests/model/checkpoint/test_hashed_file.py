@@ -1,4 +1,4 @@
-"""Hashed files: every byte once, and the hash of the delivered bytes."""
+"""Hashed files: every byte is delivered once, and the hash is that of the delivered bytes."""
 
 import hashlib
 import os
@@ -12,7 +12,7 @@ from logitd.model.checkpoint.hashed_file import PIECE, HashedFile
 
 @pytest.fixture
 def raw() -> bytes:
-    """A little more than three pieces."""
+    """Random bytes, a little more than three pieces."""
     return os.urandom(3 * PIECE + 17)
 
 

@@ -1,5 +1,5 @@
-"""Weights files: safetensors files are read, and invalid ones refused, as by the safetensors
-package."""
+"""Weights files: safetensors files are read or refused as the safetensors package reads or refuses
+them."""
 
 import errno
 import json
@@ -26,7 +26,7 @@ from tests.model.full_disk import files_of_at_most
 
 
 def read(path: Path, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """All tensors of a file, in the file's dtype or another."""
+    """Read all tensors of a file, in the file's dtype or in the given one."""
     with HashedFile(path) as file:
         weights = {}
         for tensor in read_header(file):
@@ -77,7 +77,7 @@ def test_every_number_is_seen_once_as_stored(tmp_path: Path) -> None:
 
 
 def written(path: Path, header: Any, data: bytes = b"") -> Path:
-    """A file with this header, bytes or a JSON value."""
+    """Write a weights file with this header, which is given as bytes or as a JSON value."""
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(len(raw).to_bytes(8, "little") + raw + data)
     return path
@@ -146,8 +146,8 @@ def test_file_that_ends_within_a_tensor_is_refused(tmp_path: Path, left: int) ->
 
 
 def test_full_disk_raises_os_error(tmp_path: Path) -> None:
-    """The error of safetensors is no OSError, so `logitd import` and `export` once ended in a
-    traceback."""
+    """safetensors raises an error that is not an OSError, so `logitd import` and `export` once
+    ended in a traceback."""
     with files_of_at_most(1000), pytest.raises(OSError, match="File too large") as caught:
         write_weights(tmp_path / "large", {"a": torch.zeros(1000)})
     assert caught.value.errno == errno.EFBIG

@@ -79,7 +79,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fuzz(file: Path, contents: SearchStrategy[bytes], full: int, source: Path, *flags: str) -> None:
-    """Import `source` with each of the drawn contents in one of its files."""
+    """Write each drawn content to `file`, which is part of `source`, and import `source`."""
 
     @given(contents)
     @settings(max_examples=examples(full, fast=12), suppress_health_check=[HealthCheck.too_slow])
@@ -160,7 +160,7 @@ def test_edited_vocabulary_is_imported_or_refused(tmp_path: Path) -> None:
 def test_huge_id_is_refused_at_once(
     largest: int, tmp_path: Path, their_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All smaller ids were once counted: 23 seconds, and gigabytes."""
+    """All smaller ids were once counted, which took 23 seconds and gigabytes of memory."""
     zipped(tmp_path / "ckpt.pt", False)
     (tmp_path / "vocab.json").write_bytes(written(STOI | {"z": largest}))
     source = Path(shutil.copytree(their_folder, tmp_path / "theirs"))
@@ -199,7 +199,7 @@ def test_damaged_hugging_face_folder_is_imported_or_refused(
 def test_huge_number_of_layers_is_refused_at_once(
     layers: int, their_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All their names were once listed, until the system killed the process."""
+    """The names of all layers were once listed, until the system killed the process."""
     source = Path(shutil.copytree(their_folder, tmp_path / "theirs"))
     document = json.loads((source / "config.json").read_bytes()) | {"n_layer": layers}
     (source / "config.json").write_bytes(written(document))
@@ -222,8 +222,8 @@ def test_broken_names_of_classes_are_refused(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Names that JSON cannot hold once ended in a traceback; numbers beyond 64 bits and half
-    characters ended in a checkpoint that its own reader refused."""
+    """Names that JSON cannot hold once ended in a traceback; numbers beyond 64 bits and lone
+    surrogates ended in a checkpoint that its own reader refused."""
     source = Path(shutil.copytree(their_folder, tmp_path / "theirs"))
     document = json.loads((source / "config.json").read_bytes()) | {"architectures": architectures}
     (source / "config.json").write_text(json.dumps(document), encoding="utf-8")
@@ -273,7 +273,8 @@ def test_flags_with_irregular_files_are_refused(
 
 
 def test_canary_is_left_by_a_plain_unpickler(tmp_path: Path) -> None:
-    """Otherwise the tests above could not fail."""
+    """If a plain unpickler did not create this file, the tests above could not notice code that
+    runs."""
     pickle.loads(pickle.dumps(Exploding()))
     assert Path(CANARY).exists()
 

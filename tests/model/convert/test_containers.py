@@ -136,7 +136,7 @@ def hollow_npz(path: Path) -> None:
     ids=["gzip", "hdf5", "npy", "pickle of arrays", "npz of objects", "json"],
 )
 def test_other_formats_are_named_and_kept(write: object, sentence: str, tmp_path: Path) -> None:
-    """No message advises to overwrite the source."""
+    """No message suggests writing over the source file."""
     path = tmp_path / "params.npz"
     write(path)  # type: ignore[operator]
     path = path.rename(tmp_path / "params.pkl")
@@ -148,7 +148,7 @@ def test_other_formats_are_named_and_kept(write: object, sentence: str, tmp_path
 
 
 def test_files_of_a_trainer_are_not_weights(tmp_path: Path) -> None:
-    """The Trainer of transformers writes them next to every model."""
+    """The Trainer of transformers writes such files next to every model."""
     for name in ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth",
                  "scaler.pt", "tokenizer.bin", "data.npz"):  # fmt: skip
         (tmp_path / name).write_bytes(b"x")
@@ -199,7 +199,8 @@ def test_missing_role_is_named_in_a_draft(tmp_path: Path) -> None:
 
 
 def test_all_open_questions_are_asked_at_once(tmp_path: Path) -> None:
-    """The vocabulary was once asked first, and the computation and settings in later runs."""
+    """The import once asked for the vocabulary first, and for computation and settings only in
+    later runs."""
     tensors = state(SCHEMES["book"].model())
     torch.save({"model": tensors, "config": {"logit_cap": 30.0}}, tmp_path / "gpt.pt")
     with pytest.raises(ConvertError, match="--activation") as refusal:
@@ -209,7 +210,7 @@ def test_all_open_questions_are_asked_at_once(tmp_path: Path) -> None:
 
 
 def test_shared_norm_of_both_sublayers_can_be_saved(tmp_path: Path) -> None:
-    """safetensors refuses two names of one tensor, so the import once ended in its error."""
+    """safetensors refuses a tensor that has two names, so the import once failed with its error."""
     scheme = SCHEMES["one norm for both"]
     model = scheme.model()
     torch.save(state(model), tmp_path / "gpt.pt")
@@ -221,7 +222,7 @@ def test_shared_norm_of_both_sublayers_can_be_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("final_norm", [True, False])
 def test_weightless_norms_become_ones(final_norm: bool, tmp_path: Path) -> None:
-    """Their files were once refused: "its layers have no norms with weights"."""
+    """Models with such norms were once refused: "its layers have no norms with weights"."""
     scheme = SCHEMES["book"]
     scheme = replace(scheme, how={**scheme.how, "final_norm": final_norm})
     model = scheme.model()

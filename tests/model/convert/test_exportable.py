@@ -1,4 +1,4 @@
-"""`--exportable` predicts before the training which formats the model can be exported to."""
+"""`--exportable` states before training which formats the model can be exported to."""
 
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "gpt2-original": {"preset": "decoder-8x64"},
     "gpt_neox": {"preset": "nanogpt", "positions": "rotary", "residual": "parallel"},
 }
-"""Flags for training, by name of the case; the name begins with the exported type."""
+"""Training flags by case name; each name begins with the type of the exported model."""
 
 
 def config_of(shape: dict[str, Any]) -> GPTConfig:

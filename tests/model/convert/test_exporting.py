@@ -1,5 +1,5 @@
-"""Export: `transformers` loads the written files and computes the same, and they can be imported
-again."""
+"""Export: `transformers` loads the written files and computes the same logits, and the files can be
+imported again."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -267,7 +267,7 @@ def test_words_become_a_vocabulary_of_words(joined: bool, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("room", [0, 1000, 30_000])
 def test_full_disk_is_reported_and_leaves_nothing(room: int, tmp_path: Path) -> None:
-    """The smaller files of the folder may fit; its weights do not."""
+    """The smaller files of the folder may fit on the disk; its weights do not."""
     save_theirs(tmp_path / "theirs", "llama")
     reason = r" cannot be written: .*File too large\. No part of it is left: free space"
     with files_of_at_most(room), pytest.raises(FileError, match=f"ours{reason}"):

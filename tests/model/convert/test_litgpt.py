@@ -1,4 +1,4 @@
-"""LitGPT's folders, made from Llama's weights by a mapping of this test."""
+"""LitGPT's folders, made from Llama's weights by a mapping in this test."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +26,7 @@ CONFIG: dict[str, Any] = {
 
 
 def lit_state(model: Any, *, interleaved: bool) -> dict[str, Tensor]:
-    """Llama's weights by LitGPT's names."""
+    """Llama's weights under LitGPT's names."""
     theirs = model.state_dict()
     weights = {
         "lm_head.weight": theirs["lm_head.weight"],
@@ -96,7 +96,8 @@ def test_head_equal_to_the_embedding_is_stored_once(tmp_path: Path) -> None:
 
 
 def test_serial_neox_shape_is_supported(tmp_path: Path) -> None:
-    """LayerNorm always has a bias there; for matrices it depends on the configuration."""
+    """In LitGPT, LayerNorm always has a bias; whether matrices have one depends on the
+    configuration."""
     generator = torch.Generator().manual_seed(0)
     state = {
         "lm_head.weight": torch.randn(ROWS, 32, generator=generator),
@@ -132,8 +133,8 @@ PYTHIA: dict[str, Any] = {
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("parallel", [False, True])
 def test_pythia_may_have_a_head_bias(interleaved: bool, parallel: bool, tmp_path: Path) -> None:
-    """Logits of `transformers` plus a bias that only LitGPT has. If the keys are absent, residuals
-    are parallel and a quarter of each head is rotated."""
+    """The logits are those of `transformers` plus a bias that only LitGPT supports. If the
+    configuration lacks the keys, residuals are parallel and a quarter of each head is rotated."""
     model = their_model("gpt_neox", use_parallel_residual=parallel)
     theirs = model.state_dict()
     bias = torch.randn(ROWS, generator=torch.Generator().manual_seed(0))

@@ -60,7 +60,8 @@ def test_unstated_logit_cap_is_assumed(tmp_path: Path) -> None:
 
 
 def test_vocabulary_and_chat_template_are_imported(tmp_path: Path) -> None:
-    """nanochat writes its vocabulary next to the folder of checkpoints, as a pickle of tiktoken."""
+    """nanochat writes its vocabulary next to the folder of checkpoints, as a pickled tiktoken
+    encoding."""
     encoding = save_vocabulary(tmp_path)
     folder = save(tmp_path / "chatsft_checkpoints" / "d4", small(vocab_size=267))
     import_model(folder, tmp_path / "ours")

@@ -215,7 +215,7 @@ def test_broken_meta_file_is_refused(
 
 
 def test_vocabulary_in_the_file_goes_into_the_checkpoint_with_its_ids(tmp_path: Path) -> None:
-    """Special tokens come first, and there are padding rows: every id is the source's."""
+    """Special tokens come first, and there are padding rows. Every id equals the source's id."""
     texts = ["<pad>", *CHARACTERS, "<eos>"]
     model = small(64)
     save(tmp_path / "ckpt.pt", model, itos=texts, stoi={t: i for i, t in enumerate(texts)})

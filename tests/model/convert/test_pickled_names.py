@@ -1,4 +1,5 @@
-"""Names of classes and functions in a pickle, for every protocol and file, without unpickling."""
+"""The names of classes and functions in a pickle are found without unpickling, for every protocol
+and kind of file."""
 
 import argparse
 import collections
@@ -58,7 +59,8 @@ def test_plain_containers_name_nothing(protocol: int, tmp_path: Path) -> None:
 
 @PROTOCOLS
 def test_words_that_look_like_names_are_text(protocol: int, tmp_path: Path) -> None:
-    """The memo holds many strings. A class follows whose module name is one of them."""
+    """The pickle's memo holds many strings. The class at the end refers to one of them as its
+    module name."""
     texts = [f"word {n}" for n in range(400)]
     value = [texts, HERE, "Own", texts, "os", "system", Own]
     names = names_of(pickle.dumps(value, protocol=protocol), tmp_path)

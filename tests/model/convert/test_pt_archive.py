@@ -19,7 +19,7 @@ KEEP = "model.state_dict()"
 
 
 def state() -> dict[str, torch.Tensor]:
-    """Tensors of several sizes and dtypes: two have one size, and two share one storage."""
+    """Tensors of several sizes and dtypes. Two have the same size, and two share one storage."""
     torch.manual_seed(0)
     shared = torch.randn(40, 30)
     return {
@@ -35,7 +35,7 @@ def state() -> dict[str, torch.Tensor]:
 
 
 def packed_again(path: Path, change: Callable[[str, bytes], bytes], kind: int) -> Path:
-    """The archive with changed contents, packed as by a zip program."""
+    """The archive with changed contents, repacked as a zip program would do it."""
     with zipfile.ZipFile(path) as old:
         contents = {entry.filename: old.read(entry) for entry in old.infolist()}
     with zipfile.ZipFile(path, "w", kind) as new:

@@ -75,7 +75,7 @@ def assert_is_state(tensors: Any) -> None:
 
 @pytest.mark.parametrize("old", [False, True])
 def test_dictionaries_of_tensors_and_plain_values_are_read(old: bool, tmp_path: Path) -> None:
-    """Files older than torch 1.6 are not zip archives."""
+    """Files that were saved before torch 1.6 are not zip archives."""
     value = {"model": STATE, "step": 3, "nested": {"list": [1, "x", None], "flag": True}}
     loaded = read_pt(saved(tmp_path / "m.pt", value, old=old), keep=KEEP)
     assert_is_state(loaded.pop("model"))
@@ -326,7 +326,8 @@ def test_only_plain_pickles_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_archive_with_a_broken_list_is_not_passed_to_torch(tmp_path: Path) -> None:
-    """Its unpacked size is unknown, and torch may read archives that Python does not."""
+    """The unpacked size of such an archive is unknown, and torch may read archives that Python
+    cannot."""
     path = tmp_path / "ckpt.pt"
     torch.save({"weight": torch.zeros(3)}, path)
     path.write_bytes(path.read_bytes().replace(b"PK\x01\x02", b"PK\x01\x03"))

@@ -1,5 +1,5 @@
-"""Files with weights of a training: the state dict in any wrapping, settings, and the choice of a
-file in a folder."""
+"""Weights files of a training run: the state dict in any wrapping, the settings, and the choice of
+a file in a folder."""
 
 import json
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ def assert_is_state(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor
 
 
 def optimizer_state() -> dict[str, Any]:
-    """State of a real optimizer after a step: tensors by number, and settings."""
+    """State of a real optimizer after one step: settings, and tensors keyed by parameter number."""
     parameters = [nn.Parameter(tensor.clone()) for tensor in STATE.values()]
     optimizer = torch.optim.AdamW(parameters)
     sum(parameter.sum() for parameter in parameters).backward()  # type: ignore[union-attr]
@@ -108,7 +108,7 @@ def test_prefixes_of_wrappers_are_removed(prefix: str, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a warning of torch's own compiler
 def test_torchs_wrappers_use_these_names(tmp_path: Path) -> None:
-    """The module is really compiled and in a real DataParallel."""
+    """The module is really compiled, and wrapped in a real DataParallel."""
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     state = nn.DataParallel(torch.compile(model)).state_dict()  # type: ignore[type-var]
     assert next(iter(state)).startswith("module._orig_mod.")

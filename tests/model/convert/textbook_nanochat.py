@@ -18,7 +18,7 @@ from torch import Tensor, nn
 @dataclass(frozen=True)
 class Version:
     """Constants that differ between versions. `left` is the number of earlier positions in a short
-    window of a sequence of 256."""
+    window if the sequence length is 256."""
 
     scales: bool = True
     values: bool = True

@@ -76,7 +76,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt-post": {"do_layer_norm_before": False},
     "opt-untied": {"tie_word_embeddings": False, "_remove_final_layer_norm": True},
 }  # fmt: skip
-"""Arguments of `transformers`' configurations; the name begins with the model's type."""
+"""Arguments for the configurations of `transformers`, by case name; each name begins with the model
+type."""
 
 ROTARY: dict[str, Any] = {
     "max_position_embeddings": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -96,7 +97,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "hidden_size": 32, "ffn_dim": 48,
     },
 }  # fmt: skip
-"""Size of the models whose shape is not Llama's."""
+"""Sizes for the model families whose configuration keys differ from Llama's."""
 
 
 def their_model(family: str, **overrides: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Batches: the tokens of each step, a function of seed and number."""
+"""Batches: the tokens of each step depend only on the seed and the step number."""
 
 from pathlib import Path
 
@@ -58,8 +58,8 @@ def test_passes_differ_in_order_and_offset() -> None:
 def test_windows_of_a_pass_are_those_of_the_shuffled_documents(
     lengths: list[int], unfinished: bool, epoch: int
 ) -> None:
-    """The windows read from the shard are those of a copy of the text whose documents are in the
-    order of the pass."""
+    """The windows read from the shard equal the windows of a copy of the text that has the
+    documents in the order of that pass."""
     documents = [np.append(np.full(length - 1, 1 + i), END) for i, length in enumerate(lengths)]
     documents += [np.full(20, 100)] if unfinished or sum(lengths) < 17 else []
     tokens = np.concatenate(documents).astype(np.uint16)

@@ -38,7 +38,7 @@ def writer(path: Path) -> AbstractContextManager[ShardWriter]:
 def reused(
     folder: Path, *paths: Path, fraction: float = 0.2
 ) -> tuple[list[bytes], list[bytes], int]:
-    """Documents of both sides, and their number."""
+    """The training documents, the held-out documents, and the number of documents."""
     folder.mkdir(exist_ok=True)
     names = {"train": folder / "train.tokens", "val": folder / "val.tokens"}
     with writer(names["train"]) as train, writer(names["val"]) as val:

@@ -1,4 +1,4 @@
-"""Split: the held-out share in bytes; no text is on both sides."""
+"""Split: the held-out share is measured in bytes, and no text is on both sides."""
 
 import hashlib
 from collections.abc import Sequence
@@ -124,8 +124,8 @@ def test_lot_depends_on_the_whole_content() -> None:
 
 
 def test_own_text_of_python_is_drawn_by_names() -> None:
-    """The bundled checkpoint depends on this: modules whose contents differ in another Python stay
-    on the same side."""
+    """The bundled checkpoint depends on this: a module stays on the same side even if its contents
+    differ in another version of Python."""
     documents = [
         text_document(f"module{index}.py", "same", drawn_by_name=True) for index in range(200)
     ]

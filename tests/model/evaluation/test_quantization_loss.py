@@ -1,4 +1,4 @@
-"""The loss through quantization: the arithmetic of an evaluation, and a known loss."""
+"""The loss added by quantization: the arithmetic of an evaluation, and a known value."""
 
 import ctypes
 from pathlib import Path

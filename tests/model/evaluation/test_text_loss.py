@@ -40,7 +40,7 @@ def short(tmp_path: Path) -> Path:
 
 
 def forward_nats(path: Path, ids: list[int]) -> torch.Tensor:
-    """The nats of each id except the first, (T - 1,)."""
+    """The loss in nats of each id except the first: (T - 1,)."""
     _, gpt = load_checkpoint(path, device=torch.device("cpu"), dtype=torch.float32)
     logits = gpt(torch.tensor([ids[:-1]])).logits[0]
     return F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
@@ -81,7 +81,8 @@ def test_overlapping_windows_predict_from_more_context(tiny: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_loss_on_a_runs_held_out_text_is_the_trainers(configure: Configure, dtype: Any) -> None:
-    """The trainer leaves out the tokens after the last whole window."""
+    """The two losses differ slightly, because the trainer leaves out the tokens after the last
+    whole window."""
     result = train(configure(dtype=dtype, eval_batches=10_000))
     measured = text_loss(result.checkpoint, dtype=dtype, threads=1)
     assert measured.text == "the run's validation text"

@@ -31,7 +31,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_memory(texts: Path) -> list[tuple[str, str]]:
-    """Name and text of each document, without the code that reads files."""
+    """Name and text of each document, obtained without the code that reads files."""
     return [
         (f"{texts}/a.txt", story(8)),
         (f"{texts}/b.jsonl, line 1", "a short “line”"),

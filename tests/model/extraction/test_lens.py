@@ -1,5 +1,5 @@
-"""`--lens` of real checkpoints equals `LLM.lens` and `LLM.score` bit for bit, and joins the rows of
-`--logprobs`."""
+"""`--lens` of real checkpoints equals `LLM.lens` and `LLM.score` bit for bit, and its columns are
+added to the rows of `--logprobs`."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +42,7 @@ def llm(checkpoint_path: Path) -> Any:
 
 
 def by_llm(llm: LLM, text: str, stride: int) -> list[dict[str, Any] | None]:
-    """Figures of each token by LLM.lens and LLM.score, window by window."""
+    """The lens figures of each token, computed with LLM.lens and LLM.score, window by window."""
     ids = list(text.encode())
     figures: list[dict[str, Any] | None] = [None]
     for start in range(0, len(ids), stride):
@@ -113,7 +113,7 @@ def placings() -> list[Any]:
 def test_last_layer_equals_the_logprobs_to_the_bit(
     extracting: Extract, tmp_path: Path, options: Any, stride: int | None
 ) -> None:
-    """The likeliest tokens differ by the rounding of a sum in float64."""
+    """Only the logprobs of the likeliest tokens may differ, by the rounding of a float64 sum."""
     gpt = tiny_gpt(tiny_config(**MODERN, head_dim=16))
     path = save_tiny_checkpoint(tmp_path / "wide", gpt).path
     asked: dict[str, Any] = {"checkpoint": path, "options": options, "stride": stride}

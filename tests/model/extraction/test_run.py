@@ -1,5 +1,5 @@
-"""Extractions by a real checkpoint: values equal those of `LLM` bit for bit; some requests are
-refused."""
+"""Extractions with a real checkpoint: values equal the values of `LLM` bit for bit, and some
+requests are refused."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
 
 
 def scored(llm: LLM, text: str, stride: int) -> list[float | None]:
-    """Logprobs by LLM.score, window by window."""
+    """Logprobs from LLM.score, window by window."""
     ids = list(text.encode())
     values: list[float | None] = [None, *llm.score(ids[:CONTEXT])[0].logprobs.tolist()]
     for start in range(stride, len(ids), stride):
@@ -183,7 +183,7 @@ def test_stages_equal_activations_to_the_bit(
 def test_sample_is_rows_of_the_whole_in_the_stored_dtype(
     extracting: Extract, tmp_path: Path, dtype: Any
 ) -> None:
-    """Other windows and shards do not change the choice of tokens."""
+    """The same tokens are sampled if the windows and shards have different sizes."""
     stage = "blocks.1.output"
 
     def tokens(name: str, **asked: Any) -> dict[tuple[int, int], Any]:

@@ -41,7 +41,7 @@ SHARED_SETTINGS = (
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[HookedGPT, Any]]:
-    """A model of ours and of TransformerLens, as loaded and in compatibility mode."""
+    """Our model and TransformerLens' model, as loaded and in compatibility mode."""
     name, mode = request.param
     gpt, theirs = CASES[name]()
     folder = tmp_path_factory.mktemp(name)
@@ -68,7 +68,8 @@ def boot(folder: Path, model: torch.nn.Module) -> Any:
 
 
 def near(ours: Tensor, theirs: Tensor, name: str) -> None:
-    """Masked scores are -inf here, and in TransformerLens -inf or the lowest number."""
+    """Compare tensors. Masked scores are -inf here, but -inf or the lowest finite number in
+    TransformerLens."""
     masked = (ours < -1e30) & (theirs < -1e30)
     zero = torch.zeros(())
     ours, theirs = torch.where(masked, zero, ours), torch.where(masked, zero, theirs)
@@ -329,7 +330,8 @@ def test_direct_logit_attribution_and_logit_lens_are_theirs(pair: tuple[HookedGP
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_points_and_hooks_equal_those_of_version_3(case: str) -> None:
-    """HookedTransformer also has the points that the bridge lacks: `hook_rot_q`, `hook_result`."""
+    """HookedTransformer also has two points that TransformerBridge lacks: `hook_rot_q` and
+    `hook_result`."""
     transformer = pytest.importorskip("transformer_lens.HookedTransformer", reason="not in 4")
     gpt, config = CASES[case]()[0], importlib.import_module("transformer_lens.config")
     model = HookedGPT(gpt, byte_tokenizer(), case)
@@ -384,7 +386,7 @@ def test_their_tools_run_on_the_model(pair: tuple[HookedGPT, Any]) -> None:
 
 
 class Ids:
-    """A model for whose texts the detector gets IDS."""
+    """A model that tokenizes every text as IDS, for the head detector."""
 
     def __init__(self, model: Any) -> None:
         self.cfg = model.cfg

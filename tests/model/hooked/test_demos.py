@@ -1,6 +1,6 @@
-"""The core cells of TransformerLens' demos, written anew with the same calls. Their results are
-compared with what they must add up to; `test_against_transformer_lens.py` compares the calls with
-TransformerLens."""
+"""The core cells of TransformerLens' demos, written anew with the same calls. Each result is
+checked against a sum or value that it must equal; `test_against_transformer_lens.py` compares the
+calls with TransformerLens."""
 
 from functools import partial
 from typing import Any
@@ -32,7 +32,8 @@ def difference(logits: Tensor) -> Tensor:
 
 
 def cells_with(model: HookedGPT, texts: list[str]) -> tuple[Tensor, ActivationCache]:
-    """A run of texts of several lengths: the last token is at the end of each row."""
+    """Run texts of several lengths with padding on the left, so that each row ends with its last
+    token."""
     logits, cache = model.run_with_cache(texts, padding_side="left")
     return logits, cache
 

@@ -1,4 +1,5 @@
-"""Inputs of a hooked GPT: padding, and the copies of the stream that heads and MLPs read."""
+"""Inputs of a hooked GPT: padding, and the separate copies of the residual stream that heads and
+MLPs read."""
 
 from typing import Any
 

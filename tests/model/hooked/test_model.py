@@ -28,8 +28,8 @@ def hooked(gpt: GPT) -> HookedGPT:
 
 
 def family_gpt(family: str) -> GPT:
-    """In float64: float32 errors grow with the depth of these large weights. The activations of
-    inference are in float32, so tests leave gradients on."""
+    """A GPT in float64, because with these large weights float32 errors grow with depth. The
+    activations of inference are in float32, so the tests leave gradients on."""
     return tiny_gpt(tiny_config(**FAMILIES[family])).double()
 
 
@@ -45,7 +45,7 @@ def llm(checkpoint_path: Path) -> Iterator[LLM]:
 
 
 def in_lens_order(name: str, value: Tensor) -> Tensor:
-    """A stage (T, ...) with TransformerLens' order of axes."""
+    """A stage (T, ...) in TransformerLens' order of axes."""
     return value.transpose(0, 1) if name.endswith(("attn_scores", "pattern")) else value
 
 

@@ -38,7 +38,8 @@ def gpt(request: pytest.FixtureRequest) -> GPT:
 
 @pytest.mark.skipif(not resident(), reason="the system does not report a process's size")
 def test_cache_takes_memory_only_for_used_cells() -> None:
-    """`torch.zeros` writes the zeros: 64 slots of GPT-2 took 2.3 GiB before the first request."""
+    """`torch.zeros` writes every zero, so 64 slots of GPT-2 once took 2.3 GiB before the first
+    request."""
     config = tiny_config(n_layer=4, n_head=8, d_model=512, context_length=1024)
     before = resident()
     cache = KVCache(config, 32, device=torch.device("cpu"), dtype=torch.float32)
@@ -57,7 +58,8 @@ def new_cache(gpt: GPT, slots: int = 4) -> KVCache:
 def prefill(
     gpt: GPT, cache: KVCache, slot: int, ids: Tensor, start: int, end: int, *, at_once: bool = False
 ) -> Tensor:
-    """Compute positions [start, end) of ids (T,) in whole blocks; their logits (end - start, V)."""
+    """Compute positions [start, end) of ids (T,) in whole blocks; return their logits (end - start,
+    V)."""
     padding = -(end - start) % BLOCK
     chunk = torch.cat((ids[start:end], torch.zeros(padding, dtype=ids.dtype)))
     positions = torch.arange(start, end + padding).clamp(max=gpt.config.context_length - 1)
@@ -81,7 +83,7 @@ def decode(
     positions: list[int],
     padding: int = 0,
 ) -> Tensor:
-    """Compute one position of each slot; the logits (B, V)."""
+    """Compute one position of each slot; return the logits (B, V)."""
     extra = [0] * padding
     previous = cache.put_token_ids(ids, slots, positions)
     hidden = gpt.transform(
@@ -196,8 +198,8 @@ def test_int8_row_that_is_not_finite_has_such_a_scale(lost: float) -> None:
 
 
 def test_int8_cells_hold_rounded_values(gpt: GPT) -> None:
-    """The first block reads no rounded cells. Prompts and steps store the same values, a copied
-    prefix has its scales, and cleared cells have none."""
+    """The first block reads no rounded cells. Prompts and single steps store the same values,
+    copying a prefix copies its scales, and clearing cells clears their scales."""
     length = min(40, gpt.config.context_length)
     ids = random_ids(length, vocab_size=gpt.config.vocab_size)
     exact = new_cache(gpt)
@@ -228,8 +230,8 @@ def test_int8_cells_hold_rounded_values(gpt: GPT) -> None:
 
 
 def test_pieces_at_once_match_the_forward(gpt: GPT) -> None:
-    """The first piece of a prompt, later ones, and one that follows a copied prefix. Older contents
-    of the slot, further on, are not finite and must not be read."""
+    """The pieces are the first piece of a prompt, later pieces, and a piece that follows a copied
+    prefix. Older contents further on in the slot are not finite and must not be read."""
     length = min(100, gpt.config.context_length)
     ids = random_ids(length, vocab_size=gpt.config.vocab_size)
     expected = gpt(ids[None]).logits[0]

@@ -59,7 +59,7 @@ def test_slot_of_gpt_2_in_16_bits() -> None:
 
 
 def slots(available: Available = CARD, /, *, gpu: bool = True, **budget: Any) -> int:
-    """Slots of GPT-2 124M in 16 bits; the default is 16 slots."""
+    """Number of slots for GPT-2 124M in 16 bits; the default is 16 slots."""
     wanted = SlotBudget(**{"default": SlotDefault(16), **budget})
     (count,) = slots_for([Shape("gpt2", SMALL, 2)], wanted, available, gpu=gpu)
     return count
@@ -94,7 +94,8 @@ def test_bytes_are_kept_to(wanted: int) -> None:
 
 
 def test_owner_code_is_served_with_few_slots() -> None:
-    """Each sequence of a step is a pass, so all slots together delay a stream by that many."""
+    """Each sequence of a step needs its own pass, so a stream waits for as many passes as there are
+    slots in use."""
     code = CodeConfig.from_dict(
         {
             "vocab_size": 9, "rows": 9, "context_length": 48, "parameters": 4, "file": "owner.py",
@@ -132,7 +133,7 @@ def test_cpu_shares_memory_after_weights() -> None:
 
 
 def served(free: int, **budget: Any) -> int:
-    """Number of slots on a CPU with a server's default."""
+    """Number of slots on a CPU with the server's default number of slots."""
     memory = Available("this machine", 2**50, free)
     return slots(memory, gpu=False, default=SERVED_SLOTS, **budget)
 
@@ -151,8 +152,8 @@ def served(free: int, **budget: Any) -> int:
     ],
 )
 def test_default_slots_take_a_quarter_of_free_memory(free: int, count: int) -> None:
-    """With a fixed 16 slots, half of 32 clients waited for the other half, and a machine with no
-    room for 16 could not serve."""
+    """With 16 slots fixed, half of 32 clients once waited for the other half, and a machine with no
+    room for 16 slots could not serve."""
     assert served(free) == count
 
 
@@ -220,8 +221,8 @@ def test_shares_fit_together(
 def test_default_slots_take_a_quarter_after_all_weights(
     shapes: list[Shape], memory: Available, gpu: bool
 ) -> None:
-    """The parts are equal. A part without room for a slot still gets one if all of them fit into
-    free memory."""
+    """All models get equal parts. A part without room for a slot still gets one slot if all weights
+    and slots fit into free memory."""
     try:
         slots = divide_slots(shapes, SlotBudget(), memory, gpu=gpu)
     except DeviceError:

@@ -55,7 +55,7 @@ class ResidualAttention(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts: each token goes to one of three."""
+    """A mixture of experts: each token goes to one of three experts."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Mixture(nn.Module):
 
 
 class LastOnly(Mixture):
-    """The mixture, which returns only the last position unless there are targets, as nanoGPT."""
+    """The mixture, which returns only the last position unless there are targets, like nanoGPT."""
 
     def forward(self, ids, targets=None):
         logits, loss = super().forward(ids)
@@ -123,7 +123,7 @@ class Recurrent(nn.Module):
 
 
 class Remembering(Recurrent):
-    """The GRU with the protocol for its own cache."""
+    """The GRU with the methods by which a model keeps its own cache."""
 
     def logits_and_state(self, ids, state):
         values, state = self.gru(self.embed(ids), state)
@@ -131,7 +131,7 @@ class Remembering(Recurrent):
 
 
 class Forgetful(Recurrent):
-    """Its cache computes something different from its forward."""
+    """A GRU whose cache method computes different logits than its forward."""
 
     def logits_and_state(self, ids, state):
         return self.head(self.gru(self.embed(ids))[0]), None
@@ -153,7 +153,7 @@ class Noisy(Recurrent):
 
 
 class Crashing(Recurrent):
-    """Ends its process at the token 7, and raises at the token 8."""
+    """Ends its process on token 7, and raises on token 8."""
 
     def forward(self, ids):
         if (ids == 7).any() and os.path.exists("now"):
@@ -164,7 +164,7 @@ class Crashing(Recurrent):
 
 
 class Fragile(Recurrent):
-    """Ends its process at three tokens 7 in a row, and hangs at three tokens 9."""
+    """Ends its process if token 7 occurs three times in a row, and hangs if token 9 does."""
 
     def forward(self, ids):
         if (ids[:, :3] == 7).sum() == 3:

@@ -1,5 +1,5 @@
-"""Forward passes that the owner's process computes on request; here a thread answers on a
-socket."""
+"""Forward passes that the owner's process computes on request. In these tests a thread of this
+process answers over a socket."""
 
 import socket
 import threading
@@ -22,7 +22,7 @@ Visit = Callable[[str, Tensor], Tensor]
 
 
 class Asker:
-    """The other end of the wire."""
+    """The client that sends requests over the socket."""
 
     def __init__(self, wire: Wire) -> None:
         self.wire = wire

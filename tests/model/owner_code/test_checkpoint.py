@@ -1,4 +1,4 @@
-"""Checkpoints with an owner's code: nothing runs before it is allowed and verified."""
+"""Checkpoints with an owner's code: no code runs before it is allowed and verified."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Measured facts of owners' classes, in this process."""
+"""Facts about owners' classes, measured in this process."""
 
 from pathlib import Path
 

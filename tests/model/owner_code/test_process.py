@@ -140,7 +140,8 @@ class Recurrent(nn.Module):
 
 
 def test_values_from_files_that_are_not_kept_are_recorded(tmp_path: Path) -> None:
-    """The import ran in the folder of the text; the served class then had no default."""
+    """During the import, the owner's code read the text in the current folder. The served model
+    once failed, because its default came from a text that was no longer there."""
     text = "ab, cd"
     (tmp_path / "input.txt").write_text(text)
     (tmp_path / "owner.py").write_text(CHARACTERS)
@@ -208,7 +209,8 @@ def test_package_that_imports_itself_by_its_name_keeps_its_folder(tmp_path: Path
 
 
 def test_table_of_positions_is_the_context_length_if_a_setting_is_shorter(tmp_path: Path) -> None:
-    """The settings had the length of the last training in addition to that of the table."""
+    """The file's settings have two lengths: the length of the last training run, and the longer
+    length of the table."""
     names: dict[str, Any] = {"__name__": "owner"}
     code = PARTS + BY_NAMES.replace("block_size", "max_seq_len")
     exec(code, names)

@@ -1,5 +1,5 @@
-"""Features as stages of the engine: read, changed, and next to other requests, compared with
-`tests/model/plain_stages.py`."""
+"""Features as stages of the engine: they are read and changed, alone and next to other requests,
+and compared with `tests/model/plain_stages.py`."""
 
 import random
 from typing import Any
@@ -119,7 +119,7 @@ def test_rows_whose_features_stay_keep_their_bits() -> None:
 
 
 def test_steered_requests_and_others_keep_their_bits_in_a_batch() -> None:
-    """Chunks and batches differ, and other requests have features or none."""
+    """The sizes of chunks and batches differ, and some of the other requests use features."""
     scale = Intervention(stage=STAGE, operation="scale", factor=-2.0)
     units = Intervention(stage="blocks.0.mlp.hidden.sae.units", operation="zero")
     requests: list[Request] = [

@@ -26,7 +26,8 @@ def known() -> Tensor:
 
 
 def sums(seed: int, size: int = 512) -> Iterator[Tensor]:
-    """Batches of sums of ACTIVE directions each, away from the origin and small."""
+    """Batches of vectors. Each is a weighted sum of ACTIVE directions, scaled by SIZE and shifted
+    by OFFSET."""
     generator, directions = torch.Generator().manual_seed(seed), known()
     while True:
         chosen = torch.rand(size, COUNT, generator=generator).topk(ACTIVE).indices

@@ -17,13 +17,13 @@ TOKENS = st.dictionaries(
     st.tuples(st.booleans(), st.booleans(), st.sampled_from(SPECIAL)),
     min_size=1,
 )
-"""Added tokens: text, and its flags special, normalized and others."""
+"""Added tokens by text. Each has three values: special, normalized, and a list of other flags."""
 TEXTS = st.lists(st.sampled_from([*CONTENTS, "z", "\u0301", "\u00a0", "\x1f", "Ⅷ"])).map("".join)
 UNKNOWN = 0
 
 
 def theirs(tokens: Mapping[str, tuple[bool, bool, Sequence[str]]], text: str) -> list[int | None]:
-    """Ids of the library; None for a text between added tokens."""
+    """The ids that the `tokenizers` library gives; None for text that is not an added token."""
     library = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": UNKNOWN}, unk_token="?"))
     for content, (special, normalized, flags) in tokens.items():
         token = tokenizers.AddedToken(

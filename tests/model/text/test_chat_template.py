@@ -1,4 +1,4 @@
-"""Chat templates: their output, attacks by messages, and their limits."""
+"""Chat templates: their output, attacks through messages, and their limits."""
 
 import functools
 import json
@@ -203,7 +203,8 @@ LOST = {
     "in lower case": "{{ ('<' ~ text) | lower }}",
     "in upper case, too": "{{ (text + 'a') | upper }}",
 }
-"""Expressions that change the case of a plain string, which skips hidden letters."""
+"""Expressions that join message text to a plain string and change the case; hidden letters keep
+their case."""
 LOOKING = {
     "compared": "{{ text == 'ab' }}{{ 'ab' == text }}{{ text != '|' }}{{ text in ['a', '<'] }}",
     "searched": "{{ 'a' in text }}{{ '<|' in text }}{{ text.find('|') }}{{ text.count('a') }}",
@@ -263,7 +264,7 @@ def test_text_equals_plain_jinja(special_tokens: list[str], contents: list[str],
 
 
 def test_template_can_split_a_message() -> None:
-    """Some templates drop the thoughts of a model."""
+    """Some templates leave out the model's reasoning."""
     source = (
         "{% set content = messages[0].content %}{% if '</think>' in content %}"
         "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}{{ content }}"
@@ -331,7 +332,7 @@ def test_failed_rendering_is_refused(source: str, said: str) -> None:
 
 
 def test_refusal_quotes_the_message() -> None:
-    """Placeholders become the original characters."""
+    """The refusal shows the original characters instead of their placeholders."""
     assert refusal("{{ raise_exception(messages[0].content) }}", "<|im_end|>").endswith(
         "says: <|im_end|>"
     )

@@ -1,4 +1,4 @@
-"""Tokenizer: ids are bytes and text is a view of them; no byte is lost, and no half character
+"""Tokenizer: ids are bytes and text is a view of them. No byte is lost, and no partial character is
 shown."""
 
 import base64

@@ -112,7 +112,8 @@ Kill = Callable[[int], tuple[Path, Path]]
 def kill_at(
     configure: Configure, tmp_path: Path, processes: ForkServerContext
 ) -> tuple[list[str], Kill]:
-    """The kinds of the changes that a run makes, and a way to kill one before any of them."""
+    """The kinds of the changes that a run makes, and a function that runs it and kills it before a
+    given change."""
     straight = tmp_path / "straight"
 
     def start(out: Path, change: int, record: Path | None) -> int | None:
@@ -155,8 +156,9 @@ def test_run_killed_before_a_change_of_its_folder_ends_in_the_same_bits(
 def test_run_killed_before_each_kind_of_change_ends_in_the_same_bits(
     kill_at: tuple[list[str], Kill],
 ) -> None:
-    """The first change of one kind and the last of the next: with the run still empty, and with
-    checkpoints to replace and to remove."""
+    """The kills alternate between the first change of one kind and the last change of the next. So
+    some come when the run is still empty, others when there are checkpoints to replace and to
+    remove."""
     kinds, kill = kill_at
     first = {kind: number for number, kind in reversed(list(enumerate(kinds, start=1)))}
     last = {kind: number for number, kind in enumerate(kinds, start=1)}
@@ -187,7 +189,7 @@ def _kill_while_it_writes(
 def test_run_killed_while_it_writes_ends_in_the_same_bits(
     configure: Configure, tmp_path: Path, processes: ForkServerContext
 ) -> None:
-    """The model has 2 MB, so that writing takes a while."""
+    """The weights take 2 MB, so that writing them takes a while."""
     draw = random.Random(0)
     wide = {"d_model": 128, "d_ff": 512, "steps": 8, "eval_every": 100, "sample_every": 100}
     straight = _with_saves(configure, tmp_path / "straight", **wide)

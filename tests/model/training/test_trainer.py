@@ -92,7 +92,7 @@ def _train_until(
     report: Callable[[Event], None] = lambda event: None,
     act: Callable[[Trainer], None] = _press_ctrl_c,
 ) -> TrainingResult:
-    """Train, and act after a step."""
+    """Train, and call `act` after the given step."""
     original = Trainer._step
 
     def interrupted(self: Trainer) -> None:
@@ -162,8 +162,8 @@ def test_card_describes_the_run(configure: Configure) -> None:
 def test_stopped_and_resumed_run_has_the_bits_of_one_run(
     configure: Configure, tmp_path: Path, dtype: str
 ) -> None:
-    """Stopped twice by Ctrl-C, between two checkpoints and between two reports; dropout draws
-    random numbers, and the three runs evaluate and sample at different times."""
+    """The run is stopped twice by Ctrl-C, between two checkpoints and between two reports. Dropout
+    draws random numbers, and the three runs evaluate and sample at different times."""
     shared = {
         "dropout": 0.1,
         "dtype": dtype,
@@ -193,7 +193,8 @@ def test_stopped_and_resumed_run_has_the_bits_of_one_run(
 
 
 def test_history_keeps_the_weights_of_its_steps(configure: Configure, tmp_path: Path) -> None:
-    """The first steps are dense. A stopped and resumed run keeps the same steps and weights."""
+    """Checkpoints are kept more often at the start of a run. A stopped and resumed run keeps the
+    same steps and weights."""
 
     def kept(run: Path) -> dict[int, str]:
         paths = checkpoints_in(run / HISTORY)
@@ -327,8 +328,8 @@ def test_diverging_run_stops_and_names_the_last_good_checkpoint(
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> float:
-    """Make the trainer's clock advance by hundredths of a second per reading; returns the time
-    before."""
+    """Make the trainer's clock advance by a hundredth of a second per reading. Returns the time
+    before the first reading."""
     begin = time.monotonic()
     ticks = (begin + tick / 100 for tick in count(1))
     monkeypatch.setattr(
@@ -356,8 +357,8 @@ def test_minutes_end_a_run(configure: Configure) -> None:
 
 @pytest.fixture
 def tick(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The clock of trainer and recorder, stopped except that a step takes the second number: its
-    time, and the time of a step."""
+    """A clock for the trainer and the recorder that advances only with each step. The first number
+    is the time, the second is the time that a step takes, both in seconds."""
     now, step = [1000.0, 1.0], Trainer._step
 
     def timed(self: Trainer) -> None:
@@ -374,8 +375,8 @@ def tick(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_run_by_the_clock_keeps_its_plan_when_resumed(
     configure: Configure, tmp_path: Path, tick: list[float]
 ) -> None:
-    """On a clock on which each step takes a second, a run that was stopped ends in the bits of one
-    that was not: its share of the minutes is a part of the state."""
+    """The clock advances one second per step. A run that was stopped and resumed ends with the same
+    bits as an uninterrupted run, because the state includes its completed share of the minutes."""
     given = configure(minutes=0.4, dropout=0.1).model_dump(exclude_unset=True)
     del given["steps"]
 
@@ -534,8 +535,8 @@ def test_warning_about_the_speed_of_guards_is_not_shown(configure: Configure) ->
 @pytest.mark.first
 @pytest.mark.slow
 def test_default_recipe_learns_the_built_in_text(tmp_path: Path) -> None:
-    """A twentieth of the default 1,200 steps, after which `logitd train` reaches 2.43 bits per
-    byte."""
+    """The run takes 60 steps, a twentieth of the default 1,200. In them `logitd train` reaches 2.43
+    bits per byte."""
     result = train(TrainingConfig(out=tmp_path / "run", steps=60, sample_tokens=1, threads=1))
     assert result.val_bits_per_byte < 2.55
 

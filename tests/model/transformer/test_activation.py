@@ -1,4 +1,4 @@
-"""Activations: both spellings agree, and inference keeps a row's bits in any batch."""
+"""Activations: both implementations agree, and inference keeps a row's bits in any batch."""
 
 from collections.abc import Iterator
 from typing import get_args
@@ -41,7 +41,7 @@ def test_activation_is_the_same_in_both_spellings(kind: Activation) -> None:
 
 
 def bits_that_depend_on_the_batch(kind: Activation, *, fused: bool) -> list[tuple[int, int]]:
-    """The (width, rows) at which a row's bits differ from its bits alone."""
+    """The pairs (width, number of rows) for which a row's bits differ from its bits alone."""
     results = []
     for width in WIDTHS:
         h = inputs(width)

@@ -1,7 +1,6 @@
 """The whole GPT compared with GPT-2, GPT-NeoX, OPT, Llama and Qwen3 of `transformers`, in float32,
-without downloads. The random weights, with biases and norms, are so large that attention is
-selective, and are imported into our model.
-"""
+without downloads. The random weights, biases and norms of their models are imported into ours. They
+are so large that attention is selective."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -112,7 +111,8 @@ def opt(**overrides: Any) -> Case:
 
 
 def imported(theirs: Any) -> Case:
-    """Their model with random weights, and ours as its reader builds it; padded rows hold noise."""
+    """Their model with random weights, and ours, built by the reader of their weights. The padding
+    rows hold large numbers."""
     prepare(theirs)
     state = theirs.state_dict()
     reader = StateDictReader("theirs", state)

@@ -85,7 +85,7 @@ def test_arena_lives_as_long_as_a_tensor_in_it() -> None:
     not LARGE_PAGES.exists() or "[never]" in LARGE_PAGES.read_text(), reason="no large pages here"
 )
 def test_arena_is_on_large_pages() -> None:
-    """Linux uses small pages only for shared memory."""
+    """For shared memory, Linux uses only small pages, so the arena's memory is not shared."""
     arena = Arena(8 * PAGE)
     arena.place(torch.ones(8 * PAGE // 8 - GAP, dtype=torch.float64))
     address = arena._room.data_ptr()

@@ -70,8 +70,8 @@ def test_config_round_trips_through_json(shape: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("norm_position", "final_norm"), [("pre", True), ("post", False)])
 def test_config_without_later_keys_keeps_its_meaning(norm_position: str, final_norm: bool) -> None:
-    """There is a final norm if norms come first; heads turn whole; there is no scaling and no head
-    bias."""
+    """Without these keys, there is a final norm only if norms come first, all channels of a head
+    are rotated, and there is no scaling and no head bias."""
     values = tiny_config(positions="rotary", norm_position=norm_position).to_dict()
     for key in ("final_norm", "residual", "rotary_dim", "rope_scaling", "head_bias"):
         del values[key]

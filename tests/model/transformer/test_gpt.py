@@ -79,7 +79,7 @@ def test_bfloat16_stays_near_float32(gpt: GPT) -> None:
 
 
 def test_narrow_head_is_widened_piece_by_piece() -> None:
-    """The result is that of one product, including the ends of pieces and of the vocabulary."""
+    """The result equals a single product, even at the ends of the pieces and of the vocabulary."""
     gpt = tiny_gpt(tiny_config(vocab_size=2 * HEAD_ROWS + 7)).to(torch.bfloat16).eval()
     hidden = torch.randn(3, 5, gpt.config.d_model).to(torch.bfloat16)
     weight = gpt.token_embedding.weight if gpt.config.tied_head else gpt.head.weight

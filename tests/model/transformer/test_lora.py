@@ -69,7 +69,7 @@ def test_merged_model_matches_the_adapted_one(family: str) -> None:
     targets=st.lists(st.sampled_from(TARGETS), min_size=1, unique=True),
 )
 def test_any_rank_alpha_and_targets_merge(rank: int, alpha: float, targets: list[Any]) -> None:
-    """Each map of a fused matrix has its own product, written out here row by row."""
+    """Each map of a fused matrix has its own low-rank product, computed here row by row."""
     shape = LoraShape(rank, alpha, tuple(targets))
     config = tiny_config(n_layer=1, n_kv_head=2, activation="swiglu")
     weights = trained_weights(adapted(tiny_gpt(config), shape, b=0.05))

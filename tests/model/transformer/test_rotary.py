@@ -39,7 +39,8 @@ YARN = {"kind": "yarn", "factor": 4.0, "original_context_length": 32_768}
 def test_angles_are_those_of_transformers(
     scaling: Mapping[str, Any], head_dim: int, turning: int
 ) -> None:
-    """Whole heads have Llama's angles, partly rotated ones GPT-NeoX's."""
+    """Fully rotated heads have the same angles as Llama's; partially rotated heads have the same
+    angles as GPT-NeoX's."""
     parameters = {
         **scaling,
         "rope_type": scaling["kind"],

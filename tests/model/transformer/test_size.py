@@ -1,4 +1,4 @@
-"""Counting without building, against the tensors of real models."""
+"""Parameters are counted without building a model; the counts equal the tensors of real models."""
 
 from typing import Any
 

@@ -27,7 +27,7 @@ def _mapped(**shape: Any) -> GPT:
 @pytest.mark.parametrize("count", [8, 400])
 @pytest.mark.parametrize("shape", [{}, {"tied_head": True, "embedding_norm": True}])
 def test_model_with_tables_computes_the_same(shape: dict[str, Any], count: int) -> None:
-    """The tokens are fewer or more than the rows of the table."""
+    """There are fewer or more tokens than rows in the table."""
     gpt = _mapped(**shape)
     served = GPT(gpt.config).double()
     served.load_state_dict(with_tables(gpt.state_dict()))

@@ -1,4 +1,4 @@
-"""Fixtures: a textbook model that is trained once per session, and owners' files."""
+"""Fixtures: a textbook model that is trained once per session, and files with owners' code."""
 
 import random
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def encode(text: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Trained:
-    """A model, and a text of its language that it has not seen."""
+    """A trained model, and a text in the same language that it was not trained on."""
 
     model: Lecture
     token_ids: list[int]
@@ -54,7 +54,8 @@ def train(model: Lecture, ids: Tensor, length: int, steps: int = 200) -> None:
 
 @pytest.fixture(scope="session")
 def trained() -> Trained:
-    """The lecture's model after 200 steps, with scores over the root of the whole width."""
+    """The lecture's model after 200 steps. Its attention scores are divided by the square root of
+    the whole width."""
     torch.manual_seed(3)
     model = Lecture(whole_width=True, vocab=len(LETTERS), width=32, heads=4, length=24)
     train(model, encode(sums(3000, seed=1)), 24)
@@ -72,7 +73,7 @@ Write = Callable[..., OwnerCode]
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """Write an owner's file and parse a `--code` for it."""
+    """Write an owner's file and parse a `--code` argument that names it."""
     monkeypatch.chdir(tmp_path)
 
     def write(code: str, expression: str = "GPT") -> OwnerCode:

@@ -1,7 +1,7 @@
 """Owners' files: classes, configurations and scripts that build a model, as people write them.
 
-They cover the ways to give a model its sizes. All build the book's model, whose parts are `PARTS`.
-This module does not run them.
+Together they cover every way to give a model its sizes. All of them build the book's model, whose
+parts are in `PARTS`. This module does not run them.
 """
 
 PARTS = """

@@ -1,7 +1,7 @@
 """A textbook model as a file: its computation, the roles of its tensors, and helpers for tests.
 
-Covers its names by role, the textbook's logits and those of the GPT built from its tensors. The
-models are in `schemes.py`.
+The helpers give the tensor names by role, the textbook's logits, and the logits of the GPT that is
+built from its tensors. The models are in `schemes.py`.
 """
 
 import re
@@ -51,15 +51,15 @@ ALTERNATIVES = re.compile(r"\((\w+)\|(\w+)\)")
 class Scheme:
     """One textbook model.
 
-    make        the model with initial weights; None is `Plain`, with the names of `roles`
-    how         differences of its computation from USUAL
-    roles       a line for each role and name; `ln.(weight|bias)` are a weight and its bias
-    hidden      width of the feed-forward of `Plain`
-    raw         attention's parameters have an axis for the heads in `Plain`
-    kv_heads    heads of keys and values in `Plain`
-    tied        the head is the embedding in `Plain`
-    settings    settings in its file, which cannot be found by trying
-    logits      call of its forward for the logits of all positions
+    make        returns the model with initial weights; None means `Plain` with the names in `roles`
+    how         values of its `Computation` that differ from USUAL
+    roles       a role and a tensor name per line; `ln.(weight|bias)` names a weight and its bias
+    hidden      feed-forward width of `Plain`
+    raw         True if the attention parameters of `Plain` have an axis for the heads
+    kv_heads    number of key and value heads of `Plain`
+    tied        True if `Plain` uses its embedding as the head
+    settings    settings stored in its file, which cannot be found by trying values
+    logits      calls the model and returns the logits of all positions
     """
 
     make: Callable[[], nn.Module] | None = None
@@ -92,7 +92,7 @@ class Scheme:
         return {field: getattr(self.computation, field) for field in fields}
 
     def names(self) -> dict[tuple[str, str], str]:
-        """Names by role and part."""
+        """Tensor names by role and part (weight or bias)."""
         names: dict[tuple[str, str], str] = {}
         for line in self.roles.strip().splitlines():
             role, name = line.split()
@@ -114,12 +114,12 @@ def some_ids(rows: int = 3, length: int = CONTEXT, seed: int = 5) -> Tensor:
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
-    """Tensors of `torch.save(model.state_dict())`."""
+    """The tensors as `torch.save(model.state_dict())` would store them."""
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
 def mapped(model: nn.Module, where: str = "model.pt") -> MappedTensors:
-    """The tensors of a model by the roles that are recognized."""
+    """The tensors of a model, mapped to the roles that their names show."""
     tensors = state(model)
     roles = recognize(where, tensors)
     check(where, tensors, roles)
@@ -129,7 +129,7 @@ def mapped(model: nn.Module, where: str = "model.pt") -> MappedTensors:
 def findings(
     tensors: MappedTensors, settings: Mapping[str, Any] | None = None
 ) -> dict[str, Finding]:
-    """Findings in a file of these tensors and settings."""
+    """What the importer finds in a file with these tensors and settings."""
     ignored = {name: tensors.tensors[name] for name in tensors.map.ignored}
     return find(tensors, ignored, settings or {})
 
@@ -141,7 +141,7 @@ def state_file(
 
 
 def built_from(scheme: Scheme, model: nn.Module, **changes: Any) -> Built:
-    """The model in this project's form, with the right computation or with `changes` to it."""
+    """The GPT built from a file's tensors, with the right computation or with `changes` to it."""
     how = Computation(**{**USUAL, **scheme.how, **changes})
     return build(mapped(model), how)
 

@@ -1,6 +1,7 @@
-"""Logits of built GPTs against the textbook models of the same weights, with every fold of
-`model/convert/by_role/build.py`. In float64, except rotary positions, whose tables are float32 in
-this project; in float32 for all."""
+"""The logits of imported GPTs are compared with the logits of textbook models with the same
+weights, for every fold in `model/convert/by_role/build.py`. The comparison is in float64, except
+for rotary positions, whose tables are float32 in this project. Every model is also compared in
+float32."""
 
 import re
 from dataclasses import replace
@@ -30,8 +31,8 @@ from tests.model.convert.by_role.textbook.nanogpt import Nano, NanoConfig
 
 
 def logits_in_float64(built: Built, ids: Tensor) -> Tensor:
-    """The model's logits in float64; the head's bias is added here. Gradients are on, because
-    activations for inference round to float32."""
+    """The model's logits in float64, with the head's bias added here. Gradients stay on, because
+    without them activations are rounded to float32."""
     weights = {name: weight.double() for name, weight in built.weights.items()}
     bias = weights.pop("head.bias", torch.zeros(VOCAB, dtype=torch.float64))
     gpt = GPT(replace(built.config, head_bias=False)).double()
@@ -202,7 +203,7 @@ def test_heads_that_do_not_divide_are_refused(heads: int) -> None:
 
 
 def changed(tensors: MappedTensors, **shapes: tuple[int, ...]) -> MappedTensors:
-    """The tensors with some roles' weights in another shape."""
+    """The tensors, with ones in new shapes as the weights of the given roles."""
     new = dict(tensors.tensors)
     for role, shape in shapes.items():
         for layer in range(2):

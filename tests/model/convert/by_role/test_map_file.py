@@ -187,7 +187,7 @@ def test_incomplete_layers_are_refused(old: str, new: str, sentence: str, tmp_pa
 
 
 def test_map_without_tensors_answers_and_ignores(tmp_path: Path) -> None:
-    """Roles are recognized; the file adds only the user's own knowledge."""
+    """The roles are recognized without the map file, which adds only what the user alone knows."""
     path = tmp_path / "few.toml"
     path.write_text(
         '[computation]\nn_head = 4\nactivation = "gelu"\nscore_scale = "head_dim"\n'

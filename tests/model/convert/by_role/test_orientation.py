@@ -1,4 +1,4 @@
-"""Orientation: shapes distinguish up from down matrices if names do not."""
+"""Orientation: if names do not tell the up matrix from the down matrix, their shapes do."""
 
 import torch
 
@@ -8,8 +8,8 @@ ROWS, WIDTH, HIDDEN = 50, 32, 64
 
 
 def test_swapped_up_and_down_are_exchanged() -> None:
-    """Attention matrices are (out, in), so the feed-forward matrix of shape (width, hidden) is
-    down."""
+    """Attention matrices are (out, in), so the feed-forward matrix of shape (width, hidden) is the
+    down matrix."""
     layer = {
         "attn.qkv.weight": (3 * WIDTH, WIDTH),
         "attn.proj.weight": (WIDTH, WIDTH),

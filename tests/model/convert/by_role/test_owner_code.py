@@ -1,4 +1,4 @@
-"""The owner's own code, run in its own process, decides what names leave open.
+"""The owner's own code, run in a separate process, decides what the names leave open.
 
 That process is tested in `test_owner_process.py`.
 """
@@ -55,8 +55,8 @@ def test_expression_may_hold_colons(tmp_path: Path) -> None:
 
 
 def test_owner_code_answers_all_questions(write: Write) -> None:
-    """The lecture's script is next to its model: no question is asked, and its training loop does
-    not run."""
+    """The script that builds and trains the model is in the same file. No question is asked, and
+    the training loop does not run."""
     scheme = SCHEMES["book"]
     model = scheme.model(seed=2)
     code = write(SCRIPT)
@@ -117,7 +117,7 @@ def test_dead_process_is_reported_with_its_stderr(write: Write, book: nn.Module)
 
 
 def test_owner_process_imports_nothing_else_of_this_project() -> None:
-    """The owner's modules may have the same names."""
+    """The owner's modules may have the same names as this project's modules."""
     imports = r"^\s*(?:from|import) ((?:model|service|logitd)\b[\w.]*)"
     sources = [path.read_text(encoding="utf-8") for path in Path(process.__file__).parent.iterdir()
                if path.suffix == ".py"]  # fmt: skip

@@ -1,4 +1,5 @@
-"""The process of the owner's code: makes the model, loads its weights, finds its logits.
+"""The process that runs the owner's code: it builds the model, loads its weights and finds its
+logits.
 
 These tests call its functions directly; `test_owner_code.py` tests a real process (network, time,
 exit status).
@@ -50,7 +51,7 @@ def untouched_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 def logits_here(
     code: OwnerCode, model: nn.Module, settings: Mapping[str, Any] = SETTINGS
 ) -> tuple[Tensor, Tensor]:
-    """Ids and the logits of the owner's model, computed in this process."""
+    """Token ids, and the logits of the owner's model for them, computed in this process."""
     tensors = mapped(model)
     request = request_of(code, tensors, findings(tensors, settings), settings)
     built = build_model(request, tensors.tensors)
@@ -63,7 +64,7 @@ def logits_here(
 def check_logits(
     code: OwnerCode, book: nn.Module, settings: Mapping[str, Any] = SETTINGS
 ) -> tuple[Tensor, Tensor]:
-    """Compare the logits of the owner's model with those of the book's."""
+    """Compare the logits of the owner's model with the logits of the book's model."""
     ids, logits = logits_here(code, book, settings)
     assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
     return ids, logits
@@ -130,7 +131,7 @@ def test_defaults_of_the_class_come_before_guesses(
 
 
 def test_settings_of_the_file_come_before_defaults(write: Write, book: nn.Module) -> None:
-    """A model with eight heads has the same tensors, but other logits."""
+    """A model with eight heads has the same tensors but different logits."""
     for code in (
         BY_NAMES.replace("n_head=4", "n_head=8"),
         SCRIPT.replace("n_head = 4", "n_head = 8"),
@@ -180,7 +181,7 @@ def test_forward_gets_the_targets_it_needs(write: Write, book: nn.Module) -> Non
 
 
 def test_state_dict_of_a_part_is_loaded_into_that_part(write: Write, book: nn.Module) -> None:
-    """The file has the names of the module inside a wrapper."""
+    """The wrapper holds the model as `gpt`, but the names in the file lack that prefix."""
     code = DICTIONARY + (
         "\n\nclass Wrapped(nn.Module):\n"
         "    def __init__(self, cfg):\n        super().__init__()\n        self.gpt = GPT(cfg)\n"

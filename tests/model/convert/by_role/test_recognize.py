@@ -1,5 +1,5 @@
-"""Roles of tensors by name and shape, for the schemes of `textbook/` and for names composed of
-usual words for the parts."""
+"""Roles of tensors are recognized by name and shape, for the schemes of `textbook/` and for names
+that combine the usual words for each part."""
 
 import re
 from dataclasses import dataclass
@@ -128,7 +128,8 @@ HEADS = (
 
 @dataclass(frozen=True)
 class Spelling:
-    """A state dict with one choice of words in some order, and its roles."""
+    """A state dict whose names use one choice of words in one order, and the roles of its
+    tensors."""
 
     tensors: dict[str, Tensor]
     roles: dict[tuple[str, str], str]

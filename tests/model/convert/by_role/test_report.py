@@ -20,7 +20,7 @@ from tests.model.convert.by_role.schemes import SCHEMES
 
 
 def lines_of(name: str, **answers: Any) -> list[str]:
-    """The report on a scheme with the right answers."""
+    """The lines of the report on a scheme, given the right answers."""
     scheme = SCHEMES[name]
     lines: list[str] = []
     file = state_file(scheme.model(), settings=scheme.settings)
@@ -30,7 +30,7 @@ def lines_of(name: str, **answers: Any) -> list[str]:
 
 
 def line(lines: list[str], begins: str, section: str = "computation:") -> str:
-    """The only line of a section that begins with a word and is not about a bias."""
+    """The only line of a section that begins with the given word and is not about a bias."""
     after = lines[lines.index(section) + 1 :]
     end = next((n for n, text in enumerate(after) if not text.startswith("  ")), len(after))
     words = [text.split() for text in after[:end]]

@@ -1,5 +1,5 @@
-"""Answers to questions that names leave open, from the owner's logits, a text, or flags. The model
-in `conftest.py` is trained on that text."""
+"""Questions that names leave open are answered by the owner's logits, a text, or flags. The model
+in `conftest.py` is trained on text of the same kind."""
 
 import math
 import re
@@ -44,7 +44,8 @@ QUICK: Mapping[str, Mapping[str, Any]] = {
     "fused, head by head": {"n_head": 4},
     "gate and up together, no positions": {"n_head": 4},
 }
-"""Schemes of `make test` with their settings; `make test-slow` tries all without settings."""
+"""Schemes that `make test` runs, each with the settings that it is given; `make test-slow` runs all
+schemes without settings."""
 
 
 def logits_objective(scheme: Scheme, model: torch.nn.Module) -> LogitsObjective:
@@ -181,8 +182,8 @@ def test_text_of_another_model_is_refused(trained: Trained) -> None:
 
 
 def test_short_text_leaves_questions_open(trained: Trained) -> None:
-    """With three tokens of it, score scale and activation stay open: one window has no error
-    bar."""
+    """Three predicted tokens make one window, which gives no error bar, so score scale and
+    activation stay open."""
     tensors = mapped(trained.model)
     objective = words(trained.token_ids[:4])
     assert len(objective.windows) == 1
@@ -311,7 +312,7 @@ def test_text_that_is_too_short_is_refused() -> None:
 
 
 def test_text_completes_the_import(trained: Trained) -> None:
-    """Step, loss and dropout of the file are kept, and so is the list of verified facts."""
+    """The import keeps step, loss and dropout of the file, and the list of verified facts."""
     settings = {"iter": 200, "val_loss": 1.25, "dropout": 0.2}
     recognized = recognize_file(state_file(trained.model, settings=settings), RoleOptions())
     assert recognized.rows == 9
@@ -408,7 +409,7 @@ def test_settings_of_a_wrong_kind_are_ignored() -> None:
 @pytest.mark.parametrize("theta", [10_000.0, 500_000.0, 31_000.0])
 @pytest.mark.parametrize("form", ["inv_freq", "cos", "doubled", "neighbors", "freqs_cis"])
 def test_rotary_table_shows_theta_layout_and_heads(form: str, theta: float) -> None:
-    """The tables are for 8 channels of a head, in the forms that people store."""
+    """The tables are for heads with 8 channels, in every form in which people store them."""
     rates = theta ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
     angles = torch.outer(torch.arange(64, dtype=torch.float64), rates)
     name, table = {

@@ -1,4 +1,5 @@
-"""TensorMap: the tensors of a role in each form, and what `check` refuses in them."""
+"""TensorMap: the tensors of a role have the same values in every form, and `check` refuses tensors
+that do not fit."""
 
 import pytest
 import torch

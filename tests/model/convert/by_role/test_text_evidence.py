@@ -1,5 +1,6 @@
-"""A text settles a computation only with evidence: a loss below counted pairs and triples, and in
-agreement with the file. Each wrong variant here was once accepted as verified."""
+"""A text settles a computation only if the evidence is strong: the loss must beat predictions from
+counted bigrams and trigrams, and agree with the loss that the file states. Each wrong variant here
+was once accepted as verified."""
 
 import math
 from collections import Counter
@@ -38,7 +39,7 @@ def resolved(trained: Trained, stated: StatedLoss | None = None, **changed: Find
 
 
 def counted(ids: list[int], vocab: int) -> list[float]:
-    """The same estimates computed from dictionaries, token by token."""
+    """The losses of the n-gram estimates, computed with dictionaries, token by token."""
     blocks = [index // 64 % 4 == 3 for index in range(len(ids))]
     held = [index for index, is_held in enumerate(blocks) if is_held and index > 1]
     seen = [index for index in range(len(ids)) if index not in set(held)]
@@ -137,7 +138,7 @@ def test_measured_value_is_not_reported_as_convention(trained: Trained) -> None:
 
 
 def test_lines_are_samples_after_their_start(trained: Trained) -> None:
-    """A model of names predicts each line after id 0, without the line before."""
+    """A model of names predicts each line from a leading id 0, without the previous line."""
     ids = torch.tensor(trained.token_ids[: 7 * FEWEST_LINES]).view(-1, 7)
     lines = [row[: 3 + index % 4].tolist() for index, row in enumerate(ids)]
     text = CheckText("names.txt", [], lines, (8, 0, 8))

@@ -1,4 +1,4 @@
-"""Unusual names: place and shape show the role of a tensor."""
+"""Unusual names: the role of a tensor follows from its place in the model and its shape."""
 
 from collections.abc import Mapping
 

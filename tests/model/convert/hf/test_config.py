@@ -1,4 +1,5 @@
-"""Hugging Face folders: logits and ids of `transformers`, and a reason for every refusal."""
+"""Hugging Face folders: imported models have the logits and ids of `transformers`, and every
+refusal states a reason."""
 
 import json
 import shutil
@@ -17,7 +18,7 @@ from tests.model.convert.theirs import FAMILIES, SAMPLE, loaded, save_theirs
 
 
 def edit(path: Path, **changes: Any) -> None:
-    """Change keys of a JSON file; None removes one."""
+    """Change keys of a JSON file; a value of None removes its key."""
     document = json.loads(path.read_text(encoding="utf-8")) | changes
     kept = {name: value for name, value in document.items() if value is not None}
     path.write_text(json.dumps(kept), encoding="utf-8")
@@ -52,8 +53,8 @@ def test_logits_and_ids_are_theirs(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "opt", "llama-tied-biased"])
 @pytest.mark.parametrize("shards", [1, 2])
 def test_weights_in_pickles_are_the_same(family: str, shards: int, tmp_path: Path) -> None:
-    """The pickle is one file that includes buffers of old versions, or several files. A tied head
-    is stored twice."""
+    """The weights are in several pickles, or in one that also holds buffers written by old
+    versions. A tied head is stored twice."""
     model, _ = save_theirs(tmp_path / "theirs", family)
     folder = shutil.copytree(tmp_path / "theirs", tmp_path / "pickled")
     (folder / "model.safetensors").unlink()
@@ -91,7 +92,7 @@ def test_weights_in_pickles_are_the_same(family: str, shards: int, tmp_path: Pat
 def test_pickles_of_anything_else_are_refused(
     gpt2_folder: Path, tmp_path: Path, state: Any, sentence: str
 ) -> None:
-    """Objects are read as their attributes, and no code of theirs is run."""
+    """Objects are read as their attributes, and none of their code runs."""
     folder = shutil.copytree(gpt2_folder, tmp_path / "pickled")
     (folder / "model.safetensors").unlink()
     torch.save(state, folder / "pytorch_model.bin")
@@ -222,7 +223,7 @@ UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder of each family of UNSUPPORTED."""
+    """A folder for each family in UNSUPPORTED."""
     made = {family: tmp_path_factory.mktemp("theirs") / family for family in UNSUPPORTED}
     for family, folder in made.items():
         save_theirs(folder, family)

@@ -1,4 +1,4 @@
-"""Split patterns translated between two regex engines: the same pieces of any text."""
+"""Split patterns are translated between two regex engines and give the same pieces for any text."""
 
 import pytest
 import regex

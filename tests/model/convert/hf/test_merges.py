@@ -1,4 +1,5 @@
-"""Ranks and merges encode alike: tiktoken's rule against the list's, piece by piece."""
+"""Ranks and merges encode alike: tiktoken's rule by rank gives the same tokens as the list of
+merges, piece by piece."""
 
 import pytest
 from hypothesis import given

@@ -1,5 +1,5 @@
-"""GPT-1 of Hugging Face: recognized by role, with the computation of its family, next to the files
-that the Trainer writes."""
+"""Hugging Face's GPT-1: tensors are recognized by role, the computation is known from the family,
+and other files of the Trainer may be in the folder."""
 
 from pathlib import Path
 
@@ -13,8 +13,9 @@ from logitd.model.convert.importing import import_model
 
 @pytest.mark.parametrize("source", ["", "model.safetensors"])
 def test_gpt_1_has_the_logits_of_transformers(source: str, tmp_path: Path) -> None:
-    """Its configuration names the tanh approximation "gelu". The folder's `training_args.bin` was
-    once read instead of the weights, and naming a file meant its folder."""
+    """GPT-1's configuration calls the tanh approximation "gelu". The importer once read the
+    folder's `training_args.bin` instead of the weights, and read the whole folder if a file was
+    named."""
     torch.manual_seed(0)
     config = OpenAIGPTConfig(
         vocab_size=50, n_positions=16, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3

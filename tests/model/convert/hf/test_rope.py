@@ -18,8 +18,8 @@ from tests.model.shapes import SCALINGS
 def test_written_weights_are_read_unchanged(
     pairs: tuple[int, int], scaling: str, theta: float
 ) -> None:
-    """Any even number of a head's channels may turn. The file stores it as a fraction of the width,
-    whose product with the width is rounded down."""
+    """Any even number of a head's channels may rotate. The file stores this number as a fraction of
+    the head width; readers multiply it by the width and round down."""
     turning, head_dim = (2 * n for n in pairs)
     config = tiny_config(
         positions="rotary", head_dim=head_dim, rotary_dim=turning, rope_theta=theta,

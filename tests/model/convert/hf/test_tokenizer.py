@@ -1,4 +1,4 @@
-"""`tokenizer.json`: the ids of the `tokenizers` library, or a reason for refusing it."""
+"""`tokenizer.json`: it gives the ids of the `tokenizers` library, or is refused with a reason."""
 
 import json
 import re

@@ -35,8 +35,8 @@ def llama2c_file(entries: Entries) -> bytes:
 
 
 def as_run_c(entries: Entries, text: str) -> list[int]:
-    """Start from whole characters or their bytes, then merge the best pair again and again; of
-    equals, the first."""
+    """Encode as run.c does: start from whole characters or their bytes, then repeatedly merge the
+    best pair. Of equally good pairs, the first is merged."""
     ids = {text: token_id for token_id, (_, text) in enumerate(entries)}
     tokens: list[int] = []
     for character in text:

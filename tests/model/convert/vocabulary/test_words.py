@@ -51,7 +51,8 @@ def test_ids_are_those_of_split_and_a_dictionary(words: list[str], data: st.Data
 
 @given(st.lists(st.sampled_from([*MARKED, " ", "\n"])).map("".join))
 def test_marks_need_no_space_before_them(text: str) -> None:
-    """Vocabularies with punctuation tokens are made with this `re.findall`."""
+    """Word vocabularies with punctuation tokens are usually made with the `re.findall` pattern
+    below."""
     pieces = re.findall(r"\w+|[^\w\s]", text)
     tokenizer = of(MARKED).tokenizer
     if set(pieces) <= set(MARKED):

@@ -107,7 +107,7 @@ def test_text_is_fetched_once_per_address(server: Server, cache: Path) -> None:
 
 
 def test_documents_are_named_by_their_address(server: Server) -> None:
-    """A second reading sends no request."""
+    """Opening the same addresses again sends no request."""
     url = f"{server.address}/lines.jsonl.gz"
     addresses = (url, f"{server.address}/story.txt")
     for _ in range(2):

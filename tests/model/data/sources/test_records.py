@@ -1,4 +1,5 @@
-"""JSON, CSV and Parquet: a document per record, and the place of invalid records."""
+"""JSON, CSV and Parquet: each record is a document, and errors state the place of an invalid
+record."""
 
 import gzip
 import json
@@ -109,7 +110,7 @@ def test_file_without_the_field_is_refused_by_name(
 
 
 def test_long_field_of_csv_is_read(tmp_path: Path) -> None:
-    """Python's csv has a limit of 131,072 characters."""
+    """By default, Python's csv module refuses fields of more than 131,072 characters."""
     path = write(tmp_path / "a.csv", "text", "x" * 140_000)
     assert texts(path) == ["x" * 140_000]
 

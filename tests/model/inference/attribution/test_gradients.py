@@ -1,5 +1,5 @@
-"""Gradients of a logit, compared with autograd over the forward in `tests/model/plain_stages.py`,
-with finite differences of it, and with `transformers`' GPT-2."""
+"""Gradients of a logit, compared with three others: autograd over the forward in
+`tests/model/plain_stages.py`, finite differences of that forward, and GPT-2 of `transformers`."""
 
 import copy
 import math
@@ -45,8 +45,8 @@ def task(**fields: Any) -> AttributionTask:
 
 
 def plain_target(gpt: GPT, x: Tensor | None = None, ids: list[int] = IDS) -> tuple[Tensor, Tensor]:
-    """The difference of the two logits by definition, and the input stream of the first block: the
-    text's, or `x` (T, C) instead."""
+    """The difference of the two logits by definition, and the input stream (T, C) of the first
+    block. The stream is `x` if given, otherwise the stream of the text."""
     entered: list[Tensor] = []
 
     def change(name: str, value: Tensor) -> Tensor:
@@ -62,7 +62,8 @@ def plain_target(gpt: GPT, x: Tensor | None = None, ids: list[int] = IDS) -> tup
 
 
 def autograd(gpt: GPT, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The gradient (T, C) of the target through a plain forward, and the stream."""
+    """The gradient (T, C) of the target, by autograd over the plain forward, and the stream (T,
+    C)."""
     target, x = plain_target(gpt, x)
     (gradient,) = torch.autograd.grad(target, x)
     return gradient, x.detach()
@@ -120,7 +121,8 @@ def test_integrated_gradients_are_the_mean_of_autograd_along_the_path(exact: GPT
 
 @pytest.mark.parametrize("family", ["gpt2", "modern", "llama", "neox"])
 def test_integrated_gradients_close_the_gap_with_many_steps(family: str) -> None:
-    """On a smooth path the error of the midpoint rule falls with the square of the steps."""
+    """On a smooth path the error of the midpoint rule falls with the square of the number of
+    steps."""
     gpt = tiny_gpt(tiny_config(**FAMILIES[family], n_layer=2)).double()
     with torch.no_grad():  # a smooth model: attention is hardly selective
         for block in gpt.blocks:

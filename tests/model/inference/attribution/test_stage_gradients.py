@@ -32,7 +32,7 @@ def gradient_stages(gpt: GPT) -> tuple[str, ...]:
 
 
 def by_definition(gpt: GPT) -> Mapping[str, Tensor]:
-    """All stages of the text up to the position, in one graph. The logits are those before the
+    """All stages of the text up to the position, in one graph. The logits are taken before the
     softcap."""
 
     def change(name: str, value: Tensor) -> Tensor:

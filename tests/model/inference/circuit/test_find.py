@@ -40,7 +40,7 @@ def find(gpt: GPT, ids: list[int] = IDS, **fields: Any) -> Circuit:
 
 
 def block_of(gpt: GPT, name: str) -> tuple[Block, str]:
-    """The block of a stage, and the stage's name in it."""
+    """The block that contains a stage, and the stage's name within the block."""
     _, layer, kind = name.split(".", 2)
     block = gpt.blocks[int(layer)]
     assert isinstance(block, Block)
@@ -206,8 +206,8 @@ def test_edges_of_some_parts_add_up(gpt: GPT) -> None:
 
 
 def test_positions_that_are_skipped_have_no_strong_part(gpt: GPT) -> None:
-    """Positions are left out by an upper bound of what a part can carry; without the bound the
-    result is the same."""
+    """Positions are skipped if an upper bound on what their parts can carry is low enough. Without
+    the bound, the result is the same."""
     passes = TextPasses(gpt, IDS, len(IDS) - 1)
     text, direction = FrozenText(gpt, passes), passes.direction(TOKEN, MINUS)
     with torch.no_grad():
@@ -244,8 +244,8 @@ def test_share_is_explained_with_as_few_parts_as_needed(gpt: GPT) -> None:
 
 
 def ablated(gpt: GPT, circuit: Circuit, keep: Callable[[Tensor], Tensor]) -> float:
-    """The difference by the plain forward pass if all parts outside the mask `keep(circuit)` are
-    set to their means in the unchanged pass."""
+    """The logit difference, computed with the plain forward pass, if every part outside the mask
+    `keep(circuit)` is set to its mean in the unchanged pass."""
     ids = IDS[: POSITION + 1]
     plain = plain_stages(without_softcap(gpt), ids)
 
@@ -274,8 +274,8 @@ def test_ablations_are_those_of_the_plain_forward(gpt: GPT) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "modern", "multi-query", "neox", "scaled"])
 def test_tokens_carry_the_whole_effect_of_attention_weights(family: str) -> None:
-    """In one block, compare the target with the text's attention weights and with those of the mean
-    input."""
+    """In a model of one block, the effect is computed from two sets of attention weights: the
+    text's weights and the weights for the mean input."""
     gpt = tiny_gpt(tiny_config(**{**FAMILIES[family], "n_layer": 1})).double()
     text, kept, _ = search(gpt, IDS, TOKEN, MINUS)
     (block,), chosen = text.blocks, kept.choice.chosen[0, "heads"]
@@ -361,7 +361,8 @@ def test_circuit_of_an_induction_head_is_found() -> None:
 
 
 def test_every_piece_runs_on_one_thread() -> None:
-    """So a busy machine slows a piece only by its share, and the bits depend on no thread."""
+    """A busy machine then slows a piece only in proportion, and the bits do not depend on the
+    number of threads."""
     gpt, counts = tiny_gpt(), list[int]()
     for block in gpt.blocks:
         block.register_forward_hook(lambda *_: counts.append(torch.get_num_threads()))

@@ -1,4 +1,5 @@
-"""Constraints without a model: the texts that each kind allows, how they end, and refused ones.
+"""Constraints without a model: the texts that each kind allows, how the texts end, and which
+constraints are refused.
 
 Generation under constraints is tested in `test_constrained.py` of `tests/model/inference/engine/`.
 """
@@ -37,12 +38,12 @@ MERGED = Compiler(MERGING)
 
 
 def compiled(kind: Kind, text: Any, compiler: Compiler = BYTES) -> Constraint:
-    """A schema or a list of choices is encoded as JSON."""
+    """Compile a constraint. A schema or a list of choices is first encoded as JSON."""
     return compiler.compile(Source(kind, text if isinstance(text, str) else json.dumps(text)))
 
 
 def after(constraint: Constraint, text: str | bytes) -> Matcher:
-    """The matcher of the byte vocabulary after a text."""
+    """The matcher of a constraint on byte tokens, after it has taken in a text."""
     matcher = constraint.matcher()
     for byte in text.encode() if isinstance(text, str) else text:
         assert not matcher.complete
@@ -67,7 +68,7 @@ def refusal(kind: Kind, text: Any) -> str:
 
 
 def walk(constraint: Constraint, seed: int, tokens: int = 60) -> list[int]:
-    """Ids drawn uniformly from the allowed ones, up to the end."""
+    """Draw ids uniformly from the allowed ids until the constraint is complete."""
     rng, matcher, ids = random.Random(seed), constraint.matcher(), list[int]()
     while not matcher.complete and len(ids) < tokens:
         ids.append(rng.choice(matcher.allowed().nonzero()[0].tolist()))
@@ -119,7 +120,8 @@ def test_constraint_takes_matches_alone(kind: Kind, text: str) -> None:
 
 
 def test_property_has_one_spelling() -> None:
-    """Another spelling would count as an additional property, of another type."""
+    """A name spelled with an escape would count as an additional property, whose values have
+    another type."""
     schema = {"properties": {"a": {"type": "null"}}, "additionalProperties": {"type": "integer"}}
     constraint = compiled("json_schema", {"type": "object", **schema})
     assert takes(constraint, '{"a": null, "b": 1}')
@@ -325,7 +327,7 @@ CHARACTERS = character_tokenizer(dict(enumerate(["<pad>", *'abc {}:"1\n', "é"])
 
 @given(st.data())
 def test_masks_of_characters_match_the_expression(data: st.DataObject) -> None:
-    """Forced text is forced character by character."""
+    """In a vocabulary of characters, forced text is forced one character at a time."""
     middles = ("".join(m) for length in range(4) for m in itertools.product("cé", repeat=length))
     language = [f"ab{middle}b\n\n1" for middle in middles]
     constraint = Compiler(CHARACTERS).compile(Source("regex", r"ab(c|é){0,3}b\n{2}1"))

@@ -28,8 +28,8 @@ CHOICE = {"type": "object", "properties": {"a": {"type": "null"}}}
 
 
 def written(schema: Any, preferred: str, limit: int = 8_000) -> str:
-    """The text that results from always taking the first allowed byte of `preferred`, otherwise the
-    first allowed byte."""
+    """The text that results from always choosing an allowed byte of `preferred`, the earliest
+    first, or else the lowest allowed byte."""
     matcher = COMPILER.compile(Source("json_schema", json.dumps(schema))).matcher()
     order = [*preferred.encode(), *range(256)]
     text = bytearray()

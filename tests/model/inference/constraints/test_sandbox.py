@@ -1,5 +1,5 @@
-"""Trial compilations in separate processes: they return the result of compiling here, and survive
-sources that would end a server."""
+"""Trial compilations in separate processes: they give the same result as compiling in this process,
+and survive sources that would end a server."""
 
 import json
 import os
@@ -98,7 +98,7 @@ def sandbox_of_letters(letters: Tokenizer) -> Iterator[Sandbox]:
 
 
 def brackets(depth: int) -> str:
-    """A chain of rules, each in brackets, deeper than the stack allows."""
+    """A grammar with a chain of rules, each in brackets and nested deeper than the stack allows."""
     rules = "".join(f"r{i}: ((((r{i + 1}))))\n" for i in range(depth))
     return f'start: r0\n{rules}r{depth}: "a"'
 
@@ -120,8 +120,8 @@ HOSTILE: dict[str, Source] = {
 }
 MULTIPLES = [{"type": "integer", "multipleOf": 99_991 - i} for i in range(10)]
 SLOW = Source("json_schema", json.dumps({"allOf": [{"anyOf": MULTIPLES}]}))
-"""Takes twenty seconds on a fast core to fill the memory of `roomy`. Because of allOf it gets no
-bounds of ours, which would make it fast."""
+"""A schema that takes twenty seconds on a fast core to fill the memory of `roomy`. Because it uses
+allOf, the compiler adds no bounds of its own, which would make it fast."""
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_sandbox_uses_a_vocabulary_without_all_bytes(
 
 
 LONG = {"large"}
-"""Takes seconds. The fast tests send it to a server."""
+"""Names of sources that take seconds to compile. The fast tests send them to a server instead."""
 
 
 @pytest.mark.parametrize(
@@ -213,8 +213,8 @@ def test_sandbox_refuses_a_source_that_fails_at_its_first_tokens(sandbox: Sandbo
 
 
 def test_trial_ends_after_its_own_processor_time(roomy: Sandbox) -> None:
-    """The limit counts processor time, so the trial of GOOD may wait longer than that for its
-    request."""
+    """The limit counts processor time, so the trial of GOOD may wait for its request longer than
+    the limit."""
     roomy.start()
     with roomy.begin() as waits:
         with pytest.raises(TooSlow):

@@ -85,7 +85,7 @@ def generation(
     sampling: SamplingParams | None = None,
     **fields: Any,
 ) -> GenerationRequest:
-    """A request with the given parameters, or with `params` of the fields."""
+    """A request with the given sampling parameters, or with `params(**fields)`."""
     return GenerationRequest(
         request_id=request_id,
         token_ids=tuple(prompt),
@@ -133,8 +133,8 @@ def score_request(
 
 @dataclass(frozen=True)
 class Steps:
-    """A constraint without text: the remainder of a token's id by `by` must be its index in the
-    completion, modulo `by`. Complete after `length` tokens."""
+    """A constraint without text: the id of a token must equal the token's index in the completion,
+    modulo `by`. The constraint is complete after `length` tokens."""
 
     vocab_size: int
     by: int = 2
@@ -213,7 +213,7 @@ class Outcome:
 
     @property
     def computed(self) -> object:
-        """All results of the sequence, bit for bit, and its end."""
+        """All results of the sequence, bit for bit, and the way it ended."""
         rows = b"".join(event.rows.tobytes() for event in self.rows)
         end = self.ended.reason, self.ended.stop_token_id, self.ended.error
         return self.tokens, self.prompt, self.positions, rows, self.attribution, self.circuit, end
@@ -296,7 +296,7 @@ class Driven:
         return result
 
     def drain(self) -> dict[tuple[str, int], Outcome]:
-        """Step until nothing is left, granting every piece of rows on arrival."""
+        """Step until no work is left, and grant credit for each piece of rows when it arrives."""
         for _ in range(10_000):
             if not self.engine.has_work():
                 break
@@ -385,8 +385,8 @@ def run(gpt: GPT, *requests: Request, **config: Any) -> dict[tuple[str, int], Ou
 
 
 def skip_unless_rows_depend_on_their_number() -> None:
-    """Skip if the machine's matrix products give a row the same bits alone and in a batch: padding
-    would then have no effect."""
+    """Skip if this machine's matrix products give a row the same bits alone and in a batch: padding
+    rows then make no difference that a test could find."""
     x = torch.randn(4, 48, generator=torch.Generator().manual_seed(0))
     weight = torch.randn(96, 48, generator=torch.Generator().manual_seed(1))
     if torch.equal(x[:1] @ weight.T, (x @ weight.T)[:1]):
@@ -449,8 +449,8 @@ def assert_is_reference(
 ) -> None:
     """Compare a completion with `reference.generate`, token for token.
 
-    They may differ only at a token that rounding decides: moving the reference's logits by
-    float32's tolerance makes it draw either.
+    They may diverge only at a token that rounding decides: shifting the reference's logits by
+    float32's tolerance makes it draw either token.
     """
     expected = generate(gpt, prompt, sampling, index)
     if tokens == expected:

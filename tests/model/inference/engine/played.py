@@ -89,7 +89,7 @@ prompts = st.builds(
 
 @dataclass(frozen=True)
 class Ask:
-    """A future request; it is named when it is sent."""
+    """A request that is sent later and gets its name then."""
 
     kind: str
     prompt: tuple[int, ...]
@@ -121,8 +121,8 @@ class Ask:
 
 
 def plain_params(rng: random.Random, max_tokens: int) -> SamplingParams:
-    """Parameters without constraints or penalties: greedy, sampled, filtered, and ended by a stop
-    token."""
+    """Parameters without constraints or penalties: greedy or sampled, with or without filters and
+    stop tokens."""
     return params(
         max_tokens,
         seed=rng.getrandbits(64),

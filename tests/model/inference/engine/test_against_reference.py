@@ -49,7 +49,7 @@ def logits_of(gpt: GPT, tokens: list[int]) -> Tensor:
 
 
 def check_generation(gpt: GPT, request: GenerationRequest, index: int, outcome: Outcome) -> None:
-    """Tokens, logprobs, reason and counts of one sequence, finished or aborted."""
+    """Check tokens, logprobs, finish reason and counts of one sequence, finished or aborted."""
     prompt, sampling, end = list(request.token_ids), request.params, outcome.ended
     tokens = outcome.token_ids
     if end.reason is FinishReason.ABORT:  # tokens generated until then
@@ -131,7 +131,7 @@ def random_request(rng: random.Random, name: str, gpt: GPT, shared: list[int]) -
 
 
 GRAPH_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-"""Device of the tests of `kernels/cuda`. On a CPU nothing is recorded."""
+"""Device on which `kernels/cuda` is tested. On a CPU no CUDA graph is recorded."""
 
 
 def decoder_on(gpt: GPT, name: str) -> tuple[GPT, DecoderMaker]:

@@ -1,4 +1,5 @@
-"""Parameters of requests and engines: impossible ones are refused by field and value."""
+"""Parameters of requests and engines: impossible values are refused, with field and value in the
+message."""
 
 import math
 import re

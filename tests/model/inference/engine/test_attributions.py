@@ -1,5 +1,6 @@
-"""Attributions in the engine: one piece per step next to others' tokens, with the bits of a prompt
-alone; they can end at any time."""
+"""Attributions in the engine: each step computes one piece next to the tokens of other requests.
+The results have the same bits as when the prompt runs alone, and an attribution can end at any
+time."""
 
 import copy
 import ctypes
@@ -192,7 +193,7 @@ def test_attributions_begin_by_priority_and_caller(gpt: GPT) -> None:
 
 
 def test_attribution_of_another_caller_begins_at_once(gpt: GPT) -> None:
-    """Two long attributions of one caller once made all others wait until one of them ended."""
+    """Two long attributions of one caller once made the attributions of all other callers wait."""
     alone, driven = Driven(gpt), Driven(gpt)
     alone.add(ask("b"))
     for name in ("a1", "a2", "a3"):

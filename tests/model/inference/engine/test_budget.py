@@ -1,5 +1,6 @@
-"""Budget: prompts get the rest of the target gap at any cost of steps. The scheduler is driven on a
-simulated machine: each plan takes the time that its costs say, and the clock moves by that."""
+"""Budget: whatever steps cost, prompts get the part of the target gap that decoding leaves. The
+scheduler is driven on a simulated machine: each plan takes the time that the machine's costs give,
+and the clock advances by that time."""
 
 import re
 from dataclasses import dataclass, field
@@ -110,8 +111,9 @@ def positions(plan: StepPlan) -> int:
 
 
 def test_prompt_uses_the_rest_of_the_gap() -> None:
-    """Decoding takes 80 ms of 240; the other 160 ms allow two blocks and their pass over the
-    weights. With a fixed 256 positions a step, the others waited 590 ms for each token."""
+    """Decoding takes 80 ms of the gap of 240 ms. The other 160 ms allow two blocks and their pass
+    over the weights. With a fixed 256 positions per step, the streams once waited 590 ms for each
+    token."""
     machine = Machine(DecodeSteps(3))
     machine.streams()
     machine.add("prompt", PROMPT)
@@ -134,7 +136,7 @@ def test_prefill_has_no_budget_while_nobody_decodes() -> None:
 
 
 def seconds_of_a_prompt(target: TargetGap | None, decode: float, block: float) -> float:
-    """Seconds from a prompt's first chunk to its first token, next to streams."""
+    """Seconds from a prompt's first chunk to its first token, while other streams decode."""
     machine = Machine(target, decode=decode, block=block, passing=PASS_WORK * block)
     machine.streams()
     prompt, began = machine.add("prompt", PROMPT), machine.now
@@ -153,8 +155,8 @@ def test_short_target_delays_no_prompt_beyond_the_limit(decode: float, block: fl
 
 
 def test_short_prompts_share_the_time() -> None:
-    """Prompts share a pass over the weights, which is paid once. A started block counts as a whole
-    one."""
+    """Short prompts share one pass over the weights, which is paid for once. A partly filled block
+    counts as a whole block."""
     machine = Machine(DecodeSteps(5))
     machine.streams()
     for index in range(5):
@@ -190,8 +192,9 @@ def test_budget_follows_the_costs_of_blocks(factor: float, blocks: int) -> None:
 
 
 def test_incomplete_blocks_count_until_whole_ones_are_measured() -> None:
-    """Natively a prompt of one token costs a tenth of a block. After many of them, a long prompt
-    once got ten times its time."""
+    """With native kernels, a prompt of one token costs a tenth of a block. After many such prompts
+    the cost of a block was underestimated, and a long prompt once took ten times the planned
+    time."""
     target = DecodeSteps(11)
     budget = PrefillBudget(target, None, 8 * BLOCK)
     assert budget.work(1) == 0.0
@@ -208,7 +211,7 @@ def test_incomplete_blocks_count_until_whole_ones_are_measured() -> None:
 
 
 def test_budget_accepts_steps_that_cost_nothing() -> None:
-    """The clock may stop."""
+    """The clock may stand still during a step."""
     machine = Machine(DecodeSteps(3), decode=0.0, block=0.0, passing=0.0)
     machine.streams()
     machine.add("prompt", PROMPT)
@@ -216,7 +219,8 @@ def test_budget_accepts_steps_that_cost_nothing() -> None:
 
 
 def test_prompts_in_a_pass_cost_its_time_beyond_a_decode_step() -> None:
-    """0.16 seconds are left, and a chunk saves the time of reading the weights again."""
+    """Decoding leaves 0.16 seconds of the gap. A chunk in the same pass saves the time of reading
+    the weights again, so more than two blocks fit."""
     apart, together = Machine(DecodeSteps(3)), Machine(DecodeSteps(3), saved=0.06)
     for machine in (apart, together):
         machine.streams()
@@ -229,9 +233,9 @@ def test_prompts_in_a_pass_cost_its_time_beyond_a_decode_step() -> None:
 
 
 def test_free_pass_allows_whole_chunks() -> None:
-    """A block computed with a decode step took no longer than the decode step alone. Its cost of 0
-    was read as unknown, so the prompts of 32 streams were computed by single blocks (586 instead of
-    747 tokens/s)."""
+    """A block computed together with a decode step took no longer than the decode step alone. Its
+    cost of 0 was once read as unknown, so the prompts of 32 streams were computed one block at a
+    time (586 instead of 747 tokens/s)."""
     budget = PrefillBudget(DecodeSteps(3), None, 8 * BLOCK)
     for _ in range(WINDOW):
         budget.decoded(3, 0.080)
@@ -240,7 +244,8 @@ def test_free_pass_allows_whole_chunks() -> None:
 
 
 def test_small_models_compute_whole_chunks() -> None:
-    """A gap of a few milliseconds goes unnoticed."""
+    """With a small model, a step of whole chunks takes a few milliseconds, a gap that nobody
+    notices."""
     machine = Machine(DecodeSteps(3), decode=0.001, block=0.002, passing=0.001)
     machine.streams()
     machine.add("prompt", PROMPT)
@@ -249,9 +254,9 @@ def test_small_models_compute_whole_chunks() -> None:
 
 
 def test_clients_of_shared_passes_do_not_starve() -> None:
-    """32 clients each send a new prompt as soon as their stream ends. Because passes were shared,
-    the cost of decoding was known only for few rows, prompts got single blocks, and half of the
-    clients waited for seconds, forever."""
+    """Each of 32 clients sends a new prompt as soon as its stream ends. Because passes were shared,
+    the cost of decoding was once known only for small batches, prompts got single blocks, and half
+    of the clients kept waiting for seconds."""
     machine = Machine(DecodeSteps(4), slots=32, decode=0.006, row=0.0008, block=0.015, saved=0.004)
     machine.passing = 0.008
     waiting: list[int] = []
@@ -270,9 +275,9 @@ def test_clients_of_shared_passes_do_not_starve() -> None:
 
 
 def test_late_first_tokens_lengthen_steps() -> None:
-    """A single prompt that is not late keeps the gap. A queue of prompts, or an old one, lengthens
-    the step in proportion to its delay, up to a limit that grows with the number of waiting prompts
-    per stream."""
+    """A single prompt that is not late does not lengthen the gap. A queue of prompts, or a prompt
+    that has waited long, lengthens the step in proportion to the delay, up to a limit. The limit
+    grows with the number of waiting prompts per stream."""
     budget = PrefillBudget(1.0, 0.5, 64 * BLOCK)
     budget.decoded(2, 0.02)
     budget.prefilled([BLOCK] * 8, 0.1 * (8 + PASS_WORK))
@@ -313,8 +318,8 @@ seconds = st.floats(min_value=1e-5, max_value=10.0)
 def test_no_step_is_longer_than_its_bounds(
     target: TargetGap, decode: float, block: float, passing: float, chunk: int
 ) -> None:
-    """Once costs are known, a step takes no longer than the target or than the least work for
-    prompts. Every step continues a prompt."""
+    """Once costs are known, a step takes no longer than the target, or than the least work for
+    prompts where that takes longer. Every step continues a prompt."""
     machine = Machine(target, chunk, decode, block, passing * block)
     machine.streams()
     machine.add("prompt", WINDOW * chunk)

@@ -1,7 +1,7 @@
-"""Generation under constraints: a finished text matches, a cut text begins a match, and other
-requests are not affected. Oracles are Python's `re` and `model/inference/reference.py`. The random
-model favors no token, and its vocabulary splits characters in odd places, so it tries everything
-that the mask allows."""
+"""Generation under constraints: a finished text matches, a truncated text can still become a match,
+and other requests are not affected. The oracles are Python's `re` and
+`model/inference/reference.py`. The random model favors no token, and its vocabulary splits
+characters in odd places, so generation tries everything that the mask allows."""
 
 import dataclasses
 import json
@@ -63,7 +63,8 @@ def written_bytes(outcome: Outcome) -> bytes:
 
 
 def begins_a_match(source: Source, text: bytes) -> bool:
-    """True if a text, byte by byte, can still become a match. For vocabularies of bytes."""
+    """True if a text can still become a match, taken byte by byte. Works for byte vocabularies
+    only."""
     matcher = BYTES.compile(source).matcher()
     for byte in text:
         if matcher.complete or not matcher.allowed()[byte]:
@@ -73,8 +74,8 @@ def begins_a_match(source: Source, text: bytes) -> bool:
 
 
 def check(source: Source, outcome: Outcome) -> str | None:
-    """Check a completion by the rules for finished texts or for cut ones. Returns the text if it is
-    finished."""
+    """Check a completion by the rules for finished texts or for truncated texts. Return the text if
+    it is finished."""
     text = written_bytes(outcome)
     if outcome.ended.reason is FinishReason.STOP:
         return text.decode()  # whole characters
@@ -191,7 +192,8 @@ with pytest.MonkeyPatch.context() as patched:
 
 
 def costly_sources() -> st.SearchStrategy[Source]:
-    """Sources whose lexers grow with each token, some so much that a text is ended."""
+    """Sources whose lexers grow with each token, some of them so fast that the engine ends the
+    sequence."""
     growing = st.builds(
         "({}[a-m].{{{}}}[n-z])+".format, st.sampled_from([".*", "[^q]*", "x?"]), st.integers(6, 12)
     )
@@ -208,7 +210,7 @@ def costly_sources() -> st.SearchStrategy[Source]:
 
 
 def fates(*requests: GenerationRequest) -> dict[tuple[str, int], tuple[Any, ...]]:
-    """Tokens, reason and error of each sequence."""
+    """Tokens, finish reason and error of each sequence."""
     outcomes = run(GPT_OF_THE_TESTS, *requests, slots=16)
     return {
         key: (outcome.token_ids, outcome.ended.reason, outcome.ended.error)
@@ -243,7 +245,8 @@ def error_alone(source: Source, token_ids: list[int]) -> tuple[int, str | None]:
 def test_other_constraints_change_no_outcome(
     source: Source, other: Source, seed: int, others: int
 ) -> None:
-    """Alone, as one of eight, next to others and after them."""
+    """A request is run alone, as one of eight sequences, and next to other constraints; its
+    outcomes are always the same."""
     alone = fates(costly("a", TIGHT.compile(source), seed, 8))
     for token_ids, _, error in alone.values():
         assert error_alone(source, token_ids) == (len(token_ids), error)
@@ -324,7 +327,8 @@ def test_matcher_ends_its_own_sequence_alone(
     max_tokens: int,
     late: bool,
 ) -> None:
-    """The end may be known only when the next token is due, or when there is no room for one."""
+    """The engine may learn of the end only when the next token is due, or when there is no room
+    left for a token."""
     gpt = small_gpt()
     free = [generation(f"free {i}", [1, 2, i], seed=i, temperature=1.0) for i in range(3)]
     expected = run(gpt, *free)

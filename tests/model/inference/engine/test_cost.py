@@ -82,7 +82,7 @@ REQUESTS: dict[str, st.SearchStrategy[Request]] = {
 
 
 def computed(request: Request, outcomes: dict[tuple[str, int], Outcome]) -> int:
-    """Number of computed elements of the engine's answer, including columns that are not
+    """Number of elements that the engine computed for its answer, including columns that are not
     returned."""
     handed_out = sum(event.rows.size for one in outcomes.values() for event in one.rows)
     if isinstance(request, OutputsRequest) and isinstance(request.output, Logits):
@@ -107,7 +107,7 @@ def test_cost_equals_computed_work(kind: str, data: st.DataObject) -> None:
 )
 @pytest.mark.parametrize(("missing", "blocks"), [(0, 2), (1, 1)])
 def test_engine_books_steps_by_the_same_price(wanted: Any, missing: int, blocks: int) -> None:
-    """A step has room for two blocks; with one element less, for one."""
+    """A step has room for exactly two blocks. With one element less, it has room for one block."""
     request = rows(wanted, tuple(range(2 * BLOCK)))
     driven = Driven(GPT, prefill_chunk=2 * BLOCK)
     driven.engine._scheduler.step_elements = 2 * BLOCK * position_elements(request, SHAPE) - missing

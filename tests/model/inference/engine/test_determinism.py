@@ -78,8 +78,8 @@ CHANGES = (
 
 AS_THEY_ARE = RowGroups(1, 33)
 POOL, MIXES = 14, 1
-"""Numbers of requests and of engines that compute some of them together. Enough to notice missing
-padding rows."""
+"""Number of requests in the pool, and number of engines that each compute a random mix of them.
+These are enough to detect missing padding rows."""
 
 
 def shape(name: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> GPT:
@@ -164,7 +164,7 @@ def differences(
     make_decoder: DecoderMaker = PlainDecoder,
     **config: Any,
 ) -> int:
-    """Number of sequences whose outcome in a batch differs from that alone."""
+    """Number of sequences whose outcome in a batch differs from their outcome alone."""
     rng = random.Random(str(seed))
     pool = pool_of_requests(rng, gpt, pool_size, max_tokens)
     expected = alone(gpt, pool, make_decoder, **config)
@@ -272,8 +272,8 @@ def test_batch_changes_no_bit_with_two_threads(dtype: torch.dtype) -> None:
 def test_step_times_change_no_bit(
     native: DecoderMaker, seed: int, target: TargetGap | None, chunk: int
 ) -> None:
-    """The times of earlier steps decide how many positions of a prompt a step computes. With a
-    jumping clock that differs in every step."""
+    """The times of earlier steps decide how many prompt positions a step computes. With a jumping
+    clock, this number differs from step to step."""
     gpt, rng = shape("modern", head_dim=16), random.Random(seed)
     pool = pool_of_requests(rng, gpt, 8, max_tokens=24)
     for make_decoder in (PlainDecoder, native):

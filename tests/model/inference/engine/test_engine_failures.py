@@ -83,8 +83,8 @@ def test_failed_forward_fails_the_requests_of_its_step(gpt: GPT, fails_in: str) 
 
 
 def test_failed_step_leaves_no_prefix_to_share(gpt: GPT) -> None:
-    """A failed step may have left anything in the cache, so prompts do not copy from it or from
-    older entries; they are computed."""
+    """A failed step may have left anything in the cache, so later prompts copy neither from it nor
+    from older entries. They are computed again."""
     prompt = random_prompt(random.Random(9), 100)
     driven = Driven(failing_gpt(gpt, 3, 5), slots=3, prefill_chunk=64)
     driven.add(generation("first", prompt, max_tokens=1))  # calls 1 and 2

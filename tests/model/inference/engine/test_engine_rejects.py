@@ -1,5 +1,6 @@
-"""Engine: impossible requests are refused with the field and the numbers; the largest possible ones
-fit. `tests/service/http/test_refused_fields.py` has those that an operation's fields can say."""
+"""Engine: impossible requests are refused with a message that names the field and the numbers, and
+the largest possible requests fit. Refusals that depend only on an operation's own fields are tested
+in `tests/service/http/test_refused_fields.py`."""
 
 import re
 from typing import Any

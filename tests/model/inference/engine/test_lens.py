@@ -63,7 +63,7 @@ def rows_of(outcome: Outcome) -> Any:
 
 @dataclass(frozen=True)
 class Values:
-    """Numbers of a lens by position and layer: (P, layers, ...) each."""
+    """The numbers of a lens, in arrays of shape (P, layers, ...)."""
 
     ids: Any
     logprobs: Any
@@ -74,7 +74,7 @@ class Values:
 
 
 def split(rows: Any, lens: Lens) -> Values:
-    """The lens of numbers (P, layers, width), computed by hand."""
+    """Split the rows (P, layers, width) of a lens into its values."""
     k, n = lens.top_k, len(lens.token_ids)
     parts = np.split(rows, [k, 2 * k, 2 * k + n, 2 * (k + n)], axis=-1)
     ids, logprobs, named, ranks, figures = parts
@@ -90,7 +90,7 @@ def lens_of(gpt: GPT, request: OutputsRequest, **config: Any) -> Values:
 
 
 def same_bits(one: Values, other: Values, positions: Any = slice(None)) -> bool:
-    """True if `other` equals `one` at some of its positions, to the bit."""
+    """True if `other` equals `one` at the given positions of `one`, bit for bit."""
     return all(
         np.array_equal(getattr(one, field.name)[positions], getattr(other, field.name))
         for field in fields(Values)
@@ -172,7 +172,8 @@ def test_lens_includes_the_subtraction_of_the_middle_block() -> None:
 
 
 def test_lens_of_the_last_layer_has_the_bits_of_the_logits(gpt: GPT) -> None:
-    """The logprob of every id, from the same rows of logits."""
+    """The lens lists the logprob of every id. It is compared with the logits of a separate
+    request."""
     every = Lens(layers=(3,), top_k=257, token_ids=tuple(range(257)))
     values = lens_of(gpt, ask(every))
     logits = run(gpt, outputs_request("a", PROMPT))["a", 0].values
@@ -216,7 +217,7 @@ def split_following(outcome: Outcome) -> Values:
 
 
 def test_following_token_has_the_bits_of_naming_and_scoring_it(gpt: GPT) -> None:
-    """The last layer has the bits of a score."""
+    """The numbers for the last layer have the same bits as a score."""
     positions = range(3, LENGTH - 1)
     every = Lens(layers=LAYERS, top_k=6, token_ids=tuple(range(257)))
     named = lens_of(gpt, ask(every, positions))
@@ -294,7 +295,7 @@ def test_lens_that_is_not_finite_ends_its_own_request_alone(gpt: GPT) -> None:
 def test_native_decoder_matches_the_lens(
     library: ctypes.CDLL, family: str, dtype: torch.dtype, quantize: Quantization
 ) -> None:
-    """The streams are float32, and the weights of either norm are unchanged."""
+    """The residual streams stay in float32, and the weights of the norms are not quantized."""
     native = partial(NativeDecoder, library, threads=2, quantize=quantize)
     gpt = tiny_gpt(tiny_config(**{**FAMILIES[family], "head_dim": 16})).to(dtype)
     every = Lens(layers=LAYERS, top_k=257, token_ids=())

@@ -23,8 +23,8 @@ tokens_of_a_text = st.lists(st.integers(0, 1) | st.integers(0, 3), max_size=90)
 
 
 def searched(tokens: list[int]) -> tuple[int, int]:
-    """The definition of `Repeats.find`: the latest earlier places of the last pair, and of these
-    the longest run."""
+    """`Repeats.find` by its definition: of the latest earlier places where the last pair of tokens
+    occurs, the place with the longest matching run."""
     ends = [end for end in range(len(tokens) - 1, 1, -1) if tokens[end - 2 : end] == tokens[-2:]]
     for length in range(LONGEST, SHORTEST - 1, -1):
         for end in ends[:CANDIDATES]:
@@ -55,7 +55,7 @@ def test_continuation_reads_on_into_itself(tokens: list[int], data: st.DataObjec
 
 
 def drafts_over(text: list[int], known: int, sequences: int = 1) -> list[Draft]:
-    """The drafts made while a text grows from `known` on, one per step."""
+    """The drafts made while a text grows from its first `known` tokens, one draft per step."""
     tokens = text[:known]
     drafter, drafts = Drafter(tokens), []
     while len(tokens) < len(text):
@@ -80,7 +80,7 @@ def drafts_over(text: list[int], known: int, sequences: int = 1) -> list[Draft]:
     [(1, [1, 2, 5, 7, 7, 7]), (2, [1, 1, 2, 5, 7, 7, 6]), (8, [1, 1, 1, 1, 1, 2, 5, 7, 7])],
 )
 def test_right_guesses_grow_fast(sequences: int, lengths: list[int]) -> None:
-    """Drafts grow sooner with fewer other sequences."""
+    """With fewer other sequences, drafts grow sooner."""
     drafts = drafts_over(list(range(20)) * 3, known=24, sequences=sequences)
     assert [len(draft.token_ids) for draft in drafts] == lengths
     assert all(draft.accepted == len(draft.token_ids) for draft in drafts)
@@ -151,7 +151,7 @@ def test_draft_has_the_rows_that_pay(rate: float, sequences: int) -> None:
 @pytest.mark.parametrize("sequences", [1, 8])
 @pytest.mark.parametrize("alphabet", [10, 50, 500])
 def test_random_text_has_few_wrong_rows(alphabet: int, sequences: int) -> None:
-    """Runs repeat all the time, but different ids follow."""
+    """Runs of ids repeat all the time, but a different id follows each time."""
     rng = random.Random(alphabet)
     text = [rng.randrange(alphabet) for _ in range(4000)]
     drafts = drafts_over(text, known=100, sequences=sequences)

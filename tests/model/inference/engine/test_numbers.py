@@ -118,8 +118,8 @@ def test_eviction_changes_no_bit(gpt: GPT, wanted: Any) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_processed_logits_match_the_definition(seed: int) -> None:
-    """Compare with definitions on Python lists, for a text that is partly prompt and partly
-    generated."""
+    """Compare the logits with the definition on Python lists, for a text that is partly prompt and
+    partly generated."""
     gpt, rng = tiny_gpt(), random.Random(seed)
     sampling = random_params(rng, 1, 257)
     start = rng.choice([None, 0, 20, 40, 75])

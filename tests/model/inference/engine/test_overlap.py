@@ -51,8 +51,9 @@ from tests.profiles import examples
 def test_overlapped_steps_have_the_events_of_sequential_ones(
     commands: list[Ask | Command], slots: int
 ) -> None:
-    """Requests of every kind, aborts, deadlines and new weights at any time. Batch-invariant: the
-    row of an ended sequence in a step in flight must change no bit."""
+    """Requests of every kind are played, with aborts, deadlines and new weights at any time. The
+    engine is batch-invariant, so the leftover row of a sequence that ended during a step in flight
+    must change no bit."""
     overlapped = Played(slots=slots).play(commands)
     assert overlapped == Played(slots=slots, overlap=False).play(commands)
 
@@ -65,7 +66,7 @@ def test_overlapped_steps_have_the_events_of_sequential_ones(
 def test_overlapped_tokens_match_the_reference(
     commands: list[Ask | Command], most_steps: int
 ) -> None:
-    """Steps have different sizes, and launches different numbers of steps."""
+    """Steps have different sizes, and launches contain different numbers of steps."""
     played = Played(batch_invariant=False, most_steps=most_steps)
     played.play(commands)
     for request in played.asked:
@@ -91,8 +92,8 @@ failures = given(
 def test_failing_decoder_fails_the_same_step(
     prompts: list[list[int]], waits: list[int], fails_at: set[int]
 ) -> None:
-    """An error of a launch is raised when its tokens are due, after the tokens of the step before
-    it. Sequences end by length, so the forwards are the same."""
+    """An error in a launch is raised when the launch's tokens are due, after the tokens of the
+    previous step. Sequences end by length, so both engines run the same forwards."""
     said = []
     for overlap in (True, False):
         make = partial(graph_decoder, batch_invariant=True, overlap=overlap, most_steps=1)
@@ -137,8 +138,8 @@ def test_later_steps_are_launched_before_they_are_due() -> None:
 
 
 def test_launch_of_several_steps_yields_their_tokens_together() -> None:
-    """It has no more steps than the longest sequence needs, and the other one's are dropped. The
-    first ends at the end of its slot."""
+    """A launch has no more steps than the longest sequence needs, and the extra tokens of the
+    shorter sequence are dropped. The sequence "end" ends at the end of its slot."""
     length = OLD.config.context_length
     asked = {"end": (random_prompt(random.Random(3), length - 5), 5), "long": ([4, 5], 17)}
     driven = Played(most_steps=8, batch_invariant=False).driven
@@ -155,7 +156,7 @@ def test_launch_of_several_steps_yields_their_tokens_together() -> None:
 
 
 def test_changed_rows_do_not_wait_for_the_step_in_flight() -> None:
-    """The others' step was launched ahead without these rows."""
+    """The step of the other sequences was launched ahead, without the changed rows."""
     zero = Intervention(stage="blocks.0.attention.v", operation="zero")
     plain = generation("plain", [1, 2, 3], max_tokens=60)
     changed = replace(generation("changed", [4, 5], max_tokens=5), interventions=(zero,))
@@ -192,8 +193,9 @@ def test_new_prompt_does_not_wait_for_the_step_in_flight() -> None:
 
 @pytest.mark.parametrize("ends_by", ["abort", "stop", "deadline"])
 def test_next_sequence_of_a_slot_sees_no_step_in_flight(ends_by: str) -> None:
-    """The token in flight is far after the next prompt, and not finite. It must be gone, not only
-    masked, before the slot's next sequence reaches its position."""
+    """The token in flight lies far beyond the end of the next prompt, and its numbers are not
+    finite. They must be erased, not only masked, before the slot's next sequence reaches that
+    position."""
     prompt = random_prompt(random.Random(11), 50)
     text = generate(OLD, prompt, params(4))
     assert len(set(text)) == 4

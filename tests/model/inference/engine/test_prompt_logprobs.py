@@ -14,8 +14,9 @@ PROMPT = random_prompt(random.Random(0), 100)
 
 @pytest.mark.parametrize("prefill_chunk", [32, 64, 96, 128])
 def test_prompt_logprobs_precede_tokens(prefill_chunk: int) -> None:
-    """The sequence that scores the prompt computes all of it, while its siblings could copy all of
-    it. If they got ahead of it, an echo would begin with the completion."""
+    """The sequence that scores the prompt computes all of it, while its sibling sequences could
+    copy all of it. If they got ahead of it, an echoed prompt would come after the completion's
+    first tokens."""
     driven = Driven(GPT, prefill_chunk=prefill_chunk)
     driven.add(generation("before", PROMPT))
     driven.drain()

@@ -1,6 +1,8 @@
-"""WaitingQueue: callers take turns, each caller's requests in order of arrival, and none starves.
+"""WaitingQueue: callers take turns, each caller's requests are served in order of arrival, and no
+request starves.
 
-Compared with a plain list and with counts; also the scheduler's prompts, which take turns too.
+The queue is compared with a plain list and with counts. The scheduler's prompts, which take turns
+too, are tested as well.
 """
 
 import itertools

@@ -37,7 +37,8 @@ OUTPUT_ELEMENTS = 32
 
 @dataclass(frozen=True)
 class Cell:
-    """A position of a slot: the keys and values of the last of these tokens, after the others."""
+    """The contents of one cache position: the keys and values of the last of `tokens`, which
+    follows all the others."""
 
     tokens: tuple[int, ...]
     prefilled: bool
@@ -172,8 +173,8 @@ class Simulation:
                 assert cells[position].prefilled or self.share_decoded
 
     def best_prefix(self, sequence: Sequence) -> int:
-        """The most whole blocks that any row held before this step, up to the first needed
-        position. Decoded blocks count only after their sequence has ended."""
+        """Length of the longest prefix in whole blocks that any row held before this step, up to
+        the first needed position. Decoded blocks count only once their sequence has ended."""
         if not self.scheduler.config.prefix_reuse:
             return 0
         decoding = {
@@ -298,9 +299,9 @@ def test_large_outputs_cool_down_while_others_decode(width: int) -> None:
 
 
 def test_tapped_steps_cool_down_while_others_decode() -> None:
-    """Twenty requests with interventions once made others' tokens take eight times as long: each
-    step had all of their prompts and rows. Now it has one of their prompts, and then others decode
-    for twice as long as that took."""
+    """Twenty requests with interventions once made the tokens of other requests take eight times as
+    long, because each step computed all of their prompts and rows. A step now computes one of these
+    prompts, and then the other requests decode for twice as long as that step took."""
     scheduler = Scheduler(EngineConfig(slots=5, prefill_chunk=256))
     change = (Intervention(stage="embedding", operation="zero"),)
     decoding = Sequence(Group(generation("decoding", [1], max_tokens=99)), 0, 0.0)
@@ -367,8 +368,8 @@ def test_costly_changed_rows_decode_in_turn(row: int, at_once: int) -> None:
 
 @pytest.mark.parametrize(("row", "held"), [(2 * STEP_ELEMENTS, 1), (STEP_ELEMENTS // 3, 3)])
 def test_changed_rows_take_no_slots_to_wait_in(row: int, held: int) -> None:
-    """64 sequences with interventions of one caller once held all slots for a minute and computed
-    one row a step, while others waited for a slot."""
+    """One caller's 64 sequences with interventions once held all slots for a minute. Each step
+    computed only one of their rows, while other callers waited for a slot."""
     scheduler = Scheduler(EngineConfig(slots=7))
     sequences = [changed(f"{number}", StepCost(row=row), caller="a") for number in range(7)]
     plain = Sequence(Group(generation("plain", [1], max_tokens=9, caller="b")), 0, 0.0)
@@ -383,8 +384,8 @@ def test_changed_rows_take_no_slots_to_wait_in(row: int, held: int) -> None:
 
 
 def test_caller_leaves_slots_while_another_one_is_about() -> None:
-    """A caller that held all slots once made the next request of another one wait until the first
-    of its long texts ended."""
+    """A caller that held all slots once made another caller's next request wait until the first of
+    its long texts ended."""
     scheduler = Scheduler(EngineConfig(slots=16, prefill_chunk=32))
 
     def running_after(now: float, caller: str, n: int = 1) -> int:
@@ -434,7 +435,8 @@ def test_attributions_get_half_of_the_time_next_to_heavy_prompts() -> None:
 
 
 def test_callers_of_attributions_get_equal_times() -> None:
-    """Pieces in turn once made a short attribution wait for a long piece before each of its own."""
+    """Strictly alternating pieces once made a short attribution wait for a long piece of another
+    caller before each of its own pieces."""
     scheduler, task = Scheduler(EngineConfig(slots=2)), AttributionTask(position=0)
     for caller, count in (("slow", 2), ("fast", 1)):
         for index in range(count):
@@ -470,7 +472,7 @@ def test_small_outputs_have_no_cooldown() -> None:
 
 
 def behind(simulation: Simulation, *requests: Request) -> list[Sequence]:
-    """Requests for rows that no client reads, computed as far as possible."""
+    """Add requests for rows that no client reads, and compute them as far as possible."""
     sequences = [simulation.add(request)[0] for request in requests]
     while simulation.scheduler.has_work():
         simulation.step()
@@ -520,8 +522,9 @@ def test_no_more_are_paused_than_there_are_slots() -> None:
 
 
 def test_competing_readers_all_finish() -> None:
-    """There are more large replies than slots, each read on arrival. All end, in a number of steps
-    bounded by the work including repeated work."""
+    """There are more large replies than slots, and each reply is read only when no more work is
+    possible. All requests finish, in a number of steps bounded by their work, repeated work
+    included."""
     simulation = Simulation(slots=2)
     requests = [outputs_request(str(i), [i] * 320, range(320)) for i in range(4)]
     sequences = [simulation.add(request)[0] for request in requests]

@@ -60,7 +60,8 @@ def exact(gpt: GPT) -> GPT:
 
 
 def check_close(value: Tensor, expected: Tensor, what: str = "") -> None:
-    """Compare to 1e-5 of the largest number: the head always computes in float32."""
+    """Compare to within 1e-5 of the largest expected number: the head always computes in
+    float32."""
     expected = expected.to(value.dtype)
     finite = expected[expected.isfinite()]
     scale = max(1.0, float(finite.abs().max())) if len(finite) else 1.0
@@ -104,7 +105,7 @@ def test_recorded_stages_match_their_definition(exact: GPT, prefill_chunk: int) 
 
 @pytest.mark.parametrize("kept", get_args(KVCacheDType))
 def test_recorded_stages_have_the_bits_of_their_own_outputs(gpt: GPT, kept: KVCacheDType) -> None:
-    """Keys and values may be returned as rounded."""
+    """Keys and values are returned either exactly or as the cache rounds them."""
 
     def rows(output: Any) -> Tensor:
         return run(gpt, ask(output), kv_cache_dtype=kept)["a", 0].values
@@ -165,7 +166,7 @@ def covered(intervention: Intervention, length: int, prompt_length: int) -> Sequ
 
 
 def changed_by_hand(change: Intervention, numbers: Tensor, values: Tensor | None) -> Tensor:
-    """The operation on the chosen numbers of one head at one position."""
+    """Apply the operation of `change` to the chosen numbers of one head at one position."""
     match change.operation:
         case "zero":
             return torch.zeros_like(numbers)
@@ -178,14 +179,15 @@ def changed_by_hand(change: Intervention, numbers: Tensor, values: Tensor | None
 
 
 def change_by_hand(interventions: Sequence[Intervention], prompt_length: int) -> Change:
-    """The same change in plain torch, on whole texts."""
+    """The interventions as a change of `plain_stages`, in plain torch and on whole texts."""
 
     def unit(direction: Any, index: int, like: Tensor) -> Tensor:
         row = direction if direction.ndim == 1 else direction[index]
         return torch.nn.functional.normalize(torch.from_numpy(row).to(like.dtype), dim=0)
 
     def of_row(change: Intervention, place: int, index: int | None, row: Tensor) -> Tensor:
-        """The changed row of a stage; `index` is that of its head among the chosen ones."""
+        """The changed row of a stage; `index` is the position of its head among the chosen
+        heads."""
         values = change.values
         if values is not None:
             given = values[place % len(values)]
@@ -282,7 +284,7 @@ def changeable(gpt: GPT) -> list[str]:
 @pytest.mark.parametrize("count", [2, pytest.param(None, marks=pytest.mark.slow)])
 def test_intervention_at_any_stage_matches_a_change_by_hand(exact: GPT, count: int | None) -> None:
     """Positions, heads and values are random. All later stages match the definition with the same
-    change. The fast test takes some stages."""
+    change. The fast test checks only some stages."""
     gpt = exact
     rng = random.Random(gpt.config.n_head if count is None else count)
     everything = Activations(stages=tuple(names(gpt)))
@@ -402,7 +404,8 @@ def test_generation_follows_the_changed_forward(exact: GPT) -> None:
 
 @pytest.mark.parametrize("count", [2, pytest.param(None, marks=pytest.mark.slow)])
 def test_patching_a_prompt_with_itself_changes_no_bit(gpt: GPT, count: int | None) -> None:
-    """Stages that the forward uses directly keep every bit. The fast test takes some stages."""
+    """Stages that the forward uses directly keep every bit. The fast test checks only some
+    stages."""
     rng = random.Random(count)
     for name in changeable(gpt) if count is None else rng.sample(changeable(gpt), count):
         if name.endswith((".scores", ".probs")):
@@ -420,8 +423,8 @@ def test_patching_a_prompt_with_itself_changes_no_bit(gpt: GPT, count: int | Non
 
 @cache
 def changed_and_plain() -> tuple[GPT, list[Any], dict[tuple[str, int], Outcome]]:
-    """Generations, rows and scores with and without changes, and the result of each alone in pieces
-    as large as possible."""
+    """Generations, rows and scores, with and without changes, and the result of each request when
+    it runs alone in the largest possible pieces."""
     gpt = tiny_gpt(tiny_config())
     rng = random.Random(3)
     requests: list[Any] = []
@@ -467,8 +470,8 @@ def changed_and_plain() -> tuple[GPT, list[Any], dict[tuple[str, int], Outcome]]
 def test_changed_sequences_and_others_keep_their_bits_in_a_batch(
     elements: int, slots: int, blocks: int
 ) -> None:
-    """All run together, even with few elements per step. Prefixes with a change are not shared,
-    though all prompts begin alike."""
+    """All requests run together, even if a step has room for few elements. Prefixes with a change
+    are not shared, although all prompts begin alike."""
     gpt, requests, alone = changed_and_plain()
     driven = Driven(gpt, slots=slots, prefill_chunk=blocks * BLOCK)
     driven.engine._scheduler.step_elements = elements

@@ -55,8 +55,9 @@ def test_cache_of_old_weights_is_never_shared() -> None:
 
 @pytest.mark.parametrize("turn", ["before it is known", "once it is known"])
 def test_request_uses_one_version_of_the_weights(turn: str) -> None:
-    """A sweep's later prompts use the version of its first ones. They may arrive when others
-    already wait for the next version; neither may block the other."""
+    """The later prompts of a sweep use the same version of the weights as its first prompts. They
+    may arrive when other requests already wait for the next version. Neither may block the
+    other."""
     prompt = random_prompt(random.Random(3), 40)
     driven = Driven(OLD, slots=2)
     driven.add(generation("first", prompt))

@@ -1,4 +1,5 @@
-"""Choice of dtype and decoder by the machine, with a reason and without loss."""
+"""Dtype and decoder are chosen for the machine, with a stated reason and without a loss in
+quality."""
 
 import ctypes
 import os
@@ -45,7 +46,7 @@ COVERED = tiny_config(head_dim=16)
 
 @pytest.fixture
 def multiplies_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give the processor dot products of bfloat16."""
+    """Pretend that the processor has bfloat16 dot products."""
     monkeypatch.setattr(select, "processor_features", lambda: frozenset({"avx512_bf16"}))
 
 
@@ -126,7 +127,8 @@ HERE = runnable(platform.machine(), processor_features())
 
 
 def test_target_is_refused_if_the_system_withholds_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the other machines of a fleet would compute with AMX, hence different bits."""
+    """Otherwise this machine would compute without AMX and produce different bits than the rest of
+    a fleet."""
 
     class Withheld:
         def logitd_has_tiles(self) -> int:
@@ -174,7 +176,7 @@ ELSEWHERE = {
     "ONEDNN_MAX_CPU_ISA": "SSE41",
     "MKL_CBWR": "COMPATIBLE",
 }
-"""Environment that makes torch compute as on a lesser processor."""
+"""Environment variables that make torch compute as on a less capable processor."""
 SHOW = """
 import sys
 from logitd.model.llm import LLM, SamplingParams
@@ -195,7 +197,7 @@ def test_target_has_the_same_bits_on_processors_where_torch_differs() -> None:
         pytest.skip("this processor does not run x86-64-v3")
 
     def shown(target: str, **environment: str) -> str:
-        """The numbers that a target, or torch, computes."""
+        """The printed numbers that a target, or torch, computes."""
         return subprocess.run(
             [sys.executable, "-c", SHOW, str(BUNDLED), target],
             check=True, capture_output=True, text=True, env={**os.environ, **environment},

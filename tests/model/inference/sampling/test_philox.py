@@ -66,7 +66,7 @@ def test_draws_are_uniform_along_each_argument(along: str) -> None:
     )
 )
 def test_uniforms_of_arrays_equal_single_draws(places: list[tuple[int, int, int]]) -> None:
-    """Arrays are short and long, with the dtypes of a step's draws."""
+    """The arrays are short or long, and have the dtypes of a step's draws."""
     seeds, positions, indices = zip(*places, strict=True)
     drawn = uniforms(
         np.array(seeds, np.uint64), np.array(positions, np.uint32), np.array(indices, np.uint32)

@@ -1,8 +1,9 @@
 """Sampler: each step against its definition for one row, and each row alone and in a batch.
 
 The definitions on plain Python numbers are in `model/inference/reference.py`. Rounding may decide
-ids that are very near a filter's edge. So the support must lie between those of a slightly narrower
-and a slightly wider filter, and each sample within the interval of its token.
+whether an id very near a filter's edge can be sampled. So the set of possible ids must contain the
+set of a slightly narrower filter and be contained in the set of a slightly wider one. Each sample
+must lie within the interval of its token.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ VOCAB = 13
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """Fields of any kind of result."""
+    """The result of sampling a row, of whatever type, in a single form."""
 
     token_id: int
     chosen: TokenLogprob | None = None
@@ -372,8 +373,8 @@ def test_row_is_the_same_alone_and_in_a_batch(
 def test_scored_rows_have_the_bits_of_each_alone_and_the_order_of_the_definition(
     logits: list[list[float]], count: int, data: st.DataObject
 ) -> None:
-    """Ranks and the likeliest ids, ties ordered by id and dropped ids left out, compared with
-    Python lists."""
+    """Ranks and the likeliest ids are compared with Python lists. Ties are ordered by id, and
+    dropped ids are left out."""
     ids = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=len(logits), max_size=len(logits)))
     together = score(torch.tensor(logits), ids, count)
     arrays = score_rows(torch.tensor(logits), ids, count)

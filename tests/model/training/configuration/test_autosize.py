@@ -45,8 +45,8 @@ MODELS = {size: candidate.model for size, candidate in CANDIDATES.items()}
 FLOPS = {size: flops_per_token(model) for size, model in MODELS.items()}
 MATRICES = {size: count_elements(model).block_matrices for size, model in MODELS.items()}
 ONE_CORE = 7.2e10
-"""Operations per second of training, of the core on which the sizes were compared: 1.84 million
-tokens of 6.7 million operations in 170 s."""
+"""Training speed, in operations per second, of the core on which the sizes were compared: 1.84
+million tokens of 6.7 million operations each in 170 s."""
 
 
 def _chosen(seconds: float, operations: float = ONE_CORE) -> Choice:
@@ -128,7 +128,7 @@ class _Clock:
         self._now, self._looks, self._step_seconds = 0.0, 0, step_seconds
 
     def __call__(self) -> float:
-        """Every third reading is after a step."""
+        """From the fourth on, every third reading of the clock comes after a step."""
         self._looks += 1
         if self._looks > 1 and self._looks % 3 == 1:
             step = self._looks // 3
@@ -216,7 +216,7 @@ def test_run_keeps_its_chosen_size_and_resumes_without_measuring(
 def _choice(
     asked: TrainingConfig, tokens: float, published: int | None = None, size: Size = SIZES[2]
 ) -> Choice:
-    """The choice of `size` (default: that of `tiny`) for a run of this many tokens."""
+    """The choice of `size` (by default `tiny`) for a run of this many tokens."""
     return Choice(size, resolve_size(asked, size, published), 1.0, tokens, {})
 
 

@@ -1,4 +1,5 @@
-"""Fine-tuning of whole models and by adapters: the start, allowed changes, and the files."""
+"""Fine-tuning of whole models and with adapters: the start, the changes that are allowed, and the
+files."""
 
 import json
 from collections.abc import Callable
@@ -78,7 +79,7 @@ def evaluations(result: TrainingResult) -> dict[int, float]:
 
 
 def held_out(text: Path, path: Path) -> Path:
-    """The lines that the trainer holds out of one document: those after nine tenths of it."""
+    """Write the lines that the trainer holds out of one document, which are its last tenth."""
     path.write_bytes(text.read_bytes()[-HELD_OUT:])
     return path
 
@@ -101,7 +102,8 @@ def test_run_begins_with_the_loss_of_its_base_and_lowers_it(
 def test_run_killed_before_its_first_save_begins_with_its_base_again(
     tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a run once continued from random weights, though its card still named the checkpoint."""
+    """Such a run once continued from random weights, though its card still named the base
+    checkpoint."""
     straight = train(tune(out=tmp_path / "straight"))
 
     def kill(path: Path, **facts: Any) -> None:

@@ -36,7 +36,8 @@ VALUES: dict[str, dict[str, Any]] = {
         "batch_size": 4, "clip": 1.0,
     },
 }  # fmt: skip
-"""Values of the models that presets follow; nanoGPT's at the size of `tiny`."""
+"""Values of the models that the presets follow; nanoGPT's values are given at the size of
+`tiny`."""
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -47,7 +48,8 @@ def test_preset_has_the_values_of_its_model(name: str) -> None:
 
 
 def test_small_preset_stays_below_the_size_limit_of_the_bundled_checkpoint() -> None:
-    """Two bytes per parameter in bfloat16, 19 MB with the other files."""
+    """In bfloat16 each parameter takes two bytes; with its other files, the checkpoint takes 19
+    MB."""
     small = PRESETS["small"]
     count = GPT(small.config(small.recipe.vocab_size)).parameter_count()
     assert 2 * count < 18.5e6

@@ -1,4 +1,4 @@
-"""A model divided among processes, and its whole twin.
+"""A model divided among processes, compared with the same model in one process.
 
 Whole runs of several processes are tested in tests/e2e/test_torchrun.py.
 """
@@ -45,13 +45,13 @@ from tests.model.training.distributed.test_ranks import _environment, _start
 CPU = torch.device("cpu")
 OPTIMIZERS = ("muon", "adamw")
 SIZE = 3
+"""Number of processes. No number of rows below is a multiple of it."""
 AVERAGE = 0.5
-"""Number of processes; no number of rows below is a multiple of it."""
 
 
 @given(heights=st.lists(st.integers(1, 20), min_size=1, max_size=4), size=st.integers(1, 9))
 def test_shards_of_all_processes_make_up_every_map(heights: list[int], size: int) -> None:
-    """A fused matrix is divided regardless of the maps in it."""
+    """A fused matrix is divided without regard to the maps that it consists of."""
     matrix = torch.arange(sum(heights))[:, None]
     part = -(-len(matrix) // size)
     start = 0
@@ -106,8 +106,8 @@ def test_whole_model_is_unchanged() -> None:
 
 
 def _gpt(optimizer: str) -> GPT:
-    """A GPT with fused maps, value embeddings, a head bias, the parts of nanochat and a vocabulary
-    that three do not divide."""
+    """A GPT with fused maps, value embeddings, a head bias, the parts of nanochat, and a vocabulary
+    size that is not divisible by three."""
     config = PRESETS["tiny"].config(
         vocab_size=311, n_layer=2, n_head=4, n_kv_head=2, d_model=40, d_ff=136, context_length=16,
         tied_head=optimizer == "adamw", activation="swiglu", head_bias=True, residual="parallel",
@@ -133,8 +133,8 @@ def _recipe(optimizer: str) -> Recipe:
 
 
 def _step(gpt: GPT, optimizers: Optimizers, optimizer: str, ranks: Ranks) -> float:
-    """One step on three sequences, the same ones each time, all of them here or one per process;
-    returns the loss."""
+    """Take one step on three sequences, the same three each time. One process computes all of them,
+    or three processes compute one each. Returns the loss."""
     forward = Forward(gpt, _placement(optimizer), dropout=0.0)
     ids = torch.randint(311, (SIZE, 17), generator=torch.Generator().manual_seed(3))
     total = torch.zeros(())
@@ -156,7 +156,8 @@ def _numbers(optimizers: Optimizers) -> int:
 
 
 def _held(forward: Forward, ids: Tensor, shapes: set[tuple[int, ...]]) -> int:
-    """Bytes of tensors of some shapes that a forward pass keeps for the backward pass."""
+    """Size in bytes of the tensors with the given shapes that a forward pass keeps for the backward
+    pass."""
     kept: list[torch.UntypedStorage] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -224,8 +225,9 @@ def _goes_on_from_a_file(
     ranks: Ranks,
     path: Path,
 ) -> bool:
-    """True if a model with a loaded state continues like the one that saved it, and keeps no memory
-    of the file. One number was once a view of it and kept the deleted file's blocks on disk."""
+    """True if a model with a loaded state continues like the model that saved it, and keeps no
+    memory of the file. One loaded number was once a view into the file, which kept the deleted
+    file's blocks on disk."""
     save_state(
         path, gpt=gpt, optimizers=optimizers, average=average, counters=Counters(),
         environment=environment(_placement(optimizer)), reports={}, ranks=ranks,
@@ -263,8 +265,8 @@ def _divide(rank: int, port: int, folder: Path) -> None:
 def test_three_processes_train_what_one_trains(
     tmp_path: Path, processes: ForkServerContext
 ) -> None:
-    """With Muon in bfloat16 and with AdamW in float32, clipped: the sums of three processes equal
-    those of one, up to their order."""
+    """Runs with Muon in bfloat16 and with AdamW in float32, both with clipping: the sums over three
+    processes equal the sums in one process, up to their order."""
     _start(processes, _divide, SIZE, tmp_path)
     files = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(SIZE)]
     for optimizer in OPTIMIZERS:

@@ -107,7 +107,8 @@ def _start(context: ForkServerContext, target: Any, size: int, folder: Path) -> 
 
 
 def _meet(rank: int, port: int, results: Path) -> None:
-    """Add up and agree in two processes; then process 1 exits while the other waits for it."""
+    """Compute sums and maxima across two processes; then process 1 exits while the other waits for
+    it."""
     environment = _environment(rank, 2, port)
     ranks_module.BUCKET = 4  # several messages
     found: dict[str, Any] = {}

@@ -34,7 +34,8 @@ def _move(gpt: GPT) -> None:
 
 
 def test_average_is_exponential_in_the_share_of_the_run(gpt: GPT) -> None:
-    """The steps have different shares, as after the clock has planned a run again."""
+    """The steps are different shares of the run, as happens when the clock changes the planned
+    length."""
     average, expected = Average(gpt, 0.1), gpt.token_embedding.weight.detach().clone()
     for share in (0.01, 0.05, 0.002):
         _move(gpt)
@@ -65,9 +66,10 @@ def test_short_steps_are_counted_together_across_a_resume(gpt: GPT) -> None:
 def test_last_checkpoint_has_the_better_weights(
     configure: Configure, rate: float, better: bool
 ) -> None:
-    """Weights of a high constant learning rate are worse than their average; those of a tiny one,
-    which still learn steadily, are better. The state keeps the last weights in both cases. The
-    checkpoint, with tables instead of maps, has the loss that the trainer measured."""
+    """With a high constant learning rate, the last weights are worse than their average. With a
+    tiny rate, at which they still learn steadily, they are better. The state keeps the last weights
+    in both cases. The checkpoint, with tables instead of maps, has the loss that the trainer
+    measured."""
     rates = {"matrix_lr": rate, "embedding_lr": rate, "head_lr": rate, "scalar_lr": rate}
     events: list[Event] = []
     config = configure(

@@ -14,7 +14,7 @@ from logitd.model.training.optim import muon
 SHAPES = [(24, 24), (24, 40), (40, 24), (24, 24), (24, 40), (8, 24), (150, 160), (150, 160)]
 """Square, tall and wide matrices, a single one, and some that are not stacked on a CPU."""
 TORCH, EPS = ((3.4445, -4.7750, 2.0315),) * 5, 1e-7
-"""torch's iterations."""
+"""Coefficients of torch's five iterations, and torch's epsilon."""
 
 
 @pytest.fixture

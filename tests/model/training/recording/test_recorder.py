@@ -43,8 +43,8 @@ def test_weights_spoiled_by_the_last_update_are_not_saved(
 def test_samples_take_a_small_share_of_the_minutes(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They took 40 of 60 seconds on a busy machine. On a clock on which a token takes a second, two
-    percent of two minutes suffice for three tokens."""
+    """Samples once took 40 of 60 seconds on a busy machine. On a clock on which a token takes a
+    second, two percent of two minutes suffice for three tokens."""
     seconds = SimpleNamespace(monotonic=count(0.0).__next__)
     monkeypatch.setattr("logitd.model.training.recording.samples.time", seconds)
     texts = []

@@ -63,8 +63,8 @@ def test_rewinding_removes_later_records(tmp_path: Path) -> None:
 
 
 def test_rewinding_removes_unfinished_files(tmp_path: Path) -> None:
-    """The temporary folder of a checkpoint matches two patterns. It was once removed twice, so that
-    a run killed while it saved could not be resumed."""
+    """The temporary folder of a checkpoint matches two patterns. It was once removed twice, so a
+    run that was killed while saving could not be resumed."""
     run = _run(tmp_path / "run", {5: 3.0})
     run.state.parent.mkdir()
     half_written = (run.state.with_name(".state.pt.0.part"), run.path / ".run.json.part")

@@ -57,7 +57,7 @@ def test_lock_with_a_damaged_note_keeps_others_out(tmp_path: Path) -> None:
 
 
 def test_lock_of_a_removed_run_does_not_lock_a_new_one(tmp_path: Path) -> None:
-    """A process opens the file, then the first one deletes and recreates the run: the old file
+    """If a run is deleted and created again after a process opened its lock file, the old file
     locks nothing."""
     path = tmp_path / "run"
     first = RunDirectory.create(path)

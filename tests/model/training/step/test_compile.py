@@ -1,6 +1,6 @@
 """Compiling: which runs are compiled, equal results, and a failing compiler.
 
-tests/e2e/test_torchrun.py runs torch's C++ compiler, for a minute.
+tests/e2e/test_torchrun.py runs torch's C++ compiler, which takes a minute.
 """
 
 import logging

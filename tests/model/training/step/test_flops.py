@@ -55,7 +55,8 @@ def test_flops_are_those_that_torch_counts(shape: dict[str, Any], length: int) -
 
 
 def test_flops_of_gpt2_small_are_as_published() -> None:
-    """Within the rounding of "6 N": 124 M parameters, of which 0.8 M are positions."""
+    """The count agrees within the rounding of "6 N", where N is 124 M parameters, of which 0.8 M
+    are positions."""
     config = gpt2_shape(vocab_size=50_257, context_length=1024, n_layer=12, n_head=12, d_model=768)
     attention = 12 * 12 * 768 * (1024 + 1) / 2
     assert flops_per_token(config) - attention == pytest.approx(6 * 123.65e6, rel=0.001)

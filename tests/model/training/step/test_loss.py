@@ -21,7 +21,8 @@ def _both(
     bias: Tensor | None = None,
     softcap: float | None = None,
 ) -> list[tuple[Tensor, ...]]:
-    """Loss and gradients to the hidden states, the head and its bias: ours, then the twin's."""
+    """Loss and gradients with respect to the hidden states, the head and its bias: ours, then the
+    twin's."""
     mine = cross_entropy(
         hidden, head, targets, bias=bias, vocab_size=vocab_size, softcap=softcap, dtype=dtype
     )
@@ -95,7 +96,8 @@ def test_loss_in_bfloat16_rounds_as_the_plain_one(biased: bool) -> None:
 
 
 def test_no_float32_logits_of_a_whole_batch_are_held() -> None:
-    """2,048 positions of a vocabulary of 8,192 are 64 MB of float32; a piece has 16 MB."""
+    """Logits for 2,048 positions of a vocabulary of 8,192 are 64 MB in float32; a piece has 16
+    MB."""
     hidden, head, targets = _inputs(8, 256, 8, 8192, 8192, 1.0)
     largest = 0
 

@@ -44,7 +44,8 @@ def _uniform(ids: Tensor) -> Tensor:
 
 
 def test_bits_per_byte_of_a_uniform_guess_on_a_known_text() -> None:
-    """Targets 'ab', 'x', 'ab', end: 5 bytes, each of 4 tokens costs log2(258) bits."""
+    """The targets are 'ab', 'x', 'ab' and the end of text: 5 bytes in 4 tokens, each of which costs
+    log2(258) bits."""
     result = validate(_gpt(), _windows([65, 256, 120, 256, 257], window=4), _uniform)
     assert result.loss == pytest.approx(math.log(258))
     assert (result.tokens, result.text_bytes) == (4, 5)
@@ -60,7 +61,8 @@ def test_windows_cover_the_text_or_are_spread_over_it() -> None:
 
 
 def test_several_processes_have_the_bits_of_one() -> None:
-    """Each of three computes its batches; their sums are added as over the network."""
+    """Each of three processes computes its own batches, and their sums are added as they would be
+    over the network."""
     gpt, windows = _gpt(), _windows([index % 256 for index in range(101)], window=8)
     sums: list[Tensor] = []
 
@@ -112,7 +114,8 @@ def test_rolling_windows_count_every_token_once_with_enough_context(
 
 
 def test_rolling_windows_of_whole_strides_are_the_trainers() -> None:
-    """The same bits if the text fills its windows; otherwise the trainer leaves out its end."""
+    """The results have the same bits if the text fills its windows; otherwise the trainer leaves
+    out the end of the text."""
     ids = [index % 256 for index in range(81)]
     shard = Shard(Path("memory"), np.array(ids, dtype=np.uint16), 0)
     gpt = _gpt()

@@ -59,9 +59,9 @@ class Simulated:
 def simulate(
     length: Length, recipe: Recipe, times: list[float], *, setup: float = 0.0, saving: float = 0.0
 ) -> Simulated:
-    """Run by the trainer's rules, with these times of steps again and again. After every 20th step
-    an evaluation takes a fifth of its time. Saving takes `saving` seconds before the first step; at
-    the end it takes longer by the factor by which steps have become slower."""
+    """Run by the trainer's rules, repeating the given step times. An evaluation after every 20th
+    step takes a fifth of the step's time. Saving takes `saving` seconds before the first step. At
+    the end, saving takes longer by the factor by which steps have become slower."""
     counters = Counters(seconds=setup, setup=setup).saved(saving)
     tasks, scales, expected = 0.2 * times[0] / 20, list[float](), list[tuple[float, float]]()
     while not length.is_over(counters):
@@ -82,7 +82,7 @@ def simulate(
 
 
 STEP_TIMES = st.lists(st.floats(0.1, 1.0), min_size=1, max_size=200)
-"""Seconds of steps, which differ by a factor of up to 10."""
+"""Step times in seconds, which differ by a factor of up to 10."""
 
 
 @given(STEP_TIMES, st.sampled_from(["linear", "cosine"]), st.floats(0.0, 20.0), st.floats(0.0, 1.0))

@@ -43,7 +43,8 @@ def merge(x: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, divisor: float, *, causal: bool = True) -> Tensor:
-    """Attention of (..., T, D); each position attends to itself and earlier ones."""
+    """Causal attention over (..., T, D): each position attends to itself and to earlier
+    positions."""
     scores = q @ k.mT / divisor
     if causal:
         later = torch.ones(q.shape[-2], k.shape[-2]).triu(1).bool()

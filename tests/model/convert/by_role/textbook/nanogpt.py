@@ -1,6 +1,7 @@
-"""nanoGPT and minGPT: the same names, but another GELU and another head.
+"""nanoGPT and minGPT, which use the same names but differ in the GELU and in the head.
 
-Covers tied and untied heads, with and without biases. Dropout is left out: it is 0 in evaluation.
+Covers tied and untied heads, with and without biases. Dropout is left out because it is 0 in
+evaluation.
 """
 
 import math
@@ -75,8 +76,8 @@ class NanoBlock(nn.Module):
 
 
 class Nano(nn.Module):
-    """nanoGPT: exact GELU and tied head; without targets it computes only the last position. As
-    minGPT: tanh GELU, an untied head, a mask in every layer."""
+    """nanoGPT: exact GELU and a tied head; without targets it computes only the last position.
+    minGPT: tanh GELU, an untied head, and a mask in every layer."""
 
     def __init__(self, config: NanoConfig, *, minimal: bool = False) -> None:
         super().__init__()

@@ -61,7 +61,7 @@ class Plain(nn.Module):
         return [name.replace("{M}", str(head)) for head in heads]
 
     def _shape(self, role: str, part: str) -> tuple[int, ...]:
-        """The shape in the file."""
+        """The shape that the tensor has in the file."""
         hidden, size = self._scheme.hidden, WIDTH // HEADS
         rows, columns = {
             "token_embedding": (VOCAB, WIDTH),
@@ -88,7 +88,7 @@ class Plain(nn.Module):
         return (columns, rows) if role in self._scheme.transposed else (rows, columns)
 
     def _tensor(self, role: str, part: str, layer: int) -> Tensor | None:
-        """A matrix (out, in) or a vector; None if the file has none."""
+        """A matrix (out, in) or a vector; None if the model has no such tensor."""
         pattern = self._names.get((role, part), "identity")
         if pattern == "identity":
             return None

@@ -1,6 +1,7 @@
 """torch.nn's layers: TransformerEncoder, and MultiheadAttention in a hand-written block.
 
-Covers pre- and post-LN, sinusoidal positions in the file or not. There is no final norm.
+Covers pre- and post-LN, with sinusoidal positions stored in the file or computed. There is no final
+norm.
 """
 
 import math

@@ -74,8 +74,8 @@ def signed_largest(block: Tensor) -> Tensor:
 
 
 def nibbles(values: Tensor) -> Tensor:
-    """Pack weights (rows, steps * STEP) into four bits each: the first half of a step into the
-    lower ones."""
+    """Pack weights (rows, steps * STEP) into four bits each. The first half of a step goes into the
+    lower four bits of each byte."""
     halves = (values - LEAST).to(torch.uint8).view(len(values), -1, 2, STEP // 2)
     return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
 

@@ -60,7 +60,7 @@ def test_activations_match_float64(library: ctypes.CDLL, name: str) -> None:
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_keep_nan_and_the_largest_numbers(library: ctypes.CDLL, name: str) -> None:
-    """ReLU maps NaN to 0, but the residual stream still has it."""
+    """ReLU maps NaN to 0, but the NaN is still in the residual stream."""
     x = torch.tensor([math.nan, math.inf, 3e38, 0.0, -0.0, -1e6, 1e4, -20.0] * 2)
     values = torch.ones_like(x) if name == "swiglu" else None
     found = native(library, name, x, values)[:8].tolist()

@@ -1,6 +1,6 @@
-"""Attention of the native kernels in bfloat16: a query has the same bits alone and in a prompt, for
-any width and any number of heads that share a key head, and its weights match the twin's. With AMX
-most of these widths attend by tiles."""
+"""Attention of the native kernels in bfloat16. A query has the same bits alone and in a prompt, for
+any head width and any number of heads that share a key head. Attention weights match the twin's.
+With AMX, attention uses tiles for most of these widths."""
 
 import ctypes
 import math
@@ -22,7 +22,7 @@ from tests.profiles import examples
 
 LENGTH = 200
 HEADS = {(32, 3, 3), (64, 2, 1), (64, 4, 1), (80, 2, 2), (96, 3, 1), (128, 2, 1), (256, 1, 1)}
-"""Width, number of heads, number of key heads."""
+"""Head width, number of heads, number of key heads."""
 
 
 def gpt_of(width: int, heads: int, key_heads: int, **overrides: int) -> GPT:
@@ -119,8 +119,8 @@ def test_token_that_is_not_finite_spoils_no_earlier_one(
 def test_subnormal_and_huge_values_keep_the_bits(
     library: ctypes.CDLL, width: int, scale: float
 ) -> None:
-    """Products of these values are subnormal: tiles flush them to zero, vector instructions only if
-    asked. The next matrix scales them up again, so a difference would show."""
+    """Products of these values are subnormal. Tiles flush them to zero; vector instructions do so
+    only if told to. The next matrix scales them up again, so a difference would show."""
     gpt, ids = gpt_of(width, 3, 3), random_ids(60).tolist()
     with torch.no_grad():
         for name, parameter in gpt.named_parameters():

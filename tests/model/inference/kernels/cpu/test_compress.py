@@ -21,7 +21,8 @@ from tests.profiles import examples
 
 ROWS = st.one_of([st.integers(last - 2, last) for last in (32, 64, 96, 160)])
 WIDTHS = st.one_of([st.integers(last - 2, last) for last in (64, 128, 512, 608)])
-"""Widths with little padding to whole strips and steps: with much, compression would not pay."""
+"""Widths with little padding to whole strips and steps: with much padding, compression would not
+pay."""
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +37,8 @@ def normal(rows: int, width: int, seed: int) -> Tensor:
 
 
 def odd_ones(weights: Tensor, share: float, seed: int, largest: int = 120) -> Tensor:
-    """Weights of which a share has random bits, with exponents up to `largest`: zeros of both
-    signs, subnormal numbers, and all magnitudes."""
+    """Replace a share of the weights with numbers with random bits and exponents up to `largest`:
+    zeros of both signs, subnormal numbers, and all other magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     signs, exponents, fractions = (
         torch.randint(0, count, weights.shape, generator=generator)
@@ -86,7 +87,7 @@ def test_weights_of_a_normal_distribution_take_three_quarters(library: ctypes.CD
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 1.0])
 def test_matrix_that_is_not_worth_it_stays_as_it_is(library: ctypes.CDLL, share: float) -> None:
-    """Weights of many magnitudes: there are too many escapes in total or in one block."""
+    """Weights of many magnitudes need too many escapes, in total or in one block."""
     assert compressed(library, odd_ones(normal(128, 512, 0), share, 1)) is None
     assert compressed(library, odd_ones(normal(128, 512, 0), 0.01, 1, largest=254)) is None
 
@@ -134,8 +135,8 @@ def test_products_have_the_bits_of_weights_as_they_are(
 def test_long_rows_meet_many_activations_some_steps_at_a_time(
     library: ctypes.CDLL, count: int, width: int
 ) -> None:
-    """The rows exceed the second cache, so sums are continued from one part of the columns to the
-    next."""
+    """The rows exceed the second-level cache, so the sums are computed over one part of the columns
+    after another."""
     weights = normal(94, width, 0)
     inputs = torch.randn(count, width, generator=torch.Generator().manual_seed(0))
     matrix = compressed(library, weights)

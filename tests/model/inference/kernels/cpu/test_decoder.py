@@ -126,8 +126,8 @@ def test_every_combination_matches_the_twin(library: ctypes.CDLL, name: str) -> 
 
 
 def test_softcap_limits_logits_and_keeps_nan(library: ctypes.CDLL) -> None:
-    """Logits near 0 and at the limit. Several threads divide the vocabulary, whose size is no
-    multiple of a vector."""
+    """Logits are near 0 and at the limit. Several threads divide the vocabulary, whose size is not
+    a multiple of the vector width."""
     config = tiny_config(**COMBINED, vocab_size=9001, tied_head=False)
     gpt = tiny_gpt(config)
     hidden = torch.randn(3, 44, generator=torch.Generator().manual_seed(0))
@@ -169,7 +169,7 @@ def test_bfloat16_is_as_accurate_as_the_twin(library: ctypes.CDLL, family: str) 
 def test_row_has_the_same_bits_in_any_batch(
     library: ctypes.CDLL, dtype: torch.dtype, quantize: Quantization
 ) -> None:
-    """Batches of 1 to 32 rows need streams, tiles, and the remainders of both."""
+    """Batches of 1 to 32 rows use streams, tiles, and the code for the remaining rows of both."""
     gpt = tiny_gpt(native_config("modern", d_model=68, d_ff=132)).to(dtype)
     cache = KVCache(gpt.config, 33, device=CPU, dtype=dtype)
     native = NativeDecoder(library, gpt, cache, threads=2, quantize=quantize)
@@ -195,7 +195,7 @@ def test_row_has_the_same_bits_in_any_batch(
 def test_consecutive_rows_have_the_bits_of_single_calls(
     library: ctypes.CDLL, family: str, kind: str
 ) -> None:
-    """Several slots with one to five rows each. The last rows have wrong tokens; later steps
+    """Several slots have one to five rows each. The last rows hold wrong tokens, and later steps
     overwrite their keys and values before reading them."""
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
     rng, ids = random.Random(family), random_ids(3, 44)
@@ -235,8 +235,8 @@ def test_consecutive_rows_have_the_bits_of_single_calls(
 
 @pytest.mark.parametrize("times", [400, pytest.param(2000, marks=pytest.mark.slow)])
 def test_row_never_runs_ahead_of_the_one_before_it(library: ctypes.CDLL, times: int) -> None:
-    """One key head and more threads than cores. If threads divided the rows of a slot, one could
-    read keys of the previous text."""
+    """The model has one key head, and there are more threads than cores. If threads divided the
+    rows of a slot, a thread could read keys of the previous text."""
     gpt = tiny_gpt(native_config("modern", n_kv_head=1, n_head=8, head_dim=64, n_layer=1))
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=5)
     texts = random_ids(2, 8).tolist()
@@ -263,10 +263,10 @@ def prefilled(decoder: Decoder, slot: int, ids: list[int], cuts: list[int]) -> T
 def test_int8_keys_and_values_match_the_twin(
     library: ctypes.CDLL, family: str, head_dim: int
 ) -> None:
-    """A prompt and steps after it. Values that differ by a rounding may be stored as neighboring
-    steps; there are few in one block, but sharp attention and further blocks amplify them. So the
-    results are compared with the effect of the rounding itself, and if there are several blocks,
-    attention is even."""
+    """A prompt is followed by single steps. Values that differ by rounding may be stored as
+    neighboring integers. In one block this is rare, but sharp attention and further blocks amplify
+    it. So the results are compared with the effect of the rounding itself, and with several blocks
+    the attention is nearly uniform."""
 
     def outcome(decoder: Decoder) -> tuple[Tensor, Tensor]:
         with torch.inference_mode():
@@ -298,8 +298,8 @@ def test_int8_keys_and_values_match_the_twin(
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompt_has_the_bits_of_decoding_it(library: ctypes.CDLL, family: str, kind: str) -> None:
-    """Chunks of any size, with more rows than a tile has and than attend together. Heads have odd
-    numbers of vectors; in narrow dtypes the last one is half filled."""
+    """Chunks have any size, and more rows than a tile holds or than attend together. Heads have odd
+    numbers of vectors; in narrow dtypes the last vector is half filled."""
     overrides: dict[str, int] = {"d_model": 520, "d_ff": 530} if family == "modern" else {}
     overrides |= {"n_layer": 2, "head_dim": 48 if family == "llama" else 16}
     gpt = tiny_gpt(native_config(family, **overrides))
@@ -320,8 +320,8 @@ def test_prompt_has_the_bits_of_decoding_it(library: ctypes.CDLL, family: str, k
 def test_mixed_pass_has_the_bits_of_prompts_and_steps(
     library: ctypes.CDLL, family: str, kind: str
 ) -> None:
-    """A continued prompt, one that ends and one that does not, with one row of a sequence and three
-    rows of another, like drafts."""
+    """One pass computes the end of one prompt, a whole prompt, the first part of another prompt,
+    one row of a sequence, and three rows of another sequence, as for drafts."""
     gpt = tiny_gpt(native_config(family, n_layer=2))
     gpt = gpt.to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
     caches = [new_cache(gpt, 6, kept_in(kind)) for _ in range(2)]
@@ -357,7 +357,8 @@ def test_mixed_pass_has_the_bits_of_prompts_and_steps(
 def test_engine_computes_prompts_and_steps_in_one_pass(
     library: ctypes.CDLL, prefill_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tokens are the same, even if a chunk leaves no room for rows of a step."""
+    """The tokens are the same even if a prompt chunk leaves no room for the decode rows of a
+    step."""
     passes: list[int] = []
     mixed = NativeDecoder.mixed
 
@@ -394,7 +395,7 @@ def test_engine_computes_prompts_and_steps_in_one_pass(
 def test_prompts_together_have_the_bits_of_each_alone(
     library: ctypes.CDLL, family: str, kind: str
 ) -> None:
-    """The rows exceed the buffers, so one text is divided."""
+    """Together the prompts have more rows than the buffers hold, so one prompt is divided."""
     gpt = tiny_gpt(native_config(family, n_layer=2))
     gpt = gpt.to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
     cache, lengths = new_cache(gpt, 8, kept_in(kind)), (1, 120, 17, 126, 100)
@@ -595,9 +596,9 @@ def test_every_shape_matches_the_twin(
 def test_quantized_decoder_computes_with_its_rounded_weights(
     library: ctypes.CDLL, quantize: Literal["int8", "int4"], least: float, most_extra: float
 ) -> None:
-    """Compared with the twin that has the dequantized weights; the difference is the rounding of
-    activations. (Once the exact model had the rounded weights too, so the cost of rounding blocks
-    was not tested.)"""
+    """The decoder is compared with the twin that has the dequantized weights, so the difference
+    comes from rounding activations. (The exact model once had the rounded weights too, so the cost
+    of rounding blocks was not tested.)"""
     gpt, ids = tiny_gpt(native_config("gpt2", d_model=64, d_ff=256)), random_ids(2, 20)
     exact, twin = gpt(ids).logits, tiny_gpt(gpt.config)
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=1, quantize=quantize)
@@ -620,7 +621,7 @@ def test_quantized_decoder_computes_with_its_rounded_weights(
 def test_quantized_weights_are_one_stream(
     library: ctypes.CDLL, quantize: Literal["int8", "int4"]
 ) -> None:
-    """In separate blocks of memory, most matrices had no large page."""
+    """When each matrix had its own block of memory, most matrices had no large page."""
     gpt = tiny_gpt(native_config("gpt2", d_model=64, d_ff=256))
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=1, quantize=quantize)
     kept = [

@@ -42,7 +42,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A library that compiles in no time."""
+    """Sources of a library that compiles in no time."""
     folder = tmp_path / "native"
     folder.mkdir()
     (folder / "decoder.cpp").write_text('extern "C" int answer() { return 42; }\n')
@@ -232,9 +232,9 @@ USES: dict[TargetName, tuple[set[str], set[str]]] = {
 def test_every_target_builds_and_uses_its_instructions(
     name: TargetName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A build takes 45 seconds of a core. Targets that other tests run are built with the usual
-    flags and shared. The others are built without optimization, with the same instructions in a
-    sixth of the time."""
+    """A build takes 45 seconds on one core. Targets that other tests run are built with the usual
+    flags, and the result is shared. The other targets are built without optimization, which has the
+    same instructions and takes a sixth of the time."""
     if shutil.which("objdump") is None:
         pytest.skip("there is no objdump")
     target = target_named(name)

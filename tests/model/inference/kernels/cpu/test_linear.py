@@ -69,7 +69,8 @@ def needs_strips(library: ctypes.CDLL) -> None:
 
 
 def rounded_rows(inputs: Tensor) -> Tensor:
-    """Activations rounded as for int8 and int4: each row in 127 steps of its largest value."""
+    """Activations rounded as for int8 and int4: each row to multiples of 1/127 of its largest
+    magnitude."""
     largest = inputs.abs().amax(dim=1, keepdim=True)
     steps = torch.full_like(largest, 127) / largest  # 127 / largest takes a reciprocal first
     return (inputs * steps).round().double() * (largest / 127).double()
@@ -124,7 +125,7 @@ def test_products_are_the_twins(
 def test_rows_beyond_the_second_cache_keep_their_bits(
     library: ctypes.CDLL, kind: Literal["bfloat16", "int8", "int8_strips"], width: int
 ) -> None:
-    """Rows meet the weights in groups, and one row remains."""
+    """The rows are multiplied by the weights in groups, and the last group has a single row."""
     if kind == "int8_strips":
         needs_strips(library)
     generator = torch.Generator().manual_seed(0)
@@ -148,7 +149,8 @@ def test_rows_beyond_the_second_cache_keep_their_bits(
 def test_strips_of_int8_have_the_bits_of_its_rows(
     library: ctypes.CDLL, count: int, rows: int, width: int, threads: int, seed: int
 ) -> None:
-    """The activations are at any address: an aligned load once ended the process."""
+    """The activations may start at any address: a load that required alignment once crashed the
+    process."""
     needs_strips(library)
     generator = torch.Generator().manual_seed(seed)
     inputs, weights = (5 * torch.randn(n, width, generator=generator) for n in (count, rows))

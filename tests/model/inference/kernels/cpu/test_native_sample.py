@@ -91,8 +91,8 @@ def test_token_is_the_twins(
 def test_edge_of_a_nucleus_is_found(
     decoders: dict[int, NativeDecoder], spread: float, top_k: int, top_p: float
 ) -> None:
-    """In flat rows the edge is among equal logits, in steep ones just below the largest. The search
-    halves a range of logits. Equal logits are at both ends of the vocabulary."""
+    """In flat rows the edge is among equal logits; in steep rows it is just below the largest
+    logit. The search bisects a range of logits. Equal logits are at both ends of the vocabulary."""
     width = WIDTHS[-1]
     row = spread * torch.randn(1, width, generator=torch.Generator().manual_seed(7))
     row[0, -3:] = row[0, :3] = row.max()

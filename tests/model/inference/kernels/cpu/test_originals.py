@@ -1,5 +1,5 @@
-"""Matrices that a decoder holds in another form leave memory and are restored with every bit.
-Nothing computes with them in between."""
+"""Matrices that a decoder holds in another form are removed from memory and later restored with
+every bit. Nothing computes with them in between."""
 
 import copy
 import ctypes
@@ -73,7 +73,7 @@ def test_matrices_leave_memory_and_come_back(library: ctypes.CDLL, quantize: Qua
 
 
 def test_embedding_that_is_the_head_stays(library: ctypes.CDLL) -> None:
-    """The tied embedding looks up rows of the head."""
+    """With a tied head, the token embedding is read from the rows of the head matrix."""
     gpt = tiny_gpt(native_config("gpt2", d_model=128, d_ff=256)).bfloat16()
     NativeDecoder(
         library, gpt, new_cache(gpt), threads=1, quantize="int8", owns_weights=True

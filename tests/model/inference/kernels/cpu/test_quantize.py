@@ -116,7 +116,8 @@ def test_native_code_rounds_to_the_bits_of_plain_torch(
     outlier: float,
     seed: int,
 ) -> None:
-    """The groups of rows include ties, outliers within a scale, scales of 0 and rows of zeros."""
+    """The rows include ties, outliers within the range of a scale, scales of 0, and rows of
+    zeros."""
     generator = torch.Generator().manual_seed(seed)
     weight = magnitude * torch.randn(rows, width, generator=generator)
     weight[:, seed % width] *= outlier

@@ -1,4 +1,4 @@
-"""Targets: the ones that a processor can run, as a pure function of its features."""
+"""Targets: which targets a processor can run, computed as a pure function of its features."""
 
 from typing import Literal, get_args
 
@@ -19,7 +19,7 @@ V3 = target_named("x86-64-v3").features
 ZEN3 = V3 | {"fpu", "sse", "sse2", "sha_ni", "vaes"}
 CASCADE_LAKE = ZEN3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}
 SAPPHIRE_RAPIDS = CASCADE_LAKE | {"avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"}
-"""Some features of these processors, in Linux's words."""
+"""Some features of these processors, as Linux names them."""
 WORDS = sorted(SAPPHIRE_RAPIDS | {"asimd", "fp", "bf16"})
 
 machines = st.sampled_from(["x86_64", "aarch64", "arm64", "AMD64", "riscv64"])

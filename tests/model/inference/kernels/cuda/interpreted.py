@@ -2,8 +2,8 @@
 
     TRITON_INTERPRET=1 python -m tests.model.inference.kernels.cuda.interpreted FAMILY...
 
-Triton reads the variable when it is imported, so this is a separate process. The interpreter
-multiplies no bfloat16 matrices.
+Triton reads the variable when it is imported, so this is a separate process. The interpreter cannot
+multiply bfloat16 matrices.
 """
 
 import math
@@ -23,18 +23,21 @@ from logitd.model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 
 LENGTHS = (3, 31, 20, 40, 7, 33)
-"""Positions in each slot: within one tile of keys, over several, and at the edge of one."""
+"""Positions in each slot: within one tile of keys, across several tiles, and at the edge of a
+tile."""
 STEPS: dict[str, list[tuple[int, int]]] = {
     "one row": [(1, 0)],
     "several slots": [(slot, 0) for slot in (0, 1, 3)],
     "drafts": [(0, 0), (0, 1), (3, 0), (3, 1)],
     "repeated": [(4, 0), (2, 0), (4, 0)],
 }
-"""Rows as (slot, positions after its length). Prompts are computed like drafts."""
+"""Rows as pairs (slot, number of positions after the slot's length). Prompts are computed like
+drafts."""
 QUICK = ("one row", "drafts")
 """Kinds of steps that use different kernels."""
 WHOLE = 2
-"""Number of families that are tested with two layers, all kinds of steps, and each row alone."""
+"""Number of families that are tested in full: two layers, all kinds of steps, and each row
+alone."""
 
 
 @torch.inference_mode()

@@ -37,7 +37,7 @@ class Refusing(DirectStream):
 
 
 class Stale(DirectStream):
-    """A stream that replays nothing after the first run."""
+    """A stream whose recordings compute nothing when they are replayed."""
 
     def record(self, compute: Compute, undo: Compute) -> Compute:
         compute()

@@ -1,6 +1,6 @@
-"""GraphDecoder against PlainDecoder on a CPU without recording: sizes, padding, slots, prompts as
-rows of steps, tokens taken from the device. `test_kernels.py` checks the kernels, and
-`python -m benchmarks.gpu` both on a GPU."""
+"""GraphDecoder against PlainDecoder on a CPU, without recording. Covers sizes, padding, slots,
+prompts computed as rows of steps, and tokens read from the device. `test_kernels.py` checks the
+kernels; `python -m benchmarks.gpu` checks both on a GPU."""
 
 import math
 from dataclasses import replace
@@ -68,7 +68,7 @@ class Pair:
     def decode(
         self, token_ids: list[int], slots: list[int], positions: list[int]
     ) -> tuple[Tensor, Tensor]:
-        """Compare the logits of both decoders, and return both."""
+        """Compare the logits of both decoders, and return the logits of both."""
         rows = token_ids, slots, positions
         graph, plain = self.graph.decode(*rows), self.plain.decode(*rows)
         off = (graph - plain).square().mean(-1).sqrt() / plain.std(-1)
@@ -91,8 +91,8 @@ step_entries = st.tuples(st.integers(0, 4), st.integers(0, 60), st.integers(0, 3
 def test_any_sequence_of_steps_matches_the_plain_decoder(
     dtype: torch.dtype, batch_invariant: bool, steps: Any, name: str
 ) -> None:
-    """Reused slots, aborted sequences, half-right drafts, prompts of any length. Buckets start at
-    32 keys, so that lengths fall into several."""
+    """The steps include reused slots, aborted sequences, half-right drafts, and prompts of any
+    length. Buckets start at 32 keys, so that the lengths fall into several buckets."""
     gpt = tiny_gpt(tiny_config(**{"n_layer": 2, **SHAPES[name]})).to(dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graphs, "SHORTEST", 32)

@@ -18,7 +18,8 @@ from tests.profiles import examples
 
 
 def sampled(logits: Tensor, computed: Tensor, several: list[SamplingRow]) -> list[int | None]:
-    """The sampled tokens; requested filters must not change rows without any."""
+    """The sampled tokens. If no row has a filter, sampling without filters must give the same
+    tokens."""
     sampling, gpt = sampling_rows(several), tiny_gpt()
     cache = KVCache(gpt.config, 1, device=torch.device("cpu"), dtype=torch.float32)
     packed = torch.from_numpy(pack(sampling))
@@ -40,8 +41,8 @@ def sampled(logits: Tensor, computed: Tensor, several: list[SamplingRow]) -> lis
     steps=st.sampled_from([0, 1, 4, 1024]),
 )
 def test_token_is_the_twins(width: int, several: list[SamplingRow], seed: int, steps: int) -> None:
-    """A fifth of the logits is -inf, and with `steps` many are equal. Other rows change no
-    token."""
+    """A fifth of the logits is -inf, and many are equal if `steps` is not 0. Each row's token does
+    not depend on the other rows."""
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(len(several), width, generator=generator)
     if steps:

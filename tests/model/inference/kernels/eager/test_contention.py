@@ -1,4 +1,5 @@
-"""Fewer threads next to a busy process: when, for how long, and with unchanged bits."""
+"""Next to a busy process, fewer threads are used: when this happens, for how long, and with
+unchanged bits."""
 
 import ctypes
 import os
@@ -54,8 +55,8 @@ def watching(machine: Machine) -> ContentionMonitor:
 def threads_of(
     monitor: ContentionMonitor, machine: Machine, lost: float, contended: bool = False
 ) -> int:
-    """Number of threads after operations of 50 ms whose thread was off its core for a share of the
-    time."""
+    """Number of threads after a 50 ms operation whose thread spent the share `lost` of that time
+    off its core."""
     with monitor.watched(32, contended):
         machine.spend(0.05, lost)
         return torch.get_num_threads()
@@ -136,8 +137,8 @@ def threads_of_this_process() -> set[int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="binds a thread to a core, for Linux only")
 def test_native_threads_notice_contention_and_keep_the_bits(library: ctypes.CDLL) -> None:
-    """A thread that shares its core with two processes loses it while it holds work. All steps
-    before, during and after have the bits of one thread."""
+    """A thread that shares its core with two other processes loses the core in the middle of its
+    work. All steps before, during and after have the bits of a single thread."""
     gpt = tiny_gpt(tiny_config(head_dim=16, d_model=512, d_ff=4096, n_layer=4))
 
     def decoder(threads: int) -> NativeDecoder:
@@ -166,7 +167,7 @@ def test_native_threads_notice_contention_and_keep_the_bits(library: ctypes.CDLL
 
 def alone_until(library: ctypes.CDLL, waits: list[tuple[float, float]]) -> float:
     """Time in milliseconds until which a thread of the native pool computes alone after these
-    waits, each with its start and length; 0 if it never does."""
+    waits; 0 if it never does. Each wait is a pair of start and length in milliseconds."""
     library.logitd_contention_alone_until.restype = ctypes.c_int64
     since = [round(1000 * start) for start, _ in waits]
     until = [round(1000 * (start + length)) for start, length in waits]
@@ -176,8 +177,9 @@ def alone_until(library: ctypes.CDLL, waits: list[tuple[float, float]]) -> float
 
 
 def test_busy_event_loop_is_no_contention(library: ctypes.CDLL) -> None:
-    """A server of 32 streams delivers each step's tokens in one or two milliseconds of a core. That
-    once made the decoder use one thread, at three quarters of its rate."""
+    """With 32 streams, a server spends one or two milliseconds of processor time to deliver the
+    tokens of a step. That once made the decoder use a single thread, at three quarters of its
+    rate."""
     assert alone_until(library, [(1000 + 12 * step, 1.5) for step in range(100)]) == 0
     assert alone_until(library, [(1000 + 45 * step, 2.5) for step in range(100)]) == 0
     assert alone_until(library, [(1000 + step, 0.4) for step in range(100)]) == 0

@@ -1,7 +1,7 @@
-"""Row groups: the found group sizes keep a row's bits on any processor.
+"""Row groups: the measured group sizes keep a row's bits on any processor.
 
-Multiples of 4 are right for AMD's processors. On Intel's with AVX-512, the bits of a row of a
-float32 model in plain torch differ between sixteen and fifteen rows.
+Multiples of 4 are right for AMD's processors. On Intel processors with AVX-512, the bits of a row
+in plain torch differ between fifteen and sixteen rows for a float32 model.
 """
 
 import pytest
@@ -24,7 +24,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def served_gpt(dtype: torch.dtype) -> GPT:
-    """A model as wide as real small ones; tiny ones have other classes of rows."""
+    """A model as wide as real small models. With tiny widths, the numbers of rows that give the
+    same bits are different."""
     return tiny_gpt(
         tiny_config(d_model=256, head_dim=64, n_head=4, d_ff=1024, vocab_size=2048, n_layer=1)
     ).to(dtype)
