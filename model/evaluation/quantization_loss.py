@@ -97,8 +97,8 @@ def new_decoder(
 
 
 def step_nats(decoder: Decoder, inputs: Tensor, targets: Tensor) -> float:
-    """The sum of the loss over all targets in nats, with a decode step for every input. Targets of
-    -100 are not counted. The decoder's cache may be longer than the windows."""
+    """The loss in nats, summed over all targets. Every input takes one decode step. Targets of -100
+    are not counted. The decoder's cache may be longer than the windows."""
     rows, length = inputs.shape
     nats = 0.0
     with torch.inference_mode(), one_thread() if decoder.has_threads else nullcontext():

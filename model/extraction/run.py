@@ -58,7 +58,7 @@ class ExtractionRequest:
     stride        tokens between the starts of two windows; None: as many as possible
     shard_tokens  maximum number of tokens in a shard, before sampling; None: the quantity's default
     stored_dtype  dtype of the values of stages
-    sample        share of the tokens whose stages are written; `sample_seed` chooses which
+    sample        share of the tokens whose stages are written; `sample_seed` chooses them
     """
 
     stages: tuple[str, ...] = ()

@@ -20,8 +20,8 @@ from torch import Tensor
 
 BATCH = 1024
 RATE = 4e-3
-"""Adam's learning rate for 2^11 features. It is inversely proportional to the square root of their
-number."""
+"""Adam's learning rate for 2^11 features. The rate is inversely proportional to the square root of
+the number of features."""
 WARM_UP, DECAY = 0.05, 0.2
 """Shares of the training during which the rate rises and falls."""
 DEAD_TOKENS = 2**17

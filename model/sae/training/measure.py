@@ -33,7 +33,7 @@ class Figures:
 
     explained_variance  share of the variance of held-out values that the reconstruction explains
     active              mean number of nonzero features at a token (L0)
-    dead                share of the features that are zero at all tokens of the text for the facts
+    dead                share of the features that are zero at all tokens measured for the facts
     loss, loss_reconstructed, loss_zero
                         nats per token of the held-out windows
     loss_recovered      (loss_zero - loss_reconstructed) / (loss_zero - loss)
@@ -97,8 +97,8 @@ def measure(
 
 
 def _loss(activations: Activations, changes: Sequence[tuple[Intervention, ...]]) -> float:
-    """Nats per token on the held-out windows. Each window is computed with its entry of
-    `changes`."""
+    """Nats per token on the held-out windows. Each window is computed with the entry of `changes`
+    at the same index."""
 
     def request(request_id: str, unit: Unit) -> ScoreRequest:
         return ScoreRequest(

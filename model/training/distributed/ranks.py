@@ -141,7 +141,8 @@ ALONE = Ranks()
 
 
 def read_ranks(environment: Mapping[str, str]) -> Ranks:
-    """This process's rank, from the variables that `torchrun` sets. Raises TrainingError."""
+    """This process's rank, from the environment variables that `torchrun` sets. Raises
+    TrainingError."""
     size = _number(environment, "WORLD_SIZE", 1)
     if size == 1:
         return Ranks()

@@ -1,4 +1,4 @@
-"""Compiling: the training loss through `torch.compile`.
+"""Compiling: computes the training loss through `torch.compile`.
 
 On CUDA the loss is compiled unless `--compile off` is set or the minutes are few. On a CPU
 compiling takes almost a minute and makes a step of the presets `tiny` and `small` an eighth faster
