@@ -1,6 +1,6 @@
 """Files: reads the documents in files of all supported types.
 
-  objects, one per line     JSON lines, one document per line (`records.py`)
+  one object per line       JSON lines, one document per line (`records.py`)
   NAME.json, .csv, .tsv     one document per item or row
   NAME.parquet              one document per row
   others                    UTF-8 text, one document per file

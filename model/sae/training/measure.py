@@ -127,7 +127,7 @@ def _facts(
 
 
 class _Examples:
-    """The strongest places of each feature, at most one per window."""
+    """The places at which each feature is strongest, at most one place per window."""
 
     def __init__(self, features: int) -> None:
         shape = (features, EXAMPLES, BEFORE + 1 + AFTER)

@@ -35,7 +35,7 @@ MEASURING = 0.05
 """Share of the time that measuring may take, but at most MEASURING_SECONDS."""
 MEASURING_SECONDS = 10.0
 MEASURED_STEPS = 3
-"""Minimum number of timed steps in a measurement, which begins with an untimed one."""
+"""Minimum number of timed steps in a measurement, which begins with an untimed step."""
 SHORT = 45.0
 """Length of a run in seconds below which the smallest size is measured first."""
 CHOSEN_BY_HAND = frozenset(
@@ -49,8 +49,8 @@ CHOSEN_BY_HAND = frozenset(
 FEW = 3.5
 """Maximum number of passes over the text for which the recipe for long texts is best."""
 MANY = 4.0
-"""Number of passes above which a preset without dropout causes a warning; `small` makes exactly
-4."""
+"""Number of passes above which a preset without dropout causes a warning; `small` makes exactly 4
+passes."""
 SMALL_VOCABULARY = 512
 DROPOUT = ((5.0, 0.1), (12.0, 0.2), (30.0, 0.3))
 """Pairs of a number of passes and the dropout to use above it. If the vocabulary is larger than
@@ -58,7 +58,7 @@ SMALL_VOCABULARY, the first dropout applies above FEW passes instead."""
 BYTES_PER_TOKEN = ((257, 1.0), (512, 2.05), (1024, 2.65), (2048, 3.2), (4096, 3.65), (8192, 4.05),
                    (16_384, 4.4))  # fmt: skip
 """Pairs of the size of a learned vocabulary and the bytes of text per token, measured on English
-and on Python's own text."""
+text and on Python's own text."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Samples: texts that a model in training generates after a few prompts.
+"""Samples: texts that a model in training generates from a few prompts.
 
 The whole window is computed again for every token, which is simple, and fast enough for a hundred
 tokens of a small model. (The serving engine has a KV cache, `model/inference/engine`.) Samples use

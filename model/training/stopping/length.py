@@ -64,7 +64,7 @@ class Counters:
         )
 
     def saved(self, took: float) -> "Counters":
-        """Reserve time for the ending, given that a checkpoint took `took` seconds."""
+        """Reserve time for the ending, given that the latest save took `took` seconds."""
         ending_pace = self.pace if self.step > WINDOW else 0.0
         return replace(self, ending=RESERVE * took, ending_pace=ending_pace)
 
