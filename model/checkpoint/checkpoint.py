@@ -340,7 +340,7 @@ def _tokenizer(section: Mapping[str, Any], files: Mapping[str, str], path: Path)
 
 
 def verify(path: Path, name: str, found: str, size: int, files: Mapping[str, str]) -> None:
-    """Raise CheckpointError unless the sha256 `found` is the one in the configuration."""
+    """Raise CheckpointError unless the sha256 `found` equals the sha256 in the configuration."""
     expected = files.get(name)
     if found != expected:
         raise CheckpointError(

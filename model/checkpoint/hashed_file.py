@@ -2,7 +2,7 @@
 
 The hash is computed from the bytes in memory that the reader gets, so even if the file changes, the
 reader gets no unhashed bytes. A thread hashes a piece while the reader works on it or takes the
-next one. At most two pieces are in memory.
+next piece. At most two pieces are in memory.
 """
 
 import hashlib

@@ -54,7 +54,7 @@ MOST_TIMES = 2**10
 """A configured shape is refused, before names and shapes are compared, if it has more than 2^40
 elements and more than this many times the elements of the file."""
 SOURCE_BYTES = 2**22
-"""Maximum size in bytes of one of the owner's source files."""
+"""Maximum size, in bytes, of each of the owner's source files."""
 _SOURCE_PART = re.compile(r"[\w-]+(\.[\w-]+)*")
 
 
@@ -214,7 +214,7 @@ def _check_weights(
             )
         if not tensor.dtype.is_floating_point:
             raise CheckpointError(
-                f"{where}: {tensor.name} has the dtype {tensor.dtype}; floats are needed"
+                f"{where}: {tensor.name} has the dtype {tensor.dtype}; a float dtype is needed"
             )
 
 
@@ -222,6 +222,6 @@ def _check_finite(where: Path, tensor: StoredTensor, elements: Tensor) -> None:
     # The extremes are enough; torch.isfinite takes twenty times as long.
     if not all(math.isfinite(extreme) for extreme in torch.aminmax(elements)):
         raise CheckpointError(
-            f"{where}: {tensor.name} has NaN or infinite elements: its training diverged, or the "
+            f"{where}: {tensor.name} has NaN or infinite elements: the training diverged, or the "
             "file was damaged before it was hashed"
         )

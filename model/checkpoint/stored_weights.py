@@ -2,9 +2,9 @@
 
 A running model may hold its weights in another form (quantized, compressed, on a GPU), so they are
 read from the file each time. Only the needed rows are in memory. In addition to the stored tensors
-there are derived ones, which the rest of the code does not use: the matrices of each head, in the
-orientation of the literature (a row vector times the matrix). They follow from the weights alone:
-norms, rotation and biases are not part of them.
+there are derived tensors, which the rest of the code does not use: the matrices of each head, in
+the orientation of the literature (a row vector times the matrix). They are computed from the
+weights alone: norms, rotation and biases are not part of them.
 
     W_E   (vocab_size, d_model)        embedding             W_U  (d_model, vocab_size)  head
     blocks.N.attention.
@@ -113,7 +113,6 @@ class StoredWeights:
         return result
 
     def _head(self, block: str, kind: str, head: int, rows: range, columns: range) -> Floats:
-        """The given rows and columns of one head's matrix."""
         config = self._config
         assert isinstance(config, GPTConfig)
         width, group = config.head_dim, config.n_head // config.n_kv_head

@@ -153,8 +153,8 @@ def _tokenizer(
 
 
 def published_vocabulary(name: str) -> Tokenizer:
-    """Read a published encoding by name, or a ranks file or a `tokenizer.json` of Hugging Face's
-    tokenizers by path. Raises DataError."""
+    """Read a published encoding, given by name, or a ranks file or a Hugging Face `tokenizer.json`,
+    given by path. Raises DataError."""
     try:
         if Path(name).suffix == ".json" and Path(name).is_file():
             # Gaps between ids may be closed, because no weights depend on the ids yet.

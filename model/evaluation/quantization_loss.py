@@ -1,9 +1,9 @@
 """Quantization loss: the cost, in bits per byte, of int8 or int4 weights, or of int8 keys and
 values.
 
-The serving decoders compute the loss: every token of every window goes through a decode step of the
-exact decoder and one of the quantized decoder. So the result includes the rounding of activations,
-which a comparison of the weights would miss. The loss is defined as in
+The serving decoders compute the loss: every token of every window goes through one decode step of
+the exact decoder and one decode step of the quantized decoder. So the result includes the rounding
+of activations, which a comparison of the weights would miss. The loss is defined as in
 `model/training/step/validate.py`. `model/evaluation/held_out.py` chooses the text.
 
 Shapes: B windows, T positions, V = vocab_size.

@@ -66,7 +66,7 @@ def _threads_that_fill(
 ) -> int:
     """Choose the number of threads per worker so that the workers of the smallest machine use all
     its processors. `count` workers are spread evenly over the machines; if it is None, a machine
-    has one worker per GPU, or a single one on CPUs."""
+    has one worker per GPU, or a single worker on CPUs."""
     if count is not None:
         each = -(-count // max(1, len(machines)))
     else:

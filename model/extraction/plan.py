@@ -1,10 +1,10 @@
 """Plan: divides documents into units of work. Their order depends only on the data.
 
 A document is encoded as in training, but without END_OF_TEXT, and cut into windows of at most the
-model's context. Window k begins at token k * stride. Values are extracted for the counted tokens:
-the ones that the previous window did not contain. The tokens before them are context. So each token
-is counted once, with at least window - stride tokens before it, or with all earlier tokens of the
-document.
+model's context. Window k begins at token k * stride. Values are extracted for the counted tokens of
+a window: the tokens that the previous window did not contain. The tokens before them are context.
+So each token is counted once, with at least window - stride tokens before it, or with all earlier
+tokens of the document.
 
 The units are in the order of the documents, and fill one shard after another; no unit is divided.
 They are not sorted by length, because the engine does not pad prompts to equal lengths. Documents

@@ -222,8 +222,8 @@ def _check_facts(facts: FeatureFacts, features: int) -> None:
 def read_autoencoders(
     folders: Mapping[str, Path], checkpoint: CheckpointInfo
 ) -> dict[Features, StoredAutoencoder]:
-    """Read a checkpoint's autoencoders by name. Raises AutoencoderError, and CheckpointError if the
-    owner's code computes the checkpoint."""
+    """Read the named autoencoders of a checkpoint. Raises AutoencoderError, or CheckpointError if
+    the owner's code computes the checkpoint."""
     stored = {name: read_autoencoder(path) for name, path in folders.items()}
     return {each.features(name, checkpoint.config): each for name, each in stored.items()}
 

@@ -346,7 +346,7 @@ class Trainer:
 
     def _end(self, reason: Reason) -> None:
         """Save the last step unless the loss is suspect. If the run is interrupted between two
-        reports, the saved state includes the steps since the last one, so that the resumed run
+        reports, the saved state includes the steps since the last report, so that the resumed run
         reports the same as an uninterrupted one."""
         if reason != "interrupted" or self._reports(self._due()):
             self._log()

@@ -24,7 +24,8 @@ from logitd.model.sae.training.fit import Length
 FACTS_TOKENS = 2**18
 """Maximum number of tokens on which density and examples are measured."""
 EXAMPLES, BEFORE, AFTER = 10, 16, 7
-"""Number of examples per feature, and of tokens before and after the strongest token of each."""
+"""Number of examples per feature, and of tokens before and after the strongest token of each
+example."""
 
 
 @dataclass(frozen=True, slots=True)

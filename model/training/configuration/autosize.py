@@ -141,8 +141,8 @@ class Choice:
 
 
 def wants_size(config: TrainingConfig, processes: int) -> bool:
-    """True if --minutes chooses the size. Raises TrainingError if there are several processes,
-    because one process cannot measure their joint speed."""
+    """True if the size is chosen from --minutes. Raises TrainingError if there are several
+    processes, because one process cannot measure their joint speed."""
     if config.minutes is None or CHOSEN_BY_HAND & config.given().keys():
         return False
     if processes > 1:

@@ -11,7 +11,8 @@ the model; the main process writes. The model is not changed. The trainer decide
 due.
 
 After the last step of a run, the weights and their average (`model/training/optim/average.py`) are
-evaluated. Evaluation, samples and checkpoint of this step use the better ones; the state has both.
+evaluated. Evaluation, samples and checkpoint of this step use whichever are better; the state has
+both.
 """
 
 import math
