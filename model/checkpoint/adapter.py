@@ -77,11 +77,12 @@ def save_adapter(
     chat_template: str | None = None,
 ) -> None:
     """Write an adapter atomically. `weights` are the `trained_weights` of an adapted GPT;
-    `training.base` names its checkpoint. Raises CheckpointError if `path` exists, and OSError."""
+    `training.base` describes the base checkpoint. Raises CheckpointError if `path` exists, and
+    OSError if it cannot be written."""
     if path.exists():
         raise CheckpointError(f"{path} already exists: choose another path, or remove it")
     if training.base is None:
-        raise ValueError("the training record of an adapter needs its base")
+        raise ValueError("the training record of an adapter must describe its base checkpoint")
     with atomic_folder(path) as aside:
         stored = {
             name: tensor.detach().to("cpu", torch.float32).contiguous()
@@ -102,7 +103,8 @@ def save_adapter(
 
 
 def read_adapter(path: Path) -> Adapter:
-    """Read and verify an adapter, or the best one of a run. Raises CheckpointError."""
+    """Read and verify the adapter at `path`. If `path` is a run, read its best adapter. Raises
+    CheckpointError."""
     path = checkpoint_of(path)
     try:
         document = parse_json(read_regular(path / CONFIG, CONFIG_BYTES))
@@ -146,9 +148,10 @@ def read_adapter(path: Path) -> Adapter:
 def merge(base: Path, adapter: Path, path: Path, *, save_dtype: FloatName) -> CheckpointInfo:
     """Add an adapter to its base checkpoint, as a new checkpoint at `path`.
 
-    The sum is computed in float32 and saved as `save_dtype`; bfloat16 may round away the changes of
-    a short training. Raises CheckpointError if the adapter was trained on other weights,
-    DeviceError if the base does not fit into memory, and FileError if `path` cannot be written.
+    The sum is computed in float32 and saved as `save_dtype`; bfloat16 may round away the small
+    changes that a short training run makes. Raises CheckpointError if the adapter was trained on
+    other weights, DeviceError if the base does not fit into memory, and FileError if `path` cannot
+    be written.
     """
     info, added = read_checkpoint(base), read_adapter(adapter)
     expected = str(added.base.get("weights_sha256"))
@@ -179,7 +182,8 @@ def merge(base: Path, adapter: Path, path: Path, *, save_dtype: FloatName) -> Ch
 
 
 def _card(adapter: Adapter, name: str) -> str:
-    """The adapter's card under the new name, with a sentence about the merge."""
+    """The card of the merged checkpoint: its name, a sentence about the merge, and the adapter's
+    card."""
     card = adapter.path / CARD
     try:
         text = read_text(card, CARD_BYTES)

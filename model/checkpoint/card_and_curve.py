@@ -1,8 +1,9 @@
 """Card and curve: reads a checkpoint's card, and the loss curve, progress and samples of its run,
 for display.
 
-The curve comes from the log of the checkpoint's run, or else from the table in the card. All files
-may be missing, edited or damaged. Unreadable parts are skipped, because they are only displayed.
+The curve comes from the log of the checkpoint's run or, if the log has no losses, from the table in
+the card. All files may be missing, edited or damaged. Their contents are only displayed, so
+unreadable parts are skipped.
 """
 
 import os
@@ -21,18 +22,20 @@ METRICS = "metrics.jsonl"
 SAMPLES = "samples.txt"
 """Samples of a run, oldest first."""
 SAMPLE = re.compile(r"^=== step (\d+)$", re.MULTILINE)
-"""First line of a sample."""
+"""Matches the first line of a sample."""
 METRICS_BYTES = 2**23
 """Maximum number of bytes read from the end of a log, enough for 25,000 reports."""
 TAIL_BYTES = 2**16
-"""Number of bytes of the newest reports, and of the newest samples."""
+"""Maximum number of bytes read from the end of the log for the newest report, and from the end of
+the samples file for the newest samples."""
 CARD_BYTES = 2**20
 MOST_POINTS = 1000
 
 _ROW = re.compile(r"^\| ([\d,]+) \| (\d+\.\d+) \| (\d+\.\d+) \|$", re.MULTILINE)
-"""Row of the curve in a card (`model/training/recording/card.py`): step, loss, bits per byte."""
+"""Matches a row of the loss table in a card (`model/training/recording/card.py`): step, loss, bits
+per byte."""
 _SAMPLE = re.compile(r"^## Samples\n.*?^```+\n([^▸]+)▸", re.MULTILINE | re.DOTALL)
-"""First sample in a card, up to the end of its prompt."""
+"""Matches the first sample in a card, up to the end of its prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +57,12 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The newest report of a run, and its newest samples, including prompts. Times in seconds.
+    """The newest report of a run, and the run's newest samples with their prompts. Times are in
+    seconds.
 
     done          completed share of the run
     seconds_left  expected time from the report until the last step is saved
-    idle_seconds  time since something was written to the log
+    idle_seconds  time since the log was last written to
     sampled_at    step of the samples; None if there are none
     """
 
@@ -86,8 +90,8 @@ def sampled_prompt(card: str | None) -> str | None:
 
 
 def read_curve(path: Path, card: str | None) -> Curve:
-    """The curve of the checkpoint at `path`, with at most MOST_POINTS training and validation
-    points each."""
+    """The curve of the checkpoint at `path`, with at most MOST_POINTS training points and at most
+    MOST_POINTS validation points."""
     records = list(_records(path.resolve().parent / METRICS, METRICS_BYTES))
     training = _points(records, "train", "smoothed_loss")
     validation = _points(records, "eval", "val_loss")
@@ -126,7 +130,8 @@ def read_progress(path: Path) -> Progress | None:
 
 
 def read_samples(run: Path) -> tuple[int | None, tuple[str, ...]]:
-    """The last step that a run sampled, and its samples."""
+    """The last step for which a run wrote samples, and those samples; None and () if there are
+    none."""
     parts = SAMPLE.split(_tail(run / SAMPLES, TAIL_BYTES)[1].decode(errors="replace"))[1:]
     if not parts:
         return None, ()

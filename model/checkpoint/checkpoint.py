@@ -56,7 +56,8 @@ class CheckpointError(ValueError):
     frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid")
 )
 class TrainingRecord:
-    """The origin of the weights, named by every reply of the service. Raises ValidationError.
+    """The origin of the weights, which the service reports to its clients. Raises ValidationError
+    if a field is invalid.
 
     step               number of optimizer steps
     tokens             number of tokens seen in training, including repetitions
@@ -65,7 +66,7 @@ class TrainingRecord:
     data               description of the text: name, sha256, bytes, tokens, licence, ...
     created            UTC time of saving, ISO 8601
     base               the checkpoint that was fine-tuned (name, weights_sha256, step, ...); None
-                       for a training from scratch
+                       if training started from scratch
     """
 
     step: Annotated[int, Field(ge=0)]
@@ -77,7 +78,7 @@ class TrainingRecord:
     base: Mapping[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as JSON, without `base` if that is None."""
+        """The record as a JSON object, without `base` if that is None."""
         record = asdict(self)
         if self.base is None:
             del record["base"]
@@ -88,7 +89,7 @@ class TrainingRecord:
 class CheckpointInfo:
     """A checkpoint without its weights, which is fast to read.
 
-    shape  the model's configuration; `config` is the same for callers that need a GPT
+    shape  the model's configuration; `config` returns it only if logitd computes the model
     """
 
     path: Path
@@ -112,8 +113,8 @@ class CheckpointInfo:
 
     @property
     def config(self) -> GPTConfig:
-        """The shape of a model that logitd computes. Raises CheckpointError if its owner's code
-        computes it."""
+        """The model's shape, if logitd computes the model itself. Raises CheckpointError if the
+        owner's code computes it."""
         if isinstance(self.shape, CodeConfig):
             raise CheckpointError(
                 f"{self.path} is computed by its owner's code ({self.shape.code}); this operation "
@@ -123,8 +124,9 @@ class CheckpointInfo:
 
     @property
     def special_ids(self) -> bool:
-        """True if the name of a special token in a text is encoded as its id, as in training. If
-        the record has no entry, this is True for checkpoints with a chat template."""
+        """True if the name of a special token in a text is encoded as the token's id, as it was in
+        training. If the training record does not say so, this is True for checkpoints with a chat
+        template."""
         default = "text" if self.chat_template is None else "ids"
         return bool(self.training.data.get("special_tokens", default) == "ids")
 
@@ -143,15 +145,17 @@ def save_checkpoint(
 ) -> CheckpointInfo:
     """Write a new checkpoint directory at `path` atomically.
 
-    `weights` are a model's `state_dict`, `dtype` is the dtype on disk (bfloat16 halves the size),
-    `chat_template` the source of a template, and `sources` the owner's source files. Raises
-    CheckpointError if `path` exists or the template does not compile, and OSError.
+    `weights` is a model's `state_dict`, `dtype` is the dtype on disk (bfloat16 halves the size),
+    `chat_template` is the source of a template, and `sources` are the owner's source files. Raises
+    CheckpointError if `path` exists or the template does not compile, and OSError if the directory
+    cannot be written.
     """
     if path.exists():
         raise CheckpointError(f"{path} already exists: choose another path, or remove it")
     if config.vocab_size != tokenizer.vocab_size:
         raise CheckpointError(
-            f"the model has {config.vocab_size} token ids and the tokenizer {tokenizer.vocab_size}"
+            f"the model has {config.vocab_size} token ids, but the tokenizer has "
+            f"{tokenizer.vocab_size}"
         )
     _chat_template(chat_template, path)
     with atomic_folder(path) as aside:
@@ -184,8 +188,8 @@ def write_config(
     aside: Path, path: Path, sections: Mapping[str, Any], hashed: Sequence[str]
 ) -> None:
     """Write the configuration of a checkpoint or adapter into the temporary folder `aside`, which
-    becomes `path`. It includes the sha256 of the `hashed` files. Raises CheckpointError if
-    `read_checkpoint` would refuse the configuration."""
+    is renamed to `path` later. The configuration includes the sha256 of each of the `hashed` files.
+    Raises CheckpointError if `read_checkpoint` would refuse the configuration."""
     document = {
         "format_version": FORMAT_VERSION,
         **sections,
@@ -244,7 +248,8 @@ def read_checkpoint(path: Path) -> CheckpointInfo:
         ) from error
     if tokenizer.vocab_size != config.vocab_size:
         raise CheckpointError(
-            f"{path}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab_size}"
+            f"{path}: the tokenizer has {tokenizer.vocab_size} ids, but the model has "
+            f"{config.vocab_size}"
         )
     if not isinstance(files.get(WEIGHTS), str):
         raise CheckpointError(f"{where} lacks the sha256 of {WEIGHTS}")
@@ -261,7 +266,8 @@ def read_checkpoint(path: Path) -> CheckpointInfo:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Convert errors of reading the file `path` of a checkpoint to CheckpointError."""
+    """Convert errors to CheckpointError if they occur while the file `path` of a checkpoint is
+    read."""
     try:
         yield
     except FileNotFoundError as error:
@@ -303,7 +309,7 @@ def _read_document(path: Path) -> dict[str, Any]:
 
 
 def read_files(path: Path) -> Mapping[str, Any]:
-    """The sha256 of a checkpoint's files by name, as config.json records them now. Raises
+    """The sha256 of each file of a checkpoint, by file name, as config.json records it now. Raises
     CheckpointError."""
     files = _read_document(path).get("files")
     return files if isinstance(files, dict) else {}
@@ -321,7 +327,8 @@ def _chat_template(source: Any, path: Path) -> ChatTemplate | None:
 
 
 def _tokenizer(section: Mapping[str, Any], files: Mapping[str, str], path: Path) -> Tokenizer:
-    """The tokenizer of the configuration's section, with the ranks in the folder `path`."""
+    """The tokenizer that a section of the configuration describes, with the ranks file in the
+    folder `path`."""
     if section.get("vocab_size") is None:
         raise TokenizerError("vocab_size is missing")
     if section.get("kind") == "none":
@@ -333,11 +340,11 @@ def _tokenizer(section: Mapping[str, Any], files: Mapping[str, str], path: Path)
 
 
 def verify(path: Path, name: str, found: str, size: int, files: Mapping[str, str]) -> None:
-    """Raise CheckpointError unless the sha256 `found` is the one in the configuration."""
+    """Raise CheckpointError unless the sha256 `found` equals the sha256 in the configuration."""
     expected = files.get(name)
     if found != expected:
         raise CheckpointError(
-            f"{path / name} ({size} bytes) has sha256 {found[:12]}..., {CONFIG} says "
+            f"{path / name} ({size} bytes) has sha256 {found[:12]}..., but {CONFIG} says "
             f"{str(expected)[:12]}...: the file was changed, truncated or damaged after saving"
         )
 

@@ -2,7 +2,7 @@
 
 The hash is computed from the bytes in memory that the reader gets, so even if the file changes, the
 reader gets no unhashed bytes. A thread hashes a piece while the reader works on it or takes the
-next one. At most two pieces are in memory.
+next piece. At most two pieces are in memory.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ class HashedFile:
         self._file.close()
 
     def take(self, count: int) -> memoryview:
-        """The next `count` bytes, PIECE at most; fewer at the end of the file."""
+        """The next `count` bytes, but at most PIECE; fewer at the end of the file."""
         if len(self._unhashed) == 2:
             self._unhashed.popleft().result()  # frees the piece before the previous one
         memory, count, filled = next(self._memory), min(count, PIECE), 0
@@ -61,8 +61,8 @@ class HashedFile:
         return bytes(whole)
 
     def another(self) -> FileIO:
-        """The same file with a separate descriptor, which outlives this object. It remains the
-        hashed file even if the file at `path` is replaced."""
+        """A second descriptor of this file. It stays open after this object is closed, and refers
+        to the hashed file even if the file at `path` is replaced."""
         return os.fdopen(os.dup(self._file.fileno()), "rb", buffering=0)
 
     def finish(self) -> str:

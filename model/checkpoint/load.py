@@ -2,8 +2,8 @@
 
 No size in a file is trusted by itself: before anything is allocated, the header of the weights is
 compared with the configuration, and both with the free memory. Loading verifies hashes, names,
-shapes and finiteness. It executes no code (`model/inference/load.py` runs an owner's) and copies
-the weights, so later changes of a file do not affect a loaded model.
+shapes and finiteness. It executes no code (`model/inference/load.py` runs an owner's code) and
+copies the weights, so later changes of a file do not affect a loaded model.
 `model/checkpoint/checkpoint.py` reads the configuration, and writes checkpoints.
 """
 
@@ -51,10 +51,10 @@ MOST_REHASHED = 2**34
 """Largest file, in bytes, that is hashed after loading failed, to distinguish damage from weights
 of another model. Larger files would take too long."""
 MOST_TIMES = 2**10
-"""Names and shapes are compared only if the configured shape has at most this many times as many
-elements as the file."""
+"""A configured shape is refused, before names and shapes are compared, if it has more than 2^40
+elements and more than this many times the elements of the file."""
 SOURCE_BYTES = 2**22
-"""Maximum size in bytes of one of the owner's source files."""
+"""Maximum size, in bytes, of each of the owner's source files."""
 _SOURCE_PART = re.compile(r"[\w-]+(\.[\w-]+)*")
 
 
@@ -99,8 +99,8 @@ def check_header(info: CheckpointInfo) -> None:
 
 
 def read_sources(info: CheckpointInfo) -> tuple[dict[str, bytes], FileIO]:
-    """Read and verify the owner's source files, and open the verified file of weights. Raises
-    CheckpointError."""
+    """Read and verify the owner's source files, and verify the weights file. Returns the sources by
+    name, and the open weights file. Raises CheckpointError."""
     sources = {}
     for name in info.files:
         folder, _, inner = name.partition("/")
@@ -148,7 +148,7 @@ def _shape_of(file: HashedFile, config: GPTConfig) -> tuple[GPT, tuple[StoredTen
 
 def _check_sizes(where: Path, config: GPTConfig, stored: Sequence[StoredTensor]) -> None:
     """Raise CheckpointError if the sizes in the configuration are far larger than the file, because
-    building such a shape would take too long."""
+    building such a model would take too long."""
     if config.n_layer > len(stored):
         raise CheckpointError(
             f"{where} has {len(stored):,} tensors, too few for the {config.n_layer:,} blocks of "
@@ -214,7 +214,7 @@ def _check_weights(
             )
         if not tensor.dtype.is_floating_point:
             raise CheckpointError(
-                f"{where}: {tensor.name} has the dtype {tensor.dtype}; floats are needed"
+                f"{where}: {tensor.name} has the dtype {tensor.dtype}; a float dtype is needed"
             )
 
 
@@ -222,6 +222,6 @@ def _check_finite(where: Path, tensor: StoredTensor, elements: Tensor) -> None:
     # The extremes are enough; torch.isfinite takes twenty times as long.
     if not all(math.isfinite(extreme) for extreme in torch.aminmax(elements)):
         raise CheckpointError(
-            f"{where}: {tensor.name} has NaN or infinite elements: its training diverged, or the "
+            f"{where}: {tensor.name} has NaN or infinite elements: the training diverged, or the "
             "file was damaged before it was hashed"
         )

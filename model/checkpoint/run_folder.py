@@ -8,13 +8,13 @@ import re
 from pathlib import Path
 
 RUN = "run.json"
-"""Settings of a run; a folder with this file is a run."""
+"""File with the settings of a run; a folder that contains it is a run."""
 BEST, LATEST = "best", "latest"
-"""Links to the checkpoint with the lowest validation loss, and to the newest one."""
+"""Links to the checkpoint with the lowest validation loss, and to the newest checkpoint."""
 HISTORY = "history"
 """Folder of the checkpoints that `--keep-every` keeps."""
 STEP = re.compile(r"step-(\d{6,})")
-"""Name of a checkpoint in a run or in its history."""
+"""Matches the name of a checkpoint in a run or in its history."""
 LOCK = "run.lock"
 """Lock file of the process that trains the run. It is the first file of a run."""
 

@@ -2,9 +2,9 @@
 
 A running model may hold its weights in another form (quantized, compressed, on a GPU), so they are
 read from the file each time. Only the needed rows are in memory. In addition to the stored tensors
-there are derived ones, which the rest of the code does not use: the matrices of each head, in the
-orientation of the literature (a row vector times the matrix). They follow from the weights alone:
-norms, rotation and biases are not part of them.
+there are derived tensors, which the rest of the code does not use: the matrices of each head, in
+the orientation of the literature (a row vector times the matrix). They are computed from the
+weights alone: norms, rotation and biases are not part of them.
 
     W_E   (vocab_size, d_model)        embedding             W_U  (d_model, vocab_size)  head
     blocks.N.attention.
@@ -13,7 +13,8 @@ norms, rotation and biases are not part of them.
     W_O   (n_head, head_dim, d_model)  output projection
     W_OV  (n_head, d_model, d_model)   W_V W_O               W_QK  W_Q W_K^T
 
-These can also be read by TransformerLens' names: `blocks.N.attn.W_Q`, `embed.W_E`, `unembed.W_U`.
+These can also be read under the names that TransformerLens gives them: `blocks.N.attn.W_Q`,
+`embed.W_E`, `unembed.W_U`.
 """
 
 import os
@@ -44,7 +45,7 @@ EMBEDDING, HEAD = "token_embedding.weight", "head.weight"
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor: its name, its shape, and its dtype in the file; None for derived tensors."""
+    """A tensor: its name, its shape, and its dtype in the file (None for a derived tensor)."""
 
     name: str
     shape: tuple[int, ...]
@@ -95,7 +96,7 @@ class StoredWeights:
         return next((each.shape for each in self.all() if each.name == name), None)
 
     def read(self, name: str, part: Part) -> Floats:
-        """A part of the weight with this name, which must have a shape."""
+        """A part of the weight with this name, which must exist (see `shape_of`)."""
         name = _own_name(name)
         if name in self._stored:
             return self._tensor(name, part)
@@ -112,7 +113,6 @@ class StoredWeights:
         return result
 
     def _head(self, block: str, kind: str, head: int, rows: range, columns: range) -> Floats:
-        """Rows and columns of a head's matrix."""
         config = self._config
         assert isinstance(config, GPTConfig)
         width, group = config.head_dim, config.n_head // config.n_kv_head
@@ -180,7 +180,9 @@ def parse_part(text: str | None, shape: Sequence[int]) -> tuple[Part, tuple[int,
         else:
             chosen = range(size)[bounds[0] :][:1]
         if not chosen:
-            raise ValueError(f"slice has {piece!r} for axis {axis}, which has {size}: it is empty")
+            raise ValueError(
+                f"slice has {piece!r} for axis {axis}, whose size is {size}: it selects nothing"
+            )
         part.append(chosen)
     return tuple(part), tuple(kept)
 
@@ -190,7 +192,8 @@ def _not_a_slice(piece: str) -> ValueError:
 
 
 def _own_name(name: str) -> str:
-    """The name of a derived weight that may be given by TransformerLens' name."""
+    """Translate TransformerLens's name of a derived weight into logitd's. Other names stay
+    unchanged."""
     if name in ("embed.W_E", "unembed.W_U"):
         return name.rpartition(".")[2]
     return name.replace(".attn.W_", ".attention.W_")

@@ -1,9 +1,9 @@
 """Weights file: reads a safetensors file tensor by tensor into existing memory.
 
 The safetensors library would hold the whole file in memory and copy it, or map it, so that a
-running model would see changes of the file. Here at most two pieces are in memory
+running model would see changes to the file. Here at most two pieces are in memory
 (`model/checkpoint/hashed_file.py`). The header is checked as in the library: its length, its JSON,
-and that there are no gaps between tensors. The library writes the files.
+and that there are no gaps between tensors. Files are written with the library.
 """
 
 import math
@@ -23,11 +23,12 @@ from logitd.model.checkpoint.hashed_file import PIECE, HashedFile
 from logitd.model.files import parse_json
 
 LARGEST_HEADER = 16 * 2**20
-"""Largest header in bytes, enough for 100,000 tensors. The safetensors library allows six times as
-many, which take gigabytes to parse."""
+"""Largest header in bytes, enough for 100,000 tensors. The safetensors library allows headers six
+times as large, which take gigabytes to parse."""
 MOST_DIMENSIONS = 8
 SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
-"""The system's error number in a message of the library, which provides it only there."""
+"""Matches the operating system's error number in an error message of the safetensors library, which
+gives the number nowhere else."""
 
 DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -52,7 +53,7 @@ class WeightsFileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a file. `start` counts bytes from the end of the header."""
+    """A tensor in a file. `start` is its offset in bytes from the end of the header."""
 
     name: str
     dtype: torch.dtype
@@ -81,8 +82,9 @@ class HeaderFile(Protocol):
 
 
 def read_header(file: HeaderFile) -> tuple[StoredTensor, ...]:
-    """Read the tensors' descriptions from a newly opened file, in its order. Raises
-    WeightsFileError, also if there is data after the last tensor."""
+    """Read the descriptions of the tensors from a newly opened file, in file order. Raises
+    WeightsFileError if the header is invalid, or if the file ends before or after its last
+    tensor."""
     prefix = file.take_all(8)
     if len(prefix) < 8:
         raise WeightsFileError(f"it has {len(prefix)} bytes; the header's length alone takes 8")
@@ -117,7 +119,7 @@ def read_header(file: HeaderFile) -> tuple[StoredTensor, ...]:
     if rest < end:
         cut = next(tensor for tensor in tensors if tensor.end > rest)
         raise WeightsFileError(
-            f"it ends within {cut.name}: its tensors take {end:,} bytes, but it has {rest:,}"
+            f"it ends within {cut.name}: its tensors take {end:,} bytes, but it has only {rest:,}"
         )
     if rest > end:
         raise WeightsFileError("it has bytes after its last tensor")
@@ -180,7 +182,7 @@ def _stored(name: str, entry: Any) -> StoredTensor:
     tensor = StoredTensor(name, DTYPES[dtype], tuple(shape), start)
     if tensor.end != end:
         raise WeightsFileError(
-            f"{name}, {shape} of {dtype}, has the bytes {start:,} to {end:,}; it needs "
-            f"{tensor.elements} times {tensor.dtype.itemsize} bytes"
+            f"{name} has the shape {shape}, the dtype {dtype} and the bytes {start:,} to {end:,}, "
+            f"but it needs {tensor.elements} times {tensor.dtype.itemsize} bytes"
         )
     return tensor

@@ -7,8 +7,9 @@ numbers cannot disturb the order. A step has the same B * A sequences whether it
 batch of B * A or as A batches of B, in one process or in several. The seed of dropout also depends
 only on (seed, sequence number).
 
-The text is not copied: a window is read from the shard, document by document. Memory: 8 bytes per
-document, and 16 for each of at most two passes. Opening scans the shard once for ends of documents.
+The text is not copied: a window is read from the shard, document by document. Each document takes 8
+bytes of memory, and 16 more in each of at most two passes. Opening scans the shard once for ends of
+documents.
 
 Shapes: B sequences, T = window.
 """
@@ -31,7 +32,8 @@ SCANNED = 2**22
 
 @dataclass(frozen=True)
 class _Pass:
-    """One pass over a text. A place is the index of a token in the pass's order of documents."""
+    """One pass over a text. A place is the index of a token when the documents are in the order of
+    this pass."""
 
     offset: int  # place of the first window
     windows: npt.NDArray[np.int64]  # order of the windows
@@ -87,8 +89,8 @@ class Batches:
 
 
 def document_ends(tokens: npt.NDArray[Any], end_of_text: int) -> npt.NDArray[np.int64]:  # (D,)
-    """The index after the last token of each document. Tokens after the last `end_of_text` are a
-    document too."""
+    """The index after the last token of each document. The tokens after the last `end_of_text`, if
+    any, are one more document."""
     ends = [
         first + 1 + np.flatnonzero(tokens[first : first + SCANNED] == end_of_text)
         for first in range(0, len(tokens), SCANNED)
@@ -135,5 +137,5 @@ def rank_batch(batch_size: int, accumulate: int, *, rank: int, size: int) -> Ran
 
 
 def noise_seed(seed: int, sequence: int) -> int:
-    """The seed of dropout for the batch that begins with this sequence."""
+    """The seed of dropout for the batch that begins with the sequence of this number."""
     return int(np.random.SeedSequence([seed, sequence]).generate_state(1, np.uint64)[0])

@@ -57,7 +57,7 @@ class PreparedText:
 
     @property
     def special_ids(self) -> bool:
-        """True if names of special tokens in the text became their ids."""
+        """True if names of special tokens in the text were encoded as the tokens' ids."""
         return bool(self.record.get("special_tokens") == "ids")
 
 
@@ -72,8 +72,8 @@ def prepare_text(
 ) -> PreparedText:
     """Learn or read the vocabulary, tokenize every document, and write `folder`. Raises DataError.
 
-    vocabulary    "own" learns one with `vocab_size` ids from the text; else a name or a file for
-                  `published_vocabulary`, or a checkpoint's tokenizer
+    vocabulary    "own": learn a vocabulary of `vocab_size` ids from the text. Otherwise the name or
+                  path that `published_vocabulary` reads, or a checkpoint's tokenizer
     val_fraction  share of the text that is held out for validation
     special_ids   encode names of special tokens as their ids instead of as plain text
     """
@@ -153,8 +153,8 @@ def _tokenizer(
 
 
 def published_vocabulary(name: str) -> Tokenizer:
-    """Read a published encoding by name, or a ranks file or a `tokenizer.json` of Hugging Face's
-    tokenizers by path. Raises DataError."""
+    """Read a published encoding, given by name, or a ranks file or a Hugging Face `tokenizer.json`,
+    given by path. Raises DataError."""
     try:
         if Path(name).suffix == ".json" and Path(name).is_file():
             # Gaps between ids may be closed, because no weights depend on the ids yet.
@@ -179,8 +179,9 @@ def _tokenize(
     *,
     special_ids: bool,
 ) -> tuple[str, int, Counter[str]]:
-    """Encode every document, piece by piece, and append it to the shard of its side. Returns the
-    sha256 of the text, the number of documents, and how often each special token's name occurs."""
+    """Encode every document, piece by piece, and append the ids to the training or validation
+    shard. Returns the sha256 of the text, the number of documents, and how often each special
+    token's name occurs."""
     assert tokenizer.end_of_text is not None
     longest_first = sorted(filter(None, tokenizer.special_tokens), key=len, reverse=True)
     names = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

@@ -1,8 +1,8 @@
-"""Reuse: trains on shards that another run has tokenized, without tokenizing again.
+"""Reuse: trains on shards that another run wrote, without tokenizing the text again.
 
-A shard named val.tokens is validation text and all others are training text, as in their run. If
-there is no val.tokens, documents (each ends with END_OF_TEXT) are held out by the rule of
-`split.py`, applied to their ids instead of their bytes. Every id is checked first.
+A shard named val.tokens is validation text and all others are training text, as in the run that
+wrote them. If there is no val.tokens, documents (each ends with END_OF_TEXT) are held out by the
+rule of `split.py`, applied to their ids instead of their bytes. Every id is checked first.
 """
 
 import hashlib
@@ -67,7 +67,7 @@ def reuse_shards(
 
 
 def shards_sha256(paths: Sequence[Path], tokenizer: Tokenizer) -> str:
-    """The sha256 of the ids of shards. Raises DataError."""
+    """The sha256 of the ids of all shards together. Raises DataError."""
     digest = hashlib.sha256()
     for path in paths:
         for part in _chunks(open_shard(path, tokenizer_sha256(tokenizer)).tokens):
@@ -76,8 +76,9 @@ def shards_sha256(paths: Sequence[Path], tokenizer: Tokenizer) -> str:
 
 
 def _document_ends(shard: Shard, vocab_size: int, end_of_text: int) -> list[int]:
-    """The borders of documents: 0, and the end of each document, which is after its END_OF_TEXT or
-    at the end of the shard. Raises DataError for an id outside the vocabulary."""
+    """The boundaries between documents: 0, and the index after the last token of each document. A
+    document ends with its END_OF_TEXT or at the end of the shard. Raises DataError for an id
+    outside the vocabulary."""
     ends, first = [0], 0
     for ids in _chunks(shard.tokens):
         if ids.max() >= vocab_size:

@@ -67,8 +67,8 @@ class ShardWriter:
 
 @contextmanager
 def write_shard(path: Path, *, vocab_size: int, tokenizer_sha256: bytes) -> Iterator[ShardWriter]:
-    """Open a new shard for writing. The file appears when the block ends, and is removed if the
-    block raises."""
+    """Open a new shard for writing. The file appears at `path` when the block ends; if the block
+    raises an error, no file is left."""
     with whole_file(path) as file:
         file.write(bytes(HEADER.size))
         writer = ShardWriter(file, vocab_size)
@@ -90,7 +90,8 @@ def outside(token_ids: npt.NDArray[Any], first: int, vocab_size: int, name: str)
 
 
 def text_bytes_of(path: Path) -> int:
-    """Number of bytes of the text of a shard, written by any tokenizer. Raises DataError."""
+    """Number of bytes of text that a shard encodes, whichever tokenizer wrote it. Raises
+    DataError."""
     return _header(path)[2]
 
 

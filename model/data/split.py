@@ -5,7 +5,8 @@ end is held out. Every other document is either trained on or held out as a whol
 lot: a number from the sha256 of its content. The documents with the lowest lots are held out. So
 two equal documents are treated in the same way, and adding documents moves few others to the other
 side. (For Python's own text the lot is computed from the file's name, because contents change
-between Python versions. It has three pairs of equal files, which may be separated: 700 bytes.)
+between Python versions. It has three pairs of equal files, 700 bytes in all; the two files of a
+pair may end up on different sides.)
 """
 
 import hashlib
@@ -62,12 +63,12 @@ def plan_split(documents: Iterable[tuple[int, int]], val_fraction: float) -> Spl
 
 
 def split_text(documents: Iterable[Document], val_fraction: float) -> Split:
-    """The split of documents by their sizes in bytes. Reads every document."""
+    """Plan the split of documents, measuring their sizes in bytes. Reads every document."""
     return plan_split(map(_lot_and_size, documents), val_fraction)
 
 
 def sides(document: Document, split: Split) -> Iterator[tuple[Side, str]]:
-    """The pieces of a document with their sides. Reads the document twice."""
+    """The pieces of a document, each with its side, "train" or "val". Reads the document twice."""
     lot, size = _lot_and_size(document)
     cut, at = split.trained(lot, size), 0
     for piece in document.pieces():
@@ -89,7 +90,7 @@ def lot(document: Document) -> int:
 
 
 def lot_of(parts: Iterable[bytes]) -> int:
-    """The lot of a document's content, passed in parts."""
+    """The lot of a document whose content is passed in parts."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)

@@ -21,7 +21,7 @@ LEARN_FROM = 256_000_000
 
 def learn(pieces: Iterable[str], vocab_size: int) -> Tokenizer:
     """Learn a vocabulary of at most `vocab_size` ids, the 256 bytes and END_OF_TEXT included. A
-    short text yields fewer. `pieces` have at most PIECE characters each. Raises DataError."""
+    short text yields fewer ids. `pieces` have at most PIECE characters each. Raises DataError."""
     if vocab_size < SMALLEST:
         raise DataError(
             f"vocab_size {vocab_size} is below {SMALLEST}, the 256 bytes and {END_OF_TEXT}"
@@ -40,7 +40,7 @@ def learn(pieces: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def require_end_of_text(tokenizer: Tokenizer, name: str) -> None:
-    """Raise DataError if a tokenizer cannot separate documents."""
+    """Raise DataError if a tokenizer has no end-of-text token to separate documents."""
     if tokenizer.end_of_text is None:
         raise DataError(
             f"{name} has no token to separate documents: add {END_OF_TEXT}, or a "
@@ -57,8 +57,8 @@ def encode(tokenizer: Tokenizer, piece: str, *, special_ids: bool = False) -> li
 
 
 def check(tokenizer: Tokenizer, piece: str) -> None:
-    """Raise DataError unless decoding returns the encoded text. A vocabulary of words loses white
-    space, so there the decoded text must have the same ids."""
+    """Raise DataError unless decoding returns the encoded text. A word-level vocabulary loses white
+    space, so there the decoded text need only have the same ids."""
     ids = encode(tokenizer, piece)
     text = tokenizer.decode(ids)
     if encode(tokenizer, text) != ids if tokenizer.kind == "words" else text != piece:

@@ -31,7 +31,8 @@ MIN_TOKENS = 1024
 """Minimum number of tokens: with fewer, the difference between two losses is mostly noise."""
 WINDOW = 128
 READ_BYTES = 2**18
-"""Number of bytes read from a text. The windows are spread evenly over them."""
+"""Maximum number of bytes read from a text that is not tokenized yet. The windows are spread evenly
+over them."""
 
 
 @dataclass(frozen=True)

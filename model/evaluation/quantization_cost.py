@@ -1,5 +1,5 @@
-"""QuantizationCost: the loss that a model gains because its weights, or its keys and values, are
-quantized.
+"""QuantizationCost: how much the loss of a model increases because its weights, or its keys and
+values, are quantized.
 
 The banner, /info and the log of a server show these figures. `quantization_loss.py` measures the
 loss, `held_out.py` chooses the text.
@@ -21,13 +21,13 @@ WARN_ABOVE = 0.005
 """Relative increase of the loss by quantization above which a warning is shown."""
 
 GENTLER: Mapping[Quantization, Quantization] = {"int4": "int8", "int8": "none"}
-"""For each setting of `quantize`, the next one with a smaller loss."""
+"""For each setting of `quantize`, the next setting that loses less."""
 
 
 @dataclass(frozen=True)
 class QuantizationCost:
     """The measured loss and the name of the text on which it was measured. If no loss was measured,
-    `text` is the reason, and `measurable` is False if naming another text would not help."""
+    `text` states the reason, and `measurable` is False if naming another text would not help."""
 
     kind: Quantization
     loss: QuantizationLoss | None
@@ -44,7 +44,7 @@ class QuantizationCost:
 
     @property
     def deserves_warning(self) -> bool:
-        """True if the loss is large or unknown."""
+        """True if the increase of the loss is large or unknown."""
         return self.loss is None or self.loss.relative > WARN_ABOVE
 
     def sentence(self) -> str:
@@ -78,9 +78,9 @@ def measure_quantization(
     """Compare a loaded model's decoder with the same decoder without quantization. Returns None if
     nothing is quantized. Leaves the model unchanged.
 
-    Raises KernelError if a text is named but nothing is quantized, and if the loss is above
-    `at_most` (`parse_loss_limit`). Raises DataError if the named text is unusable. If no text is
-    named and none is found, nothing is measured, and the limit has no effect.
+    Raises KernelError if a text is named but nothing is quantized, or if the relative increase of
+    the loss exceeds `at_most` (`parse_loss_limit`). Raises DataError if the named text is unusable.
+    If no text is named and none is found, nothing is measured, and the limit has no effect.
     """
     kind, kv_cache_dtype = model.options.quantize, model.options.kv_cache_dtype
     if kind == "none" and kv_cache_dtype == "auto":

@@ -1,9 +1,9 @@
 """Quantization loss: the cost, in bits per byte, of int8 or int4 weights, or of int8 keys and
 values.
 
-The serving decoders compute the loss: every token of every window goes through a decode step of the
-exact decoder and one of the quantized decoder. So the result includes the rounding of activations,
-which a comparison of the weights would miss. The loss is defined as in
+The serving decoders compute the loss: every token of every window goes through one decode step of
+the exact decoder and one decode step of the quantized decoder. So the result includes the rounding
+of activations, which a comparison of the weights would miss. The loss is defined as in
 `model/training/step/validate.py`. `model/evaluation/held_out.py` chooses the text.
 
 Shapes: B windows, T positions, V = vocab_size.
@@ -97,8 +97,8 @@ def new_decoder(
 
 
 def step_nats(decoder: Decoder, inputs: Tensor, targets: Tensor) -> float:
-    """The sum of the loss over all targets in nats, with a decode step for every input. Targets of
-    -100 are not counted. The decoder's cache may be longer than the windows."""
+    """The loss in nats, summed over all targets. Every input takes one decode step. Targets of -100
+    are not counted. The decoder's cache may be longer than the windows."""
     rows, length = inputs.shape
     nats = 0.0
     with torch.inference_mode(), one_thread() if decoder.has_threads else nullcontext():

@@ -1,16 +1,17 @@
 """Text loss: the loss of a checkpoint on a text.
 
-Every token of the text counts exactly once (`rolling_windows` in `model/data/windows.py`); the end
-of a document is a token of zero bytes. The loss is lower if windows overlap (`stride`), because
-tokens then have more context. The computation depends on the dtype:
+Every token of the text except the first counts exactly once (`rolling_windows` in
+`model/data/windows.py`); the end of a document is a token of zero bytes. The loss is lower if
+windows overlap (`stride`), because tokens then have more context. The computation depends on the
+dtype:
 
-    float32 on a CPU    as served: a token has the bits of `LLM.score` and POST /score
+    float32 on a CPU    as served: a token's loss has the bits of `LLM.score` and POST /score
     bfloat16, or a GPU  the forward of the trainer's evaluations, with the weights in float32
     quantized weights,  the serving decoders, token by token
     keys or values
 
 On the held-out text of a run, in the dtype of training, the result equals the trainer's if the
-trainer evaluated on the whole text (`eval_batches`), in float32 except for rounding.
+trainer evaluated on the whole text (`eval_batches`). In float32 the two differ by rounding.
 
 The tokens are written to disk, so the text may be larger than memory. A window may contain the end
 of one document and the start of the next, as in training. `model/evaluation/quantization_loss.py`
@@ -204,7 +205,7 @@ def _as_in_training(loaded: LoadedModel, windows: Windows, placement: Placement)
 
 
 Part = tuple[float, Tensor]
-"""The nats of a part of the text, and its targets."""
+"""The loss of a part of the text, in nats, and the targets of that part."""
 
 
 def _summed(parts: Iterable[Part], windows: Windows) -> ValidationLoss:
@@ -219,7 +220,7 @@ def _summed(parts: Iterable[Part], windows: Windows) -> ValidationLoss:
 
 def _as_served(loaded: LoadedModel, windows: Windows, batch_size: int) -> Iterator[Part]:
     """Compute each batch with one prefill. A window is a prompt in a separate slot, and its tokens
-    are scored as in the engine, in blocks of rows and float64."""
+    are scored as in the engine, in blocks of rows, in float64."""
     make, context = loaded.decode_path.make_decoder, loaded.gpt.config.context_length
     with new_decoder(loaded.gpt, make, batch_size, context, "auto") as decoder:
         for inputs, targets in windows:
@@ -233,7 +234,8 @@ def _as_served(loaded: LoadedModel, windows: Windows, batch_size: int) -> Iterat
 
 
 def _logprobs(decoder: Decoder, hidden: Tensor, targets: Tensor) -> Iterator[float]:
-    """Logprobs of targets (N,), given the final hidden states (N, d_model) before them."""
+    """Logprobs of targets (N,), given the final hidden states (N, d_model) at the positions before
+    them."""
     for rows, following in zip(hidden.split(BLOCK), targets.split(BLOCK), strict=True):
         logits = decoder.head(rows)
         with one_thread() if decoder.has_threads else nullcontext():

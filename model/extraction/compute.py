@@ -31,7 +31,8 @@ from logitd.model.inference.options import ComputeOptions, SlotDefault
 from logitd.model.transformer.config import BLOCK
 
 SLOTS = SlotBudget(default=SlotDefault(EngineConfig().prefill_chunk // BLOCK))
-"""Number of slots: by default one for every block of a step, so that short prompts fill a step."""
+"""Number of slots: by default, one for every block of rows in a step, so that short prompts can
+fill a step."""
 PREFILL_CHUNK = 1024
 """Number of positions in a step on a CPU: more than in a server, because no client waits for a
 token. On a GPU the results may depend on this number, so the server's default is used there."""
@@ -39,7 +40,7 @@ token. On a GPU the results may depend on this number, so the server's default i
 Group = Sequence[Unit]
 """The units of a shard."""
 Counted = Callable[[int], None]
-"""Called with the number of newly computed tokens."""
+"""A function that is called with the number of newly computed tokens."""
 
 
 class ShardComputer:
@@ -80,9 +81,9 @@ class ShardComputer:
         request_of: Callable[[str, Unit], Request | None],
         tell: Counted = lambda tokens: None,
     ) -> list[list[Any]]:
-        """Compute the chunks of each unit. `request_of` creates the request of a unit from an id
-        and the unit; None if nothing must be computed for it. Raises ExtractionError if the model
-        fails."""
+        """Compute the chunks of each unit. `request_of` creates the request for a unit, given a
+        request id and the unit; it returns None if nothing must be computed for the unit. Raises
+        ExtractionError if the model fails."""
         chunks: list[list[Any]] = [[] for _ in units]
         added = unfinished = 0
         while added < len(units) or unfinished:

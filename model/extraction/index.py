@@ -2,11 +2,11 @@
 
   index.json                  the request, the checkpoint, the data, and the shards
   shard-000000.parquet, ...   shards (`shards.py`), or .safetensors
-  extract.lock                the process that writes; removed when the extraction is finished
+  extract.lock                names the process that writes; removed when extraction is finished
 
-The index is written before the first shard and after each one. So a command that is killed at any
-moment can be continued: a shard that the index does not list is computed again. The index has no
-times and no traces of interruptions, so the same extraction always ends in the same bytes. A
+The index is written before the first shard and after each shard. So a command that is killed at any
+moment can be continued: a shard that the index does not list is computed again. The index contains
+no times and no traces of interruptions, so the same extraction always ends in the same bytes. A
 command whose options, checkpoint or data differ from the index cannot continue the folder. A folder
 that contains other files is refused.
 """
@@ -29,7 +29,7 @@ FORMAT_VERSION = 1
 INDEX_BYTES = 2**28
 """Size limit of the index: more than the index of a million shards needs."""
 _ASIDE = re.compile(r"\.(index\.json|shard-\d{6,}\.(parquet|safetensors))" + re.escape(PART))
-"""Names of files that were being written when the command was killed."""
+"""Matches the names of files that were being written when the command was killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,8 @@ class ExtractionFolder:
                 self._write_index()
 
     def add(self, content: bytes, suffix: str, *, rows: int, end: tuple[int, int]) -> None:
-        """Write and list the next shard. Raises ExtractionError if the disk is full."""
+        """Write the next shard and list it in the index. Raises ExtractionError if the folder
+        cannot be written, for example because the disk is full."""
         name = self._next_name(suffix)
         shard = Shard(name, rows, len(content), hashlib.sha256(content).hexdigest(), *end)
         with self._writing():
@@ -159,7 +160,7 @@ class ExtractionFolder:
             if found != shard.sha256:
                 raise ExtractionError(
                     f"{path} was damaged or changed: it has {path.stat().st_size:,} bytes, but "
-                    f"{INDEX} lists {shard.bytes:,} and another sha256. Choose another --out"
+                    f"{INDEX} lists {shard.bytes:,} bytes with another sha256. Choose another --out"
                 )
 
     def _refuse_others(self) -> None:

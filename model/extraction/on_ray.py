@@ -38,9 +38,9 @@ ATTEMPTS = 3
 def choose_workers(
     nodes: Sequence[Mapping[str, float]], options: ComputeOptions, count: int | None
 ) -> tuple[int, int, ComputeOptions]:
-    """Choose the number of workers. Returns it, how many workers fit into the cluster now, and
-    their options. `nodes` are the resources of each machine, under Ray's names. Raises
-    ExtractionError if no worker fits."""
+    """Choose the number of workers. Returns that number, the number of workers that fit into the
+    cluster now, and the options of each worker. `nodes` are the resources of each machine, under
+    Ray's names. Raises ExtractionError if no worker fits."""
     if options.device not in ("auto", "cpu", "cuda"):
         raise ExtractionError(f"--device is {options.device}; with --ray set cpu, cuda or auto")
     any_gpu = any(node.get("GPU") for node in nodes)
@@ -66,7 +66,7 @@ def _threads_that_fill(
 ) -> int:
     """Choose the number of threads per worker so that the workers of the smallest machine use all
     its processors. `count` workers are spread evenly over the machines; if it is None, a machine
-    has one worker per GPU, or a single one on CPUs."""
+    has one worker per GPU, or a single worker on CPUs."""
     if count is not None:
         each = -(-count // max(1, len(machines)))
     else:
@@ -172,7 +172,7 @@ def on_ray(
     workers: int | None,
     log: Callable[[str], None],
 ) -> Iterator[RayComputer]:
-    """Start workers with the checkpoint, which run until the end of the block. If `workers` is
+    """Start workers that load the checkpoint and run until the end of the block. If `workers` is
     None, as many as fit are started. Raises ExtractionError if the cluster at `address`
     (`ray_cluster.connected`) cannot be joined, if no worker fits, or if a worker cannot load the
     model."""

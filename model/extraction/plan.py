@@ -1,10 +1,10 @@
 """Plan: divides documents into units of work. Their order depends only on the data.
 
 A document is encoded as in training, but without END_OF_TEXT, and cut into windows of at most the
-model's context. Window k begins at token k * stride. Values are extracted for the counted tokens:
-the ones that the previous window did not contain. The tokens before them are context. So each token
-is counted once, with at least window - stride tokens before it, or with all earlier tokens of the
-document.
+model's context. Window k begins at token k * stride. Values are extracted for the counted tokens of
+a window: the tokens that the previous window did not contain. The tokens before them are context.
+So each token is counted once, with at least window - stride tokens before it, or with all earlier
+tokens of the document.
 
 The units are in the order of the documents, and fill one shard after another; no unit is divided.
 They are not sorted by length, because the engine does not pad prompts to equal lengths. Documents
@@ -30,8 +30,8 @@ class Unit:
 
     document   index of the document in the data
     source     name of the document: a file, and the line or row in it
-    start      position of the first token in the document
-    context    number of tokens at the start that an earlier unit counts
+    start      position in the document of the window's first token
+    context    number of tokens at the start of the window that an earlier unit counts
     """
 
     document: int
@@ -121,7 +121,7 @@ class DataReader:
 
 
 def survey(documents: Iterable[Document]) -> Survey:
-    """Read all documents for their survey."""
+    """Read all documents, and return their survey."""
     reader = DataReader(documents)
     for _, _, pieces in reader:
         for _ in pieces:
@@ -137,8 +137,9 @@ def units_of(
     *,
     special_ids: bool = False,
 ) -> Iterator[Unit]:
-    """The units from `begin` on, the (document, position) at which a finished unit ended. Earlier
-    documents are read but not encoded. Raises DataError for text that the vocabulary cannot encode.
+    """The units from `begin` on. `begin` is the (document, position) at which the last finished
+    unit ended. Earlier documents are read but not encoded. Raises DataError for text that the
+    vocabulary cannot encode.
     """
     for number, name, pieces in reader:
         if number < begin[0]:
@@ -175,8 +176,8 @@ def document_units(
 
 
 def shards_of(units: Iterable[Unit], shard_tokens: int) -> Iterator[list[Unit]]:
-    """Group units into shards of at most `shard_tokens` counted tokens. A larger unit fills a whole
-    shard."""
+    """Group units into shards of at most `shard_tokens` counted tokens. A unit with more counted
+    tokens than that has a shard of its own."""
     group: list[Unit] = []
     tokens = 0
     for unit in units:

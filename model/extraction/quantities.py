@@ -246,7 +246,8 @@ def _joined(chunks: Sequence[Any], name: str, kind: Any) -> Any:
 
 
 def _shard_tokens(row_bytes: float) -> int:
-    """The default number of tokens in a shard: as many as fill SHARD_BYTES."""
+    """The default number of tokens in a shard: as many as fill SHARD_BYTES, but at most
+    SHARD_TOKENS."""
     return max(1, min(SHARD_TOKENS, int(SHARD_BYTES / row_bytes)))
 
 

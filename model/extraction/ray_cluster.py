@@ -1,4 +1,4 @@
-"""Ray cluster: start Ray on this machine or join a running cluster, and leave it again.
+"""Ray cluster: starts Ray on this machine or joins a running cluster, and leaves it again.
 
 `on_ray.py` and `deploy/ray_serve.py` use this module to connect, and start their own workers. Ray
 is an optional dependency, imported only inside functions.
@@ -17,7 +17,8 @@ from logitd.model.extraction.errors import ExtractionError
 
 LOCAL = "local"
 CONNECT_SECONDS = 5.0
-"""Seconds to wait for an answer from the cluster's address before Ray is started."""
+"""Maximum time, in seconds, to wait until the cluster's address accepts a connection. This is
+tested before Ray itself connects."""
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ class ExtractionRequest:
     stride        tokens between the starts of two windows; None: as many as possible
     shard_tokens  maximum number of tokens in a shard, before sampling; None: the quantity's default
     stored_dtype  dtype of the values of stages
-    sample        share of the tokens whose stages are written; `sample_seed` chooses which
+    sample        share of the tokens whose stages are written; `sample_seed` chooses them
     """
 
     stages: tuple[str, ...] = ()
@@ -123,9 +123,9 @@ def extract(
     log: Callable[[str], None] = lambda line: None,
     tell: Tell = lambda event: None,
 ) -> Extracted:
-    """Compute every token of the texts `data` with the checkpoint at `path`, and write the results
-    to the folder `out`. The computation runs in this process, or on the Ray cluster at the address
-    `ray`. Sets the number of torch's threads as in `options`.
+    """Compute the requested quantity for every token of the texts `data` with the checkpoint at
+    `path`, and write the results to the folder `out`. The computation runs in this process, or on
+    the Ray cluster at the address `ray`. Sets the number of torch's threads as in `options`.
 
     Raises ExtractionError, InvalidRequest, DataError, CheckpointError, DeviceError and KernelError.
     """

@@ -1,4 +1,4 @@
-"""Shards: writes a shard's file, Parquet or safetensors. Equal values have equal bytes.
+"""Shards: writes a shard's file, Parquet or safetensors. Equal values always result in equal bytes.
 
 Logprobs and the lens are written as Parquet with one row per token, stages as safetensors with one
 tensor per stage. A row of the lens has lists with one entry per layer, so all layers of a token are

@@ -4,8 +4,8 @@
 features into an approximation of the values. Changing features moves the values along the rows of
 the decoder; the part of the values that the features do not explain stays unchanged.
 
-Products have a fixed number of rows, BLOCK or one, and are computed by one thread. So the bits of a
-row do not depend on the number of rows around it. Files: `files.py`.
+Every matrix product is computed by one thread and has a fixed number of rows, BLOCK or one. So the
+bits of a row do not depend on the number of rows around it. Files: `files.py`.
 
 Shapes: T positions, D = width of the stage, F features.
 """
@@ -30,8 +30,8 @@ class Autoencoder:
     encoder, encoder_bias  (D, F), (F,); the features before the activation are x @ encoder + bias
     decoder, decoder_bias  (F, D), (D,)
     k                      keep only the k largest features (Gao et al., 2024); None: keep all
-    threshold              (F,): set features up to their thresholds to zero (JumpReLU,
-                           Rajamanoharan et al., 2024); None: thresholds of zero
+    threshold              (F,): set features that do not exceed their threshold to zero (JumpReLU,
+                           Rajamanoharan et al., 2024); None: all thresholds are zero
     """
 
     encoder: Tensor
@@ -85,7 +85,7 @@ WITHOUT: Autoencoders = MappingProxyType({})
 
 
 def _by_blocks(product: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """The product of rows (T, ...), BLOCK at a time; the last block is padded."""
+    """Apply `product` to the rows (T, ...), BLOCK rows at a time; the last block is padded."""
     with one_thread():
         if len(rows) == 1:
             return product(rows)

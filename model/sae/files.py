@@ -7,7 +7,7 @@
 Supported are SAELens' architectures `standard`, `topk` and `jumprelu`, from version 6 and earlier
 versions; SAELens saves a trained `batchtopk` as `jumprelu`. Two settings are folded into the
 weights: `apply_b_dec_to_input` into the encoder's bias, and `rescale_acts_by_decoder_norm` into
-encoder and decoder. Everything else is refused by name.
+encoder and decoder. Anything else is refused, and the error names it.
 
 Shapes: D = width of the stage, F features, E examples of a feature, W tokens of an example.
 """
@@ -46,7 +46,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "noise_scale": (0, 0.0, None),
     "hook_head_index": (None,),
 }
-"""Settings of SAELens that must have one of these values. Other values would change the
+"""Settings of SAELens, each with its supported values. Other values would change the
 computation."""
 OLDER_NAMES: Mapping[Any, str] = {
     "hook_point": "hook_name",
@@ -68,7 +68,7 @@ class FeatureFacts:
     density      (F,): share of the tokens at which the feature is nonzero
     ids          (F, E, W): token ids around the tokens at which the feature is strongest, in
                  descending order of strength; -1 for no token
-    activations  (F, E, W): the feature at these tokens
+    activations  (F, E, W): the value of the feature at each of these tokens
     """
 
     density: npt.NDArray[Any]
@@ -78,8 +78,8 @@ class FeatureFacts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredAutoencoder:
-    """The contents of a folder. `record` is `metadata.logitd`; `facts` is None if the file is
-    missing."""
+    """The contents of a folder. `record` is `metadata.logitd`; `facts` is None if the folder has no
+    features.safetensors."""
 
     path: Path
     architecture: str
@@ -94,7 +94,7 @@ class StoredAutoencoder:
 
     def features(self, name: str, config: GPTConfig) -> Features:
         """The features as a stage of a model, under this name. Raises AutoencoderError if the model
-        lacks the stage or has another width."""
+        lacks the autoencoder's stage, or if the stage has another width."""
         named = {stage.name: stage for stage in stages_of(config)}
         host = lens_stages(config).get(self.hook) or named.get(self.hook)
         if host is None or not host.kind.changes or len(host.kind.axes) != 1:
@@ -216,14 +216,14 @@ def _check_facts(facts: FeatureFacts, features: int) -> None:
     shape = facts.ids.shape
     shapes = facts.density.shape, facts.activations.shape, shape[:1], len(shape)
     if shapes != ((features,), shape, (features,), 3):
-        raise AutoencoderError(f"{FACTS} has arrays of other shapes: remove it")
+        raise AutoencoderError(f"{FACTS} has arrays whose shapes do not match {WEIGHTS}: remove it")
 
 
 def read_autoencoders(
     folders: Mapping[str, Path], checkpoint: CheckpointInfo
 ) -> dict[Features, StoredAutoencoder]:
-    """Read a checkpoint's autoencoders by name. Raises AutoencoderError, and CheckpointError if the
-    owner's code computes the checkpoint."""
+    """Read the named autoencoders of a checkpoint. Raises AutoencoderError, or CheckpointError if
+    the owner's code computes the checkpoint."""
     stored = {name: read_autoencoder(path) for name, path in folders.items()}
     return {each.features(name, checkpoint.config): each for name, each in stored.items()}
 
@@ -231,13 +231,13 @@ def read_autoencoders(
 def placed(
     stored: Mapping[Features, StoredAutoencoder], device: torch.device
 ) -> dict[Features, Autoencoder]:
-    """The autoencoders on a device."""
+    """The autoencoders, moved to a device."""
     return {features: each.autoencoder.to(device) for features, each in stored.items()}
 
 
 def foreign_weights(stored: StoredAutoencoder, checkpoint: CheckpointInfo) -> str | None:
-    """A warning if the autoencoder was trained on other weights; None if it was not, or if its
-    weights are unknown."""
+    """A warning if the autoencoder was trained on weights other than the checkpoint's; None if it
+    was trained on these weights, or if its record names no weights."""
     trained = stored.record.get("weights_sha256")
     if trained in (None, checkpoint.weights_sha256):
         return None

@@ -6,9 +6,10 @@
     fit         train until there is a reason to stop
 
 A step runs forward and backward over this process's batches, adds up the gradients of all
-processes, clips them, updates the weights, and counts. Between steps the trainer reports, and the
-recorder saves, evaluates and samples (`recording/`). If there are several processes, each has a
-copy or a part of the model (`distributed/`). All modules are in `model/training/`.
+processes, clips them, updates the weights, and counts the step and its tokens. Between steps the
+trainer reports, and the recorder saves, evaluates and samples (`recording/`). If there are several
+processes, each has a copy or a part of the model (`distributed/`). All modules are in
+`model/training/`.
 
 Shapes: B sequences, T positions.
 """
@@ -50,7 +51,7 @@ from logitd.model.training.stopping.worsening import ended_worse
 
 Reason = Literal["finished", "time is up", "no improvement", "interrupted"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
-"""All reasons. If processes have different reasons, the last one in this order counts."""
+"""All reasons to stop. If processes have different reasons, the last one in this order counts."""
 MILESTONES = (0.01, 0.03, 0.1, 0.3)
 """Shares of a run after which an additional checkpoint and samples are written. Both are also
 written before the first and after the last step."""
@@ -59,7 +60,7 @@ MOST_FOR_A_MILESTONE = 0.02
 CLOCK = ("seconds", "setup", "ending", "pace", "ending_pace", "share")
 """Counters that the main process sets for all processes."""
 SHORTER = 0.8
-"""Share of the expected steps below which a notice says that the minutes suffice for fewer."""
+"""A notice is given if the minutes suffice for less than this share of the expected steps."""
 
 
 @dataclass(frozen=True)
@@ -253,8 +254,8 @@ class Trainer:
         self.counters = replace(self.counters, seconds=now, setup=setup)
 
     def _record(self, due: Due) -> None:
-        """Do the tasks that are due. If the state was saved, reserve time for saving the last step
-        from the time that this took."""
+        """Do the tasks that are due. If the state was saved, use the time that this took to reserve
+        time for saving the last step."""
         began = self._now()
         reports = {
             "log": self.log.state(),
@@ -345,7 +346,7 @@ class Trainer:
 
     def _end(self, reason: Reason) -> None:
         """Save the last step unless the loss is suspect. If the run is interrupted between two
-        reports, the saved state includes the steps since the last one, so that the resumed run
+        reports, the saved state includes the steps since the last report, so that the resumed run
         reports the same as an uninterrupted one."""
         if reason != "interrupted" or self._reports(self._due()):
             self._log()

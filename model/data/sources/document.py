@@ -10,11 +10,11 @@ from logitd.model.data.errors import DataError
 from logitd.model.data.shards import text_bytes_of
 
 PIECE = 100_000
-"""Maximum number of characters of a piece. Tokenizers overflow their stack on runs of a million
-spaces."""
+"""Maximum number of characters in a piece. It is limited because a run of a million spaces
+overflows the stack of some tokenizers."""
 
 LONGEST_PART = 2**26
-"""Maximum number of characters between two separators, because they are held in memory."""
+"""Maximum number of characters between two separators. All of them are in memory at once."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,13 @@ class Document:
     drawn_by_name: bool = False  # its name, not its content, decides whether it is held out
 
     def count_bytes(self) -> int:
-        """Number of bytes. Reads the document if its size is unknown."""
+        """Number of bytes in the document. Reads it if its size is unknown."""
         return self.size if self.size is not None else sum(map(_size, self.pieces()))
 
 
 class Documents:
-    """The documents of several sources. Each iteration opens them again, one document at a time."""
+    """The documents of several sources. Each iteration opens the sources again, and yields one
+    document at a time."""
 
     def __init__(self, *sources: Callable[[], Iterable[Document]]) -> None:
         self._sources = sources
@@ -44,7 +45,8 @@ class Documents:
 
 
 def split_documents(documents: Iterable[Document], separator: str) -> Iterator[Document]:
-    """Split documents at a separator. Line breaks at the ends of the parts are removed."""
+    """Split documents at a separator. Line breaks at the beginning and end of each part are
+    removed."""
     for document in documents:
         texts = (text.strip("\r\n") for text in _between(document, separator))
         for number, text in enumerate(filter(None, texts), start=1):
@@ -77,8 +79,8 @@ class Text:
     shards: Sequence[Path] = ()
 
     def count_bytes(self, limit: float) -> int:
-        """Number of bytes of all documents or shards. Reading stops above `limit`, so a larger
-        result is a lower bound."""
+        """Number of bytes of text in all documents or shards. Documents are read only until the
+        count exceeds `limit`, so a result above `limit` is a lower bound."""
         if self.shards:
             return sum(map(text_bytes_of, self.shards))
         total = 0
@@ -107,7 +109,7 @@ def pieces_of(text: str) -> Iterator[str]:
 
 
 def beginning(documents: Iterable[Document], characters: int) -> str:
-    """The first characters of documents, joined by line breaks."""
+    """The first `characters` characters of the documents, which are joined by line breaks."""
     text = ""
     for document in documents:
         text += "\n" * bool(text)

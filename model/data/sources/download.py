@@ -21,7 +21,7 @@ from logitd.model.files import whole_file
 
 MB = 1_000_000
 TIMEOUT = httpx.Timeout(30.0, connect=10.0)
-"""Time limits in seconds, between two reads and to connect."""
+"""Time limits in seconds: 30 to wait for more data, 10 to connect."""
 REPORT_EVERY = 2.0
 """Seconds between two progress reports."""
 

@@ -1,6 +1,6 @@
 """Files: reads the documents in files of all supported types.
 
-  objects, one per line     JSON lines, one document per line (`records.py`)
+  one object per line       JSON lines, one document per line (`records.py`)
   NAME.json, .csv, .tsv     one document per item or row
   NAME.parquet              one document per row
   others                    UTF-8 text, one document per file
@@ -65,7 +65,8 @@ def each_once(files: Iterable[Path]) -> list[Path]:
 
 
 def documents_of(path: Path, name: str, text_field: str | None) -> Iterator[Document]:
-    """Read the documents in a file; an empty file has none. Messages call the file `name`.
+    """Read the documents in a file; an empty file has none. Error messages refer to the file as
+    `name`.
 
     text_field  field of records that contains the text; "" reads every file as plain text; None
                 means "text", for commands without the flag (`records.py`)
@@ -107,7 +108,7 @@ def documents_of_all(files: Sequence[Path], text_field: str | None) -> Iterator[
 
 
 def open_utf8(path: Path) -> TextIO:
-    """Open a plain or compressed file as text; line ends stay unchanged."""
+    """Open a plain or compressed file as text; line endings stay unchanged."""
     if _is_packed(path):
         return gzip.open(path, "rt", encoding="utf-8", newline="")
     return path.open(encoding="utf-8", newline="")

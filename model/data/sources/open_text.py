@@ -70,7 +70,7 @@ def open_text(
     if text_field not in ("text", "") and not any(map(holds_records, paths)):
         raise DataError(
             f"--text-field {text_field} needs JSON, CSV or Parquet, but {name} has only plain "
-            "text: remove it"
+            "text: remove the flag"
         )
     documents = Documents(
         *(partial(iter, text.documents) for text in built_in),

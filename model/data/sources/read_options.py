@@ -1,5 +1,5 @@
-"""ReadOptions: options for reading documents from files, and the flags for them in commands that
-read texts."""
+"""ReadOptions: options for reading documents from files, and the command-line flags that set them
+in commands that read texts."""
 
 from dataclasses import dataclass, fields
 from typing import Annotated
@@ -33,7 +33,7 @@ class ReadOptions:
 
     @classmethod
     def of(cls, settings: object) -> "ReadOptions":
-        """The options in the attributes of `settings`."""
+        """The options, copied from the attributes of `settings` with the same names."""
         return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
 
 

@@ -19,7 +19,7 @@ LONGEST_LINE = 2**28
 """Maximum number of characters read at once: a line, a field of a table, or a file that is a single
 JSON value."""
 TEXT = "text"
-"""Default field."""
+"""Field of a record that contains the text, by default."""
 KINDS = {
     type(None): "null",
     bool: "a boolean",
@@ -33,7 +33,7 @@ KINDS = {
 
 
 def json_lines(file: TextIO, name: str, field: str | None) -> Iterator[Document]:
-    """The text in `field` of each line of an open file."""
+    """The text in `field` of the JSON object on each line of an open file."""
     number = 0
     while line := file.readline(LONGEST_LINE + 1):
         number += 1

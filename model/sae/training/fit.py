@@ -1,10 +1,10 @@
 """Fit: trains a TopK autoencoder to reconstruct the values of a stage.
 
 The method is TopK with an auxiliary loss for dead features (Gao et al., "Scaling and evaluating
-sparse autoencoders", 2024): the largest k features of a position reconstruct it, and the dead ones
-reconstruct the remaining error. Values are centered and divided by a single number, so that their
-mean square is 1; the results are converted back to the units of the stage. Rows of the decoder have
-length 1. Adam's learning rate rises, stays constant, and falls to 0.
+sparse autoencoders", 2024): the k largest features at a position reconstruct its values, and the
+dead features reconstruct the remaining error. Values are centered and divided by a single number,
+so that their mean square is 1; the results are converted back to the units of the stage. Rows of
+the decoder have length 1. Adam's learning rate rises, stays constant, and falls to 0.
 
 Shapes: B values of a batch, D = width of the stage, F features.
 """
@@ -20,8 +20,8 @@ from torch import Tensor
 
 BATCH = 1024
 RATE = 4e-3
-"""Adam's learning rate for 2^11 features. It is inversely proportional to the square root of their
-number."""
+"""Adam's learning rate for 2^11 features. The rate is inversely proportional to the square root of
+the number of features."""
 WARM_UP, DECAY = 0.05, 0.2
 """Shares of the training during which the rate rises and falls."""
 DEAD_TOKENS = 2**17

@@ -24,7 +24,8 @@ from logitd.model.sae.training.fit import Length
 FACTS_TOKENS = 2**18
 """Maximum number of tokens on which density and examples are measured."""
 EXAMPLES, BEFORE, AFTER = 10, 16, 7
-"""Number of examples per feature, and of tokens before and after the strongest token of each."""
+"""Number of examples per feature, and of tokens before and after the strongest token of each
+example."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Figures:
 
     explained_variance  share of the variance of held-out values that the reconstruction explains
     active              mean number of nonzero features at a token (L0)
-    dead                share of the features that are zero at all tokens of the text for the facts
+    dead                share of the features that are zero at all tokens measured for the facts
     loss, loss_reconstructed, loss_zero
                         nats per token of the held-out windows
     loss_recovered      (loss_zero - loss_reconstructed) / (loss_zero - loss)
@@ -97,8 +98,8 @@ def measure(
 
 
 def _loss(activations: Activations, changes: Sequence[tuple[Intervention, ...]]) -> float:
-    """Nats per token on the held-out windows. Each window is computed with its entry of
-    `changes`."""
+    """Nats per token on the held-out windows. Each window is computed with the entry of `changes`
+    at the same index."""
 
     def request(request_id: str, unit: Unit) -> ScoreRequest:
         return ScoreRequest(
@@ -127,7 +128,7 @@ def _facts(
 
 
 class _Examples:
-    """The strongest places of each feature, at most one per window."""
+    """The places at which each feature is strongest, at most one place per window."""
 
     def __init__(self, features: int) -> None:
         shape = (features, EXAMPLES, BEFORE + 1 + AFTER)

@@ -140,7 +140,8 @@ def train_autoencoder(
 
 
 def _stage(request: TrainingRequest, config: GPTConfig) -> tuple[Stage, int]:
-    """The stage to train on, and its width. Raises InvalidRequest if it is unknown."""
+    """The stage to train on, and its width. Raises InvalidRequest if the stage is unknown, and
+    AutoencoderError if it is not a single stage that an autoencoder can read."""
     stages = resolve_stages([request.stage], config)
     stage, axes = stages[0], stages[0].kind.axes
     if len(stages) > 1 or len(axes) > 1 or not stage.kind.changes:

@@ -1,4 +1,4 @@
-"""Autosize: chooses the model and the recipe for `--minutes`, by this machine's speed and the text.
+"""Autosize: chooses the model and the recipe for `--minutes` from the machine's speed and the text.
 
 `logitd train --minutes 5` measures real steps (`model/training/setup/measure.py`) and chooses the
 largest of SIZES that can see enough tokens in that time. `autosize` resolves the run as if the user
@@ -29,12 +29,13 @@ from logitd.model.transformer.size import count_elements
 TOKENS_PER_PARAMETER = 0.9
 """Minimum number of training tokens per parameter of the block matrices."""
 USABLE = 0.9
-"""Share of the time for steps; the rest is for evaluations, samples and checkpoints."""
+"""Share of the time that is spent on steps; the rest is for evaluations, samples and
+checkpoints."""
 MEASURING = 0.05
-"""Share of the time for measuring, at most MEASURING_SECONDS."""
+"""Share of the time that measuring may take, but at most MEASURING_SECONDS."""
 MEASURING_SECONDS = 10.0
 MEASURED_STEPS = 3
-"""Minimum number of timed steps in a measurement, which begins with an untimed one."""
+"""Minimum number of timed steps in a measurement, which begins with an untimed step."""
 SHORT = 45.0
 """Length of a run in seconds below which the smallest size is measured first."""
 CHOSEN_BY_HAND = frozenset(
@@ -48,16 +49,16 @@ CHOSEN_BY_HAND = frozenset(
 FEW = 3.5
 """Maximum number of passes over the text for which the recipe for long texts is best."""
 MANY = 4.0
-"""Number of passes above which a preset without dropout causes a warning; `small` makes exactly
-4."""
+"""Number of passes above which a preset without dropout causes a warning; `small` makes exactly 4
+passes."""
 SMALL_VOCABULARY = 512
 DROPOUT = ((5.0, 0.1), (12.0, 0.2), (30.0, 0.3))
 """Pairs of a number of passes and the dropout to use above it. If the vocabulary is larger than
-SMALL_VOCABULARY, the first dropout begins at FEW."""
+SMALL_VOCABULARY, the first dropout applies above FEW passes instead."""
 BYTES_PER_TOKEN = ((257, 1.0), (512, 2.05), (1024, 2.65), (2048, 3.2), (4096, 3.65), (8192, 4.05),
                    (16_384, 4.4))  # fmt: skip
 """Pairs of the size of a learned vocabulary and the bytes of text per token, measured on English
-and on Python's own text."""
+text and on Python's own text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +116,7 @@ FIRST_MEASURED = SIZES[2]
 class Choice:
     """The size that `search` chose for a time limit, with its measurements.
 
-    training           run of that size, resolved for a long text
+    training           settings of a run of that size, assuming that the text is long
     tokens_per_second  expected speed of that size
     tokens             number of tokens that this machine can train on in that time
     speeds             measured tokens per second, by size
@@ -140,8 +141,8 @@ class Choice:
 
 
 def wants_size(config: TrainingConfig, processes: int) -> bool:
-    """True if --minutes chooses the size. Raises TrainingError if there are several processes,
-    because one process cannot measure their joint speed."""
+    """True if the size is chosen from --minutes. Raises TrainingError if there are several
+    processes, because one process cannot measure their joint speed."""
     if config.minutes is None or CHOSEN_BY_HAND & config.given().keys():
         return False
     if processes > 1:
@@ -155,8 +156,8 @@ def wants_size(config: TrainingConfig, processes: int) -> bool:
 def resolve_size(
     config: TrainingConfig, size: Size, published: int | None = None
 ) -> ResolvedTraining:
-    """Resolve a run of this size for a long text. `published` is the size of a published
-    vocabulary; None if the vocabulary is learned."""
+    """Determine the settings of a run of this size, assuming that the text is long. `published` is
+    the size of a published vocabulary; None if the vocabulary is learned."""
     values = asdict(size)
     if published is not None:
         del values["vocab_size"]
@@ -167,9 +168,9 @@ def resolve_size(
 def autosize(
     config: TrainingConfig, choice: Choice, text_bytes: float
 ) -> tuple[ResolvedTraining, str]:
-    """Resolve a run of the chosen size with a recipe for its text and length. Also returns a notice
-    about it. `text_bytes` is the size of the text; any value above `choice.enough_bytes` has the
-    same effect.
+    """Determine the settings of a run of the chosen size, with a recipe that suits its text and
+    length. Also returns a notice about the run. `text_bytes` is the size of the text; any value
+    above `choice.enough_bytes` has the same effect.
 
     The run gets seven evaluations, each less than a hundredth of the time, and writes samples and a
     checkpoint three times."""
@@ -269,6 +270,6 @@ def passes(tokens: float, train_bytes: float, vocab_size: int) -> float:
 
 
 def dropout_of(often: float, vocab_size: int) -> float:
-    """The dropout for a run that passes over its text `often` times."""
+    """The dropout for a run that makes `often` passes over its text."""
     first = DROPOUT[0][1] if vocab_size > SMALL_VOCABULARY and often > FEW else 0.0
     return max([first, *(share for least, share in DROPOUT if often > least)])

@@ -19,8 +19,8 @@ from logitd.model.training.configuration.presets import Compile, Recipe, Shard
 from logitd.model.transformer.config import TARGETS, GPTConfig, Target
 
 _NOT_SET_BY_HAND = ("vocab_size", "padded_vocab_size", "norm_eps")
-"""Fields of a shape without a flag: the recipe sets the vocabulary's size, and the type of norm
-sets eps."""
+"""Fields of the model's shape that have no flag: the recipe sets the vocabulary's size, and the
+type of norm sets eps."""
 SHAPE_FIELDS = tuple(f.name for f in fields(GPTConfig) if f.name not in _NOT_SET_BY_HAND)
 SpecialTokens = Literal["auto", "ids", "text"]
 RECIPE_FIELDS = tuple(field.name for field in fields(Recipe))

@@ -4,7 +4,8 @@ The checkpoint determines shape and vocabulary; a setting that contradicts them 
 fields may change, because no weight depends on them: dropout, the context length unless positions
 are learned, and the scaling of rotary positions, which a longer context may need.
 
-The recipe is the preset's with the user's settings. Unless the user sets them, these differ:
+The recipe is the preset's with the user's settings. These values differ from the preset's unless
+the user sets them:
 
   *_lr      a tenth of the preset's, because large steps would undo what the weights have learned
   warmup    a twentieth of the steps, because the optimizers begin without momentum
@@ -42,7 +43,7 @@ class Base:
 
     record         description of the base in the run's checkpoints and cards
     chat_template  chat template of the run's checkpoints unless the user sets another
-    checkpoint     the opened checkpoint; None in a resumed run, whose state has all weights
+    checkpoint     the opened checkpoint; None in a resumed run whose state has all weights
     """
 
     record: Mapping[str, Any]
@@ -60,7 +61,7 @@ class Base:
 
 
 def lora_shape(given: Mapping[str, Any]) -> LoraShape | None:
-    """The shape of the adapters to train; None without adapters. Raises TrainingError if a flag of
+    """The shape of the adapters to train; None without adapters. Raises TrainingError if a flag for
     adapters is set without --from or --lora."""
     flags = sorted({"lora", "lora_alpha", "lora_targets"} & given.keys())
     if not flags:

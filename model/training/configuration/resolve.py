@@ -62,11 +62,11 @@ RESUMABLE = frozenset(
 REWARMING = 0.05
 """Share of the remaining run over which the learning rate rises, if the run was extended."""
 LONG_MINUTES, LONG_BY_CLOCK, LONG_OPERATIONS = 15.0, 1e14, 1.5e14
-"""Shortest runs on a CPU for which "auto" of `compile` means "on": in minutes, and in operations of
-a run that ends by the clock or after a number of steps. The first number of operations is 1.5
-times, the second about twice the length at which compiling saves as much time as it takes, measured
-on two AVX-512 cores in bfloat16. Operations are the unit because a slower machine also compiles
-more slowly."""
+"""On a CPU, "auto" of `compile` means "on" for a run of at least this length. LONG_MINUTES applies
+to runs with a time limit. LONG_BY_CLOCK is in operations, for runs that end by the clock, and
+LONG_OPERATIONS for runs that end after a number of steps: 1.5 times and about twice the length at
+which compiling saves as much time as it takes, measured on two AVX-512 cores in bfloat16. The unit
+is operations because a slower machine also compiles more slowly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,8 @@ class ResolvedTraining:
 
     @property
     def length(self) -> Length:
-        """The length of the run. Minutes without steps replace the preset's steps."""
+        """The length of the run. If the user sets minutes but no steps, the preset's steps do not
+        limit the run."""
         by_clock = self.config.minutes is not None and self.config.steps is None
         return Length(None if by_clock else self.recipe.steps, self.config.minutes)
 
@@ -99,10 +100,10 @@ class ResolvedTraining:
         self, size: int, speed: Callable[["ResolvedTraining"], float] = lambda training: 0.0
     ) -> "ResolvedTraining":
         """A copy of this run with the size of its vocabulary, which is known only after the text
-        was tokenized. This also decides "auto" of `compile`: for a long run it becomes "on", so
-        that the run has the same kernels after a resumption; for a short run it stays "auto", which
-        compiles only on CUDA. `speed` measures the tokens per second of a run that ends by the
-        clock."""
+        was tokenized. This also decides what "auto" of `compile` means: for a long run it becomes
+        "on", so that the run has the same kernels after a resumption; for a short run it stays
+        "auto", which compiles only on CUDA. `speed` measures the tokens per second of a run that
+        ends by the clock."""
         resolved = self
         if self.base is None:
             model = replace(self.model, vocab_size=size, padded_vocab_size=padded(size))
@@ -148,7 +149,7 @@ class ResolvedTraining:
 
 
 def resolve(config: TrainingConfig, base: Base | None = None) -> ResolvedTraining:
-    """Resolve a new run. The size of the vocabulary is the recipe's. `base` is the opened
+    """Resolve a new run. The vocabulary's size is taken from the recipe. `base` is the opened
     checkpoint to fine-tune. Raises ConfigError and TrainingError."""
     given = config.given()
     if config.preset not in PRESETS:
@@ -218,7 +219,7 @@ def resolve_resumed(
     config: TrainingConfig, before: ResolvedTraining, saved: Counters
 ) -> ResolvedTraining:
     """Resolve the settings of a resumed run; `saved` are the counters of its last saved state.
-    Raises TrainingError if a field changes that is not in RESUMABLE. If the new length raises the
+    Raises TrainingError if a field that is not in RESUMABLE changes. If the new length raises the
     learning rate, the rate rises gradually, as in Ibrahim et al. (2024)."""
     given = config.given()
     values = {name: field.default for name, field in TrainingConfig.model_fields.items()}
@@ -259,7 +260,7 @@ def _refuse_ended(given: Mapping[str, Any], length: Length, saved: Counters) -> 
 
 
 def _written(value: Any) -> str:
-    """A value as a user writes it."""
+    """A value, formatted as a user would write it."""
     if isinstance(value, tuple):
         return ", ".join(map(str, value)) or "not set"
     return "not set" if value is None else str(value)

@@ -44,8 +44,8 @@ from logitd.model.transformer.lora import load_trained_weights, trained_weights
 from logitd.model.transformer.size import parameter_count
 
 WEIGHT, TRAINED = 4, 20
-"""Bytes per parameter: of the float32 value, and with its gradient, AdamW's two moments and the
-average. Muon has only one moment."""
+"""Bytes per parameter: WEIGHT is the float32 value alone; TRAINED also includes its gradient,
+AdamW's two moments and the average. Muon has only one moment."""
 MODEL_SHARE = 0.75
 """Share of a process's memory that a model may take; the rest is for activations. Chosen, not
 measured."""
@@ -66,8 +66,8 @@ class ParamShard:
         return slice(self.first, self.last)
 
     def within(self, first: int, last: int) -> tuple[slice, "ParamShard"]:
-        """Treat the rows [first, last) as a separate tensor. Returns the location of its rows in
-        this shard, and its shard."""
+        """Treat the rows [first, last) of the tensor as a separate tensor. Returns where its rows
+        are in this shard, and the ParamShard of the separate tensor."""
         begin = min(max(self.first, first), last)
         end = max(begin, min(self.last, last))
         shape = (last - first, *self.shape[1:])
@@ -109,7 +109,8 @@ def is_sharded(gpt: GPT) -> bool:
 
 
 def without_backward(gpt: GPT, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Wrap a forward so that it frees gathered parameters, for calls without a backward pass."""
+    """Wrap a forward pass so that it frees the gathered parameters at its end. This is for calls
+    that no backward pass follows."""
     if not isinstance(gpt, FSDPModule):
         return forward
 
@@ -152,7 +153,8 @@ def all_gather(
     tensors: Sequence[Tensor], shards: Sequence[ParamShard], ranks: Ranks
 ) -> list[Tensor]:
     """Gather whole tensors of one dtype on all processes. Every process must call it. Each process
-    sets the rows of the others to zero, so that the sum over processes has the same bits."""
+    sets the rows of the others to zero, so the sum over all processes has exactly the bits of the
+    rows."""
     if not any(shard.divided for shard in shards):
         return list(tensors)
     wholes = []
@@ -165,8 +167,8 @@ def all_gather(
 
 
 def gather(tensor: Tensor, shard: ParamShard, ranks: Ranks) -> Tensor:
-    """Gather a whole tensor on the main process's CPU. Every process must call it; the others get
-    an empty tensor."""
+    """Gather a whole tensor on the main process's CPU. Every process must call this; the other
+    processes get an empty tensor."""
     if not shard.divided:
         return tensor
     (whole,) = all_gather([tensor], [shard], ranks)

@@ -29,8 +29,8 @@ from logitd.model.training.configuration.config import TrainingError
 NO_LIMIT = timedelta(days=365)
 """Time limit of the control group. It is effectively unlimited, but gloo requires a number."""
 BUCKET = 2**24
-"""Gradient elements per message: 64 MB, large enough to make the fixed cost of a message
-negligible."""
+"""Number of gradient elements per message. They take 64 MB, large enough to make the fixed cost of
+a message negligible."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,8 @@ ALONE = Ranks()
 
 
 def read_ranks(environment: Mapping[str, str]) -> Ranks:
-    """This process's rank, from the variables that `torchrun` sets. Raises TrainingError."""
+    """This process's rank, from the environment variables that `torchrun` sets. Raises
+    TrainingError."""
     size = _number(environment, "WORLD_SIZE", 1)
     if size == 1:
         return Ranks()

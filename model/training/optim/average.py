@@ -25,7 +25,8 @@ STRIDE = 0.02
 
 
 class Average:
-    """The average of a model's trained parameters; only of this process's rows if it is sharded.
+    """The average of a model's trained parameters; if the model is sharded, only of this process's
+    rows.
 
     time     time constant as a share of the run; 0: there is no average
     pending  share of the run that was completed since the last update of the average
@@ -72,8 +73,8 @@ class Average:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Load a result of `state_dict`. None means that the saved run had no average; it then
-        begins with the current weights."""
+        """Load a result of `state_dict`. None means that the saved run had no average; the average
+        then begins with the current weights."""
         rows = self._weights
         if state is not None:
             self.pending = state["pending"]

@@ -34,12 +34,13 @@ ITERATIONS = (
     (3.294533209, -2.421852255, 0.486021392),
     (2.308564578, -1.675994456, 0.419573929),
 )
-"""Coefficients of x, x^3 and x^5 of each iteration. Each polynomial is the one nearest to 1 on the
+"""Coefficients of x, x^3 and x^5 in each iteration. Each polynomial is the one nearest to 1 on the
 interval to which the earlier ones map [SMALLEST, 1]. All except the last are scaled to
 p(x / MARGIN), so that rounding does not lead out of the interval."""
 SMALLEST, MARGIN = 4e-3, 1.01
 STACKED_ELEMENTS = 2**24
-"""Limit of a stack's elements, so that large models need no second copy of all gradients."""
+"""Maximum number of elements in a stack, so that large models need no second copy of all
+gradients."""
 
 
 @torch.no_grad()

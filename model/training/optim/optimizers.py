@@ -167,8 +167,8 @@ class Optimizers:
             view.parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole states, on the main process, as if there were one process. All processes of a
-        sharded model must call it."""
+        """The complete states of the optimizers, on the main process, as a single process would
+        have them. All processes of a sharded model must call it."""
 
         def whole(tensor: Tensor, shard: ParamShard) -> Tensor:
             return gather(tensor, shard, self._ranks) if tensor.ndim else tensor
@@ -203,8 +203,8 @@ class Optimizers:
         state: Mapping[str, Any],
         change: Callable[[Tensor, ParamShard], Tensor],
     ) -> dict[str, Any]:
-        """An optimizer's state with `change` applied to the tensors of divided parameters: moments,
-        which have the parameter's rows, but not counts of steps, which are scalars."""
+        """An optimizer's state, with `change` applied to the entries of divided parameters:
+        moments, which have the parameter's rows, and counts of steps, which are scalars."""
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         shards = [self._shards.get(tensor) for tensor in tensors]
         changed = {

@@ -22,7 +22,7 @@ from logitd.model.transformer.size import parameter_count
 
 Records = Sequence[Mapping[str, Any]]
 ROWS = 12
-"""Maximum number of rows of the curve."""
+"""Maximum number of rows in the table of losses."""
 _NOT_IN_COMMAND = frozenset(
     {"preset", "out", "resume", "device", "threads", "shard", "data_licence", "tensorboard"}
 )

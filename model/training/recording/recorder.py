@@ -11,7 +11,8 @@ the model; the main process writes. The model is not changed. The trainer decide
 due.
 
 After the last step of a run, the weights and their average (`model/training/optim/average.py`) are
-evaluated. Evaluation, samples and checkpoint of this step use the better ones; the state has both.
+evaluated. Evaluation, samples and checkpoint of this step use whichever are better; the state has
+both.
 """
 
 import math
@@ -105,8 +106,9 @@ class RunRecorder:
         self.finish(due, counters)
 
     def finish(self, due: Due, counters: Counters) -> None:
-        """Do the tasks that follow the state, unless they were done for this step. A resumed run
-        begins with this, because a kill may have prevented some of them."""
+        """Do the tasks that come after saving the state, unless they were already done for this
+        step. A resumed run begins with this, because the process may have been killed before it did
+        all of them."""
         # 1) Evaluation.
         is_best = (due.state or due.evaluation) and self.evaluate(counters)
         last = self.evaluations[-1] if self.evaluations else {}
@@ -115,7 +117,7 @@ class RunRecorder:
             self._write(due, counters, is_best=is_best)
 
     def _write(self, due: Due, counters: Counters, *, is_best: bool) -> None:
-        """Sample with the weights in place, and write their checkpoint."""
+        """Sample with the model's current weights, and write their checkpoint."""
         directory, ranks = self._run.directory, self._run.ranks
         # 2) Samples: if they are due, or for the card of a checkpoint that a saved state lacks.
         exists = due.state and ranks.broadcast(counters.step in directory.checkpoints())
@@ -195,8 +197,8 @@ class RunRecorder:
         return len(losses) - 1 - losses.index(min(losses))
 
     def seconds_per_step(self) -> float:
-        """Average time of the tasks between two steps, assuming that each takes as long as last
-        time and that every evaluation is a new best."""
+        """Average time in seconds that the tasks between two steps take, assuming that each takes
+        as long as last time and that every evaluation is a new best."""
         recipe, seconds = self._run.training.recipe, self.seconds
         saves = recipe.checkpoint_every
         evaluations = _frequency(saves, recipe.eval_every)
@@ -328,5 +330,5 @@ class RunRecorder:
 
 
 def _frequency(first: int, second: int) -> float:
-    """Share of all steps that are multiples of `first` or `second`."""
+    """The share of all steps that are multiples of `first` or of `second`."""
     return 1 / first + 1 / second - 1 / math.lcm(first, second)

@@ -1,4 +1,4 @@
-"""Samples: texts that a model in training generates after a few prompts.
+"""Samples: texts that a model in training generates from a few prompts.
 
 The whole window is computed again for every token, which is simple, and fast enough for a hundred
 tokens of a small model. (The serving engine has a KV cache, `model/inference/engine`.) Samples use
@@ -27,8 +27,8 @@ INCOMPLETE = "\ufffd"
 def samples(
     run: Run, gpt: GPT, forward: Callable[[Tensor], Tensor], seconds: float
 ) -> Iterator[tuple[str, str]]:
-    """Yield each prompt with the text that the model generates after it, in about `seconds`
-    altogether. `forward` maps ids (B, T) to logits (B, T, V)."""
+    """Yield each prompt with the text that the model generates after it. Generating all texts takes
+    at most about `seconds`. `forward` maps ids (B, T) to logits (B, T, V)."""
     prompts = run.training.config.prompts or default_prompts(run.text)
     for index, prompt in enumerate(prompts):
         seed = run.training.recipe.seed + index

@@ -44,7 +44,7 @@ from logitd.model.training.configuration.resolve import ResolvedTraining
 
 PLOT = "loss.png"
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a full disk, a quota, or a limit on the size of a file."""
+"""Error numbers for a full disk, an exceeded quota, and a file above the size limit."""
 
 
 class RunDirectory:
@@ -102,7 +102,7 @@ class RunDirectory:
 
     def lock(self) -> None:
         """Lock the run until `release` or the end of this process. Raises TrainingError if another
-        trainer holds the lock, and OSError if it cannot be written."""
+        trainer holds the lock, and OSError if the lock file cannot be written."""
         try:
             self._lock = FolderLock(self.path / LOCK)
         except FolderLocked as error:
@@ -141,7 +141,7 @@ class RunDirectory:
             raise TrainingError(f"step {step} could not be saved: {error}. {way_out}") from error
 
     def diverged(self, reason: str) -> TrainingError:
-        """The error for a training that diverged for this `reason`."""
+        """The error for a run that diverged for this `reason`."""
         return TrainingError(f"{reason}. {self.last_good()} Try lower learning rates or a warmup")
 
     def last_good(self) -> str:
@@ -175,7 +175,7 @@ class RunDirectory:
         return checkpoints_in(self.path)
 
     def kept(self, step: int) -> Path:
-        """The checkpoint of a step in the history."""
+        """The path of this step's checkpoint in the history."""
         return self.history / self.checkpoint(step).name
 
     def linked_step(self, link: Path) -> int | None:
@@ -271,7 +271,8 @@ def _require_empty(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint under another name, so that a folder with its name is always complete."""
+    """Rename a checkpoint, then remove it, so that a folder with a checkpoint's name is always
+    complete."""
     aside = path.with_name(f".{path.name}.gone")
     path.rename(aside)
     shutil.rmtree(aside)

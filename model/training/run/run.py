@@ -12,7 +12,7 @@ from logitd.model.training.run.directory import RunDirectory
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """All input of the code that trains, evaluates and saves.
+    """Everything that training, evaluating and saving need to know about a run.
 
     placement  device, dtype and threads of this process
     batch      this process's part of each step

@@ -2,13 +2,13 @@
 
 The file `state/state.pt` holds the float32 weights (with `--lora` only the adapters'), their
 average, the states of all optimizers, the counters, and the states of the step log and divergence
-monitor.
-It needs no position in the data and no random state, because batches and dropout are functions of
-the seed and the step (`model/data/batches.py`). It is written under a temporary name, synced and
-renamed, and read with `weights_only=True`, so reading never executes code.
+monitor. The file needs no position in the data and no random state, because batches and dropout are
+functions of the seed and the step (`model/data/batches.py`). It is written under a temporary name,
+synced and renamed, and read with `weights_only=True`, so reading never executes code.
 
-A resumed run has the same bits if its recorded environment is the same; `differences` lists what
-changed. Checkpoints, which are for serving, are in `model/checkpoint/checkpoint.py`.
+A resumed run has the same bits as an uninterrupted one if its environment equals the recorded one;
+`differences` lists what changed. Checkpoints, which are for serving, are in
+`model/checkpoint/checkpoint.py`.
 """
 
 import pickle
@@ -38,7 +38,7 @@ and made five Newton-Schulz iterations."""
 def environment(
     placement: Placement, processes: int = 1, *, sharded: bool = False
 ) -> dict[str, Any]:
-    """Everything except the settings that affects the bits of a training step."""
+    """Everything, apart from the settings, that affects the bits of a training step."""
     return {
         "trainer": REVISION,
         "torch": str(torch.__version__),  # a plain string, as weights_only requires
@@ -51,7 +51,7 @@ def environment(
 
 
 def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-    """The changes of an environment, such as "threads 2, was 4"; "" if there are none."""
+    """What differs between two environments, such as "threads 2, was 4"; "" if nothing does."""
     return ", ".join(
         f"{name} {value}, was {before.get(name)}"
         for name, value in now.items()

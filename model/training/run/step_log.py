@@ -16,8 +16,8 @@ SMOOTHING = 0.8
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of a report: means over its steps; gradient norm and learning rate of the last
-    step."""
+    """The figures of a report. The gradient norm and the learning rate are those of its last step;
+    the other figures are means over its steps."""
 
     loss: float
     smoothed_loss: float

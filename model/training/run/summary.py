@@ -51,7 +51,7 @@ class RunSummary:
 
 
 def summarize(path: Path) -> RunSummary:
-    """Summarize the run directory `path`. Raises TrainingError if it is not one."""
+    """Summarize the run directory `path`. Raises TrainingError if `path` is not a run directory."""
     if not is_run(path):
         raise TrainingError(f"{path} is not a run directory: it has no {RUN}")
     training = RunDirectory(path).read_training()

@@ -59,7 +59,7 @@ class TensorBoard:
 
 
 def require_tensorboard() -> "type[SummaryWriter]":
-    """Import the writer. Raises TrainingError with the way to install it."""
+    """Import the writer. Raises TrainingError with installation instructions if it is missing."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:

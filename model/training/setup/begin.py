@@ -55,7 +55,8 @@ _MEASURING = "measuring the training speed of this machine, which takes a few se
 def setup_run(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline: float) -> Run:
     """Open a new run in a new directory, or an existing one with `resume`. Every process calls this
     and gets the same run, with its own part of the work. The main process locks the directory; its
-    caller must release it. `deadline` is the end of the minutes on the monotonic clock."""
+    caller must release it. `deadline` is the time on the monotonic clock at which the configured
+    minutes end."""
     if config.shard == "on" and ranks.size == 1:
         raise TrainingError(
             "shard is on, but there is only one process: start several with "

@@ -29,9 +29,9 @@ MOST_MEASURED_STEPS = 40
 LONG_ENOUGH, LONGEST = 0.25, 0.4
 """Shares of the allowed time after which a measurement ends: LONG_ENOUGH if its two fastest steps
 agree, LONGEST in any case. A shorter measurement might coincide with a moment in which other
-programs use the processors, and would choose too small a model."""
+programs use the processors, and the chosen model would be too small."""
 AGREEMENT = 1.05
-"""Largest ratio of the times of two steps that agree."""
+"""Two step times agree if their ratio is at most this."""
 
 
 def measure_machine(training: ResolvedTraining, placement: Placement, seconds: float) -> Choice:
@@ -46,8 +46,8 @@ def measure_machine(training: ResolvedTraining, placement: Placement, seconds: f
 
 def measure(candidate: ResolvedTraining, placement: Placement, seconds: float) -> float:
     """Time several real steps on random ids. Returns the tokens per second of the fastest, because
-    it is the least disturbed by other programs. The first step is not timed. Measuring ends with
-    the allowed share of `seconds`, but at least one step is timed."""
+    it is the least disturbed by other programs. The first step is not timed. Measuring ends when it
+    has used its share of `seconds`, but at least one step is timed."""
     recipe, model = candidate.recipe, candidate.model
     generator = torch.Generator().manual_seed(recipe.seed)
     gpt = GPT(model)
@@ -70,8 +70,8 @@ def measure(candidate: ResolvedTraining, placement: Placement, seconds: float) -
 
 
 def _takes_another(times: Sequence[float], spent: float) -> bool:
-    """True if another step should be measured. `times` are the seconds of the counted steps,
-    `spent` is the used share of the allowed time."""
+    """True if another step should be measured. `times` are the times in seconds of the steps that
+    count; `spent` is the used share of the allowed time."""
     if len(times) < MEASURED_STEPS:
         return not times or spent < 1
     if len(times) >= MOST_MEASURED_STEPS or spent >= LONGEST:

@@ -1,10 +1,11 @@
-"""Compiling: the training loss through `torch.compile`.
+"""Compiling: computes the training loss through `torch.compile`.
 
-On CUDA the loss is compiled unless `--compile off` is set or the minutes are few. On a CPU
-compiling takes almost a minute and makes a step of the presets `tiny` and `small` an eighth faster
-(`python -m benchmarks.train_throughput`), so only runs with many operations are compiled there.
-run.json stores the decision (`ResolvedTraining.with_vocabulary`), so that a resumed run uses the
-same kernels and has the same bits. Evaluation, samples and optimizers are not compiled.
+With `--compile auto`, the loss is compiled on CUDA unless `--minutes` is less than
+SHORTEST_MINUTES. On a CPU compiling takes almost a minute and makes a step of the presets `tiny`
+and `small` an eighth faster (`python -m benchmarks.train_throughput`), so only runs with many
+operations are compiled there. run.json stores the decision (`ResolvedTraining.with_vocabulary`), so
+that a resumed run uses the same kernels and has the same bits. Evaluation, samples and optimizers
+are not compiled.
 """
 
 import logging

@@ -3,10 +3,11 @@
 The count includes the matrix products of the model's definition: for every token the block
 matrices, the head, and attention over the positions before it. The backward pass counts twice the
 forward pass. Norms, activations, softmax, the optimizer and discarded results (such as attention to
-masked positions) do not count. So the share of the machine's rate is its useful work, not its load.
+masked positions) do not count. So the reported share of the machine's rate measures useful work,
+not the load of the machine.
 
 A common convention (Chowdhery et al., 2022, appendix B; nanoGPT) counts attention over the whole
-window instead, so its shares are larger at long contexts.
+window instead, so it reports larger shares at long contexts.
 """
 
 from logitd.model.device import Placement
@@ -35,7 +36,7 @@ def flops_per_token(config: GPTConfig) -> float:
 
 def machine_rate(placement: Placement) -> float:
     """Operations per second of matrix products in the dtype of training, with torch's current
-    threads. Measuring takes a few hundredths of a second, or two seconds if torch has no fast
-    products of the dtype (bfloat16 on AVX2)."""
+    number of threads. Measuring takes a few hundredths of a second, or two seconds if torch has no
+    fast products of the dtype (bfloat16 on AVX2)."""
     width = RATE_WIDTH if placement.device.type == "cpu" else None
     return matrix_rate(placement.device, placement.dtype, width)

@@ -36,8 +36,8 @@ def cross_entropy(
     softcap: float | None = None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The mean of -log p(target) in nats, a float32 scalar with gradients to `hidden`, `head` and
-    `bias`.
+    """The mean of -log p(target) in nats, a float32 scalar, differentiable with respect to
+    `hidden`, `head` and `bias`.
 
     The same as `F.cross_entropy` of `F.linear(hidden, head, bias)[..., :vocab_size]`, computed in
     `dtype` and converted to float32, then limited to `softcap` as in `GPT.logits`. Rows of the head

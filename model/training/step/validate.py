@@ -41,12 +41,13 @@ class ValidationLoss:
     @property
     def perplexity(self) -> float:
         """exp(loss): the prediction is as hard as choosing among this many equally likely tokens.
-        Infinite from MOST_NATS on."""
+        Infinite for a loss of MOST_NATS or more."""
         return math.inf if self.loss >= MOST_NATS else math.exp(self.loss)
 
 
 def bits_per_byte(nats: float, text_bytes: int) -> float:
-    """Bits per byte; inf if the tokens have no text, such as an end of document alone."""
+    """Bits per byte; infinite if the tokens have no text, for example if the only token is the end
+    of a document."""
     return nats / math.log(2) / text_bytes if text_bytes else math.inf
 
 

@@ -1,11 +1,11 @@
 """DivergenceMonitor: detects diverged training, so that bad weights never replace good ones.
 
 Training diverges in two ways. A loss or gradient norm that is not finite ends the run immediately.
-A loss that exploded may also be finite, but stay far above its best. "Far above" means more than
-half the difference between the best smoothed loss and the first loss, and at least one nat. If the
-loss is far above its best after the warmup, for `REPORTS` reports and `STEPS` steps in a row, the
-run has diverged; bad batches and spikes do not last that long. In the meantime the run is suspect,
-and its weights must not be saved.
+The loss may also explode but remain finite, and stay far above its best. "Far above" means more
+than half the difference between the best smoothed loss and the first loss, and at least one nat. If
+the loss is far above its best after the warmup, for `REPORTS` reports and `STEPS` steps in a row,
+the run has diverged; bad batches and spikes do not last that long. In the meantime the run is
+suspect, and its weights must not be saved.
 
 The monitor sees only the figures of reports. The trainer acts on the diagnosis.
 """

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from logitd.model.plural import pluralize
 
 WINDOW = 5
-"""Minimum number of steps over which the time of a step is averaged; later it is a fifth of all
-steps."""
+"""Minimum number of steps over which the time of a step is averaged. Later in a run, the average is
+over a fifth of the steps so far."""
 RESERVE = 1.5
-"""Time reserved for saving the last step, as a multiple of the latest checkpoint's."""
+"""Time reserved for saving the last step, as a multiple of the time that the latest save took."""
 MORE_FOR_SLOWER = 0.1
-"""Maximum share of the minutes that is reserved in addition if steps have become slower."""
+"""Maximum share of the minutes that is additionally reserved if steps have become slower."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Counters:
         )
 
     def saved(self, took: float) -> "Counters":
-        """Reserve time for the ending, given that a checkpoint took `took` seconds."""
+        """Reserve time for the ending, given that the latest save took `took` seconds."""
         ending_pace = self.pace if self.step > WINDOW else 0.0
         return replace(self, ending=RESERVE * took, ending_pace=ending_pace)
 
@@ -90,8 +90,8 @@ class Length:
         return min(1.0, max(by_steps, self._share(counters)))
 
     def plan(self, counters: Counters, tasks: float) -> Counters:
-        """The counters with the share of the minutes that the next step is planned to complete. The
-        share is 0 until the pace is known."""
+        """The counters, with `share` set to the completed share of the minutes that is planned for
+        the end of the next step. In a new run it is 0 until the pace is known."""
         if self.minutes is None:
             return counters
         share, left = self._share(counters), self._clock_steps(counters, counters.pace, tasks)
@@ -158,8 +158,8 @@ class Length:
         )
 
     def _share(self, counters: Counters) -> float:
-        """The completed share of the minutes: the planned share, or the share of the time if none
-        was planned for these minutes."""
+        """The completed share of the minutes: the planned share, or the used share of the time if
+        no share was planned for these minutes."""
         if self.minutes is None:
             return 0.0
         if counters.minutes == self.minutes:
