@@ -1,5 +1,5 @@
-"""Client methods: source of the properties and methods that `generate_client.py` adds to the
-classes of results."""
+"""Client methods: source code of the properties and methods that `generate_client.py` adds to
+result classes."""
 
 from collections.abc import Mapping
 

@@ -1,5 +1,5 @@
-"""Clients: the service in Python. `Client` makes one call at a time; `AsyncClient` is its twin for
-asyncio.
+"""Clients: call the service from Python. `Client` waits for each call; `AsyncClient` is the
+counterpart for asyncio.
 
     with Client() as client:
         generation = client.generate("def main():", max_tokens=40)
@@ -111,7 +111,7 @@ class Client:
         return finish(self._hooked.run_with_cache(input, names_filter, **fields))
 
     def run_with_hooks(self, input: Input, fwd_hooks: Changes = (), **fields: Any) -> Floats:
-        """Logits (B, T, V) with changes of stages: `fwd_hooks=[("blocks.0.hook_mlp_out",
+        """Logits (B, T, V), computed with changes to stages: `fwd_hooks=[("blocks.0.hook_mlp_out",
         {"operation": "zero"})]`. Functions are refused: a server runs no code of its clients."""
         return finish(self._hooked.run_with_hooks(input, fwd_hooks, **fields))
 
@@ -198,7 +198,7 @@ class AsyncClient:
         return await self._hooked.run_with_cache(input, names_filter, **fields)
 
     async def run_with_hooks(self, input: Input, fwd_hooks: Changes = (), **fields: Any) -> Floats:
-        """Logits (B, T, V) with changes of stages, as `Client.run_with_hooks`."""
+        """Logits (B, T, V), computed with changes to stages as in `Client.run_with_hooks`."""
         return await self._hooked.run_with_hooks(input, fwd_hooks, **fields)
 
     generate = _awaited(endpoints.generate)

@@ -9,8 +9,8 @@ from logitd.service.errors import ApiError, unavailable
 
 
 def head_size(target: int, headers: list[tuple[bytes, bytes]]) -> int:
-    """Bytes of a request line and its headers, without optional white space. `target` is the number
-    of bytes of the request's target."""
+    """Size in bytes of a request line and its headers, without optional white space. `target` is
+    the number of bytes of the request's target."""
     return target + sum(len(name) + len(value) + 4 for name, value in headers)
 
 

@@ -26,7 +26,7 @@ NAMED = 2
 
 
 class History:
-    """The steps of one run. Belongs to the event loop."""
+    """The steps of one run. Use it only on the event loop."""
 
     def __init__(
         self, run: Path, load: Callable[[Path], Awaitable["ServedModel"]], most: int

@@ -9,7 +9,7 @@ from logitd.service.openai.schemas import StreamOptions
 
 
 def head(kind: str, form: str, model: str, checkpoint: CheckpointInfo) -> dict[str, Any]:
-    """The first members of a reply: `kind` begins its id, `form` is its `object`."""
+    """The first members of a reply. Its `id` begins with `kind`; its `object` is `form`."""
     own = envelope(kind, model, checkpoint)
     return {
         "id": own["id"],
@@ -32,8 +32,8 @@ def usage(counts: dict[str, int]) -> dict[str, Any]:
 
 
 def named_seed(given: int | None, used: int) -> int:
-    """The seed in a choice: `given` as the client wrote it, if it did, otherwise the `used` one.
-    The same request with this seed repeats the choice."""
+    """The seed to name in a choice: `given` if the client chose a seed, otherwise `used`. The same
+    request with this seed repeats the choice."""
     return used if given in (None, -1) else given
 
 

@@ -1,7 +1,7 @@
 """`logitd health`: asks whether a server answers requests, for container checks and scripts.
 
-It runs every few seconds next to the server, so apart from logitd's modules it imports only the
-standard library.
+The command runs every few seconds next to the server. To start quickly, it imports only the
+standard library and a few of logitd's modules.
 """
 
 import json

@@ -138,6 +138,6 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _document(run: RunSummary) -> dict[str, Any]:
-    """A summary for JSON."""
+    """A run's summary as a JSON object."""
     changes = {name: {"preset": was, "run": value} for name, (was, value) in run.changes.items()}
     return finite(asdict(run) | {"path": str(run.path), "changes": changes})

@@ -60,7 +60,7 @@ AtStep = Annotated[RequestContext, Depends(_at_step)]
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """The part of a request that determines the media type."""
+    """The parts of a request that determine the media type of its reply."""
 
     dtype: str
     prompts: tuple[()] = ()
