@@ -154,7 +154,9 @@ class HookedCalls:
         texts = [input] if isinstance(input, str) else list(input)
         first = (await self._facts()).beginning if prepend_bos is not False else None
         if prepend_bos and first is None:
-            raise ValueError("prepend_bos is True, but the vocabulary has no token for the beginning of a text")
+            raise ValueError(
+                "prepend_bos is True, but the vocabulary has no token for the beginning of a text"
+            )
         start = [] if first is None else [first]
         found = await self._ask(endpoints.tokenize(texts, special_tokens="ids"))
         rows = [[*start, *each.tokens] for each in found]

@@ -43,7 +43,8 @@ def negotiate(request: Request, body: Any, forms: Sequence[str] = (JSON,)) -> st
         )
     if media_type == NPY and (count := len(body.prompts)) > 1:
         raise bad_request(
-            f"npy holds one array, but the request has {count} prompts; accept {SAFETENSORS} or JSON",
+            f"npy holds one array, but the request has {count} prompts; accept "
+            f"{SAFETENSORS} or JSON",
             "prompt",
         )
     if media_type != SAFETENSORS and getattr(body, "dtype", None) == "bfloat16":

@@ -91,7 +91,7 @@ class Reloader:
         names = {child.name for child in folder.iterdir() if (child / "config.json").is_file()}
         if name not in names:
             raise ReloadError(
-                f"the server can load no checkpoint {name[:80]!r}; the available checkpoints are: "
+                f"there is no checkpoint {name[:80]!r} to load; the available checkpoints are: "
                 f"{', '.join(sorted(names)[:20]) or 'none'}"
             )
         return folder / name

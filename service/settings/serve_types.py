@@ -117,8 +117,8 @@ def _names_of_stages(sources: tuple[ModelSource, ...]) -> tuple[ModelSource, ...
     for name in names:
         if not re.fullmatch(r"[\w-]{1,60}", name):
             raise ValueError(
-                f"{name!r} cannot be part of a stage's name: write NAME=DIR, with a NAME of 1 to 60 "
-                "letters, digits, _ and -"
+                f"{name!r} cannot be part of a stage's name: write NAME=DIR, with a NAME of 1 to "
+                "60 letters, digits, _ and -"
             )
         if names.count(name) > 1:
             raise ValueError(
