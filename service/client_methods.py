@@ -58,4 +58,4 @@ FRAMES: Mapping[str, tuple[str, ...]] = {
     "Stages": ("stages",),
     "Weights": ("weights",),
 }
-"""Parts of a result that become the rows of its data frame."""
+"""For each result class, the paths of the parts that become rows of its data frame."""

@@ -303,7 +303,7 @@ def _commented(line: str, description: str | None) -> list[str]:
 
 
 def _member(key: str, annotation: Any) -> str:
-    """The annotation of a member, from which `reading.py` reads it."""
+    """The annotation of a member, which tells `reading.py` how to read the member."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         return " | ".join(dict.fromkeys(_member(key, part) for part in inner))

@@ -28,7 +28,7 @@ logger = logging.getLogger("logitd")
 NO_KEY = "none"
 """Name of callers without a valid key; no key may have it."""
 CALLER = "logitd.caller"
-"""Scope key that holds the name of the request's API key; absent if the server has no keys."""
+"""ASGI scope key for the name of the request's API key; absent if the server has no keys."""
 
 ADMIN = "/admin"
 """Paths below this one need the administrator's key instead of an API key."""

@@ -97,7 +97,7 @@ def _cannot_serve(state: ServiceState, reason: str) -> None:
 async def _load_share(
     state: ServiceState, source: ModelSource, shares: Shares, steps: StepThread
 ) -> ServedModel | NotLoaded:
-    """Load one of several models with its share of the slots."""
+    """Load one of several models, with its share of the slots."""
     name = source.served_name
     if (reason := shares.refused.get(name)) is not None:
         return NotLoaded(name, reason)

@@ -31,7 +31,7 @@ logger = logging.getLogger("logitd.http")
 
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 REQUEST_ID_SCOPE = "logitd.request_id"
-"""Scope key of the request's id."""
+"""ASGI scope key for the request's id."""
 MAX_USER = 64
 """Maximum number of characters of `user` in the log."""
 QUIET = ("/health", "/info", "/metrics")

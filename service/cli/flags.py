@@ -1,4 +1,4 @@
-"""Flags: makes click parameters from the fields of a settings model, and settings from their
+"""Flags: makes click parameters from the fields of a settings model, and settings from the parsed
 values.
 
 click parses the command line; the settings model reads environment variables and checks all values.

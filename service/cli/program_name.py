@@ -11,7 +11,7 @@ NAME = "logitd"
 
 
 def program_name() -> str:
-    """`logitd` if the shell finds this program under that name; otherwise the path with which the
+    """`logitd` if the shell finds this program under that name; otherwise the path by which the
     program was called. A path below the working directory is relative, such as
     `.venv/bin/logitd`."""
     script = Path(sys.argv[0])

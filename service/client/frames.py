@@ -71,7 +71,7 @@ def heat_map(
 def _rows(
     part: object, names: Sequence[str], outer: Mapping[str, Any]
 ) -> Iterator[Mapping[str, Any]]:
-    """The rows of the parts at a path. `outer` are the values of the parts that enclose `part`."""
+    """The rows of the parts at a path. `outer` has the values of the parts that enclose `part`."""
     if not names:
         yield {**outer, **_singles(part)}
         return

@@ -96,8 +96,8 @@ class HookedModel:
         return next(found, self.vocabulary.eos_token_id)
 
     def names(self) -> dict[str, str]:
-        """The server's name of each stage by TransformerLens' name, in the order of the forward
-        pass."""
+        """Maps TransformerLens' name of each stage to the server's name, in the order of the
+        forward pass."""
         found: dict[str, str] = {}
         own = [name for info in self.stages.stages for name in info.names]
         compared = "" if any(name.endswith("q_raw") for name in own) else "rot_"

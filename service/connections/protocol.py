@@ -302,8 +302,8 @@ class Connection(HttpToolsProtocol):
     # Refusals
 
     def _refuse(self, error: ApiError, end: ConnectionEnd | None = None) -> None:
-        """Answer the request that is being received with an error, in its turn. Later requests are
-        not answered."""
+        """Answer the incoming request with an error when it is its turn. Later requests are not
+        answered."""
         if end is not None:
             self._all.reports.count(end)
         self._held.clear()

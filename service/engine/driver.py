@@ -131,7 +131,7 @@ class EngineDriver:
         self._inbox.put(self._swap)
 
     def stop(self) -> None:
-        """Queue the last command: `run_once` handles those before it, then returns None."""
+        """Queue the last command: `run_once` handles all commands before it, then returns None."""
         self._inbox.put(None)
 
     # The engine's thread

@@ -32,8 +32,8 @@ class EngineSession:
 
     @property
     def version(self) -> int:
-        """Number of the version of the weights that answers. Before the first submission, this is
-        the engine's current version."""
+        """Number of the weights version that answers the request. Before the first submission, this
+        is the engine's current version."""
         return self._engine.version if self._weights is None else self._weights.number
 
     def submit(self, requests: Sequence[Request], *, more: bool = False) -> Submission:

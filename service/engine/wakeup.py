@@ -96,7 +96,8 @@ class WakeupThrottle:
         return [self._items.popleft() for _ in range(len(self._items))]
 
     def _pause(self, began: float) -> None:
-        """Begin a pause. Only processor time counts, not waiting for the interpreter."""
+        """Begin a pause. Its length depends only on processor time, not on time spent waiting for
+        the interpreter."""
         pause = min(PAUSE_FACTOR * (time.thread_time() - began), MAX_PAUSE)
         self._quiet_until = time.monotonic() + pause
         if self._timer is None:

@@ -33,8 +33,8 @@ class ResponseFormat(Protocol):
         ...
 
     def chunks(self, chunk: dict[str, Any], counts: dict[str, int]) -> Iterable[dict[str, Any]]:
-        """Convert one chunk of a /generate stream. `counts` are the numbers of prompt tokens,
-        completion tokens and all tokens so far."""
+        """Convert one chunk of a /generate stream. `counts` has the number of prompt tokens, of
+        completion tokens and of all tokens so far."""
         ...
 
 

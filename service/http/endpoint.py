@@ -190,8 +190,8 @@ async def _look_up(operation: Operation, body: Any, context: RequestContext) -> 
 async def _written(
     operation: Operation, plan: Record, computed: Computed, context: RequestContext
 ) -> bytes:
-    """Write the reply as JSON, in a thread: it may list thousands of tokens, and streams must
-    continue."""
+    """Convert the reply to JSON in a thread, because it may list thousands of tokens, and streams
+    must continue meanwhile."""
 
     def write() -> bytes:
         head = envelope(operation.reply_id, context.model.name, context.checkpoint)

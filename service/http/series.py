@@ -62,8 +62,8 @@ class RunningSeries:
         self._held = plan.held
 
     async def reply(self) -> bytes:
-        """Return the whole reply as JSON, written in a thread because a grid may have thousands of
-        cells."""
+        """Return the whole reply as JSON. The conversion runs in a thread, because a grid may have
+        thousands of cells."""
         parts = [part async for part in self.parts()]
         return await asyncio.to_thread(
             lambda: orjson.dumps({**self._head, **self._plan.members(parts)})

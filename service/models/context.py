@@ -31,8 +31,8 @@ Result = TypeVar("Result")
 CONTEXT = "context"
 """`request.state` key of the request's context; read by the log and by tracing."""
 MODEL = "model"
-"""`request.state` key of the answering model's name, set if the server has several models; read by
-the log."""
+"""`request.state` key of the name of the model that answers, set if the server has several models;
+read by the log."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,8 @@ class ReplyBudget:
         self.used = 0
 
     def take(self, elements: int) -> None:
-        """Count an array that a reply keeps. Raises ApiError (429) if there is no room for it."""
+        """Count an array that a reply keeps in memory. Raises ApiError (429) if the budget has no
+        room for the array."""
         if self.used + elements > self.limit:
             raise queue_full(
                 f"the reply would hold {elements} elements; other replies already hold {self.used} "
@@ -67,7 +68,7 @@ class ServedModel:
     checkpoints   the checkpoint of each version of the engine's weights
     settings      the settings of this model
     reply_budget  the budget that all models share
-    autoencoders  the sparse autoencoders, by the features that each adds as a stage
+    autoencoders  the sparse autoencoders; the key of each is the stage of features that it adds
     history       the steps of the model's run; None unless the server serves them
     """
 

@@ -38,7 +38,7 @@ def named_seed(given: int | None, used: int) -> int:
 
 
 def usage_member(options: StreamOptions | None, counts: dict[str, int]) -> dict[str, Any]:
-    """The member `usage` of a chunk with choices, if the request's options include it."""
+    """The member `usage` of a chunk with choices, if the request's options include the usage."""
     if options is not None and options.continuous_usage_stats:
         return {"usage": usage(counts)}
     if options is not None and options.include_usage:
@@ -49,6 +49,6 @@ def usage_member(options: StreamOptions | None, counts: dict[str, int]) -> dict[
 def last_chunk(
     chunk_head: dict[str, Any], options: StreamOptions | None, native: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """The chunk with the usage, if `native` is the last chunk and the options include it."""
+    """The chunk with the usage, if `native` is the last chunk and the options include the usage."""
     if "usage" in native and options is not None and options.include_usage:
         yield {**chunk_head, "choices": [], "usage": usage(native["usage"])}

@@ -1,7 +1,8 @@
 """TrainingView: draws a run on the terminal while it trains (`logitd train --watch`).
 
 It redraws the loss curve, the newest figures, the time left and the newest samples in place. Other
-events of the trainer are printed above it. The curve before a resumption comes from the run's log.
+events of the trainer are printed above it. In a resumed run, the earlier part of the curve comes
+from the run's log.
 """
 
 import time
