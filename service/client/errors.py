@@ -42,7 +42,7 @@ class APIStatusError(LogitdError):
 
     status       HTTP status; for an error in a stream, the status it would have outside a stream
     message      the server's explanation: the fault, its numbers, and the fix
-    type, code   one of the server's fixed values each; None if another program, such as a proxy,
+    type, code   values from the server's fixed sets; None if another program, such as a proxy,
                  answered
     param        the wrong field, if there is one
     retry_after  seconds before the next try, if the server gave a delay
