@@ -6,10 +6,10 @@
     client.py      the methods that send these calls
     ../README.md   the rows of the operations in a table
 
-`make client` runs the generator. It replaces the lines between two marks and keeps all others. A
-new operation needs no change here. The calls of HAND_WRITTEN operations, the results that are
-arrays and the properties of results (PROPERTIES) are written by hand. The client does not
-import this module.
+`make client` runs the generator. It replaces the lines between two marks and keeps all other lines.
+A new operation needs no change here. The calls of HAND_WRITTEN operations, the results that are
+arrays and the properties of results (PROPERTIES) are written by hand. The client does not import
+this module.
 """
 
 import keyword

@@ -85,7 +85,7 @@ class KeyRing:
 
     def replace(self, keys: ApiKeys) -> None:
         """Accept only these keys from now on. Raises ApiKeyError if the server had no keys before,
-        because the new ones would lock everyone out, and if `keys` is empty, which would let
+        because the new keys would lock everyone out, and if `keys` is empty, which would let
         everyone in."""
         if bool(keys.names) != bool(self.names):
             raise ApiKeyError("a running server cannot start or stop requiring API keys")

@@ -1,10 +1,10 @@
 """KeyLimits: limits the requests per minute and the concurrent requests of each API key.
 
 Requests above the limits are answered with 429; the message gives the key's own numbers, and other
-keys are not affected. Only POST requests count, because others compute nothing. A minute's requests
-become available again one by one (a leaky bucket); a key that was idle for a minute may send all of
-them at once. Call KeyLimits only on the event loop. `service/engine/admission.py` has the limits of
-the queue.
+keys are not affected. Only POST requests count, because requests with other methods compute
+nothing. A minute's requests become available again one by one (a leaky bucket); a key that was idle
+for a minute may send all of them at once. Call KeyLimits only on the event loop.
+`service/engine/admission.py` has the limits of the queue.
 """
 
 import math

@@ -135,7 +135,7 @@ class ReplyProgress:
 class TcpInfo(NamedTuple):
     """The state of a connection in the kernel.
 
-    gone          True if the client has closed the connection or its side of it
+    gone          True if the client has closed the connection, wholly or on its side
     acknowledged  number of bytes that the client has received
     """
 

@@ -39,7 +39,7 @@ def whole_reply(error: ApiError, headers: list[tuple[bytes, bytes]]) -> bytes:
 
 
 async def too_many_connections(scope: Any, receive: Any, send: Any) -> None:
-    """ASGI application that answers requests while there are too many connections."""
+    """ASGI application that refuses requests while there are too many connections."""
     error = unavailable("there are too many connections; close those that are not needed")
     response = error.response()
     response.headers["Connection"] = "close"

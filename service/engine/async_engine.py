@@ -137,8 +137,8 @@ class AsyncEngine:
         return self._enqueue([request], [self.admission.admit_reserved(request)], version, usage)
 
     async def reload(self, path: Path, weights_sha256: str, timeout: float) -> None:
-        """Replace the weights with those of a checkpoint without interrupting service. Returns once
-        the old weights are no longer used.
+        """Replace the weights with a checkpoint's weights, without interrupting service. Returns
+        once the old weights are no longer used.
 
         Requests to the old weights have `timeout` seconds to finish; then the unfinished ones end
         with an error. If this call is cancelled, the reload continues. Raises ReloadError if the

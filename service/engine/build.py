@@ -118,8 +118,8 @@ class BuiltEngine:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The number of slots of each model by name, and the reason for each model that cannot be
-    read."""
+    """The number of slots of each model, by the model's name; and for each model that cannot be
+    read, the reason."""
 
     slots: Mapping[str, int]
     refused: Mapping[str, str]

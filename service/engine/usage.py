@@ -12,8 +12,8 @@ from logitd.model.inference.engine.events import FinishEvent, FinishReason
 from logitd.model.inference.engine.requests import GenerationRequest, Request
 
 ANSWERS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
-"""Finish reasons that are not failures of the server. ABORT is one of them, because it means that
-the client has left."""
+"""Finish reasons that are not failures of the server, including ABORT, which means that the client
+has left."""
 PHASES = ("queue", "prefill", "decode")
 
 

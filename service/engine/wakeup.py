@@ -53,7 +53,7 @@ class WakeupThrottle:
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         """`deliver` takes new items. If its second argument is True, it delivers only the urgent
-        ones and keeps the others for the next call with False."""
+        items and keeps the other items for the next call with False."""
         self._deliver = deliver
         self._loop = asyncio.get_running_loop() if loop is None else loop
         self._items: deque[Any] = deque()

@@ -2,9 +2,9 @@
 
 The new checkpoint is read and compared with the served one. The engine then loads the new weights
 while still using the old ones, and switches between two steps (`AsyncEngine.reload`). Only one
-reload runs at a time. If anything fails, the old checkpoint stays, and the log and a metric report
-the failure. A reload is requested by POST /admin/reload, or by `follow`, which watches a training
-run for new checkpoints.
+reload runs at a time. If anything fails, the old checkpoint stays in use, and the log and a metric
+report the failure. A reload is requested by POST /admin/reload, or by `follow`, which watches a
+training run for new checkpoints.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ class Reloader:
     async def choose(self, name: str | None) -> bool:
         """Serve the checkpoint with this name until another one is chosen; None means the
         checkpoint given at the start. Returns False if it is already served. Raises OSError, and
-        ReloadError if the old checkpoint stays."""
+        ReloadError if the old checkpoint stays in use."""
         swapped = await self._reload(self._default() if name is None else self._named(name))
         self._chosen = None if name is None else self._checkpoint.path
         return swapped

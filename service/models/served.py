@@ -1,4 +1,4 @@
-"""Models: a server's models by name, and the choice of the one that answers a request.
+"""Models: a server's models by name, and the choice of the model that answers a request.
 
 A `ServedModel` is a checkpoint with its engine. A `NotLoaded` is a model that could not be loaded,
 with the reason; the other models are still served. The first model answers requests that name no
@@ -26,7 +26,7 @@ from logitd.service.settings.serve import ServeSettings
 
 LATER_WEIGHTS = "these weights were loaded after the start, when the cost was measured"
 NAMED = 12
-"""Maximum number of models listed in a message; others are only counted."""
+"""Maximum number of models listed in a message; further models are only counted."""
 
 ModelStatus = Literal["ok", "stalled", "failed"]
 

@@ -65,7 +65,7 @@ class ServiceState:
 
     def read_keys_again(self) -> tuple[str, ...]:
         """Read the API keys again from the settings' sources. Returns their names. Raises
-        ApiKeyError, in which case the old keys stay."""
+        ApiKeyError, in which case the old keys remain valid."""
         self.keys.replace(read_api_keys(self.settings.api_keys, self.settings.api_key_file))
         self.metrics.know_callers(self.keys.names)
         return self.keys.names

@@ -22,8 +22,8 @@ def head(kind: str, form: str, model: str, checkpoint: CheckpointInfo) -> dict[s
 
 
 def usage(counts: dict[str, int]) -> dict[str, Any]:
-    """OpenAI's `usage`, from the native `usage`, or from the counts of a stream so far, which lack
-    the cached tokens."""
+    """OpenAI's `usage`, from the native `usage`, or from the counts of a stream so far, which do
+    not include cached tokens."""
     names = ("prompt_tokens", "completion_tokens", "total_tokens")
     members: dict[str, Any] = {name: counts[name] for name in names}
     if (cached := counts.get("cached_tokens")) is not None:

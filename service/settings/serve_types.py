@@ -1,4 +1,5 @@
-"""Types of values in the settings of `logitd serve`: texts and the rules that they must follow."""
+"""Types of the values in the settings of `logitd serve`: strings, and the rules that they must
+follow."""
 
 import re
 from collections.abc import Callable

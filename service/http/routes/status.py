@@ -50,8 +50,8 @@ UNREADY: dict[int | str, dict[str, Any]] = {
 )
 async def ready(state: State, response: Response) -> Health:
     """200 while requests are answered; 503 while the server is loading or draining, or after it has
-    failed. If one of several models could not be loaded, the reply names it, and the others
-    answer."""
+    failed. If one of several models could not be loaded, the reply names it, and the other models
+    are served."""
     health = _health(state)
     if health.status != "ok":
         response.status_code = 503
