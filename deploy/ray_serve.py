@@ -2,17 +2,17 @@
 
     python -m deploy.ray_serve [CHECKPOINT] [--ray local] [--min-replicas 1] [--max-replicas 2] ...
 
-accepts the flags and LOGITD_* variables of `logitd serve` and the ones below, except flags for
-connections, which Ray handles. It serves until SIGTERM or Ctrl-C. `app` is the entry point for
-Ray's own tools: `serve run deploy.ray_serve:app checkpoint=... slots=8`, or a configuration file
-for `serve deploy` with these names in `args`.
+The command accepts the flags and LOGITD_* variables of `logitd serve`, except those for
+connections, which Ray handles. `RaySettings` adds the flags for replicas. The command serves until
+SIGTERM or Ctrl-C. Ray's own tools can use `app` as the entry point: `serve run deploy.ray_serve:app
+checkpoint=... slots=8`, or `serve deploy` with a configuration file that has these names in `args`.
 
 A replica counts as started once its weights are loaded. Ray replaces it if its engine fails or
 stalls. HAProxy, which Ray starts, passes connections straight to the replicas. Requests with the
-same header `X-Session-Id` go to the same replica, which has their prefix in its cache; the others
-go to the replicas in turn. HAProxy does not read bodies, so it cannot route by prefix. Ray is an
-optional dependency (the extra `ray`). Rollouts are not covered. On several machines, each needs
-logitd and the checkpoint at the same path.
+same header `X-Session-Id` go to the same replica, which has their prefix in its cache. Requests
+without this header go to the replicas in turn. HAProxy does not read bodies, so it cannot route by
+prefix. Ray is an optional dependency (the extra `ray`). This module does not handle rollouts. In a
+cluster of several machines, logitd and the checkpoint must be at the same path on every machine.
 """
 
 import logging
@@ -59,7 +59,7 @@ HAPROXY = {
     },
 }
 """Environment variables of Ray's processes. An existing cluster must have been started with the
-first four; variables that are already set there keep their values."""
+first four. Variables that are already set in the environment keep their values."""
 os.environ |= {**HAPROXY, **os.environ}  # Ray reads them when it is imported
 
 try:
@@ -77,7 +77,7 @@ REFUSED = {
     "slow_reader_timeout": OF_CONNECTIONS,
     "drain_grace": OF_CONNECTIONS,
 }
-"""Settings of `logitd serve` that would have no effect here, with the reason."""
+"""Settings of `logitd serve` that would have no effect here, each with the reason."""
 HEALTH_SECONDS = 2.0
 """Seconds between two health checks of a replica."""
 
@@ -104,7 +104,7 @@ class RaySettings(ServeSettings):
     @classmethod
     def _at_least_min_replicas(cls, value: int, info: ValidationInfo) -> int:
         if value < info.data.get("min_replicas", 1):
-            raise ValueError("it is less than --min-replicas; set at least as many")
+            raise ValueError("it is less than --min-replicas; set at least that number")
         return value
 
     @field_validator(*REFUSED)
@@ -120,7 +120,7 @@ class RaySettings(ServeSettings):
     def _is_a_fixed_port(cls, value: int) -> int:
         if value == 0:
             raise ValueError(
-                "0 is not possible, because Ray's proxies need a fixed port: choose one"
+                "0 is not possible, because Ray's proxies need a fixed port: choose a port"
             )
         return value
 
@@ -131,11 +131,12 @@ COMMAND = SettingsCommand(
 
 
 class Replica:
-    """The application in one of Ray's processes; it counts as started once its weights are
+    """The application in one of Ray's processes. The replica counts as started once its weights are
     loaded."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """`settings` has every field, so this process's environment has no effect."""
+        """`settings` has a value for every field, so this process's environment variables have no
+        effect."""
         self._settings = ServeSettings(_env_file=None, **settings)
         configure_logging(self._settings.log_level, json=self._settings.log_format == "json")
         self._app = create_app(self._settings)
@@ -152,8 +153,9 @@ class Replica:
 
 
 class _StartedWhenLoaded:
-    """Delays the end of the application's startup until loading has succeeded or failed. (Without
-    Ray it listens while it loads.) Ray then checks the health, which reports a failure."""
+    """Delays the end of the application's startup until loading has succeeded or failed. If it
+    failed, Ray's next health check reports that. (Without Ray, the server listens while it
+    loads.)"""
 
     def __init__(self, app: ASGIApp, state: ServiceState) -> None:
         self._app = app
@@ -175,8 +177,9 @@ class _StartedWhenLoaded:
 
 
 def application(settings: RaySettings) -> serve.Application:
-    """The deployment for these settings. A replica computes with `threads` threads and reserves as
-    many processors; 0 divides this machine's processors among the replicas."""
+    """The deployment for these settings. A replica computes with `settings.threads` threads and
+    reserves as many processors. If the setting is 0, this machine's processors are divided among
+    the replicas."""
     threads = settings.threads or max(1, available_processors() // settings.max_replicas)
     ours = {name: getattr(settings, name) for name in ServeSettings.model_fields}
     sources = tuple(replace(one, path=one.path.resolve()) for one in settings.checkpoint)
@@ -209,13 +212,13 @@ def application(settings: RaySettings) -> serve.Application:
 
 
 def app(arguments: Mapping[str, Any]) -> serve.Application:
-    """The application for `serve run` and `serve deploy`; the arguments are settings by field
-    name."""
+    """The application for `serve run` and `serve deploy`. `arguments` maps names of settings to
+    values."""
     return application(RaySettings(**arguments))
 
 
 def main(arguments: list[str]) -> int:
-    """Serve until a signal. Returns the exit code, which is 2 for a wrong command line."""
+    """Serve until a signal arrives. Returns the exit code, which is 2 for a wrong command line."""
     try:
         settings = COMMAND.main(arguments, standalone_mode=False)
         if not isinstance(settings, RaySettings):
@@ -246,8 +249,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _start(settings: RaySettings) -> None:
-    """Start the replicas, and return when the first ones answer. Raises RuntimeError if none
-    can."""
+    """Start the replicas, and return when the first ones answer. Raises RuntimeError if no replica
+    can be started."""
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     serve.start(
         proxy_location="HeadOnly" if settings.ray == LOCAL else "EveryNode",
@@ -265,7 +268,8 @@ def _start(settings: RaySettings) -> None:
 
 
 def _reason() -> str:
-    """The reason why replicas do not start: the last error line of their messages."""
+    """The reason why no replica starts: the last error line in a deployment's message; "" if none
+    has one."""
     for deployment in serve.status().applications[NAME].deployments.values():
         lines = [line for line in deployment.message.splitlines() if "Error: " in line]
         if lines:

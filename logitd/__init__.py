@@ -3,8 +3,9 @@
     from logitd import Client                  # ask a running server; needs httpx and NumPy
     from logitd import LLM, SamplingParams     # compute in this process, with torch
 
-This is the only import name. A name is imported when it is first used, so the client never loads
-torch. `model` and `service` in this folder are links to the folders of the repository.
+`logitd` is the only top-level package. Its public names are imported when they are first used, so
+the client never loads torch. `model` and `service` in this folder are links to the repository's
+folders with these names.
 """
 
 from importlib import import_module
@@ -19,9 +20,10 @@ if TYPE_CHECKING:
     from logitd.service.client import *  # noqa: F403
 
 _IN_PROCESS = ("LLM", "SamplingParams", "GenerationError", "InvalidRequest", "LoadError")
-"""Names in `logitd.model.llm`; all other names are in `logitd.service.client`."""
+"""Public names from `logitd.model.llm`. All other public names are from `logitd.service.client`."""
 _PACKAGES = ("model", "service")
-"""Subpackages: the import system finds them, once `__getattr__` has declined."""
+"""Subpackages. `__getattr__` raises AttributeError for them, and the import system then finds
+them."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""`python -m logitd`: the command line, as the script `logitd` runs it."""
+"""`python -m logitd`: runs the same command line as the script `logitd`."""
 
 from logitd.service.cli.start import main
 

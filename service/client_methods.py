@@ -1,5 +1,5 @@
-"""Client methods: source of the properties and methods that `generate_client.py` adds to the
-classes of results."""
+"""Client methods: source code of the properties and methods that `generate_client.py` adds to
+result classes."""
 
 from collections.abc import Mapping
 
@@ -58,4 +58,4 @@ FRAMES: Mapping[str, tuple[str, ...]] = {
     "Stages": ("stages",),
     "Weights": ("weights",),
 }
-"""Parts of a result that become the rows of its data frame."""
+"""For each result class, the paths of the parts that become rows of its data frame."""

@@ -2,9 +2,9 @@
 
     {"error": {"message": "...", "type": "...", "param": "...", "code": "..."}}
 
-The message is a sentence with the numbers and what to do; `type` and `code` have fixed sets of
-values. From the request, a message repeats at most a name or a number, shortened, so it is always
-small. After a bug of the server, the client gets only the request id.
+The message is a sentence that gives the numbers and says what to do; `type` and `code` have fixed
+sets of values. A message repeats at most a name or a number from the request, shortened, so the
+message is always small. After a bug of the server, the client gets only the request id.
 
 Lower layers raise `InvalidRequest`, `QueueFull` and `EngineStopped`. `as_api_error` translates
 them, so that routes need not catch them.
@@ -104,8 +104,8 @@ def unavailable(message: str) -> ApiError:
 
 
 def not_loaded(message: str, param: str = "model") -> ApiError:
-    """The error for a model that could not be loaded. It will not be served before a restart.
-    `param` is the field that names it."""
+    """The error for a model that could not be loaded and will not be served before a restart.
+    `param` is the field that names the model."""
     return ApiError(503, "unavailable_error", message, param, NOT_LOADED)
 
 
@@ -221,9 +221,9 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         504: "The request's timeout passed",
     }.items()
 }
-"""Errors of endpoints, for /docs."""
+"""OpenAPI responses for the errors of endpoints, shown in /docs."""
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The errors of an endpoint with only these statuses, for /docs."""
+    """OpenAPI responses for an endpoint whose only errors have these statuses."""
     return {status: ERRORS[status] for status in statuses}

@@ -35,7 +35,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(level: str, *, json: bool = False) -> None:
-    """Log logitd's lines from `level` on, and uvicorn's from warnings on."""
+    """Log logitd's messages of at least `level`, and uvicorn's messages of at least the level
+    WARNING."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         JsonFormatter()

@@ -3,7 +3,7 @@
     python deploy/grafana/make_dashboard.py
 
 A panel has a title, a Grafana unit, and queries with their legends. The viewer chooses `$instance`
-and `$model`. The address of Prometheus is in `provisioning/`, alerts are in
+and `$model`. The address of Prometheus is in `provisioning/`, and the alerts are in
 `../prometheus/alerts.yml`.
 """
 
@@ -23,7 +23,7 @@ OF_SERVERS = (
     "logitd_ready",
     "process_",
 )
-"""Prefixes of metrics that belong to a server; all others belong to one of its models."""
+"""Prefixes of the metrics of a whole server. All other metrics have a model label."""
 
 
 @dataclass(frozen=True)
@@ -43,33 +43,34 @@ def one(title: str, unit: str, query: str, legend: str, kind: str = "timeseries"
 
 
 def shares(title: str, metric: str, label: str, unit: str = "reqps") -> Panel:
-    """The rate of a counter, stacked by a label."""
+    """A panel with the rate of a counter, stacked by the values of a label."""
     return Panel(title, unit, ((rate(metric, label), f"{{{{{label}}}}}"),), stack=True)
 
 
 def of(metric: str) -> str:
-    """Select the series of the chosen instances and, for metrics with a model label, models."""
+    """A metric's series for the chosen instances, and for the chosen models if it has a model
+    label."""
     model = "" if metric.startswith(OF_SERVERS) else ',model=~"$model"'
     return f'{metric}{{instance=~"$instance"{model}}}'
 
 
 def rate(metric: str, by: str = "job") -> str:
-    """The rate of a counter per second."""
+    """The rate per second of a counter, summed by the label `by`."""
     return f"sum by ({by}) (rate({of(metric)}[$__rate_interval]))"
 
 
 def ratio(part: str, whole: str, by: str = "job") -> str:
-    """Ratio of the rates of two counters."""
+    """The ratio of the rates of two counters."""
     return f"{rate(part, by)} / {rate(whole, by)}"
 
 
 def mean(histogram: str, by: str = "job") -> str:
-    """Mean of the values in a histogram."""
+    """The mean of the values that a histogram counted."""
     return ratio(f"{histogram}_sum", f"{histogram}_count", by)
 
 
 def quantiles(title: str, histogram: str) -> Panel:
-    """The 50th, 95th and 99th percentiles of a histogram, in seconds."""
+    """A panel with the 50th, 95th and 99th percentiles of a histogram, in seconds."""
     buckets = rate(f"{histogram}_bucket", "le")
     return Panel(
         title,
@@ -79,7 +80,8 @@ def quantiles(title: str, histogram: str) -> Panel:
 
 
 def sums(title: str, **metrics: str) -> Panel:
-    """Gauges summed over all instances, by legend."""
+    """A panel with gauges, each summed over the chosen instances. `metrics` maps legends to
+    gauges."""
     queries = tuple((f"sum ({of(metric)})", legend) for legend, metric in metrics.items())
     return Panel(title, "short", queries)
 
@@ -192,7 +194,7 @@ def panel_json(panel: Panel, number: int, x: int, y: int, width: int) -> dict[st
 
 
 def variable(name: str, label: str, values: str) -> dict[str, Any]:
-    """A variable for which the viewer selects some or all values."""
+    """A dashboard variable of which the viewer selects some or all values."""
     return {
         "name": name,
         "label": label,
@@ -209,7 +211,7 @@ def variable(name: str, label: str, values: str) -> dict[str, Any]:
 
 
 def dashboard() -> dict[str, Any]:
-    """Rows of three panels."""
+    """The dashboard in Grafana's JSON format, with up to three panels in a line."""
     panels: list[dict[str, Any]] = []
     y = 0
     for title, row in ROWS.items():

@@ -28,7 +28,7 @@ logger = logging.getLogger("logitd")
 NO_KEY = "none"
 """Name of callers without a valid key; no key may have it."""
 CALLER = "logitd.caller"
-"""Scope key that holds the name of the request's API key; absent if the server has no keys."""
+"""ASGI scope key for the name of the request's API key; absent if the server has no keys."""
 
 ADMIN = "/admin"
 """Paths below this one need the administrator's key instead of an API key."""
@@ -36,8 +36,8 @@ MIN_KEY_LENGTH = 8
 SAFE_KEY_LENGTH = 16
 """Shorter keys are accepted with a warning."""
 KEY_FILE_BYTES = 2**20
-"""Size limit of a key file: ten thousand keys. It is small because the file may be read while
-requests are answered."""
+"""Maximum size of a key file in bytes, enough for ten thousand keys. The limit is small because the
+file may be read while requests are answered."""
 MAX_LIMIT = 1_000_000
 _ENTRY = re.compile(r"(.*?=.*?|[^=]*)((?:\s+[\w-]+=\S*)*)", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -51,8 +51,8 @@ class ApiKeyError(ValueError):
 
 @dataclass(frozen=True)
 class ApiKeys:
-    """The accepted keys: SHA-256 by name, and individual limits. If there are no keys, requests
-    need none."""
+    """The accepted keys: the SHA-256 of each key, and the limits of keys that have their own, both
+    by key name. If there are no keys, requests need none."""
 
     digests: Mapping[str, bytes] = field(default_factory=lambda: MappingProxyType({}), repr=False)
     limits: Mapping[str, KeyLimit] = field(default_factory=lambda: MappingProxyType({}), repr=False)
@@ -75,7 +75,7 @@ class KeyRing:
     """The accepted keys. They can be read again while the server runs."""
 
     def __init__(self, keys: ApiKeys, limit: KeyLimit) -> None:
-        """`limit` applies to keys without their own limit."""
+        """`limit` applies to keys that have no limit of their own."""
         self.keys = keys
         self.limits = KeyLimits(limit, keys.limits)
 
@@ -84,8 +84,9 @@ class KeyRing:
         return self.keys.names
 
     def replace(self, keys: ApiKeys) -> None:
-        """Accept these keys from now on. Raises ApiKeyError if the server had no keys before, which
-        would lock everyone out, or if there are none left, which would let everyone in."""
+        """Accept only these keys from now on. Raises ApiKeyError if the server had no keys before,
+        because the new keys would lock everyone out, and if `keys` is empty, which would let
+        everyone in."""
         if bool(keys.names) != bool(self.names):
             raise ApiKeyError("a running server cannot start or stop requiring API keys")
         self.keys = keys
@@ -93,11 +94,11 @@ class KeyRing:
 
 
 class ApiKeyCheck:
-    """ASGI middleware that rejects requests without a valid key, except to public paths, and
-    requests above the limits of their key.
+    """ASGI middleware that rejects requests above the limits of their key and, except on public
+    paths, requests without a valid key.
 
-    It decides before the body is read, and uses the same path as the router. The key must be in the
-    header `Authorization: Bearer KEY`.
+    The check takes place before the body is read, and on the same path that the router uses. The
+    key must be in the header `Authorization: Bearer KEY`.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyRing, public: Collection[str]) -> None:
@@ -187,8 +188,8 @@ def _in_file(file: Path | None) -> list[tuple[str, str]]:
 
 
 def _limit(place: str, words: str) -> KeyLimit:
-    """The limits in words such as `per-minute=60 at-once=4`. The default applies to a missing
-    limit."""
+    """Parse limits such as `per-minute=60 at-once=4`. A limit that is left out becomes None, which
+    means the default."""
     given: dict[str, int] = {}
     for word in words.split():
         name, _, number = word.partition("=")
@@ -206,8 +207,8 @@ def _limit(place: str, words: str) -> KeyLimit:
 
 
 def _name_and_key(place: str, entry: str) -> tuple[str, str]:
-    """Split an entry NAME=KEY. Messages repeat neither part, because in a wrong entry either may be
-    a key."""
+    """Split an entry NAME=KEY. Error messages repeat neither part, because in a wrong entry either
+    part may be a key."""
     name, separator, key = (part.strip() for part in entry.partition("="))
     if not separator:
         raise ApiKeyError(f"{place} is not of the form NAME=KEY")

@@ -1,4 +1,4 @@
-"""Callers: names of clients, among which the engine is shared fairly.
+"""Callers: names for the clients among which the engine is shared fairly.
 
 A caller is named by its API key. If the server has no keys, it is named by its address: IPv4, or
 the first 64 bits of IPv6, the usual size of a network. Behind a proxy on this machine, the address
@@ -25,8 +25,8 @@ def caller_of(connection: HTTPConnection) -> str:
 
 
 def network_of(host: str) -> str:
-    """Shorten an address to the part that identifies a client. Other texts are returned
-    unchanged."""
+    """Shorten an address to the part that identifies a client. A text that is not an address is
+    returned unchanged."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -1,10 +1,10 @@
-"""HostCheck: refuses requests whose Host header names another server, is repeated or missing.
+"""HostCheck: refuses requests whose Host header names another server, is repeated or is missing.
 
-An attacker can let the domain of a web page point to 127.0.0.1 (DNS rebinding). The browser then
+An attacker can make the domain of a web page resolve to 127.0.0.1 (DNS rebinding). The browser then
 treats a server on this machine as part of the page's origin and lets the page read its replies;
 only the Host header still has the page's domain. If the server has API keys, the attack is
-harmless, because the page has no key. Pages of other origins cannot send requests with a body: it
-must be application/json, for which browsers first ask the server (CORS).
+harmless, because the page has no key. Pages of other origins cannot send requests with a body: a
+body must be application/json, which browsers send only if the server allows it in a CORS preflight.
 """
 
 import re
@@ -21,16 +21,17 @@ from logitd.service.settings.serve import ServeSettings
 
 ANY = "*"
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]]+))(?::\d*)?")
-"""An IPv6 address or another host, in lower case, and a port."""
+"""A bracketed IPv6 address or another host, in lower case, with an optional port."""
 
 
 class HostCheck:
-    """ASGI middleware that answers 403 if the Host header is not accepted, and 400 if a request of
-    HTTP/1.1 does not have exactly one, as RFC 9112 requires."""
+    """ASGI middleware that answers 403 if the Host header is not accepted, and 400 if an HTTP/1.1
+    request does not have exactly one Host header, as RFC 9112 requires."""
 
     def __init__(self, app: ASGIApp, names: Iterable[str] | None, addresses: bool) -> None:
-        """If `names` is None, every host is accepted. Otherwise these names and those of loopback
-        are; with `addresses`, so is every IP address, because a page cannot redirect an address."""
+        """If `names` is None, every host is accepted. Otherwise these names and all loopback names
+        and addresses are accepted. With `addresses`, every IP address is accepted too, because DNS
+        rebinding works only with a name."""
         self._app = app
         self._names = None if names is None else {"localhost", *map(str.lower, names)}
         self._addresses = addresses

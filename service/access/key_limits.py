@@ -1,10 +1,10 @@
 """KeyLimits: limits the requests per minute and the concurrent requests of each API key.
 
-Requests above the limits are answered 429; the message has the key's own numbers, and other keys
-are not affected. Only POST requests count, because others compute nothing. The requests of a minute
-become available again one by one (a leaky bucket); a key that was idle for a minute may send all of
-them at once. Call it only on the event loop. `service/engine/admission.py` has the limits of the
-queue.
+Requests above the limits are answered with 429; the message gives the key's own numbers, and other
+keys are not affected. Only POST requests count, because requests with other methods compute
+nothing. A minute's requests become available again one by one (a leaky bucket); a key that was idle
+for a minute may send all of them at once. Call KeyLimits only on the event loop.
+`service/engine/admission.py` has the limits of the queue.
 """
 
 import math
@@ -17,12 +17,12 @@ from logitd.service.engine.admission import Limit
 from logitd.service.errors import queue_full
 
 KEY_LIMIT = "rate_limit_exceeded"
-"""Code of the errors."""
+"""Error code of the refusals."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyLimit:
-    """The limits of a key. 0 means unlimited, None the default of all keys.
+    """The limits of a key. 0 means unlimited; None means the default for all keys.
 
     per_minute  requests per minute
     at_once     concurrent requests
@@ -34,8 +34,8 @@ class KeyLimit:
 
 @dataclass(slots=True)
 class _Spent:
-    """The requests of a key: `used` is the content of its bucket at time `moment`; `open` counts
-    requests being answered."""
+    """The requests of a key: `used` is the level of its leaky bucket at the time `moment`; `open`
+    is the number of requests being answered."""
 
     used: float
     moment: float

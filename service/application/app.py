@@ -1,7 +1,8 @@
 """The application: its routes and middleware.
 
 `create_app` itself starts nothing. The models are loaded when the server starts the application
-(/health answers 503 meanwhile), and their engines are stopped when the server stops it.
+(until then, /health answers 503), and their engines are stopped when the server stops the
+application.
 """
 
 import asyncio

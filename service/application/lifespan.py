@@ -1,9 +1,9 @@
 """Lifespan: loads the served models outside the event loop, and then follows their training runs if
 requested.
 
-For each model it builds the engine and everything that the event loop needs. Meanwhile /health
-answers 503 and says which checkpoint of a run is awaited, or why loading failed. If only some of
-the models can be loaded, those are served; loading fails if none can.
+For each model it builds the engine and everything that the event loop needs. Until the models are
+loaded, /health answers 503 and says which run's first checkpoint is awaited, or why loading failed.
+If only some of the models can be loaded, those are served; loading fails if none can.
 """
 
 import asyncio
@@ -56,8 +56,8 @@ async def _wait_for_first_checkpoints(state: ServiceState) -> None:
 
 
 async def load(state: ServiceState) -> None:
-    """Load the models one after another. Pass them to `state`, or the reason why none could be
-    loaded.
+    """Load the models one after another. Pass to `state` the loaded models, or the reason why none
+    could be loaded.
 
     No engine may compute before all models are loaded: a thread gets its number of torch threads
     when it computes for the first time, and that number is one during loading.
@@ -97,7 +97,7 @@ def _cannot_serve(state: ServiceState, reason: str) -> None:
 async def _load_share(
     state: ServiceState, source: ModelSource, shares: Shares, steps: StepThread
 ) -> ServedModel | NotLoaded:
-    """Load one of several models with its share of the slots."""
+    """Load one of several models, with its share of the slots."""
     name = source.served_name
     if (reason := shares.refused.get(name)) is not None:
         return NotLoaded(name, reason)
@@ -173,7 +173,8 @@ def _engine(
 
 
 def _no_history(path: Path, settings: ServeSettings) -> str | None:
-    """The reason why a path has no history to serve, if so. A followed run may still begin one."""
+    """The reason why a path has no history to serve; None if it has one, or if it is a followed
+    run, which may still begin a history."""
     if not is_run(path):
         return f"{path} is not a run, so it has no history: serve a run, or leave out --history"
     if settings.follow is None and not checkpoints_in(path / HISTORY):

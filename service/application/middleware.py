@@ -31,7 +31,7 @@ logger = logging.getLogger("logitd.http")
 
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 REQUEST_ID_SCOPE = "logitd.request_id"
-"""Scope key of the request's id."""
+"""ASGI scope key for the request's id."""
 MAX_USER = 64
 """Maximum number of characters of `user` in the log."""
 QUIET = ("/health", "/info", "/metrics")
@@ -43,7 +43,7 @@ EXPOSED_HEADERS = ("X-Request-ID", "Retry-After", "Server-Timing", *CHECKPOINT_H
 
 class RequestLog:
     """Gives each request an id (the one in `X-Request-ID`, or a new one), and counts, traces and
-    logs it. OpenAI's field `user` is the only logged content of a request."""
+    logs it. OpenAI's field `user` is the only part of a request's body that is logged."""
 
     def __init__(
         self,
@@ -159,7 +159,8 @@ class BugAnswer:
 
 
 def _work(ended: Ended) -> dict[str, Any]:
-    """Tokens and times of the engine's work for a request; empty if there was none."""
+    """Tokens and times of the engine's work for a request; empty if the engine did no work for
+    it."""
     usage = ended.usage
     if usage is None or not usage.sequences:
         return {}
@@ -178,7 +179,7 @@ def _printable(user: str | None) -> str | None:
 
 def _line(fields: Mapping[str, Any]) -> str:
     """The log line of a request: `POST /generate 200 12.3 ms ID prompt_tokens=3 ...`. The client's
-    `user` comes last, so that its text cannot be mistaken for another field."""
+    `user` comes last, so that its text cannot pass for another field."""
     method, endpoint, status, duration, request_id, *rest = fields.items()
     return " ".join(
         [

@@ -182,7 +182,7 @@ def serve(settings: ServeSettings, announce: Announce) -> int:
 
 
 def _is_no_bind_error(record: logging.LogRecord) -> bool:
-    """Filter out bind errors from uvicorn's log, because `serve` reports them itself."""
+    """A log filter that drops uvicorn's bind errors, because `serve` reports them itself."""
     return not isinstance(record.msg, OSError)
 
 

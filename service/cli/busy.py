@@ -7,16 +7,16 @@ from pathlib import Path
 
 LOAD = Path("/proc/loadavg")
 SAMPLES, INTERVAL = 5, 0.01
-"""Number of readings of the runnable threads, and seconds between two readings."""
+"""How many times the number of runnable threads is read, and the seconds between two readings."""
 
 
 def busy_notice(file: Path = LOAD) -> str | None:
-    """A sentence if other programs use at least one processor and at least a quarter of all, both
-    now and on average over the last minute. None otherwise, or without `file`, which only Linux
-    has.
+    """A sentence if other programs use at least one processor and at least a quarter of all
+    processors, both now and on average over the last minute. None otherwise, and on systems other
+    than Linux, which do not have `file`.
 
-    Both are checked because the average includes commands that have just ended, and the current
-    number may be a short peak.
+    Both values are checked, because the average includes commands that have just ended, and the
+    current value may be a short peak.
     """
     processors = os.cpu_count() or 1
     others = []

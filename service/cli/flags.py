@@ -1,4 +1,4 @@
-"""Flags: makes click parameters from the fields of a settings model, and settings from their
+"""Flags: makes click parameters from the fields of a settings model, and settings from the parsed
 values.
 
 click parses the command line; the settings model reads environment variables and checks all values.
@@ -26,8 +26,8 @@ _METAVARS = {int: "INT", float: "FLOAT", Path: "PATH"}
 
 
 class Word(click.Choice[str]):
-    """One of several words, or a comma-separated list of them. The settings model, not click,
-    checks them."""
+    """One of several words, or a comma-separated list of them. click does not check the words; the
+    settings model does."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return value
@@ -118,7 +118,7 @@ def _kinds(annotation: Any) -> Iterator[Any]:
 
 
 def _help(settings: type[CommandSettings], name: str, field: FieldInfo, positional: bool) -> str:
-    """A field's description, default and variable."""
+    """The help text of a field: its description, default and environment variable."""
     notes = [str(field.description)]
     if field.is_required():
         notes.append("(required)")
@@ -130,7 +130,7 @@ def _help(settings: type[CommandSettings], name: str, field: FieldInfo, position
 
 
 def _written(default: Any) -> str | None:
-    """A default as written on a command line; None if it is empty."""
+    """A default as written on a command line; None if there is nothing to show."""
     if default is None or default is False or default is PydanticUndefined:
         return None
     if isinstance(default, tuple):

@@ -15,8 +15,8 @@ INTERRUPTED = 128 + signal.SIGINT
 
 @contextmanager
 def quits_when_interrupted() -> Iterator[None]:
-    """End the process immediately, without cleanup, if it is interrupted in this context. A handler
-    of interrupts that nohup or a test has set stays in place."""
+    """End the process immediately, without cleanup, if it is interrupted in this context. If nohup
+    or a test has set an interrupt handler, that handler stays in place."""
     usual = signal.default_int_handler
     replaced = signal.getsignal(signal.SIGINT) is usual
     if replaced:

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from logitd.service.settings.common import CommandSettings
 
 COMPLETE = "_LOGITD_COMPLETE"
-"""Environment variable with which completion scripts request completions."""
+"""Environment variable that shell completion scripts set to request completions."""
 MODULES = {"import": "import_model"}
-"""Modules of commands whose names are Python keywords."""
+"""The module of each command whose name is a Python keyword."""
 COMMANDS = (
     SettingsCommand(
         "serve",
@@ -165,7 +165,7 @@ def show_help(ctx: click.Context, command: str | None) -> None:
 @logitd.command("completion", short_help="Print the completion for a shell.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print the completion of commands and flags for bash, zsh or fish.
+    """Print a script that completes commands and flags in bash, zsh or fish.
 
     To install it: source <(logitd completion bash)
     """
@@ -240,8 +240,8 @@ def _suggestion(settings: "CommandSettings") -> str:
 
 
 def _settings(words: list[str]) -> "CommandSettings | int":
-    """The settings of a command, or the exit code of `help` and similar words. Raises
-    ClickException."""
+    """The settings that a command line gives, or the exit code of a command without settings, such
+    as `help`. Raises ClickException."""
     settings = logitd.main(words, "logitd", complete_var=COMPLETE, standalone_mode=False) or 0
     if not isinstance(settings, int):
         from logitd.service.cli.variables import check_variables
@@ -253,8 +253,8 @@ def _settings(words: list[str]) -> "CommandSettings | int":
 def import_command(name: str) -> ModuleType:
     """Import the module of a command, which takes seconds if it imports torch.
 
-    Garbage collection is off meanwhile, which makes the import an eighth shorter. Later collections
-    ignore the imported modules, because they stay until the process ends.
+    Garbage collection is off during the import, which takes an eighth less time as a result. Later
+    collections ignore the imported modules, because they stay until the process ends.
     """
     collecting = gc.isenabled()
     gc.disable()

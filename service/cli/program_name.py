@@ -1,4 +1,5 @@
-"""Program name: writes command lines of this program for hints, which users can paste."""
+"""Program name: writes command lines of this program that users can copy from hints and
+messages."""
 
 import os
 import shlex
@@ -10,8 +11,9 @@ NAME = "logitd"
 
 
 def program_name() -> str:
-    """`logitd` if the shell finds this program under that name, otherwise the path with which it
-    was called. A path below the working directory is relative, such as `.venv/bin/logitd`."""
+    """`logitd` if the shell finds this program under that name; otherwise the path by which the
+    program was called. A path below the working directory is relative, such as
+    `.venv/bin/logitd`."""
     script = Path(sys.argv[0])
     if script.name != NAME:  # `python -m logitd`, or a program that imports logitd
         return NAME

@@ -80,8 +80,8 @@ class SettingsCommand(click.Command):
             raise click.UsageError(message, ctx) from error
 
     def _quoted(self, ctx: click.Context, args: list[str]) -> str | None:
-        """The command line with its arguments quoted as one prompt; None if the command has no
-        prompt, or not only that."""
+        """The command line with its arguments quoted as one prompt; None unless a prompt is the
+        command's only argument."""
         arguments = [each.name for each in self.get_params(ctx) if isinstance(each, click.Argument)]
         if arguments != ["prompt"] or "--" in args:
             return None
@@ -97,7 +97,7 @@ class SettingsCommand(click.Command):
         return read_settings(ctx, self.settings)
 
     def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples. `format_options` lists the arguments, each in its group."""
+        """Write the examples here, because `format_options` lists the arguments in their groups."""
         if self._examples:
             with formatter.section("Examples"):
                 formatter.write(textwrap.indent(self._examples, "  ") + "\n")

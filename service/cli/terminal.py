@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 CLEAR_LINE = "\r\x1b[K"
-"""Return to the beginning of the line and clear it."""
+"""Characters that move the cursor to the beginning of the line and clear it."""
 SECONDS_BETWEEN_LINES = 10.0
-"""Seconds between lines of progress in a file that is not a terminal."""
+"""Minimum number of seconds between two progress lines if the output is not a terminal."""
 
 
 def visible(text: str) -> str:
@@ -57,7 +57,7 @@ class ProgressLine:
         self._open = True
 
     def say(self, text: str) -> None:
-        """Print a line below the progress line."""
+        """Print a line. If there is a progress line, it stays above the new line."""
         self.end()
         say(self._prefix + text, file=self._file)
 
@@ -68,7 +68,7 @@ class ProgressLine:
 
 
 def finite(members: Mapping[str, Any]) -> dict[str, Any]:
-    """Members for JSON. Non-finite numbers become null."""
+    """Replace non-finite numbers by None, which JSON writes as null."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in members.items()

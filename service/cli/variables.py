@@ -16,7 +16,7 @@ NOT_SETTINGS = {"LOGITD_API_KEY", "LOGITD_BASE_URL"}
 KUBERNETES = ("LOGITD_SERVICE_", "LOGITD_PORT_")
 """Prefixes of variables that Kubernetes sets in containers if a service is named logitd."""
 RUN_CODE = "_RUN_CODE"
-"""End of the variables that allow a checkpoint's code to run. A .env file may come with a
+"""Suffix of the variables that allow a checkpoint's code to run. A .env file may come with a
 stranger's model, so it cannot set them."""
 NEAR = 0.7
 """Minimum similarity of a suggested variable, from 0 to 1."""
@@ -52,8 +52,8 @@ def check_variables(
 
 
 def places() -> Iterator[tuple[str, Mapping[str, str | None]]]:
-    """The places where variables are set, each with its name and variables. The first place takes
-    precedence."""
+    """The places where variables are set, in order of precedence: the name of each place, and its
+    variables."""
     yield "the environment", os.environ
     yield DOTENV, dotenv_values(DOTENV) if Path(DOTENV).is_file() else {}
 
@@ -63,7 +63,7 @@ def _variables(settings: type[CommandSettings]) -> set[str]:
 
 
 def _nearest(variable: str, known: set[str]) -> str | None:
-    """The most similar known variable. Names are compared without their prefix."""
+    """The known variable with the most similar name. Names are compared without their prefix."""
     names = sorted(name.removeprefix(PREFIX) for name in known)
     near = get_close_matches(variable.removeprefix(PREFIX), names, 1, NEAR)
     return PREFIX + near[0] if near else None

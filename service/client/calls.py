@@ -42,7 +42,7 @@ class Request:
     answers: frozenset[int] = frozenset({200})
 
     def to_model(self, model: str | None) -> "Request":
-        """The same request for `model`, unless the fields already name a model."""
+        """The same request, addressed to `model` unless its fields already name a model."""
         if self.fields is None or model is None or self.fields.get("model") is not None:
             return self
         return replace(self, fields={**self.fields, "model": model})
@@ -88,8 +88,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[Results]):
-    """A request, and the function that reads its answer. That function raises WrongShape for an
-    unreadable answer."""
+    """A request, and the function that reads its answer. The function raises WrongShape if it
+    cannot read the answer."""
 
     request: Request
     read: Callable[[Answer], Results]
@@ -108,9 +108,9 @@ def record(path: str, form: type[Result], fields: Mapping[str, object]) -> Call[
 
 
 def array(path: str, form: Any, fields: Mapping[str, Any]) -> Call[Any]:
-    """A call of an operation that replies with one array per prompt, named like the operation.
+    """A call of an operation that replies with one array per prompt, under the operation's name.
 
-    The result is a `form`, or a list of them for a list of prompts.
+    The result is a `form`; for a list of prompts, it is a list with a `form` for each.
     """
     name = path.removeprefix("/")
 
@@ -161,8 +161,8 @@ def post(path: str, fields: Mapping[str, object], accept: str = JSON, **decided:
 
 
 def is_many(prompt: Prompt, name: str = "prompt") -> bool:
-    """True for a list of prompts, False for a text or a list of token ids. Raises TypeError for
-    anything else, with the field's `name`."""
+    """True for a list of prompts, False for a text or a list of token ids. For anything else,
+    raises TypeError, whose message has the field's `name`."""
     if not isinstance(prompt, (Sequence, np.ndarray)):
         raise TypeError(
             f"{name} is {repr(prompt)[:80]}; it must be a text, a list of token ids, or a list of "
@@ -191,7 +191,7 @@ def documented_by(build: Callable[..., object], method: Callable[..., object]) -
 
 
 def _json(name: str, value: object) -> str:
-    """A field's value as JSON. Raises TypeError and ValueError, with the field's name."""
+    """A field's value as JSON. Raises TypeError or ValueError; the message has the field's name."""
     try:
         return json.dumps(_with_text_keys(value), default=_plain, allow_nan=False)
     except (TypeError, ValueError) as error:

@@ -1,5 +1,5 @@
-"""Clients: the service in Python. `Client` makes one call at a time; `AsyncClient` is its twin for
-asyncio.
+"""Clients: call the service from Python. `Client` waits for each call; `AsyncClient` is the
+counterpart for asyncio.
 
     with Client() as client:
         generation = client.generate("def main():", max_tokens=40)
@@ -59,14 +59,14 @@ class Client:
 
     base_url     address of the server; by default LOGITD_BASE_URL or http://127.0.0.1:8000
     api_key      bearer token, which is never shown; by default LOGITD_API_KEY
-    timeout      seconds for which the server may send nothing, so also the longest computation of
-                 a reply that does not stream. A call is retried only within this time. None: no
-                 limit. The field `timeout` of a request is another limit, after which the server
-                 replies 504
-    max_retries  number of further tries after a temporary refusal or a lost connection
+    timeout      maximum time in seconds to wait without receiving anything from the server. This
+                 also limits the computation of a reply that is not streamed, and the time within
+                 which a call is retried. None: no limit. The field `timeout` of a request is a
+                 separate limit, after which the server replies 504
+    max_retries  number of retries after a temporary refusal or a lost connection
     model        model for calls that do not name one; by default the server's first model
     http         an httpx.Client of your own, for example with a proxy or certificates. `close`
-                 leaves it open. `timeout` replaces the client's own timeout
+                 leaves it open. `timeout` replaces that client's own timeout
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Client:
         return finish(self._hooked.run_with_cache(input, names_filter, **fields))
 
     def run_with_hooks(self, input: Input, fwd_hooks: Changes = (), **fields: Any) -> Floats:
-        """Logits (B, T, V) with changes of stages: `fwd_hooks=[("blocks.0.hook_mlp_out",
+        """Logits (B, T, V), computed with changes to stages: `fwd_hooks=[("blocks.0.hook_mlp_out",
         {"operation": "zero"})]`. Functions are refused: a server runs no code of its clients."""
         return finish(self._hooked.run_with_hooks(input, fwd_hooks, **fields))
 
@@ -198,7 +198,7 @@ class AsyncClient:
         return await self._hooked.run_with_cache(input, names_filter, **fields)
 
     async def run_with_hooks(self, input: Input, fwd_hooks: Changes = (), **fields: Any) -> Floats:
-        """Logits (B, T, V) with changes of stages, as `Client.run_with_hooks`."""
+        """Logits (B, T, V), computed with changes to stages as in `Client.run_with_hooks`."""
         return await self._hooked.run_with_hooks(input, fwd_hooks, **fields)
 
     generate = _awaited(endpoints.generate)

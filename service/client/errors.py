@@ -42,7 +42,7 @@ class APIStatusError(LogitdError):
 
     status       HTTP status; for an error in a stream, the status it would have outside a stream
     message      the server's explanation: the fault, its numbers, and the fix
-    type, code   words from fixed sets of the server; None if another program, such as a proxy,
+    type, code   values from the server's fixed sets; None if another program, such as a proxy,
                  answered
     param        the wrong field, if there is one
     retry_after  seconds before the next try, if the server gave a delay
@@ -87,7 +87,7 @@ class ConflictError(APIStatusError):
 
 
 class RequestTooLargeError(APIStatusError):
-    """413: the body is too large for the server."""
+    """413: the body exceeds the server's size limit."""
 
 
 class UnsupportedMediaTypeError(APIStatusError):
@@ -107,7 +107,7 @@ class UnavailableError(APIStatusError):
 
 
 class DeadlineExceededError(APIStatusError):
-    """504: the request took longer than its `timeout`, or than the timeout of a proxy."""
+    """504: the request took longer than its field `timeout`, or longer than a proxy allows."""
 
 
 class APIConnectionError(LogitdError):
@@ -161,7 +161,7 @@ STATUS_OF_TYPE: Mapping[str, int] = {
 def from_reply(
     status: int, headers: Mapping[str, str], body: bytes | bytearray, request_id: str
 ) -> APIStatusError:
-    """The error that a reply reports. The reply may be a proxy's."""
+    """The error that a reply reports. The reply may also come from a proxy."""
     retry_after = _seconds(headers.get("retry-after", ""))
     try:
         detail = json.loads(body)["error"]
@@ -194,7 +194,7 @@ def _status_error(
 
 
 def _foreign_message(status: int, body: bytes | bytearray) -> str:
-    """The message for a reply that is not logitd's, such as a proxy's page."""
+    """The message for a reply that does not come from logitd, such as a proxy's error page."""
     try:
         named = f"{status} {HTTPStatus(status).phrase}"
     except ValueError:

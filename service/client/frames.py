@@ -1,8 +1,10 @@
-"""Frames: results as pandas data frames, and heat maps by matplotlib. Both packages are optional.
+"""Frames: results as pandas data frames, and heat maps drawn with matplotlib. Both packages are
+optional.
 
 The frame of a record has one row for each innermost part, such as the tokens of the prompts. Its
-columns are the single values of the part, and those of its enclosing parts under prefixed names
-(`prompt_index`). The frame of an array has the array's last axis as columns.
+columns are the single values of the part, and the single values of the enclosing parts under
+prefixed names (`prompt_index`). The frame of an array has a column for each index of the array's
+last axis.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 Single = (bool, int, float, str, bytes, type(None))
-"""Types of the values of a column."""
+"""Types of the values that become columns."""
 
 
 def record_frame(result: object, *paths: str) -> Any:
@@ -69,7 +71,7 @@ def heat_map(
 def _rows(
     part: object, names: Sequence[str], outer: Mapping[str, Any]
 ) -> Iterator[Mapping[str, Any]]:
-    """The rows of the parts at a path. `outer` are the values of the parts that enclose `part`."""
+    """The rows of the parts at a path. `outer` has the values of the parts that enclose `part`."""
     if not names:
         yield {**outer, **_singles(part)}
         return

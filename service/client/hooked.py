@@ -1,4 +1,4 @@
-"""HookedCalls: a served model with TransformerLens' interface, for everything that is data.
+"""HookedCalls: a served model with the part of TransformerLens' interface that needs no functions.
 
     with Client() as client:
         logits, cache = client.run_with_cache("def main():", ["blocks.0.attn.hook_pattern"])
@@ -6,8 +6,8 @@
         client.run_with_hooks("def main():", fwd_hooks=[("blocks.0.attn.hook_z", ablate)])
 
 Names, axes and the token that begins a text are the same as in `LLM.run_with_cache`. Values are
-NumPy arrays. A change is an intervention without its stage. Functions would have to run in the
-server, so they are refused; `LLM` runs them in process. Like `wire.py`, this module serves both
+NumPy arrays. A change is an intervention without the member `stage`. Functions would have to run in
+the server, so they are refused; `LLM` runs them in process. Like `wire.py`, this module serves both
 clients.
 """
 
@@ -30,9 +30,10 @@ NamesFilter = str | Sequence[str] | Callable[[str], bool] | None
 Changes = Sequence[tuple[str, Mapping[str, Any]]]
 
 BEGINNINGS = ("<|bos|>", "<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>")
-"""Names of special tokens that begin a text. Without one of them, the end-of-text token does."""
+"""Names of special tokens that begin a text. If the vocabulary has none of them, its end-of-text
+token begins a text."""
 HEADS_FIRST = ("hook_attn_scores", "hook_pattern")
-"""Suffixes of names whose arrays have the axis of heads before the axis of positions."""
+"""Suffixes of the names of arrays in which the axis of heads comes before the axis of positions."""
 ROTATED = re.compile(r"hook_(rot_)?[qk]$")
 
 
@@ -95,8 +96,8 @@ class HookedModel:
         return next(found, self.vocabulary.eos_token_id)
 
     def names(self) -> dict[str, str]:
-        """The server's name of each stage by TransformerLens' name, in the order of the forward
-        pass."""
+        """Maps TransformerLens' name of each stage to the server's name, in the order of the
+        forward pass."""
         found: dict[str, str] = {}
         own = [name for info in self.stages.stages for name in info.names]
         compared = "" if any(name.endswith("q_raw") for name in own) else "rot_"
@@ -130,8 +131,8 @@ class HookedModel:
 
 
 class HookedCalls:
-    """Hooked calls to a client's model. `ask` sends a call. The facts about the model are requested
-    once."""
+    """Calls to a client's model through TransformerLens' interface. `ask` sends a call. The facts
+    about the model are requested only once."""
 
     def __init__(self, ask: Callable[[Call[Any]], Awaitable[Any]]) -> None:
         self._ask = ask
@@ -153,7 +154,9 @@ class HookedCalls:
         texts = [input] if isinstance(input, str) else list(input)
         first = (await self._facts()).beginning if prepend_bos is not False else None
         if prepend_bos and first is None:
-            raise ValueError("prepend_bos is True, but no token of the vocabulary begins a text")
+            raise ValueError(
+                "prepend_bos is True, but the vocabulary has no token for the beginning of a text"
+            )
         start = [] if first is None else [first]
         found = await self._ask(endpoints.tokenize(texts, special_tokens="ids"))
         rows = [[*start, *each.tokens] for each in found]
@@ -173,8 +176,8 @@ class HookedCalls:
         fwd_hooks: Changes = (),
         **fields: Any,
     ) -> tuple[Floats, Cache]:
-        """Logits (B, T, V), and the values of the stages that the filter names, after the changes.
-        `fields` are fields of /activations."""
+        """Logits (B, T, V), and the values of the stages that `names_filter` selects, after the
+        changes. `fields` are fields of /activations."""
         model = await self._facts()
         own = model.names()
         chosen = _filtered(own, names_filter)

@@ -21,7 +21,7 @@ KINDS: Mapping[Any, str] = {
     tuple: "a list",
     dict: "an object",
 }
-"""Names of types in messages."""
+"""Names of types, as error messages give them."""
 
 
 class WrongShape(ValueError):
@@ -60,7 +60,8 @@ def _object(form: Any, value: Any, where: str) -> Any:
 
 
 def _one_of(forms: tuple[Any, ...], value: Any, where: str) -> Any:
-    """The value as the first form that fits. If none fits, raises the error of the last form."""
+    """The value, read as the first form that fits. If none fits, raises the error of the last
+    form."""
     if value is None and NoneType in forms:
         return None
     *firsts, last = (form for form in forms if form is not NoneType)

@@ -549,7 +549,7 @@ class ExampleToken:
 
 @dataclass(frozen=True, slots=True)
 class FeatureExample:
-    """A part of a text where a feature is strong."""
+    """A part of a text in which a feature is strongly active."""
 
     strongest: float
     tokens: tuple[ExampleToken, ...]

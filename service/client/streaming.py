@@ -1,7 +1,7 @@
-"""Streaming: parses the bytes of a stream into chunks, and joins all chunks into a generation.
+"""Streaming: parses the bytes of a stream into chunks, and joins the chunks into a `Generation`.
 
-`AsyncStream` and `Stream` receive the bytes; `StreamState` parses them. Lines end in LF, or behind
-some proxies in CRLF. Comments are skipped.
+`AsyncStream` and `Stream` receive the bytes; `StreamState` parses them. Lines end with LF, or with
+CRLF if a proxy has changed them. Comments are skipped.
 """
 
 import json
@@ -31,14 +31,15 @@ END = b"[DONE]"
 
 
 class EventDecoder:
-    """Reads the data of server-sent events from pieces of a stream that may be cut anywhere."""
+    """Extracts the data of server-sent events from a stream's bytes, which may arrive in pieces of
+    any size."""
 
     def __init__(self) -> None:
         self._rest = b""  # the incomplete line
         self._data: list[bytes] = []  # the data lines of the incomplete event
 
     def push(self, piece: bytes) -> list[bytes]:
-        """Add a piece. Returns the data of the events completed by it."""
+        """Add a piece of the stream. Returns the data of each event that is now complete."""
         *lines, self._rest = (self._rest + piece).split(b"\n")
         events = []
         for line in lines:
@@ -53,7 +54,7 @@ class EventDecoder:
 
 @dataclass(frozen=True, slots=True)
 class _Tail:
-    """Members that only the last chunk has."""
+    """Members that only a stream's last chunk has."""
 
     usage: Usage
     seed: int | None
@@ -78,8 +79,8 @@ class StreamState:
         self._events += self._decoder.push(piece)
 
     def next(self) -> Chunk | None:
-        """The next chunk with choices or prompts; None if more bytes are needed, or at the end.
-        Raises an error that the server sent."""
+        """The next chunk with choices or prompts; None if more bytes are needed, or at the end. If
+        the server sent an error, raises it."""
         while self._events and not self.ended:
             data = self._events.popleft()
             if data == END:
@@ -193,8 +194,8 @@ class AsyncStream:
     """A generation that is being received. Iterate over its chunks in an `async with` block, which
     closes the stream at its end. Closing early ends the request on the server.
 
-    The iteration raises an error of the server at its place among the chunks, and StreamError if
-    the stream ends early. `text` keeps the text so far.
+    If the server sends an error, the iteration raises it after the chunks that came before it. If
+    the stream ends early, the iteration raises StreamError. `text` keeps the text so far.
     """
 
     def __init__(self, wire: Wire, exchange: Exchange) -> None:
@@ -245,18 +246,19 @@ class AsyncStream:
 
     @property
     def usage(self) -> Usage:
-        """Token counts, known at the end of the stream. Raises LogitdError before it."""
+        """Token counts, known at the end of the stream. Raises LogitdError before then."""
         return self._state.tail.usage
 
     @property
     def seed(self) -> int | None:
-        """The seed, known at the end of the stream; None if each prompt has its own seed, which its
-        choices contain. Raises LogitdError before the end."""
+        """The seed, known at the end of the stream; None if each prompt has its own seed, which is
+        in its choices. Raises LogitdError before then."""
         return self._state.tail.seed
 
     @property
     def timings(self) -> Timings:
-        """Times of the phases, known at the end of the stream. Raises LogitdError before it."""
+        """Duration of each phase, known at the end of the stream. Raises LogitdError before
+        then."""
         return self._state.tail.timings
 
     @property
@@ -326,18 +328,19 @@ class Stream:
 
     @property
     def usage(self) -> Usage:
-        """Token counts, known at the end of the stream. Raises LogitdError before it."""
+        """Token counts, known at the end of the stream. Raises LogitdError before then."""
         return self._stream.usage
 
     @property
     def seed(self) -> int | None:
-        """The seed, known at the end of the stream; None if each prompt has its own seed, which its
-        choices contain. Raises LogitdError before the end."""
+        """The seed, known at the end of the stream; None if each prompt has its own seed, which is
+        in its choices. Raises LogitdError before then."""
         return self._stream.seed
 
     @property
     def timings(self) -> Timings:
-        """Times of the phases, known at the end of the stream. Raises LogitdError before it."""
+        """Duration of each phase, known at the end of the stream. Raises LogitdError before
+        then."""
         return self._stream.timings
 
     @property

@@ -114,5 +114,5 @@ class TensorFile:
 
 
 def _widened(bits: Array) -> npt.NDArray[np.float32]:
-    """Convert bfloat16 numbers to float32. `bits` has the bits of each number as a uint16."""
+    """Convert bfloat16 numbers to float32. `bits` holds each number's bits as a uint16."""
     return (bits.astype("<u4") << 16).view("<f4")

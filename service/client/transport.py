@@ -33,11 +33,13 @@ DEFAULT_BASE_URL = "http://127.0.0.1:8000"
 CONNECT_SECONDS = 10.0
 """Time limit for making a connection, even if `timeout` is longer."""
 MAX_WAIT_SECONDS = 60.0
-"""Longest wait in a Retry-After header that is respected. With a longer one, the call fails."""
+"""Longest wait that a Retry-After header may ask for. If it asks for a longer wait, the call
+fails."""
 MAX_TIMEOUT_SECONDS = 2**21
-"""Longest timeout, 24 days: sockets store milliseconds in 31 bits."""
+"""Longest timeout in seconds, 24 days: sockets store milliseconds in 31 bits."""
 FIRST_WAIT_SECONDS = 0.5
-"""Wait before the second try, without a Retry-After header. It doubles before each further try."""
+"""Wait before the second try if the refusal has no Retry-After header. The wait doubles before each
+further try."""
 MAX_OWN_WAIT_SECONDS = 8.0
 MAX_REFUSAL_BYTES = 2**16
 """Maximum number of bytes read from a refusal."""
@@ -67,7 +69,7 @@ class Settings:
 
     @property
     def limits(self) -> httpx.Timeout:
-        """Limits on the time without a byte of the reply, and on making the connection."""
+        """The time limits for connecting, and for waiting without receiving a byte of the reply."""
         connect = CONNECT_SECONDS if self.timeout is None else min(self.timeout, CONNECT_SECONDS)
         return httpx.Timeout(self.timeout, connect=connect)
 
@@ -90,9 +92,9 @@ def settings_of(
     *,
     kind: type[httpx.Client] | type[httpx.AsyncClient] = httpx.Client,
 ) -> Settings:
-    """The settings of a client. Each is taken from the first of these that has it: the arguments,
-    the caller's httpx client of this `kind`, LOGITD_BASE_URL and LOGITD_API_KEY, the defaults.
-    Raises ValueError and TypeError for unusable values."""
+    """The settings of a client. Each setting comes from the first source that has it: the
+    arguments, the caller's httpx client (of type `kind`), LOGITD_BASE_URL and LOGITD_API_KEY, the
+    defaults. Raises ValueError and TypeError for unusable values."""
     for name, value, types, words in (
         ("base_url", base_url, str, "a text"),
         ("api_key", api_key, str, "a text"),
@@ -110,7 +112,7 @@ def settings_of(
             f"{MAX_TIMEOUT_SECONDS}, or None for no limit"
         )
     if max_retries < 0:
-        raise ValueError(f"max_retries is {max_retries}; it must be at least 0, which is one try")
+        raise ValueError(f"max_retries is {max_retries}; it must be 0 (one try) or more")
     own = "" if http is None else str(http.base_url)
     url = base_url or own or os.environ.get("LOGITD_BASE_URL") or DEFAULT_BASE_URL
     key = api_key or os.environ.get("LOGITD_API_KEY") or None
@@ -191,7 +193,8 @@ class Exchange:
         return Answer(response.status_code, response.headers, body, self.request_id)
 
     def broken_off(self, error: httpx.RequestError, received: int, *, stream: bool) -> LogitdError:
-        """The error for a reply that ended early, after `received` bytes, or tokens of a stream."""
+        """The error for a reply that ended early. `received` is the number of bytes received, or of
+        tokens for a stream."""
         kind, unit = ("stream", "tokens") if stream else ("reply", "bytes")
         if isinstance(error, httpx.TimeoutException):
             message = f"the {kind} stalled for {self._settings.timeout:g} s after {received} {unit}"
@@ -224,7 +227,7 @@ class Exchange:
     def _wait(self, failure: LogitdError, asked: float | None) -> float:
         """Seconds until the next try: the wait that the server `asked` for, or the client's own,
         plus a random part so that clients that were refused together do not return together. Raises
-        the failure if no try is left, or none within the client's timeout."""
+        the failure if no try is left, or if the wait would exceed the client's timeout."""
         spread = random.uniform(0.5, 1.0)
         if asked is None:
             own = FIRST_WAIT_SECONDS * 2 ** (self._tries - 1)

@@ -97,8 +97,8 @@ async def run(wire: Wire, settings: Settings, call: Call[Result]) -> Result:
 
 
 async def begin(wire: Wire, exchange: Exchange) -> Reply:
-    """Send the request until a reply begins that is not a refusal. `Exchange` decides on retries,
-    and raises the error if there are none left."""
+    """Send the request, and retry until a reply that is not a refusal begins. `Exchange` decides
+    about retries, and raises the error if none is left."""
     while True:
         try:
             reply = await wire.send(exchange.next_try(wire.http))
@@ -112,7 +112,7 @@ async def begin(wire: Wire, exchange: Exchange) -> Reply:
 
 
 async def _refusal_body(reply: Reply) -> bytes:
-    """The body of a refusal, as far as it arrives, up to about MAX_REFUSAL_BYTES."""
+    """The part of a refusal's body that arrives, up to about MAX_REFUSAL_BYTES."""
     body = bytearray()
     try:
         with suppress(httpx.RequestError):  # the status alone is enough for an error

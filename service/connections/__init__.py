@@ -1,1 +1,1 @@
-"""Connections: limits on the bytes, seconds and file descriptors that TCP connections may use."""
+"""Connections: HTTP over TCP, with limits on bytes, time and file descriptors."""

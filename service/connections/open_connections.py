@@ -1,9 +1,10 @@
-"""OpenConnections: all connections of a server, the limit of their number, and a timer that checks
+"""OpenConnections: all connections of a server, the limit on their number, and a timer that checks
 them.
 
-The limit follows from the settings and the process's file descriptors. When it is reached, the
-connection that has waited longest for its client is closed: first those with incomplete headers,
-then those with an incomplete body, never one whose request is being answered.
+The limit follows from the settings and the process's file descriptors. When the limit is reached,
+the connection that has waited longest for its client is closed. Connections without complete
+headers come first, then those with an incomplete body. A connection whose request is being answered
+is never closed.
 """
 
 import asyncio
@@ -24,15 +25,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("logitd.http")
 
 OWN_DESCRIPTORS = 64
-"""File descriptors reserved for the process itself: listening, static files, checkpoints and the
-engine."""
+"""Number of file descriptors reserved for the process itself: for listening, static files,
+checkpoints and the engine."""
 MOST_CONNECTIONS = 4096
 """Upper bound of the default of --max-connections. An idle connection takes about 10 kB."""
 SURPLUS = 16
 """Number of connections above the limit on which /health is still answered."""
 
 QUIET_SECONDS = 10.0
-"""Minimum time between two log reports of ended connections."""
+"""Minimum time between two log lines about ended connections."""
 
 
 class ConnectionLimitError(ValueError):
@@ -41,7 +42,8 @@ class ConnectionLimitError(ValueError):
 
 def connection_bounds(settings: ServeSettings) -> tuple[int, int]:
     """The maximum number of connections, and the maximum length of the kernel's queue of
-    connections to accept (the server may accept all of them at once). Raises ConnectionLimitError.
+    connections that wait to be accepted (the server may accept all of these at once). Raises
+    ConnectionLimitError.
     """
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors == resource.RLIM_INFINITY:
@@ -60,7 +62,8 @@ def connection_bounds(settings: ServeSettings) -> tuple[int, int]:
 
 
 class EvictionClass(Enum):
-    """The client's loss if its connection is evicted, that is, closed to make room for another."""
+    """What the client loses if its connection is evicted, that is, closed to make room for another
+    connection."""
 
     WAITS = auto()  # nothing, or incomplete headers
     SENDS = auto()  # an incomplete body
@@ -143,8 +146,8 @@ class OpenConnections:
         self._timer = asyncio.get_running_loop().call_later(interval, self._sweep)
 
     def _sweep(self) -> None:
-        """Check all connections. With a timer per connection, every request would set and cancel
-        one."""
+        """Check all connections. If each connection had its own timer, every request would set and
+        cancel a timer."""
         self._timer = None
         if self._open or self.reports.pending:
             self._sweep_later()
@@ -188,7 +191,8 @@ class Reports:
             self.flush()
 
     def flush(self) -> None:
-        """Log pending counts, unless the last report is more recent than QUIET_SECONDS."""
+        """Log the counts that are not logged yet, unless the last report is less than QUIET_SECONDS
+        old."""
         now = self._clock()
         if self.pending and now >= self._quiet_until:
             for end, number in self.pending.items():

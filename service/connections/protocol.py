@@ -4,8 +4,8 @@ Differences from uvicorn's protocol based on httptools:
 
 - the size of the headers and the client's time are limited (`reading.py`); one timer checks all
   connections (`open_connections.py`);
-- a client may send requests ahead. They are read only when it is their turn, and refusals
-  (`refusals.py`) are written in turn as well;
+- a client may send requests before it has received earlier replies (pipelining). Each request is
+  read only when it is its turn, and refusals (`refusals.py`) are written in turn as well;
 - if a request is answered before its body is complete, the client gets time to read the answer
   before the connection is closed;
 - a request to upgrade is answered as an ordinary HTTP request;
@@ -35,10 +35,10 @@ from logitd.service.errors import ApiError, unavailable
 from logitd.service.metrics.metrics import ConnectionEnd
 
 PIECE = 16 * 1024
-"""Bytes parsed at a time. The limits are checked after each piece."""
+"""Number of bytes parsed at a time. The limits are checked after each piece."""
 LINGER_SECONDS = 2.0
-"""Time to read the last answer for a client that is still sending. Closing immediately would reset
-the connection, and the client would lose the answer."""
+"""How long a client that is still sending may take to read the last answer. If the server closed
+the connection immediately, TCP would reset it, and the client would lose the answer."""
 SHUTDOWN_SECONDS = 0.5
 """At shutdown, a client that reads nothing of its reply for this long is disconnected."""
 
@@ -132,7 +132,8 @@ class Connection(HttpToolsProtocol):
     # Called by uvicorn's server
 
     def shutdown(self) -> None:
-        """Refuse an incomplete request. Disconnect soon unless the client is reading a reply."""
+        """Refuse an incomplete request. After SHUTDOWN_SECONDS, disconnect unless the client is
+        reading a reply."""
         self.loop.call_later(SHUTDOWN_SECONDS, self._abort_unless_reading, 0)
         if self._reading.state is ReadState.BODY:
             self._refuse(unavailable("the server is shutting down"))
@@ -183,8 +184,8 @@ class Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
-        """Start the next request. Replaces uvicorn's version, which sets a timer per idle
-        connection; here `check` ends them."""
+        """Start the next request. Replaces uvicorn's version, which sets a timer for each idle
+        connection; here `check` closes idle connections."""
         self.server_state.total_requests += 1
         self._running, self._served = None, True
         self._reading.end_reply(self.loop.time())
@@ -203,7 +204,8 @@ class Connection(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def _write_piece(self, cycle: RequestResponseCycle, piece: bytes) -> bool:
-        """Write a piece of a cycle's chunked body; a `BodyWriter`."""
+        """Write a piece of a cycle's chunked body. Bound to a cycle, this is the cycle's
+        `BodyWriter`."""
         if cycle.disconnected or self.transport.is_closing():
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
@@ -253,8 +255,8 @@ class Connection(HttpToolsProtocol):
         return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
     def _without_upgrade(self) -> bytes:
-        """The head of an upgrade request, without the upgrade, for a new parser. The old parser
-        would treat the body as data of another protocol."""
+        """The head of an upgrade request without its upgrade headers. It is given to a new parser,
+        because the old parser would treat the body as data of another protocol."""
         if not self._asks_upgrade():
             return b""
         version = self.parser.get_http_version().encode()
@@ -300,8 +302,8 @@ class Connection(HttpToolsProtocol):
     # Refusals
 
     def _refuse(self, error: ApiError, end: ConnectionEnd | None = None) -> None:
-        """Answer the request that is being received with an error, in its turn. Later requests are
-        not answered."""
+        """Answer the incoming request with an error when it is its turn. Later requests are not
+        answered."""
         if end is not None:
             self._all.reports.count(end)
         self._held.clear()

@@ -12,13 +12,14 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 MAX_HEADER_BYTES = 64 * 1024
-"""Maximum size of a request line and its headers, as counted by `head_size`. Larger ones are
-answered 431."""
+"""Maximum size of a request line and its headers, as counted by `head_size`. Larger requests are
+answered with 431."""
 MAX_RAW_HEADER_BYTES = 2 * MAX_HEADER_BYTES
 """Maximum number of bytes received for incomplete headers, including white space and blank
 lines."""
 FRAMING_PER_BODY_BYTE = 8
-"""Maximum bytes of chunk sizes per byte of a chunked body. Chunks of one byte need five."""
+"""Maximum number of framing bytes, such as chunk sizes, per byte of a chunked body. Chunks of one
+byte need five."""
 DISCARDED_BYTES = 2**20
 """Maximum number of bytes read and discarded after a refusal. Further bytes are not read."""
 MIN_BYTES_PER_SECOND = 2048
@@ -75,11 +76,11 @@ class Reading:
         self.state, self._completed = ReadState.REQUEST, True
 
     def end_reply(self, now: float) -> None:
-        """Note that a reply is complete, so the client has to send next."""
+        """Note that a reply is complete, so that the server waits for the client's next request."""
         self.since, self._body_mark = now, (now, self.received)
 
     def stop(self) -> None:
-        """Discard everything that the client still sends."""
+        """Discard everything that the client sends from now on."""
         self.state = ReadState.NOTHING
         self.discard_until = self.received + DISCARDED_BYTES
 
@@ -115,9 +116,9 @@ class ReplyProgress:
     def is_too_slow(
         self, now: float, timeout: float, unsent: int, acknowledged: int | None, *, complete: bool
     ) -> bool:
-        """True if too little was read for longer than `timeout`. While the reply is incomplete,
-        twice that time is allowed, because streams have their own, earlier timeout
-        (`service/http/sse.py`). Without `acknowledged`, a client is too slow only if it reads
+        """True if the client has read too little for longer than `timeout`. While the reply is
+        incomplete, twice that time is allowed, because streams have their own, earlier timeout
+        (`service/http/sse.py`). If `acknowledged` is None, a client is too slow only if it reads
         nothing."""
         if not unsent:
             self._mark = None
@@ -134,7 +135,7 @@ class ReplyProgress:
 class TcpInfo(NamedTuple):
     """The state of a connection in the kernel.
 
-    gone          True if the client has closed the connection or its side of it
+    gone          True if the client has closed the connection, wholly or on its side
     acknowledged  number of bytes that the client has received
     """
 

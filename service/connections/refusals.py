@@ -9,8 +9,8 @@ from logitd.service.errors import ApiError, unavailable
 
 
 def head_size(target: int, headers: list[tuple[bytes, bytes]]) -> int:
-    """Bytes of a request line and its headers, without optional white space. `target` is the number
-    of bytes of the request's target."""
+    """Size in bytes of a request line and its headers, without optional white space. `target` is
+    the number of bytes of the request's target."""
     return target + sum(len(name) + len(value) + 4 for name, value in headers)
 
 
@@ -39,7 +39,7 @@ def whole_reply(error: ApiError, headers: list[tuple[bytes, bytes]]) -> bytes:
 
 
 async def too_many_connections(scope: Any, receive: Any, send: Any) -> None:
-    """ASGI application that answers requests while there are too many connections."""
+    """ASGI application that refuses requests while there are too many connections."""
     error = unavailable("there are too many connections; close those that are not needed")
     response = error.response()
     response.headers["Connection"] = "close"

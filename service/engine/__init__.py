@@ -1,2 +1,2 @@
-"""The engine for asyncio: its thread, its weights, the admission of requests, and its
+"""The engine for use with asyncio: its thread, its weights, the admission of requests, and its
 construction."""

@@ -6,10 +6,11 @@ another all count from the start (`reserve`), so that none of them is rejected h
 
 When the queue is full, a caller below its fair share is still admitted. The share is the limit
 divided by the number of callers with requests in the queue. All callers together never exceed
-FULLEST times the limits. A single caller may fill the whole queue. If one request costs more tokens
-than the limit, an empty queue still admits it, but against others it counts as the limit.
+FULLEST times the limits. A single caller may fill the whole queue. A request that costs more tokens
+than the limit is admitted if the queue is empty. When other requests are admitted after it, it
+counts as if it cost exactly the limit.
 
-Belongs to the event loop. The scheduler, not this module, decides which request runs next.
+Use it only on the event loop. The scheduler, not this module, decides which request runs next.
 """
 
 import asyncio
@@ -28,10 +29,10 @@ from logitd.model.plural import pluralize
 from logitd.model.transformer.config import ModelConfig
 
 MOST_TOKENS = 2**20
-"""Default of the maximum cost of a request, in tokens. With the bundled checkpoint, such a request
-takes minutes of one processor."""
+"""Default of the maximum cost of a request, in tokens. With the bundled checkpoint, a request of
+this cost takes minutes on one processor."""
 FULLEST = 2
-"""Largest total queue, as a multiple of each limit."""
+"""Maximum of each amount for all callers together, as a multiple of its limit."""
 
 
 class Limit(StrEnum):
@@ -148,7 +149,7 @@ class AdmissionController:
         return Load(len(tokens), sum(tokens), output_elements(request, self.config))
 
     def check_capacity(self, load: Load, param: str | None = None, caller: str = "") -> None:
-        """Raise QueueFull if there is no room for a caller's `load` now, InvalidRequest if there
+        """Raise QueueFull if there is no room for a caller's `load` now, or InvalidRequest if there
         never will be.
 
         `param` is the field that sets the number of sequences. An empty queue admits any possible
@@ -195,7 +196,7 @@ class AdmissionController:
     @contextmanager
     def hold(self, sequences: int, param: str, caller: str = "") -> Iterator[None]:
         """Reserve room for sequences while the texts of a request are encoded. Raises like
-        `check_capacity`, and InvalidRequest for more sequences than one request may have.
+        `check_capacity`, and raises InvalidRequest for more sequences than one request may have.
 
         The caller submits the requests directly after the block. The event loop runs nothing else
         in between, so the room is still free then.
@@ -250,7 +251,7 @@ class AdmissionController:
         self._note_empty()
 
     def clear(self) -> None:
-        """Forget all open requests; reserved room must still be released."""
+        """Forget all open requests. Reserved room must still be released."""
         self._open = _Tally()
         self.begun_tokens = 0
         self._note_empty()
@@ -291,14 +292,14 @@ class AdmissionController:
 
 
 def _sequences(count: int, param: str | None) -> str:
-    """A number of sequences in words; `param` is the field that multiplies the number of
-    prompts."""
+    """Describe a number of sequences in an error message. `param` is the field by which the number
+    of prompts is multiplied."""
     factor = "" if param in (None, "prompt") else f" times {param}"
     return f"{count} sequences (prompts{factor})"
 
 
 class _Pace:
-    """Smoothed time between the ends of two sequences while others wait."""
+    """Smoothed time between the ends of two successive sequences while other sequences wait."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -312,5 +313,5 @@ class _Pace:
         self._last = now if queued else None
 
     def seconds_for(self, sequences: int) -> int:
-        """Estimated seconds until this many more sequences have ended, from 1 to 60."""
+        """Estimated time until this many more sequences have ended, in seconds from 1 to 60."""
         return min(60, max(1, math.ceil(self._seconds * sequences)))

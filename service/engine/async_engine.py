@@ -31,14 +31,16 @@ SHUTTING_DOWN = "the server is shutting down"
 
 
 class ReloadError(Exception):
-    """Raised if new weights cannot be used. The old ones stay. The message gives the reason."""
+    """Raised if new weights cannot be used. The old weights stay in use. The message gives the
+    reason."""
 
 
 @dataclass(eq=False, slots=True)
 class WeightsVersion:
     """One version of the weights. A sealed version accepts no more requests.
 
-    A session that will submit more requests to a version holds it, so that it is not sealed.
+    A session that will submit more requests to a version holds that version, which prevents
+    sealing.
     """
 
     number: int
@@ -80,7 +82,7 @@ class AsyncEngine:
 
     @property
     def version(self) -> int:
-        """Number of the version of the weights that computes new requests."""
+        """Number of the weights version that computes new requests."""
         return self._weights.number
 
     @property
@@ -115,8 +117,8 @@ class AsyncEngine:
         usage: Usage | None = None,
     ) -> Submission:
         """Queue all requests or none, for a version of the weights (default: the current one).
-        Raises InvalidRequest if the model cannot compute a request or the queue can never have room
-        for all of them, QueueFull if it has no room now, and EngineStopped."""
+        Raises InvalidRequest if the model cannot compute a request or if the queue can never have
+        room for all of them, QueueFull if the queue has no room now, and EngineStopped."""
         version = version or self._weights
         self._check(requests, version)
         return self._enqueue(requests, self.admission.admit(requests), version, usage or Usage())
@@ -135,8 +137,8 @@ class AsyncEngine:
         return self._enqueue([request], [self.admission.admit_reserved(request)], version, usage)
 
     async def reload(self, path: Path, weights_sha256: str, timeout: float) -> None:
-        """Replace the weights with those of a checkpoint without interrupting service. Returns once
-        the old weights are no longer used.
+        """Replace the weights with a checkpoint's weights, without interrupting service. Returns
+        once the old weights are no longer used.
 
         Requests to the old weights have `timeout` seconds to finish; then the unfinished ones end
         with an error. If this call is cancelled, the reload continues. Raises ReloadError if the
@@ -220,7 +222,8 @@ class AsyncEngine:
             await self._wait_until(lambda: self._computing > old.number)
 
     async def _wait_until(self, reached: Callable[[], bool]) -> None:
-        """Wait until a step of a reload is reached. Raises ReloadError if the engine ends first."""
+        """Wait until `reached()` is true: a reload has come to its next stage. Raises ReloadError
+        if the engine ends first."""
         while not reached():
             if self.failed.is_set() or self._stopped.is_set():
                 raise ReloadError(self.failure or SHUTTING_DOWN)
@@ -240,7 +243,7 @@ class AsyncEngine:
     # The engine's thread
 
     def _run(self) -> None:
-        """Run steps until the last command is done."""
+        """Run the engine's steps until the driver has handled its last command."""
         try:
             while (report := self._driver.run_once(self._reports.wake)) is not None:
                 urgent = report.result.prefilled_tokens > 0 or not report.has_work
@@ -285,7 +288,7 @@ class AsyncEngine:
         self._on_step(report)
 
     def _on_failed(self) -> None:
-        """Deliver what was computed, and fail everything else."""
+        """Deliver the results that were computed, and end all other requests with an error."""
         self.failed.set()
         self._reports.deliver()
         for request in self._open.values():

@@ -84,7 +84,7 @@ class Computation:
     kernels        description of the loaded native kernels; None if there are none
     quantization   None if nothing is quantized
     slots_why      why there are this many slots; None if a setting gives the number
-    target_gap     in the notation of --target-gap; `target_ttft` likewise
+    target_gap     target, in the notation of --target-gap; likewise `target_ttft`
     """
 
     weights_sha256: str
@@ -104,9 +104,9 @@ class Computation:
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine, and how it computes. `compiler` compiles constraints for its vocabulary, or is the
-    error that says why that is impossible. `load_weights` reads other weights of the same shape.
-    The stages of the `checkpoint` include the features of the `autoencoders`."""
+    """An engine, and how it computes. `compiler` compiles constraints for the engine's vocabulary,
+    or is the error that says why that is impossible. `load_weights` reads other weights of the same
+    shape. The stages of the `checkpoint` include the features of the `autoencoders`."""
 
     engine: Engine
     computation: Computation
@@ -118,8 +118,8 @@ class BuiltEngine:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The number of slots of each model by name, and the reason for each model that cannot be
-    read."""
+    """The number of slots of each model, by the model's name; and for each model that cannot be
+    read, the reason."""
 
     slots: Mapping[str, int]
     refused: Mapping[str, str]
@@ -128,10 +128,10 @@ class Shares:
 def build(settings: ServeSettings) -> BuiltEngine:
     """Build the engine of the only model of `settings`. Raises STARTUP_ERRORS.
 
-    Only one thread computes meanwhile. OpenMP keeps a pool of threads for each thread of the
-    process that has ever computed in parallel. If all pools together have more threads than there
-    are processors, every thread sleeps between two operations: a prefill took two and a half times
-    as long after another thread had read the weights in parallel.
+    During the build, only one thread computes. OpenMP keeps a pool of threads for each thread of
+    the process that has ever computed in parallel. If all pools together have more threads than
+    there are processors, every thread sleeps between two operations: a prefill took two and a half
+    times as long after another thread had read the weights in parallel.
     """
     with one_thread():
         built = _build(settings)
@@ -172,8 +172,8 @@ def _build(settings: ServeSettings) -> BuiltEngine:
     )
     if isinstance(model.network, CodeModel) and settings.speculate != "none":
         raise KernelError(
-            f"speculate is {settings.speculate}, but drafts save nothing if the owner's code "
-            "computes each row by itself: set speculate to none"
+            f"speculate is {settings.speculate}, but drafts save no time in this model, because "
+            "its owner's code computes each row separately: set speculate to none"
         )
     path = model.decode_path
     if path.note is not None:
@@ -246,7 +246,8 @@ def _why_slots(
 
 
 def _target_gap(settings: ServeSettings, placement: Placement) -> TargetGap | None:
-    """The gap in the settings, or the default on devices whose steps can be timed."""
+    """The gap in the settings. If they have none: the default on a CPU, None on other devices,
+    whose steps cannot be timed."""
     if settings.target_gap is not None:
         return parse_target_gap(settings.target_gap)
     return SERVED_TARGET_GAP if placement.device.type == "cpu" else None
@@ -270,7 +271,7 @@ def _load_weights(
 
 
 def _shape(source: ModelSource, settings: ServeSettings) -> Shape:
-    """The shape of the checkpoint that would be loaded now, without reading its weights."""
+    """The shape of the checkpoint that would be loaded now. Its weights are not read."""
     checkpoint = read_checkpoint(checkpoint_of(source.path, settings.follow))
     check_header(checkpoint)
     options = ComputeOptions.of(settings)

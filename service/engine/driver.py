@@ -60,7 +60,7 @@ class StepReport:
 
 
 class StepThread:
-    """One thread in which all engines of a process compute their steps, in order of arrival.
+    """A thread in which all engines of a process compute their steps, in order of arrival.
 
     Computing two steps at the same time would gain nothing, because a step uses every core. It
     would even be slower: each computing thread has its own pool of torch threads, so there would be
@@ -86,7 +86,8 @@ class EngineDriver:
     def __init__(
         self, engine: Engine, load: WeightsLoader, steps: StepThread | None = None
     ) -> None:
-        """`steps` is the thread that computes the steps; None: the thread that calls `run_once`."""
+        """`steps` computes the engine's steps; if it is None, the thread that calls `run_once`
+        does."""
         self._engine = engine
         self._load = load
         self._steps = steps
@@ -102,7 +103,8 @@ class EngineDriver:
     # Commands
 
     def add(self, request: Request, weights: int) -> None:
-        """Queue a validated request for this version of the weights. Its time of arrival is now."""
+        """Queue a validated request for this version of the weights. The request's arrival time is
+        the time of this call."""
         self._inbox.put(partial(self._engine.accept, request, self.now(), weights=weights))
 
     def abort(
@@ -115,8 +117,8 @@ class EngineDriver:
         self._inbox.put(partial(self._engine.grant, request_id))
 
     def load_weights(self, path: Path, weights_sha256: str) -> Future[None]:
-        """Load the weights of a checkpoint while the current ones stay in use. The future is set in
-        the engine's thread, with an exception if the weights cannot be served."""
+        """Load the weights of a checkpoint while the current weights stay in use. The engine's
+        thread completes the returned future, with an exception if the weights cannot be served."""
         loaded: Future[None] = Future()
         threading.Thread(
             target=self._read, args=(path, weights_sha256, loaded), name="weights", daemon=True
@@ -124,12 +126,12 @@ class EngineDriver:
         return loaded
 
     def swap_weights(self) -> None:
-        """Switch to the loaded weights after all requests of the current ones have ended.
+        """Switch to the loaded weights after all requests to the current weights have ended.
         `StepReport.weights` then changes."""
         self._inbox.put(self._swap)
 
     def stop(self) -> None:
-        """Queue the last command: `run_once` handles those before it, then returns None."""
+        """Queue the last command: `run_once` handles all commands before it, then returns None."""
         self._inbox.put(None)
 
     # The engine's thread

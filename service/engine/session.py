@@ -1,8 +1,8 @@
 """EngineSession: the submissions of one HTTP request, all answered by one version of the weights.
 
-The first submission fixes the version. The engine then keeps it until the session is closed or
-announces that no submission follows. So all parts of a reply, such as the cells of a sweep, come
-from the same weights. Use it only on the event loop.
+The first submission fixes the version. The engine then keeps that version until the session is
+closed or announces that no submission follows. So all parts of a reply, such as the cells of a
+sweep, come from the same weights. Use it only on the event loop.
 """
 
 from collections import deque
@@ -32,8 +32,8 @@ class EngineSession:
 
     @property
     def version(self) -> int:
-        """Number of the version of the weights that answers. Before the first submission, this is
-        the engine's current version."""
+        """Number of the weights version that answers the request. Before the first submission, this
+        is the engine's current version."""
         return self._engine.version if self._weights is None else self._weights.number
 
     def submit(self, requests: Sequence[Request], *, more: bool = False) -> Submission:
@@ -46,8 +46,8 @@ class EngineSession:
         return submission
 
     def reserve(self, requests: Sequence[Request]) -> None:
-        """Reserve room for requests that `submit_next` submits one after another. No other requests
-        may follow. Raises like `AsyncEngine.reserve`."""
+        """Reserve room for requests that `submit_next` will submit one after another. The session
+        may submit no other requests after this call. Raises like `AsyncEngine.reserve`."""
         signed = [replace(request, **self._signature) for request in requests]
         self._engine.reserve(signed, self._held())
         self._reserved.extend(signed)

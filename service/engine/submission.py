@@ -1,8 +1,8 @@
 """Submission: requests that the engine computes, and the mailbox for their events.
 
 `async_engine.py` puts events into the mailbox, then wakes its reader: a task that waits in `take`,
-or a callback, which costs less. A reader takes all events at once, so a slow reader gets fewer,
-larger parts. Use it only on the event loop.
+or a callback, which costs less. A reader takes all events at once, so a slow reader gets fewer but
+larger batches. Use it only on the event loop.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ class Submission:
         self.request_ids = tuple(request_ids)
         self.urgent = False  # has an event other than a second or later token
         self.reader: Callable[[], bool] | None = None
-        """Called when there are events. If it returns True, the task in `take` is not woken. An
-        error that it raises is raised by `take`."""
+        """Called when there are events. If it returns True, the task in `take` is not woken. If it
+        raises an error, `take` raises that error."""
         self._driver = driver
         self._usage = usage
         self._sequences = sequences
@@ -97,7 +97,7 @@ class Submission:
             self._begun.add(sequence)
 
     def wake(self) -> None:
-        """Wake the reader after events; called by AsyncEngine."""
+        """Wake the reader after events were delivered; called by AsyncEngine."""
         self.urgent = False
         try:
             if self.reader is not None and self.reader():

@@ -12,7 +12,8 @@ from logitd.model.inference.engine.events import FinishEvent, FinishReason
 from logitd.model.inference.engine.requests import GenerationRequest, Request
 
 ANSWERS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
-"""Finish reasons that are not failures of the server. ABORT means that the client has left."""
+"""Finish reasons that are not failures of the server, including ABORT, which means that the client
+has left."""
 PHASES = ("queue", "prefill", "decode")
 
 
@@ -71,8 +72,8 @@ class Usage:
         self._close(sequences)
 
     def when_settled(self, call: Callable[[], None]) -> None:
-        """Call `call` as soon as no sequence is open, or immediately if none is open now. If a
-        client leaves, its sequences end only after the next step."""
+        """Call `call` as soon as no sequence is open, or immediately if none is open now. After a
+        client leaves, its sequences stay open until the end of the next step."""
         if self.open:
             self._when_settled = call
         else:

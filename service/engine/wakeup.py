@@ -22,9 +22,9 @@ from typing import Any
 PAUSE_FACTOR = 15
 """Length of a pause as a multiple of the duration of the delivery before it."""
 MAX_PAUSE = 0.04
-"""Longest pause in seconds: text still grows as smoothly as a film, 25 times a second."""
+"""Longest pause in seconds. With it, text still grows 25 times a second, as smoothly as a film."""
 MIN_TIMER = 0.002
-"""Shortest timer in seconds: event loops count in milliseconds."""
+"""Shortest timer in seconds. Event loops measure time in milliseconds."""
 
 
 class WakeupThrottle:
@@ -53,7 +53,7 @@ class WakeupThrottle:
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         """`deliver` takes new items. If its second argument is True, it delivers only the urgent
-        ones and keeps the others for the next call with False."""
+        items and keeps the other items for the next call with False."""
         self._deliver = deliver
         self._loop = asyncio.get_running_loop() if loop is None else loop
         self._items: deque[Any] = deque()
@@ -63,7 +63,7 @@ class WakeupThrottle:
         self._postponed = False  # `deliver` may keep items
 
     def put(self, item: Any, *, urgent: bool) -> None:
-        """Leave an item for the loop until the next `wake`."""
+        """Add an item, which stays until `wake` wakes the loop to deliver it."""
         self._items.append(item)
         self._urgent |= urgent
 
@@ -96,14 +96,16 @@ class WakeupThrottle:
         return [self._items.popleft() for _ in range(len(self._items))]
 
     def _pause(self, began: float) -> None:
-        """Begin a pause. Only processor time counts, not waiting for the interpreter."""
+        """Begin a pause. Its length depends only on processor time, not on time spent waiting for
+        the interpreter."""
         pause = min(PAUSE_FACTOR * (time.thread_time() - began), MAX_PAUSE)
         self._quiet_until = time.monotonic() + pause
         if self._timer is None:
             self._set_timer(pause)
 
     def _pause_ended(self) -> None:
-        """Deliver the items of the pause, in case the thread has nothing more to put."""
+        """Deliver the items that came during the pause: the thread may have no further item that
+        would wake the loop."""
         self._timer = None
         left = self._quiet_until - time.monotonic()
         if left <= 0:

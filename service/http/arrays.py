@@ -22,9 +22,10 @@ SAFETENSORS_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "in
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
 
 PART_BYTES = 2**18
-"""Bytes written to the socket at a time. The event loop and the engine run in between."""
+"""Number of bytes written to the socket at a time. The event loop and the engine run between two
+parts."""
 JSON_ELEMENTS = 2**14
-"""Elements converted to JSON at a time."""
+"""Number of elements converted to JSON at a time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ from logitd.service.errors import ApiError, bad_request, body_too_large, client_
 from logitd.service.http.structure import count_structure, repeated_key
 
 MAX_VALUES = MAX_IDS + 2**14
-"""Maximum number of JSON values in a body: the longest list of ids, and room for other fields."""
+"""Maximum number of JSON values in a body: enough for the longest list of ids and the other
+fields."""
 MAX_PARTS = 2**14
 """Maximum number of lists, objects and keys in a body. Parsing one takes as long as parsing ten
 numbers."""
@@ -82,8 +83,8 @@ def described_by(model: type[RequestBody]) -> dict[str, Any]:
 
 
 async def _bounded_body(request: Request) -> bytes:
-    """Read the body of a request. Raises ApiError above the limit; if the declared length exceeds
-    the limit, nothing is read."""
+    """Read the body of a request. Raises ApiError if the body exceeds the limit; if its declared
+    length does, nothing is read."""
     limit: int = request.app.state.service.settings.max_body_bytes
     # The HTTP parser has checked that the header is a number.
     if int(request.headers.get("content-length", "0")) > limit:
@@ -114,8 +115,8 @@ def _require_plain(request: Request) -> None:
 
 
 def _require_utf8(parameters: Sequence[str]) -> None:
-    """Raise ApiError if the parameters of the content type, in lower case, name another charset
-    than UTF-8, of which ASCII is a part."""
+    """Raise ApiError if the content type's parameters, given in lower case, name a charset other
+    than UTF-8 or its subset ASCII."""
     for parameter in parameters:
         name, _, value = parameter.partition("=")
         charset = value.strip().strip('"')

@@ -1,7 +1,8 @@
 """Completions: sends sampled text, as one reply or as a stream of chunks.
 
-A sequence is aborted once its text has reached a stop string. An endpoint with another reply format
-than /generate has a `ResponseFormat`. `model/operations/completion.py` turns tokens into text.
+A sequence is aborted once its text has reached a stop string. An endpoint whose replies have a
+different format from those of /generate has a `ResponseFormat`. `model/operations/completion.py`
+turns tokens into text.
 """
 
 import asyncio
@@ -32,8 +33,8 @@ class ResponseFormat(Protocol):
         ...
 
     def chunks(self, chunk: dict[str, Any], counts: dict[str, int]) -> Iterable[dict[str, Any]]:
-        """Convert one chunk of a /generate stream. `counts` are the numbers of prompt tokens,
-        completion tokens and all tokens so far."""
+        """Convert one chunk of a /generate stream. `counts` has the number of prompt tokens, of
+        completion tokens and of all tokens so far."""
         ...
 
 
@@ -77,7 +78,7 @@ class Generation:
 
     async def reply(self) -> bytes:
         """Return the whole reply as JSON. Cancelling this call ends the generation. A reply that
-        lists tokens may be long, so it is written in a thread while streams continue."""
+        lists tokens may be long, so it is converted to JSON in a thread while streams continue."""
         self._submission.reader = self._read_new
         try:
             while not self._submission.finished:
@@ -91,8 +92,8 @@ class Generation:
         return orjson.dumps(reply if self._format is None else self._format.reply(reply))
 
     async def events(self, write: BodyWriter | None) -> AsyncIterator[bytes]:
-        """The events of a stream. While this iterator waits and the client reads, new events go
-        straight to `write`, if there is one, and no task wakes."""
+        """The events of a stream. If `write` is given, it receives new events directly while this
+        iterator waits and the client keeps up, and no task wakes."""
         self._sent = time.monotonic()
         if write is not None:
             self._submission.reader = partial(self._write_new, write)
@@ -143,7 +144,8 @@ class Generation:
         return b"".join(map(sse.event, self._format.chunks(whole, counts)))
 
     def _grown(self, events: Sequence[Event]) -> bytes:
-        """Add events to the reply. Returns the part of the stream for them, which may be empty."""
+        """Add events to the reply. Returns the part of the stream that they add, which may be
+        empty."""
         self._push(events)
         new = self.growing.take_json()
         return self._part(new) if new["choices"] or "prompts" in new else b""

@@ -40,8 +40,9 @@ from logitd.service.models.context import RequestContext
 from logitd.service.models.state import Ready
 
 THREAD_BYTES = 8_192
-"""Bodies up to this size are encoded on the event loop, which takes up to 20 ms (with GPT-NeoX's
-runs of spaces as added tokens). Larger ones are encoded in a thread."""
+"""The texts of bodies up to this size are tokenized on the event loop. This takes at most 20 ms,
+even with GPT-NeoX's vocabulary, whose runs of spaces are added tokens. The texts of larger bodies
+are tokenized in a thread."""
 THREAD_INTERVENTIONS = 256
 """Maximum number of interventions, summed over the sequences of a request, that are resolved on the
 event loop. More are resolved in a thread."""
@@ -103,8 +104,8 @@ def endpoint_of(operation: Operation) -> Any:
 
 
 async def make_plan(planning: Planning, body: RequestBody, context: RequestContext) -> Plan:
-    """Run a plan's generator to its end; compute and compile what it yields. Raises InvalidRequest,
-    and QueueFull before any text is encoded."""
+    """Run a plan's generator to its end. Compile the constraints and compute the requests that it
+    yields. Raises InvalidRequest, and QueueFull before any text is encoded."""
     sequences, param = body.queued
     changes = len(getattr(body, "interventions", ())) * sequences
     in_thread = (
@@ -177,7 +178,8 @@ async def _pieces(content: bytes) -> AsyncIterator[bytes]:
 
 async def _look_up(operation: Operation, body: Any, context: RequestContext) -> Response:
     """Reply to a request that needs only the vocabulary. Long texts are processed one at a time:
-    each briefly takes many times its size in memory, and other endpoints need threads too."""
+    each briefly takes many times its size in memory, and other endpoints need the pool's threads
+    too."""
     one_at_a_time = context.request.app.state.service.long_texts
     async with one_at_a_time if _is_long(context) else nullcontext():
         plan = await _advance(operation.plan(body, context.subject), None, in_thread=False)
@@ -188,8 +190,8 @@ async def _look_up(operation: Operation, body: Any, context: RequestContext) -> 
 async def _written(
     operation: Operation, plan: Record, computed: Computed, context: RequestContext
 ) -> bytes:
-    """Write the reply as JSON, in a thread: it may list thousands of tokens, and streams must
-    continue."""
+    """Convert the reply to JSON in a thread, because it may list thousands of tokens, and streams
+    must continue meanwhile."""
 
     def write() -> bytes:
         head = envelope(operation.reply_id, context.model.name, context.checkpoint)

@@ -16,8 +16,8 @@ HEADER_SAFE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%
 
 
 def checkpoint_headers(checkpoint: CheckpointInfo) -> dict[str, str]:
-    """The members of `CheckpointName` as headers, without nulls. Directories may have any name, so
-    characters that a header cannot contain are percent-encoded."""
+    """The members of `CheckpointName` as headers, without nulls. Names of directories may contain
+    any character, so characters that a header cannot contain are percent-encoded."""
     return {
         f"X-Logitd-{name.replace('_', '-').title()}": quote(str(value), safe=HEADER_SAFE)
         for name, value in checkpoint_name(checkpoint).items()

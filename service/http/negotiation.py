@@ -17,7 +17,7 @@ JSON = "application/json"
 NPY = "application/x-npy"
 SAFETENSORS = "application/vnd.safetensors"
 ARRAYS = (JSON, NPY, SAFETENSORS)
-"""Formats of a reply with arrays."""
+"""Media types of a reply with arrays."""
 
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -43,7 +43,8 @@ def negotiate(request: Request, body: Any, forms: Sequence[str] = (JSON,)) -> st
         )
     if media_type == NPY and (count := len(body.prompts)) > 1:
         raise bad_request(
-            f"npy holds one array; prompt has {count} prompts. Accept {SAFETENSORS} or JSON",
+            f"npy holds one array, but the request has {count} prompts; accept "
+            f"{SAFETENSORS} or JSON",
             "prompt",
         )
     if media_type != SAFETENSORS and getattr(body, "dtype", None) == "bfloat16":
@@ -55,8 +56,8 @@ def negotiate(request: Request, body: Any, forms: Sequence[str] = (JSON,)) -> st
 
 
 def _accepted(accept: str, forms: Sequence[str]) -> str | None:
-    """The accepted form with the highest weight. Ties go to the first in `accept`, then in
-    `forms`."""
+    """The accepted form with the highest weight. In a tie, the first in `accept` wins, then the
+    first in `forms`."""
     ranges: dict[str, tuple[float, int]] = {}
     for place, part in enumerate(accept.split(",")):
         media_range, *parameters = (piece.strip().lower() for piece in part.split(";"))
@@ -64,7 +65,7 @@ def _accepted(accept: str, forms: Sequence[str]) -> str | None:
         ranges.setdefault(media_range, (_weight(weight), -place))
 
     def preference(form: str) -> tuple[float, int]:
-        """The weight of the most specific range that matches, and its place."""
+        """The weight of the most specific range in `Accept` that matches, and the range's place."""
         of_type = f"{form.partition('/')[0]}/*"
         return next((ranges[name] for name in (form, of_type, "*/*") if name in ranges), (0.0, 0))
 

@@ -41,7 +41,8 @@ from logitd.service.http.reader import OutputsReader, paced
 from logitd.service.models.context import RequestContext
 
 PART_BYTES = 2**14
-"""Approximate bytes of JSON objects written at a time. The event loop runs in between."""
+"""Approximate number of bytes of JSON objects written at a time. The event loop runs between two
+parts."""
 
 
 async def respond(
@@ -67,8 +68,8 @@ async def respond(
 
 
 class OutputsWriter:
-    """Writes one reply. Reserves a share of the budget, the size of the largest prompt, if arrays
-    are kept in memory."""
+    """Writes one reply. If arrays are kept in memory, reserves a share of the budget that is large
+    enough for the largest prompt."""
 
     def __init__(
         self, reply_id: str, plan: Outputs, media_type: str, context: RequestContext
@@ -98,8 +99,8 @@ class OutputsWriter:
         return self._json() if self._media_type == JSON else self._file()
 
     def _check_held(self) -> int:
-        """The number of elements of the largest prompt, counted as float32. Raises InvalidRequest
-        if all prompts together have too many."""
+        """The number of elements, counted as float32, in the outputs of the largest prompt. Raises
+        InvalidRequest if all prompts together have too many elements."""
         sizes = [
             sum(
                 -(-prod(array.shapes[index]) * ITEM_BYTES[self._dtype(array)] // 4)

@@ -245,7 +245,7 @@ class ExampleToken(ReplyBody):
 
 
 class FeatureExample(ReplyBody):
-    """A part of a text where a feature is strong."""
+    """A part of a text in which a feature is strongly active."""
 
     strongest: float
     tokens: list[ExampleToken]

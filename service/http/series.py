@@ -1,7 +1,8 @@
 """Series: computes the many requests (jobs) of one reply, a few at a time.
 
-Jobs are submitted gradually, so requests of other clients come in between. A sweep of a thousand
-cells takes only a few places in the queue; its other cells wait here, also while the queue is full.
+Jobs are submitted gradually, so that other clients' requests can run between them. A sweep of a
+thousand cells takes only a few places in the queue; its other cells wait here, also while the queue
+is full.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from logitd.service.models.context import RequestContext, gather
 AT_ONCE = 8
 """Maximum number of jobs of one series that are queued or running."""
 FULL_SECONDS = 0.2
-"""Seconds until a job is submitted again after the queue was full."""
+"""Wait in seconds before a job that found the queue full is submitted again."""
 
 
 async def respond(
@@ -45,8 +46,8 @@ async def respond(
 
 
 class RunningSeries:
-    """The jobs of one reply. Shared values of the jobs count against the reply budget until
-    `end`."""
+    """The jobs of one reply. Values that the jobs share count against the reply budget until `end`
+    is called."""
 
     def __init__(self, reply_id: str, plan: Series, context: RequestContext) -> None:
         self._plan = plan
@@ -61,8 +62,8 @@ class RunningSeries:
         self._held = plan.held
 
     async def reply(self) -> bytes:
-        """Return the whole reply as JSON, written in a thread because a grid may have thousands of
-        cells."""
+        """Return the whole reply as JSON. The conversion runs in a thread, because a grid may have
+        thousands of cells."""
         parts = [part async for part in self.parts()]
         return await asyncio.to_thread(
             lambda: orjson.dumps({**self._head, **self._plan.members(parts)})

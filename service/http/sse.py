@@ -1,11 +1,11 @@
 """Server-sent events: streamed replies that end their request when the client leaves.
 
-An event is `data: {json}` and a blank line, with LF line ends. After every 15 s of silence a
-comment keeps proxies from closing the connection. An error after the first byte is sent as `data:
-{"error": ...}`. The last event is `data: [DONE]`.
+An event is `data: {json}` and a blank line, with LF line ends. After every 15 s of silence, the
+server sends a comment, so that proxies do not close the connection. An error after the first byte
+is sent as `data: {"error": ...}`. The last event is `data: [DONE]`.
 
-Unlike Starlette's StreamingResponse, `StreamedResponse` also ends a generator that never waits when
-the client leaves, and ends a reply that the client does not read.
+Unlike Starlette's StreamingResponse, `StreamedResponse` stops when the client leaves even if the
+generator never waits, and ends a reply that the client does not read.
 """
 
 import asyncio
@@ -55,8 +55,8 @@ UNICODE_BREAKS = tuple(
 
 
 def event(data: Any) -> bytes:
-    """An event on one line. orjson escapes ASCII line breaks; Unicode's are escaped here, because
-    some clients split lines at them too."""
+    """An event on one line. orjson escapes ASCII line breaks; Unicode line breaks are escaped here,
+    because some clients split lines at those too."""
     line = orjson.dumps(data)
     if not line.isascii():
         for raw, escaped in UNICODE_BREAKS:
@@ -65,7 +65,7 @@ def event(data: Any) -> bytes:
 
 
 async def with_keep_alive(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Pass on the pieces; send a comment after each KEEP_ALIVE_SECONDS without one."""
+    """Pass on the pieces. Send a comment after each KEEP_ALIVE_SECONDS without a piece."""
     upcoming = asyncio.ensure_future(anext(pieces, None))
     try:
         while True:

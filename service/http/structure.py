@@ -1,9 +1,9 @@
 """Structure: counts the values of a JSON text without parsing it.
 
-A parser creates an object per value, which takes 50 to 1,000 ns, and holds Python's interpreter
-lock meanwhile: a few MB of `[],[],[],` stop every stream of a server for seconds. The brackets,
-commas and colons outside strings give an upper bound for the number of objects. Counting them takes
-a few ns per byte and lets other threads run.
+A parser creates an object for each value, which takes 50 to 1,000 ns, and holds Python's
+interpreter lock all the while: a few MB of `[],[],[],` would stop every stream of a server for
+seconds. The brackets, commas and colons outside strings give an upper bound for the number of
+objects. Counting them takes a few ns per byte and lets other threads run.
 
 The text need not be valid JSON. A parser stops at the first wrong byte, and the counts are exact up
 to there, so they always limit the parser's work.
@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 QUOTE, BACKSLASH, COMMA, COLON, OPENING_BRACKET, OPENING_BRACE = b'"\\,:[{'
 BLOCK = 1 << 16
-"""Bytes counted at a time. They fit into the processor's cache."""
+"""Number of bytes scanned at a time. They fit into the processor's cache."""
 
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"(\s*:)?|[{}]')
-"""A string, with the colon if it is a key, or a brace."""
+"""A string, together with its colon if it is a key; or a brace."""
 
 Flags = NDArray[np.bool_]
 
@@ -36,7 +36,8 @@ class Structure:
 
     @property
     def values(self) -> int:
-        """An upper bound for the number of values; exact if no list and no object is empty."""
+        """An upper bound for the number of values. It is exact if no list and no object is
+        empty."""
         return self.commas + self.containers + 1
 
 
@@ -60,8 +61,9 @@ def count_structure(text: bytes) -> Structure:
 
 
 def _escaped(backslashes: Flags, *, first: bool) -> tuple[Flags, bool]:
-    """Flags of the escaped bytes, which follow an odd number of backslashes, and the flag of the
-    first byte after the block. `first` is the flag of the block's first byte."""
+    """For each byte, whether it is escaped, that is, follows an odd number of backslashes; and the
+    same for the first byte after the block. `first` tells whether the block's first byte is
+    escaped."""
     places = np.arange(1, len(backslashes) + 1)
     # For each place, the number of backslashes that end there, not counting an escaped first one.
     starts = np.where(backslashes, 0, places)
@@ -72,7 +74,7 @@ def _escaped(backslashes: Flags, *, first: bool) -> tuple[Flags, bool]:
 
 
 def repeated_key(text: bytes) -> str | None:
-    """The first key that an object of a valid JSON text has twice; None if there is none."""
+    """The first key that occurs twice in an object of a valid JSON text; None if no key does."""
     objects: list[set[str]] = []
     for token in _TOKEN.finditer(text):
         if token[0] == b"{":

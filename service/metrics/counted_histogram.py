@@ -1,7 +1,7 @@
 """CountedHistogram: a Prometheus histogram that counts any number of equal values at once.
 
 All sequences of a step have the same few latencies. `Histogram.observe` takes a microsecond for
-each of them, as long as everything else that the event loop does for a token.
+each latency, as long as everything else that the event loop does for a token.
 """
 
 from bisect import bisect_left

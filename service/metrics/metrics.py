@@ -1,7 +1,7 @@
 """Metrics: the Prometheus series of requests, connections and the process.
 
-Names have the prefix `logitd_`, base units and no colons. Each label has a fixed set of values.
-Each application has its own registry. The series of one model are in `model_metrics.py`.
+Names begin with `logitd_`, use base units and contain no colons. Each label has a fixed set of
+values. Each application has its own registry. The series of one model are in `model_metrics.py`.
 """
 
 import platform

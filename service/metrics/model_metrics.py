@@ -77,8 +77,8 @@ class ModelMetrics:
             return family.labels(model)
 
         def counters(name: str, text: str, label: str, values: Iterable[Key]) -> dict[Key, Counter]:
-            """A counter for each value of a label. All exist from the start, so that alerts can
-            refer to them."""
+            """A counter for each value of a label. All counters exist from the start, so that
+            alerts can refer to them."""
             family = families.get(Counter, name, text, "model", label)
             return {value: family.labels(model, value) for value in values}
 
@@ -225,7 +225,7 @@ class ModelMetrics:
         self.count_step(report)
 
     def count_step(self, report: StepReport) -> None:
-        """Count one step. A token's time is the end of its step, not its delivery."""
+        """Count one step. A token's time is the end of its step, not the time of its delivery."""
         result = report.result
         self.evicted.inc(result.evicted_sequences)
         self.attribution_pieces.inc(result.attribution_pieces)

@@ -2,8 +2,8 @@
 
 The source of a constraint is first compiled as a trial, in a separate process with a limit on
 processor time (`model/inference/constraints/sandbox.py`). If that succeeds, it is compiled in this
-process. Trials run in parallel, so slow ones hardly delay others. A trial ends when its time is
-over or when no client waits for it any more. Equal sources are compiled only once.
+process. Trials run in parallel, so a slow trial hardly delays the others. A trial ends when its
+time is over, or when no client waits for its result any more. Equal sources are compiled only once.
 """
 
 import asyncio
@@ -33,13 +33,14 @@ from logitd.service.errors import ApiError, bad_request, queue_full
 from logitd.service.metrics.model_metrics import ModelMetrics
 
 MAX_COMPILING = 8
-"""Maximum number of constraints compiled at the same time. Callers below their equal
-share may exceed it, up to twice this number in total."""
+"""Maximum number of constraints compiled at the same time. A caller that has less than an equal
+share may exceed this limit, up to twice this number in total."""
 MAX_CACHED = 32
 MAX_PREPARED = 64
-"""A slow constraint is prepared in advance for at most this many sequences of a request."""
+"""A slow constraint is prepared in advance once for each sequence of a request, but at most this
+many times."""
 PATIENCE = 20
-"""Maximum duration of a trial, as a multiple of its limit of processor time. A trial takes longer
+"""Maximum duration of a trial, as a multiple of its limit on processor time. A trial takes longer
 than its processor time if the machine is busy."""
 
 
@@ -138,8 +139,8 @@ class Constraints:
             task.exception()  # retrieve it, or asyncio warns if every client has left
 
     async def _compile(self, source: Source, compiler: Compiler) -> Constraint:
-        """Try a source, compile it in this process, and cache the result. Slow sources are compiled
-        one after another."""
+        """Compile a source as a trial, then in this process, and cache the result. Slow sources are
+        compiled one after another."""
         began = time.monotonic()
         await self._try(source)
         slow = time.monotonic() - began > LONG_SECONDS
@@ -153,9 +154,9 @@ class Constraints:
         return constraint
 
     async def _try(self, source: Source) -> None:
-        """Try a source in the sandbox. Raises ConstraintError if it is refused,
-        ConstraintsUnavailable, and ApiError if the machine is too busy. The trial has ended when
-        this method returns or is cancelled."""
+        """Compile a source in the sandbox. Raises ConstraintError if the source is refused,
+        ConstraintsUnavailable if there is no sandbox, and ApiError if the machine is too busy. The
+        trial has ended when this method returns or is cancelled."""
         loop = asyncio.get_running_loop()
         async with self._starting:
             await asyncio.to_thread(self._sandbox.start)

@@ -31,8 +31,8 @@ Result = TypeVar("Result")
 CONTEXT = "context"
 """`request.state` key of the request's context; read by the log and by tracing."""
 MODEL = "model"
-"""`request.state` key of the answering model's name, set if the server has several models; read by
-the log."""
+"""`request.state` key of the name of the model that answers, set if the server has several models;
+read by the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class RequestContext:
         return await self.unless_gone(gather(self.session.submit(requests, more=more)))
 
     async def unless_gone(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Await `work`. If the client leaves, which a plain handler would not notice, cancel it and
-        raise ApiError."""
+        """Await `work`. If the client leaves, which a plain handler would not notice, cancel the
+        work and raise ApiError."""
         working = asyncio.ensure_future(work)
         leaving = asyncio.ensure_future(disconnected(self.request.receive))
         try:
@@ -95,7 +95,8 @@ class ModelChoice:
         return self._context(model, _deadline(model, timeout))
 
     async def answering(self, body: ModelBody) -> RequestContext:
-        """The context of a body's request, with its deadline. Raises like `at`."""
+        """The context of the request with this body, whose fields give the model, the step and the
+        timeout. Raises like `at`."""
         return await self.at(body.model, body.step, getattr(body, "timeout", None))
 
     async def at(
@@ -135,7 +136,7 @@ class ModelChoice:
 
 
 def _deadline(model: ServedModel, timeout: float | None) -> float | None:
-    """The end of a timeout that begins now, on the clock of all engines."""
+    """The end of a timeout that begins now, on the clock that all engines share."""
     return None if timeout is None else model.engine.now() + timeout
 
 

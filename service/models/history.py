@@ -26,7 +26,7 @@ NAMED = 2
 
 
 class History:
-    """The steps of one run. Belongs to the event loop."""
+    """The steps of one run. Use it only on the event loop."""
 
     def __init__(
         self, run: Path, load: Callable[[Path], Awaitable["ServedModel"]], most: int
@@ -46,9 +46,9 @@ class History:
         return checkpoints_in(self._folder)
 
     async def open(self, step: int) -> "ServedModel":
-        """The model at a step, which stays in memory until `close`. Raises EngineStopped, and
-        ApiError: 400 if the step was not kept, 429 if requests use all models in memory, 503 if the
-        step cannot be loaded."""
+        """The model at a step, which stays in memory until this use is ended with `close`. Raises
+        EngineStopped, and ApiError: 400 if the step was not kept, 429 if requests use all models in
+        memory, 503 if the step cannot be loaded."""
         self._uses[step] += 1
         try:
             if (model := self._ready(step)) is not None:

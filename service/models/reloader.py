@@ -2,9 +2,9 @@
 
 The new checkpoint is read and compared with the served one. The engine then loads the new weights
 while still using the old ones, and switches between two steps (`AsyncEngine.reload`). Only one
-reload runs at a time. If anything fails, the old checkpoint stays, and the log and a metric report
-the failure. A reload is requested by POST /admin/reload, or by `follow`, which watches a training
-run for new checkpoints.
+reload runs at a time. If anything fails, the old checkpoint stays in use, and the log and a metric
+report the failure. A reload is requested by POST /admin/reload, or by `follow`, which watches a
+training run for new checkpoints.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ logger = logging.getLogger("logitd")
 
 
 class Reloader:
-    """Reloads the checkpoint of one model. Belongs to the event loop."""
+    """Reloads the checkpoint of one model. Use it only on the event loop."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Reloader:
     async def choose(self, name: str | None) -> bool:
         """Serve the checkpoint with this name until another one is chosen; None means the
         checkpoint given at the start. Returns False if it is already served. Raises OSError, and
-        ReloadError if the old checkpoint stays."""
+        ReloadError if the old checkpoint stays in use."""
         swapped = await self._reload(self._default() if name is None else self._named(name))
         self._chosen = None if name is None else self._checkpoint.path
         return swapped
@@ -84,19 +84,20 @@ class Reloader:
         return checkpoint_of(self._settings.source.path, self._settings.follow)
 
     def _named(self, name: str) -> Path:
-        """The path of a checkpoint of the served run, or next to the served checkpoint."""
+        """The path of the checkpoint with this name. It belongs to the served run, or is in the
+        same folder as the served checkpoint."""
         path = self._settings.source.path
         folder = path if is_run(path) else path.resolve().parent
         names = {child.name for child in folder.iterdir() if (child / "config.json").is_file()}
         if name not in names:
             raise ReloadError(
-                f"{name[:80]!r} is not a checkpoint next to the served one; available are "
+                f"there is no checkpoint {name[:80]!r} to load; the available checkpoints are: "
                 f"{', '.join(sorted(names)[:20]) or 'none'}"
             )
         return folder / name
 
     async def _reload(self, path: Path) -> bool:
-        """Serve the checkpoint at a path. Returns once the old one is no longer used."""
+        """Serve the checkpoint at a path. Returns once the old checkpoint is no longer used."""
         async with self._reload_lock:
             try:
                 swapped = await self._swap(path)

@@ -1,4 +1,4 @@
-"""Models: a server's models by name, and the choice of the one that answers a request.
+"""Models: a server's models by name, and the choice of the model that answers a request.
 
 A `ServedModel` is a checkpoint with its engine. A `NotLoaded` is a model that could not be loaded,
 with the reason; the other models are still served. The first model answers requests that name no
@@ -26,7 +26,7 @@ from logitd.service.settings.serve import ServeSettings
 
 LATER_WEIGHTS = "these weights were loaded after the start, when the cost was measured"
 NAMED = 12
-"""Maximum number of models listed in a message; others are only counted."""
+"""Maximum number of models listed in a message; further models are only counted."""
 
 ModelStatus = Literal["ok", "stalled", "failed"]
 
@@ -45,7 +45,8 @@ class ReplyBudget:
         self.used = 0
 
     def take(self, elements: int) -> None:
-        """Count an array that a reply keeps. Raises ApiError (429) if there is no room for it."""
+        """Count an array that a reply keeps in memory. Raises ApiError (429) if the budget has no
+        room for the array."""
         if self.used + elements > self.limit:
             raise queue_full(
                 f"the reply would hold {elements} elements; other replies already hold {self.used} "
@@ -67,7 +68,7 @@ class ServedModel:
     checkpoints   the checkpoint of each version of the engine's weights
     settings      the settings of this model
     reply_budget  the budget that all models share
-    autoencoders  the sparse autoencoders, by the features that each adds as a stage
+    autoencoders  the sparse autoencoders; the key of each is the stage of features that it adds
     history       the steps of the model's run; None unless the server serves them
     """
 

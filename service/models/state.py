@@ -49,7 +49,7 @@ class ServiceState:
         self, models: Sequence[ServedModel | NotLoaded], steps: StepThread | None = None
     ) -> None:
         """Serve these models, at least one of which is loaded. `steps` is the thread that computes
-        them, if they share one."""
+        their steps, if they share a thread."""
         self.models = Models(models, any_name=self.settings.any_model_name)
         self._steps = steps
         for source, model in zip(self.settings.models, models, strict=True):
@@ -65,13 +65,14 @@ class ServiceState:
 
     def read_keys_again(self) -> tuple[str, ...]:
         """Read the API keys again from the settings' sources. Returns their names. Raises
-        ApiKeyError, in which case the old keys stay."""
+        ApiKeyError, in which case the old keys remain valid."""
         self.keys.replace(read_api_keys(self.settings.api_keys, self.settings.api_key_file))
         self.metrics.know_callers(self.keys.names)
         return self.keys.names
 
     def leave(self) -> None:
-        """Report that the server is draining, and keep answering until `drain`."""
+        """Report that the server is draining, and keep answering requests until `drain` is
+        called."""
         self._leaving = True
 
     async def drain(self) -> None:
@@ -93,8 +94,8 @@ class ServiceState:
     def status(self) -> tuple[Status, str | None]:
         """The status of the service, and the reason if it has failed or is waiting.
 
-        The service has not failed while at least one model is loaded. An engine that fails or hangs
-        makes it fail, because a restart of the process helps.
+        Models that could not be loaded do not make the service fail if at least one is loaded. An
+        engine that fails or hangs does, because a restart of the process helps.
         """
         if self._failure is not None:
             return "failed", self._failure

@@ -1,5 +1,5 @@
-"""Chat: writes messages as a prompt with the checkpoint's template, and translates replies of
-/generate into replies of /v1/chat/completions."""
+"""Chat: converts messages to a prompt with the checkpoint's chat template, and translates replies
+of /generate into replies of /v1/chat/completions."""
 
 import asyncio
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from logitd.service.openai.tools import GrowingCall, text_of_calls
 
 
 async def chat_prompt(body: ChatRequest, subject: Subject) -> tuple[int, ...]:
-    """The token ids of a conversation, written by the checkpoint's template up to the assistant's
+    """The token ids of a conversation, which the checkpoint's template writes up to the assistant's
     next message. Raises ApiError."""
     # In a thread, because a template may be slow.
     return await asyncio.to_thread(_render, body, subject)

@@ -171,7 +171,8 @@ Unsupported = create_model("Unsupported", **unsupported_fields(UNSUPPORTED))
 
 
 class ChatRequest(SamplingBody, Conversation, Unsupported):
-    """Answer in a conversation, in OpenAI's shape. The checkpoint needs a chat template."""
+    """Write the next message of a conversation, in OpenAI's format. The checkpoint needs a chat
+    template."""
 
     examples: ClassVar[Examples] = {
         "One question": {

@@ -33,8 +33,8 @@ class CompletionFormat:
         }
 
     def chunks(self, chunk: dict[str, Any], counts: dict[str, int]) -> Iterator[dict[str, Any]]:
-        """One chunk per choice with new text or tokens: clients read only the first choice of a
-        chunk."""
+        """A chunk for each choice that has new text or tokens, because clients read only the first
+        choice of a chunk."""
         options = self._body.stream_options
         for native in chunk["choices"]:
             choice = self._choice(native)

@@ -9,7 +9,7 @@ from logitd.service.openai.schemas import StreamOptions
 
 
 def head(kind: str, form: str, model: str, checkpoint: CheckpointInfo) -> dict[str, Any]:
-    """The first members of a reply: `kind` begins its id, `form` is its `object`."""
+    """The first members of a reply. Its `id` begins with `kind`; its `object` is `form`."""
     own = envelope(kind, model, checkpoint)
     return {
         "id": own["id"],
@@ -22,8 +22,8 @@ def head(kind: str, form: str, model: str, checkpoint: CheckpointInfo) -> dict[s
 
 
 def usage(counts: dict[str, int]) -> dict[str, Any]:
-    """OpenAI's `usage`, from the native `usage`, or from the counts of a stream so far, which lack
-    the cached tokens."""
+    """OpenAI's `usage`, from the native `usage`, or from the counts of a stream so far, which do
+    not include cached tokens."""
     names = ("prompt_tokens", "completion_tokens", "total_tokens")
     members: dict[str, Any] = {name: counts[name] for name in names}
     if (cached := counts.get("cached_tokens")) is not None:
@@ -32,13 +32,13 @@ def usage(counts: dict[str, int]) -> dict[str, Any]:
 
 
 def named_seed(given: int | None, used: int) -> int:
-    """The seed in a choice: `given` as the client wrote it, if it did, otherwise the `used` one.
-    The same request with this seed repeats the choice."""
+    """The seed to name in a choice: `given` if the client chose a seed, otherwise `used`. The same
+    request with this seed repeats the choice."""
     return used if given in (None, -1) else given
 
 
 def usage_member(options: StreamOptions | None, counts: dict[str, int]) -> dict[str, Any]:
-    """The member `usage` of a chunk with choices, if the request's options include it."""
+    """The member `usage` of a chunk with choices, if the request's options include the usage."""
     if options is not None and options.continuous_usage_stats:
         return {"usage": usage(counts)}
     if options is not None and options.include_usage:
@@ -49,6 +49,6 @@ def usage_member(options: StreamOptions | None, counts: dict[str, int]) -> dict[
 def last_chunk(
     chunk_head: dict[str, Any], options: StreamOptions | None, native: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """The chunk with the usage, if `native` is the last chunk and the options include it."""
+    """The chunk with the usage, if `native` is the last chunk and the options include the usage."""
     if "usage" in native and options is not None and options.include_usage:
         yield {**chunk_head, "choices": [], "usage": usage(native["usage"])}

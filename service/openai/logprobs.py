@@ -1,17 +1,18 @@
 """Logprobs: translates logprobs of /generate into OpenAI's format.
 
-A token's name is its text. Names must be unique, because clients look up logprobs by name. So some
-tokens have a name such as `bytes:\\xe2\\x82`: bytes that are not UTF-8, a special token with the
-text of an ordinary one, and a text that looks like such a name. An id without bytes has a name such
-as `token_id:100256`.
+A token's name is its text. Names must be unique, because clients look up logprobs by name. So three
+kinds of tokens have a name such as `bytes:\\xe2\\x82`: tokens whose bytes are not UTF-8, special
+tokens with the text of an ordinary token, and tokens whose text looks like such a name. An id
+without bytes has a name such as `token_id:100256`.
 
-A token is listed as soon as the shown text reaches it, so lists and text of a stream grow together.
+A token is listed as soon as the shown text reaches it, so a stream's lists and text grow together.
 If a stop string cut the text, the tokens that begin after the cut are not listed, and the token at
 the cut is listed whole. A token's offset is the number of characters that are complete before it,
 so all tokens of one character have the same offset.
 
-Values are the engine's, in float64. Those of generated tokens are finite: a sequence whose logits
-are not finite ends with an error, and tokens that the filters of `processed` drop are not listed.
+Logprobs are the engine's values, in float64. The logprobs of generated tokens are finite: a
+sequence whose logits are not finite ends with an error, and tokens that the filters of `processed`
+drop are not listed.
 """
 
 import codecs
@@ -80,7 +81,7 @@ class ShownTokens:
         return placed
 
     def _reached(self) -> int:
-        """Number of held tokens that begin in the shown text. A token without bytes counts as
+        """Number of collected tokens that begin in the shown text. A token without bytes counts as
         well."""
         count = 0
         for held in self._held:

@@ -71,12 +71,12 @@ async def completions(
 async def chat_completions(
     body: Annotated[ChatRequest, Depends(body_of(ChatRequest))], models: Ready, request: Request
 ) -> Response:
-    """Write the messages with the checkpoint's chat template, and continue these token ids as
-    /generate does. An answer ends at any special token. With `tools` and a `tool_choice` that
+    """Convert the messages to token ids with the checkpoint's chat template, and continue these ids
+    as /generate does. An answer ends at any special token. With `tools` and a `tool_choice` that
     requires a call, the answer is a call whose arguments fit the function's schema.
 
-    With `stream`, the reply is a series of server-sent events: the role, the text or the arguments
-    as they grow, the finish reason, and then `[DONE]`."""
+    With `stream`, the reply is a series of server-sent events: the role, pieces of the text or of
+    the call's arguments, the finish reason, and then `[DONE]`."""
     context = await _context(body, models, request)
     constraint = constraint_of(body)
     with param_names(constraint, prompt="messages", logprobs="top_logprobs"):

@@ -1,9 +1,10 @@
-"""Bodies and replies of /v1/completions and /v1/models, and what they share with chats.
+"""Bodies and replies of /v1/completions and /v1/models, and the definitions that they share with
+chats.
 
 Fields shared with /generate take their bounds and descriptions from it. null is the default of
 every optional field, because OpenAI's clients send it. Unsupported fields are accepted with a
-neutral value; other values are refused, with the field's name. Replies have the shape that OpenAI's
-clients read.
+neutral value; other values are refused, with the field's name. Replies have the form that OpenAI's
+clients expect.
 """
 
 from collections.abc import Mapping, Sequence
@@ -104,7 +105,7 @@ class StreamOptions(RequestBody):
 
 
 class JsonSchemaFormat(RequestBody):
-    """A JSON schema that the text fits."""
+    """A JSON schema that the text must match."""
 
     name: str | None = None
     description: str | None = None
@@ -246,7 +247,7 @@ class SamplingBody(Sampling, OtherServers, ModelBody):
 
 
 class CompletionRequest(SamplingBody, PromptBody):
-    """Continue one or many prompts, in OpenAI's shape."""
+    """Continue one or several prompts, in OpenAI's format."""
 
     examples: ClassVar[Examples] = {
         "The same text each time": {

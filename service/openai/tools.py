@@ -5,7 +5,7 @@ The text that the model writes under the constraint:
 one function       the arguments, as JSON that fits the function's schema
 several functions  `{"name": "f", "arguments": {...}}`, in this layout
 
-`tool_choice` decides if a function is called. The model knows about the tools only from the
+`tool_choice` decides whether a function is called. The model knows about the tools only from the
 messages.
 """
 
@@ -80,7 +80,8 @@ class GrowingCall:
         return {**opening, "function": {**named, "arguments": arguments}}
 
     def _known(self) -> str | None:
-        """The function's name, removed from the text; None if the text does not have it yet."""
+        """The called function's name; None if the text does not have it yet. A name in the text is
+        removed from it."""
         if not self._wrapped:
             return self._names[0]
         for name in self._names:

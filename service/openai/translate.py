@@ -1,7 +1,7 @@
 """Translation of OpenAI's bodies to bodies of /generate.
 
-Fields with the same name have the same meaning and are copied, except null, which means the native
-default. All other fields are translated here.
+Fields with the same name have the same meaning and are copied, unless they are null, which means
+the native default. All other fields are translated here.
 """
 
 import json
@@ -159,7 +159,7 @@ def param_names(constraint: Constraint | None, **names: str) -> Iterator[None]:
 def _native(
     body: CompletionRequest | ChatRequest, constraint: Constraint | None, fields: dict[str, Any]
 ) -> GenerateRequest:
-    """The native request. `fields` replace the body's fields of the same name."""
+    """The native request. `fields` override the body's fields of the same names."""
     shared = GenerateRequest.model_fields.keys() & type(body).model_fields.keys()
     values = {name: value for name in shared if (value := getattr(body, name)) is not None}
     if body.seed is not None and body.seed < -1:

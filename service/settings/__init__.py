@@ -2,6 +2,6 @@
 and --help.
 
 Command line > `LOGITD_*` environment > `.env` > default. Defaults are only here and in the
-trainer's `TrainingConfig`. Imports neither torch nor fastapi, so --help is immediate; `serve.py`
-imports nothing of the trainer.
+trainer's `TrainingConfig`. This package imports neither torch nor fastapi, so --help is immediate;
+`serve.py` imports nothing from the trainer.
 """

@@ -87,8 +87,8 @@ class CommandSettings(BaseSettings):
 
 
 def split_list(value: Any) -> Any:
-    """Split a comma-separated flag or variable. An item in double quotes may contain commas. A
-    value that is not a string is returned unchanged."""
+    """Split a comma-separated flag or variable. An item in double quotes may contain commas. If the
+    value is not a string, it is returned unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -160,7 +160,7 @@ WITH_CODE = (
     lambda given: given.get("code"),
     "it says how the model's own code is used: add --code FILE.py:NAME",
 )
-"""The entry in `needs` of flags that have an effect only with --code."""
+"""The entry in `needs` for flags that have an effect only with --code."""
 AsJson = Annotated[bool, Field(description="print JSON instead of tables")]
 
 

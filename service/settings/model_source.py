@@ -1,4 +1,4 @@
-"""ModelSource: a model to serve, written as `NAME=PATH` or PATH. Imports no torch.
+"""ModelSource: a model to serve, written as `NAME=PATH` or PATH. Does not import torch.
 
 The text before the first `=` is a name, unless it contains a slash: `runs/lr=0.1` and `./lr=0.1`
 are paths. `service/cli/commands/servable.py` checks the paths.
@@ -35,7 +35,7 @@ class ModelSource:
 
 
 def model_source(given: Any) -> ModelSource:
-    """Parse one argument into a model. Raises ValueError."""
+    """Parse a command-line argument that names a model. Raises ValueError."""
     if isinstance(given, ModelSource):
         return given
     if isinstance(given, Path):
@@ -51,7 +51,7 @@ def model_source(given: Any) -> ModelSource:
 
 
 def checked_name(text: str) -> str:
-    """Check that replies and metrics can contain this name of a model. Raises ValueError."""
+    """Check that a model may have this name in replies and metrics. Raises ValueError."""
     if not text.strip() or not text.isprintable() or len(text) > MAX_NAME:
         raise ValueError(f"a name has 1 to {MAX_NAME} printable characters, not only spaces")
     return text

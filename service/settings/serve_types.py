@@ -1,4 +1,5 @@
-"""Types of values in the settings of `logitd serve`: texts and the rules that they must follow."""
+"""Types of the values in the settings of `logitd serve`: strings, and the rules that they must
+follow."""
 
 import re
 from collections.abc import Callable
@@ -111,12 +112,14 @@ ModelSources = Annotated[
 
 
 def _names_of_stages(sources: tuple[ModelSource, ...]) -> tuple[ModelSource, ...]:
-    """Check that each name can be part of a stage's name, and is given once. Raises ValueError."""
+    """Check that each name can be part of a stage's name and occurs only once. Raises
+    ValueError."""
     names = [source.served_name for source in sources]
     for name in names:
         if not re.fullmatch(r"[\w-]{1,60}", name):
             raise ValueError(
-                f"{name!r} is the name of a stage: write NAME=DIR with letters, digits, _ and -"
+                f"{name!r} cannot be part of a stage's name: write NAME=DIR, with a NAME of 1 to "
+                "60 letters, digits, _ and -"
             )
         if names.count(name) > 1:
             raise ValueError(

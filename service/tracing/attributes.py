@@ -1,4 +1,5 @@
-"""Attributes of a request's span, named by OpenTelemetry's conventions for HTTP and generative AI.
+"""Attributes of a request's span, named according to OpenTelemetry's conventions for HTTP and
+generative AI.
 
 Names that the conventions do not have begin with `logitd.`. Attributes never contain text of a
 prompt or an answer, stop strings or a client's address. This module does not need OpenTelemetry's
@@ -23,7 +24,7 @@ Value = str | int | float | bool | tuple[str, ...]
 SAMPLING = (
     "max_tokens", "temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
-"""Sampling parameters that have the same names in the conventions."""
+"""Sampling parameters that have the same names here and in the conventions."""
 LARGEST_INTEGER = 2**63 - 1
 """Largest integer that OTLP can carry. Larger seeds are omitted."""
 
@@ -46,7 +47,7 @@ class Ended:
 
     @property
     def usage(self) -> Usage | None:
-        """The engine's work for the request; None if there was none."""
+        """The engine's work for the request; None if the engine did no work for it."""
         context: RequestContext | None = self.scope["state"].get(CONTEXT)
         return (
             None
@@ -56,7 +57,7 @@ class Ended:
 
     @property
     def endpoint(self) -> str | None:
-        """The route of the request's path; None if the path has none."""
+        """The route that matches the request's path; None if no route does."""
         label = endpoint_label(self.scope["path"])
         return None if label == "other" else label
 
@@ -113,7 +114,8 @@ def _computed(ended: Ended, usage: Usage) -> dict[str, Value | None]:
 
 
 def _has_several_seeds(body: object) -> bool:
-    """True if there are several prompts, each with its own seed, because the request has none."""
+    """True if there are several prompts, each with its own seed, because the request does not set a
+    seed."""
     return (
         isinstance(body, PromptBody)
         and len(body.prompts) > 1

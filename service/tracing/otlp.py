@@ -1,8 +1,9 @@
 """OTLP: sends spans with OpenTelemetry's SDK, which is an optional dependency.
 
-A span is created after the reply, from times that were measured anyway. A thread of the SDK sends
-spans in batches from a bounded queue. The SDK reads its own variables (OTEL_EXPORTER_OTLP_HEADERS,
-OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES). `attributes.py` makes the attributes.
+A span is created after the reply, from times that the server measures in any case. A thread of the
+SDK sends spans in batches from a bounded queue. The SDK reads its own variables
+(OTEL_EXPORTER_OTLP_HEADERS, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES). `attributes.py` makes the
+attributes.
 
 `opentelemetry-instrumentation-asgi` 0.66b2 is unsuitable: it ends a span before the engine has
 reported the end of an aborted sequence, it sends addresses, queries and messages of exceptions, and
@@ -37,9 +38,9 @@ FLUSH_SECONDS = 3.0
 COMPLAIN_SECONDS = 60.0
 """Minimum time between two log lines about a collector that cannot be reached."""
 QUEUE = 2048
-"""Maximum number of spans waiting to be sent. Above it, the oldest are dropped."""
+"""Maximum number of spans waiting to be sent. When there are more, the oldest are dropped."""
 SEND_SECONDS = 1.0
-"""Maximum time between two batches."""
+"""Maximum time in seconds between two batches of spans."""
 
 
 class OtlpTraces:
@@ -83,7 +84,8 @@ class OtlpTraces:
 
     def record(self, ended: Ended) -> str | None:
         """Make the spans of a request once the engine has reported the end of all its sequences,
-        perhaps after this call. Returns the id of the trace; None if there is no trace."""
+        which may be after this call returns. Returns the id of the trace; None if the request is
+        not traced."""
         if self._tracer is None or endpoint_label(ended.scope["path"]) in POLLED:
             return None
         tracer, usage, now, on_wall = self._tracer, ended.usage, time.monotonic(), _wall_clock()
@@ -131,7 +133,7 @@ def _wall_clock() -> Callable[[float], int]:
 
 
 class _Complaints(logging.Handler):
-    """Replaces the SDK's log lines with at most one line in COMPLAIN_SECONDS."""
+    """Replaces the SDK's log lines with at most one line every COMPLAIN_SECONDS."""
 
     def __init__(self, url: str) -> None:
         super().__init__(logging.WARNING)

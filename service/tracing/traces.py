@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class TracesError(Exception):
-    """Raised if traces cannot be made. The message says why, and what to install."""
+    """Raised if tracing cannot be enabled. The message says why, and what to install."""
 
 
 def traces_of(settings: ServeSettings) -> "OtlpTraces | None":

@@ -248,7 +248,7 @@ def test_sigterm_ends_all_processes(on_ray: OnRay) -> None:
         (["--max-connections", "5"], "HAProxy manages the clients' connections"),
         (["--drain-grace", "5"], "HAProxy manages the clients' connections"),
         (["--import-model"], "run `logitd import` first"),
-        (["--port", "0"], "choose one"),
+        (["--port", "0"], "choose a port"),
         (["--min-replicas", "2", "--max-replicas", "1"], "less than --min-replicas"),
         (["checkpoints/none"], "does not exist"),
         (["--no-such-flag"], "--no-such-flag"),

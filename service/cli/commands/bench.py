@@ -1,9 +1,9 @@
 """`logitd bench`: measures the speed of a checkpoint on this machine, as a share of the machine's
 limit.
 
-With --url, the command first streams the prompts from a running server with the Python client and
-times the streams. Then it measures the machine's peak rates, and the same prompts on the engine in
-this process.
+With --url, the command first uses the Python client to time streams of completions from a running
+server. Then it measures the machine's peak rates, and times the same prompts on the engine in this
+process.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ from logitd.service.settings.tools import BenchSettings
 ERRORS = BenchmarkError, CheckpointError, DeviceError, InvalidRequest, KernelError, LogitdError
 USUAL_PROMPT_TOKENS = 256
 Arrivals = list[tuple[float, int]]
-"""Arrival times of a stream's tokens, each with the number of tokens. The first entry is the time
-of the request, with 0 tokens."""
+"""Arrival times of a stream's tokens, each with the number of tokens that arrived. The first entry
+is the time of the request, with 0 tokens."""
 
 
 def run(settings: BenchSettings) -> int:
@@ -93,7 +93,7 @@ def measure(settings: BenchSettings) -> dict[str, Any]:
 
 
 async def measure_server(url: str, workload: Workload, context: int) -> list[dict[str, float]]:
-    """Measure as many concurrent streams as each batch has sequences. With a small model the first
+    """For each batch size, measure that many concurrent streams. With a small model the first
     stream may end before the last one begins; then all streams are repeated with more tokens, up to
     the context. Raises LogitdError and BenchmarkError."""
     rows = []
@@ -136,8 +136,8 @@ async def stream(client: AsyncClient, prompt: Sequence[int], tokens: int) -> Arr
 
 
 def whole_batch_rate(streams: Sequence[Arrivals]) -> float | None:
-    """Tokens per second while all streams ran: after every stream has received its first token, and
-    before one has ended. None if they never all ran at once."""
+    """Tokens per second while all streams ran: from the time when every stream has received its
+    first token until the first stream ends. None if they never all ran at once."""
     begin = max(arrivals[1][0] for arrivals in streams)
     end = min(arrivals[-1][0] for arrivals in streams)
     if end <= begin:

@@ -1,5 +1,5 @@
 """`logitd extract`: computes values for each token of a text with a checkpoint, and writes them to
-files. The same command continues a run that was killed."""
+files. Running the same command again continues an extraction that was killed."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ ERRORS = CheckpointError, DataError, DeviceError, ExtractionError, InvalidReques
 
 
 class Reporter:
-    """Prints progress on stderr, and notes interrupts."""
+    """Prints progress on stderr, and remembers whether the user interrupted the command."""
 
     def __init__(self) -> None:
         self.interrupted = False
@@ -112,7 +112,8 @@ def _extract(settings: ExtractSettings, reporter: Reporter) -> Extracted:
 
 
 def _unclear(settings: ExtractSettings) -> str:
-    """The message if the command line does not request exactly one kind of value, otherwise ""."""
+    """The error message if the command line does not request exactly one kind of value; otherwise
+    ""."""
     chosen = {
         "--logprobs": settings.logprobs,
         "--top-k": settings.top_k is not None and not (settings.logprobs or settings.lens),

@@ -1,7 +1,7 @@
 """`logitd generate`: generates text with a checkpoint and streams it to the terminal, without a
 server.
 
-For a model without a vocabulary, prompt and completion are token ids separated by spaces.
+If the model has no vocabulary, the prompt and the completion are token ids separated by spaces.
 """
 
 import secrets
@@ -79,7 +79,7 @@ def token_ids_of(words: str) -> list[int] | None:
 
 
 def _tokens_that_fit(llm: LLM, settings: GenerateSettings) -> int:
-    """--max-tokens, or fewer if the prompt leaves less room in the context."""
+    """The value of --max-tokens, or fewer tokens if the prompt leaves less room in the context."""
     room = llm.checkpoint.shape.context_length - len(llm.encode(_prompt(llm, settings)))
     return max(1, min(settings.max_tokens, room))
 

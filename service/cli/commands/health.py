@@ -1,7 +1,7 @@
 """`logitd health`: asks whether a server answers requests, for container checks and scripts.
 
-It runs every few seconds next to the server, so apart from logitd's modules it imports only the
-standard library.
+The command runs every few seconds next to the server. To start quickly, it imports only the
+standard library and a few of logitd's modules.
 """
 
 import json
@@ -14,7 +14,8 @@ from logitd.service.cli.terminal import say
 from logitd.service.settings.tools import HealthSettings
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""For each address that binds all interfaces, one that reaches the server from its own machine."""
+"""Maps each address that binds all interfaces to an address that reaches the server from its own
+machine."""
 ERRORS = ()
 LONGEST = 65_536
 """Maximum number of bytes read from a reply."""

@@ -109,7 +109,7 @@ def _settings(runs: Sequence[RunSummary], different: dict[str, tuple[Any, ...]])
 
 def _state(run: RunSummary) -> str:
     """The state of a run. The files do not show whether an unfinished run was killed or still
-    trains, so the text says when the run last wrote one."""
+    trains, so the text says when the run last wrote a file."""
     if run.finished:
         return "finished"
     return f"unfinished; last written {duration(run.idle_seconds)} ago"
@@ -138,6 +138,6 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _document(run: RunSummary) -> dict[str, Any]:
-    """A summary for JSON."""
+    """A run's summary as a JSON object."""
     changes = {name: {"preset": was, "run": value} for name, (was, value) in run.changes.items()}
     return finite(asdict(run) | {"path": str(run.path), "changes": changes})

@@ -1,4 +1,4 @@
-"""`logitd sae train`: trains a sparse autoencoder of a stage, and prints its figures."""
+"""`logitd sae train`: trains a sparse autoencoder on a stage, and prints its quality figures."""
 
 import json
 import sys

@@ -1,6 +1,6 @@
-"""Servable: finds the checkpoint that `logitd serve PATH` means, or prints which command to try.
+"""Servable: finds the checkpoint that `logitd serve PATH` means, or says which command to try.
 
-It knows checkpoints, runs, folders of these, files within them and mistyped names.
+It recognizes checkpoints, runs, folders of these, files within them and mistyped names.
 `import_model.py` handles models trained elsewhere.
 """
 
@@ -19,7 +19,7 @@ KEPT_IN = (Path("checkpoints"), Path("runs"))
 MOST_NAMED = 6
 """Maximum number of paths that a message lists."""
 TEXTS = (".txt", ".md", ".py", ".jsonl", ".parquet")
-"""Suffixes of files to train on."""
+"""Suffixes of text files, which are for training and cannot be served."""
 
 
 class NotServable(Exception):
@@ -32,7 +32,7 @@ class NotFollowed(Exception):
 
 def checkpoint_at(path: Path, follow: str | None = None) -> Path:
     """The folder of the checkpoint to serve: the path itself, the best checkpoint of a run, or the
-    checkpoint to which the link `follow` of a run leads.
+    checkpoint to which a run's link `follow` points.
 
     Three kinds of path are returned unchanged: a followed run that has no checkpoint yet, for which
     the server waits, an unreadable path, and a path that may be a model of another program.
@@ -101,7 +101,7 @@ def _adapter(path: Path, base: str) -> str:
 
 
 def _base_of(run: Path) -> str:
-    """The checkpoint that a run adapts, as it was written on the run's command line."""
+    """The path of the checkpoint that a run adapts, as given on the run's command line."""
     try:
         document = json.loads(read_regular(run / RUN, CONFIG_BYTES))
         return str(document["config"]["from_checkpoint"] or "BASE")
@@ -110,8 +110,8 @@ def _base_of(run: Path) -> str:
 
 
 def _file(path: Path) -> str | None:
-    """The reason why a text, or one file of a checkpoint, cannot be served; None for other files,
-    which may be models."""
+    """The reason why a text file, or one file of a checkpoint, cannot be served; None for other
+    files, which may be models."""
     if path.name in (CONFIG, WEIGHTS, RANKS, CARD) and is_checkpoint(path.parent):
         return (
             f"{path} is one file of a checkpoint; serve its folder:\n\n"

@@ -36,8 +36,8 @@ class TerminalReporter:
 
 @errors_outlive_sigterm(TrainingError)
 def run(settings: TrainSettings, began: float) -> int:
-    """Train, and return the exit code. `began` is the time when the command started, by the
-    monotonic clock."""
+    """Train, and return the exit code. `began` is the time when the command started, in seconds on
+    the monotonic clock."""
     keep_freed_memory()  # each step allocates and frees the same pieces of memory
     if settings.watch and not sys.stdout.isatty():
         say(

@@ -1,7 +1,8 @@
 """TrainingView: draws a run on the terminal while it trains (`logitd train --watch`).
 
 It redraws the loss curve, the newest figures, the time left and the newest samples in place. Other
-events of the trainer are printed above it. The curve before a resumption comes from the run's log.
+events of the trainer are printed above it. In a resumed run, the earlier part of the curve comes
+from the run's log.
 """
 
 import time
@@ -28,7 +29,7 @@ from logitd.model.training.events import (
 from logitd.service.cli.terminal import visible
 
 Points = dict[int, float]
-"""Losses by step."""
+"""Losses, each with its step."""
 
 REDRAW = 0.25
 """Minimum time in seconds between two drawings."""
@@ -42,8 +43,8 @@ DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 class TrainingView:
-    """A handler of a trainer's events. At the end of its context the last drawing stays on the
-    screen."""
+    """A handler of a trainer's events, used in a `with` block. After the block, the last drawing
+    stays on the screen."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -132,8 +133,9 @@ def _figures(progress: Progress, evaluated: Evaluated | None) -> Table:
 
 
 def curve_text(training: Points, validation: Points, width: int) -> Text:
-    """Both losses by step as Braille dots: ROWS lines of `width` characters, after an axis of AXIS
-    columns. The training loss is a line; the validation losses are dots in another color."""
+    """The training and validation losses by step, drawn as Braille dots: ROWS lines of `width`
+    characters, after an axis of AXIS columns. The training loss is a line; the validation losses
+    are dots in another color."""
     steps = sorted(training)
     first, last = steps[0], steps[-1]
     # The untrained model would flatten the curve.

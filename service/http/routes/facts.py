@@ -56,8 +56,8 @@ def _stage_json(kind: StageKind, config: ModelConfig) -> dict[str, Any]:
     tags=["vocabulary"],
 )
 def tokenizer_info(context: Chosen) -> TokenizerInfo:
-    """The size, the special tokens, and the pattern that splits texts. `eos_token` is null if the
-    vocabulary has no end-of-text token."""
+    """The size of the vocabulary, its special tokens, and the pattern that splits texts.
+    `eos_token` is null if the vocabulary has no end-of-text token."""
     checkpoint, tokenizer = context.checkpoint, context.checkpoint.tokenizer
     eos, template = tokenizer.end_of_text, checkpoint.chat_template
     return TokenizerInfo.model_validate(

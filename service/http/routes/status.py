@@ -49,8 +49,9 @@ UNREADY: dict[int | str, dict[str, Any]] = {
     summary="Check readiness",
 )
 async def ready(state: State, response: Response) -> Health:
-    """200 when requests are answered; 503 while loading, draining or failed. If one of several
-    models could not be loaded, the reply names it, and the others answer."""
+    """200 while requests are answered; 503 while the server is loading or draining, or after it has
+    failed. If one of several models could not be loaded, the reply names it, and the other models
+    are served."""
     health = _health(state)
     if health.status != "ok":
         response.status_code = 503
@@ -138,8 +139,8 @@ async def info(models: Ready, model: AskedModel = None) -> Info:
     summary="Read the model card, the training curve and the progress of the training",
 )
 def card(context: Chosen) -> CardReply:
-    """The files next to the checkpoint, read anew for each request because training may still be
-    running. Without a training log, the curve is the card's; without a card it is empty."""
+    """The files next to the checkpoint, read again for each request because training may still be
+    running. Without a training log, the curve comes from the card; without a card it is empty."""
     checkpoint = context.checkpoint
     text = read_card(checkpoint.path)
     curve = read_curve(checkpoint.path, text)
@@ -161,7 +162,7 @@ def card(context: Chosen) -> CardReply:
     summary="List the steps of the run that requests may choose",
 )
 def history(context: Chosen) -> HistoryReply:
-    """The steps that the run kept, and its loss curve, read anew for each request because the run
+    """The steps that the run kept, and its loss curve, read again for each request because the run
     may still be in progress. Needs a server with --history."""
     kept, name = context.model.history, context.model.name
     if kept is None:

@@ -60,7 +60,7 @@ AtStep = Annotated[RequestContext, Depends(_at_step)]
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """The part of a request that determines the media type."""
+    """The parts of a request that determine the media type of its reply."""
 
     dtype: str
     prompts: tuple[()] = ()
@@ -74,8 +74,8 @@ class _Form:
     tags=["outputs"],
 )
 async def weights(context: AtStep, state: State) -> dict[str, Any]:
-    """Every tensor of the checkpoint, then derived ones: embedding `W_E`, unembedding `W_U`, and
-    the matrices of each head, which row vectors multiply from the left."""
+    """Every tensor of the checkpoint, then the derived tensors: embedding `W_E`, unembedding `W_U`,
+    and the matrices of each head, which row vectors multiply from the left."""
     async with state.weight_reads:
         listed = await asyncio.to_thread(_list, context.checkpoint)
     return {

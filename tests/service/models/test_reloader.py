@@ -170,10 +170,10 @@ def test_chosen_checkpoint_stays_while_its_run_is_followed(run: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("step-9", "'step-9' is not a checkpoint next to the served one; available are best, "),
-        ("../run/step-2", "is not a checkpoint next to"),
-        ("best/../step-2", "is not a checkpoint next to"),
-        ("", "is not a checkpoint next to"),
+        ("step-9", "no checkpoint 'step-9' to load; the available checkpoints are: best, "),
+        ("../run/step-2", "there is no checkpoint"),
+        ("best/../step-2", "there is no checkpoint"),
+        ("", "there is no checkpoint"),
         ("damaged", "model.safetensors"),
         ("wider", "has a different shape from"),
         ("words", "has a different vocabulary from"),
