@@ -85,8 +85,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class IntegratedGradients:
-    """A value for each token of the prompt, and the target at the prompt and at the baseline. With
-    infinitely many steps the values would sum to target(prompt) - target(baseline)."""
+    """A value for each token of the prompt, and the values of the target for the prompt and for the
+    baseline. With infinitely many steps the values would sum to target(prompt) -
+    target(baseline)."""
 
     values: tuple[float, ...]
     target: float

@@ -69,8 +69,8 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """The amount of the difference that the node `source` carries through the node `target`, both
-    given by index. The target None is the logits."""
+    """The amount of the difference that the node `source` carries through the node `target`. Both
+    are indices of nodes; `target` None means the logits."""
 
     source: int
     target: int | None
@@ -111,14 +111,15 @@ class Circuit:
 
     @property
     def share(self) -> float | None:
-        """Share of (difference - baseline) that the circuit explains; None if that is 0."""
+        """The share of (difference - baseline) that the circuit explains; None if the two are
+        equal."""
         return explained_share(
             self.difference - self.baseline, self.left_out, self.left_out_attention
         )
 
     def surviving(self, difference: float) -> float | None:
-        """Share of (difference - without_all) that an ablation leaves; None if that is 0, or if the
-        circuit is empty."""
+        """The share of (difference - without_all) that remains in an ablation whose difference is
+        `difference`; None if the whole is 0, or if the circuit is empty."""
         whole = self.difference - self.without_all
         return (difference - self.without_all) / whole if whole and self.nodes else None
 
