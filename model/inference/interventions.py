@@ -63,13 +63,13 @@ class Intervention:
 
     @property
     def directions(self) -> dict[str, Any]:
-        """The directions, by the names of their fields."""
+        """The intervention's directions, by field name."""
         named = {"along": self.along, "proportional_to": self.proportional_to}
         return {name: array for name, array in named.items() if array is not None}
 
     @property
     def elements(self) -> int:
-        """Number of elements of the arrays."""
+        """Number of elements in all arrays of the intervention."""
         given = 0 if self.values is None else self.values.size
         return given + sum(direction.size for direction in self.directions.values())
 
@@ -161,7 +161,9 @@ def _check_intervention(intervention: Intervention, config: ModelConfig, length:
 def _check_direction(name: str, direction: Any, stage: Stage, shape: tuple[int, ...]) -> None:
     """Check a direction. `shape` is the shape of the chosen heads of its stage at one position."""
     if stage.kind.axes[-1] == "T":
-        raise InvalidRequest(f"{stage.name} has no directions, only keys: name them in units")
+        raise InvalidRequest(
+            f"{stage.name} has keys, which have no directions: name the keys in units"
+        )
     if direction.shape not in (shape, shape[-1:]):
         raise InvalidRequest(
             f"{name} has the shape {list(direction.shape)}; {stage.name} takes "

@@ -76,8 +76,8 @@ def load_model(
     (`use_threads`).
 
     `log` gets a line for the chosen checkpoint of a run, and a line if native kernels are built.
-    Raises CheckpointError and KernelError; DeviceError, before it reads the weights, if they and
-    the `slots` do not fit.
+    Raises CheckpointError and KernelError; DeviceError, before it reads the weights, if the weights
+    and the `slots` do not fit into memory.
     """
     keep_freed_memory()
     checkpoint = read_checkpoint(path)

@@ -95,9 +95,9 @@ CODE_SLOTS = 8
 """Default number of slots of a served model that its owner's code computes. A step needs a pass for
 each sequence, so more slots would not add tokens per second but delay every stream."""
 SERVED_SLOTS = SlotDefault(64, MemoryShare(0.25))
-"""Default number of slots of a server. A quarter leaves most of the memory to others; slots take
-memory only once they are used (`model/inference/kv_cache.py`). 64 limits the slowdown of a stream
-when all slots are in use."""
+"""Default number of slots of a server. A quarter of the free memory leaves most of it to other
+programs; slots take memory only once they are used (`model/inference/kv_cache.py`). 64 limits the
+slowdown of a stream when all slots are in use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +168,15 @@ def format_target(target: TargetGap | None) -> str:
 
 
 def head_quantization(quantize: Quantization) -> Quantization:
-    """Quantization of the head if the other matrices have `quantize`. The head keeps eight bits,
-    because no later layer compensates for its error, and because a tied head is also the embedding.
+    """Quantization of the head if `quantize` is the quantization of the other matrices. The head
+    keeps eight bits, because no later layer compensates for its error, and because a tied head is
+    also the embedding.
     """
     return "none" if quantize == "none" else "int8"
 
 
 def parse_loss_limit(text: str) -> float:
-    """Parse the limit of an added loss: "2%" is 0.02, "any" is infinity. Raises ValueError with the
+    """Parse a limit on the added loss: "2%" is 0.02, "any" is infinity. Raises ValueError with the
     valid forms."""
     if text.strip().lower() == "any":
         return math.inf

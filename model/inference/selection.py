@@ -87,7 +87,8 @@ def resolve_heads(
     heads: Sequence[int], stages: Sequence[Stage], config: ModelConfig
 ) -> tuple[int, ...]:
     """Resolve head indices for all stages that have heads; negative ones count from the end. Raises
-    InvalidRequest if a head does not exist, or is a different one in different stages."""
+    InvalidRequest if a head does not exist, or if an index means different heads in different
+    stages."""
     resolved: dict[tuple[int, ...], None] = {}
     for stage in stages:
         if stage.heads_axis is not None:

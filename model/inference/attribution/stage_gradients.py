@@ -29,7 +29,7 @@ class BlockGradients:
 
     of_input   gradient (1, T, C) with respect to the block's input
     of_stages  gradients (T, ...) with respect to stages, by name within the block
-    probed     value of the probe; None without a probe in this block
+    probed     value of the probe; None if this block has no probe
     """
 
     of_input: Tensor

@@ -2,10 +2,10 @@
 
 With these held, a block is a linear map of its input, up to constants (biases, value embeddings):
 
-    norm         x -> w (x - mean(x)) / s + b with the s of this forward (RMSNorm: no mean)
-    attention    z_t = sum_s p_ts v_s with the weights p of this forward
-    activation   act(u) = (act(u) / u) u with the ratio of this forward; in swiglu, gate and up get
-                 half of silu(gate) up each
+    norm         x -> w (x - mean(x)) / s + b with the s of this forward pass (RMSNorm: no mean)
+    attention    z_t = sum_s p_ts v_s with the weights p of this forward pass
+    activation   act(u) = (act(u) / u) u with the ratio of this forward pass; in SwiGLU, gate and
+                 up get half of silu(gate) up each
 
 These are the rules of RelP (Jafari et al., 2025), with which Arora et al. (2026, arXiv 2601.22594)
 trace single neurons. Unlike a slope, a ratio leaves no remainder.
@@ -83,23 +83,23 @@ class Choice:
         self.chosen: dict[tuple[int, str], Chosen] = {}
 
     def keep(self, carried: Tensor) -> Tensor:
-        """Choose among parts, given the amount `carried` (G, ...) by each. Returns the mask (...)
-        of the chosen parts."""
+        """Choose among parts. `carried` (G, ...) are the amounts that they carry. Returns the mask
+        (...) of the chosen parts."""
         kept = (carried.abs() > self.threshold).any(0)
         self.count += int(kept.sum())
         self.leave_out(carried * ~kept)
         return kept
 
     def leave_out(self, carried: Tensor) -> None:
-        """Add the amounts `carried` (G, ...) by parts to `left_out`."""
+        """Add the amounts `carried` (G, ...) of parts that are left out to `left_out`."""
         self.left_out += carried.flatten(1).sum(1, dtype=torch.float64).cpu()
 
     def keep_sublayer(
         self, key: tuple[int, str], rows: Tensor, carried: Tensor, gradients: Tensor
     ) -> Tensor:
-        """Choose among a sublayer's parts at the positions `rows`, given the amount `carried` (G,
-        n, parts) by each, and store the chosen parts with their `gradients` (G, n, parts, ...).
-        Returns their mask (n, parts)."""
+        """Choose among a sublayer's parts at the positions `rows`. `carried` (G, n, parts) are the
+        amounts that they carry. Stores the chosen parts with their `gradients` (G, n, parts, ...),
+        and returns the mask (n, parts) of the chosen parts."""
         kept = self.keep(carried)
         at, indices = kept.nonzero(as_tuple=True)
         self.chosen[key] = Chosen(

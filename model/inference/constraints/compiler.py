@@ -148,11 +148,17 @@ class Compiler:
 
     def compile(self, source: Source) -> "Constraint":
         """Compile a source. Raises ConstraintError with the compiler's message if it is invalid or
-        too large.""" grammar = _grammar(source, looks_ahead=self._looks_ahead) began =
-        time.thread_time() matcher = self.matcher(source, grammar) seconds = time.thread_time() -
-        began allowed, complete = self.look(matcher) if complete: raise ConstraintError("the
-        constraint matches only the empty text, so there is nothing to generate") return
-        Constraint(source, self, grammar, allowed, seconds)
+        too large."""
+        grammar = _grammar(source, looks_ahead=self._looks_ahead)
+        began = time.thread_time()
+        matcher = self.matcher(source, grammar)
+        seconds = time.thread_time() - began
+        allowed, complete = self.look(matcher)
+        if complete:
+            raise ConstraintError(
+                "the constraint matches only the empty text, so there is nothing to generate"
+            )
+        return Constraint(source, self, grammar, allowed, seconds)
 
     def matcher(self, source: Source, grammar: str) -> Any:
         """A new llguidance matcher, before the first token. It is not a copy of another matcher,

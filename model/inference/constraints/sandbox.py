@@ -37,7 +37,7 @@ from logitd.model.text.tokenizer import Tokenizer
 ROOT = Path(__file__).parents[4]
 MODULE = "logitd.model.inference.constraints.sandbox"
 STACK_BYTES = 2**20
-"""Stack of a trial, smaller than that of a server's thread."""
+"""Stack size of a trial. It is smaller than the stack of a server's thread."""
 MEMORY_BYTES = 2**24
 """Address space that a trial may add to its process. Ordinary sources need a tenth of it. For each
 sequence, the server needs as much memory as the trial. This also bounds the time of most sources,
@@ -172,7 +172,7 @@ def main(control: socket.socket, memory: int) -> None:
 
 
 def _make_way(began: dict[int, float]) -> None:
-    """Forget ended trials, and lower the priority of those that have run for LONG_SECONDS."""
+    """Forget ended trials, and lower the priority of trials that have run for LONG_SECONDS."""
     for trial, since in list(began.items()):
         if os.waitpid(trial, os.WNOHANG)[0]:
             del began[trial]

@@ -3,12 +3,11 @@
 A caller should not hold all slots for long, because running sequences are never preempted:
 
 - If another caller sent a request in the last COMPANY_SECONDS, a caller leaves an eighth of the
-  slots free.
-- Of its sequences that generate with interventions, a caller runs only as many as compute in one
-  step. More would only wait in their slots.
-- A sequence waits while another sequence of its request computes a prefix that it can copy.
+slots free. - Of its sequences that generate with interventions, a caller runs only as many as can
+compute in one step. Any more would only wait in their slots. - A sequence waits while another
+sequence of its request computes a prefix that it can copy.
 
-The prompts of a step take turns between callers. The rules see sequences and slot counts; the
+Callers take turns with the prompts of a step. The rules see sequences and slot counts; the
 scheduler decides and keeps all other state.
 """
 
@@ -33,7 +32,7 @@ class CallerTurns:
         self._began: dict[str, int] = {}  # by caller: last step that began one of its prompts
 
     def arrived(self, sequence: Sequence) -> None:
-        """Record the time of the caller's last request."""
+        """Record that a caller sent a request, and its time of arrival."""
         self._arrivals[sequence.request.caller] = sequence.arrived
         self._arrivals.move_to_end(sequence.request.caller)
         if len(self._arrivals) > 2:  # the last caller other than any given one is among two
@@ -78,7 +77,7 @@ class CallerTurns:
 
 def leaves_rows(sequence: Sequence, running: Many[Sequence], step_elements: int) -> bool:
     """False if this sequence generates with interventions, and its caller already runs as many such
-    sequences as compute in one step."""
+    sequences as can compute in one step."""
     same = [s for s in (*running, sequence) if s.changes_rows and _same_caller(s, sequence)]
     elements = sum(s.group.cost.row for s in same)
     return not sequence.changes_rows or len(same) == 1 or elements <= step_elements

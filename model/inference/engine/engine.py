@@ -7,7 +7,7 @@ is its only `FinishEvent`.
 
 A drafted token is accepted if it equals the token sampled at the position before it. Then the
 sample at the drafted token is the one that the next step would have made. So drafts change how many
-tokens a step yields, but never the tokens.
+tokens a step yields, but never which tokens.
 """
 
 import math
@@ -121,9 +121,9 @@ class Engine:
         """Queue a request that passed `check_request`.
 
         `arrived` is its time of arrival on the engine's clock (default: now). `weights` is the
-        version of the weights that must compute it: the current one or the next, for which it waits
-        (default: the newest). Raises InvalidRequest for any other version, and for a request id in
-        use.
+        version of the weights that must compute the request: the current one, or the next one, for
+        which the request waits (default: the newest). Raises InvalidRequest for any other version,
+        and for a request id in use.
         """
         if weights is None:
             weights = self.weights + self.swapping()
@@ -420,8 +420,8 @@ class Engine:
         return [self._finish_with_error(sequence, message) for sequence in computed]
 
     def _not_finite(self, sequence: Sequence, message: str) -> Event:
-        """End a sequence whose logits are not finite. If its request has interventions, they are
-        the `param` of the error."""
+        """End a sequence whose logits are not finite. If its request has interventions, the `param`
+        of the error names them."""
         param = PARAM if sequence.request.interventions else None
         return self._finish_with_error(sequence, message, param)
 

@@ -35,8 +35,8 @@ class SlotFields(CommonFields):
     """The fields of requests that are computed in a slot of the cache.
 
     prefix_reuse   allow the prompt to copy a prefix from another slot
-    interventions  changes inside the forward, applied in this order; a request with interventions
-                   neither copies a prefix nor offers one
+    interventions  changes inside the forward pass, applied in this order; a request with
+                   interventions neither copies a prefix nor offers one
     """
 
     prefix_reuse: bool = True

@@ -118,8 +118,9 @@ class _RowsToSample:
 
 @dataclass(frozen=True, slots=True)
 class ForwardModel:
-    """A model's weights, and the objects that compute with them on one cache. `contention` watches
-    the blocks of attributions; None for a model without them."""
+    """A model's weights, and the objects that compute with them on one cache. `contention` limits
+    the blocks of attributions to one thread while other processes use the cores; None if the
+    owner's code computes the model, which has no attributions."""
 
     network: Network
     decoder: Decoder
@@ -172,8 +173,8 @@ class Runner:
 
     def prepare(self, network: Network) -> ForwardModel:
         """Prepare new weights for `replace` while the current ones compute. Does not write to the
-        cache. Raises ValueError unless `network` fits the cache, and the errors of the decoder's
-        constructor."""
+        cache. Raises ValueError if `network` does not fit the cache. Errors of the decoder's
+        constructor are raised too."""
         served = self.model.network
         if network.config != served.config:
             raise ValueError("the new weights have a different shape from the served model")
@@ -181,13 +182,13 @@ class Runner:
             weight, old = network.token_embedding.weight, served.token_embedding.weight
             if (weight.device, weight.dtype) != (old.device, old.dtype):
                 raise ValueError(
-                    f"the new weights are {weight.dtype} on {weight.device}, the served ones "
-                    f"{old.dtype} on {old.device}"
+                    f"the new weights are {weight.dtype} on {weight.device}, but the served "
+                    f"weights are {old.dtype} on {old.device}"
                 )
         return self._forward_model(network)
 
     def replace(self, model: ForwardModel) -> None:
-        """Replace the weights by prepared ones. The contents of the cache become invalid."""
+        """Replace the weights with prepared ones. The contents of the cache become invalid."""
         self.model.close()
         self.model = model
 
@@ -443,8 +444,8 @@ def _rows_to_decode(
 def _masks(
     sequences: Iterable[Sequence],
 ) -> tuple[dict[Sequence, Any], dict[Sequence, SampleError | ConstraintComplete]]:
-    """The masks of constraints by sequence, NumPy booleans (V,), and the results of sequences that
-    get no token because their constraint is complete or has failed."""
+    """For each sequence with a constraint, its mask (NumPy booleans, (V,)). For each sequence that
+    gets no token because its constraint is complete or has failed, its result."""
     masks: dict[Sequence, Any] = {}
     without_token: dict[Sequence, SampleError | ConstraintComplete] = {}
     for sequence in sequences:

@@ -1,9 +1,9 @@
 """Scheduler: chooses the sequences that the next step computes.
 
 Sequences are admitted by priority; within a priority the callers take turns (`queue.py`). Admitted
-prompts take turns in the same way. A step decodes every running sequence once and prefills at most
-`prefill_chunk` positions, fewer while sequences decode (`budget.py`), of as many prompts as fit.
-Running sequences are never preempted: an admitted sequence can finish.
+prompts take turns in the same way. A step decodes every running sequence once. It prefills as many
+prompts as fit into `prefill_chunk` positions, or into fewer positions while sequences decode
+(`budget.py`). Running sequences are never preempted: an admitted sequence can finish.
 
 If the reader of a sequence's outputs is behind, the sequence computes nothing but keeps its slot.
 When another sequence needs the slot, the one that has been behind the longest is evicted (PAUSED).
@@ -15,11 +15,11 @@ The unread rows of paused sequences take memory. So at most as many sequences ar
 are slots; beyond that, those that have been behind the longest are ended.
 
 Outputs and interventions cost elements (`cost.py`). In one step the prompts may cost STEP_ELEMENTS,
-and so may the rows of tapped sequences, whose stages are recorded or changed; other tapped
-sequences decode in a later step, in turn. A step is heavy if it has LARGE elements or more, a
+and so may the rows of tapped sequences, whose stages are recorded or changed; tapped sequences that
+do not fit decode in a later step, in turn. A step is heavy if it has LARGE elements or more, a
 tapped sequence, or a piece of an attribution. After a heavy step, no such work runs next to
-decoding for COOLDOWN times its duration. So it at most about doubles the time per token of other
-sequences.
+decoding for COOLDOWN times its duration. So heavy work at most about doubles the time per token of
+other sequences.
 
 Attributions take no slot (`attributions.py`). If attributions and other heavy work wait, each gets
 half of the time, so a short attribution does not wait for a queue of heavy prompts.
@@ -424,8 +424,8 @@ class Scheduler:
 
 
 def _elements(sequence: Sequence, start: int, end: int) -> int:
-    """Elements of a prompt's positions [start, end): of interventions, and of outputs that were not
-    delivered yet."""
+    """Number of elements of a prompt's positions [start, end): those that interventions change, and
+    those of outputs that have not been delivered yet."""
     cost = sequence.group.cost
     return cost.position * (end - start) + cost.output * len(sequence.positions_in(start, end))
 

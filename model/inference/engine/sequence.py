@@ -54,7 +54,8 @@ class Scoring:
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """The data shared by all sequences of a request. `weights` is the version of the weights."""
+    """The data shared by all sequences of a request. `weights` is the version of the weights that
+    computes them."""
 
     request: Request
     weights: int = 0
@@ -157,7 +158,7 @@ class Sequence:
         return self.outputs is not None and self.handed_out == len(self.outputs.positions)
 
     def positions_in(self, start: int, end: int) -> tuple[int, ...]:
-        """Requested positions in [start, end) whose outputs were not delivered yet."""
+        """Requested positions in [start, end) whose outputs have not been delivered yet."""
         if self.outputs is None:
             return ()
         positions = self.outputs.positions

@@ -90,7 +90,7 @@ class Launcher(Protocol):
 
 
 DecodeRows = tuple[Sequence[int], Sequence[int], Sequence[int]]
-"""Token ids, slots and positions of the rows of a step."""
+"""The token ids, the slots and the positions of a step's rows."""
 
 
 class MixedPass(Protocol):

@@ -1,7 +1,7 @@
 """Distribution: probabilities, logprobs and ranks of tokens, and the mass and entropy of a row.
 
-All replies get these numbers here, computed in float64 from the engine's rows of logits (NumPy
-arrays). Logprobs have the same bits as in the sampler (`sampler.py`).
+The numbers in all replies come from this module, computed in float64 from the engine's rows of
+logits (NumPy arrays). Logprobs have the same bits as in the sampler (`sampler.py`).
 """
 
 from collections.abc import Sequence

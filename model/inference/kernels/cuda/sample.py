@@ -4,7 +4,8 @@ Steps 8 to 10 of `model/inference/sampling/sampler.py`. The twin, `sampling/samp
 from the device; here all rows take the same path with shapes known in advance, so it can be
 recorded. A row's uniform number is uploaded with its parameters (`pack`), because Philox would be
 seventy small kernels on the device. `sampling_kernels.py` chooses the tokens. A GPU adds in another
-order, so a number within a rounding of an edge may fall on its other side.
+order than the twin, so a number that is within a rounding error of a threshold may fall on the
+other side of it.
 
 Shapes: R rows, V vocabulary.
 """

@@ -101,7 +101,7 @@ class AppliedChange:
         return values[..., : numbers.shape[-1]]
 
     def _index(self, value: Tensor, rows: Sequence[int], *, units: bool = True) -> tuple[Axis, ...]:
-        """An index of the rows, heads and (with `units`) units of `value`."""
+        """An index into `value` that selects rows, heads and, with `units`, units."""
         axes: list[Axis] = [slice(None)] * value.ndim
         axes[0] = _axis(rows)
         if self._heads is not None:

@@ -36,7 +36,8 @@ SHORTEST, LONGEST = 0.1, 1.6
 
 
 class ContentionMonitor:
-    """Detects if the thread that computes a model's prompts shares its core with other threads."""
+    """Detects whether the thread that computes a model's prompts shares its core with other
+    threads."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class ContentionMonitor:
         *,
         keep_bits: Callable[[GPT, int], bool] | None = None,
     ) -> None:
-        """`keep_bits` replaces `threads_keep_bits` if other operations than prefill are watched."""
+        """`keep_bits` replaces `threads_keep_bits` if operations other than prefill are watched."""
         self._gpt = gpt
         self._keep_bits = keep_bits
         self._clock = clock

@@ -108,8 +108,8 @@ def _products(gpt: GPT) -> Iterator[tuple[Product, Tensor]]:
 
 
 def _block_products(gpt: GPT) -> Iterator[tuple[Product, Tensor]]:
-    """The matrix products of a block, with weights that cancel out. All blocks have the same
-    shapes."""
+    """The matrix products of a block, with weights whose products cancel out. All blocks have the
+    same shapes."""
     block = gpt.blocks[0]
     assert isinstance(block, Block)
     shapes = {

@@ -97,7 +97,7 @@ def test_faulty_decoder_is_replaced_by_plain_torch(make: Any, fault: str) -> Non
 def test_bits_that_depend_on_the_batch_fail_batch_invariance() -> None:
     make = spoiled("decode", lambda right, *rows: right(*rows) * (1 + len(rows[0]) * 2**-20))
     assert cuda_path(GPT, "auto", batch_invariant=False, make=make).name == "CUDA graphs"
-    with pytest.raises(KernelError, match=r"other bits.*batch_invariant.*cpu"):
+    with pytest.raises(KernelError, match=r"different bits.*batch_invariant.*cpu"):
         cuda_path(GPT, "auto", batch_invariant=True, make=make)
 
 
