@@ -169,7 +169,7 @@ class _Prompt:
         """Run the gradient back through all blocks, one per piece, and return the gradient (1, T,
         C) with respect to the stream that enters the first block. Empties `streams`. `direction` is
         the gradient of the target with respect to the final hidden state; None if the target is a
-        probe of an earlier stage. With `stages`, keep the gradients with respect to the task's
+        probe of an earlier stage. With `stages`, keeps the gradients with respect to the task's
         stages."""
         after = self._end(last, direction, keep=stages)
         gradient = after

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 
 class KeptStages:
-    """A tap that stores `part(value)` of each stage in `names`, for one block, in `kept` under the
-    stage's name."""
+    """A tap on one block. For each stage in `names`, it stores `part(value)` in `kept` under the
+    name of the stage."""
 
     def __init__(self, names: Collection[str], part: Callable[[Tensor], Tensor]) -> None:
         self._names, self._part = names, part

@@ -119,7 +119,7 @@ class Circuit:
 
     def surviving(self, difference: float) -> float | None:
         """The share of (difference - without_all) that remains in an ablation whose difference is
-        `difference`; None if the whole is 0, or if the circuit is empty."""
+        `difference`; None if the two are equal, or if the circuit is empty."""
         whole = self.difference - self.without_all
         return (difference - self.without_all) / whole if whole and self.nodes else None
 

@@ -17,8 +17,8 @@ AT_ONCE = 2
 """Number of attributions that run at a time. It is small because an attribution keeps the residual
 stream before every block in memory."""
 MOST_AT_ONCE = 8
-"""Limit on the number of running attributions, for starting one of a caller that has none
-running."""
+"""Limit on the total number of running attributions. It applies when the next one belongs to a
+caller that has none running."""
 
 
 class AttributionTurns:

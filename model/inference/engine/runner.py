@@ -444,8 +444,8 @@ def _rows_to_decode(
 def _masks(
     sequences: Iterable[Sequence],
 ) -> tuple[dict[Sequence, Any], dict[Sequence, SampleError | ConstraintComplete]]:
-    """For each sequence with a constraint, its mask (NumPy booleans, (V,)). For each sequence that
-    gets no token because its constraint is complete or has failed, its result."""
+    """The mask of each sequence with a constraint, as NumPy booleans (V,), and the result of each
+    sequence that gets no token because its constraint is complete or has failed."""
     masks: dict[Sequence, Any] = {}
     without_token: dict[Sequence, SampleError | ConstraintComplete] = {}
     for sequence in sequences:

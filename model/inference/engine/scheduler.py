@@ -1,9 +1,9 @@
 """Scheduler: chooses the sequences that the next step computes.
 
 Sequences are admitted by priority; within a priority the callers take turns (`queue.py`). Admitted
-prompts take turns in the same way. A step decodes every running sequence once. It prefills as many
-prompts as fit into `prefill_chunk` positions, or into fewer positions while sequences decode
-(`budget.py`). Running sequences are never preempted: an admitted sequence can finish.
+prompts take turns in the same way. A step decodes every running sequence once. It also prefills up
+to `prefill_chunk` positions, or fewer while sequences decode (`budget.py`), of as many prompts as
+fit. Running sequences are never preempted: an admitted sequence can finish.
 
 If the reader of a sequence's outputs is behind, the sequence computes nothing but keeps its slot.
 When another sequence needs the slot, the one that has been behind the longest is evicted (PAUSED).
@@ -424,8 +424,8 @@ class Scheduler:
 
 
 def _elements(sequence: Sequence, start: int, end: int) -> int:
-    """Number of elements of a prompt's positions [start, end): those that interventions change, and
-    those of outputs that have not been delivered yet."""
+    """Number of elements of a prompt's positions [start, end): elements that interventions change,
+    and elements of outputs that have not been delivered yet."""
     cost = sequence.group.cost
     return cost.position * (end - start) + cost.output * len(sequence.positions_in(start, end))
 

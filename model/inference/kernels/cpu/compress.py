@@ -17,7 +17,8 @@ SIDE, STEP = 16, 32
 """Rows and columns of a block."""
 STRIP_ROWS = 2 * SIDE
 WORTH_IT = 0.9
-"""A matrix is stored compressed if its compressed size, relative to its size, is at most this."""
+"""A matrix is stored compressed if its compressed size, relative to its original size, is at most
+this."""
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 The native decoder computes with compressed or quantized matrices and no longer reads the GPT's own
 matrices. Only torch reads the GPT's own, for recorded or changed activations and for attributions.
-If nothing else computes with the GPT, their memory is returned to the system. They are restored to
-the same bits when torch first needs them, and then stay in memory. Until then the parameters are
-empty, so computing with them by mistake raises an error instead of returning wrong numbers.
+If nothing else computes with the GPT, the memory of these matrices is returned to the system. They
+are restored to the same bits when torch first needs them, and then stay in memory. Until then the
+parameters are empty, so computing with them by mistake raises an error instead of returning wrong
+numbers.
 """
 
 import ctypes

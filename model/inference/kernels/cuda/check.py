@@ -100,7 +100,7 @@ def compare(
         _hold(f"step {step}, one row", alone, expected[row], allowed)
         if batch_invariant and not torch.equal(alone, found[row]):
             raise CheckFailed(
-                f"step {step}: a row has different bits alone than among {len(slots)}"
+                f"step {step}: a row has different bits in a batch of {len(slots)} than alone"
             )
         positions = [position + 1 for position in positions]
     if (launcher := fast.launcher) is not None:

@@ -47,8 +47,8 @@ matrices). A tile takes at most 96 KiB of shared memory, which any recent GPU ha
 NARROW = 1024
 """Number of columns up to which narrower tiles are used, so that there are more programs."""
 DEEP, DEEP_PARTS = 2048, 4
-"""The number of columns of x from which the product at the end of a block is divided into parts,
-and the number of parts. Different programs compute the parts."""
+"""The minimum number of columns of x at which the product at the end of a block is divided into
+parts, and the number of parts. Different programs compute the parts."""
 SPAN = 256
 """Parts begin at multiples of this number of columns of x. It is a multiple of the columns that any
 tile loads at a time."""

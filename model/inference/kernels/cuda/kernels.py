@@ -214,8 +214,8 @@ def matmul(
     BLOCK_K: tl.constexpr,
     LINKED: tl.constexpr,
 ):
-    """Multiply x by a matrix, in tiles. With PARTS, writes sums of parts of the columns; `norm`
-    later adds these sums, the bias and the residual."""
+    """Multiply x by a matrix, in tiles. With PARTS, each part is a sum over SPAN columns of x;
+    `norm` later adds the parts, the bias and the residual."""
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(2)
