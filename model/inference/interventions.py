@@ -124,7 +124,7 @@ def about(field: str) -> Iterator[None]:
 def resolve_units(
     units: Sequence[int], stage: Stage, width: int, **options: bool
 ) -> tuple[int, ...]:
-    """Resolve indices of a stage's last axis, which has `width` units. `options` are those of
+    """Resolve indices of a stage's last axis, which has `width` units. `options` are passed on to
     `resolve_indices`."""
     return resolve_indices("units", units, width, f"{stage.name} has {width}", **options)
 

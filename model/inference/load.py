@@ -109,7 +109,7 @@ def choose_computation(
     checkpoint: CheckpointInfo, options: ComputeOptions, *, log: Callable[[str], None]
 ) -> tuple[DTypeChoice, Placement]:
     """Choose the dtype and the device. Raises KernelError and DeviceError; CheckpointError if the
-    checkpoint has code that may not run."""
+    checkpoint has code that the user has not allowed to run."""
     config = checkpoint.shape
     if isinstance(config, CodeConfig):
         _check_code_options(checkpoint, config, options)

@@ -36,7 +36,7 @@ SCALE_BYTES = 4
 @dataclass(frozen=True, slots=True)
 class SlotBudget:
     """The number of slots of each model's KV cache: `slots`, or as many as fit into `memory`, which
-    is shared by all models. At most one of these is set; if none is, `default` applies."""
+    is shared by all models. At most one of the two is set; if neither is set, `default` applies."""
 
     slots: int | None = None
     memory: MemorySize | None = None

@@ -1,4 +1,4 @@
-"""Options for computing a model, and parsers for their values on the command line. Imports no
+"""Options for computing with a model, and parsers for their values on the command line. Imports no
 torch."""
 
 import math

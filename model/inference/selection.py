@@ -72,7 +72,7 @@ def lens_layers(config: ModelConfig) -> int:
 
 def resolve_stages(patterns: Sequence[str], config: ModelConfig) -> tuple[Stage, ...]:
     """The stages that match names and patterns, in the order of computation. Raises InvalidRequest
-    if one matches no stage."""
+    if a name or pattern matches no stage."""
     if not patterns:
         raise InvalidRequest(
             "stages is empty: name at least one of the stages that GET /stages lists", "stages"

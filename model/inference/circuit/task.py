@@ -1,7 +1,7 @@
 """Tasks and results of circuits: immutable plain data, without torch.
 
 The target is the difference of two tokens' logits at one position of a prompt. `frozen.py` defines
-the share of it that a part carries.
+the share of this difference that a part carries.
 """
 
 import math

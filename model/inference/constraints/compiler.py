@@ -4,9 +4,9 @@ The compiler turns a regular expression, a JSON Schema, a list of choices or a g
 `Constraint`. Each sequence has its own `Matcher`, which computes a mask over the vocabulary before
 each sample and advances by the sampled token. Matchers share no mutable state, so a mask depends
 only on the tokens of its sequence. The masks come from llguidance, an optional dependency that only
-this module imports; it gets the checkpoint's vocabulary and split pattern. Not here: applying masks
-(`model/inference/sampling/sampler.py`), protection from costly sources
-(`model/inference/constraints/sandbox.py`), the cache of compiled constraints
+this module imports; it gets the checkpoint's vocabulary and split pattern. Other modules apply
+masks (`model/inference/sampling/sampler.py`), protect the server from costly sources
+(`model/inference/constraints/sandbox.py`) and cache compiled constraints
 (`service/models/constraints.py`).
 
 The four kinds:

@@ -100,8 +100,8 @@ class Sandbox:
     @contextlib.contextmanager
     def begin(self) -> Iterator[socket.socket]:
         """Begin a trial and return its socket. The trial reads a request (`request_of`) from it,
-        writes an answer (`check`), and ends with the context. Raises OSError if the process has
-        ended."""
+        writes an answer (`check`), and ends when the context exits. Raises OSError if the process
+        has ended."""
         assert self._control is not None
         ours, theirs = socket.socketpair()
         held, holds = os.pipe()
@@ -117,7 +117,7 @@ class Sandbox:
             os.close(holds)
 
     def close(self) -> None:
-        """End the process. Trials end with their contexts."""
+        """End the process. Running trials end when their contexts exit."""
         if self._control is not None:
             self._control.close()
         if self._process is not None:

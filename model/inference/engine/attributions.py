@@ -22,7 +22,7 @@ caller that has none running."""
 
 
 class AttributionTurns:
-    """The waiting and the running attributions. The running ones take turns."""
+    """The attributions that wait, and the attributions that run, which take turns."""
 
     def __init__(self) -> None:
         self.waiting = WaitingQueue()

@@ -34,8 +34,8 @@ from logitd.model.transformer.config import BLOCK
 WINDOW = 9
 """Number of prompt parts in the median."""
 NEAREST = 3
-"""Number of decode steps in the median: of the last RECENT ones, those with the closest row
-counts."""
+"""Number of decode steps in the median. Of the last RECENT decode steps, it uses the steps with the
+closest row counts."""
 RECENT = 32
 PROBE = 16
 """Number of steps with shared passes after which one step only decodes: the cost of decoding

@@ -20,7 +20,7 @@ from logitd.model.inference.engine.sequence import Sequence, State
 from logitd.model.transformer.config import BLOCK
 
 COMPANY_SECONDS = 3600
-"""Seconds after a caller's request during which other callers leave slots free for it."""
+"""For this many seconds after a caller's request, other callers leave slots free for the caller."""
 SPARE_DIVISOR = 8
 """The slots left free are the total number of slots divided by this."""
 

@@ -200,8 +200,8 @@ class Engine:
 
     def step(self, on_compute: Callable[[], None] | None = None) -> StepResult:
         """Admit, prefill, decode, sample; then compute a piece of an attribution. `on_compute` is
-        called after planning: most of the rest is native code, during which other threads can use
-        the interpreter."""
+        called after planning: most of the remaining work is native code, during which other threads
+        can use the interpreter."""
         if self._closed:
             raise RuntimeError("the engine is closed and computes no more requests")
         # 1) End sequences past their deadline, so that their slots are free for this step.

@@ -26,8 +26,8 @@ MOST_TOKENS = 7
 read the weights once (`STREAM_ROWS` in kernels/cpu/native/linear.h)."""
 FIXED_ROWS = 2
 """Fixed cost of a step, in rows. With one sequence a guess pays off if it is right once in 1 +
-FIXED_ROWS times; with more sequences it must be right more often. The value is below that of every
-measured model, to avoid doubtful guesses."""
+FIXED_ROWS times; with more sequences it must be right more often. The value is below the fixed cost
+of every measured model, to avoid doubtful guesses."""
 FIRST_RATES = {2: 0.3, 3: 0.4, 4: 0.5}
 """Initial rates of right guesses, by the length of the repetition."""
 RATE_STEP = 0.3

@@ -1,4 +1,4 @@
-"""Runner: computes the plan of a step. In the engine, only this file and `outputs.py` handle
+"""Runner: carries out the plan of a step. In the engine, only this file and `outputs.py` handle
 tensors.
 
 A decoder computes the passes (`model/inference/kernels/`). The arithmetic of a row depends on its
@@ -228,7 +228,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
-        """Compute a plan. Its decode steps may have been launched by an earlier call."""
+        """Carry out a plan. Its decode steps may have been launched by an earlier call."""
         in_flight, rest = self.model.overlap.begin(plan), plan
         if in_flight is not None:  # launched steps have no tapped rows
             rest = replace(plan, decode=tuple(s for s in plan.decode if s.tapped))
@@ -269,9 +269,9 @@ class Runner:
         self._attributing.pop(sequence, None)
 
     def _compute(self, plan: StepPlan, output: StepOutput) -> _RowsToSample:
-        """Compute all forward passes of a plan, except a decode in flight. Returns the rows to
-        sample: first of prompts that end, then of decoding sequences, the plain ones before the
-        tapped ones."""
+        """Compute all forward passes of a plan, except decode steps in flight. Returns the rows to
+        sample: first the rows of prompts that end, then the rows of decoding sequences, plain
+        sequences before tapped sequences."""
         began = self._clock()
         decoder = self.model.decoder
         logits: list[Tensor] = []
@@ -327,8 +327,8 @@ class Runner:
                     output.outputs[chunk.sequence] = outputs
 
     def _mixed_pass(self, plan: StepPlan, rows: DecodeRows) -> MixedPass | None:
-        """The pass that computes the prompts of a plan together with the `rows` of its decode; None
-        if they need separate passes."""
+        """The pass that computes the prompts of a plan together with the `rows` of its decode step;
+        None if they need separate passes."""
         mixed, count = self.model.decoder.mixed_pass, len(rows[0])
         if mixed is None or not plan.prefill or not count:
             return None

@@ -397,9 +397,9 @@ class Scheduler:
         return PrefillChunk(sequence, start, end, copy_from)
 
     def _decode_in_turn(self, decode: tuple[Sequence, ...], *, light: bool) -> tuple[Sequence, ...]:
-        """Choose the sequences that decode: all plain ones and, unless the step is `light`, the
-        tapped ones that have waited the longest, as many as fit into `step_elements` but at least
-        one."""
+        """Choose the sequences that decode: all plain sequences and, unless the step is `light`,
+        the tapped sequences that have waited the longest. Of the tapped sequences, as many decode
+        as fit into `step_elements`, but at least one."""
         elements = 0
         tapped = [] if light else [sequence for sequence in decode if sequence.tapped]
         for index, sequence in enumerate(sorted(tapped, key=lambda each: each.decoded_step)):

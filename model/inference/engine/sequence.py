@@ -143,7 +143,8 @@ class Sequence:
 
     @property
     def first_needed(self) -> int:
-        """The first position whose hidden state is still needed; earlier ones may be copied."""
+        """The first position whose hidden state is still needed; earlier positions may be
+        copied."""
         if self.outputs is not None and not self.all_handed_out:
             return self.outputs.positions[self.handed_out]
         return self.prompt_length - 1 if self.scoring is None else self.scoring.start

@@ -3,9 +3,9 @@
 Checks the context length, token ids, counts, and lists of positions, layers and heads. Every error
 is an `InvalidRequest` with the field, the numbers and the fix. `Engine.add` calls `check_request`;
 callers of `Engine.accept` call it themselves, in their own thread. The other checks are for callers
-that have only a part of a request. Not here: the meaning of indices and patterns
-(`model/inference/selection.py`), the bounds of sampling parameters
-(`model/inference/sampling/params.py`) and the limits of the queue (admission).
+that have only a part of a request. Other modules resolve indices and patterns
+(`model/inference/selection.py`), check the bounds of sampling parameters
+(`model/inference/sampling/params.py`) and enforce the limits of the queue (admission).
 """
 
 from collections import Counter

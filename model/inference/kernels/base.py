@@ -55,7 +55,7 @@ class Prefilled:
 
 Collect = Callable[[], list[list[int | None]]]
 """Waits for a launch, but not for later ones, and returns the tokens of each of its steps; None for
-a row that is not finite. Call it before the second launch after this one."""
+a row that is not finite. It must be called before the second launch that follows."""
 
 
 class Launcher(Protocol):

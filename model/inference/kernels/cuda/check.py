@@ -1,4 +1,4 @@
-"""Self-check: compares a decoder with plain torch on the same device before it serves.
+"""Self-check: compares a decoder with plain torch on the same device, before the decoder serves.
 
 Both decode the same tokens after a few prompts. The check covers logits for several row counts and
 key lengths, tokens from every kind of sampling, steps launched ahead and, if requested, batch

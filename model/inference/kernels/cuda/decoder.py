@@ -318,8 +318,8 @@ class GraphDecoder:
 
     @torch.inference_mode()
     def _compiled(self, gpt: GPT, cache: KVCache) -> Callable[[int], Forward]:
-        """Compile the Triton kernels for all sizes, so that no request waits for it. Returns the
-        computation for a number of rows."""
+        """Compile the Triton kernels for all sizes, so that no request waits for a compilation.
+        Returns the computation for a number of rows."""
         # Triton reads this when it is imported. Its default folder may not be writable in a
         # service.
         os.environ.setdefault("TRITON_CACHE_DIR", str(kernel_cache() / "triton"))

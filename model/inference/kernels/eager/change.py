@@ -1,8 +1,8 @@
 """AppliedChange: one intervention on the device, applied to the rows of a stage.
 
-An intervention changes either numbers of the stage (some heads and units) or one coordinate, the
-dot product of the stage with a direction of length 1. The operation on these numbers is the same in
-both cases.
+An intervention changes either some numbers of the stage (its chosen heads and units) or one
+coordinate, which is the dot product of the stage with a direction of length 1. The operation on
+these numbers is the same in both cases.
 
 A row's bits depend on no other row: all operations are elementwise, and `_coordinate` adds products
 in a fixed order, by halves. Coordinates are computed in float32 even if the model is in bfloat16,
