@@ -3,9 +3,10 @@
 An intervention names the part of the stage that changes (positions, heads, and units or the
 coordinate along a direction) and the operation on this part.
 
-`check_interventions` checks them against the model's shape; `AppliedChange`
-(`model/inference/kernels/eager/change.py`) applies them. The caller computes their values (from
-another prompt, or as the difference of two prompts) before it submits the request.
+`check_interventions` checks interventions against the model's shape; `AppliedChange`
+(`model/inference/kernels/eager/change.py`) applies them. The caller computes the values of an
+intervention (from another prompt, or as the difference of two prompts) before it submits the
+request.
 """
 
 from collections.abc import Iterator, Sequence
@@ -76,8 +77,8 @@ class Intervention:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The stages to change, and the heads to change in each (None: all heads, or the stages have
-    none)."""
+    """The stages to change, and the heads to change in each (None: all heads, or stages without
+    heads)."""
 
     stages: tuple[Stage, ...]
     heads: tuple[int, ...] | None

@@ -84,8 +84,8 @@ MemorySize = int | MemoryShare
 
 @dataclass(frozen=True, slots=True)
 class SlotDefault:
-    """Number of slots if the user sets none: `most`, or with a `share` as many as fit into that
-    share of the memory that the weights leave free, from 1 to `most`."""
+    """Number of slots if the user sets none: `most` or, with a `share`, as many as fit into this
+    share of the memory that the weights leave free, but at least 1 and at most `most`."""
 
     most: int
     share: MemoryShare | None = None
@@ -93,7 +93,7 @@ class SlotDefault:
 
 CODE_SLOTS = 8
 """Default number of slots of a served model that its owner's code computes. A step needs a pass for
-each sequence, so more slots would not add tokens per second but delay every stream."""
+each sequence, so more slots would not add tokens per second but would delay every stream."""
 SERVED_SLOTS = SlotDefault(64, MemoryShare(0.25))
 """Default number of slots of a server. A quarter of the free memory leaves most of it to other
 programs; slots take memory only once they are used (`model/inference/kv_cache.py`). 64 limits the

@@ -91,7 +91,8 @@ def positions_first(name: str, value: Tensor) -> Tensor:
 
 
 class _Kept:
-    """A tap that keeps the values of some stages of a block as separate nodes of the graph."""
+    """A tap that keeps the values of some stages of a block as separate nodes of the autograd
+    graph."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = frozenset(names)

@@ -22,8 +22,8 @@ OVER_KEYS = (".attention.scores", ".attention.probs")
 """Name suffixes of the stages that fused attention does not compute."""
 
 DEFAULT_STEPS = 32
-"""Default number of steps of integrated gradients; each is a forward and a backward pass over the
-prompt."""
+"""Default number of steps of integrated gradients. Each step is a forward and a backward pass over
+the prompt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

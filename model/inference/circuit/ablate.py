@@ -20,8 +20,8 @@ VERSIONS = 3
 
 
 def ablate(text: FrozenText, kept: Kept) -> Generator[None, None, list[Tensor]]:
-    """The last streams (T, C) with only the circuit, without it, and without any part. Each piece
-    is one block of one version."""
+    """The last stream (T, C) of each version: with only the circuit, without it, and without any
+    part. Each piece is one block of one version."""
     chosen, streams = kept.choice.chosen, []
 
     def tap(version: int, layer: int) -> _Ablation:

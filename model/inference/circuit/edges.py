@@ -25,7 +25,7 @@ from logitd.model.inference.circuit.text import FrozenText, Kept
 
 READINGS: tuple[Reading, ...] = get_args(Reading)
 MOST_FOUND = 2**18
-"""Number of collected edges above which only the strongest are kept."""
+"""If more edges than this have been collected, only the strongest are kept."""
 
 
 class Graph:

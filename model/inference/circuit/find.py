@@ -31,8 +31,8 @@ from logitd.model.transformer.gpt import GPT
 FACTOR = 8.0
 """Factor by which the search lowers the threshold until enough parts are kept."""
 CLOSE = 2.0
-"""The search ends when the ratio of the lowest threshold that keeps too few parts to the highest
-one that keeps enough (or too many) is at most this."""
+"""The search ends when the lowest threshold that keeps too few parts is at most this many times the
+highest threshold that keeps enough parts (or too many)."""
 
 
 class Finding:
@@ -42,7 +42,7 @@ class Finding:
         self._pieces = _pieces(gpt, token_ids, task)
 
     def advance(self) -> Circuit | None:
-        """Compute one piece. The last call returns the result, all others None."""
+        """Compute one piece. Returns the result after the last piece, and None before."""
         # Autograd, which the forward pass turns on, rejects tensors of inference mode.
         with one_thread(), torch.inference_mode(False), torch.no_grad():
             try:

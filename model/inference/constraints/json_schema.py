@@ -29,7 +29,7 @@ ANNOTATIONS = {
     *("title", "description", "default", "example", "examples", "deprecated"),
     *("readOnly", "writeOnly", "discriminator", "contentEncoding", "contentMediaType"),
 }
-"""Keywords without an effect on the value. Extensions (`x-...`) have none either."""
+"""Keywords without an effect on the value. Extensions (`x-...`) have no effect either."""
 
 BY_NAME = {"properties", "patternProperties", "$defs", "definitions"}
 """Keywords whose value maps names to schemas."""

@@ -45,7 +45,7 @@ because slow sources need much memory."""
 LONG_SECONDS = 0.25
 LOWEST_PRIORITY = 19
 TRIES, TRY_TOKENS = 2, 24
-"""Number of random texts that a trial generates, and number of tokens in each."""
+"""Number of random texts that a trial generates, and the number of tokens in each text."""
 ANSWER_BYTES = 2**16
 SLOW = bytes([signal.SIGPROF])
 """First byte of the answer of a trial that ran out of time. The operating system writes it when it

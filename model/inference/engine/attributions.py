@@ -55,7 +55,8 @@ class AttributionTurns:
         return line[-1]
 
     def charge(self, sequence: Sequence, seconds: float) -> None:
-        """Charge the time of a piece to its caller. The sequence may have ended with this piece."""
+        """Charge the time of a piece to the sequence's caller. The sequence may have ended with
+        this piece."""
         if sequence.request.caller in self._used:
             self._used[sequence.request.caller] += seconds
 

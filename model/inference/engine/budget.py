@@ -38,8 +38,8 @@ NEAREST = 3
 closest row counts."""
 RECENT = 32
 PROBE = 16
-"""Number of steps with shared passes after which one step only decodes: the cost of decoding
-changes with the number of rows, and a shared pass does not show it."""
+"""After this many steps with shared passes, one step only decodes. It measures the cost of
+decoding, which changes with the number of rows and which a shared pass does not show."""
 PASS_WORK = 0.5
 """Fixed cost of a pass, in blocks: each pass reads the weights once, and products of few rows are
 slower. The value is an assumption; the measured cost of a block compensates for most of its
@@ -93,7 +93,7 @@ class PrefillBudget:
         self._work_seconds.append(seconds / _work(lengths))
 
     def together(self, rows: int, lengths: Sequence[int], seconds: float) -> None:
-        """Record the time of a step that computed its chunks and its decode in one pass."""
+        """Record the time of a step that computed its chunks and its decode rows in one pass."""
         self._shared_passes += 1
         if self._decoded:
             self.prefilled(lengths, max(0.0, seconds - self._decode_seconds(rows)))
@@ -124,8 +124,8 @@ class PrefillBudget:
         return max((limit - decode) / each, self._least_work(decode / each))
 
     def _stretch(self, rows: int, waiting: Iterable[Waiting], each: float) -> float:
-        """Factor by which to exceed the gap: the longest expected delay of a first token, relative
-        to its target. `each` is the time of a unit of work."""
+        """Factor by which a step may exceed the gap: the longest expected delay of a first token,
+        relative to its target. `each` is the time of a unit of work."""
         if self._target_ttft is None:
             return 1.0
         seconds, late, count = 0.0, 1.0, 0

@@ -22,7 +22,7 @@ from logitd.model.transformer.config import BLOCK
 COMPANY_SECONDS = 3600
 """For this many seconds after a caller's request, other callers leave slots free for the caller."""
 SPARE_DIVISOR = 8
-"""The slots left free are the total number of slots divided by this."""
+"""The number of slots that a caller leaves free is the total number of slots divided by this."""
 
 
 class CallerTurns:
@@ -86,8 +86,8 @@ def leaves_rows(sequence: Sequence, running: Many[Sequence], step_elements: int)
 
 def sibling_computes_more(sequence: Sequence, length: int, running: Many[Sequence]) -> bool:
     """True if another sequence of the same request is computing blocks of the same prompt, so that
-    this sequence can soon copy more than the `length` positions available now. Waiting costs
-    nothing, because prompts are computed one by one anyway."""
+    this sequence can soon copy more positions than the `length` that are available now. Waiting
+    costs nothing, because prompts are computed one by one anyway."""
     shareable = sequence.first_needed // BLOCK * BLOCK
     return length < shareable and any(
         s.group is sequence.group and s.state is State.PREFILL for s in running

@@ -331,8 +331,8 @@ class Engine:
         return [PromptEvent(sequence.request_id, sequence.index, start, tuple(tokens))]
 
     def _attribute(self, sequence: Sequence) -> list[Event]:
-        """Compute one piece of a sequence's attributions. Returns its events: none before the last
-        piece."""
+        """Compute one piece of a sequence's attributions. Returns the resulting events; before the
+        last piece there are none."""
         try:
             attribution = self._runner.attribute(sequence)
         except Exception as error:  # such as too little memory; it ends only this attribution

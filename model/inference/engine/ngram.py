@@ -43,7 +43,7 @@ else from the CPU's caches."""
 @dataclass(slots=True)
 class Draft:
     """Guessed tokens, the length of the repetition they come from, and the number of accepted
-    tokens, which is set by the verification."""
+    tokens, which the verification sets."""
 
     token_ids: list[int]
     repeated: int
@@ -108,7 +108,7 @@ class Repeats:
 
 
 class Drafter:
-    """Makes the guesses of one sequence, and records how often they were right. `tokens` is the
+    """Makes guesses for one sequence, and records how often they were right. `tokens` is the
     sequence's growing list."""
 
     __slots__ = ("_attempt_at", "_best", "_rates", "_repeats", "_tokens")

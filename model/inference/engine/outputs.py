@@ -48,7 +48,7 @@ NOT_FINITE = "the logits of the head or of a layer are not finite"
 @dataclass(frozen=True, slots=True)
 class Outputs:
     """Outputs at some positions: a NumPy array (len(positions), ...) of float32. `error` is set if
-    they are invalid."""
+    the values are invalid."""
 
     positions: tuple[int, ...]
     values: Any
@@ -58,7 +58,7 @@ class Outputs:
 def prefill_input(
     chunk: PrefillChunk, states: bool = False, weights: AttentionSelection | None = None
 ) -> PrefillInput:
-    """The input of a decoder for a chunk, whose slot must hold the prefix before it."""
+    """The decoder's input for a chunk. The slot of the chunk must hold the prefix before it."""
     sequence, start = chunk.sequence, chunk.start
     token_ids = sequence.tokens[start : chunk.end]
     first = min(max(0, sequence.first_needed - start), len(token_ids))

@@ -35,7 +35,7 @@ from logitd.model.inference.sampling.state import SamplingState
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """Launched decode steps, each with one row for each of the sequences."""
+    """Launched decode steps, in which each of the sequences has one row."""
 
     sequences: tuple[Sequence, ...]
     steps: int
@@ -83,7 +83,7 @@ class OverlapScheduler:
         return current
 
     def _launch(self, launcher: Launcher, sequences: tuple[Sequence, ...]) -> InFlight | None:
-        """Launch steps from known tokens; None if a row needs logits processing."""
+        """Launch steps from known tokens. Returns None if a row needs logits processing."""
         steps = _steps(launcher, sequences, 0)
         slots, positions, sampling, processed = self._rows(sequences, 0, steps)
         if processed:
@@ -95,7 +95,8 @@ class OverlapScheduler:
     def _launch_next(
         self, launcher: Launcher, current: InFlight, sequences: tuple[Sequence, ...]
     ) -> InFlight:
-        """Launch the steps that follow `current`, for the `sequences` in it that continue."""
+        """Launch the steps that follow `current`. `sequences` are the sequences of `current` that
+        continue."""
         row_of = {sequence: row for row, sequence in enumerate(current.sequences)}
         steps = _steps(launcher, sequences, current.steps)
         slots, positions, sampling, _ = self._rows(sequences, current.steps, steps)

@@ -55,7 +55,8 @@ LARGE = 2**20
 """Number of elements that makes a step heavy."""
 COOLDOWN = 2
 """Duration of a cooldown, as a multiple of the heavy step. It limits the mean time between two
-tokens to 1 + 1 / COOLDOWN times the usual; writing the reply takes additional processor time."""
+tokens to 1 + 1 / COOLDOWN times the usual value; writing the reply takes additional processor
+time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,7 +412,7 @@ class Scheduler:
 
     def _reserve(self, chunk: PrefillChunk) -> None:
         """Charge a chunk's elements to the step. After the first chunk of a prompt, its slot counts
-        as holding only the copied prefix, which is valid because chunks run in the order of the
+        as holding only the copied prefix. That is valid because chunks run in the order of the
         plan."""
         sequence = chunk.sequence
         self._reserved_elements += _elements(sequence, chunk.start, chunk.end)

@@ -1,7 +1,7 @@
 """Sequence: the state of one generation, or of one prompt whose outputs or attributions are
 computed.
 
-It holds the tokens, how many of them are in the cache, and the times of its stages. The engine owns
+It holds the tokens, the number of tokens in the cache, and the times of the stages. The engine owns
 and changes it; `scheduler.py` makes the decisions.
 """
 

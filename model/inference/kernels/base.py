@@ -16,7 +16,8 @@ from logitd.model.inference.sampling.sample import SamplingRows
 
 @dataclass(frozen=True, slots=True)
 class AttentionSelection:
-    """The layers and heads whose attention weights are returned. A row has `length` keys."""
+    """The layers and heads whose attention weights are returned. A row of weights has `length`
+    keys."""
 
     layers: Sequence[int]
     heads: Sequence[int]
@@ -61,11 +62,11 @@ a row that is not finite. It must be called before the second launch that follow
 class Launcher(Protocol):
     """Launches decode steps, including sampling, without waiting for their end. A launch is one or
     more steps of the same rows, each at the next position; two launches may be in flight. A slot
-    has at most one row. `positions` belong to the first step. `sampling` has the rows of the
-    first step, then of the second, and so on; it is read before a call returns."""
+    has at most one row. `positions` belong to the first step. `sampling` has the rows of the first
+    step, then of the second, and so on; `sampling` is read before the call returns."""
 
     def most_steps(self, rows: int) -> int:
-        """Maximum number of steps of this many rows in a launch, a power of 2."""
+        """Maximum number of steps in a launch of this many rows, a power of 2."""
 
     def launch(
         self,
@@ -95,7 +96,7 @@ DecodeRows = tuple[Sequence[int], Sequence[int], Sequence[int]]
 
 class MixedPass(Protocol):
     """Computes prompts and a decode step in one pass, which reads the weights only once. Every row
-    has the same bits as with `Decoder.prefill`, `head` and `decode`."""
+    has the same bits as if `Decoder.prefill`, `head` and `decode` had computed it."""
 
     most_rows: int
     """Maximum number of rows of a pass: prompt positions plus rows of the decode step."""
@@ -121,7 +122,7 @@ class Decoder(Protocol):
 
     @property
     def launcher(self) -> Launcher | None:
-        """Launches steps before the tokens of the previous one are known; None if unsupported."""
+        """Launches steps before the tokens of the previous step are known; None if unsupported."""
         return None
 
     @property

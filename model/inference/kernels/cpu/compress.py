@@ -32,7 +32,7 @@ class CompressedMatrix:
     width: int
 
     def described(self) -> Matrix:
-        """The structure that describes the matrix, without a bias, to the native code."""
+        """The structure that describes the matrix to the native code, without a bias."""
         return Matrix(
             weights=self.stored.data_ptr(),
             strips=self.strips.data_ptr(),

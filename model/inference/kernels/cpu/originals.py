@@ -20,8 +20,8 @@ Restore = Callable[[Tensor], object]
 
 
 class Originals:
-    """The matrices of one GPT that its decoder does not read. With `release`, each is freed when it
-    is added."""
+    """The matrices of one GPT that its decoder does not read. With `release`, each matrix is freed
+    when it is added."""
 
     def __init__(self, library: ctypes.CDLL, *, release: bool) -> None:
         library.logitd_forget.argtypes = (c_void_p, c_int64)

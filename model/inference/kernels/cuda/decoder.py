@@ -90,8 +90,8 @@ class Forward(Protocol):
     def sample(
         self, logits: Tensor, computed: Tensor, packed: Tensor, out: Tensor, *, filtered: bool
     ) -> None:
-        """Write a token for each row of `logits` (R, V), float32, into `out`, int64 (R,). It is
-        NO_TOKEN if the row of `computed` (R, V) is not finite or exceeds LARGEST_LOGIT. `packed`
+        """Write a token for each row of `logits` (R, V), float32, into `out`, int64 (R,). The token
+        is NO_TOKEN if the row of `computed` (R, V) is not finite or exceeds LARGEST_LOGIT. `packed`
         (R, FIELDS) is the result of `pack` on the device. `filtered`: apply the rows' top_k, top_p
         and min_p, which sorts every row."""
 

@@ -21,7 +21,7 @@ from logitd.model.inference.sampling.philox import uniforms
 from logitd.model.inference.sampling.sample import COLDEST, SamplingRows
 
 FIELDS = 6
-"""64-bit integers that hold the sampling parameters of one row."""
+"""Number of 64-bit integers that hold the sampling parameters of one row."""
 _GREEDY, _DIVISOR, _FLOOR, _TOP_K, _TOP_P, _UNIFORM = range(FIELDS)
 
 NO_TOKEN = -1
@@ -49,8 +49,8 @@ def pack(sampling: SamplingRows) -> npt.NDArray[np.int64]:
 
 
 def filter_rows(logits: Tensor, packed: Tensor) -> Tensor:
-    """Set the ids that their rows' filters drop to -inf in logits (R, V), float32. `packed` (R,
-    FIELDS) is the result of `pack` on the device. Greedy rows do not change."""
+    """Set logits (R, V), float32, to -inf for the ids that the filters of their row drop. `packed`
+    (R, FIELDS) is the result of `pack` on the device. Greedy rows do not change."""
     floats = packed.view(torch.float64)
     kept = filtered_rows(
         logits / floats[:, _DIVISOR, None].float(),

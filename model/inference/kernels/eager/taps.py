@@ -92,7 +92,7 @@ class Changes:
 
 
 class PieceTap:
-    """A tap on the forward of positions [start, start + T) of one prompt."""
+    """A tap on the forward pass of positions [start, start + T) of one prompt."""
 
     def __init__(
         self,
