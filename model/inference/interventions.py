@@ -3,9 +3,10 @@
 An intervention names the part of the stage that changes (positions, heads, and units or the
 coordinate along a direction) and the operation on this part.
 
-`check_interventions` checks them against the model's shape; `AppliedChange`
-(`model/inference/kernels/eager/change.py`) applies them. The caller computes their values (from
-another prompt, or as the difference of two prompts) before it submits the request.
+`check_interventions` checks interventions against the model's shape; `AppliedChange`
+(`model/inference/kernels/eager/change.py`) applies them. The caller computes the values of an
+intervention (from another prompt, or as the difference of two prompts) before it submits the
+request.
 """
 
 from collections.abc import Iterator, Sequence
@@ -63,21 +64,21 @@ class Intervention:
 
     @property
     def directions(self) -> dict[str, Any]:
-        """The directions, by the names of their fields."""
+        """The intervention's directions, by field name."""
         named = {"along": self.along, "proportional_to": self.proportional_to}
         return {name: array for name, array in named.items() if array is not None}
 
     @property
     def elements(self) -> int:
-        """Number of elements of the arrays."""
+        """Number of elements in all arrays of the intervention."""
         given = 0 if self.values is None else self.values.size
         return given + sum(direction.size for direction in self.directions.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The stages to change, and the heads to change in each (None: all heads, or the stages have
-    none)."""
+    """The stages to change, and the heads to change in each (None: all heads, or stages without
+    heads)."""
 
     stages: tuple[Stage, ...]
     heads: tuple[int, ...] | None
@@ -124,7 +125,7 @@ def about(field: str) -> Iterator[None]:
 def resolve_units(
     units: Sequence[int], stage: Stage, width: int, **options: bool
 ) -> tuple[int, ...]:
-    """Resolve indices of a stage's last axis, which has `width` units. `options` are those of
+    """Resolve indices of a stage's last axis, which has `width` units. `options` are passed on to
     `resolve_indices`."""
     return resolve_indices("units", units, width, f"{stage.name} has {width}", **options)
 
@@ -161,7 +162,9 @@ def _check_intervention(intervention: Intervention, config: ModelConfig, length:
 def _check_direction(name: str, direction: Any, stage: Stage, shape: tuple[int, ...]) -> None:
     """Check a direction. `shape` is the shape of the chosen heads of its stage at one position."""
     if stage.kind.axes[-1] == "T":
-        raise InvalidRequest(f"{stage.name} has no directions, only keys: name them in units")
+        raise InvalidRequest(
+            f"{stage.name} has keys, which have no directions: name the keys in units"
+        )
     if direction.shape not in (shape, shape[-1:]):
         raise InvalidRequest(
             f"{name} has the shape {list(direction.shape)}; {stage.name} takes "

@@ -4,10 +4,10 @@ A slot is one contiguous row of positions per layer. `prefill` and `decode` retu
 (`Attend`) that write new keys and values into slots and attend over the slots' contents.
 
 The result of a prefilled position depends only on its own block of 32 positions and the cache
-before it; that of a decoded position only on its slot up to the position. Neither depends on the
-number of other rows. So attention is computed block by block and slot by slot, except by
-`prefill_at_once`, whose bits may differ. `model/inference/engine/slots.py` records who owns a slot
-and which positions may be shared.
+before it; the result of a decoded position depends only on its slot up to the position. Neither
+depends on the number of other rows. So attention is computed block by block and slot by slot,
+except by `prefill_at_once`, whose bits may differ. `model/inference/engine/slots.py` records who
+owns a slot and which positions may be shared.
 
 The cache of a model with `smear` also holds the token ids of its slots, because a token's embedding
 depends on the token before it.
@@ -143,8 +143,8 @@ class KVCache:
         positions: Sequence[int] | Tensor,
     ) -> Tensor | None:
         """Write token ids (N,) into slots, and return the ids before them (N,); those before
-        position 0 are undefined. None if the model does not need them. Must be called before each
-        forward pass."""
+        position 0 are undefined. Returns None if the model does not need them. Must be called
+        before each forward pass."""
         if self.token_ids is None:
             return None
         device = self.token_ids.device
@@ -193,7 +193,8 @@ class KVCache:
         """Attention for one new position per row. Several rows may be successive positions of the
         same slot; each attends to the earlier ones.
 
-        The batch may have more rows than `slots`: the result of these padding rows is zero.
+        The batch may have more rows than `slots`: the additional rows are padding, and their result
+        is zero.
         """
         count = len(slots)
         slot_index = torch.tensor(slots, device=self.keys.device)
@@ -245,7 +246,7 @@ def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> 
     """Zeros that, on a CPU, take memory only when they are written to. `torch.zeros` writes all of
     them: with it, a server of GPT-2 with 64 slots took 2.3 GiB before its first request.
 
-    The memory is on small pages. Large ones would make a step 1 to 2 % faster (7 % for a small
+    The memory is on small pages. Large pages would make a step 1 to 2 % faster (7 % for a small
     model), but the first prompt in a slot 50 % slower.
     """
     if device.type != "cpu":

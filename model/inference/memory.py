@@ -1,9 +1,9 @@
 """Memory of slots: the size of a slot and of a step, and the number of slots that fit next to the
 weights.
 
-These are computed from shapes. `model/memory.py` has the memory of a device and of a model. Buffers
-of libraries and of single kernels are not counted; on a GPU the unused share of memory must hold
-them.
+These are computed from shapes. `model/memory.py` computes the memory of a device and of a model.
+Buffers of libraries and of single kernels are not counted; on a GPU the unused share of memory must
+hold them.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ SCALE_BYTES = 4
 @dataclass(frozen=True, slots=True)
 class SlotBudget:
     """The number of slots of each model's KV cache: `slots`, or as many as fit into `memory`, which
-    is shared by all models. At most one of these is set; if none is, `default` applies."""
+    is shared by all models. At most one of the two is set; if neither is set, `default` applies."""
 
     slots: int | None = None
     memory: MemorySize | None = None
@@ -93,7 +93,7 @@ def divide_slots(
         each = ", ".join(f"{shape.name} {format_bytes(shape.weights)}" for shape in shapes)
         raise DeviceError(
             f"the weights of {len(shapes)} models take {format_bytes(weights)} together ({each}), "
-            f"{free_of(memory)}: serve fewer, choose a narrower dtype, or free memory"
+            f"but {free_of(memory)}: serve fewer, choose a narrower dtype, or free memory"
         )
     return slots_for(shapes, budget, replace(memory, free=memory.free - weights), gpu=gpu)
 
@@ -104,7 +104,8 @@ def slots_for(
     """Number of slots of each model. `memory.free` is the memory that the weights of all models
     leave free. An amount of memory is divided equally between the models.
 
-    Raises DeviceError if the slots do not fit, or if a model's part has no room for a slot."""
+    Raises DeviceError if the slots do not fit, or if a model's part of the memory has no room for a
+    slot."""
     sizes = [shape.slot(gpu=gpu) for shape in shapes]
     if budget.memory is not None:
         slots = _slots_in_equal_parts(shapes, budget.memory, memory, gpu=gpu)
@@ -125,8 +126,8 @@ def slots_for(
         fit = max(0, memory.free // sum(sizes))
         fix = "lower slots or kv_cache_memory" if fit else "free memory, or lower context_length"
         raise DeviceError(
-            f"the KV cache takes {format_bytes(total)} ({each}), {free_of(memory)} next to the "
-            f"weights; {fit} slots per model fit: {fix}"
+            f"the KV cache takes {format_bytes(total)} ({each}), but {free_of(memory)} besides "
+            f"the weights; {fit} slots per model fit: {fix}"
         )
     return slots
 

@@ -1,4 +1,4 @@
-"""Options for computing a model, and parsers for their values on the command line. Imports no
+"""Options for computing with a model, and parsers for their values on the command line. Imports no
 torch."""
 
 import math
@@ -84,8 +84,8 @@ MemorySize = int | MemoryShare
 
 @dataclass(frozen=True, slots=True)
 class SlotDefault:
-    """Number of slots if the user sets none: `most`, or with a `share` as many as fit into that
-    share of the memory that the weights leave free, from 1 to `most`."""
+    """Number of slots if the user sets none: `most` or, with a `share`, as many as fit into this
+    share of the memory that the weights leave free, but at least 1 and at most `most`."""
 
     most: int
     share: MemoryShare | None = None
@@ -93,11 +93,11 @@ class SlotDefault:
 
 CODE_SLOTS = 8
 """Default number of slots of a served model that its owner's code computes. A step needs a pass for
-each sequence, so more slots would not add tokens per second but delay every stream."""
+each sequence, so more slots would not add tokens per second but would delay every stream."""
 SERVED_SLOTS = SlotDefault(64, MemoryShare(0.25))
-"""Default number of slots of a server. A quarter leaves most of the memory to others; slots take
-memory only once they are used (`model/inference/kv_cache.py`). 64 limits the slowdown of a stream
-when all slots are in use."""
+"""Default number of slots of a server. A quarter of the free memory leaves most of it to other
+programs; slots take memory only once they are used (`model/inference/kv_cache.py`). 64 limits the
+slowdown of a stream when all slots are in use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +168,15 @@ def format_target(target: TargetGap | None) -> str:
 
 
 def head_quantization(quantize: Quantization) -> Quantization:
-    """Quantization of the head if the other matrices have `quantize`. The head keeps eight bits,
-    because no later layer compensates for its error, and because a tied head is also the embedding.
+    """Quantization of the head if `quantize` is the quantization of the other matrices. The head
+    keeps eight bits, because no later layer compensates for its error, and because a tied head is
+    also the embedding.
     """
     return "none" if quantize == "none" else "int8"
 
 
 def parse_loss_limit(text: str) -> float:
-    """Parse the limit of an added loss: "2%" is 0.02, "any" is infinity. Raises ValueError with the
+    """Parse a limit on the added loss: "2%" is 0.02, "any" is infinity. Raises ValueError with the
     valid forms."""
     if text.strip().lower() == "any":
         return math.inf

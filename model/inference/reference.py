@@ -1,4 +1,4 @@
-"""Reference: generation by its plain definition, the oracle of the engine's tests.
+"""Reference: generates tokens by the plain definition, as the oracle for the engine's tests.
 
 It computes one sequence at a time without a cache, running all tokens through the plain forward
 pass for every new token, and samples on Python lists. It shares only the random numbers with the

@@ -25,8 +25,9 @@ def resolve_indices(
     from_end: bool = True,
 ) -> tuple[int, ...]:
     """Resolve indices into a list of `count` items; None: all of them. With `from_end`, negative
-    indices count from the end. `what` states the number of items in messages. Raises InvalidRequest
-    unless there is at least one index and all are in range, ascending and distinct."""
+    indices count from the end. In messages, `what` states the number of items. Raises
+    InvalidRequest unless there is at least one index and all are in range, ascending and
+    distinct."""
     if indices is None:
         return tuple(range(count))
     if indices and indices[0] >= 0 and indices[-1] < count and _ascends(indices):  # much faster
@@ -72,7 +73,7 @@ def lens_layers(config: ModelConfig) -> int:
 
 def resolve_stages(patterns: Sequence[str], config: ModelConfig) -> tuple[Stage, ...]:
     """The stages that match names and patterns, in the order of computation. Raises InvalidRequest
-    if one matches no stage."""
+    if a name or pattern matches no stage."""
     if not patterns:
         raise InvalidRequest(
             "stages is empty: name at least one of the stages that GET /stages lists", "stages"
@@ -87,7 +88,8 @@ def resolve_heads(
     heads: Sequence[int], stages: Sequence[Stage], config: ModelConfig
 ) -> tuple[int, ...]:
     """Resolve head indices for all stages that have heads; negative ones count from the end. Raises
-    InvalidRequest if a head does not exist, or is a different one in different stages."""
+    InvalidRequest if a head does not exist, or if an index means different heads in different
+    stages."""
     resolved: dict[tuple[int, ...], None] = {}
     for stage in stages:
         if stage.heads_axis is not None:

@@ -33,7 +33,7 @@ class Grid:
     """A grid over some axes.
 
     axes    the layers, heads or positions along each axis, in the requested order
-    varied  the interventions by layer; all of them under None"""
+    varied  the interventions by layer; the key None has all of them"""
 
     axes: Mapping[Axis, tuple[int, ...]]
     varied: Mapping[int | None, Sequence[Intervention]]
@@ -54,9 +54,9 @@ class Grid:
 def make_grid(
     varied: Sequence[Intervention], over: Sequence[Axis], prompt_length: int, config: ModelConfig
 ) -> Grid:
-    """The grid over some axes of an intervention; `varied` holds it once for each layer. Every cell
-    changes the whole of each axis that is not swept. Raises InvalidRequest if an intervention
-    cannot be applied, or if its stage lacks a swept axis."""
+    """The grid over some axes of an intervention. `varied` holds the intervention once for each
+    layer. Every cell changes the whole of each axis that is not swept. Raises InvalidRequest if an
+    intervention cannot be applied, or if its stage lacks a swept axis."""
     check_interventions(varied, config, prompt_length)
     if not over or len(set(over)) < len(over):
         raise InvalidRequest(f"over is {list(over)}; name at least one axis, each once", "over")

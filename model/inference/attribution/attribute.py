@@ -1,8 +1,9 @@
 """Attributing: computes the attributions of one prompt, by all requested methods, in pieces.
 
 A piece is one block forward, one block backward, or one pass over the head. Between two pieces the
-engine can do other work, or drop the attribution. An attribution keeps the stream before each block
-and a few more tensors of that size (`kept_elements` in `task.py`), for any number of steps.
+engine can do other work, or drop the attribution. An attribution keeps the residual stream before
+each block and a few more tensors of that size (`kept_elements` in `task.py`), however many steps it
+has.
 """
 
 from collections import defaultdict
@@ -48,7 +49,7 @@ class Attributing:
         self._pieces = _Prompt(gpt, token_ids, task, watched).pieces()
 
     def advance(self) -> Attribution | None:
-        """Compute one piece. The last call returns the result, all others None."""
+        """Compute one piece. Returns the result after the last piece, and None before."""
         # The engine computes in inference mode, but autograd rejects its tensors.
         with torch.inference_mode(False), torch.no_grad():
             try:
@@ -60,8 +61,9 @@ class Attributing:
 
 
 class _Prompt:
-    """A prompt and its task. If `Attributing` kept its own generator, the two would refer to each
-    other, and the tensors of a dropped attribution would wait for the garbage collector."""
+    """A prompt and its task. It is separate from `Attributing`, because a generator of
+    `Attributing` itself would create a reference cycle, and the tensors of a dropped attribution
+    would wait for the garbage collector."""
 
     def __init__(
         self, gpt: GPT, token_ids: Sequence[int], task: AttributionTask, watched: Watch | None
@@ -141,9 +143,9 @@ class _Prompt:
     def _forward(
         self, x: Tensor, streams: list[Tensor] | None, rows: list[BlockRow] | None = None
     ) -> Generator[None, None, Tensor]:
-        """Run the first stream `x` through all blocks, one per piece, and return the last stream
-        (1, T, C), after `backout`. Unless they are None, append the input of each block to
-        `streams` and its row to `rows`."""
+        """Run `x`, the stream that enters the first block, through all blocks, one per piece.
+        Returns the last stream (1, T, C), after `backout`. If given, `streams` gets the input of
+        each block, and `rows` gets the block's values at the task's position."""
         row = self._task.position
 
         def keep(layer: int, before: Tensor, tap: Tap) -> None:
@@ -165,9 +167,10 @@ class _Prompt:
         stages: bool = False,
     ) -> Generator[None, None, Tensor]:
         """Run the gradient back through all blocks, one per piece, and return the gradient (1, T,
-        C) with respect to the first stream. Empties `streams`. `direction` is the direction of the
-        target at the final hidden state; None: the target is a probe of another stage. With
-        `stages`, keep the gradients with respect to the task's stages."""
+        C) with respect to the stream that enters the first block. Empties `streams`. `direction` is
+        the gradient of the target with respect to the final hidden state; None if the target is a
+        probe of an earlier stage. With `stages`, keeps the gradients with respect to the task's
+        stages."""
         after = self._end(last, direction, keep=stages)
         gradient = after
         of_embedding: Tensor | None = None
@@ -216,7 +219,8 @@ class _Prompt:
         return found.of_input
 
     def _begin(self, embedding: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient with respect to the first stream, including the part of a probe there."""
+        """The gradient with respect to the stream that enters the first block. If the probe is at
+        that stage, adds its direction."""
         if self._probe_at == (None, "embedding"):
             row, direction = self._task.position, self._direction()
             self._probed = product(embedding[0], row, direction).item()
@@ -231,7 +235,8 @@ class _Prompt:
         return torch.from_numpy(self._task.probe.direction).to(weight.device, self._passes.dtype)
 
     def _arrays(self) -> dict[str, Any]:
-        """The kept gradients as arrays (tokens of the prompt, ...), 0 after the position."""
+        """The kept gradients as arrays. Their first axis is the tokens of the prompt; values after
+        the task's position are 0."""
         arrays = {}
         for stage in self._stages:
             shape = self._length, *stage.shape(self._gpt.config, self._length)
@@ -276,7 +281,7 @@ class _Prompt:
 
 
 def attribute(gpt: GPT, token_ids: Sequence[int], task: AttributionTask) -> Attribution:
-    """Compute all pieces of a prompt's attributions."""
+    """Compute all attributions that a task requests for a prompt."""
     attributing = Attributing(gpt, token_ids, task)
     while (result := attributing.advance()) is None:
         pass

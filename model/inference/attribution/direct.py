@@ -18,13 +18,14 @@ each norm applies to the whole sum before it, so g is propagated back through ev
 bias of each norm is a part too. For the difference of two tokens' logits, h_v - h_w and c_v - c_w
 replace h_v and c_v.
 
-With `residual_mix` the input of a block is a mixture of the stream and the embedding, so g divides
-into two vectors, and the embedding's part is the sum over all blocks. With `backout` the last
+With `residual_mix` the input of a block is a mixture of the stream and the embedding, so g splits
+into two vectors, and the embedding's contribution is a sum over all blocks. With `backout` the last
 stream is x_last - s x_middle, so -s g is added to the g of the middle block's output. If the model
 has `logit_softcap`, the parts add up to the logit before the cap.
 
-If a later block reads the output of a head, the effect counts as that block's. The products are
-computed in float64 from the values of the forward pass, so that the sum loses no precision.
+If a later block reads the output of a head, the effect counts as a contribution of the later block.
+The products are computed in float64 from the values of the forward pass, so that the sum loses no
+precision.
 
 Shapes: H = n_head, D = head_dim, C = d_model.
 """
@@ -45,8 +46,8 @@ RECORDED = ("attention.heads", "attention.out", "mlp.out")
 
 @dataclass(slots=True)
 class BlockRow:
-    """Values of one position in a block's forward pass. A sum is the residual stream plus the
-    sublayer's output, before a norm of a post-norm model."""
+    """Values at one position of a block's forward pass. `attention_sum` and `mlp_sum` are the
+    residual stream plus the sublayer's output. A post-norm model normalizes these sums."""
 
     heads: Tensor  # (H, D)
     mlp: Tensor  # (C,)
@@ -55,12 +56,13 @@ class BlockRow:
 
 
 def kept_row(row: int) -> KeptStages:
-    """A tap that keeps the stages of `block_row` at one position."""
+    """A tap that keeps, at one position, the stages that `block_row` reads."""
     return KeptStages((*RECORDED, "middle"), lambda value: value[0, ..., row, :].clone())
 
 
 def block_row(kept: Mapping[str, Tensor], before: Tensor) -> BlockRow:
-    """The values of a block at the position whose input stream was `before` (C,)."""
+    """The values of a block at one position. `before` (C,) is the block's input at this
+    position."""
     heads, attention, mlp, middle = (kept[name] for name in (*RECORDED, "middle"))
     return BlockRow(heads, mlp, before + attention, middle + mlp)
 
@@ -114,8 +116,8 @@ def direct_parts(
 
 
 def through_norm(norm: nn.Module, x: Tensor, g: Tensor) -> tuple[Tensor, float | None]:
-    """Propagate g (C,) back through a norm with the input x (C,), holding the norm's scale. The
-    product of the returned float64 vector with x equals the product of g with the norm's output
+    """Propagate g (C,) back through a norm with the input x (C,), with the norm's scale held fixed.
+    The product of the returned float64 vector with x equals the product of g with the norm's output
     without bias. Also returns the product of g with the bias, if there is one."""
     bias = getattr(norm, "bias", None)
     return freeze_norm(norm, x.double()).backward(g), None if bias is None else _product(bias, g)

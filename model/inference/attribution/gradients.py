@@ -7,10 +7,10 @@ kept. The methods:
     gradient_times_input   a_t = <df/dx_t (x), x_t>
     integrated_gradients   a_t = <x_t - b_t, 1/m sum_k df/dx_t (b + (k + 1/2)/m (x - b))>
 
-f is the target, which is a logit before `logit_softcap`, x_t the vector of token t in the stage
-`embedding`, which enters the first block, and b the baseline. Integrated gradients are from
+f is the target (a logit before `logit_softcap`), x_t is the vector of token t in the stage
+`embedding`, which enters the first block, and b is the baseline. Integrated gradients are from
 Sundararajan, Taly and Yan (2017); the integral uses the midpoint rule. Value embeddings are looked
-up by token id, so they stay those of the prompt along the whole path.
+up by token id, so every point of the path uses the value embeddings of the prompt.
 
 All arithmetic is in float32 on the served weights (the rounded ones of int8 models), or in float64
 for a float64 model. Parameters get no gradients. Texts are computed one at a time by the same
@@ -37,8 +37,8 @@ from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.tap import UNTAPPED, Tap
 
 Watch = Callable[[int], AbstractContextManager[None]]
-"""Creates the context in which a block computes this number of rows. The context may reduce torch's
-threads if `threads_keep_bits` is true."""
+"""Returns the context in which a block computes a given number of rows. The context may limit torch
+to fewer threads if `threads_keep_bits` is true."""
 
 AnyTap = TypeVar("AnyTap", bound=Tap)
 
@@ -47,8 +47,9 @@ HEAD_ROWS = 4096
 
 
 class TextPasses:
-    """Passes of one text through a model; the target is a logit of `row`. The caller turns
-    inference mode and autograd off; the methods that need gradients turn autograd on."""
+    """Forward and backward passes of one text through a model. The target is a logit at position
+    `row`. The caller turns inference mode and autograd off; the methods that need gradients turn
+    autograd on."""
 
     def __init__(
         self, gpt: GPT, token_ids: Sequence[int], row: int, watched: Watch | None = None
@@ -66,8 +67,8 @@ class TextPasses:
             self.rotation = cos[None, None], sin[None, None]  # (1, 1, T, D / 2)
 
     def embedding(self, baseline: int | None = None) -> Tensor:
-        """The stream (1, T, C) that enters the first block: of the text, or of the token `baseline`
-        at every position."""
+        """The stream (1, T, C) that enters the first block. With `baseline`, every position has
+        this token instead of the token of the text."""
         gpt, length = self._gpt, self._ids.shape[1]
         ids = self._ids if baseline is None else torch.full_like(self._ids, baseline)
         x = for_autograd(gpt.token_embedding.weight[ids], self.dtype)
@@ -95,9 +96,9 @@ class TextPasses:
         tap_of: Callable[[int], AnyTap],
         computed: Callable[[int, Tensor, AnyTap], None] = lambda layer, x, tap: None,
     ) -> Generator[None, None, Tensor]:
-        """Run the first stream `x` (1, T, C) through all blocks, one per piece, each with the tap
-        `tap_of(layer)`. Returns the last stream, after `backout`. Calls `computed` after each block
-        with the layer, the block's input and its tap."""
+        """Run `x` (1, T, C), the stream that enters the first block, through all blocks, one per
+        piece, each with the tap `tap_of(layer)`. Returns the last stream, after `backout`. Calls
+        `computed` after each block with the layer, the block's input and its tap."""
         gpt, embedding, middle = self._gpt, x, x
         for layer in range(gpt.config.n_layer):
             before, tap = self.block_input(layer, x, embedding), tap_of(layer)
@@ -124,8 +125,8 @@ class TextPasses:
         return result
 
     def likeliest(self, x: Tensor, without: int | None = None) -> int:
-        """The id with the row's largest logit, given the last stream (1, T, C). The id `without` is
-        excluded. The lowest id wins a tie."""
+        """The id with the largest logit at `row`, computed from the last stream (1, T, C). The id
+        `without` is excluded. The lowest id wins a tie."""
         config = self._gpt.config
         weight, bias = self._gpt.head_parameters()
         row = self.normed(self._gpt.final_norm, x[0, self.row])
@@ -144,7 +145,7 @@ class TextPasses:
         return int((logits == logits.max()).nonzero()[0])
 
     def logit(self, x: Tensor, token_id: int) -> float:
-        """A token's logit in the row, given the last stream (1, T, C), summed in float64."""
+        """A token's logit at `row`, computed in float64 from the last stream (1, T, C)."""
         _, bias = self._gpt.head_parameters()
         row = self.normed(self._gpt.final_norm, x[0, self.row])
         logit = row.double() @ self.direction(token_id, None).double()
@@ -167,8 +168,8 @@ class TextPasses:
         return gradient
 
     def block(self, layer: int, x: Tensor, tap: Tap, attend: Attend | None = None) -> Tensor:
-        """The stream (1, T, C) after a block, in the caller's context. `attend` computes the
-        attention (None: `fused_attend`)."""
+        """The stream (1, T, C) after a block. The caller turns autograd on or off. `attend`
+        computes the attention (None: `fused_attend`)."""
         block = self._gpt.blocks[layer]
         arguments = (x, self._ids, self.rotation, attend or fused_attend, tap)
         result: Tensor = functional_call(block, wide_parameters(block, self.dtype), arguments)
@@ -198,14 +199,15 @@ def threads_keep_bits(gpt: GPT, rows: int) -> bool:
 
 
 def mixture(gpt: GPT, layer: int) -> tuple[float, float]:
-    """The factors of the stream before a block and of the embedding in the block's input."""
+    """The factors by which a block's input mixes the stream before the block and the embedding."""
     if not gpt.config.residual_mix:
         return 1.0, 0.0
     return gpt.residual_scales[layer].item(), gpt.embedding_scales[layer].item()
 
 
 def backout(gpt: GPT) -> float:
-    """The factor of the middle block's output that is subtracted at the end."""
+    """The factor by which the middle block's output is multiplied before it is subtracted from the
+    last stream."""
     return gpt.backout_scale.item() if gpt.config.backout else 0.0
 
 
@@ -215,14 +217,15 @@ def wide_parameters(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def per_token(vectors: Tensor, gradient: Tensor) -> Tensor:
-    """The inner product of gradient and vector for each token (T,), from two tensors (1, T, C),
+    """The inner product (T,) of each token's vector and gradient, from two tensors (1, T, C),
     summed in float64."""
     return (vectors.double() * gradient.double()).sum(dim=-1)[0]
 
 
 def fused_attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-    """Causal attention within the text (1, H, T, D). A GPU uses the only kernel whose backward pass
-    sums in a fixed order, although it stores the block's attention weights."""
+    """Causal attention within the text (1, H, T, D). On a GPU, this uses the only kernel whose
+    backward pass sums in a fixed order, although that kernel stores the block's attention
+    weights."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)  # (1, H, T, D)
     length = q.shape[2]

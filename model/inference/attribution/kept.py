@@ -1,4 +1,5 @@
-"""What an explanation keeps of a forward pass: values of stages, and norms with a fixed scale.
+"""Values that attributions and circuits keep from a forward pass: stages, and norms with a fixed
+scale.
 
 Direct contributions and circuits both hold the scale of each norm at its value in the forward pass,
 so that the norm is a linear map.
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 
 class KeptStages:
-    """A tap that keeps `part(value)` of the stages `names` of one block, by name in `kept`."""
+    """A tap on one block. For each stage in `names`, it stores `part(value)` in `kept` under the
+    name of the stage."""
 
     def __init__(self, names: Collection[str], part: Callable[[Tensor], Tensor]) -> None:
         self._names, self._part = names, part
@@ -35,7 +37,7 @@ class FrozenNorm:
     centered: bool
 
     def forward(self, x: Tensor, positions: Tensor | slice = slice(None)) -> Tensor:
-        """Rows (..., C) at the given positions, after the norm."""
+        """Apply the norm to rows (..., C) at the given positions."""
         x = x - x.mean(-1, keepdim=True) if self.centered else x
         return x * self.weight / self.scale[positions]
 

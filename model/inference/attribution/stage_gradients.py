@@ -2,8 +2,8 @@
 
 The backward pass of a block (`gradients.py`) computes the block again. Here a tap keeps the values
 of some stages, and autograd returns the gradients with respect to them too. The target of a probe
-is the product of a direction with the value of a stage at the row; its gradient begins in the block
-of the stage.
+is the product of a direction with the value of a stage at one position. Its backward pass begins in
+the block that has the stage.
 
 Shapes: T positions of the text, C = d_model, H = n_head, D = head_dim.
 """
@@ -29,7 +29,7 @@ class BlockGradients:
 
     of_input   gradient (1, T, C) with respect to the block's input
     of_stages  gradients (T, ...) with respect to stages, by name within the block
-    probed     value of the probe; None without a probe in this block
+    probed     value of the probe; None if this block has no probe
     """
 
     of_input: Tensor
@@ -91,7 +91,8 @@ def positions_first(name: str, value: Tensor) -> Tensor:
 
 
 class _Kept:
-    """A tap that keeps the values of some stages of a block as separate nodes of the graph."""
+    """A tap that keeps the values of some stages of a block as separate nodes of the autograd
+    graph."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = frozenset(names)
@@ -108,8 +109,8 @@ class _Kept:
 
 
 class _Weighing:
-    """Causal attention that shows its scores and weights to a tap. The weights of keys that a query
-    does not see stay 0 for any value that the tap returns, so their gradients are 0."""
+    """Causal attention that passes its scores and weights to a tap. If a query does not see a key,
+    the weight of the key stays 0 whatever the tap returns, so its gradient is 0."""
 
     def __init__(self, tap: _Kept) -> None:
         self._tap = tap

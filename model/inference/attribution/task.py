@@ -19,11 +19,11 @@ Method = Literal["gradient_times_input", "integrated_gradients", "direct"]
 METHODS: tuple[Method, ...] = get_args(Method)
 
 OVER_KEYS = (".attention.scores", ".attention.probs")
-"""Suffixes of the names of stages that the fused attention does not compute."""
+"""Name suffixes of the stages that fused attention does not compute."""
 
 DEFAULT_STEPS = 32
-"""Default number of steps of integrated gradients; each is a forward and a backward pass over the
-prompt."""
+"""Default number of steps of integrated gradients. Each step is a forward and a backward pass over
+the prompt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,8 +85,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class IntegratedGradients:
-    """A value for each token of the prompt, and the target at the prompt and at the baseline. With
-    infinitely many steps the values would sum to target(prompt) - target(baseline)."""
+    """A value for each token of the prompt, and the values of the target for the prompt and for the
+    baseline. With infinitely many steps the values would sum to target(prompt) -
+    target(baseline)."""
 
     values: tuple[float, ...]
     target: float
@@ -143,8 +144,8 @@ class Attribution:
 
 
 def padded_length(task: AttributionTask, config: GPTConfig) -> int:
-    """Number of computed rows: the tokens up to the position, rounded up to whole blocks, but at
-    most the context length."""
+    """Number of rows to compute: the number of tokens up to the position, rounded up to whole
+    blocks, but at most the context length."""
     return min(-(-(task.position + 1) // BLOCK) * BLOCK, config.context_length)
 
 

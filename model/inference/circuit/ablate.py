@@ -1,8 +1,8 @@
 """Ablations: forward passes in which parts are set to their means and nothing is frozen.
 
-Three versions of the text are computed, one after the other: with only the circuit (all other parts
-are set to their means), without the circuit, and without any part. All versions keep biases and
-value embeddings.
+The forward pass is computed in three versions, one after the other: with only the circuit (all
+other parts are set to their means), without the circuit, and without any part. All versions keep
+biases and value embeddings.
 
 Shapes: T positions, C = d_model, H = n_head, D = head_dim, F = d_ff.
 """
@@ -20,8 +20,8 @@ VERSIONS = 3
 
 
 def ablate(text: FrozenText, kept: Kept) -> Generator[None, None, list[Tensor]]:
-    """The last streams (T, C) with only the circuit, without it, and without any part. Each piece
-    is one block of one version."""
+    """The last stream (T, C) of each version: with only the circuit, without it, and without any
+    part. Each piece is one block of one version."""
     chosen, streams = kept.choice.chosen, []
 
     def tap(version: int, layer: int) -> _Ablation:
@@ -57,7 +57,7 @@ class _Ablation:
 
 
 def _mask(chosen: Chosen, like: Tensor) -> Tensor:
-    """The mask of a sublayer's parts, with the shape of `like` (T, parts)."""
+    """A mask (T, parts) of a sublayer, true for the chosen parts. `like` has the same shape."""
     mask = torch.zeros_like(like, dtype=torch.bool)
     mask[chosen.positions, chosen.indices] = True
     return mask

@@ -1,14 +1,14 @@
 """Nodes and edges of a circuit.
 
-The residual stream is the sum of the outputs of all parts, so a part reads each earlier part
-separately. The weight of an edge is the inner product of two vectors, with everything frozen: the
-output of its source, and the gradient with respect to the input of its target. The edges that leave
-a node add up to the node's contribution. A head reads values, queries and keys; queries and keys
-determine where it attends.
+The residual stream is the sum of the outputs of all parts, so the input of a part has a separate
+term for each earlier part. With everything frozen, the weight of an edge is the inner product of
+two vectors: the output of its source node, and the gradient with respect to the input of its target
+node. The edges that leave a node add up to the node's contribution. A head reads values, queries
+and keys; queries and keys determine where it attends.
 
 Neurons of one MLP at one position are one node.
 
-Shapes: N nodes so far, M new ones, C = d_model, D = head_dim, T positions.
+Shapes: N nodes so far, M new nodes, C = d_model, D = head_dim, T positions.
 """
 
 import math
@@ -25,12 +25,12 @@ from logitd.model.inference.circuit.text import FrozenText, Kept
 
 READINGS: tuple[Reading, ...] = get_args(Reading)
 MOST_FOUND = 2**18
-"""Number of collected edges above which only the strongest are kept."""
+"""If more edges than this have been collected, only the strongest are kept."""
 
 
 class Graph:
     """The graph of a circuit, built block by block from the tokens upward. `_streams` (N, C) holds
-    each node's output, as the residual stream contains it at the current block."""
+    each node's contribution to the residual stream at the current block."""
 
     def __init__(self, text: FrozenText, kept: Kept, most_edges: int) -> None:
         self._text, self._kept, self._most = text, kept, most_edges
@@ -118,8 +118,8 @@ class Graph:
         self._streams = torch.cat(streams)
 
     def _add_nodes(self, stage: str, head: int, chosen: Chosen, at: Tensor) -> range:
-        """Add a node for each part of a head, whose indices in `chosen` are `at` (M). Returns the
-        indices of the nodes."""
+        """Add a node for each chosen position of a head. `at` (M) holds the indices of these parts
+        in `chosen`. Returns the indices of the nodes."""
         first = len(self.nodes)
         places, carried = chosen.positions[at].tolist(), chosen.carried[:, at].T.tolist()
         for place, (values, attention) in zip(places, carried, strict=True):
@@ -152,14 +152,14 @@ class Graph:
         self._streams = torch.cat((self._streams, written @ matrix.T))
 
     def _positions(self) -> Tensor:
-        """The position (N) of each node in `_streams`."""
+        """The position in the text (N) of each node in `_streams`."""
         nodes = self.nodes[: len(self._streams)]
         return torch.tensor(
             [node.position for node in nodes], device=self._streams.device, dtype=torch.long
         )
 
     def _connect(self, targets: range, weights: Tensor, reads: Reading) -> None:
-        """Add an edge for each nonzero entry of `weights` (targets, N). The target -1 is the
+        """Add an edge for each nonzero entry of `weights` (targets, N). A target of -1 means the
         logits."""
         rows, sources = weights.nonzero(as_tuple=True)
         self.edge_count += len(rows)
@@ -178,8 +178,8 @@ class Graph:
 
 
 def _mlp_node(stage: str, position: int, chosen: Chosen, at: Tensor) -> Node:
-    """A node for an MLP with its chosen neurons, whose indices in `chosen` are `at` (M). The
-    strongest neuron is first."""
+    """A node for the chosen neurons of an MLP at one position, the strongest neuron first. `at` (M)
+    holds the indices of these neurons in `chosen`."""
     carried = chosen.carried[:, at].double()
     order = carried.abs().amax(0).argsort(descending=True, stable=True)
     indices, (values, attention) = chosen.indices[at][order].tolist(), carried[:, order].tolist()

@@ -1,11 +1,11 @@
 """Finding: computes the circuit of one prompt, piece by piece.
 
-A piece is one block forward, backward, or with ablations of one version of the text. It runs on one
-thread: torch's threads wait for each other after each of its many small operations, so next to busy
-processes a piece took ten times as long on two threads. The bits do not depend on the number of
-threads then. The search for the threshold of the parts
-begins high, at the whole difference, because passes with a high threshold follow few parts and are
-fast. It goes down by a constant factor, then by bisection.
+A piece is one block of a forward pass, of a backward pass, or of an ablated forward pass. It runs
+on one thread: torch's threads wait for each other after each of its many small operations, so next
+to busy processes a piece took ten times as long on two threads. On one thread, the bits do not
+depend on torch's number of threads. The search for the threshold of the parts begins high, because
+passes with a high threshold follow few parts and are fast. It divides the threshold by a constant
+factor until enough parts are kept, then it bisects.
 """
 
 import math
@@ -29,10 +29,10 @@ from logitd.model.inference.circuit.text import FrozenText, Kept
 from logitd.model.transformer.gpt import GPT
 
 FACTOR = 8.0
-"""Ratio of two successive thresholds until one keeps enough parts."""
+"""Factor by which the search lowers the threshold until enough parts are kept."""
 CLOSE = 2.0
-"""The search ends when the ratio of the lowest threshold that keeps too few parts to the highest
-one that keeps enough (or too many) is at most this."""
+"""The search ends when the lowest threshold that keeps too few parts is at most this many times the
+highest threshold that keeps enough parts (or too many)."""
 
 
 class Finding:
@@ -42,7 +42,7 @@ class Finding:
         self._pieces = _pieces(gpt, token_ids, task)
 
     def advance(self) -> Circuit | None:
-        """Compute one piece. The last call returns the result, all others None."""
+        """Compute one piece. Returns the result after the last piece, and None before."""
         # Autograd, which the forward pass turns on, rejects tensors of inference mode.
         with one_thread(), torch.inference_mode(False), torch.no_grad():
             try:
@@ -107,7 +107,7 @@ def _pieces(
 
 
 def _compared(passes: TextPasses, last: Tensor, task: CircuitTask) -> tuple[int, int]:
-    """The ids of both tokens, by default of the likeliest tokens."""
+    """The ids of the two compared tokens; by default the likeliest tokens."""
     token_id, minus_id = task.token_id, task.minus_id
     if token_id is None:
         token_id = passes.likeliest(last, without=minus_id)
@@ -119,8 +119,9 @@ def _compared(passes: TextPasses, last: Tensor, task: CircuitTask) -> tuple[int,
 def _search(
     text: FrozenText, direction: Tensor, whole: float, nothing: Kept, task: CircuitTask
 ) -> Generator[None, None, Kept]:
-    """The parts for the highest threshold found at which they explain the requested share of
-    `whole`. If the limit on parts allows no such threshold, returns the parts that explain most."""
+    """Find the highest threshold at which the kept parts explain the requested share of `whole`.
+    Returns these parts or, if the limit on parts allows no such threshold, the parts that explain
+    the most."""
     best, most = nothing, -math.inf
     # `above` keeps too few parts, `below` enough or too many. A part may contribute more than the
     # whole difference if others have the opposite sign.

@@ -2,10 +2,10 @@
 
 With these held, a block is a linear map of its input, up to constants (biases, value embeddings):
 
-    norm         x -> w (x - mean(x)) / s + b with the s of this forward (RMSNorm: no mean)
-    attention    z_t = sum_s p_ts v_s with the weights p of this forward
-    activation   act(u) = (act(u) / u) u with the ratio of this forward; in swiglu, gate and up get
-                 half of silu(gate) up each
+    norm         x -> w (x - mean(x)) / s + b with the s of this forward pass (RMSNorm: no mean)
+    attention    z_t = sum_s p_ts v_s with the weights p of this forward pass
+    activation   act(u) = (act(u) / u) u with the ratio of this forward pass; in SwiGLU, gate and
+                 up get half of silu(gate) up each
 
 These are the rules of RelP (Jafari et al., 2025), with which Arora et al. (2026, arXiv 2601.22594)
 trace single neurons. Unlike a slope, a ratio leaves no remainder.
@@ -83,23 +83,23 @@ class Choice:
         self.chosen: dict[tuple[int, str], Chosen] = {}
 
     def keep(self, carried: Tensor) -> Tensor:
-        """Choose among parts, given the amount `carried` (G, ...) by each. Returns the mask (...)
-        of the chosen parts."""
+        """Choose among parts. `carried` (G, ...) are the amounts that they carry. Returns the mask
+        (...) of the chosen parts."""
         kept = (carried.abs() > self.threshold).any(0)
         self.count += int(kept.sum())
         self.leave_out(carried * ~kept)
         return kept
 
     def leave_out(self, carried: Tensor) -> None:
-        """Add the amounts `carried` (G, ...) by parts to `left_out`."""
+        """Add the amounts `carried` (G, ...) of parts that are left out to `left_out`."""
         self.left_out += carried.flatten(1).sum(1, dtype=torch.float64).cpu()
 
     def keep_sublayer(
         self, key: tuple[int, str], rows: Tensor, carried: Tensor, gradients: Tensor
     ) -> Tensor:
-        """Choose among a sublayer's parts at the positions `rows`, given the amount `carried` (G,
-        n, parts) by each, and store the chosen parts with their `gradients` (G, n, parts, ...).
-        Returns their mask (n, parts)."""
+        """Choose among a sublayer's parts at the positions `rows`. `carried` (G, n, parts) are the
+        amounts that they carry. Stores the chosen parts with their `gradients` (G, n, parts, ...),
+        and returns the mask (n, parts) of the chosen parts."""
         kept = self.keep(carried)
         at, indices = kept.nonzero(as_tuple=True)
         self.chosen[key] = Chosen(
@@ -178,8 +178,8 @@ class FrozenBlock:
     def project(
         self, q: Tensor, k: Tensor, positions: Tensor | slice = slice(None)
     ) -> tuple[Tensor, Tensor]:
-        """Queries (H, n, D) and keys (K, n, D) at the given positions, after the scaled norm and
-        the rotation."""
+        """Apply the norm, with its frozen scale, and the rotation to queries (H, n, D) and keys (K,
+        n, D) at the given positions."""
         if self._qk_scales is not None:
             q = q * self.block.query_norm.weight / self._qk_scales[0][:, positions]
             k = k * self.block.key_norm.weight / self._qk_scales[1][:, positions]
@@ -189,7 +189,8 @@ class FrozenBlock:
         return q, k
 
     def log_probs(self, q: Tensor, k: Tensor, rows: Tensor) -> Tensor:
-        """Logarithms (H, n, T) of the attention weights of the queries (H, T, D) in `rows`."""
+        """Logarithms (H, n, T) of the attention weights of the positions `rows`, given queries (H,
+        T, D) and keys."""
         length = self.q.shape[1]
         visible = visible_keys(length, length, q.device, self.config.window(self.layer))[rows]
         scores = attention_scores(q[None, :, rows], k[None])[0]
@@ -207,8 +208,8 @@ class FrozenBlock:
         return mean * (aligned - center)
 
     def _of_means(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries (H, T, D) and keys (K, T, D) that the block would compute if its input (T, C)
-        were its mean everywhere."""
+        """The queries (H, T, D) and keys (K, T, D) that the block would compute if every row of its
+        input (T, C) were the mean row."""
         config, block = self.config, self.block
         mean = x.mean(0).expand_as(x)
         if not self.is_post:
@@ -224,8 +225,8 @@ class FrozenBlock:
         return self.project(q, k)
 
     def _strong(self, g: Tensor, choice: Choice, sublayer: int) -> Tensor:
-        """The positions at which a part of attention (0) or of the MLP (1) may carry more than the
-        threshold. Leaves out the parts at all other positions."""
+        """The positions at which a part of attention (`sublayer` 0) or of the MLP (1) may carry
+        more than the threshold. Counts the parts at all other positions as left out."""
         strong = g.norm(dim=-1).amax(0) * self.bounds[sublayer] > choice.threshold
         choice.leave_out(g[:, ~strong] * self._written[sublayer][~strong])
         return strong.nonzero()[:, 0]
@@ -292,8 +293,8 @@ class FrozenBlock:
 
 
 def frozen_ratios(kind: Activation, pre: Tensor, up: Tensor | None) -> tuple[Tensor, ...]:
-    """The ratio (T, F) of each neuron's value to its input. Swiglu has two ratios, each for half of
-    the value: one to the gate, one to the unit that the gate multiplies."""
+    """The ratio (T, F) of each neuron's value to its input. SwiGLU has two ratios, because half of
+    the value counts for the gate and half for the unit that the gate multiplies."""
     match kind:
         case "relu":
             return ((pre > 0).to(pre.dtype),)

@@ -1,7 +1,7 @@
 """Tasks and results of circuits: immutable plain data, without torch.
 
 The target is the difference of two tokens' logits at one position of a prompt. `frozen.py` defines
-the share of it that a part carries.
+the share of this difference that a part carries.
 """
 
 import math
@@ -41,7 +41,7 @@ class CircuitTask:
     @property
     def passes(self) -> int:
         """Cost in forward passes over the prompt: one forward pass, the backward passes with two
-        gradients each, and three with ablations."""
+        gradients each, and three forward passes with ablations."""
         return 1 + 2 * MOST_SEARCHES + 3
 
 
@@ -69,8 +69,8 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """The amount of the difference that the node `source` carries through the node `target`, both
-    given by index. The target None is the logits."""
+    """The amount of the difference that the node `source` carries through the node `target`. Both
+    are indices of nodes; `target` None means the logits."""
 
     source: int
     target: int | None
@@ -111,14 +111,15 @@ class Circuit:
 
     @property
     def share(self) -> float | None:
-        """Share of (difference - baseline) that the circuit explains; None if that is 0."""
+        """The share of (difference - baseline) that the circuit explains; None if the two are
+        equal."""
         return explained_share(
             self.difference - self.baseline, self.left_out, self.left_out_attention
         )
 
     def surviving(self, difference: float) -> float | None:
-        """Share of (difference - without_all) that an ablation leaves; None if that is 0, or if the
-        circuit is empty."""
+        """The share of (difference - without_all) that remains in an ablation whose difference is
+        `difference`; None if the two are equal, or if the circuit is empty."""
         whole = self.difference - self.without_all
         return (difference - self.without_all) / whole if whole and self.nodes else None
 

@@ -1,7 +1,8 @@
 """Frozen text: a forward pass over one text, and backward passes through it.
 
 `FrozenText.search` is one backward pass from the target through the parts that a threshold keeps.
-Leaving out the other parts causes exactly the error that they carry, because in the frozen model
+The error of leaving out the other parts is exactly the amount that they carry, because in the
+frozen model
 
     difference = baseline + (sum over the kept parts) + (sum over the parts left out).
 
@@ -37,7 +38,7 @@ class Kept:
 
 
 class FrozenText:
-    """A text whose last position has the target. `freeze` must run its forward pass first."""
+    """A text with the target at its last position. `freeze` must run before `search`."""
 
     def __init__(self, gpt: GPT, passes: TextPasses) -> None:
         self.gpt, self.passes = gpt, passes

@@ -4,9 +4,9 @@ The compiler turns a regular expression, a JSON Schema, a list of choices or a g
 `Constraint`. Each sequence has its own `Matcher`, which computes a mask over the vocabulary before
 each sample and advances by the sampled token. Matchers share no mutable state, so a mask depends
 only on the tokens of its sequence. The masks come from llguidance, an optional dependency that only
-this module imports; it gets the checkpoint's vocabulary and split pattern. Not here: applying masks
-(`model/inference/sampling/sampler.py`), protection from costly sources
-(`model/inference/constraints/sandbox.py`), the cache of compiled constraints
+this module imports; it gets the checkpoint's vocabulary and split pattern. Other modules apply
+masks (`model/inference/sampling/sampler.py`), protect the server from costly sources
+(`model/inference/constraints/sandbox.py`) and cache compiled constraints
 (`service/models/constraints.py`).
 
 The four kinds:
@@ -20,14 +20,14 @@ choice       the text is one of a list
 grammar      the text is a sentence of a context-free grammar, in llguidance's dialect of Lark
 
 If a grammar allows only one continuation, the model must use the tokens that encoding this text
-yields. If the vocabulary lacks bytes (characters, words), any tokens that spell the text are
-allowed.
+yields. If the vocabulary lacks tokens for single bytes (its tokens are characters or words), any
+tokens that spell the text are allowed.
 
 A constraint applies to text, so special tokens never match it. If the text is complete but could
 also continue, the end-of-text token is allowed too. If it cannot continue, the sequence ends
 without that token. llguidance gets its own end token, one id beyond the vocabulary, so vocabularies
-with and without an end-of-text token need no separate code. In a vocabulary without one, a text
-that could continue always does.
+with and without an end-of-text token need no separate code. Without an end-of-text token, a text
+that could continue always continues.
 """
 
 import json
@@ -72,7 +72,7 @@ JSON_LAYOUT: Mapping[str, str | bool] = {
 has a fixed spelling, because a property `a` spelled `\u0061` would count as another property."""
 
 WITHOUT_EFFECT = ("capture", "stop", "stop_capture", "temperature")
-"""Attributes of a grammar rule that have no effect here, or a misleading one."""
+"""Attributes of a grammar rule that have no effect here, or a misleading effect."""
 
 LOCATION = re.compile(r"at \d+\(\d+\): ")
 """Line and column at the start of a compiler's message."""
@@ -101,7 +101,7 @@ class Source:
 
 
 class Compiler:
-    """Makes constraints for one vocabulary. Thread-safe.
+    """Compiles constraints for one vocabulary. Thread-safe.
 
     Raises ConstraintsUnavailable if llguidance is missing or cannot read the vocabulary, or if the
     model has no text.
@@ -155,12 +155,14 @@ class Compiler:
         seconds = time.thread_time() - began
         allowed, complete = self.look(matcher)
         if complete:
-            raise ConstraintError("only the empty text matches: there is nothing to generate")
+            raise ConstraintError(
+                "the constraint matches only the empty text, so there is nothing to generate"
+            )
         return Constraint(source, self, grammar, allowed, seconds)
 
     def matcher(self, source: Source, grammar: str) -> Any:
-        """A new llguidance matcher, before the first token. It is not copied from another: copies
-        share a lexer, so states and costs would depend on all of them."""
+        """A new llguidance matcher, before the first token. It is not a copy of another matcher,
+        because copies share a lexer, whose states and costs would then depend on all of them."""
         matcher = self._llguidance.LLMatcher(
             self._vocabulary, grammar, log_level=0, limits=self._limits
         )
@@ -171,7 +173,7 @@ class Compiler:
         return matcher
 
     def look(self, matcher: Any) -> tuple[np.ndarray, bool]:
-        """The mask of an llguidance matcher, as read-only booleans over the vocabulary, and True if
+        """The mask of an llguidance matcher (read-only booleans over the vocabulary), and whether
         only the end may follow. Raises ConstraintError if nothing may follow, not even the end."""
         bits = matcher.compute_bitmask()
         if matcher.is_error():
@@ -221,14 +223,15 @@ class Constraint:
         return Matcher(self)
 
     def without_starts(self) -> "Constraint":
-        """A copy for one request, which compiles matchers ahead for its own sequences
-        (`prepare`)."""
+        """A copy of the constraint for one request. `prepare` compiles matchers for the sequences
+        of this request ahead of time."""
         one = copy(self)
         one._starts = []
         return one
 
     def prepare(self) -> None:
-        """Compile the matcher of one more sequence ahead, in a thread other than the engine's."""
+        """Compile the matcher of one more sequence ahead of time. Called in a thread other than the
+        engine's."""
         self._starts.append(self.compiler.matcher(self.source, self._grammar))
 
     def start(self) -> Any:
@@ -276,8 +279,9 @@ class Matcher:
 
 
 def _grammar(source: Source, *, looks_ahead: bool) -> str:
-    """The grammar for llguidance. With `looks_ahead`, it may encode forced text. Raises
-    ConstraintError for parts that llguidance would accept but not enforce."""
+    """The grammar for llguidance. With `looks_ahead`, llguidance encodes text that is the only
+    possible continuation, instead of allowing all tokens that spell it. Raises ConstraintError for
+    parts that llguidance would accept but not enforce."""
     match source.kind:
         case "regex":
             lark = f"start: /{_quoted(source.text)}/"

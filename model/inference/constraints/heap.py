@@ -1,7 +1,7 @@
-"""Heap: returns memory that was freed in small pieces to the system.
+"""Heap: returns to the system the memory that was freed in small pieces.
 
-glibc keeps freed memory between pieces that are still in use, such as the memory of ended lexers.
-Does nothing on systems without `malloc_trim` or `/proc`.
+glibc keeps freed memory, such as the memory of ended lexers, if it lies between pieces that are
+still in use. This module does nothing on systems without `malloc_trim` or `/proc`.
 """
 
 import ctypes
@@ -15,7 +15,8 @@ ENDS = 64
 
 
 class Heap:
-    """Counts the lexers in use. Only the thread that generates may use it."""
+    """Counts the lexers in use, to decide when to trim. Only the thread that generates tokens may
+    use this object."""
 
     def __init__(self) -> None:
         self._in_use = self._ended = 0
@@ -25,7 +26,7 @@ class Heap:
         self._in_use += 1
 
     def end(self) -> None:
-        """Count a lexer that was freed; trim if the process has grown by TRIM_BYTES."""
+        """Record that a lexer was freed; trim if the process has grown by TRIM_BYTES."""
         self._in_use -= 1
         self._ended += 1
         if self._in_use and self._ended < ENDS:

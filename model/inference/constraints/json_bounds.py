@@ -1,4 +1,4 @@
-"""Default bounds of a JSON schema, so that its texts end.
+"""Default bounds for a JSON schema, so that every generated text ends.
 
 A small model often appends digits, letters or items until its tokens run out. So this module adds
 the bounds that README.md lists to a schema that lacks them.
@@ -78,7 +78,7 @@ def _parts(schema: Schema) -> list[Any]:
 
 def _bounded(schema: Any, prefix: str) -> Any:
     """A schema, or a list of schemas, with bounds. An unrestricted value becomes a reference to a
-    definition, named by `prefix` and a level."""
+    definition whose name consists of `prefix` and a level."""
     if schema is True or schema == {}:
         return {"$ref": f"#/$defs/{prefix}{DEPTH}"}
     if isinstance(schema, Sequence) and not isinstance(schema, str):

@@ -1,8 +1,8 @@
 """Supported JSON Schema: a keyword is enforced, treated as an annotation, or refused.
 
-llguidance enforces the keywords below (draft 2020-12), refuses others that it knows, and ignores
-unknown ones. This module also refuses unknown keywords, because they may be misspelled or belong to
-another dialect, and a minProperties that repeated names could satisfy.
+llguidance enforces the keywords below (draft 2020-12), refuses other keywords that it knows, and
+ignores unknown keywords. This module refuses unknown keywords too, because they may be misspelled
+or belong to another dialect. It also refuses a minProperties that repeated names could satisfy.
 
 Strings have no escapes except NAMED_CONTROLS, `\"` and `\\` (`JSON_LAYOUT` in
 `model/inference/constraints/compiler.py`), so other control characters cannot be written.
@@ -29,7 +29,7 @@ ANNOTATIONS = {
     *("title", "description", "default", "example", "examples", "deprecated"),
     *("readOnly", "writeOnly", "discriminator", "contentEncoding", "contentMediaType"),
 }
-"""Keywords without an effect on the value. Extensions (`x-...`) have none either."""
+"""Keywords without an effect on the value. Extensions (`x-...`) have no effect either."""
 
 BY_NAME = {"properties", "patternProperties", "$defs", "definitions"}
 """Keywords whose value maps names to schemas."""
@@ -48,8 +48,8 @@ CATEGORY = re.compile(r"\\p(?:[LMNPSZ]|\{[LMNPSZ][a-z]?\})")
 
 
 def enforceable(schema: Any) -> Any:
-    """A schema that the compiler enforces completely. Raises ConstraintError for parts that it
-    would not enforce. The compiler checks the values of keywords."""
+    """Convert a schema to one that the compiler enforces completely. Raises ConstraintError for
+    parts that the compiler would not enforce. The compiler checks the values of keywords."""
     if isinstance(schema, list):
         return [enforceable(item) for item in schema]
     if not isinstance(schema, Mapping):
@@ -92,7 +92,7 @@ def _check_count(schema: Mapping[str, Any]) -> None:
 
 
 def _check_text(value: Any) -> None:
-    """Refuse a value if any string in it has a character that cannot be written."""
+    """Refuse a value that has a string with a character that cannot be written."""
     if isinstance(value, list):
         for item in value:
             _check_text(item)

@@ -11,7 +11,7 @@ class TokenMatcher(Protocol):
 
     @property
     def complete(self) -> bool:
-        """True if no token may follow. Up to date only after a call of `allowed`."""
+        """True if no token may follow. Only `allowed` updates this value."""
 
     def allowed(self) -> Any:
         """Mask of the next token: read-only NumPy booleans (V,). At least one is true unless the

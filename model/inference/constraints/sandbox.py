@@ -1,4 +1,5 @@
-"""Sandbox: compiles each new constraint first in a separate process, which may crash, hang or grow.
+"""Sandbox: tries each new constraint in a separate process, which may crash, hang or run out of
+memory.
 
 llguidance 1.9.1 does not bound the cost of every grammar: a chain of a thousand rules in brackets
 overflows the stack, a few kilobytes of `multipleOf` compile for minutes, and a few kilobytes of
@@ -8,9 +9,9 @@ between processes.
 
 The process of a `Sandbox` reads the vocabulary once and forks for each trial. A trial has limits of
 memory, stack and processor time. It answers on its own socket, and ends when its client
-disconnects. Trials run in parallel. When a trial begins, those that have run for LONG_SECONDS get
-the lowest priority. The limit counts a trial's own processor time, so other trials do not affect
-whether a source is accepted.
+disconnects. Trials run in parallel. When a trial begins, the trials that have run for LONG_SECONDS
+get the lowest priority. The limit counts a trial's own processor time, so other trials do not
+affect whether a source is accepted.
 """
 
 import base64
@@ -36,19 +37,19 @@ from logitd.model.text.tokenizer import Tokenizer
 ROOT = Path(__file__).parents[4]
 MODULE = "logitd.model.inference.constraints.sandbox"
 STACK_BYTES = 2**20
-"""Stack of a trial, smaller than that of a server's thread."""
+"""Stack size of a trial. It is smaller than the stack of a server's thread."""
 MEMORY_BYTES = 2**24
-"""Address space that a trial may add to its process. Ordinary sources need a tenth of it. The
-server needs as much as the trial for each sequence. This also bounds the time of most sources,
+"""Address space that a trial may add to its process. Ordinary sources need a tenth of it. For each
+sequence, the server needs as much memory as the trial. This also bounds the time of most sources,
 because slow sources need much memory."""
 LONG_SECONDS = 0.25
 LOWEST_PRIORITY = 19
 TRIES, TRY_TOKENS = 2, 24
-"""Number of random texts that a trial generates, and number of tokens in each."""
+"""Number of random texts that a trial generates, and the number of tokens in each text."""
 ANSWER_BYTES = 2**16
 SLOW = bytes([signal.SIGPROF])
-"""First byte of the answer of a trial that ran out of time. The system writes it, because Python
-code cannot run until the compiler returns."""
+"""First byte of the answer of a trial that ran out of time. The operating system writes it when it
+signals the timeout, because Python code cannot run until the compiler returns."""
 
 
 class TooSlow(ConstraintError):
@@ -99,8 +100,8 @@ class Sandbox:
     @contextlib.contextmanager
     def begin(self) -> Iterator[socket.socket]:
         """Begin a trial and return its socket. The trial reads a request (`request_of`) from it,
-        writes an answer (`check`), and ends with the context. Raises OSError if the process has
-        ended."""
+        writes an answer (`check`), and ends when the context exits. Raises OSError if the process
+        has ended."""
         assert self._control is not None
         ours, theirs = socket.socketpair()
         held, holds = os.pipe()
@@ -116,7 +117,7 @@ class Sandbox:
             os.close(holds)
 
     def close(self) -> None:
-        """End the process. Trials end with their contexts."""
+        """End the process. Running trials end when their contexts exit."""
         if self._control is not None:
             self._control.close()
         if self._process is not None:
@@ -126,13 +127,14 @@ class Sandbox:
 
 
 def request_of(source: Source, seconds: float) -> bytes:
-    """The request for the trial of a source, with its limit of processor time."""
+    """The request that starts the trial of a source, with the limit of the trial's processor
+    time."""
     return json.dumps([source.kind, source.text, seconds]).encode() + b"\n"
 
 
 def check(answer: bytes) -> None:
-    """Raise ConstraintError if the source was refused or ended the trial without an answer; TooSlow
-    if the trial ran out of time."""
+    """Check the answer of a trial. Raises ConstraintError if the source was refused or the trial
+    ended without an answer, TooSlow if the trial ran out of time."""
     if not answer:
         raise ConstraintError("the constraint is too large or too deeply nested to compile")
     if answer.startswith(SLOW):
@@ -170,7 +172,7 @@ def main(control: socket.socket, memory: int) -> None:
 
 
 def _make_way(began: dict[int, float]) -> None:
-    """Forget ended trials, and lower the priority of those that have run for LONG_SECONDS."""
+    """Forget ended trials, and lower the priority of trials that have run for LONG_SECONDS."""
     for trial, since in list(began.items()):
         if os.waitpid(trial, os.WNOHANG)[0]:
             del began[trial]

@@ -1,10 +1,11 @@
-"""Attributions: choose the attribution that computes the next piece.
+"""Attributions: chooses which attribution computes the next piece.
 
 Attributions need no slot of the cache. They wait in a separate queue, under the rules of the main
-queue. Up to AT_ONCE attributions run at a time, and up to MOST_AT_ONCE if each further one is its
-caller's only one. Callers get equal times. The attributions of one caller take turns, one piece
-each, so that a long one does not delay a short one. A step computes at most one piece, after
-everything else. Then the engine only decodes for a while (`scheduler.py`).
+queue. Up to AT_ONCE attributions run at a time. Further ones, up to MOST_AT_ONCE in total, start
+only for callers that have none running. Callers get equal shares of the time. The attributions of
+one caller take turns, one piece each, so that a long one does not delay a short one. A step
+computes at most one piece, after everything else. Then the engine only decodes for a while
+(`scheduler.py`).
 """
 
 from collections import deque
@@ -13,14 +14,15 @@ from logitd.model.inference.engine.queue import WaitingQueue
 from logitd.model.inference.engine.sequence import Sequence, State
 
 AT_ONCE = 2
-"""Number of attributions that run at a time. It is small because each keeps the residual stream
-before each block in memory."""
+"""Number of attributions that run at a time. It is small because an attribution keeps the residual
+stream before every block in memory."""
 MOST_AT_ONCE = 8
-"""Limit on running attributions for a caller that has none running."""
+"""Limit on the total number of running attributions. It applies when the next one belongs to a
+caller that has none running."""
 
 
 class AttributionTurns:
-    """The waiting and the running attributions. The running ones take turns."""
+    """The attributions that wait, and the attributions that run, which take turns."""
 
     def __init__(self) -> None:
         self.waiting = WaitingQueue()
@@ -36,7 +38,8 @@ class AttributionTurns:
         return bool(self._running) or any(self.waiting.firsts())
 
     def next(self, now: float) -> Sequence | None:
-        """Begin waiting attributions. Returns the one that computes the next piece."""
+        """Start as many waiting attributions as the limits allow. Returns the running one that
+        computes the next piece."""
         while (first := self._first()) is not None:
             self.waiting.take(first)
             first.state = State.ATTRIBUTION
@@ -52,7 +55,8 @@ class AttributionTurns:
         return line[-1]
 
     def charge(self, sequence: Sequence, seconds: float) -> None:
-        """Charge the time of a piece to its caller. The sequence may have ended with this piece."""
+        """Charge the time of a piece to the sequence's caller. The sequence may have ended with
+        this piece."""
         if sequence.request.caller in self._used:
             self._used[sequence.request.caller] += seconds
 

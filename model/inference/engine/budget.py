@@ -1,21 +1,21 @@
 """Budget: limits the prompt positions of a step while sequences decode, using measured costs.
 
 The next token of every stream waits for the whole step. `target_gap` limits the time of a step, in
-decode steps or in seconds. The time that decoding leaves goes to prompts, at least one whole block
-of positions. But short chunks are slow: each adds a decode step and multiplies few rows. If prompts
-then arrive faster than they are computed, all requests wait for them. So a chunk is never so short
-that a prompt takes more than MOST_DELAY times as long as in whole chunks.
+decode steps or in seconds. The time that decoding leaves goes to prompts, which get at least one
+whole block of positions. But short chunks are slow: each adds a decode step and multiplies few
+rows. If prompts then arrive faster than they are computed, all requests wait for them. So a chunk
+is never so short that a prompt takes more than MOST_DELAY times as long as in whole chunks.
 
 `target_ttft` is the time in which a first token should arrive, in addition to the time of its own
 prompt. If waiting prompts would miss it, steps become longer in proportion to the delay, up to
 STRETCH times the gap, or more if more sequences wait than decode. Otherwise a few streams with
 short steps would keep many prompts waiting.
 
-The cost of decoding is the median of NEAREST recent steps that decoded similar numbers of rows,
-and the cost of a unit of work the median of WINDOW prompt parts, so a single slow step changes
-nothing. A step computes its chunks in one pass, whose work is their number of blocks plus
-PASS_WORK. If chunks and decode shared a pass, the chunks are charged the time beyond a step that
-only decodes; after PROBE such steps, a step without prompts measures it again. A wrong cost changes
+The cost of decoding is the median of NEAREST recent steps that decoded similar numbers of rows, and
+the cost of a unit of work the median of WINDOW prompt parts, so a single slow step changes nothing.
+A step computes its chunks in one pass, whose work is their number of blocks plus PASS_WORK. If
+chunks and decode shared a pass, the chunks are charged the time beyond a step that only decodes;
+after PROBE such steps, a step without prompts measures the decode time again. A wrong cost changes
 the length of steps but no bits (`model/inference/kernels/README.md`).
 
 The budget has no clock and knows no sequences; its callers pass seconds and lengths. Outputs are
@@ -34,29 +34,30 @@ from logitd.model.transformer.config import BLOCK
 WINDOW = 9
 """Number of prompt parts in the median."""
 NEAREST = 3
-"""Number of decode steps in the median: of the last RECENT ones, those with the closest row
-counts."""
+"""Number of decode steps in the median. Of the last RECENT decode steps, it uses the steps with the
+closest row counts."""
 RECENT = 32
 PROBE = 16
-"""Number of steps with shared passes after which one step only decodes: the cost of decoding
-changes with the number of rows, and a shared pass does not show it."""
+"""After this many steps with shared passes, one step only decodes. It measures the cost of
+decoding, which changes with the number of rows and which a shared pass does not show."""
 PASS_WORK = 0.5
 """Fixed cost of a pass, in blocks: each pass reads the weights once, and products of few rows are
-slower. It is an assumption; the measured cost of a block compensates for most of its error."""
+slower. The value is an assumption; the measured cost of a block compensates for most of its
+error."""
 MOST_DELAY = 1.75
-"""Limit of a prompt's time relative to whole chunks. Chosen by simulation, not measured: a lower
-value lengthens gaps beyond the target, a higher one delays prompts too much."""
+"""Maximum time of a prompt, relative to its time in whole chunks. Chosen by simulation, not
+measured: a lower value lengthens gaps beyond the target, a higher one delays prompts too much."""
 UNNOTICED = 0.04
 """Minimum gap in seconds if the target is a multiple of decode steps. Small models have steps of a
 millisecond; shorter chunks would delay prompts to save time that no reader notices."""
 STRETCH = 3.0
-"""Limit of a step's time relative to the target gap while prompts are late."""
+"""Maximum time of a step, relative to the target gap, while prompts are late."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A prompt that can be computed: the positions left, and the time since its request arrived.
-    The age is None if no client waits for a first token."""
+    """A prompt that can be computed: the number of positions left, and its age, which is the time
+    since its request arrived. The age is None if no client waits for a first token."""
 
     positions: int
     age: float | None
@@ -81,7 +82,8 @@ class PrefillBudget:
 
     def prefilled(self, lengths: Sequence[int], seconds: float) -> None:
         """Record the time that a step took for chunks of these lengths. Incomplete blocks may cost
-        much less than whole ones, so they count only until whole ones have been measured."""
+        much less than whole blocks, so their times are used only until whole blocks have been
+        measured."""
         whole = all(count % BLOCK == 0 for count in lengths)
         if whole and not self._whole:
             self._work_seconds.clear()
@@ -91,7 +93,7 @@ class PrefillBudget:
         self._work_seconds.append(seconds / _work(lengths))
 
     def together(self, rows: int, lengths: Sequence[int], seconds: float) -> None:
-        """Record the time of a step that computed its chunks and its decode in one pass."""
+        """Record the time of a step that computed its chunks and its decode rows in one pass."""
         self._shared_passes += 1
         if self._decoded:
             self.prefilled(lengths, max(0.0, seconds - self._decode_seconds(rows)))
@@ -122,8 +124,8 @@ class PrefillBudget:
         return max((limit - decode) / each, self._least_work(decode / each))
 
     def _stretch(self, rows: int, waiting: Iterable[Waiting], each: float) -> float:
-        """Factor by which to exceed the gap: the longest expected delay of a first token, relative
-        to its target. `each` is the time of a unit of work."""
+        """Factor by which a step may exceed the gap: the longest expected delay of a first token,
+        relative to its target. `each` is the time of a unit of work."""
         if self._target_ttft is None:
             return 1.0
         seconds, late, count = 0.0, 1.0, 0
@@ -136,7 +138,7 @@ class PrefillBudget:
         return min(late, STRETCH * max(1.0, count / rows))
 
     def _decode_seconds(self, rows: int) -> float:
-        """Time of a decode step of this many rows. There must be a recent one."""
+        """Time of a decode step of this many rows. At least one step must have been recorded."""
         near = sorted(self._decoded, key=lambda step: abs(step[0] - rows))[:NEAREST]
         return statistics.median(seconds for _, seconds in near)
 

@@ -4,11 +4,11 @@ A caller should not hold all slots for long, because running sequences are never
 
 - If another caller sent a request in the last COMPANY_SECONDS, a caller leaves an eighth of the
   slots free.
-- Of its sequences that generate with interventions, a caller runs only as many as compute in one
-  step. More would only wait in their slots.
+- Of its sequences that generate with interventions, a caller runs only as many as can compute in
+  one step. Any more would only wait in their slots.
 - A sequence waits while another sequence of its request computes a prefix that it can copy.
 
-The prompts of a step take turns between callers. The rules see sequences and slot counts; the
+Callers take turns with the prompts of a step. The rules see sequences and slot counts; the
 scheduler decides and keeps all other state.
 """
 
@@ -20,9 +20,9 @@ from logitd.model.inference.engine.sequence import Sequence, State
 from logitd.model.transformer.config import BLOCK
 
 COMPANY_SECONDS = 3600
-"""Seconds after a caller's request during which other callers leave slots free for it."""
+"""For this many seconds after a caller's request, other callers leave slots free for the caller."""
 SPARE_DIVISOR = 8
-"""The slots left free are the total number of slots divided by this."""
+"""The number of slots that a caller leaves free is the total number of slots divided by this."""
 
 
 class CallerTurns:
@@ -33,7 +33,7 @@ class CallerTurns:
         self._began: dict[str, int] = {}  # by caller: last step that began one of its prompts
 
     def arrived(self, sequence: Sequence) -> None:
-        """Record the time of the caller's last request."""
+        """Record that a caller sent a request, and its time of arrival."""
         self._arrivals[sequence.request.caller] = sequence.arrived
         self._arrivals.move_to_end(sequence.request.caller)
         if len(self._arrivals) > 2:  # the last caller other than any given one is among two
@@ -78,7 +78,7 @@ class CallerTurns:
 
 def leaves_rows(sequence: Sequence, running: Many[Sequence], step_elements: int) -> bool:
     """False if this sequence generates with interventions, and its caller already runs as many such
-    sequences as compute in one step."""
+    sequences as can compute in one step."""
     same = [s for s in (*running, sequence) if s.changes_rows and _same_caller(s, sequence)]
     elements = sum(s.group.cost.row for s in same)
     return not sequence.changes_rows or len(same) == 1 or elements <= step_elements
@@ -86,8 +86,8 @@ def leaves_rows(sequence: Sequence, running: Many[Sequence], step_elements: int)
 
 def sibling_computes_more(sequence: Sequence, length: int, running: Many[Sequence]) -> bool:
     """True if another sequence of the same request is computing blocks of the same prompt, so that
-    this sequence can soon copy more than the `length` positions available now. Waiting costs
-    nothing, because prompts are computed one by one anyway."""
+    this sequence can soon copy more positions than the `length` that are available now. Waiting
+    costs nothing, because prompts are computed one by one anyway."""
     shareable = sequence.first_needed // BLOCK * BLOCK
     return length < shareable and any(
         s.group is sequence.group and s.state is State.PREFILL for s in running

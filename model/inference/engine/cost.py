@@ -4,13 +4,13 @@ Memory is counted in elements of outputs, the numbers computed at each requested
 the whole vocabulary, hidden states, attention weights or values of named stages. A digest of logits
 counts as the logits that it is computed from. Admission limits the elements of all requests.
 
-The work of a step is counted in elements too (`StepCost`): those of outputs and those changed by
-interventions. The scheduler limits them.
+The work of a step is also counted in elements (`StepCost`): the elements of outputs, and the
+elements that interventions change. The scheduler limits their number.
 
 The price of a whole request is counted in tokens (`prices`): the length of a plain prompt that
 takes as long to compute. An attribution costs its tokens times its passes over them. Interventions
-and processing are added at the rates below. Admission limits the price of one request and of all
-waiting ones.
+and processing are added at the rates below. Admission limits the price of one request and the total
+price of all waiting requests.
 
 All functions are pure functions of a request and the model's shape.
 """
@@ -121,16 +121,16 @@ def prices(request: Request, config: ModelConfig) -> list[int]:
 
 
 def _products(config: ModelConfig) -> int:
-    """Multiplications for one token, without the head. For an owner's code, the number of its
-    parameters, an upper bound."""
+    """Multiplications for one token, without the head. For a model computed by its owner's code,
+    the number of parameters, which is an upper bound."""
     if isinstance(config, CodeConfig):
         return max(1, config.parameters)
     return count_elements(config).block_matrices
 
 
 def _encodings(request: Request, config: ModelConfig) -> tuple[int, int]:
-    """Cost in elements of the features at one position of the prompt, and at one generated
-    position."""
+    """Cost in elements of the autoencoder features at one position of the prompt, and at one
+    generated position."""
     if not isinstance(config, GPTWithFeatures):
         return 0, 0
     each = {
@@ -167,7 +167,7 @@ def _generated(request: Request) -> int:
 
 
 def _width(change: Intervention, config: ModelConfig, length: int) -> int:
-    """Elements of a change at one position, without its fixed cost."""
+    """Cost in elements of applying a change at one position, without the fixed cost."""
     (stage,) = match_stages([change.stage], config)
     shape = stage.shape(config, length)
     whole = math.prod(shape if change.heads is None else (len(change.heads), *shape[1:]))

@@ -7,7 +7,7 @@ is its only `FinishEvent`.
 
 A drafted token is accepted if it equals the token sampled at the position before it. Then the
 sample at the drafted token is the one that the next step would have made. So drafts change how many
-tokens a step yields, but never the tokens.
+tokens a step yields, but never which tokens.
 """
 
 import math
@@ -121,9 +121,9 @@ class Engine:
         """Queue a request that passed `check_request`.
 
         `arrived` is its time of arrival on the engine's clock (default: now). `weights` is the
-        version of the weights that must compute it: the current one or the next, for which it waits
-        (default: the newest). Raises InvalidRequest for any other version, and for a request id in
-        use.
+        version of the weights that must compute the request: the current one, or the next one, for
+        which the request waits (default: the newest). Raises InvalidRequest for any other version,
+        and for a request id in use.
         """
         if weights is None:
             weights = self.weights + self.swapping()
@@ -200,8 +200,8 @@ class Engine:
 
     def step(self, on_compute: Callable[[], None] | None = None) -> StepResult:
         """Admit, prefill, decode, sample; then compute a piece of an attribution. `on_compute` is
-        called after planning: most of the rest is native code, during which other threads can use
-        the interpreter."""
+        called after planning: most of the remaining work is native code, during which other threads
+        can use the interpreter."""
         if self._closed:
             raise RuntimeError("the engine is closed and computes no more requests")
         # 1) End sequences past their deadline, so that their slots are free for this step.
@@ -331,8 +331,8 @@ class Engine:
         return [PromptEvent(sequence.request_id, sequence.index, start, tuple(tokens))]
 
     def _attribute(self, sequence: Sequence) -> list[Event]:
-        """Compute one piece of a sequence's attributions. Returns its events: none before the last
-        piece."""
+        """Compute one piece of a sequence's attributions. Returns the resulting events; before the
+        last piece there are none."""
         try:
             attribution = self._runner.attribute(sequence)
         except Exception as error:  # such as too little memory; it ends only this attribution
@@ -420,8 +420,8 @@ class Engine:
         return [self._finish_with_error(sequence, message) for sequence in computed]
 
     def _not_finite(self, sequence: Sequence, message: str) -> Event:
-        """End a sequence whose logits are not finite. If its request has interventions, they are
-        the `param` of the error."""
+        """End a sequence whose logits are not finite. If its request has interventions, the `param`
+        of the error names them."""
         param = PARAM if sequence.request.interventions else None
         return self._finish_with_error(sequence, message, param)
 

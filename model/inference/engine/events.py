@@ -1,4 +1,4 @@
-"""Events of the engine: those of sequences, the result of a step, and the state between steps.
+"""Events of the engine: the events of sequences, the result of a step, and the state between steps.
 
 Events are immutable and hold only standard types, so that they can be passed between threads and
 processes. They hold token ids; the caller turns them into text.
@@ -27,8 +27,9 @@ class FinishReason(StrEnum):
 
 
 class TokenEvent(NamedTuple):
-    """A generated token. A step may yield several of one sequence, in order. `chosen` and `top` are
-    set if logprobs were requested. A tuple, because creating one for every token must be fast."""
+    """A generated token. A step may yield several tokens of one sequence, in order. `chosen` and
+    `top` are set if logprobs were requested. The class is a named tuple, because creating an event
+    for every token must be fast."""
 
     request_id: str
     index: int  # type: ignore[assignment]  # 0 to n - 1; hides a method of tuple

@@ -2,8 +2,8 @@
 
 If the last tokens of a text occurred before, the tokens that followed them are a good guess (prompt
 lookup decoding: Saxena, 2023; LLMA: Yang et al., 2023). A decode step verifies a guess: each
-guessed token costs a row, and each right one saves a step. Every token is still sampled as without
-drafts, so a wrong guess costs its rows but changes no reply.
+guessed token costs a row, and each right one saves a step. Every token is still sampled as it would
+be without drafts, so a wrong guess costs its rows but changes no reply.
 
 Each sequence records how often its guesses were right, by the length of the repetition. It drafts
 as many tokens as are worth their rows; if none is, it tries a single token from time to time. The
@@ -26,8 +26,8 @@ MOST_TOKENS = 7
 read the weights once (`STREAM_ROWS` in kernels/cpu/native/linear.h)."""
 FIXED_ROWS = 2
 """Fixed cost of a step, in rows. With one sequence a guess pays off if it is right once in 1 +
-FIXED_ROWS times; with more sequences it must be right more often. The value is below that of every
-measured model, to avoid doubtful guesses."""
+FIXED_ROWS times; with more sequences it must be right more often. The value is below the fixed cost
+of every measured model, to avoid doubtful guesses."""
 FIRST_RATES = {2: 0.3, 3: 0.4, 4: 0.5}
 """Initial rates of right guesses, by the length of the repetition."""
 RATE_STEP = 0.3
@@ -35,15 +35,15 @@ RATE_STEP = 0.3
 RETRY_TOKENS = 64
 """Tokens between two attempts while guesses are wrong. Attempts then add at most 1.6 % of rows."""
 SEARCH_INTERVAL = 4
-"""Tokens between two searches after one that found no repetition, if a guess would be doubtful.
-Most of a search is cache misses, because a forward pass evicts everything else from the CPU's
-caches."""
+"""Number of tokens between two searches after a search found no repetition, if a guess would be
+doubtful. Cache misses take most of the time of a search, because a forward pass evicts everything
+else from the CPU's caches."""
 
 
 @dataclass(slots=True)
 class Draft:
     """Guessed tokens, the length of the repetition they come from, and the number of accepted
-    tokens, which is set by the verification."""
+    tokens, which the verification sets."""
 
     token_ids: list[int]
     repeated: int
@@ -53,10 +53,10 @@ class Draft:
 class Repeats:
     """Finds earlier occurrences of the end of a growing text.
 
-    The occurrences of each pair of tokens form a chain, latest first. A longer run is searched
+    The occurrences of each pair of tokens form a chain, latest first. A longer run is searched for
     among the latest occurrences of its last pair. So a search takes one look-up if the last pair is
-    new, else at most CANDIDATES more, for any length of the text. Between two calls, `tokens` may
-    only grow at its end.
+    new, and at most CANDIDATES more otherwise, however long the text is. Between two calls,
+    `tokens` may only grow at its end.
     """
 
     __slots__ = ("_before", "_last", "_tokens")
@@ -99,8 +99,8 @@ class Repeats:
             last[pair] = end
 
     def _repeated(self, end: int) -> int:
-        """Number of tokens before `end`, up to LONGEST, that equal the last ones of the text. The
-        last pair is known to be equal."""
+        """Number of tokens before `end`, up to LONGEST, that equal the last tokens of the text. The
+        caller knows that the last two are equal."""
         tokens, length = self._tokens, SHORTEST
         while length < min(LONGEST, end) and tokens[end - length - 1] == tokens[-length - 1]:
             length += 1
@@ -108,7 +108,7 @@ class Repeats:
 
 
 class Drafter:
-    """Makes the guesses of one sequence, and records how often they were right. `tokens` is the
+    """Makes guesses for one sequence, and records how often they were right. `tokens` is the
     sequence's growing list."""
 
     __slots__ = ("_attempt_at", "_best", "_rates", "_repeats", "_tokens")

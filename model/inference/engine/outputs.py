@@ -1,4 +1,4 @@
-"""Outputs: compute logits, hidden states, attention weights and named stages at requested
+"""Outputs: computes logits, hidden states, attention weights and named stages at requested
 positions.
 
 In the engine, only this file and `runner.py` handle tensors. Sequences whose stages are recorded or
@@ -48,7 +48,7 @@ NOT_FINITE = "the logits of the head or of a layer are not finite"
 @dataclass(frozen=True, slots=True)
 class Outputs:
     """Outputs at some positions: a NumPy array (len(positions), ...) of float32. `error` is set if
-    they are invalid."""
+    the values are invalid."""
 
     positions: tuple[int, ...]
     values: Any
@@ -58,7 +58,7 @@ class Outputs:
 def prefill_input(
     chunk: PrefillChunk, states: bool = False, weights: AttentionSelection | None = None
 ) -> PrefillInput:
-    """The input of a decoder for a chunk, whose slot must hold the prefix before it."""
+    """The decoder's input for a chunk. The slot of the chunk must hold the prefix before it."""
     sequence, start = chunk.sequence, chunk.start
     token_ids = sequence.tokens[start : chunk.end]
     first = min(max(0, sequence.first_needed - start), len(token_ids))
@@ -134,7 +134,8 @@ class TappedGPT:
 
 
 class TappedCode:
-    """Computes tapped sequences by an owner's code. Each pass computes the whole sequence."""
+    """Computes tapped sequences of a model with its owner's code. Each pass computes the whole
+    sequence."""
 
     def __init__(self, config: CodeConfig, decoder: CodeDecoder) -> None:
         self._config = config
@@ -166,8 +167,8 @@ def changes_of(sequence: engine_sequence.Sequence, config: ModelConfig, like: Te
 
 
 Normed = Callable[[Tensor], Tensor]
-"""Computes the final norm of a stream (P, d_model); for an owner's code, whose decoder has no head,
-the logits."""
+"""Computes the final norm of a stream (P, d_model). For a model computed by its owner's code, it
+computes the logits instead, because that decoder has no head."""
 
 
 class OutputsComputer:
@@ -336,8 +337,8 @@ def _streams(output: HiddenStates | Lens, config: ModelConfig) -> tuple[int, ...
 
 
 def listed_ids(group: engine_sequence.Group, params: SamplingParams, logits: Tensor) -> ListedIds:
-    """The lists of token ids in a request's parameters, created for the first row of `logits`
-    (R, V) that needs them."""
+    """The lists of token ids in a request's parameters, as tensors on the device of `logits` (R,
+    V). They are created when a row first needs them."""
     if group.listed is None:
         group.listed = ListedIds(params, logits.shape[-1], logits.device)
     listed: ListedIds = group.listed

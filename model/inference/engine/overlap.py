@@ -1,4 +1,4 @@
-"""Overlap: launch the next decode steps before the tokens of the current ones are read.
+"""Overlap: launches the next decode steps before the tokens of the current ones are read.
 
 If steps are launched one by one, a GPU is idle while the host reads tokens, makes events and plans.
 But the next step is known in advance: the same sequences, one position further, with random numbers
@@ -8,9 +8,9 @@ already. So the host launches N + 1 while N runs, and then waits for N:
     host     plan N | launch N + 1 | wait for N | events of N | plan N + 1 | launch N + 2 | wait ...
     device   N ...........................| N + 1 .............................| N + 2 ...........
 
-A launch is several steps if there are few rows, whose steps take less time than the host. For each
-plan, `begin` returns the steps that were launched early for it and launches the next ones. Then the
-runner computes the prompts of the plan and collects the tokens.
+With few rows, the device computes a step faster than the host prepares one, so a launch has several
+steps. For each plan, `begin` returns the steps that were launched early for it and launches the
+next ones. Then the runner computes the prompts of the plan and collects the tokens.
 
 The scheduler is not aware of this. Each plan decodes all running sequences, so the early steps
 always fit the next plan, and new prompts are computed after them. If a sequence ends, its later
@@ -18,7 +18,7 @@ rows are discarded. That is safe: their keys are after the part of the slot that
 they run before the steps of the slot's next owner.
 
 Nothing is launched early if a plan computes prompts, verifies drafts, or has a row that needs
-logits processing (penalties, logprobs, a mask). Decoders are known only as `Launcher`.
+logits processing (penalties, logprobs, a mask). This module knows decoders only as `Launcher`.
 """
 
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ from logitd.model.inference.sampling.state import SamplingState
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """Launched decode steps, each with one row for each of the sequences."""
+    """Launched decode steps, in which each of the sequences has one row."""
 
     sequences: tuple[Sequence, ...]
     steps: int
@@ -60,8 +60,8 @@ class OverlapScheduler:
 
     def begin(self, plan: StepPlan) -> InFlight | None:
         """Return the launched decode steps of a plan, and launch the next steps if possible.
-        Returns None if the caller has to compute the decode. Raises the error of these steps' early
-        launch, if there was one."""
+        Returns None if the caller has to compute the decode step. Raises the error of these steps'
+        early launch, if there was one."""
         launcher = self._launcher
         if launcher is None:
             return None
@@ -83,7 +83,7 @@ class OverlapScheduler:
         return current
 
     def _launch(self, launcher: Launcher, sequences: tuple[Sequence, ...]) -> InFlight | None:
-        """Launch steps from known tokens; None if a row needs logits processing."""
+        """Launch steps from known tokens. Returns None if a row needs logits processing."""
         steps = _steps(launcher, sequences, 0)
         slots, positions, sampling, processed = self._rows(sequences, 0, steps)
         if processed:
@@ -95,7 +95,8 @@ class OverlapScheduler:
     def _launch_next(
         self, launcher: Launcher, current: InFlight, sequences: tuple[Sequence, ...]
     ) -> InFlight:
-        """Launch the steps that follow `current`, for the `sequences` in it that continue."""
+        """Launch the steps that follow `current`. `sequences` are the sequences of `current` that
+        continue."""
         row_of = {sequence: row for row, sequence in enumerate(current.sequences)}
         steps = _steps(launcher, sequences, current.steps)
         slots, positions, sampling, _ = self._rows(sequences, current.steps, steps)
@@ -106,8 +107,8 @@ class OverlapScheduler:
     def _rows(
         self, sequences: tuple[Sequence, ...], done: int, steps: int
     ) -> tuple[list[int], list[int], SamplingRows, tuple[int, ...]]:
-        """Slots and first positions of the rows, sampling rows of all `steps` after the `done`
-        ones, and the rows that need logits processing."""
+        """The slots of the rows, their positions after `done` steps, the sampling rows of the next
+        `steps` steps, and the indices of the rows that need logits processing."""
         slots = [sequence.held_slot for sequence in sequences]
         positions = [sequence.computed + done for sequence in sequences]
         sampled = [position + step + 1 for step in range(steps) for position in positions]
@@ -115,7 +116,7 @@ class OverlapScheduler:
 
 
 def _steps(launcher: Launcher, sequences: tuple[Sequence, ...], done: int) -> int:
-    """The number of steps to launch after the `done` ones: a power of 2, and at most the largest
-    number of tokens that a sequence may still generate."""
+    """The number of steps to launch after the first `done` steps: a power of 2, and at most the
+    largest number of tokens that a sequence may still generate."""
     left = max(sequence.tokens_left for sequence in sequences) - done
     return min(launcher.most_steps(len(sequences)), 1 << (left.bit_length() - 1))

@@ -1,12 +1,12 @@
 """WaitingQueue: sequences that wait for a slot, in the order of admission.
 
 Lower priorities are admitted first. Within a priority the callers take turns, one sequence each, so
-that no caller waits behind a thousand requests of another one: a new caller waits for at most one
-turn of each other caller. The sequences of one caller are admitted in the order of arrival.
+that no caller waits behind a thousand requests of another: a new caller waits for at most one turn
+of each other caller. The sequences of one caller are admitted in the order of arrival.
 
-Each caller has a line with three lanes: new sequences, evicted ones that resume (`scheduler.py`),
-and those held until new weights are in place. New and evicted sequences alternate, so that neither
-lane blocks the other.
+Each caller has a line with three lanes: new sequences, evicted sequences that resume
+(`scheduler.py`), and sequences held until new weights are in place. New and evicted sequences
+alternate, so that neither lane blocks the other.
 
 Every operation except iteration takes constant time. The queue does not know whether a slot is
 free.
@@ -88,8 +88,8 @@ class WaitingQueue:
                 line.release()
 
     def firsts(self) -> Iterator[Sequence]:
-        """The next sequence of each caller, in the order of turns. All are of the lowest priority
-        in which a sequence is ready."""
+        """The next sequence of each caller, in the order of turns. All have the lowest priority
+        value for which a sequence is ready."""
         for priority in self._priorities:
             found = False
             for line in self._lines[priority].values():

@@ -35,8 +35,8 @@ class SlotFields(CommonFields):
     """The fields of requests that are computed in a slot of the cache.
 
     prefix_reuse   allow the prompt to copy a prefix from another slot
-    interventions  changes inside the forward, applied in this order; a request with interventions
-                   neither copies a prefix nor offers one
+    interventions  changes inside the forward pass, applied in this order; a request with
+                   interventions neither copies a prefix nor offers one
     """
 
     prefix_reuse: bool = True
@@ -129,8 +129,8 @@ class OutputsRequest(SlotFields):
     """Compute `output` at the `positions` (ascending) of a prompt. Generates nothing.
 
     Rows are computed in pieces, each delivered as an `OutputsChunk`. At most two delivered pieces
-    may be unread; the next one is computed after `Engine.grant`. So a slow reader pauses only its
-    own request, which may lose its slot to waiting ones (`scheduler.py`).
+    may be unread; the next piece is computed after `Engine.grant`. So a slow reader pauses only its
+    own request, which may lose its slot to a waiting request (`scheduler.py`).
     """
 
     positions: tuple[int, ...]
@@ -164,7 +164,7 @@ class SlotlessFields(CommonFields):
 class AttributionRequest(SlotlessFields):
     """Attributions of a logit to the parts of a prompt or of the model
     (`model/inference/attribution/`), returned as one `AttributionEvent`. A step computes one piece
-    of it (`attributions.py`)."""
+    of the attributions (`attributions.py`)."""
 
     task: AttributionTask
 

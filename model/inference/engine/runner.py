@@ -1,4 +1,4 @@
-"""Runner: computes the plan of a step. In the engine, only this file and `outputs.py` handle
+"""Runner: carries out the plan of a step. In the engine, only this file and `outputs.py` handle
 tensors.
 
 A decoder computes the passes (`model/inference/kernels/`). The arithmetic of a row depends on its
@@ -118,8 +118,9 @@ class _RowsToSample:
 
 @dataclass(frozen=True, slots=True)
 class ForwardModel:
-    """A model's weights, and the objects that compute with them on one cache. `contention` watches
-    the blocks of attributions; None for a model without them."""
+    """A model's weights, and the objects that compute with them on one cache. `contention` limits
+    the blocks of attributions to one thread while other processes use the cores; None if the
+    owner's code computes the model, which has no attributions."""
 
     network: Network
     decoder: Decoder
@@ -172,8 +173,8 @@ class Runner:
 
     def prepare(self, network: Network) -> ForwardModel:
         """Prepare new weights for `replace` while the current ones compute. Does not write to the
-        cache. Raises ValueError unless `network` fits the cache, and the errors of the decoder's
-        constructor."""
+        cache. Raises ValueError if `network` does not fit the cache. Errors of the decoder's
+        constructor are raised too."""
         served = self.model.network
         if network.config != served.config:
             raise ValueError("the new weights have a different shape from the served model")
@@ -181,13 +182,13 @@ class Runner:
             weight, old = network.token_embedding.weight, served.token_embedding.weight
             if (weight.device, weight.dtype) != (old.device, old.dtype):
                 raise ValueError(
-                    f"the new weights are {weight.dtype} on {weight.device}, the served ones "
-                    f"{old.dtype} on {old.device}"
+                    f"the new weights are {weight.dtype} on {weight.device}, but the served "
+                    f"weights are {old.dtype} on {old.device}"
                 )
         return self._forward_model(network)
 
     def replace(self, model: ForwardModel) -> None:
-        """Replace the weights by prepared ones. The contents of the cache become invalid."""
+        """Replace the weights with prepared ones. The contents of the cache become invalid."""
         self.model.close()
         self.model = model
 
@@ -227,7 +228,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
-        """Compute a plan. Its decode steps may have been launched by an earlier call."""
+        """Carry out a plan. Its decode steps may have been launched by an earlier call."""
         in_flight, rest = self.model.overlap.begin(plan), plan
         if in_flight is not None:  # launched steps have no tapped rows
             rest = replace(plan, decode=tuple(s for s in plan.decode if s.tapped))
@@ -268,9 +269,9 @@ class Runner:
         self._attributing.pop(sequence, None)
 
     def _compute(self, plan: StepPlan, output: StepOutput) -> _RowsToSample:
-        """Compute all forward passes of a plan, except a decode in flight. Returns the rows to
-        sample: first of prompts that end, then of decoding sequences, the plain ones before the
-        tapped ones."""
+        """Compute all forward passes of a plan, except decode steps in flight. Returns the rows to
+        sample: first the rows of prompts that end, then the rows of decoding sequences, plain
+        sequences before tapped sequences."""
         began = self._clock()
         decoder = self.model.decoder
         logits: list[Tensor] = []
@@ -326,8 +327,8 @@ class Runner:
                     output.outputs[chunk.sequence] = outputs
 
     def _mixed_pass(self, plan: StepPlan, rows: DecodeRows) -> MixedPass | None:
-        """The pass that computes the prompts of a plan together with the `rows` of its decode; None
-        if they need separate passes."""
+        """The pass that computes the prompts of a plan together with the `rows` of its decode step;
+        None if they need separate passes."""
         mixed, count = self.model.decoder.mixed_pass, len(rows[0])
         if mixed is None or not plan.prefill or not count:
             return None
@@ -443,8 +444,8 @@ def _rows_to_decode(
 def _masks(
     sequences: Iterable[Sequence],
 ) -> tuple[dict[Sequence, Any], dict[Sequence, SampleError | ConstraintComplete]]:
-    """The masks of constraints by sequence, NumPy booleans (V,), and the results of sequences that
-    get no token because their constraint is complete or has failed."""
+    """The mask of each sequence with a constraint, as NumPy booleans (V,), and the result of each
+    sequence that gets no token because its constraint is complete or has failed."""
     masks: dict[Sequence, Any] = {}
     without_token: dict[Sequence, SampleError | ConstraintComplete] = {}
     for sequence in sequences:

@@ -1,9 +1,9 @@
 """Scheduler: chooses the sequences that the next step computes.
 
 Sequences are admitted by priority; within a priority the callers take turns (`queue.py`). Admitted
-prompts take turns in the same way. A step decodes every running sequence once and prefills at most
-`prefill_chunk` positions, fewer while sequences decode (`budget.py`), of as many prompts as fit.
-Running sequences are never preempted: an admitted sequence can finish.
+prompts take turns in the same way. A step decodes every running sequence once. It also prefills up
+to `prefill_chunk` positions, or fewer while sequences decode (`budget.py`), of as many prompts as
+fit. Running sequences are never preempted: an admitted sequence can finish.
 
 If the reader of a sequence's outputs is behind, the sequence computes nothing but keeps its slot.
 When another sequence needs the slot, the one that has been behind the longest is evicted (PAUSED).
@@ -15,11 +15,11 @@ The unread rows of paused sequences take memory. So at most as many sequences ar
 are slots; beyond that, those that have been behind the longest are ended.
 
 Outputs and interventions cost elements (`cost.py`). In one step the prompts may cost STEP_ELEMENTS,
-and so may the rows of tapped sequences, whose stages are recorded or changed; other tapped
-sequences decode in a later step, in turn. A step is heavy if it has LARGE elements or more, a
+and so may the rows of tapped sequences, whose stages are recorded or changed; tapped sequences that
+do not fit decode in a later step, in turn. A step is heavy if it has LARGE elements or more, a
 tapped sequence, or a piece of an attribution. After a heavy step, no such work runs next to
-decoding for COOLDOWN times its duration. So it at most about doubles the time per token of other
-sequences.
+decoding for COOLDOWN times its duration. So heavy work at most about doubles the time per token of
+other sequences.
 
 Attributions take no slot (`attributions.py`). If attributions and other heavy work wait, each gets
 half of the time, so a short attribution does not wait for a queue of heavy prompts.
@@ -55,7 +55,8 @@ LARGE = 2**20
 """Number of elements that makes a step heavy."""
 COOLDOWN = 2
 """Duration of a cooldown, as a multiple of the heavy step. It limits the mean time between two
-tokens to 1 + 1 / COOLDOWN times the usual; writing the reply takes additional processor time."""
+tokens to 1 + 1 / COOLDOWN times the usual value; writing the reply takes additional processor
+time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,9 +398,9 @@ class Scheduler:
         return PrefillChunk(sequence, start, end, copy_from)
 
     def _decode_in_turn(self, decode: tuple[Sequence, ...], *, light: bool) -> tuple[Sequence, ...]:
-        """Choose the sequences that decode: all plain ones and, unless the step is `light`, the
-        tapped ones that have waited the longest, as many as fit into `step_elements` but at least
-        one."""
+        """Choose the sequences that decode: all plain sequences and, unless the step is `light`,
+        the tapped sequences that have waited the longest. Of the tapped sequences, as many decode
+        as fit into `step_elements`, but at least one."""
         elements = 0
         tapped = [] if light else [sequence for sequence in decode if sequence.tapped]
         for index, sequence in enumerate(sorted(tapped, key=lambda each: each.decoded_step)):
@@ -411,7 +412,7 @@ class Scheduler:
 
     def _reserve(self, chunk: PrefillChunk) -> None:
         """Charge a chunk's elements to the step. After the first chunk of a prompt, its slot counts
-        as holding only the copied prefix, which is valid because chunks run in the order of the
+        as holding only the copied prefix. That is valid because chunks run in the order of the
         plan."""
         sequence = chunk.sequence
         self._reserved_elements += _elements(sequence, chunk.start, chunk.end)
@@ -424,8 +425,8 @@ class Scheduler:
 
 
 def _elements(sequence: Sequence, start: int, end: int) -> int:
-    """Elements of a prompt's positions [start, end): of interventions, and of outputs that were not
-    delivered yet."""
+    """Number of elements of a prompt's positions [start, end): elements that interventions change,
+    and elements of outputs that have not been delivered yet."""
     cost = sequence.group.cost
     return cost.position * (end - start) + cost.output * len(sequence.positions_in(start, end))
 

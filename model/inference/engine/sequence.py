@@ -1,7 +1,7 @@
 """Sequence: the state of one generation, or of one prompt whose outputs or attributions are
 computed.
 
-It holds the tokens, how many of them are in the cache, and the times of its stages. The engine owns
+It holds the tokens, the number of tokens in the cache, and the times of the stages. The engine owns
 and changes it; `scheduler.py` makes the decisions.
 """
 
@@ -54,7 +54,8 @@ class Scoring:
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """The data shared by all sequences of a request. `weights` is the version of the weights."""
+    """The data shared by all sequences of a request. `weights` is the version of the weights that
+    computes them."""
 
     request: Request
     weights: int = 0
@@ -142,7 +143,8 @@ class Sequence:
 
     @property
     def first_needed(self) -> int:
-        """The first position whose hidden state is still needed; earlier ones may be copied."""
+        """The first position whose hidden state is still needed; earlier positions may be
+        copied."""
         if self.outputs is not None and not self.all_handed_out:
             return self.outputs.positions[self.handed_out]
         return self.prompt_length - 1 if self.scoring is None else self.scoring.start
@@ -157,7 +159,7 @@ class Sequence:
         return self.outputs is not None and self.handed_out == len(self.outputs.positions)
 
     def positions_in(self, start: int, end: int) -> tuple[int, ...]:
-        """Requested positions in [start, end) whose outputs were not delivered yet."""
+        """Requested positions in [start, end) whose outputs have not been delivered yet."""
         if self.outputs is None:
             return ()
         positions = self.outputs.positions

@@ -2,8 +2,8 @@
 
 A slot holds the keys and values of one sequence. A released slot keeps its contents, so
 `longest_prefix` searches all slots for the one that shares the most whole blocks with a prompt. The
-scheduler decides which blocks may be shared: those that prefill would compute with the same bits.
-The tensors are in `model/inference/kv_cache.py`, and the runner copies them.
+scheduler shares only blocks that prefill would compute with the same bits. The tensors are in
+`model/inference/kv_cache.py`, and the runner copies them.
 """
 
 from collections.abc import Sequence as TokenIds
@@ -52,7 +52,7 @@ class SlotPool:
 
     def acquire(self, step: int, preferred: int | None = None) -> int:
         """Take a free slot: `preferred` if free, otherwise the least recently used one. At least
-        one slot must be free. It keeps its contents until `set_contents`."""
+        one slot must be free. The slot keeps its contents until `set_contents`."""
         free = [index for index, slot in enumerate(self._slots) if not slot.owned]
         if preferred is None or preferred not in free:
             preferred = min(free, key=lambda candidate: self._slots[candidate].last_used)

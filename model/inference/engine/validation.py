@@ -2,10 +2,10 @@
 
 Checks the context length, token ids, counts, and lists of positions, layers and heads. Every error
 is an `InvalidRequest` with the field, the numbers and the fix. `Engine.add` calls `check_request`;
-callers of `Engine.accept` call it themselves, in their own thread. The smaller checks are for
-callers that have only a part of a request. Not here: the meaning of indices and patterns
-(`model/inference/selection.py`), the bounds of sampling parameters
-(`model/inference/sampling/params.py`) and the limits of the queue (admission).
+callers of `Engine.accept` call it themselves, in their own thread. The other checks are for callers
+that have only a part of a request. Other modules resolve indices and patterns
+(`model/inference/selection.py`), check the bounds of sampling parameters
+(`model/inference/sampling/params.py`) and enforce the limits of the queue (admission).
 """
 
 from collections import Counter
@@ -86,14 +86,14 @@ def check_generation_fits(length: int, max_tokens: int, context_length: int) -> 
         fix = f"Shorten the prompt by {pluralize(excess, 'token')} or lower" if enough else "Lower"
         raise ContextLengthExceeded(
             f"the prompt has {pluralize(length, 'token')} and max_tokens is {max_tokens}: together "
-            f"{length + max_tokens}, the model's context is {context_length}. {fix} max_tokens "
+            f"{length + max_tokens}, but the model's context is {context_length}. {fix} max_tokens "
             f"to {max_tokens - excess}",
             "prompt" if enough else "max_tokens",
         )
 
 
 def check_prompt_fits(length: int, context_length: int, *, continued: bool = False) -> None:
-    """Raise ContextLengthExceeded unless a prompt fits into the context. `continued`: its length
+    """Raise ContextLengthExceeded unless a prompt fits into the context. `continued`: the length
     includes a continuation."""
     if length > context_length:
         subject = "a prompt with its continuation has" if continued else "the prompt has"
@@ -149,8 +149,8 @@ def _check_params(params: SamplingParams, config: ModelConfig) -> None:
         )
     if params.constraint is not None and params.constraint.vocab_size != config.vocab_size:
         raise InvalidRequest(
-            f"the constraint is for a vocabulary of {params.constraint.vocab_size} ids, the model "
-            f"has {config.vocab_size}",
+            f"the constraint is for a vocabulary of {params.constraint.vocab_size} ids, but the "
+            f"model has {config.vocab_size}",
             params.constraint.kind,
         )
     if params.min_tokens and len(params.stop_token_ids) == config.vocab_size:
@@ -273,7 +273,7 @@ def _check_target(task: AttributionTask | CircuitTask, length: int, config: Mode
 
 
 def _check_gradients(task: AttributionTask, length: int, config: ModelConfig) -> None:
-    """Check the stages of gradients, and a probe."""
+    """Check the stages whose gradients are requested, and the probe."""
     probe = task.probe
     stages = _check_stages(task.stages, config) if task.stages else ()
     probed = resolve_stages([probe.stage], config) if probe is not None else ()
@@ -309,11 +309,13 @@ def _check_gradients(task: AttributionTask, length: int, config: ModelConfig) ->
 
 
 def _check_stages(names: tuple[str, ...], config: ModelConfig) -> tuple[Stage, ...]:
-    """The stages with these names. Raises InvalidRequest unless they are in order."""
+    """The stages with these names. Raises InvalidRequest unless the names are distinct and in the
+    order of computation."""
     stages = resolve_stages(names, config)
     if tuple(stage.name for stage in stages) != names:
         raise InvalidRequest(
-            f"stages {list(names[:20])} must be names, each once, in the order of GET /stages",
+            f"stages {list(names[:20])} must be stage names, each at most once, in the order of "
+            "GET /stages",
             "stages",
         )
     return stages
@@ -325,7 +327,7 @@ def _check_activations(
     stages = _check_stages(names, config)
     if heads is not None and resolve_heads(heads, stages, config) != heads:
         raise InvalidRequest(
-            f"heads {list(heads[:20])} must be numbered from 0, without negative numbers", "heads"
+            f"heads {list(heads[:20])} has negative numbers; number the heads from 0", "heads"
         )
 
 

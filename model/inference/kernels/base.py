@@ -16,7 +16,8 @@ from logitd.model.inference.sampling.sample import SamplingRows
 
 @dataclass(frozen=True, slots=True)
 class AttentionSelection:
-    """The layers and heads whose attention weights are returned. A row has `length` keys."""
+    """The layers and heads whose attention weights are returned. A row of weights has `length`
+    keys."""
 
     layers: Sequence[int]
     heads: Sequence[int]
@@ -55,17 +56,17 @@ class Prefilled:
 
 Collect = Callable[[], list[list[int | None]]]
 """Waits for a launch, but not for later ones, and returns the tokens of each of its steps; None for
-a row that is not finite. Call it before the second launch after this one."""
+a row that is not finite. It must be called before the second launch that follows."""
 
 
 class Launcher(Protocol):
     """Launches decode steps, including sampling, without waiting for their end. A launch is one or
     more steps of the same rows, each at the next position; two launches may be in flight. A slot
-    has at most one row. `positions` belong to the first step. `sampling` has the rows of the
-    first step, then of the second, and so on; it is read before a call returns."""
+    has at most one row. `positions` belong to the first step. `sampling` has the rows of the first
+    step, then of the second, and so on; `sampling` is read before the call returns."""
 
     def most_steps(self, rows: int) -> int:
-        """Maximum number of steps of this many rows in a launch, a power of 2."""
+        """Maximum number of steps in a launch of this many rows, a power of 2."""
 
     def launch(
         self,
@@ -90,12 +91,12 @@ class Launcher(Protocol):
 
 
 DecodeRows = tuple[Sequence[int], Sequence[int], Sequence[int]]
-"""Token ids, slots and positions of the rows of a step."""
+"""The token ids, the slots and the positions of a step's rows."""
 
 
 class MixedPass(Protocol):
     """Computes prompts and a decode step in one pass, which reads the weights only once. Every row
-    has the same bits as with `Decoder.prefill`, `head` and `decode`."""
+    has the same bits as if `Decoder.prefill`, `head` and `decode` had computed it."""
 
     most_rows: int
     """Maximum number of rows of a pass: prompt positions plus rows of the decode step."""
@@ -121,7 +122,7 @@ class Decoder(Protocol):
 
     @property
     def launcher(self) -> Launcher | None:
-        """Launches steps before the tokens of the previous one are known; None if unsupported."""
+        """Launches steps before the tokens of the previous step are known; None if unsupported."""
         return None
 
     @property

@@ -1,7 +1,7 @@
 """Distribution: probabilities, logprobs and ranks of tokens, and the mass and entropy of a row.
 
-All replies get these numbers here, computed in float64 from the engine's rows of logits (NumPy
-arrays). Logprobs have the same bits as in the sampler (`sampler.py`).
+The numbers in all replies come from this module, computed in float64 from the engine's rows of
+logits (NumPy arrays). Logprobs have the same bits as in the sampler (`sampler.py`).
 """
 
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ def largest_ids(rows: Tensor, count: int) -> Tensor:
 def summarize(
     logits: npt.NDArray[Any], *, top_k: int | None = None, token_ids: Sequence[int] | None = None
 ) -> Summary:
-    """Summarize a row (V,) of logits: its `top_k` most likely ids, without dropped ones (-inf), or
+    """Summarize a row (V,) of logits: its `top_k` most likely ids, without dropped ids (-inf), or
     the given ids in the given order."""
     logprobs = log_softmax(logits)
     if token_ids is None:

@@ -59,8 +59,8 @@ class LensDigest:
     additional named ids.
 
     The divergence is the Kullback-Leibler divergence from a layer's distribution to the model's
-    own, in nats: sum p_own (log p_own - log p). The memory holds P x V probabilities and four times
-    GROUP_ELEMENTS numbers in float64; with `following`, six times.
+    own, in nats: sum p_own (log p_own - log p). The computation takes memory for P x V
+    probabilities and four times GROUP_ELEMENTS numbers in float64 (six times with `following`).
     """
 
     def __init__(

@@ -15,7 +15,7 @@ TOKENS: Mapping[Metric, Sequence[str]] = {
     "loss": ("token",),
     "kl": (),
 }
-"""The fields for tokens that each metric uses."""
+"""For each metric, the request fields of the tokens that it uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Measure:
         return tuple(each for each in (self.token, self.minus) if each is not None)
 
     def of(self, logits: Any) -> float:
-        """The metric of logits (V,), or of `columns` of them."""
+        """The metric of a row of logits (V,), or of only the logits of `columns`."""
         if self.metric == "logit":
             value, *minus = map(float, logits)
             return value - sum(minus)

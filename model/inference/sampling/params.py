@@ -1,7 +1,7 @@
 """Sampling parameters, for the engine and as fields of a request body.
 
 This module checks the bounds that are the same for every model;
-`model/inference/engine/validation.py` checks those that depend on the model.
+`model/inference/engine/validation.py` checks the bounds that depend on the model.
 """
 
 import math

@@ -4,8 +4,8 @@ The uniform number of a token depends only on the seed, the position of the toke
 its sequence among the n of its prompt. So it is the same in any batch and after any restart.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). The
-tests compare with the known answers of the authors' Random123 library. Words are Python's integers,
-or arrays of integers in uint64, with the same bits.
+tests compare this implementation with the known answers of the authors' Random123 library. Words
+are Python's integers, or arrays of integers in uint64, with the same bits.
 """
 
 from typing import Any

@@ -21,7 +21,7 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredRows:
-    """Logprobs of given tokens in NumPy arrays, for callers that store columns: they save the time
+    """Logprobs of given tokens in NumPy arrays, for callers that store columns. This saves the time
     of creating an object for each token.
 
     logprobs  (R,), float64

@@ -6,7 +6,7 @@ together; at temperature 0 the token is the argmax. The native decoder has its o
 depend on the text.
 
 The parameters of all rows are one structured array with a record per row. From one token of a
-sequence to the next only the position changes, so records are reused instead of built anew.
+sequence to the next only the position changes, so records are reused instead of being rebuilt.
 """
 
 import math

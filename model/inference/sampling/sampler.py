@@ -17,7 +17,7 @@ The definitions, in the order in which they are applied:
 9. top_p               of the rest, keep the most likely ids until their mass reaches p; ties are
                        in the order of ids                              (Holtzman et al., 2020)
 10. min_p              of the rest, keep prob[i] >= min_p * the largest       (Nguyen et al., 2024)
-11. sample             the first id, in the order of ids, at which the cumulated probability in
+11. sample             the first id, in the order of ids, at which the cumulative probability in
                        float64 exceeds u times the total; u of `model/inference/sampling/philox.py`
 
 Logprobs are the log softmax in float64: `raw` of the model's logits, `processed` of the logits
@@ -26,8 +26,9 @@ ids, so ties share a rank.
 
 A row's result depends on that row alone. Most rows need only steps 7 to 11, which
 `model/inference/sampling/sample.py` and the native decoder compute from the records of
-`SamplingState`. For the other rows the sampler gets the text (`RowContext`). Not here: stop
-strings, and the masks of a constraint (`model/inference/constraints/compiler.py`).
+`SamplingState`. For the other rows the sampler gets the text (`RowContext`). The sampler does not
+know stop strings, and the masks of a constraint come from its matcher
+(`model/inference/constraints/compiler.py`).
 """
 
 import math
@@ -59,7 +60,8 @@ from logitd.model.inference.sampling.state import row_of
 
 class ListedIds:
     """The lists of ids in a request's parameters, as tensors. They are created once per request,
-    because every row needs them in every step and they may be as long as the vocabulary."""
+    because every row of the request needs them in every step and they may be as long as the
+    vocabulary."""
 
     def __init__(self, params: SamplingParams, vocab_size: int, device: torch.device) -> None:
         def ids(values: Iterable[int]) -> Tensor:
@@ -96,9 +98,9 @@ def sample(
     contexts: Mapping[int, RowContext],
     sample_fn: SampleFn = sample_tokens,
 ) -> list[SampleResult]:
-    """Sample the next token of each row of `logits` (R, V), of any float dtype. `contexts` has an
-    entry, by row, for each row that needs logits processing. `sample_fn` computes steps 7 to 11.
-    `logits` stay unchanged."""
+    """Sample the next token of each row of `logits` (R, V), of any float dtype. `contexts` maps the
+    index of each row that needs logits processing to its context. `sample_fn` computes steps 7 to
+    11. `logits` stay unchanged."""
     raw = logits if logits.dtype is torch.float32 else logits.float()  # (R, V)
     final = _biased_and_penalized(raw, contexts) if contexts else raw
     token_ids = sample_fn(final, raw, sampling)

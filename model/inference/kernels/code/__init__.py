@@ -1,1 +1,1 @@
-"""Decoder of models that their owner's code computes."""
+"""Decoder for models that are computed by their owner's code."""

@@ -1,4 +1,5 @@
-"""CodeDecoder: prompts and decode steps of a model in the process of its owner's code.
+"""CodeDecoder: computes prompts and decode steps in the process that runs the code of a model's
+owner.
 
 The final hidden states of this decoder are the logits, and its head is the identity. Its cache
 holds the token ids of each slot: each pass computes the whole sequence again, unless the model has
@@ -43,7 +44,7 @@ class TokenCache:
 
 
 class CodeDecoder(Decoder):
-    """Computes a model by its owner's code."""
+    """Computes a model with its owner's code, in another process."""
 
     def __init__(self, model: CodeModel, cache: TokenCache) -> None:
         self._model = model

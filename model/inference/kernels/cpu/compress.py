@@ -1,4 +1,4 @@
-"""Compress: store bfloat16 matrices in three quarters of their bytes, without loss.
+"""Compress: stores bfloat16 matrices in three quarters of their size, without loss.
 
 Calls native/compressed.h, which describes the layout and explains its size. `describe.py` chooses
 the matrices.
@@ -17,7 +17,8 @@ SIDE, STEP = 16, 32
 """Rows and columns of a block."""
 STRIP_ROWS = 2 * SIDE
 WORTH_IT = 0.9
-"""Largest compressed size, relative to the matrix, at which a matrix is compressed."""
+"""A matrix is stored compressed if its compressed size, relative to its original size, is at most
+this."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class CompressedMatrix:
     width: int
 
     def described(self) -> Matrix:
-        """The structure that describes the matrix, without a bias, to the native code."""
+        """The structure that describes the matrix to the native code, without a bias."""
         return Matrix(
             weights=self.stored.data_ptr(),
             strips=self.strips.data_ptr(),

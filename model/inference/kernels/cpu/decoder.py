@@ -42,7 +42,8 @@ from logitd.model.transformer.gpt import GPT
 LANES = 16
 MAX_HEAD_DIM = 256
 PREFILL_ROWS = 256
-"""Number of prompt positions computed together: the size of the buffers. It changes no bits."""
+"""Maximum number of prompt positions computed together, which is the size of the buffers. The
+number does not affect any bits."""
 FAST_PRODUCTS = {"float32": "avx512f", "bfloat16": "avx512_bf16", "quantized": "avx512_vnni"}
 """By dtype, the processor feature with which native products of many rows are at least as fast as
 torch's: 32 registers of 16 floats, or dot products of narrow dtypes."""
@@ -93,7 +94,7 @@ class NativeDecoder:
     ) -> None:
         """Raises ValueError if the model is not supported.
 
-        prefills      compute prompts natively, else by torch
+        prefills      compute prompts natively instead of with torch
         owns_weights  nothing else computes with the GPT before `restore_weights`, so matrices that
                       the decoder holds in another form are freed"""
         weight = gpt.token_embedding.weight
@@ -235,8 +236,8 @@ class NativeDecoder:
         self._library.logitd_time_stages(self._handle, total)
 
     def take_stage_seconds(self) -> dict[str, float]:
-        """Seconds of each stage of native/clocks.h since the last call, including the wait for its
-        slowest thread."""
+        """Seconds that each stage of native/clocks.h took since the last call, including the wait
+        for the stage's slowest thread."""
         taken = {name: 1e-9 * ns for name, ns in zip(self._stages, self._nanoseconds, strict=True)}
         for index in range(len(self._stages)):
             self._nanoseconds[index] = 0

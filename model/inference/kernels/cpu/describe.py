@@ -241,7 +241,7 @@ class Description:
 
 
 def matrices(gpt: GPT) -> Iterator[Tensor]:
-    """The weights of all matrix products, in the order of the forward."""
+    """The weights of all matrix products, in the order of the forward pass."""
     for block in gpt.blocks:
         assert isinstance(block, Block)
         for linear in (block.qkv, block.attention_out, block.mlp_up, block.mlp_down):
@@ -250,7 +250,7 @@ def matrices(gpt: GPT) -> Iterator[Tensor]:
 
 
 def quantized_form(quantize: Literal["int8", "int4"], *, strips: bool) -> Format:
-    """The format of quantized matrices. `strips`: the kernels can multiply strips."""
+    """The format of quantized matrices. `strips`: whether the kernels can multiply strips."""
     return "int8_strips" if quantize == "int8" and strips else quantize
 
 

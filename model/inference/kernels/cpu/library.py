@@ -1,12 +1,12 @@
-"""Library: build and load the native kernels.
+"""Library: builds and loads the native kernels.
 
 The sources in native/ are compiled for this machine's processor, or for the requested target
-(`targets.py`), by the machine's compiler or, if it has none, by Zig's. The first build takes
-seconds. The file name contains a hash of the sources, the compiler, its flags and the processor's
-features, so a change of any of them causes a new build. If prebuilt/ holds kernels, as in the
-container image, nothing is compiled: the most capable target that the processor can run is loaded.
-If no kernels can be built or loaded, KernelsUnavailable has the reason, and callers fall back to
-plain torch.
+(`targets.py`), by the machine's compiler or, if it has none, by the Zig compiler. The first
+build takes seconds. The file name contains a hash of the sources, the compiler, its flags and the
+processor's features, so a change of any of them causes a new build. If prebuilt/ holds kernels, as
+in the container image, nothing is compiled: the most capable target that the processor can run is
+loaded. If no kernels can be built or loaded, KernelsUnavailable has the reason, and callers fall
+back to plain torch.
 """
 
 import ctypes
@@ -64,7 +64,7 @@ class NativeLibrary:
     """The loaded native kernels.
 
     target  the target that they were built for; None: this machine's processor
-    origin  when they were built
+    origin  whether they were prebuilt, or when they were compiled
     """
 
     functions: ctypes.CDLL
@@ -172,7 +172,8 @@ def _compiler() -> tuple[str, ...]:
 
 
 def kernel_cache() -> Path:
-    """Folder of compiled kernels: the user's cache, or one in the temporary directory."""
+    """Folder of compiled kernels: in the user's cache folder or, if that is not writable, in the
+    temporary directory."""
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     for folder in (Path(home) / "logitd", Path(tempfile.gettempdir()) / f"logitd-{os.getuid()}"):
         try:

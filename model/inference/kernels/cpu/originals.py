@@ -1,10 +1,11 @@
 """Originals: frees the matrices of a GPT that its decoder holds in another form, and restores them.
 
-The native decoder computes with compressed or quantized matrices and no longer reads the GPT's own.
-Only torch reads those, for recorded or changed activations and for attributions. If nothing else
-computes with the GPT, their memory is returned to the system. They are restored to the same bits
-when torch first needs them, and then stay in memory. Until then the parameters are empty, so
-computing with them by mistake raises an error instead of returning wrong numbers.
+The native decoder computes with compressed or quantized matrices and no longer reads the GPT's own
+matrices. Only torch reads the GPT's own, for recorded or changed activations and for attributions.
+If nothing else computes with the GPT, the memory of these matrices is returned to the system. They
+are restored to the same bits when torch first needs them, and then stay in memory. Until then the
+parameters are empty, so computing with them by mistake raises an error instead of returning wrong
+numbers.
 """
 
 import ctypes
@@ -19,8 +20,8 @@ Restore = Callable[[Tensor], object]
 
 
 class Originals:
-    """The matrices of one GPT that its decoder does not read. With `release`, each is freed when it
-    is added."""
+    """The matrices of one GPT that its decoder does not read. With `release`, each matrix is freed
+    when it is added."""
 
     def __init__(self, library: ctypes.CDLL, *, release: bool) -> None:
         library.logitd_forget.argtypes = (c_void_p, c_int64)

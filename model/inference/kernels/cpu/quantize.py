@@ -6,9 +6,9 @@ native/int8_strips.h, and the conversion back to weights. native/quantize.h does
 `describe.py` chooses the format of each matrix.
 
 Both formats are symmetric. In int8 the largest magnitude of a row becomes 127. In int4 the weight
-with the largest magnitude among sixteen becomes -8 for either sign, as in llama.cpp's q4_0. That
-determines their scale, which is itself an integer times the scale of the row. So sums of products
-stay integers until the end, as in int8.
+with the largest magnitude among sixteen becomes -8 whatever its sign, as in llama.cpp's q4_0. This
+determines the scale of the sixteen, which is itself an integer times the scale of the row. So sums
+of products stay integers until the end, as in int8.
 """
 
 import ctypes
@@ -26,17 +26,17 @@ Format = Literal["int8", "int8_strips", "int4"]
 
 LARGEST = 127
 STEP = 64
-"""Weights per step of a product. Rows of int4 and of strips are padded with zeros to whole
-steps."""
+"""Number of weights of a row that one step of a product multiplies. Rows of int4 and of strips are
+padded with zeros to whole steps."""
 SIDE = 16
-"""Rows of a strip in one register."""
+"""Number of rows of a strip in one register."""
 STRIP_ROWS = 2 * SIDE
 TOGETHER = 4
-"""Columns of a row that are adjacent in a strip."""
+"""Number of columns of a row that are adjacent in a strip."""
 BLOCK_STEPS = 4
 """Number of steps in a block, which share scales. The last block of a row may have fewer."""
 SCALES = 16
-"""Scales of a block."""
+"""Number of scales in a block."""
 LEAST = -8
 """Smallest integer of int4; the largest is 7."""
 MAX_ACTIVATION = 255
@@ -133,8 +133,8 @@ def stored_shape(weight: Tensor, form: Format) -> Tensor:
 
 
 def largest_scale(width: int) -> int:
-    """Largest integer scale in int4. With it a sum of products fits into 32 bits: each is at most
-    255 times 8 times the scale."""
+    """Largest integer scale in int4. With this scale a sum of products fits into 32 bits: each
+    product is at most 255 times 8 times the scale."""
     return min(LARGEST, (2**31 - 1) // (MAX_ACTIVATION * -LEAST * (width + -width % STEP)))
 
 

@@ -88,8 +88,8 @@ _SAMPLE_ROW = np.dtype(
 class SampleRows:
     """Arguments and results of the native sampler, for up to `room` rows. `logits` and `computed`
     are the addresses of the first rows; a pitch is the number of floats from one row to the next.
-    Each call sets `how` and reads `token_ids`; the rest is reused for all steps on the same
-    tensors."""
+    Each call sets `how` and reads `token_ids`; the other fields are reused for all steps on the
+    same tensors."""
 
     def __init__(
         self, room: int, logits: int, pitch: int, computed: int, computed_pitch: int

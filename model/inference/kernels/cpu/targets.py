@@ -1,9 +1,7 @@
-"""Targets: types of processors, other than this machine's, that the native kernels can be built
-for.
-
-Machines without a compiler choose a target among prebuilt kernels. Fleets choose one to get the
-same bits on different processors. The names are those of GCC and Clang; the suffixes of `x86-64-v4`
-add the dot products of AVX-512, then the tiles of AMX.
+"""Targets: types of processors that the native kernels can be built for, instead of this machine's
+processor. Machines without a compiler choose among the targets of prebuilt kernels. Fleets choose
+one target to get the same bits on different processors. The names come from GCC and Clang; the
+suffixes of `x86-64-v4` add the dot products of AVX-512, then the tiles of AMX.
 """
 
 from collections.abc import Collection, Iterable

@@ -1,4 +1,4 @@
-"""Self-check: compares a decoder with plain torch on the same device before it serves.
+"""Self-check: compares a decoder with plain torch on the same device, before the decoder serves.
 
 Both decode the same tokens after a few prompts. The check covers logits for several row counts and
 key lengths, tokens from every kind of sampling, steps launched ahead and, if requested, batch
@@ -20,7 +20,7 @@ from logitd.model.inference.sampling.sample import SamplingRow, SamplingRows, sa
 from logitd.model.transformer.gpt import GPT
 
 PROMPTS = (5, 32, 77, 126)
-"""Lengths of the prompts. The last one outgrows the keys of the smallest recording."""
+"""Lengths of the prompts. The last one has more keys than the smallest recording allows."""
 STEPS = 3
 POSITIONS = 160
 """Length of a slot. It is short, so that the check needs little memory even if the context is
@@ -43,7 +43,7 @@ def find_fault(
     longest = config.context_length - 2 * STEPS
     try:
         if longest < 1:
-            raise CheckFailed(f"it needs a context_length of {2 * STEPS + 1}")
+            raise CheckFailed(f"the check needs a context_length of at least {2 * STEPS + 1}")
         prompts = [
             [(7 * place + slot) % config.vocab_size for place in range(min(length, longest))]
             for slot, length in enumerate(PROMPTS)
@@ -92,13 +92,16 @@ def compare(
         _hold(f"step {step}", found, expected, allowed)
         for way in (GREEDY, RANDOM, FILTERED):
             rows = _rows(way, positions)
-            if (given := fast.sample(found, found, rows)) != plain.sample(found, found, rows):
-                raise CheckFailed(f"step {step}: sampling {way} returns other tokens, {given}")
+            given, wanted = (each.sample(found, found, rows) for each in (fast, plain))
+            if given != wanted:
+                raise CheckFailed(f"step {step}: sampling {way} returned {given}, not {wanted}")
         found, row = found.clone(), slice(step, step + 1)
         alone = fast.decode(token_ids[row], slots[row], positions[row])
         _hold(f"step {step}, one row", alone, expected[row], allowed)
         if batch_invariant and not torch.equal(alone, found[row]):
-            raise CheckFailed(f"step {step}: a row has other bits among {len(slots)} than alone")
+            raise CheckFailed(
+                f"step {step}: a row has different bits in a batch of {len(slots)} than alone"
+            )
         positions = [position + 1 for position in positions]
     if (launcher := fast.launcher) is not None:
         token_ids = expected.argmax(-1).tolist()
@@ -110,12 +113,12 @@ def compare(
         for given, places in zip([*first(), *second()], at, strict=True):
             token_ids = fast.decode(token_ids, slots, places).argmax(-1).tolist()
             if given != token_ids:
-                raise CheckFailed(f"launched ahead, a step samples {given}, not {token_ids}")
+                raise CheckFailed(f"a step launched ahead sampled {given}, not {token_ids}")
 
 
 def _hold(name: str, found: Tensor, expected: Tensor, allowed: float) -> None:
-    """Compare rows of logits (R, V) with the expected ones. The likeliest token of each must be the
-    same or nearly as likely."""
+    """Raise CheckFailed unless rows of logits (R, V) equal the expected ones within `allowed`. In
+    each row, the likeliest token must be the expected one or nearly as likely."""
     spread = expected.std(-1).clamp(min=1e-6)
     off = (found - expected).square().mean(-1).sqrt() / spread
     likeliest = expected.gather(-1, found.argmax(-1, keepdim=True))[:, 0]
@@ -123,7 +126,7 @@ def _hold(name: str, found: Tensor, expected: Tensor, allowed: float) -> None:
     for what, by, most in (("logits", off, allowed), ("a greedy token", behind, 4 * allowed)):
         if not float(by.max()) <= most:  # NaN fails too
             far = f"{float(by.max()):.2g} standard deviations off"
-            raise CheckFailed(f"{name}: {what} {far}, {most:.2g} allowed")
+            raise CheckFailed(f"{name}: {what} {far}; the limit is {most:.2g}")
 
 
 def _rows(way: tuple[float, int, float, float], positions: list[int]) -> SamplingRows:

@@ -52,12 +52,12 @@ PROMPT_ROWS = 256
 FEWEST_PROMPT_ROWS = 32
 LONGEST_PROMPT = 1024
 """Prompts up to this length are computed by recorded steps, in which attention reads all keys for
-each position. On an H200, 1,000 positions of GPT-2 take 5.8 ms, in torch 5.4 ms; 256 take 0.9 and
-5.1 ms."""
+each position. On an H200, 1,000 positions of GPT-2 take 5.8 ms in recorded steps and 5.4 ms in
+torch; 256 positions take 0.9 ms and 5.1 ms."""
 
 MOST_STEPS = 4
 LAUNCHED_ROWS = 32
-"""Maximum number of steps of a launch, and of their rows together. More steps take less of the
+"""Maximum number of rows of a launch, counted over all its steps. More steps take less of the
 host's time, but a new prompt waits for the steps in flight, and a sequence that ends wastes the
 rest. On an H200, one sequence of GPT-2 124M decodes 4,600 tokens/s with 1 step, 4,860 with 4, 4,890
 with 8."""
@@ -65,15 +65,15 @@ with 8."""
 Key = tuple[int | str, ...]
 """Key of a recording: (kind, steps, rows, keys, several rows in a slot, sampling)."""
 NO_ROW = -1
-"""Marks an uploaded row whose token the host knows. Otherwise the field holds the row that samples
-the token."""
+"""Marks an uploaded row whose token the host knows. Otherwise this field holds the index of the row
+that samples the token."""
 FORWARD, GREEDY, FILTERED = range(3)
 """Kinds of sampling in a recording: none, temperature only, with filters."""
 
 
 class Forward(Protocol):
     """The computations of a step, on tensors of the device. `given` (R, 4 + FIELDS) are uploaded
-    rows; they may refer to `sampled` tokens. Rows of one slot and position are equal."""
+    rows; they may refer to `sampled` tokens. Rows with the same slot and position are equal."""
 
     def logits(
         self, given: Tensor, sampled: Tensor, logits: Tensor, *, keys: int, several: bool
@@ -90,14 +90,14 @@ class Forward(Protocol):
     def sample(
         self, logits: Tensor, computed: Tensor, packed: Tensor, out: Tensor, *, filtered: bool
     ) -> None:
-        """Write a token for each row of `logits` (R, V), float32, into `out`, int64 (R,). It is
-        NO_TOKEN if the row of `computed` (R, V) is not finite or exceeds LARGEST_LOGIT. `packed`
+        """Write a token for each row of `logits` (R, V), float32, into `out`, int64 (R,). The token
+        is NO_TOKEN if the row of `computed` (R, V) is not finite or exceeds LARGEST_LOGIT. `packed`
         (R, FIELDS) is the result of `pack` on the device. `filtered`: apply the rows' top_k, top_p
         and min_p, which sorts every row."""
 
 
 class GraphDecoder:
-    """A GPT over its KV cache. Steps are recorded for each combination of sizes at its first
+    """Computes a GPT on its KV cache. Steps are recorded for each combination of sizes at its first
     use."""
 
     has_threads = False
@@ -114,7 +114,7 @@ class GraphDecoder:
         stream: Stream | None = None,
         forward_of: Callable[[int], Forward] | None = None,
     ) -> None:
-        """`overlap`: allow launching steps before the tokens of the last ones are read.
+        """`overlap`: allow launching steps before the tokens of the previous steps are read.
         `most_steps`: maximum number of steps of a launch, a power of 2. `forward_of`: returns the
         computation for a number of rows."""
         device, config = gpt.token_embedding.weight.device, gpt.config
@@ -259,7 +259,7 @@ class GraphDecoder:
 
     def _prefill_apart(self, piece: PrefillInput) -> Prefilled:
         """Prefill a piece with additional outputs. A step writes each block's keys and values again
-        after torch, so that the cache has the bits of steps."""
+        after torch, so that the cache has the same bits as if steps had computed the piece."""
         outputs = list[Prefilled]()
         for offset in range(0, len(piece.token_ids), BLOCK):
             ids = piece.token_ids[offset : offset + BLOCK]
@@ -318,8 +318,8 @@ class GraphDecoder:
 
     @torch.inference_mode()
     def _compiled(self, gpt: GPT, cache: KVCache) -> Callable[[int], Forward]:
-        """Compile the Triton kernels for all sizes, so that no request waits for it. Returns the
-        computation for a number of rows."""
+        """Compile the Triton kernels for all sizes, so that no request waits for a compilation.
+        Returns the computation for a number of rows."""
         # Triton reads this when it is imported. Its default folder may not be writable in a
         # service.
         os.environ.setdefault("TRITON_CACHE_DIR", str(kernel_cache() / "triton"))

@@ -34,21 +34,21 @@ LINKED_ROWS = 64
 FEW_ROWS = 2
 """Maximum number of rows of a step that are multiplied without tiles."""
 PART_CELLS = 2**13
-"""Elements of the keys in a part. A program holds them in registers, with the same number of
-elements of values."""
+"""Number of elements of the keys in a part. A program holds them in registers, together with the
+same number of elements of the values."""
 WRITTEN_ROWS = 16
 """Maximum number of rows whose keys and values attention itself writes."""
 HELD = 2**14
 """Number of elements of a matrix that a program holds in registers."""
 TILES = ((32, 64, 64, 256, 3), (16, 32, 32, 512, 3), (0, 16, 32, 512, 4))
-"""Tiles, each for more than a number of rows: rows, columns, bytes of a row that are loaded at a
-time, and loads in flight (two of SwiGLU's two matrices). A tile takes at most 96 KiB of shared
-memory, which any recent GPU has."""
+"""Tiles. Each entry has the number of rows that a step must exceed, the tile's rows and columns,
+the bytes of a row that are loaded at a time, and the loads in flight (two for SwiGLU's two
+matrices). A tile takes at most 96 KiB of shared memory, which any recent GPU has."""
 NARROW = 1024
 """Number of columns up to which narrower tiles are used, so that there are more programs."""
 DEEP, DEEP_PARTS = 2048, 4
-"""A product with the residual stream that is at least this deep, and the number of its parts, which
-different programs compute."""
+"""The minimum number of columns of x at which the product at the end of a block is divided into
+parts, and the number of parts. Different programs compute the parts."""
 SPAN = 256
 """Parts begin at multiples of this number of columns of x. It is a multiple of the columns that any
 tile loads at a time."""
@@ -236,7 +236,7 @@ class StepForward:
         return self._normed(x, self._gpt.embedding_norm, torch.float32)
 
     def _added(self, x: Tensor | Sums) -> Tensor:
-        """The residual stream (R, C) after the addition of a product in parts."""
+        """The residual stream (R, C), to which a product in parts has been added."""
         return self._normed(x, None, torch.float32) if isinstance(x, Sums) else x
 
     def _cap(self, logits: Tensor) -> None:
@@ -298,7 +298,7 @@ class StepForward:
         activation: int = kernels.IDENTITY,
     ) -> None:
         """Compute `out` (R, N) = activation(x @ weight.T + bias) + residual, or the parts (S, R, N)
-        of the product alone. A row's sums are the same for any tiles."""
+        of the product alone. A row's sums are the same whatever tiles are used."""
         (rows, width), width_in = out.shape[-2:], x.shape[1]
         block_m, block_n, depth, stages = next(tile for least, *tile in TILES if rows > least)
         parts = out.shape[0] if out.ndim == 3 else 1

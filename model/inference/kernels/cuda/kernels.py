@@ -4,7 +4,8 @@ Every kernel computes in float32 and reads weights, keys and values in the model
 residual stream stays in float32. `forward.py` chooses sizes and launches the kernels in order.
 
 Programmatic dependent launch (LINKED): a kernel starts while the one before it still runs, loads
-its weights, and waits for the other's results with `gdc_wait`. No kernel writes before that wait.
+its weights, and waits for the earlier kernel's results with `gdc_wait`. No kernel writes before
+this wait.
 
 Sources: Dao et al., Flash-Decoding (2023) for attention split along keys; NVIDIA's CUDA programming
 guide for programmatic dependent launch.
@@ -18,8 +19,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 ROW = tl.constexpr(10)
-"""Number of integers of an uploaded row: token, slot, position, row of a sampled token, then
-sampling."""
+"""Number of integers of an uploaded row: token, slot, position, row of a sampled token, then the
+sampling parameters."""
 NO_NORM, LAYER_NORM, RMS_NORM = 0, 1, 2
 IDENTITY, GELU_TANH, GELU, RELU, RELU2, SWIGLU = range(6)
 
@@ -213,7 +214,8 @@ def matmul(
     BLOCK_K: tl.constexpr,
     LINKED: tl.constexpr,
 ):
-    """Multiply x by a matrix, in tiles. With PARTS, `norm` adds the parts and the rest."""
+    """Multiply x by a matrix, in tiles. With PARTS, each part is a sum over SPAN columns of x;
+    `norm` later adds the parts, the bias and the residual."""
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(2)

@@ -4,7 +4,8 @@ Steps 8 to 10 of `model/inference/sampling/sampler.py`. The twin, `sampling/samp
 from the device; here all rows take the same path with shapes known in advance, so it can be
 recorded. A row's uniform number is uploaded with its parameters (`pack`), because Philox would be
 seventy small kernels on the device. `sampling_kernels.py` chooses the tokens. A GPU adds in another
-order, so a number within a rounding of an edge may fall on its other side.
+order than the twin, so a number that is within a rounding error of a threshold may fall on the
+other side of it.
 
 Shapes: R rows, V vocabulary.
 """
@@ -20,7 +21,7 @@ from logitd.model.inference.sampling.philox import uniforms
 from logitd.model.inference.sampling.sample import COLDEST, SamplingRows
 
 FIELDS = 6
-"""64-bit integers that hold the sampling parameters of one row."""
+"""Number of 64-bit integers that hold the sampling parameters of one row."""
 _GREEDY, _DIVISOR, _FLOOR, _TOP_K, _TOP_P, _UNIFORM = range(FIELDS)
 
 NO_TOKEN = -1
@@ -48,8 +49,8 @@ def pack(sampling: SamplingRows) -> npt.NDArray[np.int64]:
 
 
 def filter_rows(logits: Tensor, packed: Tensor) -> Tensor:
-    """Set the ids that their rows' filters drop to -inf in logits (R, V), float32. `packed` (R,
-    FIELDS) is the result of `pack` on the device. Greedy rows do not change."""
+    """Set logits (R, V), float32, to -inf for the ids that the filters of their row drop. `packed`
+    (R, FIELDS) is the result of `pack` on the device. Greedy rows do not change."""
     floats = packed.view(torch.float64)
     kept = filtered_rows(
         logits / floats[:, _DIVISOR, None].float(),

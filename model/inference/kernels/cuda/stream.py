@@ -18,16 +18,16 @@ WARM_UP = 2
 workspace."""
 
 IN_FLIGHT = 4
-"""Copies in each direction that may be queued; the next one waits for the first."""
+"""Maximum number of queued copies in each direction. A further copy waits for the first of them."""
 
 Compute = Callable[[], None]
 Integers = npt.NDArray[np.int64]
 Download = Callable[[], list[list[int]]]
-"""Waits for integers of the device, but not for work queued after their copy."""
+"""Waits for integers from the device, but not for work queued after their copy."""
 
 
 class Stream(Protocol):
-    """A queue of work in order."""
+    """A queue of work for a device, done in order."""
 
     def record(self, compute: Compute, undo: Compute) -> Compute:
         """Return a function that queues the work of `compute`, which uses tensors at fixed
@@ -60,7 +60,7 @@ class DirectStream:
 class CudaStream:
     """CUDA graphs in one memory pool: a graph may overwrite the intermediate results of another, so
     all of them together take little more memory than the largest. Lasting results go into tensors
-    allocated outside. Copies go through pinned memory that is used in turns.
+    allocated outside. Copies go through pinned buffers that are used in turn.
 
     Source: PyTorch's notes on CUDA graphs (warm-up on a side stream, a shared pool).
     """

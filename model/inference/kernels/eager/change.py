@@ -1,8 +1,8 @@
 """AppliedChange: one intervention on the device, applied to the rows of a stage.
 
-An intervention changes either numbers of the stage (some heads and units) or one coordinate, the
-dot product of the stage with a direction of length 1. The operation on these numbers is the same in
-both cases.
+An intervention changes either some numbers of the stage (its chosen heads and units) or one
+coordinate, which is the dot product of the stage with a direction of length 1. The operation on
+these numbers is the same in both cases.
 
 A row's bits depend on no other row: all operations are elementwise, and `_coordinate` adds products
 in a fixed order, by halves. Coordinates are computed in float32 even if the model is in bfloat16,
@@ -101,7 +101,7 @@ class AppliedChange:
         return values[..., : numbers.shape[-1]]
 
     def _index(self, value: Tensor, rows: Sequence[int], *, units: bool = True) -> tuple[Axis, ...]:
-        """An index of the rows, heads and (with `units`) units of `value`."""
+        """An index into `value` that selects rows, heads and, with `units`, units."""
         axes: list[Axis] = [slice(None)] * value.ndim
         axes[0] = _axis(rows)
         if self._heads is not None:

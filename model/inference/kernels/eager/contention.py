@@ -29,14 +29,15 @@ LOST = 0.4
 """Share of time off its core above which a thread counts as late. Without contention it is at most
 0.1."""
 LATE = 0.002
-"""Seconds off its core up to which a thread never counts as late, to tolerate interruptions by the
-system."""
+"""A thread that was off its core for at most this many seconds never counts as late. This tolerates
+interruptions by the system."""
 SHORTEST, LONGEST = 0.1, 1.6
-"""Seconds of computing alone: the first time, and the longest time after doubling."""
+"""Seconds of computing on one thread: at first, and at most after repeated doubling."""
 
 
 class ContentionMonitor:
-    """Detects if the thread that computes a model's prompts shares its core with other threads."""
+    """Detects whether the thread that computes a model's prompts shares its core with other
+    threads."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class ContentionMonitor:
         *,
         keep_bits: Callable[[GPT, int], bool] | None = None,
     ) -> None:
-        """`keep_bits` replaces `threads_keep_bits` if other operations than prefill are watched."""
+        """`keep_bits` replaces `threads_keep_bits` if operations other than prefill are watched."""
         self._gpt = gpt
         self._keep_bits = keep_bits
         self._clock = clock

@@ -122,7 +122,7 @@ class TorchPrefill:
 @dataclass(frozen=True, slots=True)
 class PaddedPiece:
     """Pieces of prompts, padded to whole blocks: (1, N) each. The keys and token ids of the padding
-    are overwritten before any position reads them; the caller drops its results."""
+    are overwritten before any position reads them; the caller drops the results of the padding."""
 
     ids: Tensor
     positions: Tensor

@@ -22,7 +22,8 @@ from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.gpt import GPT, Block
 
 MULTIPLES = (4, 8, 16, BLOCK)
-"""Multiples to try as the number of rows of decode steps, cheapest first."""
+"""Candidates for the number to whose multiples the rows of decode steps are padded, cheapest
+first."""
 PREFILL_ROWS = 256
 """Maximum number of prompt positions in one matrix product."""
 UNBOUNDED = 1 << 20
@@ -108,8 +109,8 @@ def _products(gpt: GPT) -> Iterator[tuple[Product, Tensor]]:
 
 
 def _block_products(gpt: GPT) -> Iterator[tuple[Product, Tensor]]:
-    """The matrix products of a block, with weights that cancel out. All blocks have the same
-    shapes."""
+    """The matrix products of a block, with weights whose products cancel out. All blocks have the
+    same shapes."""
     block = gpt.blocks[0]
     assert isinstance(block, Block)
     shapes = {

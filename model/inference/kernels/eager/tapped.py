@@ -1,9 +1,10 @@
 """TappedDecoder: prompts and decode steps in plain torch, with a tap on every stage.
 
 It computes sequences whose stages are recorded or changed; another decoder computes all others on
-the same cache. It uses the same blocks and row groups as `TorchPrefill` and `PlainDecoder`, and has
-their bits if nothing is changed. If a tap asks for attention scores or weights, they are computed
-in addition to the fused kernel, whose result is used unless the tap changes them.
+the same cache. It uses the same blocks and row groups as `TorchPrefill` and `PlainDecoder`, and its
+results have the same bits as theirs if nothing is changed. If a tap asks for attention scores or
+weights, they are computed in addition to the fused kernel, whose result is used unless the tap
+changes them.
 
 On a GPU a row's bits depend on the number of rows. There prompts are computed one block at a time,
 and decode steps one row at a time, so that the bits are the same in any batch.
@@ -31,7 +32,7 @@ from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.gpt import GPT
 
 ONE_OF_FOUR = RowGroups(multiple=4, most=1)
-"""Row groups on a GPU: each row by itself, padded to four."""
+"""Row groups on a GPU: each row by itself, padded to four rows."""
 
 
 class TappedDecoder:

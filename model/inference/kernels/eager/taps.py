@@ -2,8 +2,8 @@
 
 `Changes` holds the interventions of one sequence, with their values on the model's device.
 `PieceTap` applies them to the forward pass of a piece of a prompt, and records stages after the
-changes. `RowTaps` applies the changes of several sequences to a decode step with a row each. A tap
-is used for one forward pass, `Changes` for a whole sequence.
+changes. `RowTaps` applies the changes of several sequences to a decode step with one row per
+sequence. A tap is used for one forward pass, `Changes` for a whole sequence.
 
 Features are computed from the stage that their autoencoder reads, after its changes. If features
 change, that stage moves along the decoder by the difference.
@@ -92,7 +92,7 @@ class Changes:
 
 
 class PieceTap:
-    """A tap on the forward of positions [start, start + T) of one prompt."""
+    """A tap on the forward pass of positions [start, start + T) of one prompt."""
 
     def __init__(
         self,
