@@ -21,8 +21,8 @@ from logitd.model.plural import pluralize
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Options of mallopt(3)."""
 KEPT_BYTES = 32 * 2**20
-"""Maximum size of freed blocks that the C library keeps for reuse: its own maximum, and more than a
-step needs."""
+"""The C library keeps freed blocks up to this size for reuse. This is the largest value that it
+accepts, and more than a step needs."""
 MEMINFO = Path("/proc/meminfo")
 CARDS_RUN = ("NVIDIA H200",)
 """The GPUs on which `python -m benchmarks.gpu` has passed, by torch's names."""
@@ -50,14 +50,14 @@ class Placement:
 def choose_placement(
     device: str = "auto", dtype: FloatName = "float32", threads: int = 0
 ) -> Placement:
-    """Resolve the device "auto", which prefers CUDA, and 0 threads, which means one per processor
-    of this process. Raises DeviceError for more threads than processors: they would wait for each
-    other at every operation."""
+    """Resolve the device "auto", which prefers CUDA, and 0 threads, which means one thread for each
+    processor of this process. Raises DeviceError for more threads than processors, because such
+    threads would wait for each other at every operation."""
     processors = available_processors()
     if not 0 <= threads <= processors:
         raise DeviceError(
             f"threads is {threads}, but this process has {pluralize(processors, 'processor')}: "
-            f"set it to 1 to {processors}, or to 0 for all of them"
+            f"set it to a number from 1 to {processors}, or to 0 to use all of them"
         )
     return Placement(choose_device(device), getattr(torch, dtype), threads or processors)
 
@@ -115,16 +115,17 @@ def for_autograd(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def disable_cudnn_attention() -> None:
-    """Disable cuDNN's attention in this process, for serving. From torch 2.11 on torch prefers it
-    on Hopper, where it needs tens of milliseconds of planning for every new length of a prompt or
-    step. In training all steps have one shape. Has no effect without CUDA."""
+    """Disable cuDNN's attention in this process, for serving. Since version 2.11, torch prefers it
+    on Hopper GPUs, where it takes tens of milliseconds to plan for every new length of a prompt or
+    step. Training keeps it, because all training steps have the same shape. Has no effect without
+    CUDA."""
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run a block with one torch thread, while a decoder's own threads compute: they and torch's
-    pool would compete for the processors, and the block has little work for torch."""
+    """Limit torch to one thread within a block. In the block a decoder's own threads compute, and
+    torch, which has little to do there, would compete with them for the processors."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -208,7 +209,8 @@ def _group_processors(group: Path) -> int | None:
 
 
 def _group_use(group: Path) -> int | None:
-    """Bytes in use by a control group, without cached files; None if the group has no such file."""
+    """Bytes in use by a control group, without cached files; None if it has no file with this
+    number."""
     current, usage = _number(group / "memory.current"), _number(group / "memory.usage_in_bytes")
     used, prefix = (current, "") if current is not None else (usage, "total_")
     if used is None:

@@ -1,5 +1,5 @@
 """Generation by a hooked GPT, with the hooks in place. The whole text is computed again for each
-token.
+new token.
 
 `LLM.generate` is many times faster. Random numbers are torch's.
 
@@ -44,7 +44,7 @@ def continued(
 
 
 def _chosen(row: Tensor, temperature: float, top_k: int | None) -> Tensor:
-    """A token (B,) of each row of logits (B, V)."""
+    """The token (B,) chosen from each row of logits (B, V)."""
     if temperature <= 0:
         return row.argmax(dim=-1)
     row = row / temperature

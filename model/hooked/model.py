@@ -43,7 +43,7 @@ ReturnType = Literal["logits", "loss", "both"] | None
 
 
 class HookedGPT:
-    """A GPT with hook points. `API` lists the names that `LLM` passes on."""
+    """A GPT with hook points. `API` lists the attributes that `LLM` forwards to this class."""
 
     API = frozenset(
         (
@@ -101,8 +101,8 @@ class HookedGPT:
         stop_at_layer   return the stream (B, T, d_model) before this block; negative numbers count
                         from the end
 
-        Values at padding have no meaning. Raises InvalidRequest for ids outside the vocabulary, and
-        ContextLengthExceeded.
+        Values at the positions of padding have no meaning. Raises InvalidRequest for ids outside
+        the vocabulary, and ContextLengthExceeded.
         """
         batch = self._tokens.batch(input, prepend_bos, padding_side, attention_mask)
         out = self._run(batch, self._stop(stop_at_layer))
@@ -164,7 +164,7 @@ class HookedGPT:
 
         names_filter  a name, names, or a function of a name; None: all points
         device        the device on which the tensors are kept
-        incl_bwd      also run backward from the output, which must be a number
+        incl_bwd      also run backward from the output, which must be a scalar
                       (return_type="loss"), and keep each gradient as "<name>_grad"
         pos_slice     positions to keep
         """
@@ -201,8 +201,8 @@ class HookedGPT:
         return_type: Literal["input", "str", "tokens"] = "input",
     ) -> Any:
         """Continue a text, texts, or ids (B, T), with the hooks in place (`generation.py`). A
-        sequence that has ended is padded with the token that ended it, by default the end of a
-        document. Shorter texts are padded on the left."""
+        sequence that has ended is padded with the token that ends a sequence, by default the
+        end-of-document token. Shorter texts are padded on the left."""
         as_texts = isinstance(input, str) or (len(input) > 0 and isinstance(input[0], str))
         batch = self._tokens.batch(input, prepend_bos, "left" if as_texts else None)
         chosen = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
@@ -260,7 +260,7 @@ class HookedGPT:
         """Give each MLP a separate copy of the stream, `hook_mlp_in` (B, T, d_model). Raises
         InvalidRequest if norms come after the MLPs."""
         if use_hook_mlp_in and self._config.norm_position == "post":
-            raise InvalidRequest("norms come after the MLPs: the model has no hook_mlp_in")
+            raise InvalidRequest("the model has no hook_mlp_in, because its norms come after the MLPs")
         self.cfg.use_hook_mlp_in = use_hook_mlp_in
 
     def _exclude(self, setting: str, on: bool, other: str) -> None:
@@ -326,8 +326,8 @@ class HookedGPT:
         attention_mask: Tensor | None = None,
         per_token: bool = False,
     ) -> Tensor:
-        """The loss of each token after the first (B, T - 1), in nats, or their mean. Padding, 0 in
-        `attention_mask` (B, T), is left out: its losses are 0."""
+        """The loss of each token after the first (B, T - 1), in nats, or their mean. Padding (0 in
+        `attention_mask`, (B, T)) is excluded: its losses are 0."""
         losses = -logits[:, :-1].log_softmax(dim=-1).gather(-1, tokens[:, 1:, None])[..., 0]
         if attention_mask is None:
             return losses if per_token else losses.mean()

@@ -22,7 +22,7 @@ Points = Mapping[str, HookPoint]
 
 class Norm(nn.Module):
     """A LayerNorm or RMSNorm with points for its scale, its quotient and its output. `entry` is the
-    point of the stream that only this norm reads."""
+    hook point of the copy of the stream that only this norm reads."""
 
     def __init__(
         self, norm: nn.Module, name: str, points: Points, entry: HookPoint | None = None
@@ -88,8 +88,8 @@ class Unembed(nn.Module):
 
 
 def hooked_copy(gpt: GPT, points: Points) -> tuple[GPT, Unembed]:
-    """A GPT whose norms and embeddings call their hook points, and its head. Parameters need no
-    gradients."""
+    """A copy of a GPT whose norms and embeddings call their hook points, and the head of this copy,
+    which calls its own. The parameters require no gradients."""
     config, weight = gpt.config, gpt.token_embedding.weight
     dtype = torch.promote_types(weight.dtype, torch.float32)
     with torch.device("meta"):

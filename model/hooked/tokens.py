@@ -55,7 +55,7 @@ class Tokens:
         prepend = self.prepends(prepend_bos)
         first = beginning(self._tokenizer)
         if prepend and first is None:
-            raise InvalidRequest("prepend_bos is True, but the vocabulary has no beginning of text")
+            raise InvalidRequest("prepend_bos is True, but the vocabulary has no beginning-of-text token")
         start = [first] if prepend and first is not None else []
         encode = self._tokenizer.encode
         return [[*start, *encode(text, special_ids=True)][: self._cfg.n_ctx] for text in texts]

@@ -126,7 +126,8 @@ class HookedWeights:
     def accumulated_bias(
         self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
     ) -> Tensor:
-        """The sum (C,) of the biases that attentions and MLPs before a layer add to the stream."""
+        """The sum (C,) of the biases that the attention layers and MLPs before a layer add to the
+        stream."""
         before = self.blocks[:layer]
         added = [block.attn.b_O for block in self.blocks[: layer + mlp_input]]
         added += [block.mlp.b_out for block in before] if include_mlp_biases else []
