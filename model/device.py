@@ -209,8 +209,8 @@ def _group_processors(group: Path) -> int | None:
 
 
 def _group_use(group: Path) -> int | None:
-    """Bytes in use by a control group, without cached files; None if it has no file with this
-    number."""
+    """Bytes in use by a control group, without cached files; None if the group does not report
+    it."""
     current, usage = _number(group / "memory.current"), _number(group / "memory.usage_in_bytes")
     used, prefix = (current, "") if current is not None else (usage, "total_")
     if used is None:

@@ -179,8 +179,8 @@ def written_to(destination: Path) -> Iterator[None]:
         # NumPy's error for a short write has no number: "262144 requested and 128824 written".
         reason = error.strerror or f"the disk accepted only a part of the data ({error})"
         raise FileError(
-            f"{destination} cannot be written: {reason}. No part of it is left: free space, repair "
-            "the disk or choose another destination"
+            f"{destination} cannot be written: {reason}. No partial copy is left. Free space, "
+            "repair the disk or choose another destination"
         ) from error
 
 

@@ -79,7 +79,9 @@ class ActivationCache:
         if self.has_batch_dim:
             sizes = {len(value) for value in self.values()}
             if sizes - {1}:
-                raise ValueError(f"the batch has {max(sizes)} sequences; only a batch of one can lose its dimension")
+                raise ValueError(
+                    f"the batch has {max(sizes)} sequences; only a batch of one can lose its dimension"
+                )
             self.cache_dict = {name: value[0] for name, value in self.items()}
             self.has_batch_dim = False
         return self

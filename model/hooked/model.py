@@ -253,19 +253,26 @@ class HookedGPT:
         InvalidRequest together with `use_split_qkv_input`, or if heads share keys."""
         self._exclude("use_attn_in", use_attn_in, "use_split_qkv_input")
         if use_attn_in and self.cfg.n_key_value_heads is not None:
-            raise InvalidRequest("heads share keys and values: call set_use_split_qkv_input(True)")
+            raise InvalidRequest(
+                "use_attn_in needs separate keys and values for each head, but these heads share "
+                "them: call set_use_split_qkv_input(True) instead"
+            )
         self.cfg.use_attn_in = use_attn_in
 
     def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
         """Give each MLP a separate copy of the stream, `hook_mlp_in` (B, T, d_model). Raises
         InvalidRequest if norms come after the MLPs."""
         if use_hook_mlp_in and self._config.norm_position == "post":
-            raise InvalidRequest("the model has no hook_mlp_in, because its norms come after the MLPs")
+            raise InvalidRequest(
+                "the model has no hook_mlp_in, because its norms come after the MLPs"
+            )
         self.cfg.use_hook_mlp_in = use_hook_mlp_in
 
     def _exclude(self, setting: str, on: bool, other: str) -> None:
         if on and getattr(self.cfg, other):
-            raise InvalidRequest(f"{setting} excludes {other}: call set_{other}(False) first")
+            raise InvalidRequest(
+                f"{setting} and {other} cannot both be on: call set_{other}(False) first"
+            )
 
     # Weights
 

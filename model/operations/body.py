@@ -72,7 +72,7 @@ class RequestBody(BaseModel):
         for names in self.alternatives:
             given = [name for name in names if getattr(self, name) is not None]
             if len(given) > 1:
-                raise ValueError(f"{' and '.join(given)} are alternatives; give one of them")
+                raise ValueError(f"{' and '.join(given)} are alternatives; give only one of them")
         return self
 
     @model_validator(mode="after")
@@ -80,8 +80,8 @@ class RequestBody(BaseModel):
         for name, others in self.needs.items():
             if self._is_set(name) and not any(map(self._is_set, others)):
                 raise ValueError(
-                    f"{name} has no effect without {' or '.join(others)}; set that too, or leave "
-                    f"{name} out"
+                    f"{name} has no effect without {' or '.join(others)}; add "
+                    f"{'it' if len(others) == 1 else 'one of them'}, or leave {name} out"
                 )
         return self
 
@@ -90,8 +90,8 @@ class RequestBody(BaseModel):
 
     @property
     def queued(self) -> tuple[int, str]:
-        """The number of sequences that the request adds to the queue, and the field on which it
-        depends."""
+        """The number of sequences that the request adds to the queue, and the field that determines
+        this number."""
         return 1, "prompt"
 
 

@@ -31,7 +31,7 @@ and bytes."""
 
 
 def new_id(kind: str) -> str:
-    """An unguessable id of a reply or an engine request."""
+    """An unguessable id for a reply or an engine request."""
     return f"{kind}-{uuid.uuid4().hex}"
 
 
@@ -86,7 +86,7 @@ class Subject:
         if self.max_elements is not None and elements > self.max_elements:
             raise InvalidRequest(
                 f"the reply would have {elements} elements, but the limit is {self.max_elements}. "
-                "Ask for fewer layers, heads or positions, for float16 (which counts half), or "
+                "Ask for fewer layers, heads or positions, ask for float16 (which counts half), or "
                 "raise --max-reply-elements"
             )
 
@@ -168,8 +168,8 @@ class Listing:
 
     member      the member of each prompt that lists the rows
     items       makes the objects of a row, one by one
-    wrapped_in  a row is an object with its position and this member, its list; None: the row is the
-                list itself
+    wrapped_in  name of a member: each row is an object with the row's position and this member, which
+                holds the list; None: each row is the list itself
     """
 
     member: str

@@ -112,5 +112,5 @@ def clip(text: str, limit: int = 80) -> str:
 
 
 def _named(param: str) -> str:
-    """The name of a string of the field `param` in a message."""
+    """How a message refers to a string in the field `param`."""
     return "the prompt" if param == "prompt" else f"one of {param}"

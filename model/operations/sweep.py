@@ -148,7 +148,7 @@ class SweepRequest(PromptBody):
         if len(ids) != count:
             raise InvalidRequest(
                 f"{field} has {pluralize(len(ids), 'value')} for {pluralize(count, 'prompt')}; "
-                "give one for each prompt, or one value for all, not in a list",
+                "give one for each prompt, or a single value (not a list) for all prompts",
                 field,
             )
         return [*ids]

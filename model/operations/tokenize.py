@@ -34,7 +34,7 @@ time."""
 
 
 class TokenizeRequest(ModelBody):
-    """Turn texts into token ids. No token is added."""
+    """Turn texts into token ids. No special tokens are added."""
 
     examples: ClassVar[Examples] = {
         "Each token with its bytes and characters": {"prompt": "naïve 😀"},
@@ -172,8 +172,8 @@ def _tokenized(body: TokenizeRequest, tokenizer: Tokenizer) -> list[dict[str, An
     longest = max(map(len, body.texts))
     if longest > MAX_UNKNOWN and not tokenizer.cuts_in_time:
         raise InvalidRequest(
-            f"the text has {longest} characters, but the limit is {MAX_UNKNOWN} with a split "
-            "pattern that may take quadratic time. Send it in parts",
+            f"the text has {longest} characters, but the limit is {MAX_UNKNOWN}, because "
+            "the vocabulary's split pattern may take quadratic time. Send the text in parts",
             "prompt",
         )
     special_ids = body.special_tokens == "ids"

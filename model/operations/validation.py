@@ -36,7 +36,7 @@ COMMON_NAMES = {
     "num_return_sequences": "n",
     "stop_sequences": "stop",
 }
-"""Other servers' names of fields, with the names used here."""
+"""Names that other servers use for fields, and the names used here."""
 
 IDS = f"token ids (integers from 0, {MAX_IDS} at most)"
 PLACES = "a list of integers or {'from': start, 'to': stop}"
@@ -74,7 +74,7 @@ Body = TypeVar("Body", bound=RequestBody)
 
 def parse(body: type[Body], fields: Mapping[str, Any]) -> Body:
     """Make a body from Python values, which may include NumPy arrays, sequences and
-    `Intervention`s. Raises InvalidRequest for fields that do not fit."""
+    `Intervention`s. Raises InvalidRequest for invalid fields."""
     members = (f"{json.dumps(name)}:{_json(name, value)}" for name, value in fields.items())
     try:
         return body.model_validate_json(f"{{{','.join(members)}}}".encode())
@@ -116,8 +116,8 @@ def _plain(value: Any) -> Any:
 
 
 def describe_errors(error: ValidationError, fields: Collection[str] = ()) -> InvalidRequest:
-    """The InvalidRequest for a body that does not fit its model; `fields` are the model's
-    fields."""
+    """The InvalidRequest for a body that its pydantic model rejects. `fields` are the fields of
+    this model."""
     if (count := error.error_count()) > MAX_PROBLEMS:
         return InvalidRequest(f"the body is wrong in {count} places; /docs describes its fields")
     problems = error.errors(include_url=False)

@@ -101,7 +101,7 @@ def _hidden(answer: Any, table: Hidden) -> Any:
 
 
 def _in_all_cases(characters: Iterable[str]) -> set[str]:
-    """These characters, and all characters that can result from them by changes of case."""
+    """The given characters, and all characters that changes of case can turn them into."""
     known: set[str] = set()
     new = set(characters)
     while new:

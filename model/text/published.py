@@ -63,8 +63,8 @@ def _named(name: str) -> Tokenizer:
 def _from_file(path: Path) -> Tokenizer:
     if not path.is_file():
         raise TokenizerError(
-            f"the tokenizer {str(path)!r} is neither 'own' nor one of {', '.join(PUBLISHED)} nor "
-            "a ranks file or a tokenizer.json"
+            f"the tokenizer is {str(path)!r}; it must be 'own', one of {', '.join(PUBLISHED)}, or "
+            "the path of a ranks file or a tokenizer.json"
         )
     try:
         raw = read_regular(path, VOCABULARY_BYTES)

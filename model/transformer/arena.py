@@ -14,7 +14,8 @@ from torch import Tensor, nn
 PAGE = 2 * 2**20
 LINE = 64
 GAP = 2 * LINE
-"""Bytes of zeros after each tensor. A kernel reads at most one line beyond the end."""
+"""Bytes of zeros after each tensor. A kernel reads at most one cache line beyond the end of a
+tensor."""
 
 
 class Arena:

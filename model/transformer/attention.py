@@ -1,10 +1,10 @@
 """Attention: everything between the projections of queries, keys and values and the output
 projection.
 
-The GPT's forward passes the heads of each layer to an `Attend`, which returns their outputs. This
-module has the `Attend`s without a cache: the fused one for training, and one that keeps its results
-for `model/transformer/trace.py`. `model/inference/kv_cache.py` has the ones that use the KV cache;
-its prefill calls `attend_blocks` and `attend_piece`.
+A GPT gives the queries, keys and values of each layer to an `Attend`, which returns the outputs of
+the heads. This module defines the `Attend`s without a cache: a fused one for training, and one that
+keeps its results for `model/transformer/trace.py`. `model/inference/kv_cache.py` defines the ones
+that use the KV cache; its prefill calls `attend_blocks` and `attend_piece`.
 
 Shapes: B sequences, T positions, H = n_head, K = n_kv_head, D = head_dim, S = key positions.
   q (B, H, T, D)   k, v (B, K, T, D)   result (B, H, T, D)

@@ -336,8 +336,8 @@ class Block(nn.Module):
         return tap(layer, "mlp.out", self.mlp_down(tap(layer, "mlp.hidden", h)))
 
     def _tap_units(self, h: Tensor, tap: Tap) -> Tensor:
-        """Pass the units (B, T, d_ff) to a tap. With swiglu h is twice as wide, and its two halves
-        are passed separately."""
+        """Pass the units (B, T, d_ff) to a tap. With swiglu, `h` is twice as wide, and its two
+        halves are passed separately."""
         if self.config.activation != "swiglu":
             return tap(self.layer, "mlp.pre", h)
         gate, up = h.split(self.config.d_ff, dim=-1)

@@ -40,7 +40,7 @@ class ValueMap(nn.Module):
 
 
 def map_values(gpt: GPT) -> None:
-    """Replace the tables of value embeddings by maps, which are zero."""
+    """Replace the tables of value embeddings with maps, which start at zero."""
     for block in gpt.blocks:
         table = getattr(block, "value_embedding", None)
         if isinstance(table, nn.Embedding):
