@@ -1,8 +1,8 @@
 """The device, dtype and threads of a model on this machine, and the memory and processors that this
 process may use.
 
-The values of a command line ("auto", "cpu", "cuda:1", "bfloat16", 0 threads) are converted to
-torch's objects, or refused with the reason. The meaning of the dtype "auto" depends on the decoder
+Command-line values ("auto", "cpu", "cuda:1", "bfloat16", 0 threads) are converted to torch's
+objects, or refused with the reason. The meaning of the dtype "auto" depends on the decoder
 (`model/inference/kernels/select.py`).
 """
 
@@ -25,7 +25,7 @@ KEPT_BYTES = 32 * 2**20
 accepts, and more than a step needs."""
 MEMINFO = Path("/proc/meminfo")
 CARDS_RUN = ("NVIDIA H200",)
-"""The GPUs on which `python -m benchmarks.gpu` has passed, by torch's names."""
+"""The GPUs on which `python -m benchmarks.gpu` has passed, as torch names them."""
 OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 """Linux's list of the control groups of this process, and the folder of all groups."""
 
@@ -172,8 +172,8 @@ def free_memory(groups: Sequence[Path] | None = None, meminfo: Path = MEMINFO) -
 
 def memory_groups(own: Path = OWN_GROUPS, root: Path = GROUPS) -> tuple[Path, ...]:
     """The folders of the control groups that may limit this process: its own group and the groups
-    above it, of either version of control groups. Inside a container the names may differ from the
-    folders; then the root folder is the process's own group."""
+    above it, in versions 1 and 2 of control groups. In a container, a group's name may differ from
+    the path of its folder; then the root folder is the folder of the process's own group."""
     folders = [root, root / "memory"]
     try:
         lines = own.read_text(encoding="utf-8").splitlines()

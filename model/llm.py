@@ -454,8 +454,8 @@ class LLM:
             constraint = given.pop("constraint")
         for name in given.keys() & fields.keys():
             raise InvalidRequest(
-                f"{name} is {fields[name]!r}, but params sets it to {given[name]!r}; leave out one of "
-                "them, or change params with dataclasses.replace",
+                f"{name} is {fields[name]!r}, but params sets it to {given[name]!r}; leave out "
+                "one of them, or change params with dataclasses.replace",
                 name,
             )
         plan = cast(

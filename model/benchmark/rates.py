@@ -1,8 +1,8 @@
-"""Rates: the speed of prefill and of decoding in process, under a load of random prompts.
+"""Rates: the speed of prefill and of decoding in this process, measured with random prompts.
 
 Whole steps of a real engine are timed, including scheduling and sampling. The rate of decoding is
-measured over the steps in which the whole batch decodes, from the end of the last prefill to the
-end of the first sequence.
+measured over the steps in which the whole batch decodes, from the end of the last prefill until the
+first sequence ends.
 """
 
 import random

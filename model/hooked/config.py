@@ -10,7 +10,7 @@ from logitd.model.transformer.config import GPTConfig
 
 PaddingSide = Literal["left", "right"]
 ACTIVATIONS = {"gelu_tanh": "gelu_new", "swiglu": "silu"}
-"""TransformerLens' names of activation functions whose name there differs from `GPTConfig`'s."""
+"""TransformerLens' names for the activation functions that `GPTConfig` names differently."""
 
 
 @dataclass(slots=True)

@@ -94,7 +94,7 @@ class FactoredMatrix:
 
     @property
     def eigenvalues(self) -> Tensor:
-        """The complex eigenvalues (..., M) of BA. AB has the same eigenvalues, and L - M zeros."""
+        """The complex eigenvalues (..., M) of BA. AB has the same eigenvalues, plus L - M zeros."""
         return torch.linalg.eigvals(self.BA)
 
     def svd(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -25,9 +25,10 @@ def continued(
     ends: Sequence[int],
     context: int,
 ) -> Tensor:
-    """Ids (B, T + tokens), or fewer if all sequences have ended. A sequence that has ended is
-    filled with the first of `ends`. Padding comes first in each row. At temperature 0 or below,
-    each token is the likeliest; otherwise it is sampled from the `top_k` likeliest (None: all)."""
+    """The ids of the batch and of its continuations (B, T + tokens); fewer columns if all sequences
+    end earlier. A sequence that has ended is filled with the first of `ends`. In the batch, padding
+    comes first in each row. At temperature 0 or below, each token is the likeliest; otherwise it is
+    sampled from the `top_k` likeliest (None: all)."""
     ids, real = batch.ids, batch.real
     ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     for _ in range(tokens):

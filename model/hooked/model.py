@@ -75,7 +75,7 @@ class HookedGPT:
         self.get_token_position = tokens.get_token_position
 
     def __getattr__(self, name: str) -> Any:
-        """The weights and values computed from them, such as `W_Q`, `blocks` and `OV`."""
+        """The weights, and values computed from the weights, such as `W_Q`, `blocks` and `OV`."""
         if name in HookedWeights.NAMES:
             return getattr(self._weights, name)
         raise AttributeError(f"HookedGPT has no attribute {name!r}")
@@ -201,7 +201,7 @@ class HookedGPT:
         return_type: Literal["input", "str", "tokens"] = "input",
     ) -> Any:
         """Continue a text, texts, or ids (B, T), with the hooks in place (`generation.py`). A
-        sequence that has ended is padded with the token that ends a sequence, by default the
+        sequence that has ended is padded with the first token of `eos_token_id`, by default the
         end-of-document token. Shorter texts are padded on the left."""
         as_texts = isinstance(input, str) or (len(input) > 0 and isinstance(input[0], str))
         batch = self._tokens.batch(input, prepend_bos, "left" if as_texts else None)
@@ -288,8 +288,8 @@ class HookedGPT:
         disable_warnings: bool = True,
     ) -> None:
         """Process the weights as TransformerLens' HookedTransformer does when it loads a model.
-        Probabilities stay the same, up to rounding; direct logit attribution needs this. There are
-        no warnings. Raises InvalidRequest for shapes whose probabilities would change."""
+        Probabilities stay the same, up to rounding; direct logit attribution needs this. No
+        warnings are issued. Raises InvalidRequest for shapes whose probabilities would change."""
         if no_processing:
             return
         config = self._config

@@ -1,7 +1,7 @@
-"""Names of hook points: the full names of a model's points, their aliases, and short names.  The
-full names are the same as in TransformerLens' HookedTransformer, which its TransformerBridge also
-uses in compatibility mode. The bridge's own names (`blocks.0.attn.q.hook_out`) lead to the same
-points.
+"""Names of hook points: the full names of a model's points, their aliases, and short names.
+
+The full names are the same as in TransformerLens' HookedTransformer, and in its TransformerBridge
+in compatibility mode. The bridge's own names (`blocks.0.attn.q.hook_out`) lead to the same points.
 """
 
 import re

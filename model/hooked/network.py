@@ -1,7 +1,7 @@
 """A GPT with hook points: a copy of a served model's weights, in float32 or wider.
 
 `hooked_copy` replaces the norms and embeddings of a `GPT` by modules with hook points; the weights
-of a float32 model are shared. `tap.py` calls all other points, `folding.py` processes the weights.
+of a float32 model are shared. `tap.py` calls all other points; `folding.py` processes the weights.
 
 Shapes: B sequences, T positions, C = d_model, V = vocab_size.
 """
@@ -21,8 +21,8 @@ Points = Mapping[str, HookPoint]
 
 
 class Norm(nn.Module):
-    """A LayerNorm or RMSNorm with points for its scale, its quotient and its output. `entry` is the
-    hook point of the copy of the stream that only this norm reads."""
+    """A LayerNorm or RMSNorm with hook points for its scale, its input divided by the scale, and
+    its output. `entry` is the hook point of the copy of the stream that only this norm reads."""
 
     def __init__(
         self, norm: nn.Module, name: str, points: Points, entry: HookPoint | None = None

@@ -80,7 +80,7 @@ class PointTap:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None
     ) -> Tensor:
-        """Causal attention (B, H, T, D), with points for scores and weights."""
+        """Causal attention (B, H, T, D), with hook points for the scores and the weights."""
         scores = mask_causal(attention_scores(q, k), window)  # (B, H, T, S)
         if self._hidden is not None:
             scores = scores.masked_fill(self._hidden, float("-inf"))
@@ -131,8 +131,8 @@ class PointTap:
         return value
 
     def _name(self, stage: str) -> str | None:
-        """The point of a stage that has exactly one point; None if it has none, or if another
-        method calls it."""
+        """The hook point of a stage that has exactly one; None if the stage has no hook point, or
+        if another method calls its points."""
         if stage in ("attention.q", "attention.k") and self._config.positions != "rotary":
             return None
         return _NAMES.get(stage)

@@ -3,8 +3,8 @@
 With `prepend_bos`, each text begins with the beginning-of-text id: the id of one of BEGINNINGS,
 otherwise the end of a document, as in GPT-2. None means `cfg.default_prepend_bos`, which is true if
 the vocabulary has such an id. Names of special tokens in a text become their ids. Shorter texts of
-a list are padded with the end of a document, or id 0, on the right unless `padding_side` or
-`cfg.default_padding_side` is "left".
+a list are padded with the end-of-document id, or with 0 if the vocabulary has no such id. Padding
+is on the right unless `padding_side` or `cfg.default_padding_side` is "left".
 
 Shapes: B sequences, T positions.
 """

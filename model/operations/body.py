@@ -81,7 +81,7 @@ class RequestBody(BaseModel):
             if self._is_set(name) and not any(map(self._is_set, others)):
                 raise ValueError(
                     f"{name} has no effect without {' or '.join(others)}; add "
-                    f"{'it' if len(others) == 1 else 'one of them'}, or leave {name} out"
+                    f"{' or '.join(others)}, or leave {name} out"
                 )
         return self
 

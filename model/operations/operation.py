@@ -168,8 +168,8 @@ class Listing:
 
     member      the member of each prompt that lists the rows
     items       makes the objects of a row, one by one
-    wrapped_in  name of a member: each row is an object with the row's position and this member, which
-                holds the list; None: each row is the list itself
+    wrapped_in  name of a member: each row is an object with the row's position and this member,
+                which holds the list; None: each row is the list itself
     """
 
     member: str

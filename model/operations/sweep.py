@@ -155,7 +155,7 @@ class SweepRequest(PromptBody):
 
 
 class SweptToken(NamedToken):
-    """A token whose logit is compared."""
+    """A token whose logit enters the metric."""
 
 
 class SweptPrompt(PromptReply):
@@ -196,7 +196,7 @@ class SweepReply(Reply):
 
 
 class _Parts:
-    """Makes cells of the reply from the rows of one prompt after another."""
+    """Builds the cells of the reply from rows. A cell needs one row for each prompt, in order."""
 
     def __init__(self, cells: Iterator[Cell], measures: Sequence[Measure]) -> None:
         self._cells = cells

@@ -8,7 +8,7 @@ are not supported.
 
 If the template itself writes the name of a special token, the prompt has that token. A message can
 never produce a special token or a part of one (`model/text/message_text.py`). Added tokens that are
-not special are found in both.
+not special are recognized in the template's text and in messages.
 
 A template comes with the checkpoint, never with a request. It runs in Jinja's sandbox, without
 access to files, modules or private attributes. Its time and its output are limited, but the memory

@@ -278,7 +278,8 @@ class Tokenizer:
         return ids
 
     def _encode_ordinary(self, text: str, at: int) -> list[int]:
-        """The ids of a part of a text that has no added tokens and begins at character `at`."""
+        """The ids of a part of a text. The part contains no added tokens and begins at character
+        `at`."""
         if self._pieces is not None:
             try:
                 return self._pieces.encode(text, at)
@@ -293,8 +294,8 @@ class Tokenizer:
             kept, whole = len(self._encoding.decode_bytes(ids)), len(text.encode(errors="replace"))
             if kept < whole:
                 raise TokenizerError(
-                    f"the split pattern {self.pattern[:60]!r} drops {whole - kept} of the text's {whole} "
-                    "bytes"
+                    f"the split pattern {self.pattern[:60]!r} drops {whole - kept} of the text's "
+                    f"{whole} bytes"
                 )
         return ids
 

@@ -50,8 +50,8 @@ class RopeScaling:
 
     kind                     linear: every angle is divided by `factor` (Chen et al., 2023);
                              llama3: only slow angles, as in Llama 3.1;
-                             yarn: a ramp between both, and longer queries and keys (Peng et al.,
-                             2023)
+                             yarn: a ramp from unchanged to divided angles, and longer queries
+                             and keys (Peng et al., 2023)
     factor                   ratio of the new to the original context length
     low_freq_factor,         llama3: the angle of a channel is divided by `factor` if it makes fewer
     high_freq_factor         than `low_freq_factor` turns within the original context, and does not

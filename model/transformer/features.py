@@ -14,10 +14,10 @@ class Features:
     """The features of a sparse autoencoder. They are a stage of the model that is served with this
     autoencoder.
 
-    layer, stage  the block (None: outside the blocks) and the kind of the stage that the autoencoder
+    layer, stage  the block (None: outside the blocks) and kind of the stage that the autoencoder
                   reads
     count         number of features
-    width         width of that stage
+    width         width of the stage that the autoencoder reads
     """
 
     name: str

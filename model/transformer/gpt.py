@@ -136,7 +136,7 @@ class GPT(nn.Module):
         self, token_ids: Tensor, positions: Tensor, previous_ids: Tensor | None = None
     ) -> Tensor:
         """The residual stream (B, T, C) that enters the blocks, without dropout. The arguments are
-        those of `transform`."""
+        the same as for `transform`."""
         x = self._token_vectors(token_ids)
         if self.config.smear:
             if previous_ids is None:
@@ -190,7 +190,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw GPT-2's initial weights: N(0, 0.02), projections into the residual stream divided by
-        sqrt(2 * n_layer), biases 0. The trainer draws different ones
+        sqrt(2 * n_layer), biases 0. The trainer draws different weights
         (`model/training/optim/optimizers.py`). Learned scales begin at nanochat's values."""
         if self.config.smear:
             self.smear_scale.zero_()
