@@ -80,8 +80,8 @@ class ActivationCache:
             sizes = {len(value) for value in self.values()}
             if sizes - {1}:
                 raise ValueError(
-                    f"the batch has {max(sizes)} sequences; its dimension can be removed only if it "
-                    "has one"
+                    f"the batch has {max(sizes)} sequences; its dimension can be removed only "
+                    "if it has one"
                 )
             self.cache_dict = {name: value[0] for name, value in self.items()}
             self.has_batch_dim = False

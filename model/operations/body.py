@@ -72,7 +72,7 @@ class RequestBody(BaseModel):
         for names in self.alternatives:
             given = [name for name in names if getattr(self, name) is not None]
             if len(given) > 1:
-                raise ValueError(f"{' and '.join(given)} are alternatives; give only one of them")
+                raise ValueError(f"{' and '.join(given)} are alternatives; give one of them")
         return self
 
     @model_validator(mode="after")
