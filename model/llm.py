@@ -324,7 +324,7 @@ class LLM:
     ) -> npt.NDArray[np.float64]:
         """Apply the intervention `vary` in one place after another. For each place, the result has
         the logit of `token` after the prompt, minus the logit of `minus` if given; `metric` chooses
-        another metric. The axes of the result are those listed in `over` ("layers", "heads",
+        another metric. The result has one axis for each entry of `over` ("layers", "heads",
         "positions"). For several prompts, with one token for all of them or one for each, the
         result is the mean over the prompts."""
         given = {"vary": vary, "over": over, **_tokens(token=token, minus=minus), **fields}

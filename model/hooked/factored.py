@@ -1,8 +1,8 @@
 """FactoredMatrix: a product of two matrices that is computed only on request.
 
 The circuits of a head are such products: `W_Q W_K^T` (QK) and `W_V W_O` (OV) have d_model rows and
-columns, but at most d_head of them are independent. Names and results are those of TransformerLens'
-class: eigenvalues, singular values and further products come from the factors.
+columns, but at most d_head of them are independent. Names and results are the same as for
+TransformerLens' class: eigenvalues, singular values and further products come from the factors.
 
 Shapes: A (..., L, M), B (..., M, R), with leading axes that broadcast.
 """

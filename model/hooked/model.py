@@ -5,12 +5,12 @@
     cache["pattern", 0]                                       # (B, H, T, T)
     hooked.run_with_hooks("def main():", fwd_hooks=[("blocks.0.hook_mlp_out", my_function)])
 
-Names, shapes and semantics are those of TransformerLens' TransformerBridge: the weights are those
-of the checkpoint until `enable_compatibility_mode` processes them as HookedTransformer does. The
-caller's functions run in process on torch tensors (float32 or wider). Gradients flow from the
-embeddings on, unless the caller turns them off; parameters get none.
+Names, shapes and semantics are the same as in TransformerLens' TransformerBridge: the weights are
+the checkpoint's own until `enable_compatibility_mode` processes them as HookedTransformer does. The
+caller's functions run in process on torch tensors (float32 or wider). Autograd records all
+operations after the embeddings, unless the caller turns it off; parameters get no gradients.
 
-It shares no state with the engine, whose results never change.
+A HookedGPT shares no state with the engine, so the engine's results never change.
 
 Shapes: B sequences, T positions, V = vocab_size.
 """

@@ -108,7 +108,7 @@ class CircuitEdge(ReplyBody):
 
 
 class LeftOut(ReplyBody):
-    """The sums over all parts outside the circuit."""
+    """Parts outside the circuit: the sum of their `values`, and the sum of their `attention`."""
 
     values: float
     attention: float

@@ -130,7 +130,7 @@ class Record:
     """The reply is a JSON object, made from the results of all requests.
 
     reply  makes the members of the reply, without the envelope; may take seconds
-    held   number of array elements in memory until the reply is made
+    held   number of array elements that stay in memory until the reply is made
     """
 
     requests: Sequence[Request]

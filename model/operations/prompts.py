@@ -102,7 +102,8 @@ def resolve_position(position: int, length: int) -> int:
 
 
 def resolve_in_prompt(param: str, positions: Sequence[int], length: int) -> tuple[int, ...]:
-    """Positions from the start of a prompt of `length` tokens; negative ones count from its end."""
+    """The positions, counted from the start of a prompt of `length` tokens. A negative number in
+    `positions` counts from the prompt's end."""
     return resolve_indices(param, positions, length, f"the prompt has {pluralize(length, 'token')}")
 
 

@@ -2,9 +2,9 @@
 of the text is split and merged.
 
 Special tokens are added tokens, and a vocabulary may have others (GPT-NeoX has 23 for runs of
-spaces). The rules are those of `AddedVocabulary` in Hugging Face's `tokenizers`: the leftmost match
-wins, and of several matches there, the longest. The caller decides in which texts special tokens
-are recognized. A token may have flags:
+spaces). The rules are the same as for `AddedVocabulary` in Hugging Face's `tokenizers`: the
+leftmost match wins, and of several matches there, the longest. The caller decides in which texts
+special tokens are recognized. A token may have flags:
 
   lstrip, rstrip  the token includes the white space before or after it
   single_word     the token does not match next to a letter, digit, mark or underscore
@@ -68,7 +68,7 @@ class AddedTokens:
             if text not in tokens or not set(given) <= set(FLAGS):
                 raise ValueError(
                     f"{text[:40]!r} has the flags {sorted(given)}; only added tokens may have "
-                    f"flags, and only {', '.join(FLAGS)}"
+                    f"flags, and the possible flags are {', '.join(FLAGS)}"
                 )
         late = {
             text

@@ -11,8 +11,8 @@ never produce a special token or a part of one (`model/text/message_text.py`). A
 not special are recognized in the template's text and in messages.
 
 A template comes with the checkpoint, never with a request. It runs in Jinja's sandbox, without
-access to files, modules or private attributes. Its time and its output are limited, but the memory
-that it uses meanwhile is not.
+access to files, modules or private attributes. Its running time and its output are limited, but the
+memory that it uses while running is not.
 """
 
 import json
@@ -38,7 +38,7 @@ MAX_SECONDS = 5.0
 _NO_FILTERS = (
     *("random", "e", "escape", "forceescape", "striptags", "urlencode", "urlize", "xmlattr"),
 )
-"""Jinja's filters that are removed: `random` draws random numbers, the others write or read HTML
+"""Jinja's filters that are removed: `random` draws random numbers; the others write or read HTML
 and would not recognize the hidden characters of a message."""
 
 # These names contain a space, so a template can neither read nor replace them.

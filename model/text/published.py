@@ -1,7 +1,7 @@
 """Published vocabularies: one of tiktoken's encodings by name, or a ranks file by path.
 
-A ranks file contains neither the split pattern nor the special tokens. For published files they are
-looked up by the file's hash.
+A ranks file lacks the split pattern and the special tokens. For published files, both are looked up
+by the file's hash.
 """
 
 import hashlib

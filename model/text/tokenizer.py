@@ -6,7 +6,7 @@ and writes the ranks file (`tokenizer.tiktoken`: each line has a token in base64
 token's rank) and the tokenizer's section of `config.json`, and finds the place of each token in a
 text. `added_tokens.py` finds added tokens.
 
-`model/data/vocabulary.py` learns vocabularies, `published.py` has the published ones, and
+`model/data/vocabulary.py` learns vocabularies, `published.py` has the published vocabularies, and
 `model/convert/` reads other formats.
 """
 
@@ -166,7 +166,7 @@ class Tokenizer:
         self.pattern = pattern
         self.end_of_text_name = end_of_text_name
         self.tokens = {token: rank for token, rank in self.ranks.items() if rank < beyond}
-        """Ordinary tokens and their ids: the ranks, except those of the bytes that the vocabulary
+        """Ordinary tokens and their ids: all ranks except the ranks of bytes that the vocabulary
         lacks."""
         if kind == "none":
             if ranks or named or vocab_size is None or vocab_size < 1:
@@ -487,8 +487,8 @@ def _check_ranks(
     expected += [int(vocab_size) + index for index in range(len(without_id))]
     longer = any(len(token) > 1 for token in without_id)
     if not ranks or sorted(ranks.values()) != expected or (every_byte and longer):
-        bytes_alone = f", with only single bytes from vocab_size {vocab_size} on"
-        less = ", without those of special tokens" if special & set(range(len(ranks))) else ""
+        bytes_alone = f", and then only single bytes from vocab_size {vocab_size} on"
+        less = ", without the ids of special tokens" if special & set(range(len(ranks))) else ""
         raise TokenizerError(
             f"the {len(ranks)} ranks are not the numbers 0 to {len(ranks) - 1}{less}"
             f"{bytes_alone if without_id else ''}"

@@ -62,9 +62,9 @@ def mask_causal(scores: Tensor, window: int | None = None) -> Tensor:
 def visible_keys(
     queries: int, keys: int, device: torch.device, window: int | None = None
 ) -> Tensor:
-    """The mask (queries, keys) of the keys that each query sees: its own position and those before
-    it, at most `window` in all. The last query and the last key have the same position, so the last
-    columns of the mask are the mask of fewer keys."""
+    """The mask (queries, keys) of the keys that each query sees: the keys at its own position and
+    at the positions before it, at most `window` in all. The last query and the last key have the
+    same position, so the last columns of the mask are the mask of fewer keys."""
     visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     return visible if window is None else visible.triu(keys - queries - window + 1)
 

@@ -64,8 +64,8 @@ class RopeScaling:
                              0.1 ln(factor) + 1)
     truncate                 yarn: begin and end the ramp at whole channels (default: true)
 
-    Keys that belong to other kinds are None and are left out of JSON. The formulas are those of
-    `modeling_rope_utils` in transformers 5; `model/transformer/rotary.py` computes them.
+    Keys that belong to other kinds are None and are left out of JSON. The formulas are taken from
+    `modeling_rope_utils` in transformers 5; `model/transformer/rotary.py` evaluates them.
     """
 
     kind: RopeKind

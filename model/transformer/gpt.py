@@ -32,7 +32,7 @@ cache."""
 
 @dataclass(frozen=True)
 class GPTOutput:
-    """The results of a forward pass. The optional ones are None unless requested."""
+    """The results of a forward pass. Optional results are None unless requested."""
 
     logits: Tensor  # (B, T, V); row t predicts token t + 1
     hidden_states: Tensor | None = None  # (n_layer + 1, B, T, C): embeddings, then each block

@@ -5,11 +5,11 @@ value of each. The stages of a model depend on its `GPTConfig`: without rotary p
 there is no `q_raw`, and with norms after the residual addition there is no `attention.norm`.
 
 The stages of a model computed by its owner's code are its submodules, under their own names. In a
-model that is served with sparse autoencoders, the features of each are a stage after the stage that
-it reads.
+model that is served with sparse autoencoders, the features of each autoencoder are a stage. It
+comes after the stage that the autoencoder reads.
 
 Axes: T tokens of the prompt; the others as in `GPTConfig`. The axis of positions comes first and is
-not listed. TransformerLens' names are those of its TransformerBridge, version 4.
+not listed. The TransformerLens names are the names that its TransformerBridge has in version 4.
 """
 
 import fnmatch
@@ -341,7 +341,7 @@ def _module_stages(modules: tuple[ModuleStage, ...]) -> tuple[Stage, ...]:
 def lens_stages(config: GPTConfig) -> Mapping[str, Stage]:
     """The stages that have a name in TransformerLens, keyed by that name. `hook_resid_pre` of a
     block is the stage that the block reads. Without rotary positions and QK-norm, `hook_q` and
-    `hook_k` are the queries and keys that are compared."""
+    `hook_k` are the queries and keys whose dot products are the attention scores."""
     found: dict[str, Stage] = {}
     stages = {stage.name: stage for stage in stages_of(config)}
     for stage in stages.values():
@@ -357,9 +357,9 @@ def lens_stages(config: GPTConfig) -> Mapping[str, Stage]:
 
 
 def match_stages(patterns: Sequence[str], config: ModelConfig) -> tuple[Stage, ...]:
-    """The stages that match names or patterns (`*` for any layer: "blocks.*.attention.q"), by our
-    names or TransformerLens'. Each is returned once, in the order of the forward pass. Raises
-    UnknownStage for a pattern without a match."""
+    """The stages that match names or patterns (`*` for any layer: "blocks.*.attention.q"), given in
+    logitd's names or TransformerLens'. Each stage is returned once, in the order of the forward
+    pass. Raises UnknownStage for a pattern without a match."""
     if len(patterns) == 1 and (named := _named(patterns[0], config)) is not None:
         return (named,)
     stages = {stage.name: stage for stage in stages_of(config)}
