@@ -91,9 +91,9 @@ def use_threads(threads: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let this process reuse freed memory instead of returning it to the system: getting the pages
-    again took half the time of a prefill (30 million parameters). Has an effect only with GNU's C
-    library."""
+    """Let this process reuse freed memory instead of returning it to the system. Getting the pages
+    from the system again took half of the time of a prefill (model of 30 million parameters). Has
+    an effect only with GNU's C library."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
         set_option(M_MMAP_THRESHOLD, KEPT_BYTES)
@@ -108,8 +108,8 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def for_autograd(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor, detached from autograd's graph and converted to a dtype. Tensors of inference mode
-    are copied, because autograd rejects them."""
+    """A tensor, detached from autograd's graph and converted to a dtype. Tensors made in inference
+    mode are copied, because autograd rejects them."""
     wide = tensor.detach().to(dtype)
     return wide.clone() if wide.is_inference() else wide
 

@@ -244,13 +244,13 @@ class HookedGPT:
     def set_use_split_qkv_input(self, use_split_qkv_input: bool) -> None:
         """Give the queries, keys and values of each head separate copies of the stream:
         `hook_q_input` (B, T, H, d_model), `hook_k_input` and `hook_v_input`. Raises InvalidRequest
-        together with `use_attn_in`."""
+        if `use_attn_in` is on."""
         self._exclude("use_split_qkv_input", use_split_qkv_input, "use_attn_in")
         self.cfg.use_split_qkv_input = use_split_qkv_input
 
     def set_use_attn_in(self, use_attn_in: bool) -> None:
         """Give each head a separate copy of the stream, `hook_attn_in` (B, T, H, d_model). Raises
-        InvalidRequest together with `use_split_qkv_input`, or if heads share keys."""
+        InvalidRequest if `use_split_qkv_input` is on, or if heads share keys."""
         self._exclude("use_attn_in", use_attn_in, "use_split_qkv_input")
         if use_attn_in and self.cfg.n_key_value_heads is not None:
             raise InvalidRequest(

@@ -116,8 +116,8 @@ class PointTap:
         return self._projected(block, part, inputs)
 
     def _projected(self, block: Block, part: int, inputs: Tensor) -> Tensor:
-        """Queries, keys or values (part 0, 1 or 2) of inputs (B, T, heads, C), one for each
-        head."""
+        """Project inputs (B, T, heads, C), which differ between heads, to queries, keys or values
+        (part 0, 1 or 2)."""
         config, qkv = block.config, block.qkv
         heads = [config.n_head, config.n_kv_head, config.n_kv_head]
         rows = qkv.weight.unflatten(0, (-1, config.head_dim)).split(heads)[part]

@@ -56,7 +56,8 @@ class RequestBody(BaseModel):
 
     examples      valid bodies, at least one for each operation
     alternatives  groups of fields; a body may set at most one field of each group
-    needs         fields that have an effect only if at least one of certain others is set
+    needs         for a field that has no effect alone: other fields, at least one of which must be
+                  set
     """
 
     examples: ClassVar[Examples] = {}

@@ -3,7 +3,7 @@ promotes.
 
 The direction of a feature, its row of the decoder, takes the place of the last residual stream. The
 engine's final norm and head then turn it into logits, like any stream. The logits of a zero stream
-are subtracted, which leaves out biases.
+are subtracted, so that biases do not count.
 """
 
 from collections.abc import Mapping

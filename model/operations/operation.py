@@ -268,7 +268,7 @@ class Operation:
 
     name          name of the endpoint and of the method
     body, reply   pydantic models; `reply` may be a union
-    plan          makes the plan of a valid body. Raises InvalidRequest if the model cannot do it
+    plan          makes the plan of a valid body; raises InvalidRequest if the model cannot do that
     form          the form of the replies
     summary       the title in /docs
     description   the text in /docs, in Markdown

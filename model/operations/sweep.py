@@ -204,7 +204,8 @@ class _Parts:
         self._values: list[float] = []
 
     def add(self, computed: Computed) -> dict[str, Any] | None:
-        """Add the row of the next prompt. Returns the SweepCell if it was the last prompt."""
+        """Add the row of the next prompt. Returns the SweepCell if this was the last prompt of the
+        cell, otherwise None."""
         ((row,),) = computed.rows.values()
         self._values.append(self._measures[len(self._values)].of(row))
         if len(self._values) < len(self._measures):
@@ -214,7 +215,8 @@ class _Parts:
 
 
 def plan(body: SweepRequest, subject: Subject) -> Planning:
-    """Make a grid for each prompt. The logits without `vary` are computed before any cell."""
+    """Plan a sweep, with one grid of cells for each prompt. The logits without `vary` are computed
+    before any cell."""
     prompts = encode_all(body.prompts, "prompt", subject)
     constant = yield from resolve_interventions(body.interventions, prompts, subject)
     varied = yield from resolve_interventions([body.vary], prompts, subject, field="vary")

@@ -1,7 +1,7 @@
 """Validation: messages for wrong fields of a body, the same in process and over HTTP.
 
 There is one sentence for each wrong field. It names the field, its value and what the value must
-be. It repeats at most the beginning of a value, and of an unknown field only the name.
+be. It repeats at most the beginning of a value, and only the name of an unknown field.
 """
 
 import dataclasses
@@ -28,7 +28,8 @@ MAX_REPEATED = 40
 """Maximum number of characters of a wrong value, or digits of a wrong number, that a message
 repeats."""
 MAX_GUESSED = 40
-"""Maximum length of an unknown field's name for which a similar field is suggested."""
+"""A similar field is suggested for an unknown field only if the unknown name is at most this
+long."""
 COMMON_NAMES = {
     "inputs": "prompt",
     "text": "prompt",

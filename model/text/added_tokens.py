@@ -159,7 +159,7 @@ def _in_word(text: str, start: int, end: int, within: Cut) -> bool:
 
 
 def end_of_space(text: str, start: int, end: int | None = None) -> int:
-    """The index after the white space that begins at `start`, at most `end`."""
+    """The index after the white space that begins at `start`; never more than `end`."""
     end = len(text) if end is None else end
     while start < end and _is_space(text[start]):
         start += 1

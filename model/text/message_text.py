@@ -21,7 +21,7 @@ SURROGATES = range(0xDC00, 0xE000)
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """Tables for `str.translate` that replace characters by surrogates, and surrogates by
+    """Tables for `str.translate` that replace characters with surrogates, and surrogates with
     characters."""
 
     hide: Mapping[int, int]

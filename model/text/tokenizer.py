@@ -325,7 +325,7 @@ class Tokenizer:
             ) from error
 
     def least_tokens(self, text: str) -> int:
-        """A lower bound for the number of tokens of a text, found without encoding it."""
+        """A lower bound on the number of tokens of a text, found without encoding it."""
         if self.kind in ("words", "none") or self._stripping:
             return 0  # white space may have no token
         return -(-len(text.encode()) // self._longest_token)

@@ -90,8 +90,8 @@ def move_to_arena(module: nn.Module) -> Arena:
 
 
 def allocate_in_arena(module: nn.Module) -> None:
-    """Replace the parameters of a module on the meta device by zeros in an arena, in the order of
-    `move_to_arena`. They have no gradients."""
+    """Replace the parameters of a module on the meta device with zeros in an arena, in the order of
+    `move_to_arena`. The new parameters have no gradients."""
     arena = Arena(sum(map(room_for, module.parameters())))
     placed = {
         parameter: nn.Parameter(arena.make_room(parameter), requires_grad=False)

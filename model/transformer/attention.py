@@ -53,7 +53,7 @@ def attention_probs(scores: Tensor, window: int | None = None) -> Tensor:
 
 
 def mask_causal(scores: Tensor, window: int | None = None) -> Tensor:
-    """Scores (B, H, T, S), replaced by -inf for keys that their query does not see. The last query
+    """The scores (B, H, T, S), with -inf for each key that the query does not see. The last query
     and the last key have the same position."""
     t, s = scores.shape[-2:]
     return scores.masked_fill(~visible_keys(t, s, scores.device, window), float("-inf"))
@@ -82,8 +82,9 @@ def attend_blocks(
 ) -> Tensor:
     """Causal attention (1, H, T, D) of whole blocks of queries, the first at position `start`.
 
-    Each block attends over exactly the keys from the first visible one up to its end. So the
-    arithmetic of a row depends only on its position, not on the number of positions in the call.
+    Each block attends over exactly the keys from the first visible key up to the end of the block.
+    So the arithmetic of a row depends only on its position, not on the number of positions in the
+    call.
     """
     blocks = []
     for offset in range(0, q.shape[2], BLOCK):
@@ -110,8 +111,8 @@ def first_visible(position: int, window: int | None) -> int:
 
 
 def attend_apart(attends: Sequence[Attend], lengths: Sequence[int]) -> Attend:
-    """Attention of several texts that are concatenated along T. `lengths` are their numbers of
-    positions. Each text has its own `Attend`."""
+    """Attention for several texts that are concatenated along T. `lengths` has the number of
+    positions of each text. Each text has its own `Attend`."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         # q (1, H, T, D), k and v (1, K, T, D)

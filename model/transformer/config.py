@@ -1,9 +1,9 @@
 """GPTConfig: the shape of a model, as stored in a checkpoint's `config.json`.
 
-A configuration can describe GPT-2, the original Transformer decoder, the modern shape, and mixtures
-such as GPT-NeoX, OPT, nanochat and Llama with scaled rotary positions. Invalid shapes are refused
-with the reason. `model/training/configuration/presets.py` has shapes with names, such as
-"gpt2-124m". Does not import torch.
+A configuration can describe GPT-2, the original Transformer decoder, the modern shape
+(`shapes.MODERN`), and mixtures such as GPT-NeoX, OPT, nanochat and Llama with scaled rotary
+positions. Invalid shapes are refused with the reason. `model/training/configuration/presets.py` has
+shapes with names, such as "gpt2-124m". Does not import torch.
 """
 
 import json

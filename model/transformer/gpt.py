@@ -26,8 +26,8 @@ from logitd.model.transformer.rotary import TABLE_ROWS, rotary_tables, rotate
 from logitd.model.transformer.tap import UNTAPPED, Tap
 
 HEAD_ROWS = 1024
-"""Rows of a bfloat16 or float16 head converted to float32 at a time. They stay in the processor's
-cache."""
+"""Number of rows of a bfloat16 or float16 head that are converted to float32 at a time. They stay
+in the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -372,7 +372,7 @@ def _norm(config: GPTConfig) -> nn.Module:
 
 
 def _full_precision(x: Tensor, weight: Tensor) -> Tensor:
-    """Logits (..., V) in float32 of x (..., C) and a weight (V, C) in bfloat16 or float16.
+    """Float32 logits (..., V), computed from x (..., C) and a weight (V, C) in bfloat16 or float16.
 
     If logits were rounded to bfloat16, the two likeliest tokens would have equal logits at one
     position in a hundred. On a GPU, torch can multiply such dtypes and return float32; on a CPU it

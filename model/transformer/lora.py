@@ -81,7 +81,7 @@ class LoraLinear(nn.Module):
 
 def adapt(gpt: GPT, shape: LoraShape, generator: torch.Generator) -> None:
     """Freeze a GPT and add adapters to its matrices. A is drawn from `generator` with variance 1 /
-    C, B is zero."""
+    C; B is zero."""
     check_rank(gpt.config, shape)
     gpt.requires_grad_(False)
     maps = gpt.config.maps()

@@ -276,7 +276,8 @@ STAGES: tuple[StageKind, ...] = (
 """All kinds of stages, in the order of the forward pass."""
 
 HEADS_FIRST = frozenset(kind.name for kind in STAGES if kind.axes[0] in ("n_head", "n_kv_head"))
-"""Stages with an axis of heads. In the forward pass it comes before the axis of positions."""
+"""Stages with an axis of heads. In the forward pass, that axis comes before the axis of
+positions."""
 
 
 LOGITS = STAGES[-1]

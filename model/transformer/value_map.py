@@ -48,7 +48,8 @@ def map_values(gpt: GPT) -> None:
 
 
 def with_tables(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Replace each map in the weights of a GPT by its table (R, W). Other weights are unchanged."""
+    """Replace each map in the weights of a GPT with its table (R, W). Other weights are
+    unchanged."""
     return dict(_tabled(name, tensor, weights) for name, tensor in weights.items())
 
 
