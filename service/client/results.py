@@ -368,7 +368,7 @@ class Attributions(Reply):
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """The sums over all parts outside the circuit."""
+    """Parts outside the circuit: the sum of their `values`, and the sum of their `attention`."""
 
     values: float
     attention: float
