@@ -1,4 +1,4 @@
 """Model: the GPT, its tokenizer and checkpoint, the engine and the trainer.
 
-Only this package imports torch. It knows nothing of HTTP.
+Only this package imports torch. It contains nothing about HTTP.
 """

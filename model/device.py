@@ -1,8 +1,8 @@
 """The device, dtype and threads of a model on this machine, and the memory and processors that this
 process may use.
 
-The values of a command line ("auto", "cpu", "cuda:1", "bfloat16", 0 threads) are converted to
-torch's objects, or refused with the reason. The meaning of the dtype "auto" depends on the decoder
+Command-line values ("auto", "cpu", "cuda:1", "bfloat16", 0 threads) are converted to torch's
+objects, or refused with the reason. The meaning of the dtype "auto" depends on the decoder
 (`model/inference/kernels/select.py`).
 """
 
@@ -21,11 +21,11 @@ from logitd.model.plural import pluralize
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Options of mallopt(3)."""
 KEPT_BYTES = 32 * 2**20
-"""Maximum size of freed blocks that the C library keeps for reuse: its own maximum, and more than a
-step needs."""
+"""The C library keeps freed blocks up to this size for reuse. This is the largest value that it
+accepts, and more than a step needs."""
 MEMINFO = Path("/proc/meminfo")
 CARDS_RUN = ("NVIDIA H200",)
-"""The GPUs on which `python -m benchmarks.gpu` has passed, by torch's names."""
+"""The GPUs on which `python -m benchmarks.gpu` has passed, as torch names them."""
 OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 """Linux's list of the control groups of this process, and the folder of all groups."""
 
@@ -50,14 +50,14 @@ class Placement:
 def choose_placement(
     device: str = "auto", dtype: FloatName = "float32", threads: int = 0
 ) -> Placement:
-    """Resolve the device "auto", which prefers CUDA, and 0 threads, which means one per processor
-    of this process. Raises DeviceError for more threads than processors: they would wait for each
-    other at every operation."""
+    """Resolve the device "auto", which prefers CUDA, and 0 threads, which means one thread for each
+    processor of this process. Raises DeviceError for more threads than processors, because such
+    threads would wait for each other at every operation."""
     processors = available_processors()
     if not 0 <= threads <= processors:
         raise DeviceError(
             f"threads is {threads}, but this process has {pluralize(processors, 'processor')}: "
-            f"set it to 1 to {processors}, or to 0 for all of them"
+            f"set it to a number from 1 to {processors}, or to 0 to use all of them"
         )
     return Placement(choose_device(device), getattr(torch, dtype), threads or processors)
 
@@ -91,9 +91,9 @@ def use_threads(threads: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let this process reuse freed memory instead of returning it to the system: getting the pages
-    again took half the time of a prefill (30 million parameters). Has an effect only with GNU's C
-    library."""
+    """Let this process reuse freed memory instead of returning it to the system. Getting the pages
+    from the system again took half of the time of a prefill (model of 30 million parameters). Has
+    an effect only with GNU's C library."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
         set_option(M_MMAP_THRESHOLD, KEPT_BYTES)
@@ -108,23 +108,24 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def for_autograd(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor, detached from autograd's graph and converted to a dtype. Tensors of inference mode
-    are copied, because autograd rejects them."""
+    """A tensor, detached from autograd's graph and converted to a dtype. Tensors made in inference
+    mode are copied, because autograd rejects them."""
     wide = tensor.detach().to(dtype)
     return wide.clone() if wide.is_inference() else wide
 
 
 def disable_cudnn_attention() -> None:
-    """Disable cuDNN's attention in this process, for serving. From torch 2.11 on torch prefers it
-    on Hopper, where it needs tens of milliseconds of planning for every new length of a prompt or
-    step. In training all steps have one shape. Has no effect without CUDA."""
+    """Disable cuDNN's attention in this process, for serving. Since version 2.11, torch prefers it
+    on Hopper GPUs, where it takes tens of milliseconds to plan for every new length of a prompt or
+    step. Training keeps it, because all training steps have the same shape. Has no effect without
+    CUDA."""
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run a block with one torch thread, while a decoder's own threads compute: they and torch's
-    pool would compete for the processors, and the block has little work for torch."""
+    """Limit torch to one thread within a block. In the block a decoder's own threads compute, and
+    torch, which has little to do there, would compete with them for the processors."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -171,8 +172,8 @@ def free_memory(groups: Sequence[Path] | None = None, meminfo: Path = MEMINFO) -
 
 def memory_groups(own: Path = OWN_GROUPS, root: Path = GROUPS) -> tuple[Path, ...]:
     """The folders of the control groups that may limit this process: its own group and the groups
-    above it, of either version of control groups. Inside a container the names may differ from the
-    folders; then the root folder is the process's own group."""
+    above it, in versions 1 and 2 of control groups. In a container, a group's name may differ from
+    the path of its folder; then the root folder is the folder of the process's own group."""
     folders = [root, root / "memory"]
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
@@ -208,7 +209,8 @@ def _group_processors(group: Path) -> int | None:
 
 
 def _group_use(group: Path) -> int | None:
-    """Bytes in use by a control group, without cached files; None if the group has no such file."""
+    """Bytes in use by a control group, without cached files; None if the group does not report
+    it."""
     current, usage = _number(group / "memory.current"), _number(group / "memory.usage_in_bytes")
     used, prefix = (current, "") if current is not None else (usage, "total_")
     if used is None:

@@ -97,7 +97,7 @@ def read_regular(path: Path, most: int) -> bytes:
         while len(raw) <= most and (piece := file.read(min(2**20, most + 1 - len(raw)))):
             raw += piece
     if len(raw) > most:
-        raise FileError(f"{path} has more than {most:,} bytes, which is the limit")
+        raise FileError(f"{path} exceeds the limit of {most:,} bytes")
     return bytes(raw)
 
 
@@ -140,8 +140,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 @contextmanager
 def whole_file(path: Path, aside: Path | None = None) -> Iterator[BinaryIO]:
     """Yield a new file next to `path`, at `aside` or under a random name. At the end of the block
-    it is synced and renamed to `path`; if the block raises, it is removed. Unlike a file of
-    `tempfile`, it has the permissions of the umask. Raises OSError."""
+    it is synced and renamed to `path`; if the block raises, it is removed. Unlike a file made by
+    `tempfile`, its permissions follow the umask. Raises OSError."""
     aside = aside or _name_aside(path)
     try:
         with aside.open("wb") as file:
@@ -171,16 +171,16 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextmanager
 def written_to(destination: Path) -> Iterator[None]:
-    """Turn an OSError of the block into a FileError. The block writes `destination`, and removes it
-    after an error."""
+    """Convert an OSError raised in the block to a FileError. The block itself writes `destination`,
+    and removes it after an error."""
     try:
         yield
     except OSError as error:
         # NumPy's error for a short write has no number: "262144 requested and 128824 written".
         reason = error.strerror or f"the disk accepted only a part of the data ({error})"
         raise FileError(
-            f"{destination} cannot be written: {reason}. No part of it is left: free space, repair "
-            "the disk or choose another destination"
+            f"{destination} cannot be written: {reason}. No partial copy is left. Free space, "
+            "repair the disk or choose another destination"
         ) from error
 
 
@@ -198,8 +198,9 @@ def _name_aside(path: Path) -> Path:
 
 
 def parse_json(raw: bytes) -> Any:
-    """Parse JSON. Raises ValueError, also for values that could not be written as JSON again:
-    infinite numbers, integers beyond 64 bits, half surrogate pairs, and very deep nesting."""
+    """Parse JSON. Raises ValueError for invalid JSON, and for values that could not be written back
+    as JSON: infinite numbers, integers beyond 64 bits, half surrogate pairs, and very deep
+    nesting."""
     try:
         document = json.loads(
             raw.decode("utf-8"),
@@ -217,14 +218,14 @@ def parse_json(raw: bytes) -> Any:
 def _integer(digits: str) -> int:
     number = int(digits) if len(digits) < 25 else 2**64
     if not -(2**63) <= number < 2**63:
-        raise ValueError(f"{digits[:30]} does not fit into 64 bits")
+        raise ValueError(f"{digits[:30]} does not fit in 64 bits")
     return number
 
 
 def _real(digits: str) -> float:
     number = float(digits)
     if number in (float("inf"), float("-inf")):
-        raise ValueError(f"{digits[:30]} is too large for a number")
+        raise ValueError(f"{digits[:30]} is too large for a 64-bit floating-point number")
     return number
 
 

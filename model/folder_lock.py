@@ -16,7 +16,8 @@ from pathlib import Path
 NOTE_BYTES = 4096
 """Size limit of the note in a lock file."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Errors of a file system without locks. A folder there can be written but is not protected."""
+"""Error numbers from file systems without locks. A folder on such a file system can be written but
+is not protected."""
 
 
 class FolderLocked(Exception):

@@ -47,7 +47,8 @@ class Operations:
         self._mailboxes: dict[str, deque[Event]] = {}  # of unfinished requests
 
     def plan(self, name: str, /, **fields: Any) -> Plan:
-        """Make the plan of a request. Requests on which the plan depends are computed first."""
+        """Make the plan of a request. Engine requests whose results the plan needs are computed
+        first."""
         refuse(fields, *SERVER_FIELDS)
         operation = BY_NAME[name]
         body = parse(operation.body, fields)
@@ -98,8 +99,8 @@ class Operations:
     def _run(self, requests: Sequence[Request]) -> Generator[Event]:
         """Yield the events of requests until all have ended. Closing the generator aborts them.
 
-        A step of the engine also computes the requests of other streams; their events are kept in
-        the mailboxes of those streams."""
+        A step of the engine also computes the requests of other streams, and keeps the events of
+        each stream in its mailbox."""
         mailbox: deque[Event] = deque()
         running = sum(len(sequence_lengths(request)) for request in requests)
         try:

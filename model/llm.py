@@ -255,7 +255,7 @@ class LLM:
 
     def logits(self, prompt: Prompt, **fields: Any) -> Floats:
         """Logits (T, V); row i predicts the token after token i. With the field `token_ids`, only
-        these columns."""
+        the columns of these tokens."""
         refuse(fields, "top_k")
         return self._arrays("logits", prompt=prompt, **fields)["logits"]
 
@@ -284,9 +284,9 @@ class LLM:
         return self._arrays("activations", prompt=prompt, stages=names, **fields)
 
     def lens(self, prompt: Prompt, **fields: Any) -> list[list[LensRow]]:
-        """The predictions after each layer (0: after the embeddings), by position and layer. A row
-        has the likeliest ids, the rank and logprob of the ids in the field `token_ids`, the
-        entropy, and the divergence from the model's own prediction."""
+        """The predictions after each layer (0: after the embeddings), by position and layer. Each
+        prediction has the likeliest ids, the rank and logprob of each id in the field `token_ids`,
+        the entropy, and the divergence from the model's own prediction."""
         given = {"positions": "all", "prompt": prompt, **fields}
         plan, computed = self._computed("lens", **given)
         (request,) = plan.requests
@@ -322,10 +322,11 @@ class LLM:
         minus: Token | Sequence[Token] | None = None,
         **fields: Any,
     ) -> npt.NDArray[np.float64]:
-        """Apply the intervention `vary` in one place after another, and return the logit of `token`
-        after the prompt each time, minus the logit of `minus` if given. The result has an axis for
-        each of `over` ("layers", "heads", "positions"). `metric` chooses another metric. For
-        several prompts, with one token for all or one for each, the result is the mean."""
+        """Apply the intervention `vary` in one place after another. For each place, the result has
+        the logit of `token` after the prompt, minus the logit of `minus` if given; `metric` chooses
+        another metric. The result has one axis for each entry of `over` ("layers", "heads",
+        "positions"). For several prompts, with one token for all of them or one for each, the
+        result is the mean over the prompts."""
         given = {"vary": vary, "over": over, **_tokens(token=token, minus=minus), **fields}
         plan = cast(Series, self._operations.plan("sweep", prompt=prompt, **given))
         return np.array(plan.members(self._operations.parts(plan))["grid"])
@@ -356,8 +357,8 @@ class LLM:
         return [_score(tokens) for _, tokens in sorted(computed.tokens.items())]
 
     def run(self, operation: str, **fields: Any) -> Any:
-        """Run any operation whose reply is a JSON object. Returns the server's reply, with its
-        members as attributes."""
+        """Run any operation whose reply is a JSON object. Returns the reply that a server would
+        send, with its members as attributes."""
         chosen = BY_NAME.get(operation)
         if chosen is None:
             raise InvalidRequest(
@@ -369,15 +370,17 @@ class LLM:
         elif isinstance(plan, Series):
             members = {**plan.head, **plan.members(self._operations.parts(plan))}
         else:
-            raise InvalidRequest(f"{operation} has no JSON object: call LLM.{operation}")
+            raise InvalidRequest(
+                f"the reply of {operation} is not a JSON object: call LLM.{operation} instead"
+            )
         head = envelope(chosen.reply_id, self.checkpoint.name, self.checkpoint)
         return TypeAdapter(chosen.reply).validate_python({**head, **members})
 
     @cached_property
     def hooked(self) -> HookedGPT:
         """The model with TransformerLens' interface (`model/hooked/model.py`). Its weights are a
-        copy in float32; a float32 model shares them. Raises InvalidRequest for a model that its
-        own code computes."""
+        float32 copy; if the model is in float32, they are shared with it. Raises InvalidRequest for
+        a model that its own code computes."""
         gpt_only(self.checkpoint.shape, "hook points of TransformerLens")
         return HookedGPT(self._engine.whole_gpt(), self.tokenizer, self.checkpoint.name)
 
@@ -386,8 +389,8 @@ class LLM:
         return self.hooked(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """A method for each operation without a method above, `llm.tokenize(prompt="def")`, and the
-        names of TransformerLens, `llm.run_with_cache("def")`."""
+        """The operations that have no method above, such as `llm.tokenize(prompt="def")`, and the
+        names of TransformerLens, such as `llm.run_with_cache("def")`."""
         if name in BY_NAME:
             return partial(self.run, name)
         if name in HookedGPT.API:
@@ -402,12 +405,13 @@ class LLM:
 
     def weight(self, name: str, slice: str | None = None) -> Floats:
         """A weight of the checkpoint in float32, or a part of it: "3,:,0:64" has an index or a
-        range for each axis. Head matrices can also be named as in TransformerLens:
-        `blocks.0.attn.W_Q`. Raises LoadError if the checkpoint's folder has changed."""
+        range for each axis. The matrices of attention heads can also be named as in
+        TransformerLens: `blocks.0.attn.W_Q`. Raises LoadError if the checkpoint's folder has
+        changed."""
         with self._stored_weights() as stored:
             if (shape := stored.shape_of(name)) is None:
                 raise InvalidRequest(
-                    f"there is no weight {name[:100]!r}; LLM.weights lists those of the model",
+                    f"the model has no weight {name[:100]!r}; LLM.weights lists its weights",
                     "name",
                 )
             try:
@@ -434,13 +438,15 @@ class LLM:
     def _completions(
         self, prompts: Prompts, params: SamplingParams | None, fields: dict[str, Any]
     ) -> Completions:
-        """The plan of a generation. A constraint in `params` is compiled already, so it is put into
-        the engine's requests, not into the fields."""
+        """The plan of a generation. A constraint in `params` is already compiled, so it is put
+        directly into the engine's requests instead of the fields."""
         given: dict[str, Any] = {}
         constraint = None
         if params is not None:
             if not isinstance(params, SamplingParams):
-                raise InvalidRequest(f"params is {params!r}; it must be SamplingParams", "params")
+                raise InvalidRequest(
+                    f"params is {params!r}; it must be a SamplingParams object", "params"
+                )
             # `dataclasses.asdict` would copy a compiled constraint.
             given = {each.name: getattr(params, each.name) for each in dataclasses.fields(params)}
             # JSON cannot have NumPy integers as keys.
@@ -448,8 +454,8 @@ class LLM:
             constraint = given.pop("constraint")
         for name in given.keys() & fields.keys():
             raise InvalidRequest(
-                f"{name} is {fields[name]!r}, and params sets it to {given[name]!r}; change params "
-                "by dataclasses.replace",
+                f"{name} is {fields[name]!r}, but params sets it to {given[name]!r}; leave out "
+                "one of them, or change params with dataclasses.replace",
                 name,
             )
         plan = cast(
@@ -478,7 +484,8 @@ class LLM:
         plan: Any = self._operations.plan(name, **fields)
         if (count := len(plan.requests)) > 1:
             raise InvalidRequest(
-                f"prompt has {count} prompts; this method takes one: call it for each", "prompt"
+                f"prompt has {count} prompts, but this method takes one: call it once for each",
+                "prompt",
             )
         return plan, self._operations.compute(plan.requests)
 

@@ -18,14 +18,15 @@ from logitd.model.device import Placement, describe
 
 READ_BYTES = {"cpu": 2**29, "cuda": 2**31}
 """Number of bytes to read: several times the size of the caches, but small enough for any machine
-that has room for a model. GPUs read more, so that reading takes much longer than the launch."""
+that has room for a model. GPUs read more, so that reading takes much longer than launching the
+kernel."""
 MATRIX_WIDTH = {"cpu": 2048, "cuda": 8192}
 """Width of the square matrices. Reading them takes much less time than multiplying them."""
 REPEATS = 8
 WAKING_SECONDS = {"cpu": 0.0, "cuda": 0.5}
 """Minimum duration of a measurement: an idle GPU raises its clock gradually."""
 ENOUGH_SECONDS = 4.0
-"""Maximum duration of a measurement: without instructions for a dtype, a machine is very slow."""
+"""Maximum duration of a measurement: a machine without instructions for the dtype is very slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,8 @@ def measure_machine(
 
 @torch.inference_mode()
 def read_bandwidth(device: torch.device, nbytes: int | None = None) -> float:
-    """Bytes per second that a sum over memory reads, in the best of several runs."""
+    """The number of bytes read per second while summing a large tensor, in the best of several
+    runs."""
     nbytes = nbytes or READ_BYTES[device.type]
     numbers = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
     return numbers.nbytes / _quickest(numbers.sum, device)
@@ -70,7 +72,8 @@ def read_bandwidth(device: torch.device, nbytes: int | None = None) -> float:
 
 @torch.inference_mode()
 def matrix_rate(device: torch.device, dtype: torch.dtype, width: int | None = None) -> float:
-    """Operations per second of a product of two square matrices, in the best of several runs."""
+    """The number of operations per second in a product of two square matrices, in the best of
+    several runs."""
     width = width or MATRIX_WIDTH[device.type]
     generator = torch.Generator(device).manual_seed(0)
     left, right = (
@@ -102,7 +105,7 @@ def processor_name() -> str:
 
 
 def _quickest(run: Callable[[], object], device: torch.device) -> float:
-    """Duration of the quickest of several runs in seconds."""
+    """Duration in seconds of the quickest of several runs."""
     quickest, start = math.inf, time.perf_counter()
     awake, end = start + WAKING_SECONDS[device.type], start + ENOUGH_SECONDS
     repeats = 0

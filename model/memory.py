@@ -14,8 +14,8 @@ from logitd.model.transformer.config import GPTConfig, ModelConfig
 from logitd.model.transformer.size import parameter_count, table_elements
 
 TABLE_BYTES = 12
-"""Bytes per element of a position table: the table in float32, a copy in the model's dtype, and a
-copy for the decoder."""
+"""Bytes for each element of a position table, including the copies: the table in float32, a copy in
+the model's dtype, and a copy for the decoder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +45,20 @@ def check_weights_fit(config: ModelConfig, item_bytes: int, memory: Available) -
     needed = parameter_count(config) * item_bytes
     if needed > memory.free:
         raise DeviceError(
-            f"the model's weights take {format_bytes(needed)} at {item_bytes} bytes each, "
-            f"{free_of(memory)}: choose a narrower dtype or another device, or free memory"
+            f"the model's weights take {format_bytes(needed)} ({item_bytes} bytes each), "
+            f"but {free_of(memory)}: choose a narrower dtype or another device, or free memory"
         )
     if (whole := model_bytes(config, item_bytes)) > memory.free:
         assert isinstance(config, GPTConfig)  # others have no tables
         raise DeviceError(
-            f"the model takes {format_bytes(whole)}, {format_bytes(whole - needed)} of them tables "
-            f"for a context of {config.context_length:,} {config.positions} positions, "
+            f"the model takes {format_bytes(whole)}, including {format_bytes(whole - needed)} for "
+            f"the tables of {config.context_length:,} {config.positions} positions, but "
             f"{free_of(memory)}: lower context_length in its config.json, or free memory"
         )
 
 
 def format_bytes(count: int) -> str:
-    """Bytes with a unit: "36.0 MiB"."""
+    """Format a number of bytes with a unit: "36.0 MiB"."""
     for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
         if abs(count) >= 1024**power:
             return f"{count / 1024**power:,.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Processor: the instruction sets of the processor, under Linux's names. Does not import torch.
+"""Processor: the instruction sets of the processor, as Linux names them. Does not import torch.
 
 `model/device.py` counts the processors that a process may use;
 `model/inference/kernels/cpu/targets.py` has the instruction sets for which kernels can be built.
@@ -12,8 +12,8 @@ BFLOAT16_INSTRUCTIONS = {
     "avx512_bf16": "AVX-512 BF16",
     "bf16": "Arm BF16",
 }
-"""Linux's names of the processor features that have dot products of bfloat16, and the usual names
-of these instructions."""
+"""The processor features that provide bfloat16 dot products: Linux's name for each, and the usual
+name of its instructions."""
 
 
 def processor_features() -> frozenset[str]:
@@ -28,7 +28,7 @@ def processor_features() -> frozenset[str]:
 
 def bfloat16_instructions(features: Collection[str]) -> str | None:
     """The name of the instructions that multiply bfloat16 on a processor with these features, or
-    None if it has none."""
+    None if there are no such instructions."""
     return next(
         (name for feature, name in BFLOAT16_INSTRUCTIONS.items() if feature in features), None
     )

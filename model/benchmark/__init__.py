@@ -1,1 +1,1 @@
-"""Rates of the engine and the limits of the machine, for `logitd bench`."""
+"""The rates of the engine and the limits that the machine sets to them, for `logitd bench`."""

@@ -1,8 +1,8 @@
-"""Rates: the speed of prefill and of decoding in process, under a load of random prompts.
+"""Rates: the speed of prefill and of decoding in this process, measured with random prompts.
 
 Whole steps of a real engine are timed, including scheduling and sampling. The rate of decoding is
-measured over the steps in which the whole batch decodes, from the end of the last prefill to the
-end of the first sequence.
+measured over the steps in which the whole batch decodes, from the end of the last prefill until the
+first sequence ends.
 """
 
 import random
@@ -24,9 +24,9 @@ from logitd.model.machine import Machine
 from logitd.model.transformer.gpt import GPT
 
 FEWEST_STEPS = 8
-"""Minimum number of steps of a whole batch from which a rate is computed."""
+"""A decoding rate is computed only from at least this many steps of the whole batch."""
 SEVERAL_PROMPTS = 8
-"""Number of prompts in the larger prefill."""
+"""Number of prompts in the larger of the two measured prefills; the other has a single prompt."""
 
 
 class BenchmarkError(ValueError):
@@ -35,8 +35,8 @@ class BenchmarkError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The measured cases. Each sequence generates `tokens`, and each case is repeated `rounds`
-    times."""
+    """The measured cases. Each sequence generates `tokens` tokens, and each case is repeated
+    `rounds` times."""
 
     batches: tuple[int, ...]
     prompt_tokens: int
@@ -46,12 +46,12 @@ class Workload:
     prefill_chunk: int = EngineConfig().prefill_chunk
 
     def prompts(self, count: int, case: str) -> list[tuple[int, ...]]:
-        """Random prompts. The name of the case is their seed."""
+        """Random prompts, drawn with the name of the case as the seed."""
         drawn, ids = random.Random(case), range(self.vocab_size)
         return [tuple(drawn.choices(ids, k=self.prompt_tokens)) for _ in range(count)]
 
     def requests(self, count: int, case: str, tokens: int | None = None) -> list[GenerationRequest]:
-        """Requests of a case. Each generates `tokens` tokens, by default the workload's number."""
+        """The requests of a case. Each generates `tokens` tokens (None: the workload's number)."""
         return [
             GenerationRequest(
                 request_id=f"{case} {index}",
@@ -65,8 +65,9 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Tokens per second of a batch (median of the rounds), and their share of the machine's limit.
-    The share is None if the owner's code computes the model, because its work is unknown."""
+    """Tokens per second of a batch (median of the rounds), and the share of the machine's limit
+    that this rate reaches. The share is None if the owner's code computes the model, because the
+    work of that code is unknown."""
 
     batch: int
     tokens_per_second: float
@@ -91,8 +92,8 @@ def measure_engine(
     quantize: Quantization = "none",
     kv_cache_dtype: KVCacheDType = "auto",
 ) -> tuple[list[Rate], list[Rate]]:
-    """Measure the rates of prefill and of decoding, with slots for the largest batch. Raises
-    BenchmarkError."""
+    """Measure the rates of prefill and of decoding, in an engine with as many slots as the largest
+    batch. Raises BenchmarkError."""
     largest, rounds = max(workload.batches), range(workload.rounds)
     config = EngineConfig(
         slots=largest, prefill_chunk=workload.prefill_chunk, kv_cache_dtype=kv_cache_dtype
@@ -156,5 +157,5 @@ def full_steps(engine: Engine, batch: Sequence[GenerationRequest]) -> list[tuple
             if isinstance(event, TokenEvent):
                 live += 1
             elif isinstance(event, FinishEvent) and event.reason is not FinishReason.LENGTH:
-                raise BenchmarkError(f"a sequence ended by {event.reason.value}: {event.error}")
+                raise BenchmarkError(f"a sequence ended with {event.reason.value}: {event.error}")
     return steps

@@ -1,10 +1,11 @@
-"""Work: lower bounds of the bytes that a step reads and of the matrix products that it computes.
+"""Work: lower bounds on the bytes that a step reads and on the matrix products that it computes.
 
-Divided by the peak rates of the machine (`model/machine.py`), they are a lower bound of the time.
+Dividing them by the peak rates of the machine (`model/machine.py`) gives a lower bound on the time.
 Norms, activations, softmax and sampling are small and not counted. A decode step reads every weight
-once, and the keys and values of all positions that are attended to; embeddings count only their
-looked-up rows, and heads no padding. A prefill computes the head only for the last position of each
-prompt. A model that fits into the processor's caches can be faster than the bound.
+once, and the keys and values of all positions that are attended to. Of the embeddings only the rows
+that are looked up are counted, and the padding of the head is not counted. A prefill computes the
+head only for the last position of each prompt. A model that fits into the processor's caches can be
+faster than the bound.
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,8 @@ from logitd.model.transformer.size import (
 )
 
 MATRIX_BYTES: Mapping[Quantization, float] = {"int8": 1, "int4": 4.5 / 8}
-"""Bytes per element of a quantized matrix; int4 has a byte of scale per sixteen elements."""
+"""Bytes per element of a quantized matrix; int4 also stores a one-byte scale for every sixteen
+elements."""
 QUANTIZED_ROW_BYTES = 8
 """Bytes per row of a quantized matrix, for the row's scale and sum."""
 
@@ -30,7 +32,7 @@ QUANTIZED_ROW_BYTES = 8
 @dataclass(frozen=True, slots=True)
 class Work:
     """Bytes to read, and number of operations in matrix products. `operations` is None for int8 and
-    int4, whose rate is not measured."""
+    int4, because the machine's rate for them is not measured."""
 
     read_bytes: float
     operations: float | None
@@ -44,9 +46,9 @@ def decode_work(
     quantize: Quantization = "none",
     kept: KVCacheDType = "auto",
 ) -> Work:
-    """The work of a decode step of `batch` sequences of the same length, with `live_positions` in
-    total, including the new ones. `kept` is the dtype of the KV cache. Compressed weights count
-    with their uncompressed size."""
+    """The work of a decode step of `batch` sequences of the same length, which attend to
+    `live_positions` positions in total, including the new ones. `kept` is the dtype of the KV
+    cache. Compressed weights are counted at their uncompressed size."""
     config, elements = gpt.config, count_elements(gpt.config)
     item = gpt.token_embedding.weight.element_size()
     cell = 1 + SCALE_BYTES / config.head_dim if kept == "int8" else item
@@ -65,7 +67,7 @@ def decode_work(
 
 
 def prefill_work(gpt: GPT, *, prompts: int, length: int) -> Work:
-    """The work of a prefill of `prompts` prompts with `length` tokens each, including the logits
+    """The work of a prefill of `prompts` prompts of `length` tokens each, including the logits
     after each prompt. Quantization does not matter, because a prefill computes in the model's own
     dtype."""
     config, elements = gpt.config, count_elements(gpt.config)
@@ -78,8 +80,8 @@ def prefill_work(gpt: GPT, *, prompts: int, length: int) -> Work:
 
 
 def limit(work: Work, machine: Machine) -> tuple[float, str]:
-    """The shortest possible time for some work in seconds, and the cause of this limit. Reading and
-    multiplying can overlap, so the longer of the two is the limit."""
+    """The shortest possible time in seconds for some work, and what limits it: "memory" or "matrix
+    products". Reading and multiplying can overlap, so the longer of the two times is the limit."""
     limits = [(work.read_bytes / machine.read_bandwidth, "memory")]
     if work.operations is not None:
         limits.append((work.operations / machine.matrix_rate, "matrix products"))

@@ -33,7 +33,8 @@ class ActivationCache:
         self.has_batch_dim = has_batch_dim
 
     def __getitem__(self, key: Any) -> Tensor:
-        """The tensor with a full name, or a short one: a string, or (name, layer, layer type)."""
+        """The tensor of a hook point, given by its full name or a short name. A short name is a
+        string or a tuple (name, layer, layer type)."""
         name = usual_name(key) if isinstance(key, str) else None
         if name in self.cache_dict:
             return self.cache_dict[name]
@@ -78,13 +79,16 @@ class ActivationCache:
         if self.has_batch_dim:
             sizes = {len(value) for value in self.values()}
             if sizes - {1}:
-                raise ValueError(f"the batch has {max(sizes)} sequences, not a single one")
+                raise ValueError(
+                    f"the batch has {max(sizes)} sequences; its dimension can be removed only "
+                    "if it has one"
+                )
             self.cache_dict = {name: value[0] for name, value in self.items()}
             self.has_batch_dim = False
         return self
 
     def apply_slice_to_batch_dim(self, batch_slice: Where) -> "ActivationCache":
-        """A cache of the chosen sequences; a single index removes the axis."""
+        """A cache of the chosen sequences; a single index removes the batch axis."""
         if not self.has_batch_dim:
             raise ValueError("the cache has no batch dimension to slice")
         chosen = {name: take(value, batch_slice, 0) for name, value in self.items()}
@@ -101,9 +105,9 @@ class ActivationCache:
         mlp_input: bool = False,
         return_labels: bool = False,
     ) -> Any:
-        """The residual stream before each block up to `layer` (None or -1: the end). `apply_ln`
-        applies the norm that reads the last stream to all streams. The final norm uses each
-        stream's own statistics, any other norm its cached scale."""
+        """The residual stream before each block up to `layer` (None or -1: the end). With
+        `apply_ln`, the norm that reads the last of these streams is applied to all of them. The
+        final norm uses each stream's own statistics; any other norm uses its cached scale."""
         last, end = self._layer(layer), self.model.cfg.n_layers
         names: list[tuple[str, tuple[str, int]]] = []
         for at in range(min(last, end - 1) + 1):
@@ -262,8 +266,8 @@ class ActivationCache:
     def _neurons_before(
         self, last: int, chosen: Where, pos_slice: Where, reading: Reading
     ) -> tuple[list[Tensor], list[str]]:
-        """The vectors that the units of the MLPs before a layer write to the stream, as `reading`
-        reads them, and their labels."""
+        """The vectors that the units of the MLPs before a layer write to the stream, after
+        `reading` is applied to them, and their labels."""
         parts = [
             reading.scaled(self._neurons(at, chosen, pos_slice, reading).movedim(-2, 0))
             for at in range(last)
@@ -290,7 +294,7 @@ class ActivationCache:
         return Reading(take(self._scale(layer, mlp_input), pos_slice, -2), centered, onto)
 
     def _scale(self, layer: int, mlp_input: bool) -> Tensor:
-        """The cached scale of the norm that reads a layer."""
+        """The cached scale of the norm at the input of a layer."""
         final = layer == self.model.cfg.n_layers
         norm = "ln_final" if final else f"blocks.{layer}.ln{2 if mlp_input else 1}"
         return self[f"{norm}.hook_scale"]

@@ -1,4 +1,4 @@
-"""HookedConfig: the shape of a model by TransformerLens' names."""
+"""HookedConfig: the shape of a model, under TransformerLens' names."""
 
 from dataclasses import dataclass
 from typing import Literal, Self
@@ -10,14 +10,14 @@ from logitd.model.transformer.config import GPTConfig
 
 PaddingSide = Literal["left", "right"]
 ACTIVATIONS = {"gelu_tanh": "gelu_new", "swiglu": "silu"}
-"""TransformerLens' names of activation functions whose name there differs from `GPTConfig`'s."""
+"""TransformerLens' names for the activation functions that `GPTConfig` names differently."""
 
 
 @dataclass(slots=True)
 class HookedConfig:
-    """The model's shape by TransformerLens' names. The caller may set `default_prepend_bos`,
-    `default_padding_side` and the fields `use_...`, which choose the points that are computed
-    (`names.SETTINGS`)."""
+    """The model's shape, under TransformerLens' names. The caller may set `default_prepend_bos`,
+    `default_padding_side` and the fields `use_...`, which turn on hook points that are off by
+    default (`names.SETTINGS`)."""
 
     model_name: str
     n_layers: int

@@ -1,8 +1,8 @@
 """FactoredMatrix: a product of two matrices that is computed only on request.
 
 The circuits of a head are such products: `W_Q W_K^T` (QK) and `W_V W_O` (OV) have d_model rows and
-columns, but at most d_head of them are independent. Names and results are those of TransformerLens'
-class: eigenvalues, singular values and further products come from the factors.
+columns, but at most d_head of them are independent. Names and results are the same as for
+TransformerLens' class: eigenvalues, singular values and further products come from the factors.
 
 Shapes: A (..., L, M), B (..., M, R), with leading axes that broadcast.
 """
@@ -72,8 +72,8 @@ class FactoredMatrix:
     __rmul__ = __mul__
 
     def __getitem__(self, index: Any) -> "FactoredMatrix":
-        """Index the leading axes, then rows and columns. An index of one row or column keeps its
-        axis."""
+        """Index the leading axes, then the rows and columns. The index of a single row or column
+        keeps the axis."""
         index = index if isinstance(index, tuple) else (index,)
         if Ellipsis in [each for each in index if not isinstance(each, Tensor)]:
             at = next(i for i, each in enumerate(index) if each is Ellipsis)
@@ -82,7 +82,7 @@ class FactoredMatrix:
         leading = self.ndim - 2
         inner = max(0, sum(each is not None for each in index) - leading)
         if inner > 2:
-            raise IndexError(f"{len(index)} indices; the matrix has the shape {list(self.shape)}")
+            raise IndexError(f"too many indices ({len(index)}) for the shape {list(self.shape)}")
         outer, inside = index[: len(index) - inner], index[len(index) - inner :]
         if not inner:
             return FactoredMatrix(self.A[outer], self.B[outer])
@@ -94,7 +94,7 @@ class FactoredMatrix:
 
     @property
     def eigenvalues(self) -> Tensor:
-        """The complex eigenvalues (..., M) of BA. AB has the same eigenvalues, and L - M zeros."""
+        """The complex eigenvalues (..., M) of BA. AB has the same eigenvalues, plus L - M zeros."""
         return torch.linalg.eigvals(self.BA)
 
     def svd(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,7 +122,7 @@ class FactoredMatrix:
 
     @property
     def Vh(self) -> Tensor:
-        """TransformerLens' older name of `V`. It is not transposed either."""
+        """TransformerLens' older name for `V`. In spite of this name, it is not transposed."""
         return self.V
 
     def norm(self) -> Tensor:
@@ -149,9 +149,10 @@ class FactoredMatrix:
 
 
 def composition_scores(left: FactoredMatrix, right: FactoredMatrix) -> Tensor:
-    """|left right| / (|left| |right|) (layers, heads, layers, heads) for all pairs of heads of two
-    circuits (layers, heads, C, C); 0 unless the layer of `right` is later. Source: Elhage et al.,
-    "A Mathematical Framework for Transformer Circuits" (2021)."""
+    """|left right| / (|left| |right|) (layers, heads, layers, heads) for each head of the circuit
+    `left` with each head of the circuit `right`, both (layers, heads, C, C). A score is 0 unless
+    the head of `right` is in a later layer. Source: Elhage et al., "A Mathematical Framework for
+    Transformer Circuits" (2021)."""
     first, second = left.collapse_l(), right.collapse_r()
     norms = torch.stack([torch.linalg.matrix_norm(each[:, None, None] @ second) for each in first])
     scores = norms / (left.norm()[..., None, None] * right.norm())
@@ -161,5 +162,5 @@ def composition_scores(left: FactoredMatrix, right: FactoredMatrix) -> Tensor:
 
 
 def _kept(index: Any) -> Any:
-    """The index. An integer becomes a slice, which keeps the axis."""
+    """The index, with an integer replaced by a slice, so that its axis is kept."""
     return slice(index, index + 1 or None) if isinstance(index, int) else index

@@ -1,5 +1,5 @@
 """Generation by a hooked GPT, with the hooks in place. The whole text is computed again for each
-token.
+new token.
 
 `LLM.generate` is many times faster. Random numbers are torch's.
 
@@ -25,9 +25,10 @@ def continued(
     ends: Sequence[int],
     context: int,
 ) -> Tensor:
-    """Ids (B, T + tokens), or fewer if all sequences have ended. A sequence that has ended is
-    filled with the first of `ends`. Padding comes first in each row. At temperature 0 or below,
-    each token is the likeliest; otherwise it is sampled from the `top_k` likeliest (None: all)."""
+    """The ids of the batch and of its continuations (B, T + tokens); fewer columns if all sequences
+    end earlier. A sequence that has ended is filled with the first of `ends`. In the batch, padding
+    comes first in each row. At temperature 0 or below, each token is the likeliest; otherwise it is
+    sampled from the `top_k` likeliest (None: all)."""
     ids, real = batch.ids, batch.real
     ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     for _ in range(tokens):
@@ -44,7 +45,7 @@ def continued(
 
 
 def _chosen(row: Tensor, temperature: float, top_k: int | None) -> Tensor:
-    """A token (B,) of each row of logits (B, V)."""
+    """The token (B,) chosen from each row of logits (B, V)."""
     if temperature <= 0:
         return row.argmax(dim=-1)
     row = row / temperature

@@ -5,12 +5,12 @@
     cache["pattern", 0]                                       # (B, H, T, T)
     hooked.run_with_hooks("def main():", fwd_hooks=[("blocks.0.hook_mlp_out", my_function)])
 
-Names, shapes and semantics are those of TransformerLens' TransformerBridge: the weights are those
-of the checkpoint until `enable_compatibility_mode` processes them as HookedTransformer does. The
-caller's functions run in process on torch tensors (float32 or wider). Gradients flow from the
-embeddings on, unless the caller turns them off; parameters get none.
+Names, shapes and semantics are the same as in TransformerLens' TransformerBridge: the weights are
+the checkpoint's own until `enable_compatibility_mode` processes them as HookedTransformer does. The
+caller's functions run in process on torch tensors (float32 or wider). Autograd records all
+operations after the embeddings, unless the caller turns it off; parameters get no gradients.
 
-It shares no state with the engine, whose results never change.
+A HookedGPT shares no state with the engine, so the engine's results never change.
 
 Shapes: B sequences, T positions, V = vocab_size.
 """
@@ -43,7 +43,7 @@ ReturnType = Literal["logits", "loss", "both"] | None
 
 
 class HookedGPT:
-    """A GPT with hook points. `API` lists the names that `LLM` passes on."""
+    """A GPT with hook points. `API` lists the attributes that `LLM` forwards to this class."""
 
     API = frozenset(
         (
@@ -75,7 +75,7 @@ class HookedGPT:
         self.get_token_position = tokens.get_token_position
 
     def __getattr__(self, name: str) -> Any:
-        """The weights and values computed from them, such as `W_Q`, `blocks` and `OV`."""
+        """The weights, and values computed from the weights, such as `W_Q`, `blocks` and `OV`."""
         if name in HookedWeights.NAMES:
             return getattr(self._weights, name)
         raise AttributeError(f"HookedGPT has no attribute {name!r}")
@@ -101,8 +101,8 @@ class HookedGPT:
         stop_at_layer   return the stream (B, T, d_model) before this block; negative numbers count
                         from the end
 
-        Values at padding have no meaning. Raises InvalidRequest for ids outside the vocabulary, and
-        ContextLengthExceeded.
+        Values at the positions of padding have no meaning. Raises InvalidRequest for ids outside
+        the vocabulary, and ContextLengthExceeded.
         """
         batch = self._tokens.batch(input, prepend_bos, padding_side, attention_mask)
         out = self._run(batch, self._stop(stop_at_layer))
@@ -164,7 +164,7 @@ class HookedGPT:
 
         names_filter  a name, names, or a function of a name; None: all points
         device        the device on which the tensors are kept
-        incl_bwd      also run backward from the output, which must be a number
+        incl_bwd      also run backward from the output, which must be a scalar
                       (return_type="loss"), and keep each gradient as "<name>_grad"
         pos_slice     positions to keep
         """
@@ -201,8 +201,8 @@ class HookedGPT:
         return_type: Literal["input", "str", "tokens"] = "input",
     ) -> Any:
         """Continue a text, texts, or ids (B, T), with the hooks in place (`generation.py`). A
-        sequence that has ended is padded with the token that ended it, by default the end of a
-        document. Shorter texts are padded on the left."""
+        sequence that has ended is padded with the first token of `eos_token_id`, by default the
+        end-of-document token. Shorter texts are padded on the left."""
         as_texts = isinstance(input, str) or (len(input) > 0 and isinstance(input[0], str))
         batch = self._tokens.batch(input, prepend_bos, "left" if as_texts else None)
         chosen = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
@@ -244,28 +244,35 @@ class HookedGPT:
     def set_use_split_qkv_input(self, use_split_qkv_input: bool) -> None:
         """Give the queries, keys and values of each head separate copies of the stream:
         `hook_q_input` (B, T, H, d_model), `hook_k_input` and `hook_v_input`. Raises InvalidRequest
-        together with `use_attn_in`."""
+        if `use_attn_in` is on."""
         self._exclude("use_split_qkv_input", use_split_qkv_input, "use_attn_in")
         self.cfg.use_split_qkv_input = use_split_qkv_input
 
     def set_use_attn_in(self, use_attn_in: bool) -> None:
         """Give each head a separate copy of the stream, `hook_attn_in` (B, T, H, d_model). Raises
-        InvalidRequest together with `use_split_qkv_input`, or if heads share keys."""
+        InvalidRequest if `use_split_qkv_input` is on, or if heads share keys."""
         self._exclude("use_attn_in", use_attn_in, "use_split_qkv_input")
         if use_attn_in and self.cfg.n_key_value_heads is not None:
-            raise InvalidRequest("heads share keys and values: call set_use_split_qkv_input(True)")
+            raise InvalidRequest(
+                "use_attn_in needs separate keys and values for each head, but these heads share "
+                "them: call set_use_split_qkv_input(True) instead"
+            )
         self.cfg.use_attn_in = use_attn_in
 
     def set_use_hook_mlp_in(self, use_hook_mlp_in: bool) -> None:
         """Give each MLP a separate copy of the stream, `hook_mlp_in` (B, T, d_model). Raises
         InvalidRequest if norms come after the MLPs."""
         if use_hook_mlp_in and self._config.norm_position == "post":
-            raise InvalidRequest("norms come after the MLPs: the model has no hook_mlp_in")
+            raise InvalidRequest(
+                "the model has no hook_mlp_in, because its norms come after the MLPs"
+            )
         self.cfg.use_hook_mlp_in = use_hook_mlp_in
 
     def _exclude(self, setting: str, on: bool, other: str) -> None:
         if on and getattr(self.cfg, other):
-            raise InvalidRequest(f"{setting} excludes {other}: call set_{other}(False) first")
+            raise InvalidRequest(
+                f"{setting} and {other} cannot both be on: call set_{other}(False) first"
+            )
 
     # Weights
 
@@ -281,8 +288,8 @@ class HookedGPT:
         disable_warnings: bool = True,
     ) -> None:
         """Process the weights as TransformerLens' HookedTransformer does when it loads a model.
-        Probabilities stay the same, up to rounding; direct logit attribution needs this. There are
-        no warnings. Raises InvalidRequest for shapes whose probabilities would change."""
+        Probabilities stay the same, up to rounding; direct logit attribution needs this. No
+        warnings are issued. Raises InvalidRequest for shapes whose probabilities would change."""
         if no_processing:
             return
         config = self._config
@@ -326,8 +333,8 @@ class HookedGPT:
         attention_mask: Tensor | None = None,
         per_token: bool = False,
     ) -> Tensor:
-        """The loss of each token after the first (B, T - 1), in nats, or their mean. Padding, 0 in
-        `attention_mask` (B, T), is left out: its losses are 0."""
+        """The loss of each token after the first (B, T - 1), in nats, or their mean. Padding (0 in
+        `attention_mask`, (B, T)) is excluded: its losses are 0."""
         losses = -logits[:, :-1].log_softmax(dim=-1).gather(-1, tokens[:, 1:, None])[..., 0]
         if attention_mask is None:
             return losses if per_token else losses.mean()

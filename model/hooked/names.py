@@ -1,7 +1,7 @@
-"""Names of hook points: those of a model, their aliases, and short names.
+"""Names of hook points: the full names of a model's points, their aliases, and short names.
 
-The names are those of TransformerLens' TransformerBridge in compatibility mode, which are those of
-its HookedTransformer. The bridge's own names (`blocks.0.attn.q.hook_out`) lead to the same points.
+The full names are the same as in TransformerLens' HookedTransformer, and in its TransformerBridge
+in compatibility mode. The bridge's own names (`blocks.0.attn.q.hook_out`) lead to the same points.
 """
 
 import re
@@ -28,7 +28,8 @@ BRIDGE_NAMES = {
     "mlp.hook_out": "hook_mlp_out",
     "hook_unembed": "unembed.hook_out",
 }
-"""The bridge's own names, without `blocks.N.`, and HookedTransformer's names of the same points."""
+"""For each of the bridge's own names, HookedTransformer's name for the same point; both without
+`blocks.N.`."""
 
 SHORT_NAMES = {
     "attn": "pattern",
@@ -50,11 +51,13 @@ SETTINGS = {
     "hook_v_input": "use_split_qkv_input",
     "hook_mlp_in": "use_hook_mlp_in",
 }
-"""The points, by the end of their name, that need a setting of `cfg`, which is off by default."""
+"""The points that are computed only if a setting of `cfg` is on: the end of the point's name, and
+the setting. All of these settings are off by default."""
 INPUTS = ("attn_in", "q_input", "k_input", "v_input")
 
 OVER_HEADS = frozenset((*INPUTS, "q", "k", "v", "z", "rot_q", "rot_k", "result"))
-"""Points whose positions are on the third axis from the end; for others, on the second."""
+"""Points with the axis of positions third from the end. All other points have it second from the
+end."""
 
 
 def point_names(config: GPTConfig) -> list[str]:
@@ -106,7 +109,7 @@ def usual_name(name: str) -> str:
 def find_name(
     names: Iterable[str], short: str, layer: int | None = None, layer_type: str | None = None
 ) -> str:
-    """The full name of a short one: ("pattern", 3), ("normalized", 3, "ln2"), "k6" or "embed".
+    """The full name for a short name: ("pattern", 3), ("normalized", 3, "ln2"), "k6" or "embed".
     Raises KeyError unless it matches exactly one of `names`."""
     if layer is None and (match := _SHORT.fullmatch(short)):
         short, layer, layer_type = match[1], int(match[2]), match[3] or layer_type

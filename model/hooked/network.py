@@ -1,7 +1,7 @@
 """A GPT with hook points: a copy of a served model's weights, in float32 or wider.
 
 `hooked_copy` replaces the norms and embeddings of a `GPT` by modules with hook points; the weights
-of a float32 model are shared. `tap.py` calls all other points, `folding.py` processes the weights.
+of a float32 model are shared. `tap.py` calls all other points; `folding.py` processes the weights.
 
 Shapes: B sequences, T positions, C = d_model, V = vocab_size.
 """
@@ -21,8 +21,8 @@ Points = Mapping[str, HookPoint]
 
 
 class Norm(nn.Module):
-    """A LayerNorm or RMSNorm with points for its scale, its quotient and its output. `entry` is the
-    point of the stream that only this norm reads."""
+    """A LayerNorm or RMSNorm with hook points for its scale, its input divided by the scale, and
+    its output. `entry` is the hook point of the copy of the stream that only this norm reads."""
 
     def __init__(
         self, norm: nn.Module, name: str, points: Points, entry: HookPoint | None = None
@@ -88,8 +88,8 @@ class Unembed(nn.Module):
 
 
 def hooked_copy(gpt: GPT, points: Points) -> tuple[GPT, Unembed]:
-    """A GPT whose norms and embeddings call their hook points, and its head. Parameters need no
-    gradients."""
+    """A copy of a GPT whose norms and embeddings call their hook points, and the head of this copy,
+    which calls its own. The parameters require no gradients."""
     config, weight = gpt.config, gpt.token_embedding.weight
     dtype = torch.promote_types(weight.dtype, torch.float32)
     with torch.device("meta"):

@@ -18,7 +18,8 @@ Direction = Literal["fwd", "bwd"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Handle:
-    """An added hook. `level` is the depth of the `hooks` context that added it; None: outside."""
+    """An added hook. `level` is the depth of the `hooks` context in which it was added; None:
+    outside any context."""
 
     hook: Hook
     is_permanent: bool
@@ -93,7 +94,8 @@ class HookPoint:
         including_permanent: bool = False,
         level: int | None = None,
     ) -> None:
-        """Remove the hooks of a direction; with `level`, only those added at that depth."""
+        """Remove the hooks of one direction or of both; with `level`, only the hooks added at that
+        depth."""
         for handles in self._handles(["fwd", "bwd"] if dir == "both" else [dir]):
             handles[:] = [
                 handle

@@ -10,14 +10,15 @@ from typing import Any
 from torch import Tensor
 
 Where = int | tuple[int | None, ...] | slice | Sequence[int] | Tensor | None
-"""A selection along an axis: an index, which removes the axis; the arguments of `slice`; indices;
-None: everything."""
+"""A selection along an axis: one index, which removes the axis; a tuple of arguments for `slice`;
+several indices; or None, which selects everything."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
-    """Division by the scale of a norm, and projection onto directions. Both are linear, so the
-    product of a unit and its row of W_out is never computed for each position.
+    """Division by the scale of a norm, and projection onto directions. Both are linear, so a unit's
+    row of W_out is projected once and then multiplied by the unit's value at each position; the
+    full vectors at all positions are never computed.
 
     scale     (..., 1); None: no norm
     centered  True if the norm subtracts the mean
@@ -29,7 +30,8 @@ class Reading:
     onto: Tensor | None
 
     def __call__(self, parts: Tensor) -> Tensor:
-        """Parts of the stream (..., C) as they are read: (..., C), (...,) or (..., O)."""
+        """Apply the reading to parts of the stream (..., C). The result is (..., C), (...,) or
+        (..., O)."""
         return self.scaled(self.vectors(parts))
 
     def vectors(self, vectors: Tensor) -> Tensor:
@@ -41,8 +43,8 @@ class Reading:
         return vectors @ (self.onto[:, None] if self.onto.ndim == 1 else self.onto)
 
     def scaled(self, read: Tensor) -> Tensor:
-        """Results of `vectors`, divided by the scale. A single direction (C,) has no axis in the
-        result."""
+        """Results of `vectors`, divided by the scale. For a single direction (C,), the result has
+        no axis of directions."""
         if self.scale is not None:
             read = read / self.scale
         return read[..., 0] if self.onto is not None and self.onto.ndim == 1 else read

@@ -17,7 +17,8 @@ from logitd.model.transformer.stages import HEADS_FIRST
 
 
 class StopForward(Exception):
-    """Ends a forward pass before a block, with the stream that the block would read."""
+    """Raised to end a forward pass before a block. It carries the stream that the block would
+    read."""
 
     def __init__(self, stream: Tensor) -> None:
         super().__init__()
@@ -79,7 +80,7 @@ class PointTap:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None
     ) -> Tensor:
-        """Causal attention (B, H, T, D), with points for scores and weights."""
+        """Causal attention (B, H, T, D), with hook points for the scores and the weights."""
         scores = mask_causal(attention_scores(q, k), window)  # (B, H, T, S)
         if self._hidden is not None:
             scores = scores.masked_fill(self._hidden, float("-inf"))
@@ -94,9 +95,9 @@ class PointTap:
         return self._stream
 
     def _from_own_inputs(self, layer: int, stage: str, value: Tensor) -> Tensor:
-        """Queries, keys or values (B, heads, T, D), computed from the heads' copies of the stream
-        after their hooks; `value` if there are no such hooks. The norms' points see only the shared
-        stream."""
+        """Queries, keys or values (B, heads, T, D), computed from the heads' own copies of the
+        stream after hooks have changed them; `value` if those copies have no hooks. The norms' hook
+        points are called only for the shared stream."""
         name, part = _OWN_INPUTS[stage]
         own = self._points[f"blocks.{layer}.{name}"]
         shared = self._points[f"blocks.{layer}.hook_attn_in"]
@@ -115,8 +116,8 @@ class PointTap:
         return self._projected(block, part, inputs)
 
     def _projected(self, block: Block, part: int, inputs: Tensor) -> Tensor:
-        """Queries, keys or values (part 0, 1 or 2) of inputs (B, T, heads, C), one for each
-        head."""
+        """Project inputs (B, T, heads, C), which differ between heads, to queries, keys or values
+        (part 0, 1 or 2)."""
         config, qkv = block.config, block.qkv
         heads = [config.n_head, config.n_kv_head, config.n_kv_head]
         rows = qkv.weight.unflatten(0, (-1, config.head_dim)).split(heads)[part]
@@ -130,8 +131,8 @@ class PointTap:
         return value
 
     def _name(self, stage: str) -> str | None:
-        """The point of a stage that has exactly one point; None if it has none, or if another
-        method calls it."""
+        """The hook point of a stage that has exactly one; None if the stage has no hook point, or
+        if another method calls its points."""
         if stage in ("attention.q", "attention.k") and self._config.positions != "rotary":
             return None
         return _NAMES.get(stage)
@@ -170,8 +171,8 @@ _OWN_INPUTS = {
     "attention.k_raw": ("hook_k_input", 1),
     "attention.v": ("hook_v_input", 2),
 }
-"""For each stage, the point of the head's separate copy of the stream, and the stage's part of the
-projection."""
+"""For each of queries, keys and values: the hook point of the head's separate copy of the stream,
+and the index of their part in the fused projection."""
 _ROTATED = ("attention.q_raw", "attention.k_raw", "attention.q", "attention.k")
 
 
@@ -185,7 +186,7 @@ def run(
     stop: int | None = None,
 ) -> Tensor:
     """Logits (B, T, V) of ids (B, T), or the stream (B, T, C) before the block `stop`. With `real`,
-    positions count the tokens that are not padding."""
+    padding is not counted in the positions of tokens."""
     tap = PointTap(gpt, points, ids, real=real, stop=stop)
     if real is None:
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
@@ -201,8 +202,8 @@ def run(
 
 
 def channel_order(config: GPTConfig) -> list[int] | None:
-    """For each channel of a query or key here, its index in TransformerLens; None if the orders are
-    the same. If only some channels are rotated, these come first in TransformerLens."""
+    """For each channel of a query or key in this model, its index in TransformerLens; None if the
+    orders are the same. If only some channels are rotated, TransformerLens puts them first."""
     if config.positions != "rotary" or config.rotary_dim == config.head_dim:
         return None
     turning, resting = config.rotary_dim // 2, (config.head_dim - config.rotary_dim) // 2
@@ -211,6 +212,6 @@ def channel_order(config: GPTConfig) -> list[int] | None:
 
 
 def inverse_order(order: list[int] | None) -> list[int]:
-    """For each channel in TransformerLens, its index here."""
+    """For each channel of a query or key in TransformerLens, its index in this model."""
     assert order is not None
     return sorted(range(len(order)), key=order.__getitem__)

@@ -3,8 +3,8 @@
 With `prepend_bos`, each text begins with the beginning-of-text id: the id of one of BEGINNINGS,
 otherwise the end of a document, as in GPT-2. None means `cfg.default_prepend_bos`, which is true if
 the vocabulary has such an id. Names of special tokens in a text become their ids. Shorter texts of
-a list are padded with the end of a document, or id 0, on the right unless `padding_side` or
-`cfg.default_padding_side` is "left".
+a list are padded with the end-of-document id, or with 0 if the vocabulary has no such id. Padding
+is on the right unless `padding_side` or `cfg.default_padding_side` is "left".
 
 Shapes: B sequences, T positions.
 """
@@ -55,7 +55,9 @@ class Tokens:
         prepend = self.prepends(prepend_bos)
         first = beginning(self._tokenizer)
         if prepend and first is None:
-            raise InvalidRequest("prepend_bos is True, but the vocabulary has no beginning of text")
+            raise InvalidRequest(
+                "prepend_bos is True, but the vocabulary has no beginning-of-text token"
+            )
         start = [first] if prepend and first is not None else []
         encode = self._tokenizer.encode
         return [[*start, *encode(text, special_ids=True)][: self._cfg.n_ctx] for text in texts]
@@ -85,8 +87,8 @@ class Tokens:
             return batch
         if attention_mask.shape != batch.ids.shape:
             raise InvalidRequest(
-                f"attention_mask has the shape {list(attention_mask.shape)}; the ids have "
-                f"{list(batch.ids.shape)}"
+                f"attention_mask has the shape {list(attention_mask.shape)}, but the ids "
+                f"have the shape {list(batch.ids.shape)}"
             )
         return Batch(batch.ids, attention_mask.to(self._cfg.device).bool())
 
@@ -120,7 +122,8 @@ class Tokens:
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= cfg.d_vocab:
             raise InvalidRequest(
-                f"the input has ids from {low} to {high}; the vocabulary has {cfg.d_vocab}"
+                f"the input has ids from {low} to {high}, but the vocabulary only has the ids "
+                f"0 to {cfg.d_vocab - 1}"
             )
 
     @property
@@ -168,7 +171,7 @@ class Tokens:
         """The id of a text that is a single token."""
         (ids,) = self.encode_all([string], prepend_bos=False)
         if len(ids) != 1:
-            raise InvalidRequest(f"{string[:80]!r} is {len(ids)} tokens, not a single one")
+            raise InvalidRequest(f"{string[:80]!r} is {len(ids)} tokens, not a single token")
         return ids[0]
 
     def to_single_str_token(self, int_token: int) -> str:

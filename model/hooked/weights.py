@@ -44,7 +44,8 @@ class HookedWeights:
 
     @property
     def ln_final(self) -> Norm | None:
-        """The final norm, a function of a stream; None if the model has no final norm."""
+        """The final norm, which can be called with a stream; None if the model has no final
+        norm."""
         norm = self._gpt.final_norm
         return norm if isinstance(norm, Norm) else None
 
@@ -99,7 +100,7 @@ class HookedWeights:
         return FactoredMatrix(self.W_V, self.W_O)
 
     def tl_parameters(self) -> dict[str, Tensor]:
-        """The weights by TransformerLens' full names, such as `blocks.0.attn.W_Q`."""
+        """The weights, keyed by TransformerLens' full names, such as `blocks.0.attn.W_Q`."""
         return dict(self.tl_named_parameters())
 
     def tl_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -126,7 +127,8 @@ class HookedWeights:
     def accumulated_bias(
         self, layer: int, mlp_input: bool = False, include_mlp_biases: bool = True
     ) -> Tensor:
-        """The sum (C,) of the biases that attentions and MLPs before a layer add to the stream."""
+        """The sum (C,) of the biases that the attention layers and MLPs before a layer add to the
+        stream."""
         before = self.blocks[:layer]
         added = [block.attn.b_O for block in self.blocks[: layer + mlp_input]]
         added += [block.mlp.b_out for block in before] if include_mlp_biases else []
@@ -150,7 +152,7 @@ class HookedWeights:
 
     @property
     def attn_head_labels(self) -> list[str]:
-        """The labels of the axes of `all_composition_scores`, which has all heads."""
+        """The labels of all heads, in the order of `all_composition_scores`."""
         return self.all_head_labels
 
 

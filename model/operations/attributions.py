@@ -36,8 +36,8 @@ from logitd.model.text.tokenizer import Tokenizer
 from logitd.model.transformer.config import GPTConfig
 
 LISTED_NUMBER = 8
-"""A number in a list counts as this many elements, because it takes 32 bytes in Python and 20 as
-JSON."""
+"""Each number in a list counts as this many elements of a reply, because it takes 32 bytes in
+Python and 20 bytes as JSON."""
 
 
 class Direction(RequestBody):
@@ -128,7 +128,7 @@ class TargetToken(NamedToken):
 
 class AttributedToken(NamedToken):
     """A token of the prompt, with its attribution by each requested method. Tokens after the
-    position have 0."""
+    position of the logit have an attribution of 0."""
 
     gradient_times_input: float | None = None
     integrated_gradients: float | None = None
@@ -146,8 +146,8 @@ class PathSummary(ReplyBody):
 
 class DirectPart(ReplyBody):
     """`stage` is embedding, blocks.N.attention.heads (with `head`), blocks.N.attention.bias,
-    blocks.N.mlp.out, final_norm.bias or head.bias; if the model has norms after the sums, also
-    blocks.N.attention.norm.bias and blocks.N.mlp.norm.bias."""
+    blocks.N.mlp.out, final_norm.bias or head.bias; if the model has norms after the residual
+    additions, also blocks.N.attention.norm.bias and blocks.N.mlp.norm.bias."""
 
     stage: str
     head: int | None

@@ -56,7 +56,8 @@ class RequestBody(BaseModel):
 
     examples      valid bodies, at least one for each operation
     alternatives  groups of fields; a body may set at most one field of each group
-    needs         fields that have an effect only if at least one of certain others is set
+    needs         for a field that has no effect alone: other fields, at least one of which must be
+                  set
     """
 
     examples: ClassVar[Examples] = {}
@@ -80,8 +81,8 @@ class RequestBody(BaseModel):
         for name, others in self.needs.items():
             if self._is_set(name) and not any(map(self._is_set, others)):
                 raise ValueError(
-                    f"{name} has no effect without {' or '.join(others)}; set that too, or leave "
-                    f"{name} out"
+                    f"{name} has no effect without {' or '.join(others)}; add "
+                    f"{' or '.join(others)}, or leave {name} out"
                 )
         return self
 
@@ -90,8 +91,8 @@ class RequestBody(BaseModel):
 
     @property
     def queued(self) -> tuple[int, str]:
-        """The number of sequences that the request adds to the queue, and the field on which it
-        depends."""
+        """The number of sequences that the request adds to the queue, and the field that determines
+        this number."""
         return 1, "prompt"
 
 

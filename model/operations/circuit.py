@@ -25,8 +25,8 @@ from logitd.model.text.tokenizer import Tokenizer
 
 class CircuitRequest(ComparedTokens, PromptBody):
     """The tokens, heads and neurons that carry the difference of two logits, the edges between
-    them, and what is left of the difference without them or with them alone. By default, the two
-    tokens are the likeliest next tokens. Computed in float32 from the served weights."""
+    them, and the difference that remains without them or with only them. By default, the two tokens
+    are the likeliest next tokens. Computed in float32 from the served weights."""
 
     examples: ClassVar[Examples] = {
         "Why the likeliest next token rather than the second": {"prompt": "for i in range(10"},
@@ -93,7 +93,8 @@ class CircuitNode(ReplyBody):
 
 
 class CircuitEdge(ReplyBody):
-    """The weights of the edges that leave a node add up to the node's values + attention."""
+    """The weights of the edges that leave a node add up to the sum of its `values` and
+    `attention`."""
 
     source: int = Field(description="Index of a node.")
     target: int | None = Field(description="Index of a node; null for the logits.")
@@ -107,15 +108,16 @@ class CircuitEdge(ReplyBody):
 
 
 class LeftOut(ReplyBody):
-    """The sums over all parts outside the circuit."""
+    """Parts outside the circuit: the sum of their `values`, and the sum of their `attention`."""
 
     values: float
     attention: float
 
 
 class Verification(ReplyBody):
-    """The difference when parts are set to their means over the positions, with nothing frozen. A
-    share is 0 without any part and 1 with all of them; null if there is nothing to explain."""
+    """The difference of the logits when parts are set to their means over the positions, with
+    nothing frozen. A share is 0 if all parts are set to their means and 1 if none is; null if there
+    is nothing to explain."""
 
     circuit_alone: float = Field(
         description="All parts outside the circuit are set to their means."

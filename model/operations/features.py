@@ -3,7 +3,7 @@ promotes.
 
 The direction of a feature, its row of the decoder, takes the place of the last residual stream. The
 engine's final norm and head then turn it into logits, like any stream. The logits of a zero stream
-are subtracted, which leaves out biases.
+are subtracted, so that biases do not count.
 """
 
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.features import Features
 
 PROMOTED = 12
-"""Number of listed tokens whose logits a feature raises most; as many are listed that it lowers
-most."""
+"""Number of tokens listed for a feature in each direction: the tokens whose logits it raises most,
+and the tokens whose logits it lowers most."""
 
 
 def summary(
@@ -30,8 +30,8 @@ def summary(
     features: Features | None,
     tokenizer: Tokenizer,
 ) -> dict[str, Any]:
-    """The autoencoders of a model. If `features` names one of them, also figures of each of its
-    features."""
+    """The autoencoders of a model. If `features` is one of them, the result also has statistics of
+    each of its features."""
     facts = None if features is None else autoencoders[features].facts
     figures: dict[str, Any] = {"density": None, "strongest": None, "tokens": None}
     if facts is not None:
@@ -64,7 +64,7 @@ def promotion_request(
     stored: StoredAutoencoder, index: int, config: GPTConfig
 ) -> OutputsRequest | None:
     """The request for the logits of a feature's direction and of a zero vector. None if the
-    direction is zero or has another width than the residual stream."""
+    direction is zero or is not as wide as the residual stream."""
     direction = stored.direction(index)
     if len(direction) != config.d_model or not direction.any():
         return None

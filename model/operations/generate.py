@@ -191,13 +191,13 @@ class GenerateRequest(SamplingFields, PromptBody):
         if self.echo and self.logprobs is not None and self.logprobs_stage == "processed":
             raise ValueError(
                 "echo also lists the prompt's logprobs, but those are raw: set logprobs_stage to "
-                "'raw', or leave one of the two out"
+                "'raw', or leave out echo or logprobs_stage"
             )
         if self.ignore_eos:
             for name in self.alternatives[0]:
                 if getattr(self, name) is not None:
                     raise ValueError(
-                        f"{name} ends the text, but ignore_eos continues it; give one of them"
+                        f"{name} ends the text, but ignore_eos continues it; leave one of them out"
                     )
         return self
 

@@ -50,9 +50,9 @@ class InductionReply(Reply):
 
 
 def induction_scores(weights: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """The scores (layers, heads) from attention weights (T, layers, heads, 2T). The rows are the
-    positions of the second of two copies of T tokens. The score of row j is its weight on token
-    j + 1."""
+    """The scores (layers, heads) from attention weights (T, layers, heads, 2T). The prompt is two
+    copies of T tokens, and the rows are the positions of the second copy. The score of row j is its
+    attention weight on token j + 1 of the prompt."""
     rows = np.arange(len(weights))
     found: npt.NDArray[np.float64] = weights[rows, ..., rows + 1].mean(0, dtype=np.float64)
     return found

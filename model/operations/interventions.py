@@ -2,8 +2,8 @@
 
 A name with `*` becomes one intervention per layer. Negative indices count from the end. `from` and
 `minus` become values that the stage has in other prompts (`readings.py`). Each intervention keeps
-the name of its field for later errors. The engine checks whether an intervention fits the model
-(`model/inference/interventions.py`).
+the name of its field for later error messages. The engine checks whether an intervention fits the
+model (`model/inference/interventions.py`).
 """
 
 import itertools
@@ -78,8 +78,8 @@ RowsOfHeads = Annotated[list[Rows], Field(min_length=1, fail_fast=True)]
 
 
 class Source(RequestBody):
-    """Another prompt that supplies the values of the same stage. It is computed as part of the
-    request."""
+    """Another prompt, from which the intervention takes the values of its stage. This prompt is
+    computed as part of the request."""
 
     prompt: Text | TokenIds
     positions: PositionChoice | None = Field(
@@ -100,7 +100,7 @@ DirectionChoice = Row | Rows | Difference
 
 
 class Intervention(RequestBody):
-    """A change of one stage, at some positions, heads and units or along a direction."""
+    """A change to one stage, at some positions, heads and units or along a direction."""
 
     alternatives = (("units", "along"),)
     model_config = ConfigDict(validate_by_name=False, serialize_by_alias=True)
@@ -195,11 +195,11 @@ Positions = tuple[int, ...] | Span
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """An intervention of a body, for all prompts.
+    """An intervention from a body, for all prompts.
 
     field       its place in the body
     positions   its positions in each prompt
-    units       its units, by the length of the stage's last axis
+    units       its units, for each length that the last axis of its stages has
     values      the values, or the prompts from which they are taken
     directions  the directions, by their fields
     """
@@ -366,8 +366,8 @@ def _read_values(
     units: tuple[int, ...] | None,
     along: Values | None,
 ) -> Values:
-    """The values of other prompts at the chosen units or along a direction: (1, ...) or
-    (positions, ...)."""
+    """The values that the stage has in other prompts, at the chosen units or along a direction: (1,
+    ...) or (positions, ...)."""
     values = (
         mean.rows(stage, readings) if body.operation == "set" else mean.of(stage, readings)[None]
     )
@@ -382,12 +382,13 @@ def _read_values(
 
 
 def as_array(values: object, field: str = "values") -> Values:
-    """Nested lists as an array. Raises InvalidRequest unless it is regular and finite."""
+    """Convert nested lists to an array. Raises InvalidRequest if lists of one level differ in
+    length, or if a number is too large for float32."""
     try:
         with np.errstate(over="ignore"):
             array = np.array(values, dtype=np.float32)
     except ValueError as error:
-        raise InvalidRequest(f"{field} are lists of different lengths") from error
+        raise InvalidRequest(f"the lists in {field} have different lengths") from error
     if not np.isfinite(array).all():
-        raise InvalidRequest(f"{field} contain a number that is too large for float32 (3.4e38)")
+        raise InvalidRequest(f"a number in {field} is too large for float32 (above 3.4e38)")
     return array

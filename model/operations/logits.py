@@ -128,7 +128,8 @@ def _top_arrays(
 
 
 def _kept(row: npt.NDArray[Any], count: int) -> npt.NDArray[np.intp]:
-    """The indices of the `count` largest logits of a row, without those that processing removed."""
+    """The indices of the `count` largest logits of a row, except logits that processing has
+    removed."""
     best = largest(row, count)
     return best[row[best] > -np.inf]
 

@@ -31,7 +31,7 @@ and bytes."""
 
 
 def new_id(kind: str) -> str:
-    """An unguessable id of a reply or an engine request."""
+    """An unguessable id for a reply or an engine request."""
     return f"{kind}-{uuid.uuid4().hex}"
 
 
@@ -86,7 +86,7 @@ class Subject:
         if self.max_elements is not None and elements > self.max_elements:
             raise InvalidRequest(
                 f"the reply would have {elements} elements, but the limit is {self.max_elements}. "
-                "Ask for fewer layers, heads or positions, for float16 (which counts half), or "
+                "Ask for fewer layers, heads or positions, ask for float16 (which counts half), or "
                 "raise --max-reply-elements"
             )
 
@@ -130,7 +130,7 @@ class Record:
     """The reply is a JSON object, made from the results of all requests.
 
     reply  makes the members of the reply, without the envelope; may take seconds
-    held   number of array elements in memory until the reply is made
+    held   number of array elements that stay in memory until the reply is made
     """
 
     requests: Sequence[Request]
@@ -168,8 +168,8 @@ class Listing:
 
     member      the member of each prompt that lists the rows
     items       makes the objects of a row, one by one
-    wrapped_in  a row is an object with its position and this member, its list; None: the row is the
-                list itself
+    wrapped_in  name of a member: each row is an object with the row's position and this member,
+                which holds the list; None: each row is the list itself
     """
 
     member: str
@@ -268,7 +268,7 @@ class Operation:
 
     name          name of the endpoint and of the method
     body, reply   pydantic models; `reply` may be a union
-    plan          makes the plan of a valid body. Raises InvalidRequest if the model cannot do it
+    plan          makes the plan of a valid body; raises InvalidRequest if the model cannot do that
     form          the form of the replies
     summary       the title in /docs
     description   the text in /docs, in Markdown

@@ -51,5 +51,6 @@ def outputs_requests(
 
 
 def resolve_layers(layers: Sequence[int] | None, count: int) -> tuple[int, ...]:
-    """Indices of the chosen layers among `count`; 0 is the embeddings. All if `layers` is None."""
+    """Indices of the chosen layers among `count` layers, where layer 0 is the embeddings; all
+    indices if `layers` is None."""
     return resolve_indices("layers", layers, count, f"there are {count} hidden states")

@@ -102,7 +102,8 @@ def resolve_position(position: int, length: int) -> int:
 
 
 def resolve_in_prompt(param: str, positions: Sequence[int], length: int) -> tuple[int, ...]:
-    """Positions from the start of a prompt of `length` tokens; negative ones count from its end."""
+    """The positions, counted from the start of a prompt of `length` tokens. A negative number in
+    `positions` counts from the prompt's end."""
     return resolve_indices(param, positions, length, f"the prompt has {pluralize(length, 'token')}")
 
 
@@ -112,5 +113,5 @@ def clip(text: str, limit: int = 80) -> str:
 
 
 def _named(param: str) -> str:
-    """The name of a string of the field `param` in a message."""
+    """How a message refers to a string in the field `param`."""
     return "the prompt" if param == "prompt" else f"one of {param}"

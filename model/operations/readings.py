@@ -1,7 +1,7 @@
 """Readings: values of stages in other prompts, computed before the interventions that use them.
 
-They are computed with the same weights as the request, and only once if several interventions need
-the same ones.
+Readings use the same weights as the request. A reading that several interventions need is computed
+only once.
 """
 
 from collections.abc import Generator, Mapping
@@ -70,8 +70,8 @@ class Mean:
 def compute_readings(
     fields: Mapping[Reading, str], subject: Subject
 ) -> Generator[Compute, Computed, Readings]:
-    """Compute readings. `fields` has the field of the body that needs each reading; the
-    InvalidRequest for a reading that the model cannot compute names this field."""
+    """Compute readings. `fields` maps each reading to the field of the body that needs it. If the
+    model cannot compute a reading, the InvalidRequest names that field."""
     if not fields:
         return {}
     requests = {
@@ -98,7 +98,9 @@ def compute_readings(
         if error.request_id is None:  # all readings together exceed the queue
             raise
         with about(asking[error.request_id]):
-            raise InvalidRequest(f"the prompt of from or minus: {error}") from error
+            raise InvalidRequest(
+                f"the prompt in from or minus cannot be computed: {error}"
+            ) from error
     return {
         reading: split_activations(
             np.stack(computed.rows[request.request_id]),  # (positions, elements)

@@ -148,14 +148,14 @@ class SweepRequest(PromptBody):
         if len(ids) != count:
             raise InvalidRequest(
                 f"{field} has {pluralize(len(ids), 'value')} for {pluralize(count, 'prompt')}; "
-                "give one for each prompt, or one value for all, not in a list",
+                "give one for each prompt, or a single value (not a list) for all prompts",
                 field,
             )
         return [*ids]
 
 
 class SweptToken(NamedToken):
-    """A token whose logit is compared."""
+    """A token whose logit enters the metric."""
 
 
 class SweptPrompt(PromptReply):
@@ -196,7 +196,7 @@ class SweepReply(Reply):
 
 
 class _Parts:
-    """Makes cells of the reply from the rows of one prompt after another."""
+    """Builds the cells of the reply from rows. A cell needs one row for each prompt, in order."""
 
     def __init__(self, cells: Iterator[Cell], measures: Sequence[Measure]) -> None:
         self._cells = cells
@@ -204,7 +204,8 @@ class _Parts:
         self._values: list[float] = []
 
     def add(self, computed: Computed) -> dict[str, Any] | None:
-        """Add the row of the next prompt. Returns the SweepCell if it was the last prompt."""
+        """Add the row of the next prompt. Returns the SweepCell if this was the last prompt of the
+        cell, otherwise None."""
         ((row,),) = computed.rows.values()
         self._values.append(self._measures[len(self._values)].of(row))
         if len(self._values) < len(self._measures):
@@ -214,7 +215,8 @@ class _Parts:
 
 
 def plan(body: SweepRequest, subject: Subject) -> Planning:
-    """Make a grid for each prompt. The logits without `vary` are computed before any cell."""
+    """Plan a sweep, with one grid of cells for each prompt. The logits without `vary` are computed
+    before any cell."""
     prompts = encode_all(body.prompts, "prompt", subject)
     constant = yield from resolve_interventions(body.interventions, prompts, subject)
     varied = yield from resolve_interventions([body.vary], prompts, subject, field="vary")

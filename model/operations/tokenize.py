@@ -25,8 +25,7 @@ from logitd.model.operations.tokens import NamedToken, token_json
 from logitd.model.text.tokenizer import NO_VOCABULARY, Tokenizer, TokenizerError
 
 MAX_PIECES = 2**14
-"""Maximum number of tokens that one reply describes one by one: about a megabyte and a half of
-JSON."""
+"""Maximum number of tokens that one reply describes one by one. Their JSON takes about 1.5 MB."""
 
 MAX_UNKNOWN = 2**17
 """Maximum length of a text, in characters, if its split pattern is not known to take linear
@@ -34,7 +33,7 @@ time."""
 
 
 class TokenizeRequest(ModelBody):
-    """Turn texts into token ids. No token is added."""
+    """Turn texts into token ids. No special tokens are added."""
 
     examples: ClassVar[Examples] = {
         "Each token with its bytes and characters": {"prompt": "naïve 😀"},
@@ -172,8 +171,8 @@ def _tokenized(body: TokenizeRequest, tokenizer: Tokenizer) -> list[dict[str, An
     longest = max(map(len, body.texts))
     if longest > MAX_UNKNOWN and not tokenizer.cuts_in_time:
         raise InvalidRequest(
-            f"the text has {longest} characters, but the limit is {MAX_UNKNOWN} with a split "
-            "pattern that may take quadratic time. Send it in parts",
+            f"the text has {longest} characters, but the limit is {MAX_UNKNOWN}, because "
+            "the vocabulary's split pattern may take quadratic time. Send the text in parts",
             "prompt",
         )
     special_ids = body.special_tokens == "ids"
@@ -227,7 +226,8 @@ def _detokenized(lists: Sequence[Sequence[int]], subject: Subject) -> list[dict[
 
 
 def _one_or_many(results: Sequence[Mapping[str, Any]], *, many: bool) -> dict[str, Any]:
-    """The members of the reply: the only result itself, or all results as `prompts`."""
+    """The members of the reply: the members of the only result or, if `many`, all results as
+    `prompts`."""
     if not many:
         return dict(results[0])
     return {"prompts": [{"index": index, **result} for index, result in enumerate(results)]}

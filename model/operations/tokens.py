@@ -82,7 +82,8 @@ def prob_json(tokenizer: Tokenizer, token: distribution.TokenProb) -> dict[str, 
 
 
 def scored_json(tokenizer: Tokenizer, token: ScoredToken | TokenEvent) -> dict[str, Any]:
-    """The members of `Token`. The logprob is null if the token has no prediction."""
+    """The members of `Token`. The logprob is null if the model did not predict the token, as for
+    the first token of a prompt."""
     chosen = token.chosen
     return {
         **token_json(tokenizer, token.token_id),

@@ -1,7 +1,7 @@
 """Validation: messages for wrong fields of a body, the same in process and over HTTP.
 
 There is one sentence for each wrong field. It names the field, its value and what the value must
-be. It repeats at most the beginning of a value, and of an unknown field only the name.
+be. It repeats at most the beginning of a value, and only the name of an unknown field.
 """
 
 import dataclasses
@@ -28,7 +28,8 @@ MAX_REPEATED = 40
 """Maximum number of characters of a wrong value, or digits of a wrong number, that a message
 repeats."""
 MAX_GUESSED = 40
-"""Maximum length of an unknown field's name for which a similar field is suggested."""
+"""A similar field is suggested for an unknown field only if the unknown name is at most this
+long."""
 COMMON_NAMES = {
     "inputs": "prompt",
     "text": "prompt",
@@ -36,7 +37,7 @@ COMMON_NAMES = {
     "num_return_sequences": "n",
     "stop_sequences": "stop",
 }
-"""Other servers' names of fields, with the names used here."""
+"""Names that other servers use for fields, and the names used here."""
 
 IDS = f"token ids (integers from 0, {MAX_IDS} at most)"
 PLACES = "a list of integers or {'from': start, 'to': stop}"
@@ -74,7 +75,7 @@ Body = TypeVar("Body", bound=RequestBody)
 
 def parse(body: type[Body], fields: Mapping[str, Any]) -> Body:
     """Make a body from Python values, which may include NumPy arrays, sequences and
-    `Intervention`s. Raises InvalidRequest for fields that do not fit."""
+    `Intervention`s. Raises InvalidRequest for invalid fields."""
     members = (f"{json.dumps(name)}:{_json(name, value)}" for name, value in fields.items())
     try:
         return body.model_validate_json(f"{{{','.join(members)}}}".encode())
@@ -116,8 +117,8 @@ def _plain(value: Any) -> Any:
 
 
 def describe_errors(error: ValidationError, fields: Collection[str] = ()) -> InvalidRequest:
-    """The InvalidRequest for a body that does not fit its model; `fields` are the model's
-    fields."""
+    """The InvalidRequest for a body that its pydantic model rejects. `fields` are the fields of
+    this model."""
     if (count := error.error_count()) > MAX_PROBLEMS:
         return InvalidRequest(f"the body is wrong in {count} places; /docs describes its fields")
     problems = error.errors(include_url=False)

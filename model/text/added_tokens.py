@@ -2,9 +2,9 @@
 of the text is split and merged.
 
 Special tokens are added tokens, and a vocabulary may have others (GPT-NeoX has 23 for runs of
-spaces). The rules are those of `AddedVocabulary` in Hugging Face's `tokenizers`: the leftmost match
-wins, and of several matches there, the longest. The caller decides in which texts special tokens
-are recognized. A token may have flags:
+spaces). The rules are the same as for `AddedVocabulary` in Hugging Face's `tokenizers`: the
+leftmost match wins, and of several matches there, the longest. The caller decides in which texts
+special tokens are recognized. A token may have flags:
 
   lstrip, rstrip  the token includes the white space before or after it
   single_word     the token does not match next to a letter, digit, mark or underscore
@@ -25,8 +25,8 @@ Flag = Literal["lstrip", "rstrip", "single_word", "normalized", "unnormalized"]
 FLAGS: tuple[Flag, ...] = get_args(Flag)
 
 MOST_CHARACTERS = 1024
-"""Maximum length of an added token in characters. The search tries every length of a token at each
-place."""
+"""Maximum length of an added token in characters. At each place in a text, the search tries every
+length that a token has."""
 
 _WORD = regex.compile(r"\w")  # unlike in Python's `re`, \w includes marks
 
@@ -68,7 +68,7 @@ class AddedTokens:
             if text not in tokens or not set(given) <= set(FLAGS):
                 raise ValueError(
                     f"{text[:40]!r} has the flags {sorted(given)}; only added tokens may have "
-                    f"flags, and only {', '.join(FLAGS)}"
+                    f"flags, and the possible flags are {', '.join(FLAGS)}"
                 )
         late = {
             text
@@ -86,8 +86,9 @@ class AddedTokens:
         """The added tokens of a text and the texts between them, in order. White space that a token
         strips belongs to the token's cut.
 
-        A special token is recognized only if `written` has the same characters at the same place:
-        all special tokens if `written` is `text` itself, none if it is "".
+        A special token is recognized only where `written` has the same characters at the same place
+        as `text`. So all special tokens are recognized if `written` is `text` itself, and none if
+        it is "".
         """
         cuts = [Cut(0, len(text), None)] if text else []
         for each in self._passes:
@@ -158,7 +159,7 @@ def _in_word(text: str, start: int, end: int, within: Cut) -> bool:
 
 
 def end_of_space(text: str, start: int, end: int | None = None) -> int:
-    """The index after the white space that begins at `start`, at most `end`."""
+    """The index after the white space that begins at `start`; never more than `end`."""
     end = len(text) if end is None else end
     while start < end and _is_space(text[start]):
         start += 1
@@ -166,5 +167,6 @@ def end_of_space(text: str, start: int, end: int | None = None) -> int:
 
 
 def _is_space(character: str) -> bool:
-    """True for white space by Unicode. Python's `isspace` adds four separators."""
+    """True for white space as Unicode defines it. Python's `isspace` also accepts four
+    separators."""
     return character.isspace() and not "\x1c" <= character <= "\x1f"

@@ -3,16 +3,16 @@
 A template is written in Jinja, in the dialect of Hugging Face's tokenizers (`trim_blocks`,
 `lstrip_blocks`, `raise_exception`, `break` and `continue`). Its variables are `messages`, each with
 `role` and `content` (and `name`, if given), and `add_generation_prompt`. If the vocabulary has an
-end of text, `bos_token` and `eos_token` are both the name of that token. Tools, the time and random
-numbers are not supported.
+end-of-text token, `bos_token` and `eos_token` are both its name. Tools, the time and random numbers
+are not supported.
 
 If the template itself writes the name of a special token, the prompt has that token. A message can
 never produce a special token or a part of one (`model/text/message_text.py`). Added tokens that are
-not special are found in both.
+not special are recognized in the template's text and in messages.
 
 A template comes with the checkpoint, never with a request. It runs in Jinja's sandbox, without
-access to files, modules or private attributes. Its time and its output are limited, but the memory
-that it uses meanwhile is not.
+access to files, modules or private attributes. Its running time and its output are limited, but the
+memory that it uses while running is not.
 """
 
 import json
@@ -38,7 +38,7 @@ MAX_SECONDS = 5.0
 _NO_FILTERS = (
     *("random", "e", "escape", "forceescape", "striptags", "urlencode", "urlize", "xmlattr"),
 )
-"""Jinja's filters that are removed: `random` draws random numbers, the others write or read HTML
+"""Jinja's filters that are removed: `random` draws random numbers; the others write or read HTML
 and would not recognize the hidden characters of a message."""
 
 # These names contain a space, so a template can neither read nor replace them.
@@ -90,7 +90,7 @@ class ChatTemplate:
 
         The caller must limit `role` to known values, because it is not escaped; the other texts of
         a message may be anything. Raises ChatTemplateError if the template refuses the messages
-        (`raise_exception`), fails on them, or exceeds the limit of its time or output.
+        (`raise_exception`), fails on them, or exceeds its limit of time or output.
         """
         if continue_final_message:
             *before, final = messages
@@ -160,7 +160,8 @@ def _explained(problem: str) -> Iterator[None]:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox that also checks the time limit at each call, and limits products."""
+    """Jinja's sandbox, extended to check the time limit at each call and to limit the size of
+    products."""
 
     intercepted_binops = frozenset(("*", "**"))
 
@@ -229,7 +230,7 @@ def _title(value: object) -> str:
 
 
 def _tojson(value: Any, indent: int | None = None) -> str:
-    """Replaces Jinja's filter `tojson`, which escapes for HTML."""
+    """Replaces Jinja's filter `tojson`, which would escape characters for HTML."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

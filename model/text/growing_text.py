@@ -56,7 +56,7 @@ class GrowingText:
 
 class StopFinder:
     """Finds stop strings in a text that arrives in parts. It holds back text that may be the
-    beginning of a stop string: at most the length of the longest one, minus one character."""
+    beginning of a stop string: at most one character less than the longest stop string."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
@@ -66,8 +66,8 @@ class StopFinder:
         """Add text. Returns the text that may be shown, and the stop string that ended it, if any.
 
         If `counts` is False, stop strings completed by this text are ignored. Among several stop
-        strings, the one that begins first wins; then the one that ends first, then the first
-        listed.
+        strings, the one that begins first wins. If several begin there, the one that ends first
+        wins, then the one listed first.
         """
         if not self._stop:
             return text, None

@@ -21,7 +21,7 @@ SURROGATES = range(0xDC00, 0xE000)
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """Tables for `str.translate` that replace characters by surrogates, and surrogates by
+    """Tables for `str.translate` that replace characters with surrogates, and surrogates with
     characters."""
 
     hide: Mapping[int, int]
@@ -101,7 +101,7 @@ def _hidden(answer: Any, table: Hidden) -> Any:
 
 
 def _in_all_cases(characters: Iterable[str]) -> set[str]:
-    """These characters, and all characters that can result from them by changes of case."""
+    """The given characters, and all characters that changes of case can turn them into."""
     known: set[str] = set()
     new = set(characters)
     while new:

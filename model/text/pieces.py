@@ -48,8 +48,8 @@ CUTS = frozenset((*JOINED_CUTS, *SPACED_CUTS, WORDS_AND_MARKS))
 
 
 def whole_first(several: Collection[str]) -> str:
-    """The beginning of a pattern that matches the tokens `several`, which have more than one word.
-    It tries the longest token first."""
+    """The beginning of a pattern. It matches the tokens in `several`, which consist of more than
+    one word each, and tries the longest first."""
     if not several:
         return ""
     longest_first = sorted(several, key=lambda word: (-len(word), word))
@@ -97,7 +97,8 @@ class PieceEncoder:
         self._bounded = None if self.is_known else regex.compile(pattern)
 
     def encode(self, text: str, at: int = 0) -> list[int]:
-        """The ids of a part of a text that begins at character `at`. Raises UnknownPiece."""
+        """The ids of a part of a text; the part begins at character `at` of the text. Raises
+        UnknownPiece."""
         ids, start = [], 0
         for piece in self._pieces(text):
             self._check_left_out(text[start : piece.start()], at + piece.start())

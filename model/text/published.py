@@ -1,7 +1,7 @@
 """Published vocabularies: one of tiktoken's encodings by name, or a ranks file by path.
 
-A ranks file contains neither the split pattern nor the special tokens. For published files they are
-looked up by the file's hash.
+A ranks file lacks the split pattern and the special tokens. For published files, both are looked up
+by the file's hash.
 """
 
 import hashlib
@@ -63,8 +63,8 @@ def _named(name: str) -> Tokenizer:
 def _from_file(path: Path) -> Tokenizer:
     if not path.is_file():
         raise TokenizerError(
-            f"the tokenizer {str(path)!r} is neither 'own' nor one of {', '.join(PUBLISHED)} nor "
-            "a ranks file or a tokenizer.json"
+            f"the tokenizer is {str(path)!r}; it must be 'own', one of {', '.join(PUBLISHED)}, or "
+            "the path of a ranks file or a tokenizer.json"
         )
     try:
         raw = read_regular(path, VOCABULARY_BYTES)

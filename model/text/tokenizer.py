@@ -6,7 +6,7 @@ and writes the ranks file (`tokenizer.tiktoken`: each line has a token in base64
 token's rank) and the tokenizer's section of `config.json`, and finds the place of each token in a
 text. `added_tokens.py` finds added tokens.
 
-`model/data/vocabulary.py` learns vocabularies, `published.py` has the published ones, and
+`model/data/vocabulary.py` learns vocabularies, `published.py` has the published vocabularies, and
 `model/convert/` reads other formats.
 """
 
@@ -51,7 +51,7 @@ KNOWN_PATTERNS = frozenset(
         SPLIT_PATTERN.replace(r"\p{L}[\p{L}\p{M}]*+", r"\p{L}++"),  # used by older checkpoints
     )
 )
-"""Patterns that run in linear time and cover every text."""
+"""Patterns that run in linear time and whose pieces cover every text completely."""
 
 TokenizerKind = Literal["bpe", "pieces", "words", "none"]
 """How a text becomes ids.
@@ -72,8 +72,8 @@ MOST_IDS = 2**24
 """Maximum size of a vocabulary, sixty times the largest published vocabulary."""
 
 TRIED_LENGTH = 4096
-"""Characters up to which a text is encoded without a trial of an unknown pattern. A quadratic
-pattern takes at most a second for them."""
+"""Maximum length, in characters, of a text that is encoded without first trying an unknown pattern
+on it. A quadratic pattern takes at most a second for such a text."""
 
 PROBE = "A word, 2 numbers (1.5)\n\tand\u00e9\u4e16."
 """A text on which every new pattern is tried."""
@@ -95,7 +95,8 @@ class NoVocabularyError(TokenizerError):
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """The characters [start, end) of a text of which a token has at least one byte."""
+    """The characters [start, end) of a text that belong to one token. A character belongs to every
+    token that has at least one of its bytes."""
 
     start: int
     end: int
@@ -158,14 +159,15 @@ class Tokenizer:
         largest = max([vocab_size or 0, *named.values()])
         if largest > MOST_IDS:
             raise TokenizerError(
-                f"the vocabulary goes up to {largest:,}; the limit is {MOST_IDS:,} ids"
+                f"the ids of the vocabulary go up to {largest:,}, but the limit is {MOST_IDS:,} ids"
             )
         self.kind: TokenizerKind = kind
         self.ranks = dict(ranks)
         self.pattern = pattern
         self.end_of_text_name = end_of_text_name
         self.tokens = {token: rank for token, rank in self.ranks.items() if rank < beyond}
-        """Ordinary tokens and their ids: the ranks without the bytes that the vocabulary lacks."""
+        """Ordinary tokens and their ids: all ranks except the ranks of bytes that the vocabulary
+        lacks."""
         if kind == "none":
             if ranks or named or vocab_size is None or vocab_size < 1:
                 raise TokenizerError(
@@ -276,7 +278,8 @@ class Tokenizer:
         return ids
 
     def _encode_ordinary(self, text: str, at: int) -> list[int]:
-        """The ids of a part of a text that has no added tokens and begins at character `at`."""
+        """The ids of a part of a text. The part contains no added tokens and begins at character
+        `at`."""
         if self._pieces is not None:
             try:
                 return self._pieces.encode(text, at)
@@ -291,14 +294,14 @@ class Tokenizer:
             kept, whole = len(self._encoding.decode_bytes(ids)), len(text.encode(errors="replace"))
             if kept < whole:
                 raise TokenizerError(
-                    f"the split pattern {self.pattern[:60]!r} keeps {kept} of the text's {whole} "
-                    "bytes"
+                    f"the split pattern {self.pattern[:60]!r} drops {whole - kept} of the text's "
+                    f"{whole} bytes"
                 )
         return ids
 
     def _try_pattern(self, text: str) -> None:
-        """Raise TokenizerError if an unknown pattern takes long for this text. tiktoken cannot be
-        stopped, so a long text is split by `regex` first, which can be."""
+        """Raise TokenizerError if an unknown pattern takes too long for this text. tiktoken cannot
+        be stopped, so a long text is first split with `regex`, which has a time limit."""
         if self.pattern in KNOWN_PATTERNS or len(text) <= TRIED_LENGTH:
             return
         try:
@@ -322,7 +325,7 @@ class Tokenizer:
             ) from error
 
     def least_tokens(self, text: str) -> int:
-        """A lower bound for the number of tokens of a text, found without encoding it."""
+        """A lower bound on the number of tokens of a text, found without encoding it."""
         if self.kind in ("words", "none") or self._stripping:
             return 0  # white space may have no token
         return -(-len(text.encode()) // self._longest_token)
@@ -367,12 +370,13 @@ class Tokenizer:
         return token_id in self._special_ids
 
     def spans(self, token_ids: Iterable[int], text: str | None = None) -> list[TokenSpan]:
-        """The characters of an encoded text from which each id comes. Two tokens may share a
-        character of several bytes.
+        """For each id of an encoded text, the characters from which it comes. Two tokens may share
+        a character of several bytes.
 
-        The characters are counted from the bytes of the tokens, because tiktoken's own offsets
-        raise on incomplete text. Kind "words" needs `text`, because its ids contain no white space.
-        If `text` is given, white space that an added token strips is part of that token.
+        The characters are counted from the bytes of the tokens, because tiktoken's own function for
+        offsets raises an error for incomplete text. Kind "words" needs `text`, because its ids
+        contain no white space. If `text` is given, white space that an added token strips is part
+        of that token.
         """
         if self.kind == "words":
             if text is None:
@@ -483,8 +487,8 @@ def _check_ranks(
     expected += [int(vocab_size) + index for index in range(len(without_id))]
     longer = any(len(token) > 1 for token in without_id)
     if not ranks or sorted(ranks.values()) != expected or (every_byte and longer):
-        bytes_alone = f", with only single bytes from vocab_size {vocab_size} on"
-        less = ", without those of special tokens" if special & set(range(len(ranks))) else ""
+        bytes_alone = f", and then only single bytes from vocab_size {vocab_size} on"
+        less = ", without the ids of special tokens" if special & set(range(len(ranks))) else ""
         raise TokenizerError(
             f"the {len(ranks)} ranks are not the numbers 0 to {len(ranks) - 1}{less}"
             f"{bytes_alone if without_id else ''}"

@@ -1,13 +1,13 @@
-"""Activations of the feed-forward.
+"""Activation functions of the feed-forward layer.
 
 Each has two implementations: torch's fused function for training, and one for inference, in which
 the result for an element does not depend on the element's place in the array.
 
-Torch's sigmoid, silu and GELU for CPUs use different code for the last elements of an array, and of
-each thread's part of it, and that code differs in the last bits. So the values of a row would
-depend on the number of rows. tanh, erf and exp do not have this problem (measured with 1 to 3
-threads for widths from 1 to 3,072; `tests/model/transformer/test_activation.py` checks it on the
-machine that runs the tests).
+On CPUs, torch's sigmoid, silu and GELU use different code for the last elements of an array, and
+for the last elements of each thread's part of an array. The results of that code differ in the last
+bits. So the values of a row would depend on the number of rows. tanh, erf and exp do not have this
+problem (measured with 1 to 3 threads for widths from 1 to 3,072;
+`tests/model/transformer/test_activation.py` checks it on the machine that runs the tests).
 """
 
 import math
@@ -19,7 +19,8 @@ from logitd.model.transformer.config import Activation
 
 
 def activate(h: Tensor, kind: Activation, *, fused: bool) -> Tensor:
-    """The activation of h (..., d_ff). For swiglu h is (..., 2 * d_ff), with the gate first."""
+    """The activation function, applied to h (..., d_ff). For swiglu, h is (..., 2 * d_ff), with the
+    gate first."""
     match kind:
         case "relu":
             return F.relu(h)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 PAGE = 2 * 2**20
 LINE = 64
 GAP = 2 * LINE
-"""Bytes of zeros after each tensor. A kernel reads at most one line beyond the end."""
+"""Bytes of zeros after each tensor. A kernel reads at most one cache line beyond the end of a
+tensor."""
 
 
 class Arena:
@@ -32,8 +33,8 @@ class Arena:
 
     @classmethod
     def around(cls, tensors: Sequence[Tensor]) -> "Arena | None":
-        """The arena that consists of exactly these tensors, as `place` arranges them; None if they
-        are not in an arena."""
+        """The arena that consists of exactly these tensors, in this order and laid out as by
+        `place`; None if there is no such arena."""
         memory, start = tensors[0].untyped_storage(), tensors[0].data_ptr()
         end = start
         for tensor in tensors:
@@ -89,8 +90,8 @@ def move_to_arena(module: nn.Module) -> Arena:
 
 
 def allocate_in_arena(module: nn.Module) -> None:
-    """Replace the parameters of a module on the meta device by zeros in an arena, in the order of
-    `move_to_arena`. They have no gradients."""
+    """Replace the parameters of a module on the meta device with zeros in an arena, in the order of
+    `move_to_arena`. The new parameters have no gradients."""
     arena = Arena(sum(map(room_for, module.parameters())))
     placed = {
         parameter: nn.Parameter(arena.make_room(parameter), requires_grad=False)

@@ -1,10 +1,10 @@
 """Attention: everything between the projections of queries, keys and values and the output
 projection.
 
-The GPT's forward passes the heads of each layer to an `Attend`, which returns their outputs. This
-module has the `Attend`s without a cache: the fused one for training, and one that keeps its results
-for `model/transformer/trace.py`. `model/inference/kv_cache.py` has the ones that use the KV cache;
-its prefill calls `attend_blocks` and `attend_piece`.
+A GPT gives the queries, keys and values of each layer to an `Attend`, which returns the outputs of
+the heads. This module defines the `Attend`s without a cache: a fused one for training, and one that
+keeps its results for `model/transformer/trace.py`. `model/inference/kv_cache.py` defines the ones
+that use the KV cache; its prefill calls `attend_blocks` and `attend_piece`.
 
 Shapes: B sequences, T positions, H = n_head, K = n_kv_head, D = head_dim, S = key positions.
   q (B, H, T, D)   k, v (B, K, T, D)   result (B, H, T, D)
@@ -53,7 +53,7 @@ def attention_probs(scores: Tensor, window: int | None = None) -> Tensor:
 
 
 def mask_causal(scores: Tensor, window: int | None = None) -> Tensor:
-    """Scores (B, H, T, S), replaced by -inf for keys that their query does not see. The last query
+    """The scores (B, H, T, S), with -inf for each key that the query does not see. The last query
     and the last key have the same position."""
     t, s = scores.shape[-2:]
     return scores.masked_fill(~visible_keys(t, s, scores.device, window), float("-inf"))
@@ -62,9 +62,9 @@ def mask_causal(scores: Tensor, window: int | None = None) -> Tensor:
 def visible_keys(
     queries: int, keys: int, device: torch.device, window: int | None = None
 ) -> Tensor:
-    """The mask (queries, keys) of the keys that each query sees: its own position and those before
-    it, at most `window` in all. The last query and the last key have the same position, so the last
-    columns of the mask are the mask of fewer keys."""
+    """The mask (queries, keys) of the keys that each query sees: the keys at its own position and
+    at the positions before it, at most `window` in all. The last query and the last key have the
+    same position, so the last columns of the mask are the mask of fewer keys."""
     visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     return visible if window is None else visible.triu(keys - queries - window + 1)
 
@@ -82,8 +82,9 @@ def attend_blocks(
 ) -> Tensor:
     """Causal attention (1, H, T, D) of whole blocks of queries, the first at position `start`.
 
-    Each block attends over exactly the keys from the first visible one up to its end. So the
-    arithmetic of a row depends only on its position, not on the number of positions in the call.
+    Each block attends over exactly the keys from the first visible key up to the end of the block.
+    So the arithmetic of a row depends only on its position, not on the number of positions in the
+    call.
     """
     blocks = []
     for offset in range(0, q.shape[2], BLOCK):
@@ -110,8 +111,8 @@ def first_visible(position: int, window: int | None) -> int:
 
 
 def attend_apart(attends: Sequence[Attend], lengths: Sequence[int]) -> Attend:
-    """Attention of several texts that are concatenated along T. `lengths` are their numbers of
-    positions. Each text has its own `Attend`."""
+    """Attention for several texts that are concatenated along T. `lengths` has the number of
+    positions of each text. Each text has its own `Attend`."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         # q (1, H, T, D), k and v (1, K, T, D)

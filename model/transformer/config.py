@@ -1,9 +1,9 @@
 """GPTConfig: the shape of a model, as stored in a checkpoint's `config.json`.
 
-A configuration can describe GPT-2, the original Transformer decoder, the modern shape, and mixtures
-such as GPT-NeoX, OPT, nanochat and Llama with scaled rotary positions. Invalid shapes are refused
-with the reason. `model/training/configuration/presets.py` has shapes with names, such as
-"gpt2-124m". Does not import torch.
+A configuration can describe GPT-2, the original Transformer decoder, the modern shape
+(`shapes.MODERN`), and mixtures such as GPT-NeoX, OPT, nanochat and Llama with scaled rotary
+positions. Invalid shapes are refused with the reason. `model/training/configuration/presets.py` has
+shapes with names, such as "gpt2-124m". Does not import torch.
 """
 
 import json
@@ -50,8 +50,8 @@ class RopeScaling:
 
     kind                     linear: every angle is divided by `factor` (Chen et al., 2023);
                              llama3: only slow angles, as in Llama 3.1;
-                             yarn: a ramp between both, and longer queries and keys (Peng et al.,
-                             2023)
+                             yarn: a ramp from unchanged to divided angles, and longer queries
+                             and keys (Peng et al., 2023)
     factor                   ratio of the new to the original context length
     low_freq_factor,         llama3: the angle of a channel is divided by `factor` if it makes fewer
     high_freq_factor         than `low_freq_factor` turns within the original context, and does not
@@ -64,8 +64,8 @@ class RopeScaling:
                              0.1 ln(factor) + 1)
     truncate                 yarn: begin and end the ramp at whole channels (default: true)
 
-    Keys that belong to other kinds are None and are left out of JSON. The formulas are those of
-    `modeling_rope_utils` in transformers 5; `model/transformer/rotary.py` computes them.
+    Keys that belong to other kinds are None and are left out of JSON. The formulas are taken from
+    `modeling_rope_utils` in transformers 5; `model/transformer/rotary.py` evaluates them.
     """
 
     kind: RopeKind
@@ -100,7 +100,7 @@ class RopeScaling:
                 )
 
     def _set_defaults(self) -> None:
-        """Fill in the defaults of the paper and of transformers."""
+        """Set absent yarn keys to the defaults of the paper and of transformers."""
         if self.kind != "yarn":
             return
         stretched = 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
@@ -129,7 +129,7 @@ class RopeScaling:
         return cls(**values)
 
     def __str__(self) -> str:
-        """JSON, as accepted by the command line's flag."""
+        """The JSON that the command-line flag for this field accepts."""
         return json.dumps(self.to_dict())
 
 
@@ -143,7 +143,7 @@ _ROPE_KEYS: Mapping[RopeKind, tuple[str, ...]] = {
         *("attention_factor", "truncate"),
     ),
 }
-"""The keys of each kind."""
+"""The keys that each kind of scaling has."""
 
 
 def read_rope_scaling(value: Any) -> RopeScaling | None:
@@ -302,8 +302,8 @@ class GPTConfig:
             for name, neutral in (("rotary_dim", self.head_dim), ("rope_scaling", None)):
                 if getattr(self, name) != neutral:
                     raise ConfigError(
-                        f"{name} is {getattr(self, name)}, but positions are {self.positions}: it "
-                        f"applies only to rotary positions, leave it at {neutral}"
+                        f"{name} is {getattr(self, name)}, but positions are {self.positions}. "
+                        f"It applies only to rotary positions: leave it at {neutral}"
                     )
         elif self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim:
             raise ConfigError(
@@ -334,8 +334,8 @@ class GPTConfig:
         }
 
     def has_value_embedding(self, layer: int) -> bool:
-        """True if the layer has a value embedding: "all", or every second block, counted from the
-        last."""
+        """True if the layer has a value embedding: every layer if `value_embeddings` is "all";
+        otherwise, if it is set, every second layer, counted back from the last."""
         if self.value_embeddings == "all":
             return True
         return self.value_embeddings and (self.n_layer - 1 - layer) % 2 == 0
@@ -407,7 +407,7 @@ def read_config(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def _implied(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values for absent keys: they describe how models behaved before each key existed."""
+    """Values for absent keys. Each value describes how models behaved before its key existed."""
     return {
         "final_norm": values.get("norm_position") == "pre",
         "residual": "sequential",

@@ -1,4 +1,4 @@
-"""Sparse autoencoders' features as part of a model's shape.
+"""The features of sparse autoencoders, as part of a model's shape.
 
 The autoencoders are in `model/sae`.
 """
@@ -11,11 +11,13 @@ from logitd.model.transformer.config import ConfigError, GPTConfig, ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """The features of a sparse autoencoder, which are a stage of a model that is served with it.
+    """The features of a sparse autoencoder. They are a stage of the model that is served with this
+    autoencoder.
 
-    layer, stage  the block (None: outside the blocks) and the kind of the stage that it reads
+    layer, stage  the block (None: outside the blocks) and kind of the stage that the autoencoder
+                  reads
     count         number of features
-    width         width of the stage that it reads
+    width         width of the stage that the autoencoder reads
     """
 
     name: str
@@ -42,13 +44,15 @@ class Features:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPTWithFeatures(GPTConfig):
-    """The shape of a GPT that is served with sparse autoencoders. `to_dict` leaves them out."""
+    """The shape of a GPT that is served with sparse autoencoders. `to_dict` leaves out the
+    autoencoders."""
 
     features: tuple[Features, ...]
 
 
 def with_features(config: ModelConfig, features: tuple[Features, ...]) -> ModelConfig:
-    """The shape with these features. Raises ConfigError if the owner's code computes the model."""
+    """A model's shape, with these features added. Raises ConfigError if the owner's code computes
+    the model."""
     if not features:
         return config
     if isinstance(config, CodeConfig):

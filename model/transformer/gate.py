@@ -1,9 +1,9 @@
 """Gates: sigmoids of a few leading channels of a vector, which scale embeddings of tokens.
 
 Value embeddings (`Block.gated_value_embedding`) and `smear` use gates. A row must not depend on the
-batch, but on a CPU bfloat16, torch's sigmoid and a matrix product this small would each make the
-last bits depend on the number of rows. So gates are computed in float32 or wider, with tanh, and
-with a sum instead of the matrix product.
+batch. But on a CPU, the last bits of a row would depend on the number of rows with any of bfloat16,
+torch's sigmoid, or a matrix product this small. So gates are computed in float32 or wider, with
+tanh, and with a sum instead of the matrix product.
 
 Source: nanochat, after modded-nanogpt.
 """
@@ -35,8 +35,8 @@ def smear(
     weight: Tensor,  # (1, width)
     scale: Tensor,  # (1,)
 ) -> Tensor:
-    """Embeddings plus `scale` * gate * `before`, the previous tokens' embeddings. Position 0 has no
-    previous token."""
+    """Embeddings plus `scale` * gate * `before`, where `before` has the previous tokens'
+    embeddings. Position 0 has no previous token."""
     gate = leading_gate(x, weight)  # (B, T, 1)
     part = (scale.to(gate.dtype) * gate).masked_fill(positions[..., None] == 0, 0.0)
     return x + part.to(x.dtype) * before

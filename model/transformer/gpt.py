@@ -26,13 +26,13 @@ from logitd.model.transformer.rotary import TABLE_ROWS, rotary_tables, rotate
 from logitd.model.transformer.tap import UNTAPPED, Tap
 
 HEAD_ROWS = 1024
-"""Rows of a bfloat16 or float16 head converted to float32 at a time. They stay in the processor's
-cache."""
+"""Number of rows of a bfloat16 or float16 head that are converted to float32 at a time. They stay
+in the processor's cache."""
 
 
 @dataclass(frozen=True)
 class GPTOutput:
-    """The results of a forward pass. The optional ones are None unless requested."""
+    """The results of a forward pass. Optional results are None unless requested."""
 
     logits: Tensor  # (B, T, V); row t predicts token t + 1
     hidden_states: Tensor | None = None  # (n_layer + 1, B, T, C): embeddings, then each block
@@ -136,7 +136,7 @@ class GPT(nn.Module):
         self, token_ids: Tensor, positions: Tensor, previous_ids: Tensor | None = None
     ) -> Tensor:
         """The residual stream (B, T, C) that enters the blocks, without dropout. The arguments are
-        those of `transform`."""
+        the same as for `transform`."""
         x = self._token_vectors(token_ids)
         if self.config.smear:
             if previous_ids is None:
@@ -190,7 +190,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw GPT-2's initial weights: N(0, 0.02), projections into the residual stream divided by
-        sqrt(2 * n_layer), biases 0. The trainer draws different ones
+        sqrt(2 * n_layer), biases 0. The trainer draws different weights
         (`model/training/optim/optimizers.py`). Learned scales begin at nanochat's values."""
         if self.config.smear:
             self.smear_scale.zero_()
@@ -336,8 +336,8 @@ class Block(nn.Module):
         return tap(layer, "mlp.out", self.mlp_down(tap(layer, "mlp.hidden", h)))
 
     def _tap_units(self, h: Tensor, tap: Tap) -> Tensor:
-        """Pass the units (B, T, d_ff) to a tap. With swiglu h is twice as wide, and its two halves
-        are passed separately."""
+        """Pass the units (B, T, d_ff) to a tap. With swiglu, `h` is twice as wide, and its two
+        halves are passed separately."""
         if self.config.activation != "swiglu":
             return tap(self.layer, "mlp.pre", h)
         gate, up = h.split(self.config.d_ff, dim=-1)
@@ -372,7 +372,7 @@ def _norm(config: GPTConfig) -> nn.Module:
 
 
 def _full_precision(x: Tensor, weight: Tensor) -> Tensor:
-    """Logits (..., V) in float32 of x (..., C) and a weight (V, C) in bfloat16 or float16.
+    """Float32 logits (..., V), computed from x (..., C) and a weight (V, C) in bfloat16 or float16.
 
     If logits were rounded to bfloat16, the two likeliest tokens would have equal logits at one
     position in a hundred. On a GPU, torch can multiply such dtypes and return float32; on a CPU it

@@ -1,11 +1,11 @@
 """LoRA: low-rank adapters for the matrices in the blocks of a GPT, whose own weights are frozen.
 
 An adapter adds two small matrices A and B to a matrix W: the result is x W' + (alpha / rank) x A'
-B'. At the start A is random and B is zero, so the adapted model computes the same as the original.
-Only A and B are trained; W has neither gradients nor optimizer state. Afterwards `merge_into` adds
-the product of A and B to W, and the model has its original shape again. A fused matrix contains
-several linear maps (`GPTConfig.maps`), and each has its own A: queries, keys and values are adapted
-separately.
+B'. At the start A is random and B is zero, so the adapted model computes the same values as the
+original. Only A and B are trained; W has neither gradients nor optimizer state. Afterwards
+`merge_into` adds the product of A and B to W, and the model has its original shape again. A fused
+matrix contains several linear maps (`GPTConfig.maps`), and each has its own A: queries, keys and
+values are adapted separately.
 
 Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (2021), without its dropout
 and without adapters for embeddings and the head. `model/training/` trains adapters,
@@ -81,7 +81,7 @@ class LoraLinear(nn.Module):
 
 def adapt(gpt: GPT, shape: LoraShape, generator: torch.Generator) -> None:
     """Freeze a GPT and add adapters to its matrices. A is drawn from `generator` with variance 1 /
-    C, B is zero."""
+    C; B is zero."""
     check_rank(gpt.config, shape)
     gpt.requires_grad_(False)
     maps = gpt.config.maps()

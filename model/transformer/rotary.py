@@ -1,11 +1,11 @@
 """Rotary positions: queries and keys are rotated by angles that grow with the position.
 
-This module computes the tables of cosines and sines, also for partly rotated heads and scaled
-angles, and applies them (`rotate`). The tables contain everything that a `GPTConfig` says about
-rotary positions, so the forward pass, the KV cache and the native code need only the tables.
-`model/transformer/gpt.py` has the learned and sinusoidal positions.
+This module computes the tables of cosines and sines, including the tables for partially rotated
+heads and scaled angles, and applies them (`rotate`). The tables contain everything that a
+`GPTConfig` says about rotary positions, so the forward pass, the KV cache and the native code need
+only the tables. `model/transformer/gpt.py` has the learned and sinusoidal positions.
 
-Sources: Su et al., RoFormer (2021); GPT-NeoX for partly rotated heads; for scaled angles the
+Sources: Su et al., RoFormer (2021); GPT-NeoX for partially rotated heads; for scaled angles the
 formulas of transformers 5, `modeling_rope_utils`, after Chen et al. (2023, linear), Llama 3.1
 (llama3) and Peng et al. (2023, yarn).
 
@@ -33,8 +33,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotary_tables(config: GPTConfig, device: torch.device) -> tuple[Tensor, Tensor]:
     """The cosines and sines (context_length, D / 2) of the angles at all positions.
 
-    The first R / 2 pairs are rotated; for yarn their values are multiplied by its attention factor.
-    The other pairs have a cosine of exactly 1 and a sine of exactly 0.
+    The first R / 2 pairs are rotated; with yarn scaling, their cosines and sines are multiplied by
+    its attention factor. The other pairs have a cosine of exactly 1 and a sine of exactly 0.
     """
     turns = angles_per_position(config, device)
     scaling = config.rope_scaling
@@ -71,8 +71,8 @@ def angles_per_position(config: GPTConfig, device: torch.device) -> Tensor:
 
 
 def _llama3(angles: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide the angles of channels that make only a few turns within the original context by the
-    factor, keep the angles of channels that make many, and interpolate in between."""
+    """Scale angles by how many turns a channel makes within the original context: with few turns,
+    divide the angle by the factor; with many turns, keep it; in between, interpolate."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     original = scaling.original_context_length
     assert low is not None
@@ -92,7 +92,7 @@ def _yarn(angles: Tensor, scaling: RopeScaling, config: GPTConfig) -> Tensor:
     assert original is not None
 
     def index(turns: float) -> float:
-        """The index of the channel that makes this many turns."""
+        """The index of the channel that makes this many turns within the original context."""
         rotations = math.log(original / (turns * 2 * math.pi))
         return config.rotary_dim * rotations / (2 * math.log(config.rope_theta))
 

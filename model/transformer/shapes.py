@@ -1,4 +1,4 @@
-"""Shapes of known architectures: GPT-2's, and the overrides that turn it into others.
+"""Shapes of known architectures: GPT-2's shape, and the overrides that turn it into other shapes.
 
 `model/training/configuration/presets.py` defines sizes and names for them.
 """
@@ -10,7 +10,8 @@ from logitd.model.transformer.config import ConfigError, GPTConfig
 
 
 def padded(vocab_size: int, multiple: int = 64) -> int:
-    """The vocabulary size rounded up to a multiple, for the tiles of matrix kernels."""
+    """The vocabulary size, rounded up to a multiple of `multiple` to suit the tiles of matrix
+    kernels."""
     return -(-vocab_size // multiple) * multiple
 
 

@@ -79,10 +79,10 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def table_elements(config: ModelConfig) -> int:
-    """Number of elements of the tables that are computed instead of stored. The tables are
-    sinusoids, or cosines and sines, and a mask of a block of queries for each size of window, whose
-    one-byte elements count as a quarter each. 0 if the owner's code computes the model, because its
-    tables are not known."""
+    """Number of elements of the tables that are computed instead of stored. The tables are the
+    sinusoids, or the cosines and sines, and for each size of window a mask for a block of queries.
+    An element of a mask takes one byte and counts as a quarter. The number is 0 if the owner's code
+    computes the model, because the tables of that code are not known."""
     if isinstance(config, CodeConfig):
         return 0
     width = {"sinusoidal": config.d_model, "rotary": config.head_dim, "learned": 0}

@@ -5,11 +5,11 @@ value of each. The stages of a model depend on its `GPTConfig`: without rotary p
 there is no `q_raw`, and with norms after the residual addition there is no `attention.norm`.
 
 The stages of a model computed by its owner's code are its submodules, under their own names. In a
-model that is served with sparse autoencoders, the features of each are a stage after the stage that
-it reads.
+model that is served with sparse autoencoders, the features of each autoencoder are a stage. It
+comes after the stage that the autoencoder reads.
 
 Axes: T tokens of the prompt; the others as in `GPTConfig`. The axis of positions comes first and is
-not listed. TransformerLens' names are those of its TransformerBridge, version 4.
+not listed. The TransformerLens names are the names that its TransformerBridge has in version 4.
 """
 
 import fnmatch
@@ -29,7 +29,7 @@ Key = tuple[int | None, str]
 """A stage of a forward pass: its block and its name in the block."""
 
 HOOK = "hook_"
-"""A part of every TransformerLens name, and of no name in STAGES."""
+"""Text that occurs in every TransformerLens name, and in no name in STAGES."""
 _IN_BLOCK = re.compile(r"blocks\.(0|[1-9][0-9]{0,5})\.(.+)")
 
 
@@ -39,7 +39,7 @@ class UnknownStage(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StageKind:
-    """A kind of stage, of which there is one in each block or one in the model.
+    """A kind of stage. There is one stage of this kind in each block, or only one in the model.
 
     name      the name without the block: "attention.q"
     axes      axes of the value at one position
@@ -71,7 +71,7 @@ class StageKind:
 @dataclass(frozen=True, slots=True)
 class Stage:
     """A stage of one model; `layer` is None for a stage outside the blocks. If the stage is the
-    output of an owner's submodule, `module` is its name."""
+    output of a submodule of the owner's code, `module` is the submodule's name."""
 
     kind: StageKind
     layer: int | None
@@ -276,7 +276,8 @@ STAGES: tuple[StageKind, ...] = (
 """All kinds of stages, in the order of the forward pass."""
 
 HEADS_FIRST = frozenset(kind.name for kind in STAGES if kind.axes[0] in ("n_head", "n_kv_head"))
-"""Stages with an axis of heads. In the forward pass it comes before the axis of positions."""
+"""Stages with an axis of heads. In the forward pass, that axis comes before the axis of
+positions."""
 
 
 LOGITS = STAGES[-1]
@@ -302,7 +303,7 @@ def stages_of(config: ModelConfig) -> tuple[Stage, ...]:
 
 
 def feature_stages(config: ModelConfig) -> dict[Key, list[Stage]]:
-    """The stages of features by the stage that their autoencoders read."""
+    """The feature stages of a model, keyed by the stage that their autoencoders read."""
     found: dict[Key, list[Stage]] = {}
     for features in config.features if isinstance(config, GPTWithFeatures) else ():
         stage = Stage(_feature_kind(features), features.layer)
@@ -324,8 +325,8 @@ def _feature_kind(features: Features) -> StageKind:
 
 @lru_cache(maxsize=8)
 def _module_stages(modules: tuple[ModuleStage, ...]) -> tuple[Stage, ...]:
-    """The submodules of an owner's model, then the logits. A submodule in a numbered list belongs
-    to the layer of the first number in its name."""
+    """The stages of a model that its owner's code computes: its submodules, then the logits. A
+    submodule in a numbered list belongs to the layer of the first number in its name."""
     stages, kinds = [], dict[StageKind, StageKind]()
     for module in modules:
         parts = module.name.split(".")
@@ -339,9 +340,9 @@ def _module_stages(modules: tuple[ModuleStage, ...]) -> tuple[Stage, ...]:
 
 @lru_cache(maxsize=8)
 def lens_stages(config: GPTConfig) -> Mapping[str, Stage]:
-    """The stages that TransformerLens names, by that name. `hook_resid_pre` of a block is the stage
-    that the block reads. Without rotary positions and QK-norm, `hook_q` and `hook_k` are the
-    queries and keys that are compared."""
+    """The stages that have a name in TransformerLens, keyed by that name. `hook_resid_pre` of a
+    block is the stage that the block reads. Without rotary positions and QK-norm, `hook_q` and
+    `hook_k` are the queries and keys whose dot products are the attention scores."""
     found: dict[str, Stage] = {}
     stages = {stage.name: stage for stage in stages_of(config)}
     for stage in stages.values():
@@ -357,9 +358,9 @@ def lens_stages(config: GPTConfig) -> Mapping[str, Stage]:
 
 
 def match_stages(patterns: Sequence[str], config: ModelConfig) -> tuple[Stage, ...]:
-    """The stages that match names or patterns (`*` for any layer: "blocks.*.attention.q"), by our
-    names or TransformerLens'. Each is returned once, in the order of the forward pass. Raises
-    UnknownStage for a pattern without a match."""
+    """The stages that match names or patterns (`*` for any layer: "blocks.*.attention.q"), given in
+    logitd's names or TransformerLens'. Each stage is returned once, in the order of the forward
+    pass. Raises UnknownStage for a pattern without a match."""
     if len(patterns) == 1 and (named := _named(patterns[0], config)) is not None:
         return (named,)
     stages = {stage.name: stage for stage in stages_of(config)}
@@ -376,8 +377,9 @@ def match_stages(patterns: Sequence[str], config: ModelConfig) -> tuple[Stage, .
 
 
 def _matching(pattern: str, names: Iterable[str], config: ModelConfig) -> list[str]:
-    """The names that match a pattern. In the names of submodules, `*` matches one part between
-    dots, because a block's name is the beginning of all its parts' names."""
+    """The names that match a pattern. In the names of submodules, `*` matches only one part between
+    dots, because the name of a block is also the beginning of the names of everything in the
+    block."""
     if not isinstance(config, CodeConfig):
         if HOOK in pattern:
             lens = lens_stages(config)

@@ -17,9 +17,9 @@ from logitd.model.transformer.stages import HEADS_FIRST, Stage, stages_of
 
 @dataclass(frozen=True, slots=True)
 class TracedStage:
-    """A stage over a whole text: the mean and the standard deviation of its finite values. `axes`
-    are the names of the axes: T for positions, and for keys in scores and probs; the others as in
-    `GPTConfig`."""
+    """A stage, computed for a whole text: the mean and the standard deviation of its finite values.
+    `axes` are the names of the axes: T for positions, and for keys in scores and probs; the others
+    as in `GPTConfig`."""
 
     name: str
     shape: tuple[int, ...]

@@ -40,7 +40,7 @@ class ValueMap(nn.Module):
 
 
 def map_values(gpt: GPT) -> None:
-    """Replace the tables of value embeddings by maps, which are zero."""
+    """Replace the tables of value embeddings with maps, which start at zero."""
     for block in gpt.blocks:
         table = getattr(block, "value_embedding", None)
         if isinstance(table, nn.Embedding):
@@ -48,7 +48,8 @@ def map_values(gpt: GPT) -> None:
 
 
 def with_tables(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Replace each map in the weights of a GPT by its table (R, W). Other weights are unchanged."""
+    """Replace each map in the weights of a GPT with its table (R, W). Other weights are
+    unchanged."""
     return dict(_tabled(name, tensor, weights) for name, tensor in weights.items())
 
 

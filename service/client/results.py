@@ -184,7 +184,7 @@ class Scores(Reply):
 
 @dataclass(frozen=True, slots=True)
 class SweptToken(NamedToken):
-    """A token whose logit is compared."""
+    """A token whose logit enters the metric."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +300,7 @@ class TargetToken(NamedToken):
 @dataclass(frozen=True, slots=True)
 class AttributedToken(NamedToken):
     """A token of the prompt, with its attribution by each requested method. Tokens after the
-    position have 0."""
+    position of the logit have an attribution of 0."""
 
     gradient_times_input: float | None = None
     integrated_gradients: float | None = None
@@ -320,8 +320,8 @@ class PathSummary:
 @dataclass(frozen=True, slots=True)
 class DirectPart:
     """`stage` is embedding, blocks.N.attention.heads (with `head`), blocks.N.attention.bias,
-    blocks.N.mlp.out, final_norm.bias or head.bias; if the model has norms after the sums, also
-    blocks.N.attention.norm.bias and blocks.N.mlp.norm.bias."""
+    blocks.N.mlp.out, final_norm.bias or head.bias; if the model has norms after the residual
+    additions, also blocks.N.attention.norm.bias and blocks.N.mlp.norm.bias."""
 
     stage: str
     head: int | None
@@ -368,7 +368,7 @@ class Attributions(Reply):
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """The sums over all parts outside the circuit."""
+    """Parts outside the circuit: the sum of their `values`, and the sum of their `attention`."""
 
     values: float
     attention: float
@@ -376,8 +376,9 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The difference when parts are set to their means over the positions, with nothing frozen. A
-    share is 0 without any part and 1 with all of them; null if there is nothing to explain."""
+    """The difference of the logits when parts are set to their means over the positions, with
+    nothing frozen. A share is 0 if all parts are set to their means and 1 if none is; null if there
+    is nothing to explain."""
 
     circuit_alone: float  # All parts outside the circuit are set to their means.
     circuit_alone_share: float | None
@@ -411,7 +412,8 @@ class CircuitNode:
 
 @dataclass(frozen=True, slots=True)
 class CircuitEdge:
-    """The weights of the edges that leave a node add up to the node's values + attention."""
+    """The weights of the edges that leave a node add up to the sum of its `values` and
+    `attention`."""
 
     source: int  # Index of a node.
     target: int | None  # Index of a node; null for the logits.

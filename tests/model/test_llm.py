@@ -255,7 +255,7 @@ def test_long_prompt_comes_in_several_pieces(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"max_tokens": 1}, "max_tokens is 3, and params sets it to 1; change"),
+        ({"max_tokens": 1}, "max_tokens is 3, but params sets it to 1; "),
         ({"max_tokens": "1"}, "max_tokens is '1'; it must be a finite number"),
         ({"max_tokens": 1, "top_p": None}, "top_p is None; it must be a finite number"),
         ({"max_tokens": 1, "logit_bias": 5}, "logit_bias is 5; it must be {token id: bias}"),
@@ -270,7 +270,7 @@ def test_wrong_params_are_refused_by_name(llm: LLM, wrong: dict[str, Any], messa
 
 def test_fields_in_the_place_of_params_are_refused(llm: LLM) -> None:
     fields: Any = {"max_tokens": 1}
-    with pytest.raises(InvalidRequest, match=r"params is .*; it must be SamplingParams"):
+    with pytest.raises(InvalidRequest, match=r"params is .*; it must be a SamplingParams object"):
         llm.generate("a", fields)
 
 

@@ -77,7 +77,7 @@ def test_failed_sequence_is_an_error(gpt: GPT) -> None:
             raise ZeroDivisionError("on purpose")
 
     engine = Engine(gpt, EngineConfig(slots=1, prefill_chunk=64), make_decoder=Failing)
-    with pytest.raises(BenchmarkError, match=r"ended by error: .*on purpose"):
+    with pytest.raises(BenchmarkError, match=r"ended with error: .*on purpose"):
         full_steps(engine, workload(1, 8).requests(1, "x"))
 
 

@@ -77,7 +77,7 @@ INTERVENTIONS: list[Row] = [
     ({**ZERO, "factor": 2}, "interventions", "'zero' takes no factor"),
     ({"stage": "embedding", "operation": "add"}, "interventions", "needs either values or from"),
     ({**SET, "values": [1.0, 2.0]}, "interventions", "shape [1, 2]; embedding takes [32]"),
-    ({**SET, "values": [[1.0], [1.0, 2.0]]}, "interventions", "lists of different lengths"),
+    ({**SET, "values": [[1.0], [1.0, 2.0]]}, "interventions", "have different lengths"),
     ({**SET, "operation": "add", "values": [1e300] * 32}, "interventions", "3.4e38"),
     ({**SET, "values": "a"}, "interventions", ".values must be a list of"),
     ({**ZERO, "positions": "x"}, "interventions", ".positions must be 'all'"),
@@ -105,7 +105,7 @@ INTERVENTIONS: list[Row] = [
     ({**ZERO, "operation": "clamp"}, "interventions", "minimum, maximum or both"),
     ({**ZERO, "operation": "clamp", "minimum": 2, "maximum": 1}, "interventions", "above maximum"),
     ({**SET, "from": {"prompt": ""}}, "interventions",
-     "the prompt of from or minus: the prompt is empty"),
+     "the prompt in from or minus cannot be computed: the prompt is empty"),
 ]  # fmt: skip
 """Interventions that cannot be carried out."""
 EVERY_LAYER = {"stage": "blocks.*.output", "operation": "scale", "factor": 1.0}
@@ -251,7 +251,7 @@ REFUSED: dict[str, list[Row]] = {
         ({"vary": {**ABLATE, "operation": "set", "values": [1.0]}}, "vary",
          "vary: values have the shape [1, 1]"),
         ({"vary": {**PATCH, "from": {"prompt": ""}}}, "vary",
-         "vary: the prompt of from or minus: the prompt is empty"),
+         "vary: the prompt in from or minus cannot be computed: the prompt is empty"),
         ({"interventions": [{**ABLATE, "heads": [0], "positions": [99]}]}, "interventions",
          "interventions[0]: positions has 99"),
         ({"vary": {**ABLATE, "positions": "generated"}}, None, "generates no tokens"),

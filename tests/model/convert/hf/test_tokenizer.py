@@ -72,7 +72,7 @@ def test_ids_are_the_librarys(pattern: str | None, special_first: bool, tmp_path
 def test_broken_conversion_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read(their_tokenizer(), tmp_path)
     monkeypatch.setattr("logitd.model.convert.hf.tokenizer.GPT2_PATTERN", r"\p{L}+")
-    with pytest.raises(ConvertError, match=r"keeps \d+ of the text's \d+ bytes"):
+    with pytest.raises(ConvertError, match=r"drops \d+ of the text's \d+ bytes"):
         read(their_tokenizer(), tmp_path)
 
 
