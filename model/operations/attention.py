@@ -69,7 +69,7 @@ ATTENTION = Operation(
     form="outputs",
     summary="Attention weights of chosen layers and heads",
     description="Causal attention weights (layers, heads, positions, tokens). Each row sums to 1; "
-    "tokens after the position have 0.\n\n"
-    "`Accept: application/x-npy` returns one prompt's array, `application/vnd.safetensors` those "
-    "of all prompts; otherwise JSON.",
+    "tokens after the position have weight 0.\n\n"
+    "`Accept: application/x-npy` returns one prompt's array, `application/vnd.safetensors` the "
+    "arrays of all prompts; otherwise JSON.",
 )

@@ -73,7 +73,7 @@ class AttributionsRequest(ComparedTokens, PromptBody):
     stages: Annotated[list[StageName], Field(min_length=1, max_length=MAX_PATTERNS)] | None = Field(
         None,
         description="Stages whose gradients are returned, by names from GET /stages; * means every "
-        "layer. The gradient is that of the target with respect to the stage's value at each "
+        "layer. Each is the gradient of the target with respect to the stage's value at each "
         "position.",
     )
     direction: Direction | None = Field(
@@ -164,7 +164,7 @@ class PromptAttributions(PromptReply):
     token: TargetToken | None = Field(description="null if the target is a direction.")
     minus: TargetToken | None
     value: float = Field(
-        description="The target: the logit of `token`, minus that of `minus` if given, or the "
+        description="The target: the logit of `token`, minus the logit of `minus` if given, or the "
         "product with the direction."
     )
     tokens: list[AttributedToken]

@@ -57,7 +57,7 @@ class CircuitRequest(ComparedTokens, PromptBody):
         ge=1,
         le=10_000,
         description="Maximum number of tokens, heads and neurons. If they do not suffice, the "
-        "circuit has those that explain most.",
+        "circuit has the parts that explain most.",
     )
     max_edges: int = Field(
         DEFAULT_EDGES,
@@ -132,7 +132,7 @@ class PromptCircuit(PromptReply):
     position: int
     token: TargetToken
     minus: TargetToken
-    difference: float = Field(description="The logit of `token` minus that of `minus`.")
+    difference: float = Field(description="The logit of `token` minus the logit of `minus`.")
     baseline: float = Field(
         description="The difference if all parts were set to their means, with everything frozen."
     )

@@ -176,7 +176,7 @@ class GenerateRequest(SamplingFields, PromptBody):
         0,
         ge=-100,
         le=100,
-        description="Requests with a lower number start earlier; equal ones start in order of "
+        description="Requests with a lower number start earlier; with equal numbers, in order of "
         "arrival.",
     )
     prefix_reuse: bool = Field(

@@ -60,6 +60,6 @@ HIDDEN_STATES = Operation(
     summary="The residual stream at chosen layers and positions",
     description="The residual stream (layers, positions, d_model). Layer 0 is the stream after the "
     "embeddings, layer i the stream after block i; the final norm is not applied.\n\n"
-    "`Accept: application/x-npy` returns one prompt's array, `application/vnd.safetensors` those "
-    "of all prompts; otherwise JSON.",
+    "`Accept: application/x-npy` returns one prompt's array, `application/vnd.safetensors` the "
+    "arrays of all prompts; otherwise JSON.",
 )

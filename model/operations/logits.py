@@ -145,5 +145,5 @@ LOGITS = Operation(
 Logits of the chosen positions: row i predicts the token after position i.
 
 `Accept: application/x-npy` returns one prompt's rows as an array (positions, columns) for
-`numpy.load`, `application/vnd.safetensors` those of all prompts; otherwise JSON.""",
+`numpy.load`, `application/vnd.safetensors` the rows of all prompts; otherwise JSON.""",
 )

@@ -186,7 +186,7 @@ class GPTConfig:
 
     vocab_size: Annotated[int, Field(ge=1, description="token ids run from 0 to vocab_size - 1")]
     padded_vocab_size: Annotated[
-        int, Field(description="rows of embedding and head; those from vocab_size on are unused")
+        int, Field(description="rows of embedding and head; rows from vocab_size on are unused")
     ]
     context_length: Annotated[
         int, Field(ge=1, description="number of positions, prompt and completion together")

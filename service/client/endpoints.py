@@ -100,8 +100,8 @@ def patch(
     over: Sequence[str] = ("layers", "positions"),
     **fields: Unpack[SweepFields],
 ) -> Call[Sweep]:
-    """Sweep over layers and positions. At each place in turn, `stage` takes its value from
-    `source`, a prompt with the same number of tokens."""
+    """Sweep over layers and positions. At each layer and position in turn, `stage` gets its value
+    from `source`, a prompt with the same number of tokens."""
     vary: Intervention = {"stage": stage, "operation": "set", "from": {"prompt": source}}
     return record("/sweep", Sweep, {"prompt": prompt, "vary": vary, "over": over, **fields})
 
@@ -124,8 +124,8 @@ def weight(
     model: str | None = None,
     step: int | None = None,
 ) -> Call[Array]:
-    """A weight, or a part of it: "3,:,0:64" has indices for each axis, in steps of 1. Head matrices
-    can be named as in TransformerLens: `blocks.0.attn.W_Q`."""
+    """A weight, or a part of it: "3,:,0:64" has an index or a range for each axis. Head matrices
+    can also be named as in TransformerLens: `blocks.0.attn.W_Q`."""
     given = {"slice": slice, "dtype": dtype, "model": model, "step": step}
     fields = {key: value for key, value in given.items() if value is not None}
     request = Request("GET", f"/weights/{quote(name, safe='')}", fields, SAFETENSORS)
@@ -133,7 +133,8 @@ def weight(
 
 
 def features(sae: str | None = None, *, model: str | None = None) -> Call[FeaturesOfModel]:
-    """The sparse autoencoders, and figures of all features of `sae` (default: the first)."""
+    """The sparse autoencoders, and statistics of every feature of `sae` (default: the first
+    one)."""
     return _get("/features", FeaturesOfModel, model, sae=sae)
 
 
@@ -278,7 +279,7 @@ def attention(  # type: ignore[overload-overlap]  # a text is a sequence of text
 def attention(prompt: ManyPrompts, **fields: Unpack[AttentionFields]) -> Call[list[Attention]]: ...
 def attention(prompt: Prompt, **fields: Unpack[AttentionFields]) -> Call[Any]:
     """Causal attention weights (layers, heads, positions, tokens). Each row sums to 1; tokens after
-    the position have 0."""
+    the position have weight 0."""
     return array("/attention", Attention, {"prompt": prompt, **fields})
 
 

@@ -339,8 +339,8 @@ class PromptAttributions(PromptResult):
     position: int
     token: TargetToken | None  # null if the target is a direction.
     minus: TargetToken | None
-    # The target: the logit of `token`, minus that of `minus` if given, or the product with the
-    # direction.
+    # The target: the logit of `token`, minus the logit of `minus` if given, or the product with
+    # the direction.
     value: float
     tokens: tuple[AttributedToken, ...]
     integrated_gradients: PathSummary | None = None
@@ -428,7 +428,7 @@ class PromptCircuit(PromptResult):
     position: int
     token: TargetToken
     minus: TargetToken
-    difference: float  # The logit of `token` minus that of `minus`.
+    difference: float  # The logit of `token` minus the logit of `minus`.
     baseline: float  # The difference if all parts were set to their means, with everything frozen.
     left_out: LeftOut
     # The explained share of difference - baseline: 1 minus left_out.values, or minus the sum of
