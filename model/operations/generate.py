@@ -176,8 +176,8 @@ class GenerateRequest(SamplingFields, PromptBody):
         0,
         ge=-100,
         le=100,
-        description="Requests with a lower number start earlier; with equal numbers, in order of "
-        "arrival.",
+        description="Requests with a lower number start earlier, and requests with the same "
+        "number in order of arrival.",
     )
     prefix_reuse: bool = Field(
         True,
