@@ -317,7 +317,7 @@ CLIENTS: dict[str, Callable[[], Checks]] = {
 
 
 BY_HAND = "Open WebUI"
-"""Client whose calls are sent by hand instead of running it."""
+"""The client that is not run: this script sends its calls instead."""
 
 
 def row(client: str, what: str, check: Callable[[], Any]) -> str:

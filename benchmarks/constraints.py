@@ -112,7 +112,7 @@ def steps(gpt: GPT, sequences: int, constraint: MatcherClock | None = None) -> t
 
 @dataclass(frozen=True)
 class Cost:
-    """Times of steps with and without constraints for all sequences."""
+    """Times of a step in which every sequence has a constraint, and of one in which none has."""
 
     sequences: int
     free_us: float
@@ -148,7 +148,8 @@ def large_tokenizer() -> Tokenizer:
 
 
 def mask_times(constraint: Constraint, tokens: int) -> list[float]:
-    """Sorted microseconds of advancing by one token and computing the mask, along random texts."""
+    """Times in microseconds, sorted, to advance by one token and compute the next mask, along
+    random texts."""
     rng, times = random.Random(0), []
     matcher = constraint.matcher()
     allowed = matcher.allowed()

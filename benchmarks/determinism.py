@@ -63,8 +63,9 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class NativePrice:
-    """A step of one sequence: medians of rounds, in seconds. `ours` and `fastest` are by kind of
-    product, over all layers; `reading` is the time for reading all weights."""
+    """Times of a step of one sequence: medians over the rounds, in seconds. `ours` and `fastest`
+    map each kind of product to its time in all layers; `reading` is the time to read all
+    weights."""
 
     step: float
     ours: dict[str, float]
@@ -80,7 +81,7 @@ class NativePrice:
 
     @property
     def bound(self) -> float:
-        """Upper bound of that cost for any kernels."""
+        """Upper bound of the cost of batch invariance in products, whatever the kernels."""
         return max(0.0, sum(self.ours.values()) - self.reading) / self.step
 
     @property
@@ -183,7 +184,6 @@ def native_price(gpt: GPT, threads: int) -> NativePrice | None:
 
 
 def in_stage(profile: Profile, stage: str) -> float:
-    """Seconds of one stage."""
     return profile.stages_us[stage] / 1e6
 
 
@@ -200,13 +200,14 @@ def workload(gpt: GPT) -> Workload:
 
 
 def prompt_length(gpt: GPT) -> int:
-    """PREFILL, or half of a smaller context, in whole blocks."""
+    """Number of prompt tokens: PREFILL, or half of the context if that is less, rounded down to
+    whole blocks."""
     return max(BLOCK, min(PREFILL, gpt.config.context_length // 2) // BLOCK * BLOCK)
 
 
 def padding_price(gpt: GPT, sequences: int) -> float:
-    """Time of a plain step with padded rows relative to one without: the median of rounds in
-    turns."""
+    """Time of a step in plain torch with padded rows, divided by the time without: the median over
+    rounds in which the two take turns."""
     as_they_are = partial(PlainDecoder, row_groups=RowGroups(1, sequences))
     ratios = []
     for _ in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""Rate of `logitd extract --logprobs` as a share of the engine's rate of prompts.
+"""Rate of `logitd extract --logprobs` as a share of the rate at which the engine computes prompts.
 
     python -m benchmarks.extraction [--checkpoint DIRECTORY] [--dtype float32] [--threads N]
 
@@ -84,8 +84,8 @@ def engine_of(loaded: LoadedModel) -> Iterator[Engine]:
 
 
 def prompts_of(loaded: LoadedModel, length: int) -> Workload:
-    """Eight prompts of `length` tokens, or as many tokens as leave room for one more if that is
-    less."""
+    """Eight prompts of `length` tokens, or shorter ones if the context has no room for one more
+    token."""
     config = loaded.checkpoint.config
     return Workload(
         batches=(SEVERAL_PROMPTS,),
@@ -183,8 +183,8 @@ def best(rounds: list[dict[str, Cost]], name: str, kind: str) -> Cost:
 
 
 def report(rounds: list[dict[str, Cost]], loaded: LoadedModel) -> dict[str, Any]:
-    """Medians of the shares of each round, and the share of the best costs of all rounds, which are
-    least disturbed by other jobs."""
+    """For each kind of prompt, the median over the rounds of the extraction's share, and its share
+    if both costs are the best of all rounds, which other jobs disturb least."""
     return {
         "surroundings": asdict(surroundings(loaded.placement)),
         "checkpoint": loaded.checkpoint.name,

@@ -52,7 +52,7 @@ STRONGEST = {
     "int8": {"llama.cpp", "openvino", "ctranslate2"},
     "int4": {"llama.cpp", "openvino"},
 }
-"""Peers, by dtype, without which the best of the others is unknown."""
+"""Peers by dtype. The best of the others is known only if all of these are measured."""
 OVER_HTTP = "bfloat16"
 """The dtype in which `logitd serve` is measured too."""
 
@@ -64,7 +64,8 @@ DECODE_OVER_OTHERS = {
     ("30m", "bfloat16", 8): 2.0,
     ("30m", "bfloat16", 32): 2.0,
 }
-"""Bounds by shape, dtype and batch; 1 for all others."""
+"""Required ratio of logitd's decode rate to the best other one, by shape, dtype and batch size; 1
+for all others."""
 
 
 # Commands
@@ -73,7 +74,7 @@ DECODE_OVER_OTHERS = {
 def commands(
     folder: Path, threads: int, pythons: Sequence[str], servers: Sequence[PeerServer]
 ) -> dict[str, list[str]]:
-    """Each command by the name of its result; `pythons` are the values of --peer-python."""
+    """Each command, keyed by the name of its result. `pythons` are the values of --peer-python."""
     batches = [str(batch) for batch in BATCHES]
     common = ["--threads", str(threads)]
     commands: dict[str, list[str]] = {}
@@ -241,12 +242,14 @@ def closed_loop_targets(result: Any, servers: Sequence[PeerServer]) -> Iterator[
 
 
 def figure(result: Any, place: str, key: str, **where: Any) -> float | None:
-    """`key` of the first row at `place` ("engine.decode") that has the values `where`."""
+    """The value of `key` in the first row at `place` ("engine.decode", for example) that has the
+    values `where`."""
     return next((row[key] for row in rows_at(result, place, where)), None)
 
 
 def rates_of(result: Any, name: str, key: str, **where: Any) -> dict[str, float]:
-    """`key` of each row of the results that has the values `where`, by the row's name."""
+    """The value of `key` in each row of the results that has the values `where`, keyed by the row's
+    `name`."""
     return {row[name]: row[key] for row in rows_at(result, "results", where)}
 
 

@@ -3,10 +3,10 @@
 `AsyncClient` parses each chunk into dataclasses, which takes Python longer than the server takes to
 write it. If both run on the same processors, that slows what is measured. Here httptools, whose
 parser is in C, parses the reply, and the tokens of an event are counted where it is received: no
-task wakes before the end of a stream. Errors are those of `AsyncClient`.
+task wakes before the end of a stream. It raises the same errors as `AsyncClient`.
 
-A `Dialect` defines the requests and events of one kind of server; `NATIVE` is that of /generate. A
-stream of any dialect ends in `[DONE]`.
+A `Dialect` defines the requests and events of one kind of server; `NATIVE` is the dialect of
+/generate. A stream of any dialect ends in `[DONE]`.
 
 TLS, proxies and retries are not supported. For a server on another machine, use `AsyncClient`,
 which then takes no time from the server.
@@ -81,7 +81,8 @@ NATIVE: Dialect = _Native()
 
 class RawClient:
     """Sends requests to the server at a `http://` URL, with the API key of LOGITD_API_KEY if there
-    is one. An `Ask` of `benchmarks/streams.py`. Use it in one event loop; `close` ends it."""
+    is one. It is an `Ask` of `benchmarks/streams.py`. Use it in a single event loop, and `close` it
+    at the end."""
 
     def __init__(self, url: str, dialect: Dialect = NATIVE) -> None:
         self._settings = settings_of(url)

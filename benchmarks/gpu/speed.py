@@ -1,4 +1,6 @@
-"""Speed: the limits of a device, `logitd serve` under a closed loop, and `logitd train`."""
+"""Speed: the limits of a device, `logitd serve` with clients in a closed loop, and `logitd
+train`.
+"""
 
 import asyncio
 import json
@@ -38,15 +40,16 @@ from logitd.model.transformer.gpt import GPT
 
 ROOT = Path(__file__).parents[2]
 STEPS = ((1, 300), (8, 300), (32, 300), (128, 300), (256, 300), (256, 500), (256, 900))
-"""Rows of a step and their position."""
+"""Numbers of rows of a step, each with the position of the rows."""
 ROUNDS, REPLAYS = 3, 50
 CLIENTS = (1, 8, 32, 128)
 TINY_MODEL = ("--n-layer=1", "--n-head=2", "--d-model=32", "--context-length=64", "--batch-size=2",
               "--accumulate=1", "--eval-batches=1", "--compile=off", "--threads=1")  # fmt: skip
 SET_UP_SECONDS = 60.0
-"""Time of a training run beyond its minutes: text, compilation and the last checkpoint."""
+"""Seconds that a training run takes in addition to its training time: for reading the text, for
+compiling, and for the last checkpoint."""
 GRACE_SECONDS = 20.0
-"""Time for a training run to end after the signal to stop."""
+"""Seconds for a training run to end after the signal to stop."""
 
 
 def machine(setting: Setting) -> Iterator[Finding]:
@@ -60,7 +63,7 @@ def machine(setting: Setting) -> Iterator[Finding]:
 
 def steps(setting: Setting) -> Iterator[Finding]:
     """A decode step with greedy sampling, on the device alone and driven by the engine. `limit` is
-    the share of the speed at which memory can be read."""
+    the rate at which the step reads memory, as a share of the device's best rate."""
     placement = choose_placement(setting.device, "bfloat16")
     sizes = {"nbytes": 2**24, "width": 256} if setting.tiny else {}
     memory_rate = measure_machine(placement, **sizes).read_bandwidth
@@ -170,7 +173,7 @@ def served(setting: Setting) -> Iterator[Finding]:
 
 def trained(setting: Setting) -> Iterator[Finding]:
     """`logitd train --preset gpt2-124m` with a vocabulary of GPT-2's size that needs no download.
-    Rates are those of the second half of the run, which does not compile."""
+    Rates are measured in the second half of the run, in which nothing is compiled."""
     with tempfile.TemporaryDirectory(prefix="logitd-gpu-") as folder:
         model, run = Path(folder) / "model", Path(folder) / "run"
         save_synthetic(model, config_of(SHAPES["small" if setting.tiny else "124m"]))

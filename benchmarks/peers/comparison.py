@@ -37,35 +37,37 @@ MODULES = {
     "ctranslate2": "ctranslate2_generator",
 }
 BY_NAME = {"transformers-continuous"}
-"""Peers that are measured only if they are named, because prompts of 32 sequences take long."""
+"""Peers that are measured only if they are named, because the prompts of 32 sequences take them a
+long time."""
 FOREIGN = {"llama.cpp", "openvino", "ctranslate2"}
-"""Peers that run in the interpreter of --peer-python."""
+"""Peers that run in the interpreter given by --peer-python."""
 FROM_HUGGINGFACE = {"openvino", "ctranslate2"}
 """Peers that read the folder in Hugging Face's format."""
 NOT_QUANTIZED = {"torch", "transformers", "transformers-continuous"}
-"""Peers without int8 and int4, for which they would need more packages."""
+"""Peers that are not measured in int8 and int4, because they would need more packages."""
 QUANTIZED = ("int8", "int4")
 LIMITS = {
     "gpt2": {"float32": 0.005, "bfloat16": 0.03, "int8": 0.05, "int4": 0.2},
     "llama": {"float32": 0.01, "bfloat16": 0.03, "int8": 0.12, "int4": 0.4},
 }
 """Tolerance of a peer's log-probabilities (`contract.disagreement`). In float32 llama.cpp is the
-least exact: its flash attention rounds to float16, and its GELU is a float16 table. int4
-changes random weights so much that only gross errors show; its code is that of int8."""
+least exact: its flash attention rounds to float16, and its GELU is a float16 table. int4 changes
+random weights so much that only gross errors show, but it shares its code with int8."""
 DTYPES = tuple(LIMITS["gpt2"])
 SHARPER = {"learned": 3.0, "rotary": 1.5}
-"""Factor by which queries, keys and values exceed those of a new model."""
+"""Factor by which the weights of queries, keys and values are larger than in a new model."""
 CALMER = 0.2
-"""Factor of the outputs of a Llama's blocks. Without this and SHARPER, 24 layers of random numbers
-amplify any rounding to a different completion (0.5 in bfloat16). With them "llama-416m" is off by
-0.009 in bfloat16 and 0.036 in 8 bits, but rotary channels in the wrong order still by 0.28."""
+"""Factor that scales down the outputs of a Llama's blocks. Without SHARPER and CALMER, 24 layers of
+random weights amplify any rounding until the logprobs differ completely (by 0.5 in bfloat16). With
+both, "llama-416m" is off by 0.009 in bfloat16 and by 0.036 in 8 bits, but rotary channels in the
+wrong order are still off by 0.28."""
 CHECKED = 1024
-"""Maximum number of prompt ids on which peers are checked: the plain forward pass has no cache and
-needs memory."""
+"""Maximum number of prompt ids on which peers are checked. The plain forward pass has no cache and
+needs much memory for long prompts."""
 WARM_UP = 4
 """Number of steps at the start of each round that are not counted."""
 MOST_TIMES = 4
-"""Maximum number of rounds, as a multiple of the rounds of the largest batch."""
+"""Maximum number of rounds, as a multiple of the number of rounds with the largest batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +142,7 @@ class Comparison:
         self._disagreements: dict[str, float] = {}
 
     def start(self, closing: ExitStack, ids: list[int], expected: NDArray[np.float64]) -> None:
-        """Load the peers, and check whether they compute the same."""
+        """Load the peers, and check that their logprobs agree with the plain forward pass."""
         for name in self._plan.peers:
             if self._dtype in QUANTIZED and name in NOT_QUANTIZED:
                 continue

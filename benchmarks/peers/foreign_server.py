@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 
 READY_SECONDS, LOOK_SECONDS, END_SECONDS = 900.0, 0.2, 20.0
-"""Limit of a start, for which vLLM compiles its model; pause between two checks; limit of an
-end."""
+"""In seconds: time limit of a start, in which vLLM compiles its model; pause between two checks
+whether the server is ready; time limit for the server to end."""
 
 
 class ServerMissing(Exception):

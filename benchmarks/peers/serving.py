@@ -2,11 +2,11 @@
 
     python -m benchmarks.peers.serving [--shape 124m|30m] [--threads N] [--peer-python PYTHON]
 
-Only one server runs at a time, in a separate process, all with the same number of threads. A client
-in this process requests the same batches of streams from each, all streams of a batch together. All
-servers draw at temperature 1 from the whole vocabulary, and only its length ends a completion.
-Every token is counted. A stream with a number of tokens other than requested is an error, and its
-server gets no figures.
+One server runs at a time, in a separate process. All get the same number of threads. A client in
+this process requests the same batches of streams from each, all streams of a batch together. All
+servers draw at temperature 1 from the whole vocabulary, and a completion ends only at its maximum
+length. Every token is counted. A stream with a number of tokens other than requested is an error,
+and its server gets no figures.
 
 tokens/s   rate while all streams of a batch decode; empty if they never all decode at once, as with
            `transformers serve` by itself, which handles requests one after the other
