@@ -6,7 +6,8 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A GPT-2: heads share the width, the feed-forward is four times as wide, the head is tied.
+    """A GPT-2: the attention heads share the width, the feed-forward is four times as wide, the
+    output head is tied.
 
     family     "llama" instead: RMSNorm, rotary positions, SwiGLU, no biases; the head is tied too
     n_kv_head  heads of keys and values; None: as many as query heads

@@ -64,7 +64,8 @@ class Result:
 
 
 def load(shape: str, dtype: torch.dtype) -> tuple[GPT, Tokenizer | None]:
-    """A model and its vocabulary; None for a synthetic model, whose vocabulary has no meaning."""
+    """A model and its vocabulary. The vocabulary is None for a synthetic model, because it has no
+    meaning there."""
     tokenizer = None if shape in SHAPES else read_checkpoint(Path(shape)).tokenizer
     return load_gpt(shape, dtype), tokenizer
 
@@ -133,7 +134,8 @@ def run_in_turns(
 
 
 def compare(gpt: GPT, text: Text, rounds: int, threads: int) -> dict[str, Any]:
-    """Medians of the rounds and of the ratios within each round. The order alternates."""
+    """Medians over the rounds, and medians of the ratios within each round. The two engines swap
+    their order after every round."""
     measured: list[dict[Speculation, Result]] = []
     order: list[Speculation] = ["none", "ngram"]
     for _ in range(rounds + 1):

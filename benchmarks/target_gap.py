@@ -41,8 +41,8 @@ from logitd.model.transformer.gpt import GPT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Number of concurrent clients, and number of counted requests of each. With fewer slots than
-    clients, some clients wait."""
+    """Number of concurrent clients, and number of counted requests per client. With fewer slots
+    than clients, some clients wait."""
 
     clients: int
     slots: int
@@ -93,7 +93,8 @@ class Loop:
         self.engine.add(GenerationRequest(request_id=name, token_ids=prompt, params=params))
 
     def run(self) -> float:
-        """Run until every client has had its counted requests. Returns their total seconds."""
+        """Run until all clients together have had their counted requests. Returns the seconds from
+        the start of counting to the end."""
         clients, tokens = self.question.clients, self.question.tokens
         self.ended = [0] * clients
         for client in range(clients):

@@ -2,8 +2,8 @@
 
     python -m benchmarks.trade_off RESULTS.json CHART.svg
 
-The last line of RESULTS.json is the JSON of a run; each of its rows is a point. Color shows the
-target, shape the load, and area is proportional to tokens per second.
+The last line of RESULTS.json is the JSON of a run; each of its rows is a point. The color of a
+point shows the target, its shape shows the load, and its area is proportional to tokens per second.
 """
 
 import json

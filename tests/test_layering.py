@@ -258,8 +258,8 @@ def room_of(name: str) -> str:
 
 
 def may_import(room: str, target: str) -> bool:
-    """True if a room may import a module. A room within an earlier one is above it, such as
-    `service.api.openai` above `service.api`."""
+    """True if a room may import a module. If a room contains another, the inner one may be listed
+    later, as `service.api.openai` is after `service.api`; then the outer one must not import it."""
     above = ORDER.get(room_of(target), -1) > ORDER.get(room, len(ORDER))
     return inside(target, ROOMS.get(room, set()) | {room}) and not above
 
@@ -365,8 +365,8 @@ def test_rule_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_serving_loads_no_pickle() -> None:
-    """Loading executes no code: only the trainer and the import of foreign files call torch.load,
-    for weights alone."""
+    """Loading executes no code: torch.load is called only by the trainer and by the import of
+    foreign files, and only for weights."""
     for path in sorted([*(ROOT / "model").rglob("*.py"), *(ROOT / "service").rglob("*.py")]):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":

@@ -35,7 +35,7 @@ MARK = "MARK_OF_A_TEST"
 TOKENS = 2500
 LONG = {"prompt": "a", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
 START_SECONDS = 120.0
-"""Limit; Ray's processes import their modules one after another."""
+"""Time limit of a start. Ray's processes import their modules one after another."""
 
 
 class OnRay:

@@ -50,7 +50,7 @@ def expected(run: Path, step: int) -> list[int]:
 
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[ForkedProcess]:
-    """A training that has saved its first checkpoint."""
+    """A training run that has saved its first checkpoint."""
     process = train(tmp_path, 100_000)
     try:
         eventually(lambda: (tmp_path / "run" / "latest" / "config.json").exists())

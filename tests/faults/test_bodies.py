@@ -56,7 +56,8 @@ ANSWERS = {200, 400, 504}
 """Accepted statuses; 504 is the request's own timeout."""
 
 LONGEST_PAUSE = 1.0
-"""Limit in seconds for another client on a busy machine; an idle one takes tens of ms."""
+"""Longest time in seconds that another client may wait on a busy machine. On an idle machine it
+waits tens of milliseconds."""
 ASKS = """
 import http.client, select, sys, time
 asks = http.client.HTTPConnection(sys.argv[1], timeout=30)

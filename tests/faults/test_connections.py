@@ -30,7 +30,7 @@ ENDLESS = {
     "trailers": (CHUNKED + b"1\r\n{\r\n0\r\n", b"X-A: " + b"b" * 59 + b"\r\n"),
 }
 LARGE = {"prompt": [[5] * 1000], "max_tokens": 1, "prompt_logprobs": 160}
-"""A reply of 12 MB in one piece."""
+"""A request whose reply is written in one piece of 12 MB."""
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_unread_replies_are_dropped_with_their_memory(checkpoint: str) -> None:
 
 
 def _sockets(server: ServedProcess) -> int:
-    """Open sockets of the server's process by /proc."""
+    """Open sockets of the server's process, according to /proc."""
     targets = []
     for link in Path(f"/proc/{server.process.pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # it was closed in the meantime

@@ -19,8 +19,9 @@ from tests.profiles import examples
 
 HERE = Path(__file__).parent
 BEYOND_A_SCHEMA = "positive_data_acceptance"
-"""The check that every body that fits the schema is accepted. A schema cannot state which ids a
-vocabulary has, that a prompt fits the context, or that a checkpoint has a chat template."""
+"""The check that is left out: that every body that fits the schema is accepted. A schema cannot
+state which ids a vocabulary has, that a prompt fits the context, or that a checkpoint has a chat
+template."""
 KEY = "a-key-for-the-fuzzer"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 

@@ -23,7 +23,7 @@ POSITIONS = 1024
 PIECE = 32 * 1024
 """Bytes per read of a slow reader."""
 LONGEST = 10.0
-"""Seconds in which an idle server returns four tokens."""
+"""Maximum time, in seconds, for an idle server to return four tokens."""
 
 
 def test_slow_readers_take_no_slot_from_others(tmp_path: Path) -> None:

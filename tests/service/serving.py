@@ -47,7 +47,7 @@ Checkpoints = Path | Mapping[str, Path]
 
 
 DOCUMENTS: dict[tuple[bool, tuple[str, ...]], dict[str, Any]] = {}
-"""OpenAPI documents by their keys: True with API keys, and the public paths."""
+"""OpenAPI documents. A key has True if API keys are set, and the public paths."""
 
 
 class Serving:

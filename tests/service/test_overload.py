@@ -55,7 +55,8 @@ LARGE: dict[str, tuple[Any, int]] = {
         11 * 257,
     ),
 }
-"""Small requests for more elements than ELEMENTS_LEFT, and their number."""
+"""Small requests, each with the number of elements that it needs, which is more than
+ELEMENTS_LEFT."""
 
 
 @pytest.fixture

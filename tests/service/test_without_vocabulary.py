@@ -37,7 +37,7 @@ def ids(path: Path) -> Iterator[Serving]:
 
 
 def without_text(value: Any) -> Any:
-    """A reply without texts of tokens, times and ids of replies."""
+    """A reply without times, without ids of replies, and without the texts of tokens."""
     if isinstance(value, dict):
         left_out = {"id", "created", "timings", "checkpoint", "model", "text", "bytes",
                     "bits_per_byte", "cached_tokens"}  # fmt: skip

@@ -98,7 +98,8 @@ class ScriptedServer:
 
 @contextmanager
 def scripted(*scripts: Script | bytes) -> Iterator[ScriptedServer]:
-    """Run a server with these replies, in order. After bytes the connection stays open."""
+    """Run a server with these replies, in order. After a reply given as bytes, the connection stays
+    open."""
     server = ScriptedServer([Script(one) if isinstance(one, bytes) else one for one in scripts])
     try:
         yield server

@@ -28,7 +28,7 @@ def settings(
 
 
 def exchange(request: Request = GET, tries: int = 1, **options: Any) -> Exchange:
-    """Run a call as if after this many tries."""
+    """Prepare a call as if it had been tried this many times."""
     one = Exchange(settings(**options), request)
     with httpx.Client(verify=False) as http:  # reads no certificates: nothing is sent
         for _ in range(tries):

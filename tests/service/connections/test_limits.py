@@ -34,7 +34,7 @@ GET = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 @pytest.fixture
 def descriptors() -> Iterator[None]:
-    """Restores the limit of this process."""
+    """Restore this process's limit of descriptors after the test."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, before)

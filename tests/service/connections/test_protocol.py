@@ -35,7 +35,7 @@ LARGE: tuple[str, Any] = ("/detokenize", {"tokens": [END_OF_TEXT_ID] * 2**17})
 WINDOW = 256 * 1024
 """Size in bytes of a slow reader's reads."""
 TIMEOUT = 0.7
-"""Time limit in seconds of the server with short limits."""
+"""Every time limit of `hurried`, in seconds."""
 ENDLESS = {
     "header lines": (b"GET / HTTP/1.1\r\n", b"X-A: " + b"b" * 40 + b"\r\n"),
     "a header's value": (b"GET / HTTP/1.1\r\nX-A: ", b"b" * 100),
@@ -251,7 +251,7 @@ def test_refusal_waits_for_its_turn(speller: Serving) -> None:
 def test_half_closed_connection_counts_as_disconnected(
     speller: Serving, ahead: int, closes: bool
 ) -> None:
-    """The server notices it even after it has stopped reading because of pipelined requests."""
+    """The server notices it even if it has stopped reading because of pipelined requests."""
     server = speller
     before = server.finished("abort")
     with server.connect() as raw:

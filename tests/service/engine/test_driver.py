@@ -1,5 +1,6 @@
-"""EngineDriver and StepThread: the order of a step, and turns of several engines. A driver's
-results are tested with the engine and with `AsyncEngine`."""
+"""EngineDriver and StepThread: the order of the work within a step, and several engines that take
+turns. A driver's results are tested with the engine and with `AsyncEngine`.
+"""
 
 import threading
 from collections.abc import Callable

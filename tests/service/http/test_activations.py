@@ -144,8 +144,8 @@ def test_star_changes_each_layer(server: Serving) -> None:
 
 
 def test_setting_another_prompts_stream_continues_its_forward(server: Serving) -> None:
-    """With a layer's whole stream from another prompt, the rest of the forward is that prompt's;
-    with one position of it, only that position and later ones change."""
+    """If a layer's whole stream comes from another prompt, the rest of the forward pass is that of
+    the other prompt. If a single position does, only that position and later ones change."""
     other = npy(server, "/logits", prompt=OTHER, positions="all")
     patch = {"stage": "blocks.0.output", "operation": "set", "from": {"prompt": OTHER}}
     close(npy(server, "/logits", positions="all", interventions=[patch]), other)
@@ -206,8 +206,8 @@ def test_values_count_in_the_queue(checkpoint_path: Path) -> None:
 
 
 def test_direction_between_prompts_equals_its_numbers(server: Serving) -> None:
-    """A direction read from two prompts, at every layer, compared with the same direction as
-    numbers."""
+    """A direction read from two prompts, at every layer, has the same effect as the same direction
+    given as numbers."""
     stages = ["blocks.*.output"]
 
     def values(prompt: str, *interventions: Any) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""POST /attributions: the model's values, next to other requests; it can end at any moment."""
+"""POST /attributions: the values equal the model's, even next to other requests, and a request can
+end at any moment.
+"""
 
 import re
 from contextlib import closing
@@ -36,7 +38,8 @@ def attributions(server: Serving, **fields: Any) -> list[PromptAttributions]:
 
 
 def same(ours: float | None, theirs: float) -> None:
-    """The server's number of threads may differ from the test's, and so may the bits."""
+    """Compare up to rounding, because the server may have another number of threads than the
+    test."""
     assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Requests that look inside a model, next to seeded text: each has the bits that it has alone."""
+"""Requests that look inside a model, next to seeded text: each returns the same bits as alone."""
 
 import json
 from collections.abc import Iterator

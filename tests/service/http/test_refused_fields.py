@@ -354,7 +354,8 @@ SERVED_ALONE: dict[str, list[Row]] = {
     "attributions": [({"prompt": ["x"] * 65}, "prompt", "65 sequences")],
     "circuit": [({"prompt": ["x"] * 65}, "prompt", "65 sequences")],
 }
-"""Fields that depend on how the reply is sent, and numbers that only a queue limits."""
+"""Rows that only a server refuses: fields that depend on how the reply is sent, and numbers that
+only a queue limits."""
 NOT_NPY: list[tuple[str, dict[str, Any], str, str]] = [
     ("logits", {"prompt": ["a", "b"]}, "prompt", "2 prompts"),
     ("logits", {"top_k": 3}, "top_k", "cannot be used with top_k"),
@@ -452,7 +453,7 @@ def test_intervention_is_named_by_its_place(server: Serving) -> None:
 def test_intervention_that_makes_logits_infinite_is_named(
     server: Serving, llm: LLM, name: str
 ) -> None:
-    """It was once a 500, and later /probs and /score answered with false ranks."""
+    """Such a request once got a 500. Later, /probs and /score answered it with false ranks."""
     blown: Any = {"interventions": [{**EVERY_LAYER, "factor": 1e30}]}
     error = server.refused(f"/{name}", {**SMALLEST[name], **blown})
     assert (error.param, error.code) == ("interventions", "intervention_failed")

@@ -142,7 +142,8 @@ def test_reload_without_a_name_serves_the_best(
 
 
 def test_reload_keeps_the_served_name(tmp_path: Path) -> None:
-    """Only `checkpoint` of a reply changes, so clients that send `model` are answered."""
+    """Only the `checkpoint` of a reply changes, so clients that send the old name as `model` are
+    still answered."""
     for step, name in enumerate(("first", "second"), start=1):
         save_tiny_checkpoint(tmp_path / name, tiny_gpt(seed=step))
     with serving(tmp_path / "first", admin_key=ADMIN) as server:

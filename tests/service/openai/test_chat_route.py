@@ -1,4 +1,6 @@
-"""POST /v1/chat/completions: the checkpoint's template, OpenAI's format and /generate."""
+"""POST /v1/chat/completions: the checkpoint's template, and OpenAI's format, with the values of
+/generate.
+"""
 
 import json
 from collections.abc import Iterator, Sequence

@@ -27,7 +27,8 @@ from tests.service.serving import client, serving
 from tests.zygote import completed
 
 ODD_NAME = "模型 [bold]"
-"""A directory's name beyond ASCII, with markup of the banner's library."""
+"""A directory's name with characters beyond ASCII, and with markup of the library that draws the
+banner."""
 
 
 @pytest.fixture(scope="module")
