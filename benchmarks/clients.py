@@ -45,7 +45,7 @@ Checks = Iterator[tuple[str, Callable[[], Any]]]
 
 
 def schema_of(pydantic: Any) -> Any:
-    """A pydantic model with two fields, as users write one."""
+    """A pydantic model with two fields, such as users write."""
     return pydantic.create_model("Item", name=(str, ...), count=(int, ...))
 
 
@@ -397,7 +397,9 @@ def main() -> None:
         return
     pythons = sys.argv[1:]
     if not pythons:
-        raise SystemExit("usage: python benchmarks/clients.py PYTHON ...  (each has some clients)")
+        raise SystemExit(
+            "usage: python benchmarks/clients.py PYTHON ...  (each with clients installed)"
+        )
     missing = set(CLIENTS).difference(*map(installed, pythons))
     print("| client | what | result |\n|---|---|---|", flush=True)
     with server() as url:

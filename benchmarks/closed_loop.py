@@ -231,7 +231,9 @@ def tokens_after(event: Any, came: int, prompt: int) -> int:
     usage = event.get("usage")
     if usage is not None:
         if usage.get("prompt_tokens", prompt) != prompt:
-            raise StreamFailed("Miscounted", f"{prompt} tokens were sent: {usage}")
+            raise StreamFailed(
+                "Miscounted", f"{prompt} prompt tokens were sent, but usage is {usage}"
+            )
         return int(usage["completion_tokens"])
     if "timings" in event:
         return int(event["timings"]["predicted_n"])

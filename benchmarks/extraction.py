@@ -60,7 +60,8 @@ class Stopwatch:
 
 
 def write_text(folder: Path, tokens: int) -> Path:
-    """Write whole sources of Python's library as JSON lines, about `tokens` tokens in total."""
+    """Write whole source files of Python's standard library as JSON lines, about `tokens` tokens in
+    total."""
     path, left = folder / "text.jsonl", tokens * BYTES_PER_TOKEN
     with path.open("w", encoding="utf-8") as file:
         for document in open_text(["builtin:python"]).documents:
@@ -84,8 +85,8 @@ def engine_of(loaded: LoadedModel) -> Iterator[Engine]:
 
 
 def prompts_of(loaded: LoadedModel, length: int) -> Workload:
-    """Eight prompts of `length` tokens, or shorter ones if the context has no room for one more
-    token."""
+    """Eight prompts of `length` tokens each, shortened if needed so that the context has room for
+    one more token."""
     config = loaded.checkpoint.config
     return Workload(
         batches=(SEVERAL_PROMPTS,),
@@ -183,8 +184,8 @@ def best(rounds: list[dict[str, Cost]], name: str, kind: str) -> Cost:
 
 
 def report(rounds: list[dict[str, Cost]], loaded: LoadedModel) -> dict[str, Any]:
-    """For each kind of prompt, the median over the rounds of the extraction's share, and its share
-    if both costs are the best of all rounds, which other jobs disturb least."""
+    """For each kind of prompt: the median over the rounds of the extraction's share, and the share
+    computed from the best costs of all rounds, which other jobs disturb least."""
     return {
         "surroundings": asdict(surroundings(loaded.placement)),
         "checkpoint": loaded.checkpoint.name,

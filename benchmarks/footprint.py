@@ -31,7 +31,7 @@ from logitd.model.inference.options import Quantization
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 ASKED = 4
-"""Number of requests of each kind before memory is measured."""
+"""Number of requests of each kind that are sent before memory is measured."""
 
 
 def resident(pid: int) -> int:

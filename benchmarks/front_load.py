@@ -100,7 +100,8 @@ def _prompts() -> Iterator[Sequence[int]]:
 
 
 def processor_seconds(processes: Sequence[int]) -> float:
-    """Processor seconds of the processes so far; the kernel counts hundredths."""
+    """Processor seconds of the processes so far, in steps of 0.01 s, because the kernel counts
+    hundredths."""
     ticks = 0
     for pid in processes:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()

@@ -64,8 +64,8 @@ class Result:
 
 
 def load(shape: str, dtype: torch.dtype) -> tuple[GPT, Tokenizer | None]:
-    """A model and its vocabulary. The vocabulary is None for a synthetic model, because it has no
-    meaning there."""
+    """A model and its vocabulary. The vocabulary of a synthetic model has no meaning, so None takes
+    its place."""
     tokenizer = None if shape in SHAPES else read_checkpoint(Path(shape)).tokenizer
     return load_gpt(shape, dtype), tokenizer
 
@@ -85,8 +85,8 @@ def texts(gpt: GPT, tokenizer: Tokenizer | None, batch: int) -> list[Text]:
 
 
 class Run:
-    """An engine that answers all prompts of a text. Its time is that of the steps after the first
-    tokens."""
+    """An engine that answers all prompts of a text. Only the steps after the first tokens are
+    timed."""
 
     def __init__(self, gpt: GPT, text: Text, speculate: Speculation, threads: int) -> None:
         path = choose_decode_path(gpt, ComputeOptions(kernels="native"), threads=threads)

@@ -174,12 +174,14 @@ def check(finished: Iterable[Finished]) -> None:
         asked = 60 * run.minutes
         allowed = SAME_SECONDS * asked + outcome.seconds / max(1, outcome.steps)
         if not asked <= outcome.seconds <= asked + allowed:
-            raise SystemExit(f"{run} took {outcome.seconds:.1f} s of {asked:.1f}")
+            raise SystemExit(f"{run} took {outcome.seconds:.1f} s instead of {asked:.1f} s")
     if len({outcome.threads for _, outcome in finished}) > 1:
         raise SystemExit("not all runs had the same threads")
     same = {outcome.matrices for run, outcome in finished if run.side != "nanogpt smaller"}
     if len(same) > 1:
-        raise SystemExit(f"the block matrices are not equal: {sorted(same)} numbers")
+        raise SystemExit(
+            f"the runs differ in the parameters of their block matrices: {sorted(same)}"
+        )
 
 
 def summary(finished: Sequence[Finished], default: Sequence[Finished]) -> dict[str, Any]:

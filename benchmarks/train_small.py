@@ -57,7 +57,7 @@ def configuration(side: str, asked: TrainingConfig, choice: Choice) -> TrainingC
 def of_passes(side: str, asked: TrainingConfig, size: int, passes: float) -> TrainingConfig:
     """The settings of a side with one size, with as many steps as `long` needs for `passes`."""
     if side == "nanogpt-char":
-        raise SystemExit("nanogpt-char has a fixed size: compare it by --minutes")
+        raise SystemExit("nanogpt-char has a fixed size: compare it with --minutes")
     chosen = SIZES[size]
     train_bytes = (1 - resolve(asked).recipe.val_fraction) * open_text(asked.data).count_bytes(
         math.inf

@@ -103,8 +103,8 @@ def block_matrices(config: GPTConfig) -> int:
 
 
 def measured_here(config: TrainingConfig) -> Choice:
-    """The size that this machine can train in all minutes of a configuration, assuming that the
-    text is long."""
+    """The size that this machine can train in the configured minutes, assuming that the text is
+    long."""
     return measure_machine(resolve(config), _placement(config), 60 * (config.minutes or 0.0))
 
 

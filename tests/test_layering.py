@@ -234,7 +234,8 @@ def modules(package: str) -> Iterator[tuple[str, set[str]]]:
 
 @cache  # several tests read all modules
 def imports(source: str) -> set[str]:
-    """Imports of a source, also within functions, with imported names as `module.name`."""
+    """Imports of a source, including those within functions, with imported names as
+    `module.name`."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -258,8 +259,8 @@ def room_of(name: str) -> str:
 
 
 def may_import(room: str, target: str) -> bool:
-    """True if a room may import a module. If a room contains another, the inner one may be listed
-    later, as `service.api.openai` is after `service.api`; then the outer one must not import it."""
+    """True if a room may import a module. No room may import a later one, even inside a room that
+    it may import: `model.sae.training` inside `model.sae`, for example."""
     above = ORDER.get(room_of(target), -1) > ORDER.get(room, len(ORDER))
     return inside(target, ROOMS.get(room, set()) | {room}) and not above
 

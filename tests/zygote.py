@@ -31,7 +31,7 @@ USED = (
     "httptools", "matplotlib.figure", "rustbpe", "uvicorn.lifespan.on", "uvicorn.loops.uvloop",
     "uvicorn.protocols.http.httptools_impl",
 )  # fmt: skip
-"""Modules that these commands import when they begin to work."""
+"""Modules that the commands import only when they begin to work."""
 PRELOADED = "tests.preloaded"
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([PRELOADED])

@@ -94,7 +94,7 @@ def read_times(path: str) -> StepTimes:
     except OSError as error:
         raise ArgumentTypeError(f"{path} cannot be read: {error.strerror}") from error
     except (LookupError, TypeError, ValueError) as error:
-        raise ArgumentTypeError(f"{path} is not the last line of `logitd bench`") from error
+        raise ArgumentTypeError(f"{path} does not hold the last line of `logitd bench`") from error
 
 
 def summary(outcome: Outcome) -> dict[str, float]:

@@ -137,7 +137,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def served(setting: Setting) -> Iterator[Finding]:
-    """Measure a server with random weights under clients that send a request after each reply."""
+    """Measure a server with random weights, under load from clients that send a request after each
+    reply."""
     name, prompt, tokens = ("small", 16, 16) if setting.tiny else ("124m", 256, 128)
     seconds, warm_up = (1.0, 0.5) if setting.tiny else (10.0, 5.0)
     question = Question(
@@ -195,7 +196,7 @@ def trained(setting: Setting) -> Iterator[Finding]:
         lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
         steps = [record for line in lines if (record := json.loads(line))["kind"] == "train"]
         if not steps:
-            raise RuntimeError(f"the trainer made no step: {said.read_text(errors='replace')}")
+            raise RuntimeError(f"the trainer completed no step: {said.read_text(errors='replace')}")
         second_half = steps[len(steps) // 2 :]
         rates = {
             name: statistics.median(record[key] for record in second_half)

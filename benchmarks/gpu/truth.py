@@ -83,9 +83,9 @@ def greedy(setting: Setting) -> Iterator[Finding]:
 
 
 def recorded(setting: Setting) -> Iterator[Finding]:
-    """Check that steps recorded as graphs return the same results as steps that are not recorded.
-    Requests arrive and are aborted at any time, so rows, slots and lengths change and slots are
-    reused."""
+    """Check that steps recorded as CUDA graphs return the same results as steps that are not
+    recorded. Requests arrive and are aborted at any time, so rows, slots and lengths change and
+    slots are reused."""
     asked = requests(setting, (*SAMPLED, *PROCESSED))
     directly = partial(tested, stream=DirectStream())
     drafts: Speculation

@@ -156,7 +156,7 @@ class Comparison:
             limit = LIMITS[self._plan.shape.family][self._dtype]
             if not distance <= limit:
                 raise SystemExit(
-                    f"{name} computes something different: off by {distance:.2g}, {limit=}"
+                    f"{name} disagrees with the plain forward pass: off by {distance:.2g}, {limit=}"
                 )
             self._processes[name] = process
             self._disagreements[name] = distance

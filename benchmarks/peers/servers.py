@@ -2,7 +2,7 @@
 
 A server is named as `vllm:bfloat16=PYTHON` or `llama-server:int8=BINARY`. Both get as many slots as
 there are clients, as many threads as logitd, and otherwise their own defaults; llama-server gets
-flash attention, and a cache that just holds the positions of all streams.
+flash attention, and a cache just large enough for all streams.
 
 vLLM computes on a CPU in float32 and bfloat16; 8 and 4 bits would need weights quantized by other
 programs, and are not measured. It gets 4 GiB for keys and values.
@@ -46,11 +46,11 @@ class PeerServer:
         kind, colon, dtype = name.partition(":")
         if kind not in DTYPES or not program:
             raise ValueError(
-                f"{option!r} is not a server: write {' or '.join(DTYPES)}, and =PROGRAM"
+                f"{option!r} names no server: write {' or '.join(DTYPES)}, then =PROGRAM"
             )
         dtype = dtype if colon else DTYPES[kind][0]
         if dtype not in DTYPES[kind]:
-            raise ValueError(f"{kind} has {', '.join(DTYPES[kind])}, not {dtype!r}")
+            raise ValueError(f"{kind} is measured in {', '.join(DTYPES[kind])}, not in {dtype!r}")
         return cls(kind, dtype, program)
 
     @property
@@ -73,7 +73,7 @@ class PeerServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Requirements of a server: concurrent streams, positions of each, threads."""
+    """What a server must provide: concurrent streams, positions of each stream, threads."""
 
     slots: int
     positions: int

@@ -94,7 +94,7 @@ class Unmeasured(Exception):
 
 
 async def measure(url: str, server: str, dtype: str, plan: Plan) -> list[Served]:
-    """All batches of one server. Raises Unmeasured."""
+    """Measure all batch sizes on one server. Raises Unmeasured."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=max(plan.batches))
     async with httpx.AsyncClient(limits=limits, trust_env=False, timeout=TIMEOUT) as http:
         if server == LOGITD:
@@ -124,7 +124,7 @@ def summarize(
     if failures:
         first = failures[0]
         raise Unmeasured(
-            f"batch {batch}: {len(failures)} of {len(records)} streams failed, the first by "
+            f"batch {batch}: {len(failures)} of {len(records)} streams failed, the first with "
             f"{first.kind}: {first.message}"
         )
     together = [
@@ -157,7 +157,7 @@ def overall_rate(records: Sequence[StreamRecord]) -> float:
 
 @contextmanager
 def running(server: str, dtype: str, plan: Plan, weights: Path, folder: Path) -> Iterator[str]:
-    """The URL of one of the servers."""
+    """Start one of the servers and yield its URL."""
     largest = max(plan.batches)
     if server == LOGITD:
         checkpoint = folder / "logitd"

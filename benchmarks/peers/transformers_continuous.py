@@ -63,7 +63,9 @@ class TransformersContinuous:
                 if result is not None and result.is_finished():
                     done.append(result)
                 elif result is None and not requests.is_running():
-                    raise RuntimeError(f"it stopped after {len(done)} of {len(prompts)} requests")
+                    raise RuntimeError(
+                        f"batching stopped after {len(done)} of {len(prompts)} requests"
+                    )
         for result in done:
             if result.error is not None or len(result.generated_tokens) != wanted:
                 raise RuntimeError(f"a request ended early: {result.error}")

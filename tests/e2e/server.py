@@ -90,7 +90,7 @@ class ServedProcess:
             time.sleep(0.02)
         output = self.output
         self.close()
-        raise AssertionError(f"{text!r} did not come:\n{output}")
+        raise AssertionError(f"{text!r} is not in the output:\n{output}")
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

@@ -51,7 +51,7 @@ def test_large_reply_is_never_held_whole(tmp_path: Path, accept: str) -> None:
 @pytest.mark.slow
 def test_requests_for_a_long_prompt_take_bounded_memory(tmp_path: Path) -> None:
     """The prompt has 1,024 tokens, the vocabulary 50,257. A lens of 7 layers would be 360 million
-    logits (1.4 GB). A reply of stages that exceeds the budget is refused."""
+    logits (1.4 GB). A reply of stages is sent if it fits the budget, and refused otherwise."""
     config = gpt2_shape(
         vocab_size=VOCABULARY, context_length=CONTEXT, n_layer=6, n_head=2, d_model=64
     )

@@ -47,7 +47,7 @@ Checkpoints = Path | Mapping[str, Path]
 
 
 DOCUMENTS: dict[tuple[bool, tuple[str, ...]], dict[str, Any]] = {}
-"""OpenAPI documents. A key has True if API keys are set, and the public paths."""
+"""OpenAPI documents. The key says whether the server has API keys, and which paths are public."""
 
 
 class Serving:

@@ -178,8 +178,7 @@ def http_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def calls(server: Serving) -> dict[str, float | None]:
-    """Counted requests for each name of a key. The count is None if the metric has no such
-    series."""
+    """Number of counted requests for each key name. It is None if the metric has no such series."""
     sample = server.state.metrics.registry.get_sample_value
     names = ("alice", "ci", "none")
     return {name: sample("logitd_api_key_requests_total", {"key": name}) for name in names}

@@ -28,7 +28,7 @@ OFFERED = {
     "logitd serve mine": ["mine-of-tuesday"],
     "logitd serve --validation-text mine": ["mine-of-tuesday"],
 }
-"""Words of a line, and each shell's suggestions for the last one."""
+"""Command lines, each with the words that every shell suggests to complete it."""
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ LARGE: tuple[str, Any] = ("/detokenize", {"tokens": [END_OF_TEXT_ID] * 2**17})
 WINDOW = 256 * 1024
 """Size in bytes of a slow reader's reads."""
 TIMEOUT = 0.7
-"""Every time limit of `hurried`, in seconds."""
+"""The timeouts of `hurried`, in seconds."""
 ENDLESS = {
     "header lines": (b"GET / HTTP/1.1\r\n", b"X-A: " + b"b" * 40 + b"\r\n"),
     "a header's value": (b"GET / HTTP/1.1\r\nX-A: ", b"b" * 100),

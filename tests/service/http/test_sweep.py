@@ -81,8 +81,8 @@ def test_heads_of_a_direction_have_their_own_part(server: Serving) -> None:
 
 
 def test_axis_that_is_not_swept_is_changed_in_every_cell(server: Serving) -> None:
-    """All layers are changed together, one position per cell, after another change in every
-    cell."""
+    """The sweep is over positions only. Each cell changes all layers at one position, after another
+    change that every cell makes."""
     standing = {"stage": "embedding", "operation": "scale", "factor": 2.0}
     vary = {"stage": "blocks.*.mlp.out", "operation": "zero"}
     reply = sweep(server, vary=vary, over=["positions"], token_id=97, interventions=[standing])

@@ -1,5 +1,5 @@
-"""POST /v1/chat/completions: the checkpoint's template, and OpenAI's format, with the values of
-/generate.
+"""POST /v1/chat/completions: prompts from the checkpoint's template, and replies in OpenAI's format
+with the values of /generate.
 """
 
 import json

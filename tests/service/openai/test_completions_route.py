@@ -185,7 +185,7 @@ def test_logprobs_are_those_of_generate(
 
 def test_lm_eval_scoring_call_is_answered(server: Serving, gpt: GPT) -> None:
     """The call has prompts as ids, echo, and one token after the prompt. Logprobs are listed by
-    position; a token is greedy if its logprob is the largest of its position."""
+    position; a token is greedy if its logprob is the largest at its position."""
     prompts = [[72, 105, 32, 116, 104, 101], [1, 2, 3, 200, 201], [256, 9, 9, 9]]
     (likely,) = server.generate([72, 105, 32], max_tokens=3, temperature=0)["choices"]
     prompts.append([72, 105, 32, *likely["token_ids"]])

@@ -1,5 +1,5 @@
-"""Paths given to `logitd serve`: either the checkpoint that it serves, or a message with the
-command that helps.
+"""Paths given to `logitd serve`: each leads to the checkpoint that is served, or to a message with
+the command that helps.
 """
 
 import re
