@@ -31,7 +31,7 @@ gap       time between two pieces of a stream that have tokens, for pieces in th
 good/s    requests per second, sent in the counted time, whose TTFT is at most 1 s and 99 % of whose
           gaps are at most 150 ms (goodput)
 
-The client runs on the same machine: `client CPU` is the number of processors that it took. It
+The client runs on the same machine: `client CPU` is the number of processors that it used. It
 parses only as much of a stream as counting tokens needs (`benchmarks/raw_client.py`).
 """
 

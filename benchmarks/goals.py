@@ -64,8 +64,8 @@ DECODE_OVER_OTHERS = {
     ("30m", "bfloat16", 8): 2.0,
     ("30m", "bfloat16", 32): 2.0,
 }
-"""Required ratio of logitd's decode rate to the best other one, by shape, dtype and batch size; 1
-for all others."""
+"""Required ratio of logitd's decode rate to the best of the others, by shape, dtype and batch size;
+1 for all other cases."""
 
 
 # Commands

@@ -2,8 +2,8 @@
 
     python -m benchmarks.over_http bench --checkpoint DIRECTORY --threads N [--dtype bfloat16] ...
 
-The flags are those of `logitd bench`. Flags that `logitd serve` also has are passed on to the
-server. It runs with `--target-gap none`, so that it decodes whole batches like the engine in
+The flags are the same as for `logitd bench`. Flags that `logitd serve` also has are passed on to
+the server. It runs with `--target-gap none`, so that it decodes whole batches like the engine in
 process.
 """
 

@@ -268,7 +268,7 @@ class _Connection(asyncio.Protocol):
             self._reply.lost(str(error or "the connection was closed"))
 
     def _watch_silence(self) -> None:
-        """Check at intervals whether anything arrived, which is cheaper than a timeout per
+        """Check at intervals whether anything has arrived. This is cheaper than a timeout for each
         piece."""
         if self._watch is not None:
             self._watch.cancel()

@@ -123,7 +123,7 @@ class Run:
 def run_in_turns(
     gpt: GPT, text: Text, order: list[Speculation], threads: int
 ) -> dict[Speculation, Result]:
-    """Run both engines, one step of each in turn, so that other work of the machine affects both
+    """Run both engines, one step of each in turn, so that other work on the machine affects both
     alike."""
     runs = {name: Run(gpt, text, name, threads) for name in order}
     while any(run.engine.has_work() for run in runs.values()):

@@ -20,8 +20,8 @@ LOAD_LABEL = "{} clients"
 
 
 def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write an SVG that plots the 99th percentile of gaps against that of first tokens, both in
-    ms."""
+    """Write an SVG that plots the 99th percentile of gaps against the 99th percentile of times to
+    the first token, both in ms."""
     targets = list(dict.fromkeys(result["target"] for result in results))
     loads = list(dict.fromkeys(result["load"] for result in results))
     figure = Figure(figsize=(7.6, 4.2), layout="constrained")

@@ -13,7 +13,7 @@ PACKAGES = ("model", "service", "logitd", "benchmarks")
 
 
 def sources() -> list[Path]:
-    """All source files, those of a folder before those of its subfolders."""
+    """All source files. The files in a folder come before the files in its subfolders."""
     return [
         path
         for package in PACKAGES

@@ -5,8 +5,8 @@ has these modules and acts as a command in its own process: with arguments, an e
 working directory, a limit of descriptors, standard streams, signals and an exit code. Each process
 of pytest has one fork server, which starts with its first command.
 
-Do not use it for tests of starting itself (time, imports, interrupts), of resident memory, or of
-differences between interpreters: those need a cold process.
+Do not use it for tests of the start itself (time, imports, interrupts), of resident memory, or of
+differences between interpreters. Such tests need a cold process.
 """
 
 import contextlib

@@ -40,7 +40,7 @@ from logitd.model.transformer.gpt import GPT
 
 ROOT = Path(__file__).parents[2]
 STEPS = ((1, 300), (8, 300), (32, 300), (128, 300), (256, 300), (256, 500), (256, 900))
-"""Numbers of rows of a step, each with the position of the rows."""
+"""Decode steps to measure: the number of rows, and the position of all rows."""
 ROUNDS, REPLAYS = 3, 50
 CLIENTS = (1, 8, 32, 128)
 TINY_MODEL = ("--n-layer=1", "--n-head=2", "--d-model=32", "--context-length=64", "--batch-size=2",

@@ -1,7 +1,7 @@
 """Interface of a peer: two measurements, which every peer reports in the same units.
 
 Like `weights.py` and `worker.py`, this module imports only the standard library and numpy, because
-the interpreter with a peer's packages may lack those of this project.
+the interpreter with a peer's packages may lack this project's packages.
 """
 
 import math

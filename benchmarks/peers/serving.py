@@ -9,7 +9,7 @@ length. Every token is counted. A stream with a number of tokens other than requ
 and its server gets no figures.
 
 tokens/s   rate while all streams of a batch decode; empty if they never all decode at once, as with
-           `transformers serve` by itself, which handles requests one after the other
+           `transformers serve` without continuous batching, which handles one request at a time
 in all     tokens of all streams, divided by the time from the first request to the last token
 TTFT       time from the request to the first token: the median and the 99th percentile
 

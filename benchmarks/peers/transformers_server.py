@@ -124,7 +124,7 @@ def tokens_in(line: str, usage: dict[str, int] | None) -> tuple[int, dict[str, i
 
 
 def check_usage(usage: dict[str, int] | None, *, prompt: int, came: int) -> None:
-    """Raise StreamFailed unless the server's counts equal those of the client."""
+    """Raise StreamFailed unless the server's counts equal the client's."""
     if usage is None:
         raise StreamFailed("NoEnd", f"the stream ended without its counts, after {came} tokens")
     counted = (usage["prompt_tokens"], usage["completion_tokens"])

@@ -170,11 +170,12 @@ def test_session_stays_on_its_replica(client: httpx.Client) -> None:
 
 
 def test_killed_replica_breaks_only_its_streams(on_ray: OnRay, client: httpx.Client) -> None:
-    """Its streams break off. Later requests are answered within the time that Ray takes to notice,
-    and another replica replaces it.
+    """The killed replica's streams break off. Later requests are answered within the time that Ray
+    takes to notice, and another replica replaces the killed one.
 
     Each replica has four slots, so both have some of the six streams. Ray may send all complete
-    replies to one of them; in one run all six failed."""
+    replies to one of them; in one run all six failed.
+    """
     long = LONG | {"max_tokens": 2 * TOKENS}  # long enough to be running when it is killed
     ended: list[str] = []
     plain: list[Any] = []

@@ -14,11 +14,11 @@ from logitd.model.transformer.shapes import gpt2_shape
 from tests.e2e.server import ServedProcess
 
 READY_SECONDS = 10
-"""Limit in seconds; on an idle machine a server is ready after a few seconds."""
+"""Limit in seconds. On an idle machine, a server is ready after a few seconds."""
 
 BESIDES = 500 * 10**6
-"""Limit of resident bytes that are neither weights nor KV cache: Python, torch, the vocabulary, the
-code."""
+"""Maximum number of resident bytes that are neither weights nor KV cache: Python, torch, the
+vocabulary, the code."""
 
 
 @pytest.fixture(autouse=True)

@@ -118,8 +118,8 @@ class Torchrun:
 
 
 class Forked:
-    """The processes that torchrun would start, forked by the zygote. No parent ends the others if
-    one fails, so they must end by themselves."""
+    """The processes that torchrun would start, forked by the zygote. They have no parent that ends
+    the others when one fails, so each must end by itself."""
 
     def __init__(self, config: TrainingConfig, processes: int = 2) -> None:
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -197,8 +197,8 @@ def assert_same_losses(one: Path, other: Path) -> None:
 
 
 def test_two_processes_have_the_bits_of_one_that_accumulates_two_batches(text: Path) -> None:
-    """With dropout, clipping and Muon. One process then continues the run of two and reports the
-    changed number of processes."""
+    """The runs use dropout, clipping and Muon. One process then continues the run of two and
+    reports the changed number of processes."""
     one = configuration(text, "one", steps=6)
     two = configuration(text, "two", steps=3)
     started = Torchrun(two)
@@ -389,7 +389,7 @@ def test_shared_model_is_compiled_by_all_processes(text: Path) -> None:
 
 
 def test_refusal_is_printed_once(text: Path) -> None:
-    """3 processes cannot share 8 sequences."""
+    """The refused run has 3 processes, which cannot share 8 sequences."""
     config = configuration(text, "run", steps=2)
     code, _, err = Forked(config, processes=3).finish()
     assert code == 1

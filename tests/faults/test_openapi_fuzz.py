@@ -27,8 +27,9 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %
 
 
 def brief_gpt() -> GPT:
-    """A GPT of one layer whose texts end after about ten tokens. Most requests set no length: texts
-    as long as the context took nine tenths of the time without testing more of the replies."""
+    """A GPT of one layer whose texts end after about ten tokens. Most requests set no length, and
+    texts as long as the context took nine tenths of the time without testing more of the
+    replies."""
     gpt = tiny_gpt(tiny_config(head_bias=True, n_layer=1))
     end = byte_tokenizer().end_of_text
     assert end is not None

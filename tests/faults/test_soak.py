@@ -244,7 +244,7 @@ def test_counters_memory_and_answers_hold_under_load(tmp_path: Path) -> None:
 
 
 def _compare(server: ServedProcess, tally: Tally) -> None:
-    """Assert that the server's counters equal those of the clients."""
+    """Assert that the server's counters equal the clients' own counts."""
     held = ("logitd_kv_slots_used", "logitd_queue_elements", "logitd_num_sequences_waiting")
     deadline = time.monotonic() + 20
     while any(map(server.sample, held)):  # abandoned requests end a moment later

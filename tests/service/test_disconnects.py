@@ -227,7 +227,7 @@ def test_stopped_reader_is_ended_without_affecting_others(
 
 
 def test_reader_that_pauses_gets_everything(spelling_path: Path) -> None:
-    """It is slower than the engine, so the rows wait for it."""
+    """The reader is slower than the engine, so the rows wait for it."""
     with serving(spelling_path, slots=2, slow_reader_timeout=TEST_TIMEOUT) as server:
         body = {"prompt": long_prompt(4000), "positions": "all"}
         with server.connect(receive_buffer=4096) as raw:

@@ -107,7 +107,7 @@ def test_full_queue_rejects_before_encoding_but_answers_accepted_requests(
 def test_request_keeps_its_place_during_compilation(
     server: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Later requests are rejected meanwhile."""
+    """Later requests are rejected during the compilation."""
     compiling, go_on = threading.Event(), threading.Event()
     tried = Constraints._try
 

@@ -1,5 +1,6 @@
-"""A model without a vocabulary over HTTP: its numbers equal those of the same weights with one, and
-texts are refused with advice."""
+"""A model without a vocabulary, over HTTP: it returns the same numbers as the same weights with a
+vocabulary. Requests with text are refused with advice.
+"""
 
 import io
 import json

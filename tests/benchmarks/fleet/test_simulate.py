@@ -17,7 +17,7 @@ def run(
 
 
 def test_single_request_takes_the_time_of_its_steps() -> None:
-    """The prompt takes chunks of 100, 100 and 50 tokens, then four decode steps follow."""
+    """The prompt is computed in chunks of 100, 100 and 50 tokens. Four decode steps follow."""
     load, server = Load(1.0, 250, 5), Server(prefill_chunk=100, overhead=0.5)
     outcome = simulate(FLAT, load, server, 1, [3.0])
     assert outcome.first_tokens == pytest.approx((0.25 + 0.5,))

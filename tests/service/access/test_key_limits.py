@@ -125,7 +125,8 @@ def test_replaced_limits_keep_spent_tokens(clock: Clock) -> None:
 
 @given(st.integers(1, 100), st.lists(st.floats(0, 30), max_size=80))
 def test_minute_has_at_most_twice_its_number(per_minute: int, pauses: list[float]) -> None:
-    """A full bucket may be emptied, and within a minute as many tokens return to it."""
+    """A client can use up a full bucket, and within a minute the same number of tokens returns to
+    it."""
     clock = Clock()
     limits = KeyLimits(KeyLimit(per_minute=per_minute), {}, clock)
     taken: list[float] = []

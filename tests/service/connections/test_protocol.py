@@ -404,7 +404,7 @@ def test_half_a_request_is_answered_408(hurried: Serving, reason: str, pause: fl
 
 
 def test_slow_upload_is_served(hurried: Serving) -> None:
-    """It lasts three times the timeout, at ten times the required rate."""
+    """The upload takes three times the timeout, at ten times the required rate."""
     whole = request_bytes("/tokenize", {"prompt": "a" * int(30 * TIMEOUT * MIN_BYTES_PER_SECOND)})
     with hurried.connect() as raw:
         step = MIN_BYTES_PER_SECOND * 5 // 4
@@ -415,7 +415,8 @@ def test_slow_upload_is_served(hurried: Serving) -> None:
 
 
 def test_endless_body_after_the_answer_is_ended(hurried: Serving) -> None:
-    """It is answered 415 after its headers, and its body is read and discarded only for a while."""
+    """The request is answered with 415 after its headers. Its body is then read and discarded, but
+    only for a while."""
     head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n"
     with hurried.connect() as raw:
         raw.sendall(head)

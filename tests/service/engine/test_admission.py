@@ -75,7 +75,7 @@ def test_admit_takes_all_requests_or_none() -> None:
 
 
 def test_held_sequences_count_while_texts_are_encoded() -> None:
-    """Their room is released right after the block, and not before."""
+    """The room of the held sequences is released right after the block, and not before."""
     admission = controller(1, 1)
     with admission.hold(2, "n"):
         assert admission.sequences == 2

@@ -171,7 +171,7 @@ def test_gradients_count_in_the_budget_until_they_are_read(spelling_path: Path) 
 
 
 def test_direction_without_finite_gradients_is_a_400(server: Serving) -> None:
-    """This was once logged as a failure of the engine, with a 500."""
+    """Such a direction once ended in a 500, logged as a failure of the engine."""
     stage = "blocks.0.output"
     read = server.json("/activations", {"prompt": "a", "stages": [stage], "positions": "all"})
     width = len(read["prompts"][0]["stages"][stage][0])

@@ -28,7 +28,7 @@ PROCESSED = {"stage": "processed"}
 VARIED: dict[str, Any] = {"vary": ABLATE, "over": ["layers"]}
 
 Row = tuple[dict[str, Any], str | None, str]
-"""Fields added to those of SMALLEST, the field that the error names, and part of the message."""
+"""Fields to add to SMALLEST's, the field that the error names, and part of the message."""
 
 NO_TEXTS: tuple[Any, ...] = (
     [], [1, 2], [[1]], ["a", 1], ["a", ["b"]], 5, None, True, {}, ["a"] * 4097, [None],
@@ -499,7 +499,8 @@ FIELDS = sorted({name for operation in BY_NAME.values() for name in operation.bo
 def test_any_fields_get_an_answer_and_the_same_refusal_in_process(
     server: Serving, operation: Operation, fields: dict[str, Any]
 ) -> None:
-    """json.dumps writes NaN, Infinity and lone surrogates, as careless clients do."""
+    """The bodies may have NaN, Infinity and lone surrogates, which json.dumps writes and careless
+    clients send."""
     body = {**SMALLEST[operation.name], **fields}
     response = server.post(operation.path, json.dumps(body).encode())
     if (refusal := refusal_of(operation, body)) is not None:

@@ -96,7 +96,7 @@ def expected(step: int, prompt: str = PROMPT, tokens: int = TOKENS) -> list[int]
 
 
 def check_reply(reply: dict[str, Any]) -> int:
-    """The step that a reply names; its tokens must be those of that step."""
+    """Check that the tokens of a reply come from the step that it names. Returns the step."""
     step: int = reply["checkpoint"]["step"]
     assert reply["choices"][0]["token_ids"] == expected(step)
     return step
