@@ -3,10 +3,10 @@
     python -m benchmarks.constraints [--checkpoint DIRECTORY] [--threads N] [--dtype D]
 
 Steps: 1, 8 and 32 sequences that all write JSON by a schema are compared with the same number of
-sequences without a constraint, in turns in one process. The time in the matchers is printed as a
-share of a step. Masks: the time for advancing by one token and computing the next mask, with the
-checkpoint's vocabulary and with a made-up one of 50,000 tokens. Run it on an idle machine. The last
-line is JSON.
+sequences without a constraint; the two alternate in one process. The time in the matchers is
+printed as a share of a step. Masks: the time for advancing by one token and computing the next
+mask, with the checkpoint's vocabulary and with a made-up one of 50,000 tokens. Run it on an idle
+machine. The last line is JSON.
 """
 
 import json
@@ -130,7 +130,7 @@ class Cost:
 
 
 def cost_of_steps(gpt: GPT, constraint: MatcherClock, sequences: int) -> Cost:
-    """Measure both kinds of step in turns. Returns the medians of the rounds."""
+    """Measure both kinds of step alternately. Returns the medians of the rounds."""
     rounds = [(steps(gpt, sequences)[0], *steps(gpt, sequences, constraint)) for _ in range(ROUNDS)]
     return Cost(sequences, *(statistics.median(column) for column in zip(*rounds, strict=True)))
 

@@ -24,7 +24,7 @@ prefill         Attention block by block, against one fused causal attention; an
                 computes the same bits for an element wherever it is in the tensor, against torch's
                 fused activation. Both as a share of the prompt's time.
 
-All are measured in turns in one process. Run it on an idle machine. The last line is JSON.
+All measurements take turns in one process. Run it on an idle machine. The last line is JSON.
 """
 
 import json

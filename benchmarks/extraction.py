@@ -2,11 +2,11 @@
 
     python -m benchmarks.extraction [--checkpoint DIRECTORY] [--dtype float32] [--threads N]
 
-Measures three kinds of work in turns, in one process: prompts as `logitd bench` measures them (8
-together, of 256 ids), prompts as long as the model's context, like the windows of long documents,
-and an extraction of standard library sources after the model was loaded and the data read once. An
-extraction does more work than prompts: the head computes a row for each token instead of one for
-each prompt, then the softmax, the encoding and the files follow.
+Measures three kinds of work, which take turns in one process: prompts as `logitd bench` measures
+them (8 together, of 256 ids), prompts as long as the model's context, like the windows of long
+documents, and an extraction of standard library sources after the model was loaded and the data
+read once. An extraction does more work than prompts: the head computes a row for each token instead
+of one for each prompt, then the softmax, the encoding and the files follow.
 
 Each is measured in processor time of all threads and in wall-clock time. If other jobs run, trust
 the processor time measured with `--threads 1`: with several threads, all spin while they wait for a

@@ -50,8 +50,8 @@ class FrontLoad:
         self._prompts = _prompts()
 
     def compare(self, first: Server, second: Server, rounds: int) -> tuple[list[Felt], list[Felt]]:
-        """Measure two servers in turns, after a warm-up round of each. The order is reversed after
-        every round. Raises RuntimeError if a stream fails."""
+        """Measure two servers alternately, after a warm-up round of each. The order is reversed
+        after every round. Raises RuntimeError if a stream fails."""
         felt: list[list[Felt]] = [[], []]
         order = list(zip(felt, (first, second), strict=True))
         for _, server in order:

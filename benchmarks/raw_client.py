@@ -1,9 +1,9 @@
 """RawClient: reads streams over plain HTTP, and counts their tokens without parsing them fully.
 
 `AsyncClient` parses each chunk into dataclasses, which takes Python longer than the server takes to
-write it. If both run on the same processors, that slows what is measured. Here httptools, whose
-parser is in C, parses the reply, and the tokens of an event are counted where it is received: no
-task wakes before the end of a stream. It raises the same errors as `AsyncClient`.
+write it. If both run on the same processors, that slows down what is measured. Here httptools,
+whose parser is in C, parses the reply, and the tokens of an event are counted where it is received:
+no task wakes before the end of a stream. It raises the same errors as `AsyncClient`.
 
 A `Dialect` defines the requests and events of one kind of server; `NATIVE` is the dialect of
 /generate. A stream of any dialect ends in `[DONE]`.

@@ -3,8 +3,8 @@
     python -m benchmarks.ray_serve [--checkpoint PATH] [--threads N] [--rounds N] [--replicas N]
 
 Compares the application alone (`logitd serve`) with the application behind Ray Serve on this
-machine (`deploy/ray_serve.py`), with the same flags. Both run all the time and get requests in
-turns, so that other work on the machine affects both alike. Times are medians, and ratios are
+machine (`deploy/ray_serve.py`), with the same flags. Both run all the time and get requests
+alternately, so that other work on the machine affects both alike. Times are medians, and ratios are
 medians of the ratios within a round. Memory is the sum over all processes of each way after the
 load, with shared pages counted once (PSS). With `--replicas 2`, Ray gets two replicas with half the
 threads each. Run it on an idle machine. The last line is JSON.

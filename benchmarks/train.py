@@ -210,7 +210,7 @@ def summary(finished: Sequence[Finished], default: Sequence[Finished]) -> dict[s
 def compare(
     measurement: Measurement, minutes: float, seeds: int, sweep: bool, with_smaller: bool
 ) -> list[dict[str, Any]]:
-    """Run all sides of one budget in turns."""
+    """Run all sides of one budget, which take turns."""
     size = measurement.size(minutes)
     print(f"{minutes:g} minutes: {size}, context {size.context_length}")
     runs = [Run(minutes, "default", size.matrix_lr, size.batch_size, FIRST_SEED)]

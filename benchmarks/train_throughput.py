@@ -133,7 +133,7 @@ def measure(loop: str, name: str, steps: int, threads: int) -> dict[str, float]:
 
 
 def compare(name: str, rounds: int, steps: int, threads: int) -> dict[str, Any]:
-    """Measure all loops in turns, in reverse order in every other round."""
+    """Measure all loops once per round, in reverse order in every other round."""
     results: dict[str, list[dict[str, float]]] = {loop: [] for loop in LOOPS}
     for number in range(rounds):
         for loop in LOOPS if number % 2 == 0 else reversed(LOOPS):

@@ -1,7 +1,8 @@
-"""Comparison: chooses the peers, checks their results, and measures them in turns.
+"""Comparison: chooses the peers, checks their results, and measures them one after the other in
+each round.
 
 The weights are saved once, and all peers read them. The peers of a dtype are loaded together, then
-checked against the model's plain forward, then measured in turns.
+checked against the model's plain forward pass, then measured.
 """
 
 import math
@@ -163,8 +164,8 @@ class Comparison:
             print(f"{self._dtype}: {name} is {process.about}; off by {distance:.1e}", flush=True)
 
     def measure(self, prompts: list[list[int]]) -> list[Result]:
-        """Measure one batch size in turns. The first turn is not counted, because it allocates
-        memory."""
+        """Measure one batch size: the peers take turns. The first turn of each is not counted,
+        because it allocates memory."""
         runs: dict[str, list[Run]] = {name: [] for name in self._processes}
         for _ in range(1 + rounds_of(self._plan, len(prompts))):
             for name, process in list(self._processes.items()):
@@ -186,7 +187,7 @@ class Comparison:
 
 def rounds_of(plan: Plan, batch: int) -> int:
     """Number of rounds of a batch size. Smaller batches have more rounds: they take less time, so a
-    busy moment of the machine affects a larger part of it."""
+    busy moment of the machine affects a larger part of their time."""
     return plan.rounds * min(math.isqrt(max(plan.batches) // batch), MOST_TIMES)
 
 

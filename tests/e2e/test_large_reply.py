@@ -27,8 +27,8 @@ LIMIT = 64 * 10**6
 @pytest.mark.slow
 @pytest.mark.parametrize("accept", ["application/x-npy", "application/vnd.safetensors"])
 def test_large_reply_is_never_held_whole(tmp_path: Path, accept: str) -> None:
-    """A reply of 206 MB takes 3 to 10 MB, after the 40 to 75 MB that the first long prompt takes
-    permanently."""
+    """A reply of 206 MB takes 3 to 10 MB of memory, in addition to the 40 to 75 MB that the first
+    long prompt takes permanently."""
     assert REPLY_BYTES > 3 * LIMIT
     config = gpt2_shape(
         vocab_size=VOCABULARY, context_length=CONTEXT, n_layer=2, n_head=2, d_model=64

@@ -76,7 +76,7 @@ def model() -> tuple[Tokenizer, GPT]:
 
 
 def plain_logprobs(gpt: GPT, ids: list[int]) -> torch.Tensor:
-    """Logprobs (T, V) of the plain forward, in float64."""
+    """Logprobs (T, V) of the plain forward pass, in float64."""
     with torch.inference_mode():
         return gpt(torch.tensor([ids])).logits[0].double().log_softmax(dim=-1)
 

@@ -1,6 +1,6 @@
 """Curl lines and Python blocks of the documents, run against a server of the bundled checkpoint.
 
-tests/test_documents.py checks the commands of a terminal; tests/service/cli/commands runs some.
+tests/test_documents.py checks terminal commands, and tests/service/cli/commands runs some of them.
 """
 
 import io

@@ -190,7 +190,7 @@ def serve_settings(checkpoint: Checkpoints, **settings: Any) -> ServeSettings:
 
 
 def slow_checkpoint(like: Path, folder: Path, elements: int) -> Path:
-    """A checkpoint that takes long to load: its feed-forward has about this many zeros."""
+    """A checkpoint that takes a long time to load: its feed-forward has about this many zeros."""
     info = read_checkpoint(like)
     config = replace(info.config, d_ff=elements // (2 * info.config.n_layer * info.config.d_model))
     weights = {

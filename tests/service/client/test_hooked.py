@@ -1,4 +1,4 @@
-"""HookedCalls of both clients, against HookedGPT on the same weights."""
+"""HookedCalls of both clients, compared with HookedGPT on the same weights."""
 
 import asyncio
 from collections.abc import Iterator

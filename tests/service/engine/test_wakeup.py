@@ -54,7 +54,7 @@ class Loop:
 
 
 class Bench:
-    """A throttle whose deliveries each take `cost` seconds of the processor."""
+    """A throttle whose deliveries each take `cost` seconds of processor time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.loop = Loop()
@@ -157,7 +157,7 @@ def test_pause_has_an_upper_bound(bench: Bench) -> None:
 
 
 def test_pause_ignores_waiting_for_the_interpreter(bench: Bench) -> None:
-    """The delivery took long by the clock, but no processor time."""
+    """The delivery takes a long time by the clock, but no processor time."""
     bench.cost = 0.0
     bench.put(1)
     bench.loop.now += 5

@@ -184,7 +184,7 @@ def test_steering_adds_the_difference_of_two_means(server: Serving) -> None:
 
 
 def test_generated_tokens_alone_can_be_changed(server: Serving) -> None:
-    """The first token is unchanged; later ones come from a changed forward."""
+    """The first token is unchanged; later ones come from a changed forward pass."""
     flat = {"stage": "final_norm", "operation": "zero", "positions": "generated"}
     plain = server.generate("abc", max_tokens=6, temperature=0)["choices"][0]["token_ids"]
     fields: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "interventions": [flat]}

@@ -90,7 +90,7 @@ def reloads(server: Serving, before: dict[str, float]) -> dict[str, float]:
 
 
 def expected(step: int, prompt: str = PROMPT, tokens: int = TOKENS) -> list[int]:
-    """Tokens that the weights of a step generate, by the reference."""
+    """Tokens that the weights of a step generate, computed by the reference."""
     params = SamplingParams(max_tokens=tokens, temperature=0, seed=0)
     return generate(tiny_gpt(seed=step), tuple(prompt.encode()), params)
 
