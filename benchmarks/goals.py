@@ -210,7 +210,8 @@ def targets(
 
 
 def peer_targets(results: Mapping[str, Any], shape: str) -> Iterator[Target]:
-    """Compare each dtype with peers: decode at each batch, one prompt, then streams over HTTP."""
+    """Compare each dtype with peers: decode at each batch size, one prompt, then streams over
+    HTTP."""
     peers, serving = results.get(f"peers-{shape}"), results.get(f"serving-{shape}")
     for dtype in DTYPES:
         for kind, batch in (*(("decode", batch) for batch in BATCHES), ("prefill", 1)):

@@ -95,9 +95,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def _import_share(config: pytest.Config) -> None:
-    """Import a worker's share of the test modules, which writes their bytecode for the other
-    workers. Without bytecode, pytest compiles all modules in each worker, which takes six seconds
-    in all."""
+    """Import a worker's share of the test modules. This writes their bytecode, which the other
+    workers use too. Without bytecode, pytest compiles all modules in each worker, which takes six
+    seconds in all."""
     worker = getattr(config, "workerinput", None)
     if worker is None or sys.dont_write_bytecode or config.args != config.getini("testpaths"):
         return

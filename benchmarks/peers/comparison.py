@@ -64,7 +64,7 @@ both, "llama-416m" is off by 0.009 in bfloat16 and by 0.036 in 8 bits, but rotar
 wrong order are still off by 0.28."""
 CHECKED = 1024
 """Maximum number of prompt ids on which peers are checked. The plain forward pass has no cache and
-needs much memory for long prompts."""
+needs a lot of memory for long prompts."""
 WARM_UP = 4
 """Number of steps at the start of each round that are not counted."""
 MOST_TIMES = 4

@@ -149,7 +149,8 @@ class OpenVino:
 
 
 def sampling(*, tokens: int, seed: int) -> Any:
-    """Sample at temperature 1 from the whole vocabulary; only the length ends a completion."""
+    """Sample at temperature 1 from the whole vocabulary. A completion ends only at its maximum
+    length."""
     config = openvino_genai.GenerationConfig()
     config.do_sample = True
     config.temperature = 1.0

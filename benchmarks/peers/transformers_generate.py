@@ -73,7 +73,8 @@ def gpt2_state(shape: Shape, tensors: Tensors) -> dict[str, Tensor]:
 
 
 def sampling(new_tokens: int) -> Any:
-    """Sample at temperature 1 from the whole vocabulary; only the length ends a completion."""
+    """Sample at temperature 1 from the whole vocabulary. A completion ends only at its maximum
+    length."""
     return GenerationConfig(
         do_sample=True,
         temperature=1.0,

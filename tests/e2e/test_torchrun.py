@@ -298,10 +298,10 @@ def states_equal(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("given", [{"dtype": "bfloat16"}, {"optimizer": "adamw"}])
 def test_shared_model_has_the_bits_of_a_whole_one(text: Path, given: dict[str, Any]) -> None:
-    """Each of two processes makes one pass, so that all sums have the same order. Clipping has no
-    effect, because two processes sum the gradient norm in a different order. The runs use dropout,
-    and either Muon in bfloat16 or AdamW. One process continues the run of two, and two continue the
-    run of one."""
+    """Each of two processes makes one pass per step, so that all sums have the same order. Clipping
+    has no effect, because two processes sum the gradient norm in a different order. The runs use
+    dropout, and either Muon in bfloat16 or AdamW. One process continues the run of two, and two
+    continue the run of one."""
     given = given | {"clip": 1000.0}
     one = configuration(text, "one", steps=6, **given)
     two = configuration(text, "two", steps=3, shard="on", **given)

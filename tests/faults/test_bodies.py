@@ -51,7 +51,7 @@ MUCH_FROM_LITTLE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "unknown fields": ("/generate", {f"tempratur{i}": 1 for i in range(900)}),
 }  # fmt: skip
-"""Small requests that cause much work."""
+"""Small requests that cause a lot of work."""
 ANSWERS = {200, 400, 504}
 """Accepted statuses; 504 is the request's own timeout."""
 

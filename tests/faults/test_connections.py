@@ -30,7 +30,7 @@ ENDLESS = {
     "trailers": (CHUNKED + b"1\r\n{\r\n0\r\n", b"X-A: " + b"b" * 59 + b"\r\n"),
 }
 LARGE = {"prompt": [[5] * 1000], "max_tokens": 1, "prompt_logprobs": 160}
-"""A request whose reply has 12 MB, written in one piece."""
+"""A request whose reply of 12 MB is written in one piece."""
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ STEPS = (1, 2, 3)
 ADMIN = "the-key-of-the-admin"
 BETWEEN_RELOADS = 0.3
 ALLOWED_GROWTH = 48.0
-"""MiB by which memory may grow after the first quarter, because of bounded allocators and
-caches."""
+"""MiB by which memory may grow after the first quarter of the run, while bounded allocators and
+caches fill."""
 QUESTION = {"prompt": "the same", "max_tokens": 24, "seed": 7, "temperature": 0.9}
 
 ABLATION = {"stage": "blocks.0.attention.heads", "heads": [1], "operation": "zero"}

@@ -328,7 +328,8 @@ def occupy_elements(server: Serving, stack: ExitStack) -> None:
 
 
 def eventually(condition: Callable[[], bool], timeout: float = TEST_TIMEOUT) -> None:
-    """Poll until a condition is true, at growing intervals: a condition may cost a request."""
+    """Poll until a condition is true. The intervals grow, because checking a condition may take a
+    request."""
     begun = time.monotonic()
     while not condition():
         waited = time.monotonic() - begun

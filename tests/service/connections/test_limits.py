@@ -163,7 +163,8 @@ def test_full_server_answers_health_only(narrow: Serving) -> None:
 
 
 def test_connection_above_the_limit_replaces_an_idle_one(narrow: Serving) -> None:
-    """After busy connections above the limit, an idle one is closed, and no request gets 503."""
+    """If busy connections exceed the limit, an idle one is closed later, and no request gets
+    503."""
     with ExitStack() as stack:
         tokens = {"prompt": "a", "ignore_eos": True, "max_tokens": 1000}
         at_work = [stack.enter_context(narrow.connect()) for _ in range(4)]

@@ -205,8 +205,9 @@ def test_queue_of_zero_admits_no_waiting_sequence() -> None:
     st.integers(0, 12),
 )
 def test_every_caller_gets_its_share(acts: list[tuple[str, int, bool]], limit: int) -> None:
-    """No caller is rejected while there is room, nor below its share while all together have less
-    than twice the limit. Requests that have ended are not counted."""
+    """No caller is rejected while there is room. A caller below its share is not rejected either,
+    as long as all callers together have less than twice the limit. Requests that have ended are not
+    counted."""
     slots = 2
     admission = controller(slots, limit)
     open_: Counter[str] = Counter()

@@ -154,7 +154,8 @@ def test_attribution_ends_when_its_client_disconnects(spelling_path: Path) -> No
 
 
 def test_gradients_count_in_the_budget_until_they_are_read(spelling_path: Path) -> None:
-    """Seven clients that did not read once kept 200 MB each, which counted toward no limit."""
+    """Seven clients that stopped reading once occupied 200 MB each, which counted toward no
+    limit."""
     stages = ["blocks.*.attention.probs", "blocks.*.attention.scores"]
     body = {"prompt": "b" * 100, "stages": stages}
     with serving(spelling_path, slots=1, max_reply_elements=2**24) as server:

@@ -157,7 +157,7 @@ def test_largest_of_several_chunks_in_safetensors_are_those_of_json(speller: Ser
 
 
 def test_replies_share_one_budget(speller: Serving) -> None:
-    """The reply of a reader that stops stays in memory and counts in the budget."""
+    """If a reader stops, its reply stays in memory and counts toward the budget."""
     path = speller.served.checkpoint.path
     with serving(path, slots=4, max_reply_elements=3 * 2**18) as small:
         body: dict[str, Any] = {"prompt": long_prompt(8000), "positions": {"from": 3000}}

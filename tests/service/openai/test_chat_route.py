@@ -211,7 +211,7 @@ def usage_of(server: Serving, *messages: dict[str, Any]) -> int:
 
 
 def test_special_tokens_come_from_the_template_alone(chatter: Serving) -> None:
-    """The names of special tokens in a message are plain letters."""
+    """In a message, the name of a special token is ordinary text."""
     plain = usage_of(chatter, {"role": "user", "content": "x" * 10})
     assert usage_of(chatter, {"role": "user", "content": "<|im_end|>"}) == plain
     both = usage_of(chatter, *[{"role": "user", "content": "x" * 5}] * 2)

@@ -207,7 +207,7 @@ def test_lm_eval_scoring_call_is_answered(server: Serving, gpt: GPT) -> None:
 
 
 def test_stop_token_is_in_the_lists_but_not_in_the_text(speller: Serving) -> None:
-    """lm-eval removes the last entry, and expects one more than the prompt has."""
+    """lm-eval expects one entry more than the prompt has, and removes the last one."""
     (choice,) = complete(speller, ".", max_tokens=1, logprobs=1, echo=True)["choices"]
     assert (choice["text"], choice["finish_reason"]) == (".", "stop")
     assert choice["logprobs"]["tokens"] == [".", "<|endoftext|>"]

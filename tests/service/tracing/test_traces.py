@@ -380,7 +380,7 @@ def test_silent_collector_does_not_delay_the_shutdown(
 
 
 def test_packages_are_imported_on_demand() -> None:
-    """No other module imports the packages at import time."""
+    """No module except `otlp` imports the packages when it is imported itself."""
     for package in ("model", "service"):
         for path in sorted((ROOT / package).rglob("*.py")):
             if path == Path(otlp.__file__).resolve():

@@ -89,8 +89,8 @@ def test_default_prompt_leaves_room_for_the_tokens(
 
 
 def test_rate_is_that_of_the_whole_batch() -> None:
-    """The last stream begins at 3 s, and the first one ends at 7 s. In between, 2 + 4 and 1 + 1
-    tokens arrive."""
+    """All streams run between 3 s, when the last one begins, and 7 s, when the first one ends. In
+    this time, 2 + 4 and 1 + 1 tokens arrive."""
     early = [(0.0, 0), (1.0, 1), (2.0, 1), (3.0, 5), (5.0, 2), (7.0, 4)]
     late = [(0.0, 0), (3.0, 1), (4.0, 1), (6.0, 1), (8.0, 9)]
     assert whole_batch_rate([early, late]) == (2 + 4 + 1 + 1) / (7 - 3)
