@@ -232,7 +232,7 @@ def tokens_after(event: Any, came: int, prompt: int) -> int:
     if usage is not None:
         if usage.get("prompt_tokens", prompt) != prompt:
             raise StreamFailed(
-                "Miscounted", f"{prompt} prompt tokens were sent, but usage is {usage}"
+                "Miscounted", f"the prompt has {prompt} tokens, but usage is {usage}"
             )
         return int(usage["completion_tokens"])
     if "timings" in event:
