@@ -1,7 +1,7 @@
 """Tests of logitd.
 
 OpenMP reads its variables when torch is imported, so they are set here. With OpenMP's default, the
-second thread of torch spins on a core that another worker needs, and tests take up to ten times as
+second thread of torch spins on a core that another worker needs, and some tests take ten times as
 long.
 """
 
