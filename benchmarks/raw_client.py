@@ -35,7 +35,7 @@ from logitd.service.client.streaming import END, EventDecoder
 from logitd.service.client.transport import settings_of
 
 SILENT_SECONDS = 600.0
-"""Seconds without an event after which a stream has failed."""
+"""A stream has failed if no event arrives for this many seconds."""
 
 Counter = Callable[[Any], int]
 """Counts the tokens of a stream's event, given its JSON, in the order of the events. Raises

@@ -65,7 +65,7 @@ def one_by_one(make_decoder: DecoderMaker) -> DecoderMaker:
 
 
 def first_tokens(engine: Engine, prompts: list[list[int]], name: str) -> tuple[float, list[int]]:
-    """Seconds for all prompts, and the token of each prompt."""
+    """Seconds to compute all prompts, and the token generated after each prompt."""
     for index, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=1, seed=index)
         engine.add(

@@ -46,8 +46,8 @@ def one_authority(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def torch_logs_to_the_root() -> None:
-    """pytest adds and removes its handlers six times per test at each logger without propagation,
-    of which torch has dozens."""
+    """Let all of torch's loggers propagate. Otherwise, pytest adds and removes its handlers at each
+    of them, six times per test, and torch has dozens."""
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch") and isinstance(logger, logging.Logger):
             logger.propagate = True

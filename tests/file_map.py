@@ -38,7 +38,7 @@ def opening(path: Path) -> str:
 
 
 def lines() -> Iterator[str]:
-    """The map: a line per folder, from its `__init__.py`, and one per file."""
+    """The map: one line per folder, from its `__init__.py`, and one line per file."""
     folder = None
     for path in sources():
         if path.parent != folder:

@@ -221,7 +221,7 @@ ENGINE = "model.inference.engine"
 ENGINE_TENSORS = {f"{ENGINE}.runner", f"{ENGINE}.outputs"}
 """Modules of the engine that may import torch and NumPy."""
 CLIENT_NEEDS = sys.stdlib_module_names | {"httpx", "numpy"}
-"""Libraries of the Python client, which needs none of the server's."""
+"""Libraries of the Python client, which needs none of the server's libraries."""
 PACKAGES = ("model", "service", "logitd")
 
 

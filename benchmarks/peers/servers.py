@@ -59,7 +59,7 @@ class PeerServer:
 
     @property
     def option(self) -> str:
-        """The option that `of_option` parses to this server."""
+        """The option from which `of_option` makes this server."""
         return f"{self.kind}:{self.dtype}={self.program}"
 
     @property

@@ -92,7 +92,7 @@ class OnRay:
 
 @pytest.fixture(scope="module")
 def on_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnRay]:
-    """Two replicas of the spelling checkpoint. The test that kills one is the last."""
+    """Two replicas of the spelling checkpoint. The test that kills a replica runs last."""
     folder = tmp_path_factory.mktemp("ray")
     checkpoint = save_spelling_checkpoint(folder / "speller").path
     with socket.socket() as free:

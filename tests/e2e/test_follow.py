@@ -1,5 +1,6 @@
 """A run is trained and served at the same time: each saved checkpoint is served, no request fails,
-and each is answered by one checkpoint."""
+and each request is answered by one checkpoint.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

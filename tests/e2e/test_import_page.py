@@ -1,4 +1,6 @@
-"""The command lines of model/convert/README.md, run on a model of a short training script."""
+"""The command lines of model/convert/README.md, run on a model that a short training script
+trains.
+"""
 
 import math
 import random

@@ -82,7 +82,7 @@ def plain_logprobs(gpt: GPT, ids: list[int]) -> torch.Tensor:
 
 
 def continuation_logprob(model: tuple[Tokenizer, GPT], context: str, continuation: str) -> float:
-    """Encode both texts together, like lm-eval, and score the ids after the context's."""
+    """Encode both texts together, like lm-eval, and score the ids that follow the context's ids."""
     tokenizer, gpt = model
     ids = tokenizer.encode(context)
     start = len(ids)

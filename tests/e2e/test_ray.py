@@ -1,4 +1,5 @@
-"""`logitd extract --ray` with real workers: the same files as one process, even if workers die.
+"""`logitd extract --ray` with real workers: it writes the same files as a single process, even if
+workers die.
 
 Ray runs on this machine. An environment variable marks its processes.
 """

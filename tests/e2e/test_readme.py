@@ -35,7 +35,8 @@ def blocks(document: Path, language: str) -> list[str]:
 
 
 def curl_lines(document: Path) -> list[str]:
-    """The curl commands of a document, with lines continued by a backslash or a quotation."""
+    """The curl commands of a document, including commands that continue on the next line after a
+    backslash or within quotation marks."""
     commands = []
     for block in blocks(document, "sh"):
         lines = iter(block.replace("\\\n", " ").splitlines())

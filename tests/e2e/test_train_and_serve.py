@@ -57,8 +57,8 @@ def trained(run: Path) -> tuple[CheckpointInfo, GPT]:
 
 @pytest.fixture(scope="module")
 def client(run: Path) -> Iterator[httpx.Client]:
-    """A client of `logitd serve run`, started as the trainer suggests, with the oracle's
-    numbers."""
+    """A client of `logitd serve run`, started as the trainer suggests, but in float32, so that its
+    numbers match the oracle's."""
     with (
         ServedProcess(*SERVED, cwd=run.parent) as process,
         httpx.Client(base_url=process.url, trust_env=False, timeout=60) as http,
@@ -108,7 +108,8 @@ def test_served_numbers_are_those_of_the_trained_model(
 def test_trained_model_reproduces_its_text(
     client: httpx.Client, trained: tuple[CheckpointInfo, GPT]
 ) -> None:
-    """By the served numbers, a token of the text costs far fewer nats than a random guess."""
+    """According to the served numbers, a token of the text costs far fewer nats than a random
+    guess."""
     ids = trained[0].tokenizer.encode(TEXT[:100])
     body = {"prompt": ids, "positions": "all"}
     (prompt,) = client.post("/logits", json=body).json()["prompts"]

@@ -77,7 +77,7 @@ print(longest)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
-    """A server of 12 layers of 12 heads and a context of 1,024 tokens."""
+    """A server whose model has 12 layers with 12 heads each, and a context of 1,024 tokens."""
     config = tiny_config(n_layer=12, n_head=12, n_kv_head=12, d_model=96, context_length=1024)
     path = save_tiny_checkpoint(tmp_path_factory.mktemp("deep") / "saved", tiny_gpt(config)).path
     # Without this flag expensive requests are refused at once.

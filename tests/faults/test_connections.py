@@ -40,7 +40,8 @@ def checkpoint(tmp_path: Path) -> str:
 
 
 def test_endless_bytes_take_no_memory(checkpoint: str) -> None:
-    """The server starts cold, because a fork of the zygote has memory of earlier tests."""
+    """The server starts cold, because a fork of the zygote still holds memory from earlier
+    tests."""
     mib = times(20, 400)
     flags = ("--checkpoint", checkpoint, "--threads", "1")
     with ServedProcess(*flags, cold=True) as server:

@@ -269,7 +269,8 @@ class Poster:
 
 @contextmanager
 def at_work(work: Callable[[int], object], count: int) -> Iterator[None]:
-    """Threads that call `work` with their number repeatedly, until the block ends."""
+    """Threads that each call `work` with their own number, again and again, until the block
+    ends."""
     stop = threading.Event()
     failures: list[BaseException] = []
 

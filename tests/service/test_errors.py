@@ -32,7 +32,7 @@ def finished(reason: FinishReason, error: str | None = None) -> FinishEvent:
 
 
 def failure(event: FinishEvent) -> ApiError | None:
-    """The error for the client of a sequence that ended like this."""
+    """The error that a client gets if its sequence ends with this event; None if it gets none."""
     try:
         raise_failure(event)
     except ApiError as error:

@@ -1,4 +1,6 @@
-"""Limits of API keys: counted for each key, reported with its numbers, and released."""
+"""Limits of API keys: usage is counted for each key, reported with the key's limits, and
+released.
+"""
 
 from contextlib import ExitStack, suppress
 from pathlib import Path

@@ -108,7 +108,7 @@ def scripted(*scripts: Script | bytes) -> Iterator[ScriptedServer]:
 
 
 def reply(status: int, body: Any, *headers: str, length: int | None = None) -> bytes:
-    """A reply as bytes. The body is JSON unless it is bytes; `length` replaces its length in the
+    """A reply as bytes. The body is JSON unless it is bytes; `length` overrides the Content-Length
     header."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     stated = len(content) if length is None else length

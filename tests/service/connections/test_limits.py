@@ -80,8 +80,9 @@ def ended(server: Serving, reason: str) -> float:
 
 
 def test_connection_that_waits_longest_makes_room(narrow: Serving) -> None:
-    """Connections without a request are closed first, in order of age; then one with a body; never
-    one with a reply."""
+    """Connections without a request are closed first, the one that has waited longest before the
+    others. Connections that are still sending a body come next. A connection whose reply is in
+    progress is never closed."""
     with ExitStack() as stack:
 
         def connect(begin: bytes) -> socket.socket:

@@ -1,5 +1,6 @@
-"""AdmissionController: its counts, its rejections, and the advised time of a retry.
-test_accounting.py tests with a real engine that each request's elements are released once."""
+"""AdmissionController: its counts, its rejections, and the advised time until a retry.
+test_accounting.py tests with a real engine that each request's elements are released once.
+"""
 
 import asyncio
 from collections import Counter

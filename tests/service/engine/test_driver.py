@@ -63,7 +63,7 @@ def test_step_releases_the_interpreter(
 
 
 def test_step_thread_runs_one_step_at_a_time_in_one_thread() -> None:
-    """An exception of one caller's step does not affect the others."""
+    """An exception in one caller's step does not affect the others."""
     threads, inside, most, failures = set[threading.Thread](), 0, 0, 0
     steps = StepThread()
 

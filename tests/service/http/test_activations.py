@@ -22,7 +22,7 @@ OTHER = "Another text, as long as the first, which has fifty-nine by"
 
 @pytest.fixture(scope="module")
 def expected(gpt: GPT) -> Mapping[str, Array]:
-    """Every stage of PROMPT, by its definition in float64."""
+    """Every stage of PROMPT, computed from its definition in float64."""
     double = GPT(gpt.config)
     double.load_state_dict(gpt.state_dict())
     stages = plain_stages(double.double().eval(), IDS)

@@ -183,7 +183,7 @@ def test_readings_are_bounded_as_replies_are(small: Serving, name: str) -> None:
 
 
 class RankRequest(PromptBody):
-    """Ranks of given tokens among all candidates for the next one."""
+    """Ranks of given tokens among all candidates for the next token."""
 
     examples: ClassVar[Examples] = {"One token": {"prompt": "a", "token_ids": [1]}}
 

@@ -1,4 +1,6 @@
-"""POST /sweep: each cell equals its intervention sent alone, whole or streamed."""
+"""POST /sweep: each cell of a reply, whole or streamed, equals the result of its intervention sent
+alone.
+"""
 
 import itertools
 import json
