@@ -34,7 +34,7 @@ TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 )
 ADDRESS = "LOGITD_CLIENTS_URL"
-"""Environment variable with the server's address, for the processes of the clients."""
+"""Environment variable that passes the server's address to the processes of the clients."""
 URL = os.environ.get(ADDRESS, "")
 MODEL = "gpt-4o-mini"
 CHAT = [{"role": "user", "content": "What is there?"}]

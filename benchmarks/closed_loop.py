@@ -264,7 +264,8 @@ def prompts_of(question: Question, vocab_size: int, seed: str) -> Iterator[list[
 async def run_load(
     ask: Ask, load: Load, question: Question, prompts: Iterator[list[int]], observed: Observed
 ) -> None:
-    """Put a load on a target for the question's duration. Adds to its earlier observations."""
+    """Apply a load to a target for the duration in the question. The observations are added to the
+    target's earlier ones."""
     start, busy = time.perf_counter(), time.process_time()
     begin = start + question.warm_up
     end = begin + question.seconds

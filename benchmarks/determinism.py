@@ -222,7 +222,7 @@ def padding_price(gpt: GPT, sequences: int) -> float:
 
 @torch.inference_mode()
 def prefill_price(gpt: GPT) -> PrefillPrice:
-    """Times of a prompt of several blocks, without the head."""
+    """Times of a prompt of several blocks, computed without the head."""
     config, length = gpt.config, prompt_length(gpt)
     weight = gpt.token_embedding.weight
     cache = KVCache(config, 1, device=weight.device, dtype=weight.dtype)

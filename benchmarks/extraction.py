@@ -125,7 +125,7 @@ def extraction(checkpoint: Path, text: Path, folder: Path, options: ComputeOptio
 
 
 def share(of: Cost, cost: Cost, kind: str) -> float:
-    """The rate of `cost` as a share of the rate of `of`."""
+    """The token rate of `cost`, divided by the token rate of `of`."""
     own, other = getattr(cost, kind) / cost.tokens, getattr(of, kind) / of.tokens
     return float(other / own)
 

@@ -228,7 +228,7 @@ def peer_targets(results: Mapping[str, Any], shape: str) -> Iterator[Target]:
 
 def closed_loop_targets(result: Any, servers: Sequence[PeerServer]) -> Iterator[Target]:
     """Compare tokens per second with other servers, per dtype and number of clients. There is no
-    ratio if one of them has failed requests."""
+    ratio if a server has failed requests."""
     for dtype in dtypes_of(servers):
         ours = f"logitd serve {shlex.join(FLAGS[dtype])}"
         names = {ours, *(server.name for server in servers if server.dtype == dtype)}

@@ -161,7 +161,7 @@ class Measurement:
 
 
 def smaller(size: Size) -> Size:
-    """The next smaller size, with the context of this one so that windows are the same."""
+    """The next smaller size, but with the context of `size`, so that the windows are the same."""
     below = SIZES[max(0, SIZES.index(size) - 1)]
     return replace(below, context_length=size.context_length)
 

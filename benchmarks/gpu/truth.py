@@ -127,7 +127,7 @@ def invariance(setting: Setting) -> Iterator[Finding]:
 
 
 def memory(setting: Setting) -> Iterator[Finding]:
-    """Check that repeating a load uses no more memory of the device than its second run did."""
+    """Check that later runs of a load use no more device memory than its second run."""
     gpt, asked = models(setting, torch.bfloat16)["bundled"], requests(setting, SAMPLED)
     engine, held = Engine(gpt, EngineConfig(slots=8), make_decoder=tested), list[int]()
     end = time.monotonic() + (0 if setting.tiny else MEMORY_SECONDS)
@@ -146,7 +146,8 @@ CPU_ONLY = Setting("cpu", tiny=False, train_seconds=0)
 
 
 def tested(gpt: GPT, cache: KVCache, **options: Any) -> Decoder:
-    """The decoder under test. On a CPU, where the parts are only tried out, it is the plain one."""
+    """The decoder under test. On a CPU, which only serves to try out the parts, it is the plain
+    decoder."""
     on_gpu = gpt.token_embedding.weight.is_cuda
     return GraphDecoder(gpt, cache, **options) if on_gpu else PlainDecoder(gpt, cache)
 

@@ -106,7 +106,7 @@ def make_weights(shape: Shape, folder: Path) -> GPT:
 def make_everything_matter(gpt: GPT) -> None:
     """Change a new model so that all of its parts matter. Otherwise its norms and biases have no
     effect and it attends to everything alike, so a peer that omits one of them would look correct.
-    Speed does not depend on the numbers."""
+    Speed does not depend on the values of the weights."""
     generator = torch.Generator().manual_seed(0)
     rotary = gpt.config.positions == "rotary"
     for name, parameter in gpt.named_parameters():
