@@ -1,1 +1,3 @@
-"""Measurements, each with a command. README.md and LAB.md have results, with machine and date."""
+"""Measurements, each run by its own command. README.md and LAB.md list the results, with machine
+and date.
+"""

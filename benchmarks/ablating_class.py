@@ -1,12 +1,12 @@
-"""Effect of many clients that ablate heads on clients that read streams at the same time.
+"""How a class of clients that ablate heads slows down other clients that read streams.
 
     python -m benchmarks.ablating_class [--threads N] [--checkpoint DIR] [--clients 20]
 
 Serves a checkpoint in a separate process and reads streams from it. Then a class of clients
 requests next-token probabilities. Each client has its own prompt, ablates its own heads, and sends
-its next request as soon as it gets a reply. Prints the time between two tokens of the streams
-before and during the requests, and the rate of the class. Compares the bits of every stream with
-those of the same request alone. The last line is JSON.
+its next request as soon as it gets a reply. Prints the time between two tokens of a stream, before
+and during these requests, and the number of requests per second that the class completes. Compares
+every stream, bit for bit, with the same request sent alone. The last line is JSON.
 """
 
 import json
@@ -25,7 +25,7 @@ from benchmarks.streams import gaps_between
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 6.0
-"""Seconds of each of the two parts, before and during the ablations."""
+"""Duration in seconds of each of the two parts: before and during the ablations."""
 MAX_TOKENS = 400
 
 
@@ -73,7 +73,7 @@ class Reader:
 
 
 def ablate(url: str, client: int, heads: list[tuple[int, int]], over: threading.Event) -> int:
-    """Request probabilities again and again, each time with another head ablated. Returns the
+    """Request probabilities again and again, each time with a different head ablated. Returns the
     number of replies."""
     answered = 0
     with httpx.Client(base_url=url, timeout=600, trust_env=False) as http:

@@ -6,7 +6,7 @@ from logitd.model.device import available_processors
 
 
 def new_parser(description: str | None, command: str | None = None) -> argparse.ArgumentParser:
-    """A parser with --threads; --help shows `description` unchanged."""
+    """A parser with the option --threads. Its --help shows `description` unchanged."""
     parser = argparse.ArgumentParser(
         prog=None if command is None else f"python -m {command}",
         description=description,

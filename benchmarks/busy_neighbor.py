@@ -2,11 +2,11 @@
 
     python -m benchmarks.busy_neighbor [--shape 124m|30m|CHECKPOINT] [--threads N]
 
-Measures the mean step of 1 and 8 sequences, and of prompts one after the other, first without and
-then with a process that never sleeps, in bfloat16. Each measurement takes SECONDS, after a warm-up
-of the same length. The neighbor takes half of one of N cores. A step that loses only this share
-takes N / (N - 1/2) times as long; if every operation waits for all threads, or runs only on the
-free cores, it takes N / (N - 1) times as long. The last line is JSON.
+Measures the mean time of a step of 1 and of 8 sequences, and of a prompt when prompts run one after
+the other, in bfloat16: first without and then with a process that never sleeps. Each measurement
+takes SECONDS, after a warm-up of the same length. The neighbor takes half of one core out of N. A
+step that loses only this share takes N / (N - 1/2) times as long; if every operation waits for all
+threads, or runs only on the free cores, it takes N / (N - 1) times as long. The last line is JSON.
 """
 
 import json
@@ -36,7 +36,7 @@ PROMPT, TOKENS, SECONDS = 256, 120, 2.0
 
 @dataclass(frozen=True)
 class Cost:
-    """Mean seconds of a step of `batch` sequences and of a prompt, with and without a busy
+    """Mean seconds of a step of `batch` sequences, and of a prompt, each with and without a busy
     neighbor."""
 
     batch: int
@@ -78,7 +78,7 @@ class Load:
         self._asked += 1
 
     def prompts(self, seconds: float) -> float:
-        """Mean seconds per prompt, over `seconds`."""
+        """Mean seconds per prompt, measured for `seconds` seconds."""
         count, began = 0, time.perf_counter()
         while time.perf_counter() - began < seconds:
             self.ask(max_tokens=1)
@@ -88,7 +88,8 @@ class Load:
         return (time.perf_counter() - began) / count
 
     def steps(self, seconds: float) -> float:
-        """Mean seconds per step in which all sequences decode, over `seconds` of such steps."""
+        """Mean seconds per step in which all sequences decode, measured until such steps add up to
+        `seconds`."""
         taken: list[float] = []
         while sum(taken) < seconds:
             for _ in range(self.batch):

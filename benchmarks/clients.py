@@ -4,10 +4,10 @@
 
 serves a copy of the bundled checkpoint with a chat template, and lets each PYTHON run the clients
 that are installed in its environment. Several environments are needed, because the clients'
-requirements contradict each other and those of logitd; `service/openai/README.md` says how to
-create them. Only the loopback network is used. A check tests whether the client gets the kind of
-reply that it requests, not whether the reply is good. Open WebUI is not run: this script sends the
-same calls.
+requirements contradict each other and the requirements of logitd; `service/openai/README.md` says
+how to create them. Only the loopback network is used. A check tests whether the client gets the
+kind of reply that it requests, not whether the reply is good. Open WebUI is not run: this script
+sends the same calls.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 )
 ADDRESS = "LOGITD_CLIENTS_URL"
-"""Environment variable with the server's address, for the processes of the clients."""
+"""Environment variable that passes the server's address to the processes of the clients."""
 URL = os.environ.get(ADDRESS, "")
 MODEL = "gpt-4o-mini"
 CHAT = [{"role": "user", "content": "What is there?"}]
@@ -45,7 +45,7 @@ Checks = Iterator[tuple[str, Callable[[], Any]]]
 
 
 def schema_of(pydantic: Any) -> Any:
-    """A pydantic model with two fields, as users write one."""
+    """A pydantic model with two fields, such as users write."""
     return pydantic.create_model("Item", name=(str, ...), count=(int, ...))
 
 
@@ -317,7 +317,7 @@ CLIENTS: dict[str, Callable[[], Checks]] = {
 
 
 BY_HAND = "Open WebUI"
-"""Client whose calls are sent by hand instead of running it."""
+"""The client that is not run: this script sends its calls instead."""
 
 
 def row(client: str, what: str, check: Callable[[], Any]) -> str:
@@ -397,7 +397,9 @@ def main() -> None:
         return
     pythons = sys.argv[1:]
     if not pythons:
-        raise SystemExit("usage: python benchmarks/clients.py PYTHON ...  (each has some clients)")
+        raise SystemExit(
+            "usage: python benchmarks/clients.py PYTHON ...  (each with clients installed)"
+        )
     missing = set(CLIENTS).difference(*map(installed, pythons))
     print("| client | what | result |\n|---|---|---|", flush=True)
     with server() as url:

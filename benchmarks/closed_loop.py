@@ -15,9 +15,9 @@ A target is a `logitd serve` that is started with some flags, a server of anothe
 started with the same random weights (--shape; benchmarks/peers/servers.py), or a running server
 with OpenAI's `/v1/completions`. The same client requests streams from all of them, after prompts of
 random token ids. Texts end only at their maximum length. Tokens are counted as the servers count
-them. A server whose count of prompt tokens differs from the number sent has failed. All targets run
-all the time. Each load is applied to each target in turn, round by round, so that other work on the
-machine affects all targets alike; the other targets are idle meanwhile.
+them. A server whose count of prompt tokens differs from the number sent has failed. All targets
+stay up during the whole measurement. Each load is applied to each target in turn, round by round,
+so that other work on the machine affects all targets alike; the other targets are idle meanwhile.
 
 clients   number of concurrent clients (a closed loop); each sends a new prompt when its stream ends
 rate      requests per second, at random moments, for any number of open requests (an open loop)
@@ -31,7 +31,7 @@ gap       time between two pieces of a stream that have tokens, for pieces in th
 good/s    requests per second, sent in the counted time, whose TTFT is at most 1 s and 99 % of whose
           gaps are at most 150 ms (goodput)
 
-The client runs on the same machine: `client CPU` is the number of processors that it took. It
+The client runs on the same machine: `client CPU` is the number of processors that it used. It
 parses only as much of a stream as counting tokens needs (`benchmarks/raw_client.py`).
 """
 
@@ -74,15 +74,15 @@ from logitd.service.client.calls import EVENTS, Request
 ROOT = Path(__file__).parent.parent
 BUNDLED = ROOT / "checkpoints" / "python-small"
 MOST_AT_A_RATE = 32
-"""Number of slots of other projects' servers if requests arrive at a fixed rate."""
+"""Number of slots that other projects' servers get if requests arrive at a fixed rate."""
 TIMEOUT = httpx.Timeout(600.0)
 GOOD_TTFT, GOOD_GAP = 1.0, 0.15
-"""Limits in seconds of a good request."""
+"""Largest time to the first token, and largest gap, of a good request, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server, and the name of its row."""
+    """A server, and its name in the table."""
 
     name: str
     url: str
@@ -110,8 +110,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Shape of each request, and the duration of the load: `seconds` are measured, after `warm_up`
-    seconds."""
+    """Shape of each request, and duration of the load, which is measured for `seconds` after a
+    warm-up of `warm_up` seconds."""
 
     prompt_tokens: int
     tokens: int
@@ -187,7 +187,7 @@ def figures_of(target: str, load: Load, observed: Observed) -> Figures:
 
 
 class Completions:
-    """Streams of a server's `/v1/completions`: a `Dialect`."""
+    """The `Dialect` of servers with OpenAI's `/v1/completions`."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -223,15 +223,17 @@ class Completions:
 
 
 def tokens_after(event: Any, came: int, prompt: int) -> int:
-    """Number of tokens of a stream received up to this event. Servers that count tokens report them
-    in each event; for others an event with text is one token. Raises StreamFailed, also if the
-    server counts another number of tokens in the prompt."""
+    """Number of tokens of a stream received up to this event. Servers that count tokens report the
+    count in each event; for other servers, each event with text is one token. Raises StreamFailed
+    if the event is an error, or if the server counts a different number of prompt tokens."""
     if "error" in event:
         raise StreamFailed("error", str(event["error"]))
     usage = event.get("usage")
     if usage is not None:
         if usage.get("prompt_tokens", prompt) != prompt:
-            raise StreamFailed("Miscounted", f"{prompt} tokens were sent: {usage}")
+            raise StreamFailed(
+                "Miscounted", f"the prompt has {prompt} tokens, but usage is {usage}"
+            )
         return int(usage["completion_tokens"])
     if "timings" in event:
         return int(event["timings"]["predicted_n"])
@@ -262,7 +264,8 @@ def prompts_of(question: Question, vocab_size: int, seed: str) -> Iterator[list[
 async def run_load(
     ask: Ask, load: Load, question: Question, prompts: Iterator[list[int]], observed: Observed
 ) -> None:
-    """Put a load on a target for the question's duration. Adds to its earlier observations."""
+    """Apply a load to a target for the duration in the question. The observations are added to the
+    target's earlier ones."""
     start, busy = time.perf_counter(), time.process_time()
     begin = start + question.warm_up
     end = begin + question.seconds
@@ -345,8 +348,8 @@ def _milliseconds(times: Spread | None) -> tuple[str, str]:
 
 @contextmanager
 def models_of(shape: str, peers: Sequence[PeerServer]) -> Iterator[Path]:
-    """A folder with random weights of a shape, in the formats that are needed. A separate process
-    writes them, so that the servers get all the memory."""
+    """Yield a folder with random weights of a shape, in the formats that the servers need. A
+    separate process writes them, so that all memory is free for the servers."""
     with tempfile.TemporaryDirectory(prefix="logitd-models-") as name:
         folder = Path(name) / shape
         gguf = sorted({peer.gguf for peer in peers if peer.gguf is not None})

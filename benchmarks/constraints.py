@@ -3,10 +3,10 @@
     python -m benchmarks.constraints [--checkpoint DIRECTORY] [--threads N] [--dtype D]
 
 Steps: 1, 8 and 32 sequences that all write JSON by a schema are compared with the same number of
-sequences without a constraint, in turns in one process. The time in the matchers is printed as a
-share of a step. Masks: the time for advancing by one token and computing the next mask, with the
-checkpoint's vocabulary and with a made-up one of 50,000 tokens. Run it on an idle machine. The last
-line is JSON.
+sequences without a constraint; the two alternate in one process. The time in the matchers is
+printed as a share of a step. Masks: the time for advancing by one token and computing the next
+mask, with the checkpoint's vocabulary and with a made-up one of 50,000 tokens. Run it on an idle
+machine. The last line is JSON.
 """
 
 import json
@@ -112,7 +112,7 @@ def steps(gpt: GPT, sequences: int, constraint: MatcherClock | None = None) -> t
 
 @dataclass(frozen=True)
 class Cost:
-    """Times of steps with and without constraints for all sequences."""
+    """Times of a step in which every sequence has a constraint, and of one in which none has."""
 
     sequences: int
     free_us: float
@@ -130,7 +130,7 @@ class Cost:
 
 
 def cost_of_steps(gpt: GPT, constraint: MatcherClock, sequences: int) -> Cost:
-    """Measure both kinds of step in turns. Returns the medians of the rounds."""
+    """Measure both kinds of step alternately. Returns the medians of the rounds."""
     rounds = [(steps(gpt, sequences)[0], *steps(gpt, sequences, constraint)) for _ in range(ROUNDS)]
     return Cost(sequences, *(statistics.median(column) for column in zip(*rounds, strict=True)))
 
@@ -148,7 +148,8 @@ def large_tokenizer() -> Tokenizer:
 
 
 def mask_times(constraint: Constraint, tokens: int) -> list[float]:
-    """Sorted microseconds of advancing by one token and computing the mask, along random texts."""
+    """Times in microseconds, sorted, to advance by one token and compute the next mask, along
+    random texts."""
     rng, times = random.Random(0), []
     matcher = constraint.matcher()
     allowed = matcher.allowed()

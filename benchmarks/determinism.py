@@ -3,27 +3,28 @@
     python -m benchmarks.determinism [--shape 124m|30m|CHECKPOINT] [--dtype bfloat16] [--threads N]
 
 The cost is the time that would be saved without batch invariance. There is no second decoder
-without it, so each part is compared with the fastest code of stock torch for the same numbers,
-which is not batch-invariant:
+without it, so each part is compared with stock torch's fastest code for the same result, which is
+not batch-invariant:
 
-decode, native  Every product of a step of one sequence, accumulated as in every batch, against the
-                faster of torch's `F.linear` and matrix-vector product for one row, whose bits are
-                not those for more rows. Both compute on the same weights, one matrix after the
-                other, so that they read memory alike. The cost is the difference as a share of the
-                whole step; it is below 0 if torch is slower. Kernels without batch invariance could
-                be faster than torch's, so a bound is printed as well: the time of the products
-                minus the time for reading their weights once, at the speed of a sum over memory.
-                (The bound is meaningless if the weights stay in the processor's caches.) Attention
-                is not compared, because one sequence has nothing to share with others.
-sampling        Native sampling of one row, with float64 sums and a number that depends only on the
-                seed, against torch's softmax and multinomial, as a share of the same step.
-decode, torch   A step whose rows are padded and grouped as this processor needs it, divided by a
-                step whose rows are not.
-prefill         Attention block by block, against one fused causal attention; and the activation as
-                operations that compute the same bits for an element at any place, against torch's
-                fused activation. Both as a share of the prompt.
+decode, native  Every product of a step of one sequence, accumulated as in every batch, against
+                torch's `F.linear` or its matrix-vector product for one row, whichever is faster.
+                Neither of these returns the same bits for one row as for several. Ours and torch's
+                use the same weights, one matrix after the other, so that both read memory alike.
+                The cost is the difference as a share of the whole step; it is below 0 if torch is
+                slower. Kernels without batch invariance could be faster than torch's, so a bound is
+                printed as well: the time of the products minus the time for reading their weights
+                once, as fast as a sum over memory reads them. (The bound is meaningless if the
+                weights stay in the processor's caches.) Attention is not compared, because one
+                sequence has nothing to share with others.
+sampling        Native sampling of one row, with float64 sums and a random number that depends only
+                on the seed, against torch's softmax and multinomial, as a share of the same step.
+decode, torch   Time of a step whose rows are padded and grouped as this processor needs it, divided
+                by the time of a step whose rows are not.
+prefill         Attention block by block, against one fused causal attention; and an activation that
+                computes the same bits for an element wherever it is in the tensor, against torch's
+                fused activation. Both as a share of the prompt's time.
 
-All are measured in turns in one process. Run it on an idle machine. The last line is JSON.
+All measurements take turns in one process. Run it on an idle machine. The last line is JSON.
 """
 
 import json
@@ -63,8 +64,9 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class NativePrice:
-    """A step of one sequence: medians of rounds, in seconds. `ours` and `fastest` are by kind of
-    product, over all layers; `reading` is the time for reading all weights."""
+    """Times of a step of one sequence: medians over the rounds, in seconds. `ours` and `fastest`
+    map each kind of product to its time in all layers; `reading` is the time to read all
+    weights."""
 
     step: float
     ours: dict[str, float]
@@ -80,7 +82,7 @@ class NativePrice:
 
     @property
     def bound(self) -> float:
-        """Upper bound of that cost for any kernels."""
+        """Upper bound of the cost of batch invariance in products, whatever the kernels."""
         return max(0.0, sum(self.ours.values()) - self.reading) / self.step
 
     @property
@@ -183,7 +185,6 @@ def native_price(gpt: GPT, threads: int) -> NativePrice | None:
 
 
 def in_stage(profile: Profile, stage: str) -> float:
-    """Seconds of one stage."""
     return profile.stages_us[stage] / 1e6
 
 
@@ -200,13 +201,14 @@ def workload(gpt: GPT) -> Workload:
 
 
 def prompt_length(gpt: GPT) -> int:
-    """PREFILL, or half of a smaller context, in whole blocks."""
+    """Number of prompt tokens: PREFILL, or half of the context if that is less, rounded down to
+    whole blocks."""
     return max(BLOCK, min(PREFILL, gpt.config.context_length // 2) // BLOCK * BLOCK)
 
 
 def padding_price(gpt: GPT, sequences: int) -> float:
-    """Time of a plain step with padded rows relative to one without: the median of rounds in
-    turns."""
+    """Time of a step in plain torch with padded rows, divided by the time without: the median over
+    rounds in which the two take turns."""
     as_they_are = partial(PlainDecoder, row_groups=RowGroups(1, sequences))
     ratios = []
     for _ in range(ROUNDS):
@@ -220,7 +222,7 @@ def padding_price(gpt: GPT, sequences: int) -> float:
 
 @torch.inference_mode()
 def prefill_price(gpt: GPT) -> PrefillPrice:
-    """Times of a prompt of several blocks, without the head."""
+    """Times of a prompt of several blocks, computed without the head."""
     config, length = gpt.config, prompt_length(gpt)
     weight = gpt.token_embedding.weight
     cache = KVCache(config, 1, device=weight.device, dtype=weight.dtype)

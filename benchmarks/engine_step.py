@@ -1,4 +1,4 @@
-"""Cost of an engine step outside its forward pass, decoding in plain torch.
+"""Time that an engine step takes outside its forward pass, when it decodes in plain torch.
 
     python -m benchmarks.engine_step [--checkpoint DIRECTORY] [--threads N]
 
@@ -38,7 +38,7 @@ def engine_decoding(
     make_decoder: DecoderMaker = PlainDecoder,
     constraint: TokenConstraint | None = None,
 ) -> Engine:
-    """An engine whose sequences have computed their prompts and decode for long."""
+    """An engine whose prompts are computed and whose sequences will decode for a long time."""
     config = EngineConfig(slots=sequences, prefill_chunk=256)
     engine = Engine(gpt, config, make_decoder=make_decoder)
     generator = torch.Generator().manual_seed(0)

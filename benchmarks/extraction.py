@@ -1,12 +1,12 @@
-"""Rate of `logitd extract --logprobs` as a share of the engine's rate of prompts.
+"""Rate of `logitd extract --logprobs` as a share of the rate at which the engine computes prompts.
 
     python -m benchmarks.extraction [--checkpoint DIRECTORY] [--dtype float32] [--threads N]
 
-Measures three kinds of work in turns, in one process: prompts as `logitd bench` measures them (8
-together, of 256 ids), prompts as long as the model's context, like the windows of long documents,
-and an extraction of standard library sources after the model was loaded and the data read once. An
-extraction does more work than prompts: the head computes a row for each token instead of one for
-each prompt, then the softmax, the encoding and the files follow.
+Measures three kinds of work, which take turns in one process: prompts as `logitd bench` measures
+them (8 together, of 256 ids), prompts as long as the model's context, like the windows of long
+documents, and an extraction of standard library sources after the model was loaded and the data
+read once. An extraction does more work than prompts: the head computes a row for each token instead
+of one for each prompt, then the softmax, the encoding and the files follow.
 
 Each is measured in processor time of all threads and in wall-clock time. If other jobs run, trust
 the processor time measured with `--threads 1`: with several threads, all spin while they wait for a
@@ -60,7 +60,8 @@ class Stopwatch:
 
 
 def write_text(folder: Path, tokens: int) -> Path:
-    """Write whole sources of Python's library as JSON lines, about `tokens` tokens in total."""
+    """Write whole source files of Python's standard library as JSON lines, about `tokens` tokens in
+    total."""
     path, left = folder / "text.jsonl", tokens * BYTES_PER_TOKEN
     with path.open("w", encoding="utf-8") as file:
         for document in open_text(["builtin:python"]).documents:
@@ -84,8 +85,8 @@ def engine_of(loaded: LoadedModel) -> Iterator[Engine]:
 
 
 def prompts_of(loaded: LoadedModel, length: int) -> Workload:
-    """Eight prompts of `length` tokens, or as many tokens as leave room for one more if that is
-    less."""
+    """Eight prompts of `length` tokens each, shortened if needed so that the context has room for
+    one more token."""
     config = loaded.checkpoint.config
     return Workload(
         batches=(SEVERAL_PROMPTS,),
@@ -124,7 +125,7 @@ def extraction(checkpoint: Path, text: Path, folder: Path, options: ComputeOptio
 
 
 def share(of: Cost, cost: Cost, kind: str) -> float:
-    """The rate of `cost` as a share of the rate of `of`."""
+    """The token rate of `cost`, divided by the token rate of `of`."""
     own, other = getattr(cost, kind) / cost.tokens, getattr(of, kind) / of.tokens
     return float(other / own)
 
@@ -183,8 +184,8 @@ def best(rounds: list[dict[str, Cost]], name: str, kind: str) -> Cost:
 
 
 def report(rounds: list[dict[str, Cost]], loaded: LoadedModel) -> dict[str, Any]:
-    """Medians of the shares of each round, and the share of the best costs of all rounds, which are
-    least disturbed by other jobs."""
+    """For each kind of prompt: the median over the rounds of the extraction's share, and the share
+    computed from the best costs of all rounds, which other jobs disturb least."""
     return {
         "surroundings": asdict(surroundings(loaded.placement)),
         "checkpoint": loaded.checkpoint.name,

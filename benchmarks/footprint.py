@@ -4,13 +4,13 @@
                                    [--dtype DTYPE] [--quantize KIND] [--ready-only]
 
 The time to ready runs from the start of the process until the server says that it is ready; kernels
-are built before. It is the median of several starts, one after the other. Memory is the resident
-memory after the server has answered requests for texts and rows and has had a sequence of the whole
-context in every slot, minus the bytes of its weights and its KV cache. What remains is Python,
-torch, the vocabulary and the service. The bytes of weights are computed from their dtype, so memory
-may be negative if they are quantized or compressed. The peak is the largest resident memory at any
-time, loading included. Both are measured in the last start. With `--ready-only` nothing is
-requested, and memory is measured when the server is ready. The last line is JSON.
+are built beforehand. It is the median of several starts, one after the other. Memory is the
+resident memory after the server has generated texts, has returned rows of logits and has filled the
+whole context of every slot, minus the bytes of its weights and its KV cache. What remains is
+Python, torch, the vocabulary and the service. The bytes of weights are computed from their dtype,
+so memory may be negative if they are quantized or compressed. The peak is the largest resident
+memory at any time, loading included. Both are measured in the last start. With `--ready-only`
+nothing is requested, and memory is measured when the server is ready. The last line is JSON.
 """
 
 import json
@@ -31,7 +31,7 @@ from logitd.model.inference.options import Quantization
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 ASKED = 4
-"""Number of requests of each kind before memory is measured."""
+"""Number of requests of each kind that are sent before memory is measured."""
 
 
 def resident(pid: int) -> int:
@@ -52,13 +52,14 @@ def _status(pid: int, name: str) -> int:
 
 
 def besides(held: int, info: dict[str, Any]) -> int:
-    """Resident bytes that are neither weights nor KV cache, by the server's /info."""
+    """Resident bytes that are neither weights nor KV cache; the server's /info gives the sizes of
+    both."""
     return held - WIDTHS[info["dtype"]] * info["parameters"] - info["kv_cache_bytes"]
 
 
 def ask(url: str) -> dict[str, Any]:
-    """Request texts and rows, then fill the whole context of every slot, because a cache takes
-    memory only after use. Returns the server's /info."""
+    """Request texts and rows of logits, then fill the whole context of every slot, because a cache
+    takes memory only once it is used. Returns the server's /info."""
     with httpx.Client(base_url=url, trust_env=False, timeout=600) as http:
         for seed in range(ASKED):
             for path, body in (

@@ -50,8 +50,8 @@ class FrontLoad:
         self._prompts = _prompts()
 
     def compare(self, first: Server, second: Server, rounds: int) -> tuple[list[Felt], list[Felt]]:
-        """Measure two servers in turns, after a warm-up round of each. The order is reversed after
-        every round. Raises RuntimeError if a stream fails."""
+        """Measure two servers alternately, after a warm-up round of each. The order is reversed
+        after every round. Raises RuntimeError if a stream fails."""
         felt: list[list[Felt]] = [[], []]
         order = list(zip(felt, (first, second), strict=True))
         for _, server in order:
@@ -100,7 +100,8 @@ def _prompts() -> Iterator[Sequence[int]]:
 
 
 def processor_seconds(processes: Sequence[int]) -> float:
-    """Processor seconds of the processes so far; the kernel counts hundredths."""
+    """Processor seconds of the processes so far, in steps of 0.01 s, because the kernel counts
+    hundredths."""
     ticks = 0
     for pid in processes:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()

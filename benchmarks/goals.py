@@ -52,7 +52,7 @@ STRONGEST = {
     "int8": {"llama.cpp", "openvino", "ctranslate2"},
     "int4": {"llama.cpp", "openvino"},
 }
-"""Peers, by dtype, without which the best of the others is unknown."""
+"""Peers by dtype. The best of the others is known only if all of these are measured."""
 OVER_HTTP = "bfloat16"
 """The dtype in which `logitd serve` is measured too."""
 
@@ -64,7 +64,8 @@ DECODE_OVER_OTHERS = {
     ("30m", "bfloat16", 8): 2.0,
     ("30m", "bfloat16", 32): 2.0,
 }
-"""Bounds by shape, dtype and batch; 1 for all others."""
+"""Required ratio of logitd's decode rate to the best of the others, by shape, dtype and batch size;
+1 for all other cases."""
 
 
 # Commands
@@ -73,7 +74,7 @@ DECODE_OVER_OTHERS = {
 def commands(
     folder: Path, threads: int, pythons: Sequence[str], servers: Sequence[PeerServer]
 ) -> dict[str, list[str]]:
-    """Each command by the name of its result; `pythons` are the values of --peer-python."""
+    """Each command, keyed by the name of its result. `pythons` are the values of --peer-python."""
     batches = [str(batch) for batch in BATCHES]
     common = ["--threads", str(threads)]
     commands: dict[str, list[str]] = {}
@@ -209,7 +210,8 @@ def targets(
 
 
 def peer_targets(results: Mapping[str, Any], shape: str) -> Iterator[Target]:
-    """Compare each dtype with peers: decode at each batch, one prompt, then streams over HTTP."""
+    """Compare each dtype with peers: decode at each batch size, one prompt, then streams over
+    HTTP."""
     peers, serving = results.get(f"peers-{shape}"), results.get(f"serving-{shape}")
     for dtype in DTYPES:
         for kind, batch in (*(("decode", batch) for batch in BATCHES), ("prefill", 1)):
@@ -226,7 +228,7 @@ def peer_targets(results: Mapping[str, Any], shape: str) -> Iterator[Target]:
 
 def closed_loop_targets(result: Any, servers: Sequence[PeerServer]) -> Iterator[Target]:
     """Compare tokens per second with other servers, per dtype and number of clients. There is no
-    ratio if one of them has failed requests."""
+    ratio if a server has failed requests."""
     for dtype in dtypes_of(servers):
         ours = f"logitd serve {shlex.join(FLAGS[dtype])}"
         names = {ours, *(server.name for server in servers if server.dtype == dtype)}
@@ -241,12 +243,14 @@ def closed_loop_targets(result: Any, servers: Sequence[PeerServer]) -> Iterator[
 
 
 def figure(result: Any, place: str, key: str, **where: Any) -> float | None:
-    """`key` of the first row at `place` ("engine.decode") that has the values `where`."""
+    """The value of `key` in the first row at `place` ("engine.decode", for example) that has the
+    values `where`."""
     return next((row[key] for row in rows_at(result, place, where)), None)
 
 
 def rates_of(result: Any, name: str, key: str, **where: Any) -> dict[str, float]:
-    """`key` of each row of the results that has the values `where`, by the row's name."""
+    """The value of `key` in each row of the results that has the values `where`, keyed by the row's
+    `name`."""
     return {row[name]: row[key] for row in rows_at(result, "results", where)}
 
 

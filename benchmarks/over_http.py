@@ -2,8 +2,9 @@
 
     python -m benchmarks.over_http bench --checkpoint DIRECTORY --threads N [--dtype bfloat16] ...
 
-The flags are those of `logitd bench`. The server gets the flags that `logitd serve` has as well. It
-has `--target-gap none`, so that it decodes whole batches as the engine in process does.
+The flags are the same as for `logitd bench`. Flags that `logitd serve` also has are passed on to
+the server. It runs with `--target-gap none`, so that it decodes whole batches like the engine in
+process.
 """
 
 import sys
@@ -14,7 +15,7 @@ from benchmarks.started_server import started_server
 from logitd.service.cli.main import logitd, run
 
 SHARED = ("device", "dtype", "threads", "kernels", "kernel_target", "quantize", "kv_cache_dtype")
-"""Settings that both commands have."""
+"""Settings that `logitd bench` and `logitd serve` both have."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -6,9 +6,9 @@
 Measures steps of a real engine whose decoder is wrapped. The native decoder reads a clock when all
 of its threads have ended a stage (`model/inference/kernels/cpu/native/clocks.h`). The wrapper
 measures the time around its calls. Only every other step is watched, so that the cost of watching
-is measured as well. Times are means over the middle half of the watched steps, ordered by length.
-"Overhead" is all time outside the model and the sampling: planning, converting lists to arrays,
-collecting the sampling parameters of rows, and creating events. The last line is JSON.
+is measured as well. Times are means over the watched steps, without the shortest and the longest
+quarter. "Overhead" is all time outside the model and the sampling: planning, converting lists to
+arrays, collecting the sampling parameters of rows, and creating events. The last line is JSON.
 """
 
 import json
@@ -49,7 +49,7 @@ conversion of tokens to events. A residual sum is part of the product before it.
 OUTSIDE = frozenset({"scheduling", "tensors", "processing", "events"})
 """Stages that belong neither to the model nor to the sampling."""
 PREFILLS = 5
-"""Minimum number of watched prompts, and of prompts that are not watched."""
+"""Minimum number of prompts that are watched, and of prompts that are not."""
 
 
 class Timeline:
@@ -153,7 +153,8 @@ class Watch:
 
     @contextmanager
     def step(self) -> Iterator[dict[str, float]]:
-        """Watch one step in the block. The seconds of its stages are available after the step."""
+        """Watch the one step that runs in the block. The seconds of its stages are available after
+        it."""
         assert self._decoder is not None, "create the engine before watching it"
         seconds: dict[str, float] = {}
         self._decoder.native.time_stages(True)
@@ -192,7 +193,7 @@ class Profile:
 
 
 def profile_engine(make_decoder: DecoderMaker, gpt: GPT, workload: Workload) -> list[Profile]:
-    """A prompt, then a decode step of each batch size, through one engine. Raises
+    """Profile a prompt, then a decode step of each batch size, in one engine. Raises
     BenchmarkError."""
     watch = Watch(make_decoder)
     config = EngineConfig(slots=max(workload.batches), prefill_chunk=workload.prefill_chunk)
@@ -224,8 +225,8 @@ def run_watched(
     batch: Sequence[GenerationRequest],
     every: int | None = 2,
 ) -> list[WatchedStep]:
-    """Run requests to their end. Returns all steps, of which every `every`-th one is watched, or
-    none."""
+    """Run requests to their end. Every `every`-th step is watched, or no step if `every` is None.
+    Returns all steps."""
     for request in batch:
         engine.add(request)
     steps: list[WatchedStep] = []

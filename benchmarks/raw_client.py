@@ -1,12 +1,12 @@
 """RawClient: reads streams over plain HTTP, and counts their tokens without parsing them fully.
 
 `AsyncClient` parses each chunk into dataclasses, which takes Python longer than the server takes to
-write it. If both run on the same processors, that slows what is measured. Here httptools, whose
-parser is in C, parses the reply, and the tokens of an event are counted where it is received: no
-task wakes before the end of a stream. Errors are those of `AsyncClient`.
+write it. If both run on the same processors, that slows down what is measured. Here httptools,
+whose parser is in C, parses the reply, and the tokens of an event are counted where it is received:
+no task wakes before the end of a stream. It raises the same errors as `AsyncClient`.
 
-A `Dialect` defines the requests and events of one kind of server; `NATIVE` is that of /generate. A
-stream of any dialect ends in `[DONE]`.
+A `Dialect` defines the requests and events of one kind of server; `NATIVE` is the dialect of
+/generate. A stream of any dialect ends in `[DONE]`.
 
 TLS, proxies and retries are not supported. For a server on another machine, use `AsyncClient`,
 which then takes no time from the server.
@@ -35,7 +35,7 @@ from logitd.service.client.streaming import END, EventDecoder
 from logitd.service.client.transport import settings_of
 
 SILENT_SECONDS = 600.0
-"""Seconds without an event after which a stream has failed."""
+"""A stream has failed if no event arrives for this many seconds."""
 
 Counter = Callable[[Any], int]
 """Counts the tokens of a stream's event, given its JSON, in the order of the events. Raises
@@ -81,7 +81,8 @@ NATIVE: Dialect = _Native()
 
 class RawClient:
     """Sends requests to the server at a `http://` URL, with the API key of LOGITD_API_KEY if there
-    is one. An `Ask` of `benchmarks/streams.py`. Use it in one event loop; `close` ends it."""
+    is one. It is an `Ask` of `benchmarks/streams.py`. Use it in a single event loop, and `close` it
+    at the end."""
 
     def __init__(self, url: str, dialect: Dialect = NATIVE) -> None:
         self._settings = settings_of(url)
@@ -267,7 +268,7 @@ class _Connection(asyncio.Protocol):
             self._reply.lost(str(error or "the connection was closed"))
 
     def _watch_silence(self) -> None:
-        """Check at intervals whether anything arrived, which is cheaper than a timeout per
+        """Check at intervals whether anything has arrived. This is cheaper than a timeout for each
         piece."""
         if self._watch is not None:
             self._watch.cancel()

@@ -1,13 +1,13 @@
-"""Cost of Ray Serve between clients and the same server.
+"""Cost of putting Ray Serve between clients and a server.
 
     python -m benchmarks.ray_serve [--checkpoint PATH] [--threads N] [--rounds N] [--replicas N]
 
 Compares the application alone (`logitd serve`) with the application behind Ray Serve on this
-machine (`deploy/ray_serve.py`), with the same flags. Both run all the time and get requests in
-turns, so that other work of the machine affects both alike. Times are medians, and ratios are
-medians of the ratios within a round. Memory is that of all processes of each after the load, with
-shared pages counted once (PSS). With `--replicas 2`, Ray gets two replicas with half the threads
-each. Run it on an idle machine. The last line is JSON.
+machine (`deploy/ray_serve.py`), with the same flags. Both run all the time and get requests
+alternately, so that other work on the machine affects both alike. Times are medians, and ratios are
+medians of the ratios within a round. Memory is the sum over all processes of each way after the
+load, with shared pages counted once (PSS). With `--replicas 2`, Ray gets two replicas with half the
+threads each. Run it on an idle machine. The last line is JSON.
 """
 
 import json
@@ -76,7 +76,7 @@ def on_ray(*flags: str) -> Iterator[tuple[str, list[int]]]:
 
 
 def processes_of(mark: str) -> list[int]:
-    """Processes that inherited the variable."""
+    """Processes that inherited the environment variable MARK."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):

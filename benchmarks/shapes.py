@@ -6,10 +6,10 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A GPT-2: heads share the width, the feed-forward is four times as wide, the head is tied.
+    """A GPT-2 or a Llama: the attention heads share the width, and the output head is tied.
 
-    family     "llama" instead: RMSNorm, rotary positions, SwiGLU, no biases; the head is tied too
-    n_kv_head  heads of keys and values; None: as many as query heads
+    family     "gpt2", or "llama" with RMSNorm, rotary positions, SwiGLU and no biases
+    n_kv_head  number of heads of keys and values; None: as many as query heads
     d_ff       hidden width of the feed-forward; None: four times d_model
     """
 

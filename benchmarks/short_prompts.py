@@ -5,9 +5,9 @@
 
 Prompts of random ids, one for each slot, arrive at the same time, and each asks for one token.
 Measures positions per second if the prompts of a step go through the model together, as the engine
-does it, and if each goes through the model by itself. Both are measured in turns in one process;
+does it, and if each goes through the model by itself. Both are measured alternately in one process;
 the ratio is the median of the rounds' ratios. The time is the processor time of all threads of this
-process. So with one thread, other work of the machine hardly counts; several threads spin while
+process. So with one thread, other work on the machine hardly counts; several threads spin while
 they wait for one another. Both must generate the same tokens. The last line is JSON.
 """
 
@@ -65,7 +65,7 @@ def one_by_one(make_decoder: DecoderMaker) -> DecoderMaker:
 
 
 def first_tokens(engine: Engine, prompts: list[list[int]], name: str) -> tuple[float, list[int]]:
-    """Seconds for all prompts, and the token of each prompt."""
+    """Seconds to compute all prompts, and the token generated after each prompt."""
     for index, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=1, seed=index)
         engine.add(

@@ -64,7 +64,8 @@ class Result:
 
 
 def load(shape: str, dtype: torch.dtype) -> tuple[GPT, Tokenizer | None]:
-    """A model and its vocabulary; None for a synthetic model, whose vocabulary has no meaning."""
+    """A model and its vocabulary. The vocabulary of a synthetic model has no meaning, so None takes
+    its place."""
     tokenizer = None if shape in SHAPES else read_checkpoint(Path(shape)).tokenizer
     return load_gpt(shape, dtype), tokenizer
 
@@ -84,8 +85,8 @@ def texts(gpt: GPT, tokenizer: Tokenizer | None, batch: int) -> list[Text]:
 
 
 class Run:
-    """An engine that answers all prompts of a text. Its time is that of the steps after the first
-    tokens."""
+    """An engine that answers all prompts of a text. Only the steps after the first tokens are
+    timed."""
 
     def __init__(self, gpt: GPT, text: Text, speculate: Speculation, threads: int) -> None:
         path = choose_decode_path(gpt, ComputeOptions(kernels="native"), threads=threads)
@@ -122,7 +123,7 @@ class Run:
 def run_in_turns(
     gpt: GPT, text: Text, order: list[Speculation], threads: int
 ) -> dict[Speculation, Result]:
-    """Run both engines, one step of each in turn, so that other work of the machine affects both
+    """Run both engines, one step of each in turn, so that other work on the machine affects both
     alike."""
     runs = {name: Run(gpt, text, name, threads) for name in order}
     while any(run.engine.has_work() for run in runs.values()):
@@ -133,7 +134,8 @@ def run_in_turns(
 
 
 def compare(gpt: GPT, text: Text, rounds: int, threads: int) -> dict[str, Any]:
-    """Medians of the rounds and of the ratios within each round. The order alternates."""
+    """Medians over the rounds, and medians of the ratios within each round. The two engines swap
+    their order after every round."""
     measured: list[dict[Speculation, Result]] = []
     order: list[Speculation] = ["none", "ngram"]
     for _ in range(rounds + 1):

@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Seconds. Half of the times are at most p50, and 99 of 100 are at most p99."""
+    """Times in seconds. Half of the times are at most p50, and 99 of 100 are at most p99."""
 
     p50: float
     p99: float

@@ -136,7 +136,7 @@ def gaps(record: StreamRecord) -> list[float]:
 
 
 def gaps_between(times: Sequence[float], start: float = 0, end: float = math.inf) -> list[float]:
-    """Differences between successive times, of the times from `start` to `end`."""
+    """Differences between successive times that lie between `start` and `end`."""
     inside = [moment for moment in times if start <= moment <= end]
     return [later - earlier for earlier, later in itertools.pairwise(inside)]
 

@@ -1,7 +1,8 @@
 """Synthetic checkpoints: any shape with random weights, for figures that depend only on sizes.
 
 The vocabulary is the 256 bytes, then pairs of bytes, then triples. tiktoken accepts it, and it can
-have the size of any peer's model. The weights are random, so the generated text is noise.
+be as large as the vocabulary of any peer's model. The weights are random, so the generated text is
+noise.
 """
 
 import itertools
@@ -40,7 +41,7 @@ RANDOM = TrainingRecord(
 
 
 def load_gpt(name: str, dtype: torch.dtype) -> GPT:
-    """A synthetic GPT of a shape in SHAPES, or the weights of the checkpoint at `name`."""
+    """A synthetic GPT of a shape in SHAPES, or the GPT of the checkpoint at `name`."""
     if name not in SHAPES:
         return load_checkpoint(Path(name), device=torch.device("cpu"), dtype=dtype)[1]
     return synthetic_gpt(config_of(SHAPES[name])).to(dtype)

@@ -6,7 +6,7 @@
 
 Clients in a closed loop use an engine in this process: each sends a new prompt when its last stream
 has ended. The engine computes with one thread, and its clock is the processor time of this thread.
-So other work of the machine hardly counts, and all targets are measured under the same conditions.
+So other work on the machine hardly counts, and all targets are measured under the same conditions.
 `closed_loop.py` measures over HTTP, in wall-clock time and with all threads.
 
 The first streams have different lengths, so that later prompts do not arrive together. Counting
@@ -41,8 +41,8 @@ from logitd.model.transformer.gpt import GPT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Number of concurrent clients, and number of counted requests of each. With fewer slots than
-    clients, some clients wait."""
+    """Number of concurrent clients, and number of counted requests per client. With fewer slots
+    than clients, some clients wait."""
 
     clients: int
     slots: int
@@ -93,7 +93,8 @@ class Loop:
         self.engine.add(GenerationRequest(request_id=name, token_ids=prompt, params=params))
 
     def run(self) -> float:
-        """Run until every client has had its counted requests. Returns their total seconds."""
+        """Run until all clients together have had their counted requests. Returns the seconds from
+        the start of counting to the end."""
         clients, tokens = self.question.clients, self.question.tokens
         self.ended = [0] * clients
         for client in range(clients):

@@ -9,7 +9,7 @@ Unit = Literal["share", "ratio", "us", "s", "MB"]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A bound of a figure, at least or at most; `measured` is None if it was not measured."""
+    """A lower or upper bound on a figure. `measured` is None if the figure was not measured."""
 
     name: str
     measured: float | None

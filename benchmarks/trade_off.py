@@ -2,8 +2,8 @@
 
     python -m benchmarks.trade_off RESULTS.json CHART.svg
 
-The last line of RESULTS.json is the JSON of a run; each of its rows is a point. Color shows the
-target, shape the load, and area is proportional to tokens per second.
+The last line of RESULTS.json is the JSON of a run; each of its rows is a point. The color of a
+point shows the target, its shape shows the load, and its area is proportional to tokens per second.
 """
 
 import json
@@ -20,8 +20,8 @@ LOAD_LABEL = "{} clients"
 
 
 def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write an SVG that plots the 99th percentile of gaps against that of first tokens, both in
-    ms."""
+    """Write an SVG that plots the 99th percentile of gaps against the 99th percentile of times to
+    the first token, both in ms."""
     targets = list(dict.fromkeys(result["target"] for result in results))
     loads = list(dict.fromkeys(result["load"] for result in results))
     figure = Figure(figsize=(7.6, 4.2), layout="constrained")

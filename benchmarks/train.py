@@ -5,14 +5,15 @@
 
 For each budget `logitd train --minutes N` chooses a size, and nanoGPT's model and AdamW (the preset
 `nanogpt`) get the same layers and width: the block matrices have the same shapes. Text, vocabulary,
-context, threads and seconds are the same; every run is a real `train()` in a separate process, in
-turns. The two differ in the recipe: the shape outside the matrices, the optimizers, the learning
-rates and their schedule, the batch. The default nevertheless has more parameters: an untied head
-and value embeddings, which cost memory and hardly any arithmetic. The table has both counts.
+context, threads and seconds are the same; every run is a real `train()` in a separate process, and
+the two sides take turns. The two differ in the recipe: the shape outside the matrices, the
+optimizers, the learning rates and their schedule, the batch. The default nevertheless has more
+parameters: an untied head and value embeddings, which cost memory and hardly any arithmetic. The
+table has both counts.
 
-Only the time of training is counted, not that of the vocabulary, the choice of the size or the last
-evaluation. The bits per byte are those of the last weights on the whole validation text, measured
-after the run, in the same windows for all.
+Only the time of training is counted, not the time for the vocabulary, the choice of the size or the
+last evaluation. Bits per byte are measured after the run, with the last weights, on the whole
+validation text, in the same windows for all.
 
 Fairness to nanoGPT: its preset has the best of the learning rates and batches that were tried at
 width 128; `--sweep` first tries RATES times BATCHES at each budget with a separate seed and takes
@@ -92,7 +93,8 @@ def settings(run: Run, size: Size, data: Sequence[str], tokenizer: Path, threads
 
 
 def learn_vocabulary(data: Sequence[str], vocab_size: int, path: Path) -> None:
-    """Learn a vocabulary from the training side only, as a run does, and write it for all runs."""
+    """Learn a vocabulary from the training part of the text only, as a run does, and write it for
+    all runs."""
     text = open_text(data)
     split = split_text(text.documents, PRESETS["nanogpt"].recipe.val_fraction)
     pieces = (
@@ -159,7 +161,7 @@ class Measurement:
 
 
 def smaller(size: Size) -> Size:
-    """The next smaller size, with the context of this one so that windows are the same."""
+    """The next smaller size, but with the context of `size`, so that the windows are the same."""
     below = SIZES[max(0, SIZES.index(size) - 1)]
     return replace(below, context_length=size.context_length)
 
@@ -172,17 +174,19 @@ def check(finished: Iterable[Finished]) -> None:
         asked = 60 * run.minutes
         allowed = SAME_SECONDS * asked + outcome.seconds / max(1, outcome.steps)
         if not asked <= outcome.seconds <= asked + allowed:
-            raise SystemExit(f"{run} took {outcome.seconds:.1f} s of {asked:.1f}")
+            raise SystemExit(f"{run} took {outcome.seconds:.1f} s instead of {asked:.1f} s")
     if len({outcome.threads for _, outcome in finished}) > 1:
         raise SystemExit("not all runs had the same threads")
     same = {outcome.matrices for run, outcome in finished if run.side != "nanogpt smaller"}
     if len(same) > 1:
-        raise SystemExit(f"the block matrices are not equal: {sorted(same)} numbers")
+        raise SystemExit(
+            f"the runs differ in the parameters of their block matrices: {sorted(same)}"
+        )
 
 
 def summary(finished: Sequence[Finished], default: Sequence[Finished]) -> dict[str, Any]:
-    """Summarize the runs of one side at one budget. `fewer` is by how many percent fewer bits the
-    default needs."""
+    """Summarize the runs of one side at one budget. `fewer` is the percentage by which the default
+    needs fewer bits per byte."""
     run, outcomes = finished[0][0], [outcome for _, outcome in finished]
     bits = [outcome.last for outcome in outcomes]
     mean, ours = statistics.mean(bits), statistics.mean(outcome.last for _, outcome in default)
@@ -206,7 +210,7 @@ def summary(finished: Sequence[Finished], default: Sequence[Finished]) -> dict[s
 def compare(
     measurement: Measurement, minutes: float, seeds: int, sweep: bool, with_smaller: bool
 ) -> list[dict[str, Any]]:
-    """Run all sides of one budget in turns."""
+    """Run all sides of one budget, which take turns."""
     size = measurement.size(minutes)
     print(f"{minutes:g} minutes: {size}, context {size.context_length}")
     runs = [Run(minutes, "default", size.matrix_lr, size.batch_size, FIRST_SEED)]

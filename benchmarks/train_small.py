@@ -1,11 +1,11 @@
-"""Compares the recipe for a small text with those for long texts and of nanoGPT, at equal time or
-steps.
+"""Compares the recipe for a small text with the recipe for long texts and with nanoGPT's, at equal
+time or equal steps.
 
     python -m benchmarks.train_small --data FILE [--minutes 2] [--threads N] [--seeds 1]
                                      [--sides adapted long nanogpt-char] [--size N --passes P]
 
-FILE is a text that a run passes over several times in that time, such as a megabyte of plays in two
-minutes. Its last tenth is held out, as in `logitd train`. The sides:
+FILE is a text that a run passes over several times in the given minutes, such as a megabyte of
+plays in two minutes. Its last tenth is held out, as in `logitd train`. The sides:
 
     adapted        `logitd train --minutes N --data FILE`
     long           the same with the recipe for long texts
@@ -13,12 +13,12 @@ minutes. Its last tenth is held out, as in `logitd train`. The sides:
 
 With `--size N --passes P` the clock does not matter: `adapted` and `long` have the N-th size of
 `model/training/configuration/autosize.py` (from 0) and as many steps as `long` needs for P passes
-over the text, so the figures are the same on a busy machine. A step of `adapted` has less
-arithmetic in its head and more for its dropout.
+over the text, so the figures are the same on a busy machine. A step of `adapted` needs less
+arithmetic for its head and more for its dropout.
 
-Each run is a real `train()` in a separate process, in turns. Bits per byte are measured after it
-on the whole validation text, with the last weights and with the best evaluation's, which are
-served. The last line is JSON.
+Each run is a real `train()` in a separate process, and the sides take turns. After the run, bits
+per byte are measured on the whole validation text, both with the last weights and with the weights
+of the best evaluation, which a server would use. The last line is JSON.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def configuration(side: str, asked: TrainingConfig, choice: Choice) -> TrainingC
 def of_passes(side: str, asked: TrainingConfig, size: int, passes: float) -> TrainingConfig:
     """The settings of a side with one size, with as many steps as `long` needs for `passes`."""
     if side == "nanogpt-char":
-        raise SystemExit("nanogpt-char has a fixed size: compare it by --minutes")
+        raise SystemExit("nanogpt-char has a fixed size: compare it with --minutes")
     chosen = SIZES[size]
     train_bytes = (1 - resolve(asked).recipe.val_fraction) * open_text(asked.data).count_bytes(
         math.inf

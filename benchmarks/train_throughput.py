@@ -10,8 +10,9 @@ AdamW unchanged. `plain float32` is the same without autocast, as nanoGPT trains
 many steps compiling pays off. Model, initial weights, batches of random ids and learning rates are
 the same for all.
 
-Each figure is the median step of a separate process; the four take turns, and a ratio is the median
-of those within each round. The last line is JSON. Run it on an idle machine.
+Each figure is the median time of a step in a separate process. The four processes take turns, and a
+ratio is the median over the rounds of the ratio within each round. The last line is JSON. Run it on
+an idle machine.
 """
 
 import argparse
@@ -70,8 +71,8 @@ def _refuse_eager(notice: str) -> None:
 
 
 def plain_step(gpt: GPT, recipe: Recipe, placement: Placement) -> Step:
-    """The same arithmetic with torch's stock parts. Query, key and value are one matrix to Muon
-    here, as in any plain loop, which makes it slightly cheaper."""
+    """The same arithmetic with torch's stock parts. Here, as in any plain loop, Muon treats query,
+    key and value as a single matrix, which makes the step slightly cheaper."""
     matrices: list[Tensor] = []
     others: list[Tensor] = []
     for name, parameter in gpt.named_parameters():
@@ -99,7 +100,7 @@ def plain_step(gpt: GPT, recipe: Recipe, placement: Placement) -> Step:
 
 
 def measure(loop: str, name: str, steps: int, threads: int) -> dict[str, float]:
-    """The median seconds of a step, those of the first step, which may compile, and the first
+    """The median seconds of a step, the seconds of the first step, which may compile, and the first
     loss."""
     warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
     recipe = PRESETS[name].recipe
@@ -132,7 +133,7 @@ def measure(loop: str, name: str, steps: int, threads: int) -> dict[str, float]:
 
 
 def compare(name: str, rounds: int, steps: int, threads: int) -> dict[str, Any]:
-    """Measure all loops in turns, in reverse order in every other round."""
+    """Measure all loops once per round, in reverse order in every other round."""
     results: dict[str, list[dict[str, float]]] = {loop: [] for loop in LOOPS}
     for number in range(rounds):
         for loop in LOOPS if number % 2 == 0 else reversed(LOOPS):

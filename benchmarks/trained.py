@@ -103,7 +103,8 @@ def block_matrices(config: GPTConfig) -> int:
 
 
 def measured_here(config: TrainingConfig) -> Choice:
-    """The size for all minutes of a configuration on this machine, for a long text."""
+    """The size that this machine can train in the configured minutes, assuming that the text is
+    long."""
     return measure_machine(resolve(config), _placement(config), 60 * (config.minutes or 0.0))
 
 
@@ -112,8 +113,8 @@ def _placement(config: TrainingConfig) -> Placement:
 
 
 def _held_out_bits_per_byte(checkpoint: Path, run: Path, placement: Placement) -> tuple[float, GPT]:
-    """Bits per byte of the run's whole validation text, in windows as long as the context, and the
-    model in float32."""
+    """Bits per byte of the run's whole validation text, in windows as long as the context, with the
+    model in float32. Returns the model too."""
     _, gpt = load_checkpoint(checkpoint, device=placement.device, dtype=torch.float32)
     prepared = read_prepared(run / "data")
     windows = validation_windows(

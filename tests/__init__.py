@@ -1,7 +1,8 @@
 """Tests of logitd.
 
-OpenMP reads its variables when torch is imported, so they are set here. With the usual spin, the
-second thread of torch occupies a core that another worker needs, for up to ten times as long.
+OpenMP reads its variables when torch is imported, so they are set here. With OpenMP's default, the
+second thread of torch spins on a core that another worker needs, and some tests take ten times as
+long.
 """
 
 import os

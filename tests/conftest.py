@@ -20,7 +20,7 @@ register_profiles()
 share_vocabularies()
 
 SLOW = re.compile(r"^pytestmark = .*pytest\.mark\.slow", re.MULTILINE)
-"""Line in modules whose tests are all slow."""
+"""Line that marks a module whose tests are all slow."""
 
 MATPLOTLIB = "matplotlib.figure"
 """Module that draws the curves of a run, if it is installed."""
@@ -46,8 +46,8 @@ def one_authority(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def torch_logs_to_the_root() -> None:
-    """pytest adds and removes its handlers six times per test at each logger without propagation,
-    of which torch has dozens."""
+    """Let all of torch's loggers propagate. Otherwise, pytest adds and removes its handlers at each
+    of them, six times per test, and torch has dozens."""
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch") and isinstance(logger, logging.Logger):
             logger.propagate = True
@@ -95,8 +95,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def _import_share(config: pytest.Config) -> None:
-    """Import a worker's share of the test modules. Without their bytecode pytest compiles them, for
-    six seconds in all, and here each worker writes some of it for the others."""
+    """Import a worker's share of the test modules. This writes their bytecode, which the other
+    workers use too. Without bytecode, pytest compiles all modules in each worker, which takes six
+    seconds in all."""
     worker = getattr(config, "workerinput", None)
     if worker is None or sys.dont_write_bytecode or config.args != config.getini("testpaths"):
         return

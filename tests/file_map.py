@@ -13,7 +13,7 @@ PACKAGES = ("model", "service", "logitd", "benchmarks")
 
 
 def sources() -> list[Path]:
-    """All source files, those of a folder before those of its subfolders."""
+    """All source files. The files in a folder come before the files in its subfolders."""
     return [
         path
         for package in PACKAGES
@@ -38,7 +38,7 @@ def opening(path: Path) -> str:
 
 
 def lines() -> Iterator[str]:
-    """The map: a line per folder, from its `__init__.py`, and one per file."""
+    """The map: one line per folder, from its `__init__.py`, and one line per file."""
     folder = None
     for path in sources():
         if path.parent != folder:

@@ -15,7 +15,7 @@ import llguidance
 from tiktoken import _tiktoken  # type: ignore[attr-defined]  # compiled, without a stub
 
 VOCABULARIES = 64
-"""Number of kept vocabularies. Tests use about twenty, plus random ones."""
+"""Number of vocabularies to keep. Tests use about twenty, plus random ones."""
 
 END_OF_CERTIFICATE = "-----END CERTIFICATE-----\n"
 

@@ -25,8 +25,9 @@ def register_profiles() -> None:
 
 
 def examples(full: int, fast: int | None = None) -> int:
-    """The number of examples of a test with `full` examples in the thorough profile. `fast`: its
-    number in the fast profile, for examples that take tens of milliseconds."""
+    """Number of examples in the current profile, for a test that has `full` examples in the
+    thorough one. `fast` sets the number for the fast profile, for examples that take tens of
+    milliseconds."""
     drawn = settings().max_examples
     if fast is not None and drawn < FULL:
         return fast

@@ -88,7 +88,7 @@ def test_links_have_targets(document: Path) -> None:
 
 @each_document
 def test_places_exist(document: Path) -> None:
-    """Files and folders in backticks with their whole path."""
+    """Checks files and folders in backticks, if their whole path is given."""
     text = document.read_text(encoding="utf-8")
     gone = [place for place in re.findall(PLACES, text) if not (ROOT / place).exists()]
     assert gone == []
@@ -111,7 +111,7 @@ def words_of_the_sources() -> set[str]:
 
 @each_document
 def test_names_exist(document: Path, words_of_the_sources: set[str]) -> None:
-    """`snake_case`, `CamelCase` and `Class.method`. Other words are not checked. Prometheus adds
+    """Checks `snake_case`, `CamelCase` and `Class.method`, but no other words. Prometheus adds
     `_total` to the name of a counter."""
     text = document.read_text(encoding="utf-8").split("### Changed")[0]
     quoted = re.findall(r"`([A-Za-z_]\w*(?:\.\w+)*(?:\(\))?)`", text)

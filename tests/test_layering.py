@@ -221,7 +221,7 @@ ENGINE = "model.inference.engine"
 ENGINE_TENSORS = {f"{ENGINE}.runner", f"{ENGINE}.outputs"}
 """Modules of the engine that may import torch and NumPy."""
 CLIENT_NEEDS = sys.stdlib_module_names | {"httpx", "numpy"}
-"""Libraries of the Python client, which needs none of the server's."""
+"""Libraries of the Python client, which needs none of the server's libraries."""
 PACKAGES = ("model", "service", "logitd")
 
 
@@ -234,7 +234,8 @@ def modules(package: str) -> Iterator[tuple[str, set[str]]]:
 
 @cache  # several tests read all modules
 def imports(source: str) -> set[str]:
-    """Imports of a source, also within functions, with imported names as `module.name`."""
+    """Imports of a source, including those within functions, with imported names as
+    `module.name`."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -258,8 +259,8 @@ def room_of(name: str) -> str:
 
 
 def may_import(room: str, target: str) -> bool:
-    """True if a room may import a module. A room within an earlier one is above it, such as
-    `service.api.openai` above `service.api`."""
+    """True if a room may import a module. No room may import a room that is listed later, even
+    inside one that it may import: `model.sae.training` inside `model.sae`, for example."""
     above = ORDER.get(room_of(target), -1) > ORDER.get(room, len(ORDER))
     return inside(target, ROOMS.get(room, set()) | {room}) and not above
 
@@ -365,8 +366,8 @@ def test_rule_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_serving_loads_no_pickle() -> None:
-    """Loading executes no code: only the trainer and the import of foreign files call torch.load,
-    for weights alone."""
+    """Loading executes no code: torch.load is called only by the trainer and by the import of
+    foreign files, and only for weights."""
     for path in sorted([*(ROOT / "model").rglob("*.py"), *(ROOT / "service").rglob("*.py")]):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":

@@ -186,8 +186,8 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 
 
 def provoked(folder: Path) -> Iterator[str]:
-    """Messages by the name of the function that provokes them, without paths or hashes of this
-    run."""
+    """Messages, keyed by the name of the function that provokes them, without paths or hashes of
+    this run."""
 
     def message(provoke: Callable[[], Any]) -> str:
         with pytest.raises((ValueError, ConstraintError)) as caught:

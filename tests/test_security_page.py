@@ -1,4 +1,6 @@
-"""SECURITY.md: its dependencies are those of pyproject.toml, and its tests exist."""
+"""SECURITY.md: the dependencies that it lists are the dependencies in pyproject.toml, and the tests
+that it names exist.
+"""
 
 import importlib.metadata
 import re

@@ -1,6 +1,6 @@
 """`make setup`: the Makefile's rule, with fake interpreters of any version that log installations.
 
-Real installations of the pinned packages are not tested, because these tests run in one.
+Real installations of the pinned packages are not tested, because these tests already run in one.
 """
 
 import os
@@ -51,7 +51,7 @@ match sys.argv[1:]:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A folder with the files of the rule, and a path without Python."""
+    """A folder with the files of the rule, and a search path without a Python."""
     for name in ("Makefile", "requirements.lock", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     tools = tmp_path / "tools"
@@ -130,8 +130,8 @@ def test_supported_python_works(clone: Path, version: str) -> None:
 
 @pytest.mark.parametrize("left", ["another Python", "no pip", "no interpreter", "a dead link"])
 def test_unfinished_environments_are_created_again(clone: Path, left: str) -> None:
-    """What is left is the environment of an unsupported Python, of an interrupted setup, or of a
-    removed interpreter."""
+    """The leftover environment belongs to an unsupported Python, an interrupted setup, or a removed
+    interpreter."""
     interpreter(clone, "3.10")
     interpreter(clone, "3.11")
     python = "3.10" if left == "another Python" else "3.11"
@@ -179,7 +179,7 @@ def test_torch_comes_from_the_given_index(clone: Path, index: str, line: str) ->
 
 @pytest.mark.parametrize("index", ["cpu", "https://example.org/whl", ""])
 def test_unreachable_index_of_torch_is_not_fatal(clone: Path, index: str) -> None:
-    """The message names the setting for networks with a mirror of packages."""
+    """The message names the setting for networks with a package mirror."""
     interpreter(clone, "3.11", index_gone=True)
     done = make(clone, "setup", "PYTHON=python3.11", f"TORCH_INDEX={index}")
     assert done.returncode != 0

@@ -5,8 +5,8 @@ has these modules and acts as a command in its own process: with arguments, an e
 working directory, a limit of descriptors, standard streams, signals and an exit code. Each process
 of pytest has one fork server, which starts with its first command.
 
-Do not use it for tests of starting itself (time, imports, interrupts), of resident memory, or of
-differences between interpreters: those need a cold process.
+Do not use it for tests of the start itself (time, imports, interrupts), of resident memory, or of
+differences between interpreters. Such tests need a cold process.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ USED = (
     "httptools", "matplotlib.figure", "rustbpe", "uvicorn.lifespan.on", "uvicorn.loops.uvloop",
     "uvicorn.protocols.http.httptools_impl",
 )  # fmt: skip
-"""Modules that these commands import when they begin to work."""
+"""Modules that the commands import only when they begin to work."""
 PRELOADED = "tests.preloaded"
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([PRELOADED])

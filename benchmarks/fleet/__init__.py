@@ -1,1 +1,3 @@
-"""Predicts how many servers a load needs, from step times, and compares with real servers."""
+"""Predicts from step times how many servers a load needs, and compares the prediction with real
+servers.
+"""

@@ -1,4 +1,4 @@
-"""Predict the number of servers for a load from the results of `logitd bench` for one server.
+"""Predict how many servers a load needs, from the results of `logitd bench` on one server.
 
     logitd bench --threads 1 --batches 1,4,8,16 | tail -1 > bench.json
     python -m benchmarks.fleet bench.json --rates 5,10,20,40 --replicas 1,2,4
@@ -94,7 +94,7 @@ def read_times(path: str) -> StepTimes:
     except OSError as error:
         raise ArgumentTypeError(f"{path} cannot be read: {error.strerror}") from error
     except (LookupError, TypeError, ValueError) as error:
-        raise ArgumentTypeError(f"{path} is not the last line of `logitd bench`") from error
+        raise ArgumentTypeError(f"{path} does not hold the last line of `logitd bench`") from error
 
 
 def summary(outcome: Outcome) -> dict[str, float]:

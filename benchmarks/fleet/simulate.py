@@ -1,11 +1,11 @@
 """Simulation of N servers under a load, step by step, from step times.
 
 Requests arrive at random (a Poisson process) and go to the server with the fewest open requests, as
-with a least-connections load balancer. A server works like logitd's engine in outline:
-sequences get free slots in order of arrival; a step computes at most `prefill_chunk` tokens of
-prompts, the oldest first, and decodes a token for each sequence whose prompt is computed; the last
-chunk of a prompt also computes the first token. The time of a step is the time of its prompt tokens
-plus that of its decode batch.
+with a least-connections load balancer. A server works like logitd's engine in outline: sequences
+get free slots in order of arrival; a step computes at most `prefill_chunk` tokens of prompts, the
+oldest first, and decodes a token for each sequence whose prompt is computed; the last chunk of a
+prompt also computes the first token. The time of a step is the time of its prompt tokens plus the
+time of its decode batch.
 
 The simulation leaves out cached prefixes, drafts, other endpoints, the network and HTTP, except for
 `overhead`, a constant time for each request.
@@ -59,7 +59,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Load:
-    """Requests per second, and the tokens of each."""
+    """Requests per second, and the number of tokens in each prompt and each completion."""
 
     rate: float
     prompt_tokens: int
@@ -141,7 +141,7 @@ def arrivals(load: Load, count: int, seed: int) -> list[float]:
 def simulate(
     times: StepTimes, load: Load, server: Server, replicas: int, moments: Sequence[float]
 ) -> Outcome:
-    """Simulate requests that arrive at these moments, until the last token of all."""
+    """Simulate requests that arrive at these moments, until all have their last token."""
     fleet = [_Replica() for _ in range(replicas)]
     ends: list[tuple[float, int]] = []  # ends of steps: time, server
     first_tokens: list[float] = []

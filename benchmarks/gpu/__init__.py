@@ -1,1 +1,1 @@
-"""The run on a GPU: compare its results with the CPU's, then measure serving and training."""
+"""The GPU run: compares results on the GPU with the CPU's, then measures serving and training."""

@@ -1,11 +1,11 @@
-"""The run on a GPU: compare its results with the CPU's, then measure serving and training.
+"""The GPU run: compare results on the GPU with the CPU's, then measure serving and training.
 
     python -m benchmarks.gpu --out gpu.jsonl [--parts logits,served] [--train-seconds 120]
 
 Each part is a process with its own time limit; --seconds limits all of them together. Every finding
 is written at once as a line of JSON to --out. A part that fails, or has no time left, is skipped
 with its reason. At the end the findings are printed as a table. The exit code is 1 if a part failed
-or a check does not hold. `--device cpu --tiny` tries the run on any machine.
+or a check does not hold. `--device cpu --tiny` tries out the run on any machine.
 """
 
 import argparse
@@ -31,9 +31,10 @@ PARTS = {
     "recorded": ("truth", 90), "overlap": ("truth", 90), "invariance": ("truth", 90),
     "memory": ("truth", 60),
 }  # fmt: skip
-"""Parts in order, each with its module and limit in seconds; `trained` adds --train-seconds."""
+"""Parts in order, each with its module and its time limit in seconds; --train-seconds is added to
+the limit of `trained`."""
 LEAST_SECONDS, GRACE_SECONDS = 5.0, 10.0
-"""Minimum time for a part, and time for a part to stop its processes."""
+"""In seconds: the minimum time for a part, and the time for a part to stop its processes."""
 FAILED = 3
 """Exit code of a part that has recorded its failure."""
 

@@ -6,7 +6,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The device to run on. `tiny`: sizes for any machine, whose times are not comparable."""
+    """The device to run on. With `tiny`, sizes are so small that any machine can run them, and
+    times are not comparable."""
 
     device: str
     tiny: bool

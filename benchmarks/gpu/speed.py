@@ -1,4 +1,6 @@
-"""Speed: the limits of a device, `logitd serve` under a closed loop, and `logitd train`."""
+"""Speed: the limits of a device, `logitd serve` with clients in a closed loop, and `logitd
+train`.
+"""
 
 import asyncio
 import json
@@ -38,15 +40,16 @@ from logitd.model.transformer.gpt import GPT
 
 ROOT = Path(__file__).parents[2]
 STEPS = ((1, 300), (8, 300), (32, 300), (128, 300), (256, 300), (256, 500), (256, 900))
-"""Rows of a step and their position."""
+"""Decode steps to measure: the number of rows, and the position of all rows."""
 ROUNDS, REPLAYS = 3, 50
 CLIENTS = (1, 8, 32, 128)
 TINY_MODEL = ("--n-layer=1", "--n-head=2", "--d-model=32", "--context-length=64", "--batch-size=2",
               "--accumulate=1", "--eval-batches=1", "--compile=off", "--threads=1")  # fmt: skip
 SET_UP_SECONDS = 60.0
-"""Time of a training run beyond its minutes: text, compilation and the last checkpoint."""
+"""Seconds that a training run takes in addition to its training time: for reading the text, for
+compiling, and for the last checkpoint."""
 GRACE_SECONDS = 20.0
-"""Time for a training run to end after the signal to stop."""
+"""Seconds for a training run to end after the signal to stop."""
 
 
 def machine(setting: Setting) -> Iterator[Finding]:
@@ -60,7 +63,7 @@ def machine(setting: Setting) -> Iterator[Finding]:
 
 def steps(setting: Setting) -> Iterator[Finding]:
     """A decode step with greedy sampling, on the device alone and driven by the engine. `limit` is
-    the share of the speed at which memory can be read."""
+    the rate at which the step reads memory, as a share of the device's best rate."""
     placement = choose_placement(setting.device, "bfloat16")
     sizes = {"nbytes": 2**24, "width": 256} if setting.tiny else {}
     memory_rate = measure_machine(placement, **sizes).read_bandwidth
@@ -134,7 +137,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def served(setting: Setting) -> Iterator[Finding]:
-    """Measure a server with random weights under clients that send a request after each reply."""
+    """Measure a server with random weights, under load from clients that send a request after each
+    reply."""
     name, prompt, tokens = ("small", 16, 16) if setting.tiny else ("124m", 256, 128)
     seconds, warm_up = (1.0, 0.5) if setting.tiny else (10.0, 5.0)
     question = Question(
@@ -170,7 +174,7 @@ def served(setting: Setting) -> Iterator[Finding]:
 
 def trained(setting: Setting) -> Iterator[Finding]:
     """`logitd train --preset gpt2-124m` with a vocabulary of GPT-2's size that needs no download.
-    Rates are those of the second half of the run, which does not compile."""
+    Rates are measured in the second half of the run, in which nothing is compiled."""
     with tempfile.TemporaryDirectory(prefix="logitd-gpu-") as folder:
         model, run = Path(folder) / "model", Path(folder) / "run"
         save_synthetic(model, config_of(SHAPES["small" if setting.tiny else "124m"]))
@@ -192,7 +196,7 @@ def trained(setting: Setting) -> Iterator[Finding]:
         lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
         steps = [record for line in lines if (record := json.loads(line))["kind"] == "train"]
         if not steps:
-            raise RuntimeError(f"the trainer made no step: {said.read_text(errors='replace')}")
+            raise RuntimeError(f"the trainer completed no step: {said.read_text(errors='replace')}")
         second_half = steps[len(steps) // 2 :]
         rates = {
             name: statistics.median(record[key] for record in second_half)

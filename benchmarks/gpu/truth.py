@@ -54,8 +54,8 @@ def checked(setting: Setting) -> Iterator[Finding]:
 
 @torch.inference_mode()
 def logits(setting: Setting) -> Iterator[Finding]:
-    """Logits of a text, computed at once and by decode steps: the distance to the CPU's float32
-    logits in standard deviations of a row."""
+    """Compare the logits of a text, computed in one pass and in decode steps, with the CPU's
+    float32 logits. The distance is in standard deviations of a row."""
     ids = torch.tensor(text())[None, : 16 if setting.tiny else 256]
     exact = {name: gpt(ids).logits[0] for name, gpt in models(CPU_ONLY, torch.float32).items()}
     for dtype in DTYPES:
@@ -76,15 +76,16 @@ def logits(setting: Setting) -> Iterator[Finding]:
 
 
 def greedy(setting: Setting) -> Iterator[Finding]:
-    """Check that greedy texts in float32 have the CPU's tokens."""
+    """Check that greedy texts in float32 have the same tokens as on the CPU."""
     asked = requests(setting, [{"temperature": 0.0}])
     exact, gpt = (models(one, torch.float32)["bundled"] for one in (CPU_ONLY, setting))
     yield same("the CPU's texts", play(exact, PlainDecoder, asked), play(gpt, tested, asked))
 
 
 def recorded(setting: Setting) -> Iterator[Finding]:
-    """Check that recorded steps have the results of the same steps without recording. Requests
-    arrive and are aborted at any time, so rows, slots and lengths change and slots are reused."""
+    """Check that steps recorded as CUDA graphs return the same results as steps that are not
+    recorded. Requests arrive and are aborted at any time, so rows, slots and lengths change and
+    slots are reused."""
     asked = requests(setting, (*SAMPLED, *PROCESSED))
     directly = partial(tested, stream=DirectStream())
     drafts: Speculation
@@ -96,9 +97,9 @@ def recorded(setting: Setting) -> Iterator[Finding]:
 
 
 def overlap(setting: Setting) -> Iterator[Finding]:
-    """Check that steps launched ahead have the results of steps that wait. A launch still has the
-    rows of sequences that ended, so only with batch invariance may they abort, or may a launch have
-    several steps."""
+    """Check that steps launched ahead return the same results as steps that wait. A step launched
+    ahead still has the rows of sequences that have ended. So only with batch invariance are
+    requests aborted, and several steps launched at once."""
     asked = requests(setting, SAMPLED)
     for dtype in DTYPES:
         gpt = models(setting, dtype)["bundled"]
@@ -126,7 +127,7 @@ def invariance(setting: Setting) -> Iterator[Finding]:
 
 
 def memory(setting: Setting) -> Iterator[Finding]:
-    """Check that repeating a load uses no more memory of the device than its second run did."""
+    """Check that later runs of a load use no more device memory than its second run."""
     gpt, asked = models(setting, torch.bfloat16)["bundled"], requests(setting, SAMPLED)
     engine, held = Engine(gpt, EngineConfig(slots=8), make_decoder=tested), list[int]()
     end = time.monotonic() + (0 if setting.tiny else MEMORY_SECONDS)
@@ -145,13 +146,14 @@ CPU_ONLY = Setting("cpu", tiny=False, train_seconds=0)
 
 
 def tested(gpt: GPT, cache: KVCache, **options: Any) -> Decoder:
-    """The decoder under test. On a CPU, where the parts are only tried out, it is the plain one."""
+    """The decoder under test. On a CPU, which only serves to try out the parts, it is the plain
+    decoder."""
     on_gpu = gpt.token_embedding.weight.is_cuda
     return GraphDecoder(gpt, cache, **options) if on_gpu else PlainDecoder(gpt, cache)
 
 
 def models(setting: Setting, dtype: torch.dtype) -> dict[str, GPT]:
-    """The bundled checkpoint, and a GPT-2 with random weights and its vocabulary."""
+    """The bundled checkpoint, and a GPT-2 with random weights and the same vocabulary."""
     disable_cudnn_attention()  # like a server
     torch.set_num_threads(1)  # with more threads, a CPU's float32 products treat rows differently
     device = choose_device(setting.device)
@@ -192,8 +194,8 @@ def play(
     staggered: bool = False,
     aborts: bool = False,
 ) -> list[list[Any]]:
-    """Tokens and logprobs of each request. Requests start at once or some steps apart; some
-    abort."""
+    """Tokens and logprobs of each request. Requests start at once, or some steps apart if
+    `staggered`. With `aborts`, some are aborted."""
     engine = Engine(gpt, EngineConfig(slots=8, speculate=drafts), make_decoder=make)
     answers: dict[str, list[Any]] = {one.request_id: [] for one in asked}
     rng = random.Random(1)

@@ -9,8 +9,8 @@ CTranslate2 are run by PYTHON, an interpreter of another environment (benchmarks
 With NAME=, PYTHON is for that peer only.
 
 For each dtype, all peers get the same random weights and the same prompts. First they must agree
-with logitd's plain float32 forward about the next token. Then they are measured in turns, each in a
-process that sleeps while others are measured. A round computes the prompts anew, then
+with logitd's plain float32 forward pass about the next token. Then they take turns to be measured,
+each in a process that sleeps while others are measured. A round computes the prompts anew, then
 STEPS decode steps. Prefill is the time from a batch of prompts to the first token of the last of
 them. Decode is the median of the steps after that, without the first few. Both are medians over the
 rounds. All peers draw at temperature 1 from the whole vocabulary, with their own samplers. Run it

@@ -1,7 +1,8 @@
-"""Comparison: chooses the peers, checks their results, and measures them in turns.
+"""Comparison: chooses the peers, checks their results, and measures them one after the other in
+each round.
 
 The weights are saved once, and all peers read them. The peers of a dtype are loaded together, then
-checked against the model's plain forward, then measured in turns.
+checked against the model's plain forward pass, then measured.
 """
 
 import math
@@ -37,35 +38,37 @@ MODULES = {
     "ctranslate2": "ctranslate2_generator",
 }
 BY_NAME = {"transformers-continuous"}
-"""Peers that are measured only if they are named, because prompts of 32 sequences take long."""
+"""Peers that are measured only if they are named, because the prompts of 32 sequences take them a
+long time."""
 FOREIGN = {"llama.cpp", "openvino", "ctranslate2"}
-"""Peers that run in the interpreter of --peer-python."""
+"""Peers that run in the interpreter given by --peer-python."""
 FROM_HUGGINGFACE = {"openvino", "ctranslate2"}
 """Peers that read the folder in Hugging Face's format."""
 NOT_QUANTIZED = {"torch", "transformers", "transformers-continuous"}
-"""Peers without int8 and int4, for which they would need more packages."""
+"""Peers that are not measured in int8 and int4, because they would need more packages."""
 QUANTIZED = ("int8", "int4")
 LIMITS = {
     "gpt2": {"float32": 0.005, "bfloat16": 0.03, "int8": 0.05, "int4": 0.2},
     "llama": {"float32": 0.01, "bfloat16": 0.03, "int8": 0.12, "int4": 0.4},
 }
 """Tolerance of a peer's log-probabilities (`contract.disagreement`). In float32 llama.cpp is the
-least exact: its flash attention rounds to float16, and its GELU is a float16 table. int4
-changes random weights so much that only gross errors show; its code is that of int8."""
+least exact: its flash attention rounds to float16, and its GELU is a float16 table. int4 changes
+random weights so much that only gross errors show, but it shares its code with int8."""
 DTYPES = tuple(LIMITS["gpt2"])
 SHARPER = {"learned": 3.0, "rotary": 1.5}
-"""Factor by which queries, keys and values exceed those of a new model."""
+"""Factor by which the weights of queries, keys and values are larger than in a new model."""
 CALMER = 0.2
-"""Factor of the outputs of a Llama's blocks. Without this and SHARPER, 24 layers of random numbers
-amplify any rounding to a different completion (0.5 in bfloat16). With them "llama-416m" is off by
-0.009 in bfloat16 and 0.036 in 8 bits, but rotary channels in the wrong order still by 0.28."""
+"""Factor that scales down the outputs of a Llama's blocks. Without SHARPER and CALMER, 24 layers of
+random weights amplify any rounding until the logprobs differ completely (by 0.5 in bfloat16). With
+both, "llama-416m" is off by 0.009 in bfloat16 and by 0.036 in 8 bits, but rotary channels in the
+wrong order are still off by 0.28."""
 CHECKED = 1024
-"""Maximum number of prompt ids on which peers are checked: the plain forward pass has no cache and
-needs memory."""
+"""Maximum number of prompt ids on which peers are checked. The plain forward pass has no cache and
+needs a lot of memory for long prompts."""
 WARM_UP = 4
 """Number of steps at the start of each round that are not counted."""
 MOST_TIMES = 4
-"""Maximum number of rounds, as a multiple of the rounds of the largest batch."""
+"""Maximum number of rounds, as a multiple of the number of rounds with the largest batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +106,7 @@ def make_weights(shape: Shape, folder: Path) -> GPT:
 def make_everything_matter(gpt: GPT) -> None:
     """Change a new model so that all of its parts matter. Otherwise its norms and biases have no
     effect and it attends to everything alike, so a peer that omits one of them would look correct.
-    Speed does not depend on the numbers."""
+    Speed does not depend on the values of the weights."""
     generator = torch.Generator().manual_seed(0)
     rotary = gpt.config.positions == "rotary"
     for name, parameter in gpt.named_parameters():
@@ -140,7 +143,7 @@ class Comparison:
         self._disagreements: dict[str, float] = {}
 
     def start(self, closing: ExitStack, ids: list[int], expected: NDArray[np.float64]) -> None:
-        """Load the peers, and check whether they compute the same."""
+        """Load the peers, and check that their logprobs agree with the plain forward pass."""
         for name in self._plan.peers:
             if self._dtype in QUANTIZED and name in NOT_QUANTIZED:
                 continue
@@ -154,15 +157,15 @@ class Comparison:
             limit = LIMITS[self._plan.shape.family][self._dtype]
             if not distance <= limit:
                 raise SystemExit(
-                    f"{name} computes something different: off by {distance:.2g}, {limit=}"
+                    f"{name} disagrees with the plain forward pass: off by {distance:.2g}, {limit=}"
                 )
             self._processes[name] = process
             self._disagreements[name] = distance
             print(f"{self._dtype}: {name} is {process.about}; off by {distance:.1e}", flush=True)
 
     def measure(self, prompts: list[list[int]]) -> list[Result]:
-        """Measure one batch size in turns. The first turn is not counted, because it allocates
-        memory."""
+        """Measure one batch size: the peers take turns. The first turn of each is not counted,
+        because it allocates memory."""
         runs: dict[str, list[Run]] = {name: [] for name in self._processes}
         for _ in range(1 + rounds_of(self._plan, len(prompts))):
             for name, process in list(self._processes.items()):
@@ -184,7 +187,7 @@ class Comparison:
 
 def rounds_of(plan: Plan, batch: int) -> int:
     """Number of rounds of a batch size. Smaller batches have more rounds: they take less time, so a
-    busy moment of the machine affects a larger part of it."""
+    busy moment of the machine affects a larger part of their time."""
     return plan.rounds * min(math.isqrt(max(plan.batches) // batch), MOST_TIMES)
 
 

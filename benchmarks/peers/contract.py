@@ -1,7 +1,7 @@
 """Interface of a peer: two measurements, which every peer reports in the same units.
 
 Like `weights.py` and `worker.py`, this module imports only the standard library and numpy, because
-the interpreter with a peer's packages may lack those of this project.
+the interpreter with a peer's packages may lack this project's packages.
 """
 
 import math
@@ -44,8 +44,9 @@ class Peer(Protocol):
         at least LEAST tokens."""
 
     def run(self, prompts: list[list[int]], steps: int) -> Run:
-        """Compute prompts of one length together, draw a token for each, then `steps` more for all
-        of them, at temperature 1 from the whole vocabulary. Nothing is kept between runs."""
+        """Compute prompts of equal length together, draw a token for each, then draw `steps` more
+        tokens for each, at temperature 1 from the whole vocabulary. Nothing is kept between
+        runs."""
 
 
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -57,8 +58,8 @@ def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
 
 def disagreement(actual: NDArray[np.float64], expected: NDArray[np.float64]) -> float:
     """Distance of log-probabilities from the expected ones: the root mean square of the difference,
-    relative to their standard deviation over tokens. NaN entries are skipped; infinite if too few
-    are left."""
+    relative to their standard deviation over tokens. NaN entries are skipped; the distance is
+    infinite if too few entries are left."""
     reported = ~np.isnan(actual)
     if reported.sum() < min(LEAST, len(expected)):
         return math.inf

@@ -26,7 +26,7 @@ from benchmarks.peers.contract import Run, Unsupported, log_softmax
 from benchmarks.peers.weights import HUGGINGFACE
 
 COMPUTED = {"float32": "float32", "bfloat16": "bfloat16", "int8": "int8_float32"}
-"""CTranslate2's names of our dtypes."""
+"""CTranslate2's names for our dtypes."""
 
 
 def load(folder: Path, dtype: str, threads: int) -> "CTranslate2":
@@ -94,7 +94,7 @@ class CTranslate2:
         return Run(times[0] - began, np.diff(times).tolist())
 
     def _generate(self, prompts: list[list[int]], *, least: int, most: int, **options: Any) -> Any:
-        """Generate at temperature 1 from the whole vocabulary, without an end before the minimum
+        """Generate at temperature 1 from the whole vocabulary. No sequence ends before the minimum
         length."""
         return self._generator.generate_batch(
             [[self._vocabulary[token] for token in ids] for ids in prompts],

@@ -53,7 +53,7 @@ def make_q4_0(whole: Path, path: Path, threads: int) -> None:
 
 
 class LlamaCpp:
-    """One model, with a new context for each question."""
+    """One model, with a new context for each call."""
 
     def __init__(self, model: Any, vocab_size: int, threads: int) -> None:
         self._model = model
@@ -156,8 +156,8 @@ def prefill(
 
 
 class Batch:
-    """A `llama_batch`: tokens with their position and sequence, and a mark on those whose logits
-    are needed."""
+    """A `llama_batch`: tokens with their positions and sequences, and a mark on each token whose
+    logits are needed."""
 
     def __init__(self, capacity: int) -> None:
         self._batch = api.llama_batch_init(capacity, 0, 1)
@@ -174,7 +174,7 @@ class Batch:
         api.llama_batch_free(self._batch)
 
     def fill(self, entries: list[tuple[int, int, int]], wanted: list[int] | None = None) -> None:
-        """Fill the batch. `entries` are (token, position, sequence); `wanted` are those whose
+        """Fill the batch. `entries` are (token, position, sequence); `wanted` are the entries whose
         logits are needed."""
         count = len(entries)
         self._batch.n_tokens = count

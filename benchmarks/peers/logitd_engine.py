@@ -38,7 +38,7 @@ def load(folder: Path, dtype: str, threads: int) -> "LogitdEngine":
 
 
 def load_gpt(folder: Path) -> GPT:
-    """The GPT with these weights, float32."""
+    """The GPT with these weights in float32."""
     shape, tensors = load_weights(folder)
     gpt = GPT(config_of(shape))
     state = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
@@ -104,7 +104,7 @@ class LogitdEngine:
         return Run(prefill_seconds, step_seconds)
 
     def _sized(self, slots: int) -> Engine:
-        """An engine whose slots are reused, as in a server."""
+        """An engine with the needed number of slots. Its slots are reused, as in a server."""
         if self._engine is None or self._slots != slots:
             if self._engine is not None:
                 self._engine.close()

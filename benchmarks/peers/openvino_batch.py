@@ -39,7 +39,7 @@ WEIGHTS = {
 STEP_TOKENS = 2048
 """Maximum number of prompt tokens in one step: as many as for llama.cpp."""
 PAGE = 32
-"""Positions of a block of its cache, on a CPU."""
+"""Number of positions in a block of OpenVINO's cache on a CPU."""
 SAMPLES = 256
 """Number of tokens drawn by the check."""
 
@@ -63,7 +63,7 @@ def export(source: Path, target: Path, weights: tuple[str, ...]) -> None:
 
 
 def properties(dtype: str, threads: int) -> dict[str, Any]:
-    """OpenVINO's settings of precision and threads."""
+    """OpenVINO's settings for precision and threads."""
     has_bfloat16 = "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     narrow = "bf16" if has_bfloat16 else "f16"
     return {
@@ -149,7 +149,8 @@ class OpenVino:
 
 
 def sampling(*, tokens: int, seed: int) -> Any:
-    """Sample at temperature 1 from the whole vocabulary; only the length ends a completion."""
+    """Sample at temperature 1 from the whole vocabulary. A completion ends only at its maximum
+    length."""
     config = openvino_genai.GenerationConfig()
     config.do_sample = True
     config.temperature = 1.0

@@ -1,7 +1,8 @@
 """A loop in plain torch, written for exactly this shape.
 
-One batch, a cache of exactly the needed size, torch's fused attention, the head only at the last
-position, eager. All sequences are equally long, so there are no masks and no padding.
+It computes one batch in eager mode, with a cache of exactly the needed size and torch's fused
+attention, and applies the head only at the last position. All sequences are equally long, so there
+are no masks and no padding.
 """
 
 import time
@@ -105,7 +106,7 @@ class PlainTorch:
 
 
 def draw(logits: Tensor) -> Tensor:
-    """A token (B, 1) for each row (B, V), by inverting the cumulated distribution."""
+    """A token (B, 1) for each row (B, V), by inverting the cumulative distribution."""
     cumulated = logits.float().softmax(-1).cumsum(-1)
     uniform = torch.rand(len(logits), 1) * cumulated[:, -1:]
     return torch.searchsorted(cumulated, uniform).clamp(max=logits.shape[1] - 1)

@@ -2,7 +2,7 @@
 
 A server is named as `vllm:bfloat16=PYTHON` or `llama-server:int8=BINARY`. Both get as many slots as
 there are clients, as many threads as logitd, and otherwise their own defaults; llama-server gets
-flash attention, and a cache of just the positions of a stream.
+flash attention, and a cache just large enough for all streams.
 
 vLLM computes on a CPU in float32 and bfloat16; 8 and 4 bits would need weights quantized by other
 programs, and are not measured. It gets 4 GiB for keys and values.
@@ -32,7 +32,8 @@ CACHE_ROUNDING = 256
 
 @dataclass(frozen=True, slots=True)
 class PeerServer:
-    """A server to start. `program` is vLLM's Python, or the binary."""
+    """A server to start. `program` is the Python interpreter that has vLLM, or the llama-server
+    binary."""
 
     kind: str
     dtype: str
@@ -45,11 +46,11 @@ class PeerServer:
         kind, colon, dtype = name.partition(":")
         if kind not in DTYPES or not program:
             raise ValueError(
-                f"{option!r} is not a server: write {' or '.join(DTYPES)}, and =PROGRAM"
+                f"{option!r} names no server: write {' or '.join(DTYPES)}, then =PROGRAM"
             )
         dtype = dtype if colon else DTYPES[kind][0]
         if dtype not in DTYPES[kind]:
-            raise ValueError(f"{kind} has {', '.join(DTYPES[kind])}, not {dtype!r}")
+            raise ValueError(f"{kind} is measured in {', '.join(DTYPES[kind])}, not in {dtype!r}")
         return cls(kind, dtype, program)
 
     @property
@@ -58,13 +59,13 @@ class PeerServer:
 
     @property
     def option(self) -> str:
-        """The option that `of_option` parses to this server."""
+        """The option from which `of_option` makes this server."""
         return f"{self.kind}:{self.dtype}={self.program}"
 
     @property
     def gguf(self) -> str | None:
-        """The dtype of the GGUF file that the server reads, or from which its file is made; None:
-        it reads another format."""
+        """The dtype of the GGUF file that the server reads, or from which that file is made. None
+        if the server reads another format."""
         if self.kind != LLAMA_SERVER:
             return None
         return "float32" if self.dtype == "int4" else self.dtype
@@ -72,7 +73,7 @@ class PeerServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Requirements of a server: concurrent streams, positions of each, threads."""
+    """What a server must provide: concurrent streams, positions of each stream, threads."""
 
     slots: int
     positions: int
@@ -96,7 +97,8 @@ def peer_server(peer: PeerServer, models: Path, room: Room) -> Iterator[str]:
 
 
 OURS = {"OMP_NUM_THREADS", "PYTHONPATH"}
-"""Variables that this process may need, but foreign servers should not have."""
+"""Environment variables that this process may need but that other projects' servers should not
+get."""
 
 
 def vllm_command(peer: PeerServer, models: Path, room: Room, port: int) -> list[str]:
@@ -126,8 +128,8 @@ def llama_command(peer: PeerServer, gguf: Path, room: Room, port: int) -> list[s
 
 
 def gguf_of(peer: PeerServer, models: Path, room: Room) -> Path:
-    """Path of the server's file; a missing 4-bit file is made by the `llama-quantize` in the
-    server's folder. Raises ServerMissing."""
+    """Path of the GGUF file that the server reads. If it has 4 bits and is missing, the
+    `llama-quantize` in the server's folder makes it. Raises ServerMissing."""
     whole = models / f"{peer.gguf}.gguf"
     if peer.dtype != "int4":
         return whole

@@ -2,14 +2,14 @@
 
     python -m benchmarks.peers.serving [--shape 124m|30m] [--threads N] [--peer-python PYTHON]
 
-Only one server runs at a time, in a separate process, all with the same number of threads. A client
-in this process requests the same batches of streams from each, all streams of a batch together. All
-servers draw at temperature 1 from the whole vocabulary, and only its length ends a completion.
-Every token is counted. A stream with a number of tokens other than requested is an error, and its
-server gets no figures.
+One server runs at a time, in a separate process. All get the same number of threads. A client in
+this process requests the same batches of streams from each, all streams of a batch together. All
+servers draw at temperature 1 from the whole vocabulary, and a completion ends only at its maximum
+length. Every token is counted. A stream with a number of tokens other than requested is an error,
+and its server gets no figures.
 
 tokens/s   rate while all streams of a batch decode; empty if they never all decode at once, as with
-           `transformers serve` by itself, which handles requests one after the other
+           `transformers serve` without continuous batching, which handles one request at a time
 in all     tokens of all streams, divided by the time from the first request to the last token
 TTFT       time from the request to the first token: the median and the 99th percentile
 
@@ -94,7 +94,7 @@ class Unmeasured(Exception):
 
 
 async def measure(url: str, server: str, dtype: str, plan: Plan) -> list[Served]:
-    """All batches of one server. Raises Unmeasured."""
+    """Measure all batch sizes on one server. Raises Unmeasured."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=max(plan.batches))
     async with httpx.AsyncClient(limits=limits, trust_env=False, timeout=TIMEOUT) as http:
         if server == LOGITD:
@@ -124,7 +124,7 @@ def summarize(
     if failures:
         first = failures[0]
         raise Unmeasured(
-            f"batch {batch}: {len(failures)} of {len(records)} streams failed, the first by "
+            f"batch {batch}: {len(failures)} of {len(records)} streams failed, the first with "
             f"{first.kind}: {first.message}"
         )
     together = [
@@ -157,7 +157,7 @@ def overall_rate(records: Sequence[StreamRecord]) -> float:
 
 @contextmanager
 def running(server: str, dtype: str, plan: Plan, weights: Path, folder: Path) -> Iterator[str]:
-    """The URL of one of the servers."""
+    """Start one of the servers and yield its URL."""
     largest = max(plan.batches)
     if server == LOGITD:
         checkpoint = folder / "logitd"

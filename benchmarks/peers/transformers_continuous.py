@@ -15,10 +15,10 @@ from benchmarks.peers.contract import Run
 from benchmarks.peers.transformers_generate import load_gpt2, logprobs, sampling
 
 PAGE = 256
-"""Positions of a page of the cache: the default of transformers."""
+"""Number of positions in a page of the cache; transformers has the same default."""
 PREFILL_TOKENS = 256
-"""Maximum number of tokens of a step, like logitd's chunk: the inferred default would fill the
-memory."""
+"""Maximum number of prompt tokens in a step, as in logitd. transformers would otherwise choose a
+number that fills the memory."""
 
 
 def load(folder: Path, dtype: str, threads: int) -> "TransformersContinuous":
@@ -27,7 +27,7 @@ def load(folder: Path, dtype: str, threads: int) -> "TransformersContinuous":
 
 
 class TransformersContinuous:
-    """The model of transformers, called through a manager of requests."""
+    """A transformers model, called through its manager of requests."""
 
     def __init__(self, gpt2: Any) -> None:
         self._gpt2 = gpt2
@@ -37,7 +37,7 @@ class TransformersContinuous:
         return f"transformers {transformers.__version__}, continuous batching, paged cache, sdpa"
 
     def logprobs(self, ids: list[int]) -> NDArray[np.float64]:
-        """Log-probabilities of the model; continuous batching returns none."""
+        """Log-probabilities from the model itself, because continuous batching returns none."""
         return logprobs(self._gpt2, ids)
 
     def run(self, prompts: list[list[int]], steps: int) -> Run:
@@ -63,7 +63,9 @@ class TransformersContinuous:
                 if result is not None and result.is_finished():
                     done.append(result)
                 elif result is None and not requests.is_running():
-                    raise RuntimeError(f"it stopped after {len(done)} of {len(prompts)} requests")
+                    raise RuntimeError(
+                        f"batching stopped after {len(done)} of {len(prompts)} requests"
+                    )
         for result in done:
             if result.error is not None or len(result.generated_tokens) != wanted:
                 raise RuntimeError(f"a request ended early: {result.error}")

@@ -32,7 +32,7 @@ def load(folder: Path, dtype: str, threads: int) -> "TransformersGenerate":
 
 
 def load_gpt2(folder: Path, dtype: torch.dtype) -> Any:
-    """The GPT-2 of transformers with these weights."""
+    """The transformers GPT-2 with these weights."""
     shape, tensors = load_weights(folder)
     if shape.family != "gpt2":
         raise Unsupported("only GPT-2 models can be loaded into transformers here")
@@ -53,7 +53,7 @@ def load_gpt2(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def gpt2_state(shape: Shape, tensors: Tensors) -> dict[str, Tensor]:
-    """The tensors with the names and layouts of transformers."""
+    """The tensors with the names and layouts that transformers uses."""
     names = {
         "token_embedding": "transformer.wte",
         "position_embedding": "transformer.wpe",
@@ -73,7 +73,8 @@ def gpt2_state(shape: Shape, tensors: Tensors) -> dict[str, Tensor]:
 
 
 def sampling(new_tokens: int) -> Any:
-    """Sample at temperature 1 from the whole vocabulary; only the length ends a completion."""
+    """Sample at temperature 1 from the whole vocabulary. A completion ends only at its maximum
+    length."""
     return GenerationConfig(
         do_sample=True,
         temperature=1.0,
@@ -85,7 +86,7 @@ def sampling(new_tokens: int) -> Any:
 
 
 class TransformersGenerate:
-    """The model of transformers, with one call of `generate` for the whole batch."""
+    """A transformers model, with one call of `generate` for the whole batch."""
 
     def __init__(self, gpt2: Any) -> None:
         self._gpt2 = gpt2
@@ -115,7 +116,7 @@ class TransformersGenerate:
 
 @torch.inference_mode()
 def logprobs(gpt2: Any, ids: list[int]) -> NDArray[np.float64]:
-    """`Peer.logprobs` of a model of transformers."""
+    """`Peer.logprobs` for a transformers model."""
     row = torch.tensor([ids])
     prompt = gpt2(row[:, :-1], use_cache=True)
     logits = gpt2(row[:, -1:], past_key_values=prompt.past_key_values).logits[0, -1]

@@ -28,8 +28,8 @@ from benchmarks.streams import Arrived, Ask, StreamFailed
 
 
 def save_for_transformers(weights: Path, folder: Path, dtype: str) -> None:
-    """Save a folder with the weights of `weights.py` and words as a vocabulary. It draws at
-    temperature 1 from the whole vocabulary, without an end."""
+    """Save a folder with the weights of `weights.py` and a vocabulary of words. The saved settings
+    draw at temperature 1 from the whole vocabulary and have no end token."""
     import torch  # imported only here, so that clients need no torch
 
     shape, _ = load_weights(weights)
@@ -64,8 +64,8 @@ def transformers_server(
     largest: int,
     positions: int,
 ) -> Iterator[str]:
-    """Yield the URL of a server of `folder` once it is ready. With continuous batching it has pages
-    for `largest` sequences of `positions`. Raises ServerMissing."""
+    """Yield the URL of a server of `folder` once it is ready. With continuous batching, its cache
+    has pages for `largest` sequences of `positions` positions each. Raises ServerMissing."""
     port = free_port()
     command = [
         python, "-c", "from transformers.cli.transformers import main; main()",
@@ -124,7 +124,7 @@ def tokens_in(line: str, usage: dict[str, int] | None) -> tuple[int, dict[str, i
 
 
 def check_usage(usage: dict[str, int] | None, *, prompt: int, came: int) -> None:
-    """Raise StreamFailed unless the server's counts equal those of the client."""
+    """Raise StreamFailed unless the server's counts equal the client's."""
     if usage is None:
         raise StreamFailed("NoEnd", f"the stream ended without its counts, after {came} tokens")
     counted = (usage["prompt_tokens"], usage["completion_tokens"])

@@ -51,7 +51,7 @@ def test_observed_counts_the_measured_interval_alone() -> None:
 
 
 def test_good_requests_keep_both_limits() -> None:
-    """One gap in a hundred may be long."""
+    """A good request may have one long gap in a hundred."""
     steady = [11.0 + 0.1 * index for index in range(202)]
     one_long = [*steady, steady[-1] + 9.0]
     records = [
@@ -90,7 +90,7 @@ def test_tokens_of_an_event(event: dict[str, Any], after: int) -> None:
 
 
 def test_tokens_after_refuses_another_prompt_length() -> None:
-    """A server that adds a token before the prompt computes something different."""
+    """A server that adds a token before the prompt does not compute what was requested."""
     event = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 6}}
     with pytest.raises(StreamFailed, match="8 tokens"):
         tokens_after(event, 5, 8)

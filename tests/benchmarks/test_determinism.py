@@ -1,4 +1,6 @@
-"""Cost of determinism: the measured parts are those of a step, and shares relate to the step."""
+"""Cost of determinism: the measured parts cover all of a step, and shares are relative to the whole
+step.
+"""
 
 import pytest
 import torch

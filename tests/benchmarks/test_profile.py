@@ -42,9 +42,9 @@ def small(family: str) -> GPT:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_stages_add_up_to_the_step(decoder: DecoderMaker, family: str) -> None:
-    """Starting and ending the profile is not in a stage, so the sum may exceed the whole. A pause
-    of the machine can be longer than a step of microseconds, so there are five attempts; a missing
-    or doubled stage fails all five."""
+    """The stages include starting and ending the watch, which the step does not, so they may add up
+    to more than the step. A pause of the machine can be longer than a step of microseconds, so
+    there are five attempts; a missing or doubled stage fails all five."""
     for _ in range(5):
         profiles = profile_engine(decoder, small(family), ASKED)
         if all(abs(profile.remainder_us) < 0.5 * profile.step_us for profile in profiles):

@@ -38,7 +38,7 @@ async def lean(url: str) -> AsyncIterator[Ask]:
 
 Asked = Callable[[str], AbstractAsyncContextManager[Ask]]
 CLIENTS = pytest.mark.parametrize("client", [usual, lean])
-"""Both clients must count the same."""
+"""Runs a test with each of the two clients, which must count the same tokens."""
 
 
 def streams(

@@ -1,4 +1,4 @@
-"""A step of the trainer and one of the plain loop change the weights alike."""
+"""A step of the trainer and a step of the plain loop change the weights in the same way."""
 
 from dataclasses import replace
 

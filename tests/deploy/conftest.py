@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def free_port() -> int:
-    """Free port of the loopback; another program might take it before it is used."""
+    """A free loopback port. Another program might take it before the test does."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port

@@ -101,7 +101,6 @@ def addresses(replicas: list[ServedProcess]) -> list[str]:
 
 @pytest.fixture
 def client(replicas: list[ServedProcess], tmp_path: Path, free_port: int) -> Iterator[httpx.Client]:
-    """A client of the load balancer."""
     with (
         balancer(addresses(replicas), tmp_path, free_port) as url,
         httpx.Client(base_url=url, timeout=60) as client,
@@ -112,7 +111,7 @@ def client(replicas: list[ServedProcess], tmp_path: Path, free_port: int) -> Ite
 def test_stream_passes_as_it_is_written(
     replicas: list[ServedProcess], client: httpx.Client
 ) -> None:
-    """The first events arrive while the server is still writing. The request's id passes."""
+    """The first events arrive while the server is still writing. The request's id is passed on."""
     named = {"X-Request-ID": "abc"}
     with client.stream("POST", "/generate", json=LONG, headers=named) as reply:
         assert reply.headers["x-request-id"] == "abc"

@@ -32,7 +32,7 @@ QUERIES = [
 
 
 def known_names() -> set[str]:
-    """Names of series in a scrape, with or without values."""
+    """Names of all series in a scrape, including series without a value."""
     names = {"up"}
     metrics = Metrics(callers=["ann"])
     metrics.of("a model")

@@ -1,5 +1,6 @@
-"""The manifests, as built by kubectl if it is installed and checked against the API's schemas, and
-their settings, probes and training."""
+"""The Kubernetes manifests: their settings, probes and training jobs, checked against the API's
+schemas. If kubectl is installed, it builds them.
+"""
 
 import os
 import shutil

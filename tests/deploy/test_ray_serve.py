@@ -35,7 +35,7 @@ MARK = "MARK_OF_A_TEST"
 TOKENS = 2500
 LONG = {"prompt": "a", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
 START_SECONDS = 120.0
-"""Limit; Ray's processes import their modules one after another."""
+"""Time limit of a start. Ray's processes import their modules one after another."""
 
 
 class OnRay:
@@ -92,7 +92,7 @@ class OnRay:
 
 @pytest.fixture(scope="module")
 def on_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnRay]:
-    """Two replicas of the spelling checkpoint. The test that kills one is the last."""
+    """Two replicas of the spelling checkpoint. The test that kills a replica runs last."""
     folder = tmp_path_factory.mktemp("ray")
     checkpoint = save_spelling_checkpoint(folder / "speller").path
     with socket.socket() as free:
@@ -170,11 +170,12 @@ def test_session_stays_on_its_replica(client: httpx.Client) -> None:
 
 
 def test_killed_replica_breaks_only_its_streams(on_ray: OnRay, client: httpx.Client) -> None:
-    """Its streams break off. Later requests are answered within the time that Ray takes to notice,
-    and another replica replaces it.
+    """The killed replica's streams break off. Later requests are answered within the time that Ray
+    takes to notice, and another replica replaces the killed one.
 
     Each replica has four slots, so both have some of the six streams. Ray may send all complete
-    replies to one of them; in one run all six failed."""
+    replies to one of them; in one run all six failed.
+    """
     long = LONG | {"max_tokens": 2 * TOKENS}  # long enough to be running when it is killed
     ended: list[str] = []
     plain: list[Any] = []

@@ -17,7 +17,7 @@ import httpx
 from tests.zygote import ForkedProcess
 
 STARTUP_SECONDS = 60
-"""Limit of a start, for a busy machine."""
+"""Time limit of a start, long enough for a busy machine."""
 
 
 class ServedProcess:
@@ -90,7 +90,7 @@ class ServedProcess:
             time.sleep(0.02)
         output = self.output
         self.close()
-        raise AssertionError(f"{text!r} did not come:\n{output}")
+        raise AssertionError(f"{text!r} is not in the output:\n{output}")
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -121,7 +121,7 @@ class ServedProcess:
 def raw_connection(
     port: int, receive_buffer: int | None = None, timeout: float = 60
 ) -> socket.socket:
-    """A connection to a port of the loopback."""
+    """A connection to a loopback port."""
     raw = socket.socket()
     if receive_buffer is not None:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)

@@ -1,5 +1,5 @@
-"""The commands and Python blocks of TUTORIAL.md, run in order on a small text and with a training
-of seconds. Commands that install are left out.
+"""The commands and Python blocks of TUTORIAL.md, run in order on a small text, with training runs
+of a few seconds. Commands that install something are left out.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def commands(block: str) -> list[str]:
 
 @dataclass
 class Walk:
-    """A reader's folder, servers by port, and output."""
+    """What a reader of the tutorial has: a folder, running servers, and the output so far."""
 
     folder: Path
     servers: ExitStack

@@ -1,5 +1,6 @@
 """A run is trained and served at the same time: each saved checkpoint is served, no request fails,
-and each is answered by one checkpoint."""
+and each request is answered by one checkpoint.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,7 +51,7 @@ def expected(run: Path, step: int) -> list[int]:
 
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[ForkedProcess]:
-    """A training that has saved its first checkpoint."""
+    """A training run that has saved its first checkpoint."""
     process = train(tmp_path, 100_000)
     try:
         eventually(lambda: (tmp_path / "run" / "latest" / "config.json").exists())

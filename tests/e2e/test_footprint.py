@@ -14,10 +14,11 @@ from logitd.model.transformer.shapes import gpt2_shape
 from tests.e2e.server import ServedProcess
 
 READY_SECONDS = 10
-"""Limit; an idle machine takes some seconds."""
+"""Limit in seconds. On an idle machine, a server is ready after a few seconds."""
 
 BESIDES = 500 * 10**6
-"""Limit of resident bytes without weights or KV cache: Python, torch, the vocabulary, the code."""
+"""Maximum number of resident bytes that are neither weights nor KV cache: Python, torch, the
+vocabulary, the code."""
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +68,7 @@ def test_server_takes_little_more_than_weights_and_cache(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_quantizing_takes_no_second_copy(gpt2_124m: Path, kind: str) -> None:
-    """Rounding the whole head at once took 0.9 GB more during the start."""
+    """Rounding the whole head in one operation used to take 0.9 GB more memory during the start."""
     flags = ["--dtype", "bfloat16", "--slots", "4", "--checkpoint", str(gpt2_124m)]
     with ServedProcess(*flags, "--quantize", kind, cold=True) as process:
         with httpx.Client(base_url=process.url, trust_env=False, timeout=60) as http:

@@ -1,4 +1,6 @@
-"""The command lines of model/convert/README.md, run on a model of a short training script."""
+"""The command lines of model/convert/README.md, run on a model that a short training script
+trains.
+"""
 
 import math
 import random
@@ -141,8 +143,8 @@ def served(folder: Path, line: str) -> Iterator[httpx.Client]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_lines_of_the_page_work(desk: tuple[Path, float]) -> None:
-    """Text, class, expression and flags lead to the same weights, whose loss matches the
-    script's."""
+    """Imports with a text, a class, an expression and flags all give the same weights. Their loss
+    matches the one that the script printed."""
     folder, loss = desk
     lines = lines_of_the_page()
     assert len(lines) == 9, lines

@@ -27,8 +27,8 @@ LIMIT = 64 * 10**6
 @pytest.mark.slow
 @pytest.mark.parametrize("accept", ["application/x-npy", "application/vnd.safetensors"])
 def test_large_reply_is_never_held_whole(tmp_path: Path, accept: str) -> None:
-    """A reply of 206 MB takes 3 to 10 MB, after the 40 to 75 MB that the first long prompt takes
-    permanently."""
+    """A reply of 206 MB takes 3 to 10 MB of memory, in addition to the 40 to 75 MB that the first
+    long prompt takes permanently."""
     assert REPLY_BYTES > 3 * LIMIT
     config = gpt2_shape(
         vocab_size=VOCABULARY, context_length=CONTEXT, n_layer=2, n_head=2, d_model=64
@@ -50,8 +50,8 @@ def test_large_reply_is_never_held_whole(tmp_path: Path, accept: str) -> None:
 
 @pytest.mark.slow
 def test_requests_for_a_long_prompt_take_bounded_memory(tmp_path: Path) -> None:
-    """1,024 tokens, a vocabulary of 50,257. A lens of 7 layers would be 360 million logits
-    (1.4 GB). A reply of stages is held within the budget, and refused above it."""
+    """The prompt has 1,024 tokens, the vocabulary 50,257. A lens of 7 layers would be 360 million
+    logits (1.4 GB). A reply of stages is sent if it fits the budget, and refused otherwise."""
     config = gpt2_shape(
         vocab_size=VOCABULARY, context_length=CONTEXT, n_layer=6, n_head=2, d_model=64
     )

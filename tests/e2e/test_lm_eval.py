@@ -1,8 +1,8 @@
 """The evaluation harness lm-eval against a real server.
 
 lm-eval uses the server as `local-completions` with a remote tokenizer, for three tasks: multiple
-choice, rolling perplexity and generation until a stop text. Its results must equal those of the
-checkpoint's plain forward.
+choice, rolling perplexity and generation until a stop text. Its results must equal the results of
+the checkpoint's plain forward pass.
 """
 
 import json
@@ -25,7 +25,7 @@ from tests.e2e.server import ServedProcess
 
 CHECKPOINT = Path(__file__).parent.parent.parent / "checkpoints" / "python-small"
 WINDOW = 128
-"""Most tokens per request of lm-eval; a text of the perplexity task is longer."""
+"""Maximum number of tokens per request of lm-eval. A text of the perplexity task is longer."""
 
 CHOICES: list[dict[str, Any]] = [
     {"text": "import os\n\ndef main(", "choices": ["):", " import", "\n\n\n(("], "answer": 0},
@@ -76,13 +76,13 @@ def model() -> tuple[Tokenizer, GPT]:
 
 
 def plain_logprobs(gpt: GPT, ids: list[int]) -> torch.Tensor:
-    """Logprobs (T, V) of the plain forward, in float64."""
+    """Logprobs (T, V) of the plain forward pass, in float64."""
     with torch.inference_mode():
         return gpt(torch.tensor([ids])).logits[0].double().log_softmax(dim=-1)
 
 
 def continuation_logprob(model: tuple[Tokenizer, GPT], context: str, continuation: str) -> float:
-    """Encode both texts together, like lm-eval, and score the ids after the context's."""
+    """Encode both texts together, like lm-eval, and score the ids that follow the context's ids."""
     tokenizer, gpt = model
     ids = tokenizer.encode(context)
     start = len(ids)

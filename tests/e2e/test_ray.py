@@ -1,4 +1,5 @@
-"""`logitd extract --ray` with real workers: the same files as one process, even if workers die.
+"""`logitd extract --ray` with real workers: it writes the same files as a single process, even if
+workers die.
 
 Ray runs on this machine. An environment variable marks its processes.
 """
@@ -111,7 +112,7 @@ class Started:
             time.sleep(0.02)
 
     def wait_for_the_end(self, *, of_workers: bool = False) -> None:
-        """Wait for the end of all processes, or of those that hold the model."""
+        """Wait for the end of all processes, or only of the processes that hold the model."""
         deadline = time.monotonic() + 60
         while left := self.workers() if of_workers else self.processes():
             assert time.monotonic() < deadline, left

@@ -1,6 +1,6 @@
 """Curl lines and Python blocks of the documents, run against a server of the bundled checkpoint.
 
-tests/test_documents.py checks the commands of a terminal; tests/service/cli/commands runs some.
+tests/test_documents.py checks terminal commands, and tests/service/cli/commands runs some of them.
 """
 
 import io
@@ -35,7 +35,8 @@ def blocks(document: Path, language: str) -> list[str]:
 
 
 def curl_lines(document: Path) -> list[str]:
-    """The curl commands of a document, with lines continued by a backslash or a quotation."""
+    """The curl commands of a document, including commands that continue on the next line after a
+    backslash or within quotation marks."""
     commands = []
     for block in blocks(document, "sh"):
         lines = iter(block.replace("\\\n", " ").splitlines())

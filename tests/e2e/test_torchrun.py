@@ -1,7 +1,7 @@
 """Several processes that train one model and meet on loopback.
 
-torchrun starts some of them; it imports torch itself and again in each process. Tests that need
-only the processes use `Forked`, which takes a third of the time.
+torchrun starts some of them. It imports torch, and each process that it starts imports torch again.
+Tests that need only the processes use `Forked`, which takes a third of the time.
 """
 
 import json
@@ -63,7 +63,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def configuration(text: Path, out: str, **given: Any) -> Any:
-    """A TrainingConfig with `out`."""
+    """A TrainingConfig that trains on `text` and writes its run to `out`, next to the text."""
     values = SHAPE | RECIPE | {"data": (str(text),), "out": text.parent / out} | given
     return TrainingConfig(**values)
 
@@ -118,8 +118,8 @@ class Torchrun:
 
 
 class Forked:
-    """The processes that torchrun would start, forked by the zygote. No parent ends the others if
-    one fails, so they must end by themselves."""
+    """The processes that torchrun would start, forked by the zygote. They have no parent that ends
+    the others when one fails, so each must end by itself."""
 
     def __init__(self, config: TrainingConfig, processes: int = 2) -> None:
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -187,7 +187,7 @@ def losses(run: Path) -> list[tuple[str, int, float]]:
 
 def assert_same_losses(one: Path, other: Path) -> None:
     """Check that the reports are the same, and so are the losses at steps that both runs evaluated.
-    Early steps depend on the length of the run."""
+    Losses at early steps depend on the length of the run."""
     both = losses(one), losses(other)
     steps = {each[:2] for each in both[0]} & {each[:2] for each in both[1]}
     shared = [[each for each in found if each[:2] in steps] for found in both]
@@ -197,8 +197,8 @@ def assert_same_losses(one: Path, other: Path) -> None:
 
 
 def test_two_processes_have_the_bits_of_one_that_accumulates_two_batches(text: Path) -> None:
-    """With dropout, clipping and Muon. One process then continues the run of two and reports the
-    changed number of processes."""
+    """The runs use dropout, clipping and Muon. One process then continues the run of two and
+    reports the changed number of processes."""
     one = configuration(text, "one", steps=6)
     two = configuration(text, "two", steps=3)
     started = Torchrun(two)
@@ -298,9 +298,10 @@ def states_equal(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("given", [{"dtype": "bfloat16"}, {"optimizer": "adamw"}])
 def test_shared_model_has_the_bits_of_a_whole_one(text: Path, given: dict[str, Any]) -> None:
-    """Two processes with one pass each, so that all sums have one order, and without clipping,
-    because the gradient norm is summed in another. Dropout and Muon in bfloat16, and AdamW. One
-    process continues the run of two, and two continue the run of one."""
+    """Each of two processes makes one pass per step, so that all sums have the same order. Clipping
+    has no effect, because two processes sum the gradient norm in a different order. The runs use
+    dropout, and either Muon in bfloat16 or AdamW. One process continues the run of two, and two
+    continue the run of one."""
     given = given | {"clip": 1000.0}
     one = configuration(text, "one", steps=6, **given)
     two = configuration(text, "two", steps=3, shard="on", **given)
@@ -388,7 +389,7 @@ def test_shared_model_is_compiled_by_all_processes(text: Path) -> None:
 
 
 def test_refusal_is_printed_once(text: Path) -> None:
-    """3 processes cannot share 8 sequences."""
+    """The refused run has 3 processes, which cannot share 8 sequences."""
     config = configuration(text, "run", steps=2)
     code, _, err = Forked(config, processes=3).finish()
     assert code == 1

@@ -1,4 +1,4 @@
-"""The commands from a text to a trained checkpoint to served numbers."""
+"""The commands that lead from a text to a trained checkpoint and to served numbers."""
 
 import io
 import json
@@ -40,7 +40,7 @@ PROMPT = "the cat"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run directory."""
+    """The directory of a finished run."""
     folder = tmp_path_factory.mktemp("e2e")
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     flags = (*ON.split(), *SHAPE.split(), *LENGTH.split())
@@ -57,8 +57,8 @@ def trained(run: Path) -> tuple[CheckpointInfo, GPT]:
 
 @pytest.fixture(scope="module")
 def client(run: Path) -> Iterator[httpx.Client]:
-    """A client of `logitd serve run`, started as the trainer suggests, with the oracle's
-    numbers."""
+    """A client of `logitd serve run`, started as the trainer suggests, but in float32, so that its
+    numbers match the oracle's."""
     with (
         ServedProcess(*SERVED, cwd=run.parent) as process,
         httpx.Client(base_url=process.url, trust_env=False, timeout=60) as http,
@@ -108,7 +108,8 @@ def test_served_numbers_are_those_of_the_trained_model(
 def test_trained_model_reproduces_its_text(
     client: httpx.Client, trained: tuple[CheckpointInfo, GPT]
 ) -> None:
-    """By the served numbers, a token of the text costs far fewer nats than a random guess."""
+    """According to the served numbers, a token of the text costs far fewer nats than a random
+    guess."""
     ids = trained[0].tokenizer.encode(TEXT[:100])
     body = {"prompt": ids, "positions": "all"}
     (prompt,) = client.post("/logits", json=body).json()["prompts"]
@@ -149,7 +150,8 @@ def test_classroom_model_is_served(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("run")  # starts the process from which later ones are forked
 def test_minutes_hold_next_to_busy_programs(tmp_path: Path) -> None:
-    """A minute once took more than two: the samples of one step took two thirds of it."""
+    """A run of one minute once took more than two minutes; the samples of one step took two thirds
+    of the time."""
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     spin = [sys.executable, "-c", "while True: pass"]
     busy = [subprocess.Popen(spin) for _ in range(2 * (os.cpu_count() or 1))]

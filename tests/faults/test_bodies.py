@@ -51,12 +51,13 @@ MUCH_FROM_LITTLE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "unknown fields": ("/generate", {f"tempratur{i}": 1 for i in range(900)}),
 }  # fmt: skip
-"""Small requests that cause much work."""
+"""Small requests that cause a lot of work."""
 ANSWERS = {200, 400, 504}
 """Accepted statuses; 504 is the request's own timeout."""
 
 LONGEST_PAUSE = 1.0
-"""Limit in seconds for another client on a busy machine; an idle one takes tens of ms."""
+"""Longest time in seconds that another client may wait on a busy machine. On an idle machine it
+waits tens of milliseconds."""
 ASKS = """
 import http.client, select, sys, time
 asks = http.client.HTTPConnection(sys.argv[1], timeout=30)
@@ -76,7 +77,7 @@ print(longest)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
-    """A server of 12 layers of 12 heads and a context of 1,024 tokens."""
+    """A server whose model has 12 layers with 12 heads each, and a context of 1,024 tokens."""
     config = tiny_config(n_layer=12, n_head=12, n_kv_head=12, d_model=96, context_length=1024)
     path = save_tiny_checkpoint(tmp_path_factory.mktemp("deep") / "saved", tiny_gpt(config)).path
     # Without this flag expensive requests are refused at once.

@@ -30,7 +30,7 @@ ENDLESS = {
     "trailers": (CHUNKED + b"1\r\n{\r\n0\r\n", b"X-A: " + b"b" * 59 + b"\r\n"),
 }
 LARGE = {"prompt": [[5] * 1000], "max_tokens": 1, "prompt_logprobs": 160}
-"""A reply of 12 MB in one piece."""
+"""A request whose reply of 12 MB is written in one piece."""
 
 
 @pytest.fixture
@@ -40,7 +40,8 @@ def checkpoint(tmp_path: Path) -> str:
 
 
 def test_endless_bytes_take_no_memory(checkpoint: str) -> None:
-    """The server starts cold, because a fork of the zygote has memory of earlier tests."""
+    """The server starts cold, because a fork of the zygote still holds memory from earlier
+    tests."""
     mib = times(20, 400)
     flags = ("--checkpoint", checkpoint, "--threads", "1")
     with ServedProcess(*flags, cold=True) as server:
@@ -88,7 +89,7 @@ def test_unread_replies_are_dropped_with_their_memory(checkpoint: str) -> None:
 
 
 def _sockets(server: ServedProcess) -> int:
-    """Open sockets of the server's process by /proc."""
+    """Open sockets of the server's process, according to /proc."""
     targets = []
     for link in Path(f"/proc/{server.process.pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # it was closed in the meantime

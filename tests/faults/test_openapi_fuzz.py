@@ -19,15 +19,17 @@ from tests.profiles import examples
 
 HERE = Path(__file__).parent
 BEYOND_A_SCHEMA = "positive_data_acceptance"
-"""The check that every body that fits the schema is accepted. A schema cannot state which ids a
-vocabulary has, that a prompt fits the context, or that a checkpoint has a chat template."""
+"""The check that is left out: that every body that fits the schema is accepted. A schema cannot
+state which ids a vocabulary has, that a prompt fits the context, or that a checkpoint has a chat
+template."""
 KEY = "a-key-for-the-fuzzer"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
 
 def brief_gpt() -> GPT:
-    """A GPT of one layer whose texts end after about ten tokens. Most requests set no length: texts
-    as long as the context took nine tenths of the time without testing more of the replies."""
+    """A GPT of one layer whose texts end after about ten tokens. Most requests set no length, and
+    texts as long as the context took nine tenths of the time without testing more of the
+    replies."""
     gpt = tiny_gpt(tiny_config(head_bias=True, n_layer=1))
     end = byte_tokenizer().end_of_text
     assert end is not None

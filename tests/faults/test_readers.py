@@ -23,12 +23,12 @@ POSITIONS = 1024
 PIECE = 32 * 1024
 """Bytes per read of a slow reader."""
 LONGEST = 10.0
-"""Seconds in which an idle server returns four tokens."""
+"""Maximum time, in seconds, for an idle server to return four tokens."""
 
 
 def test_slow_readers_take_no_slot_from_others(tmp_path: Path) -> None:
-    """There are twice as many readers as slots, and each reads far more slowly than its rows are
-    computed."""
+    """There are twice as many readers as slots, and each reads its rows far more slowly than they
+    are computed."""
     flags = [*("--checkpoint", _wide_checkpoint(tmp_path), "--threads", "1")]
     flags += ["--slots", str(SLOTS), "--max-queue", "64"]
     stop = threading.Event()

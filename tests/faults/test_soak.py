@@ -27,7 +27,8 @@ STEPS = (1, 2, 3)
 ADMIN = "the-key-of-the-admin"
 BETWEEN_RELOADS = 0.3
 ALLOWED_GROWTH = 48.0
-"""MiB after the first quarter, for bounded allocators and caches."""
+"""MiB by which memory may grow after the first quarter of the run, while bounded allocators and
+caches fill."""
 QUESTION = {"prompt": "the same", "max_tokens": 24, "seed": 7, "temperature": 0.9}
 
 ABLATION = {"stage": "blocks.0.attention.heads", "heads": [1], "operation": "zero"}
@@ -243,7 +244,7 @@ def test_counters_memory_and_answers_hold_under_load(tmp_path: Path) -> None:
 
 
 def _compare(server: ServedProcess, tally: Tally) -> None:
-    """Assert that the server's counters equal those of the clients."""
+    """Assert that the server's counters equal the clients' own counts."""
     held = ("logitd_kv_slots_used", "logitd_queue_elements", "logitd_num_sequences_waiting")
     deadline = time.monotonic() + 20
     while any(map(server.sample, held)):  # abandoned requests end a moment later

@@ -47,7 +47,7 @@ Checkpoints = Path | Mapping[str, Path]
 
 
 DOCUMENTS: dict[tuple[bool, tuple[str, ...]], dict[str, Any]] = {}
-"""OpenAPI documents by their keys: True with API keys, and the public paths."""
+"""OpenAPI documents. The key says whether the server has API keys, and which paths are public."""
 
 
 class Serving:
@@ -190,7 +190,7 @@ def serve_settings(checkpoint: Checkpoints, **settings: Any) -> ServeSettings:
 
 
 def slow_checkpoint(like: Path, folder: Path, elements: int) -> Path:
-    """A checkpoint that takes long to load: its feed-forward has about this many zeros."""
+    """A checkpoint that takes a long time to load: its feed-forward has about this many zeros."""
     info = read_checkpoint(like)
     config = replace(info.config, d_ff=elements // (2 * info.config.n_layer * info.config.d_model))
     weights = {
@@ -269,7 +269,8 @@ class Poster:
 
 @contextmanager
 def at_work(work: Callable[[int], object], count: int) -> Iterator[None]:
-    """Threads that call `work` with their number repeatedly, until the block ends."""
+    """Threads that each call `work` with their own number, again and again, until the block
+    ends."""
     stop = threading.Event()
     failures: list[BaseException] = []
 
@@ -328,7 +329,8 @@ def occupy_elements(server: Serving, stack: ExitStack) -> None:
 
 
 def eventually(condition: Callable[[], bool], timeout: float = TEST_TIMEOUT) -> None:
-    """Poll until a condition is true, at growing intervals: a condition may cost a request."""
+    """Poll until a condition is true. The intervals grow, because checking a condition may take a
+    request."""
     begun = time.monotonic()
     while not condition():
         waited = time.monotonic() - begun

@@ -22,7 +22,8 @@ CONTEXT_LENGTH = 8192
 
 _WIDTH = 64
 _SHARPNESS = 40.0
-"""Logit of the next letter; those of the others are about 0, so it is always drawn."""
+"""Logit of the next letter. The logits of all other letters are about 0, so the next letter is
+always drawn."""
 
 
 def spelling_gpt() -> GPT:

@@ -268,7 +268,7 @@ def test_deadline_ends_a_generation(server: Serving) -> None:
 def test_crash_and_hang_end_only_the_requests_of_their_step(
     tmp_path: Path, logged_errors: list[str]
 ) -> None:
-    """The server keeps answering while the process hangs, and restarts it."""
+    """The server keeps answering while the model's process hangs, and restarts that process."""
     expected = greedy(made("Fragile"), IDS, 4)
     with serving(imported("Fragile", tmp_path), run_code=True) as server:
         engine_of(server)._runner.model.network.seconds = 2.0

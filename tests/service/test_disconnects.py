@@ -28,7 +28,7 @@ from tests.service.spelling import long_prompt, spelled
 LONG: dict[str, Any] = {"prompt": "a", "ignore_eos": True, "n": 4}
 """Four sequences of 8,191 tokens."""
 WHOLE: dict[str, Any] = {"prompt": long_prompt(8000), "positions": "all"}
-"""Rows of 25 MB as JSON: more than sockets hold."""
+"""Rows that take 25 MB as JSON: more than socket buffers hold."""
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ def test_stopped_reader_is_ended_without_affecting_others(
 
 
 def test_reader_that_pauses_gets_everything(spelling_path: Path) -> None:
-    """It is slower than the engine, so the rows wait for it."""
+    """The reader is slower than the engine, so the rows wait for it."""
     with serving(spelling_path, slots=2, slow_reader_timeout=TEST_TIMEOUT) as server:
         body = {"prompt": long_prompt(4000), "positions": "all"}
         with server.connect(receive_buffer=4096) as raw:

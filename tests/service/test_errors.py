@@ -32,7 +32,7 @@ def finished(reason: FinishReason, error: str | None = None) -> FinishEvent:
 
 
 def failure(event: FinishEvent) -> ApiError | None:
-    """The error for the client of a sequence that ended like this."""
+    """The error that a client gets if its sequence ends with this event; None if it gets none."""
     try:
         raise_failure(event)
     except ApiError as error:
@@ -49,7 +49,8 @@ def test_retry_after_is_a_header() -> None:
 
 
 def test_error_that_would_recur_asks_for_no_retry() -> None:
-    """Without the header, openai's client sends a request with a 500 three times."""
+    """Without the header `x-should-retry: false`, openai's client sends a request that gets a 500
+    three times."""
     engine = failure(finished(FinishReason.ERROR, "the model failed"))
     assert engine is not None
     for error in (engine, internal_error("abc")):

@@ -92,7 +92,8 @@ def test_queue_filled_by_one_caller_admits_another(server: Serving) -> None:
     ],
 )  # fmt: skip
 def test_every_endpoint_knows_its_caller(server: Serving, path: str, fields: Any) -> None:
-    """A queue full of another caller's requests still admits this caller's."""
+    """If the queue is full of another caller's requests, this caller's request is still
+    admitted."""
     statuses = []
     with ExitStack() as stack:
         occupy(server, stack)

@@ -143,8 +143,8 @@ VALUES_OF = {path: values_of(path) for path in BODIES}
 
 
 def bodies(path: str, name: str) -> list[dict[str, Any]]:
-    """Bodies with each value of a field: alone, and with one value of each field after it, so that
-    every value of both occurs in two bodies of a pair instead of four."""
+    """Bodies with each value of a field: first alone, then with one value of each later field. So
+    every value of both fields of a pair occurs, with two bodies for the pair instead of four."""
     base, values = BASE.get(path, {"prompt": PROMPT}), VALUES_OF[path]
     assert values[name], f"VALUES has none for {name}, and its schema states none"
     fields = list(values)
@@ -253,8 +253,8 @@ def test_score_gives_the_logprobs_of_what_was_generated(server: Serving, name: s
 def check_scores(
     server: Serving, prompt: Any, choices: Sequence[Any], interventions: Sequence[Any]
 ) -> None:
-    """Compare the logprobs of choices with those of /score, up to rounding: plain torch computes a
-    generated token as a row and a given one in a block."""
+    """Compare the logprobs of choices with the logprobs of /score, up to rounding: plain torch
+    computes a generated token in a single row, but a given token in a block of rows."""
     choices = [choice for choice in choices if choice["token_ids"]]
     if not choices:
         return

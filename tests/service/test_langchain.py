@@ -1,5 +1,5 @@
 """LangChain's models for OpenAI's API against a real server: their requests are accepted, and their
-results equal those of /generate.
+results equal the results of /generate.
 """
 
 from typing import Any

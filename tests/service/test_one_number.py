@@ -1,5 +1,6 @@
-"""The loss of a window of text by all four ways: the trainer's evaluation, `logitd eval`,
-`LLM.score` and POST /score."""
+"""The loss of a window of text, computed in all four ways: by the trainer's evaluation, `logitd
+eval`, `LLM.score` and POST /score.
+"""
 
 import math
 from dataclasses import replace
@@ -23,8 +24,8 @@ from tests.service.serving import serving
 
 TEXT = story(20)[:300]
 TRAINERS_ROUNDING = 1e-5
-"""Bound of the relative difference of the trainer's evaluation, whose forward adds in another
-order: attention in one fused operation, and all windows in one product."""
+"""Largest relative difference of the trainer's evaluation from the other ways. Its forward pass
+adds in another order: attention in one fused operation, and all windows in one product."""
 SHAPES = {
     "gpt-2": tiny_config(context_length=512, head_dim=16, n_layer=3),
     "default": replace(

@@ -121,7 +121,7 @@ def test_chat_equals_the_messages_of_the_endpoint(chatty: openai.OpenAI) -> None
 
 
 def test_chat_stream_helper_works(chatty: openai.OpenAI) -> None:
-    """It joins the chunks by its own rules."""
+    """The helper joins the chunks by its own rules."""
     fields: dict[str, Any] = {
         "model": "chatty",
         "messages": MESSAGES,

@@ -55,7 +55,8 @@ LARGE: dict[str, tuple[Any, int]] = {
         11 * 257,
     ),
 }
-"""Small requests for more elements than ELEMENTS_LEFT, and their number."""
+"""Small requests, each with the number of elements that it needs, which is more than
+ELEMENTS_LEFT."""
 
 
 @pytest.fixture
@@ -106,7 +107,7 @@ def test_full_queue_rejects_before_encoding_but_answers_accepted_requests(
 def test_request_keeps_its_place_during_compilation(
     server: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Later requests are rejected meanwhile."""
+    """Later requests are rejected during the compilation."""
     compiling, go_on = threading.Event(), threading.Event()
     tried = Constraints._try
 

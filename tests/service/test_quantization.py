@@ -135,7 +135,8 @@ def test_cost_of_int8_keys_and_values_is_reported(
 def test_served_weights_are_rounded_once(
     measured: Serving, covered: CheckpointInfo, kind: Quantization
 ) -> None:
-    """Measuring rounds a copy, so the engine rounds exact weights."""
+    """The measurement of the loss rounds a copy of the weights, so the engine still starts from the
+    exact weights."""
     with serving(covered.path, validation_text=None, **{**INT8, "quantize": kind}) as other:
         body = {"prompt": "line 1", "seed": 1, "max_tokens": 20, "logprobs": 1}
         replies = [each.json("/generate", body) for each in (measured, other)]

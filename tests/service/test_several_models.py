@@ -44,7 +44,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": SAMPLED,
     "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 4, "temperature": 0},
 }
-"""A body of each endpoint with a model."""
+"""A request body for each endpoint that uses a model."""
 GETS = ("/info", "/card", "/stages", "/weights", "/tokenizer_info")
 OF_ITS_OWN = {"id", "created", "created_at", "timings", "seed", "models", "kv_cache_bytes"}
 DURATIONS = ("_duration", "_ms")
@@ -240,8 +240,8 @@ def bits(server: Serving, model: str) -> list[bytes]:
 def test_bits_are_those_of_a_model_alone(
     paths: dict[str, Path], kernels: str, bundled: bool, threads: int
 ) -> None:
-    """Steps of the other model run in between. The native decoder covers the bundled model,
-    but not the narrow heads of the other one."""
+    """While one model answers, the other one runs its steps in between. The native decoder covers
+    the bundled model, but not the other one, whose heads are narrow."""
     settings: dict[str, Any] = {"slots": 4, "threads": threads, "dtype": "float32"}
     one = BUNDLED_CHECKPOINT if bundled else paths["small"]
     with serving({"one": one}, kernels=kernels, **settings) as server:

@@ -20,7 +20,7 @@ LETTERS = [97, 98, 99]
 
 @dataclass(frozen=True)
 class Pair:
-    """The same checkpoint served twice."""
+    """The same checkpoint served twice, with drafts and without."""
 
     drafting: Serving
     plain: Serving
@@ -81,7 +81,7 @@ def test_repeating_text_is_the_same(spellers: Pair, name: str) -> None:
 
 @pytest.mark.parametrize("length", range(1, 24))
 def test_stop_string_anywhere_in_a_step_is_the_same(spellers: Pair, length: int) -> None:
-    """Tokens after it in the same step are neither shown nor counted."""
+    """Tokens after the stop string in the same step are neither shown nor counted."""
     before = spellers.drafting.finished("stop")
     ids = spelled("a", length + 1)
     stop = bytes(ids[-2:]).decode()

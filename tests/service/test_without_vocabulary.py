@@ -1,5 +1,6 @@
-"""A model without a vocabulary over HTTP: its numbers equal those of the same weights with one, and
-texts are refused with advice."""
+"""A model without a vocabulary, over HTTP: it returns the same numbers as the same weights with a
+vocabulary. Requests with text are refused with advice.
+"""
 
 import io
 import json
@@ -37,7 +38,7 @@ def ids(path: Path) -> Iterator[Serving]:
 
 
 def without_text(value: Any) -> Any:
-    """A reply without texts of tokens, times and ids of replies."""
+    """A reply without times, without ids of replies, and without the texts of tokens."""
     if isinstance(value, dict):
         left_out = {"id", "created", "timings", "checkpoint", "model", "text", "bytes",
                     "bits_per_byte", "cached_tokens"}  # fmt: skip

@@ -1,4 +1,4 @@
-"""The simulation against queueing theory and arithmetic by hand."""
+"""The simulation, compared with queueing theory and with arithmetic by hand."""
 
 import pytest
 from hypothesis import given
@@ -17,7 +17,7 @@ def run(
 
 
 def test_single_request_takes_the_time_of_its_steps() -> None:
-    """The prompt takes chunks of 100, 100 and 50 tokens, then four decode steps follow."""
+    """The prompt is computed in chunks of 100, 100 and 50 tokens. Four decode steps follow."""
     load, server = Load(1.0, 250, 5), Server(prefill_chunk=100, overhead=0.5)
     outcome = simulate(FLAT, load, server, 1, [3.0])
     assert outcome.first_tokens == pytest.approx((0.25 + 0.5,))
@@ -29,7 +29,8 @@ def test_single_request_takes_the_time_of_its_steps() -> None:
 
 @pytest.mark.parametrize("use", [0.3, 0.6, 0.85])
 def test_server_of_one_slot_waits_like_an_m_d_1_queue(use: float) -> None:
-    """M/D/1: the Pollaczek-Khinchine mean wait is use / (2 (1 - use)) service times."""
+    """M/D/1: by the Pollaczek-Khinchine formula, the mean wait is use / (2 (1 - use)) service
+    times."""
     service = 0.1
     load, server = Load(use / service, 100, 1), Server(slots=1, max_queue=10**6)
     outcome = run(FLAT, load, server, count=60_000)

@@ -1,4 +1,4 @@
-"""Weights of a small GPT-2 for every peer, and the output of its plain forward."""
+"""Weights of a small GPT-2 for every peer, and the output of its plain forward pass."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

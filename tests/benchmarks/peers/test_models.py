@@ -1,5 +1,6 @@
-"""The same model in every format, compared with the plain forward or the project's own
-exporters."""
+"""The same model in every format, compared with the plain forward pass or the project's own
+exporters.
+"""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 """The playground in headless Chromium, with real servers.
 
-Needs a Chromium (Debian's, for example) and the package playwright; skipped without. Each test
-compares the page with the API.
+Needs a Chromium (Debian's, for example) and the package playwright; the tests are skipped if either
+is missing. Each test compares the page with the API.
 """

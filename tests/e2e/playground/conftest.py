@@ -40,7 +40,7 @@ def server() -> Iterator[ServedProcess]:
 
 @pytest.fixture(scope="package")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
-    """The bundled model, one of the same shape with other weights, and one that cannot be
+    """The bundled model, a model of the same shape with other weights, and a model that cannot be
     loaded."""
     info, gpt = load_checkpoint(BUNDLED_CHECKPOINT, device=torch.device("cpu"), dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)

@@ -75,7 +75,7 @@ def finished(page: Page) -> None:
 
 
 def copied(page: Page, button: str) -> str:
-    """The clipboard after a button of Generate."""
+    """Click a button of the Generate tab that copies something, and return the clipboard's text."""
     page.click(f"#{button}")
     page.wait_for_function(f"document.getElementById('{button}').textContent === 'Copied'")
     return str(page.evaluate("navigator.clipboard.readText()"))

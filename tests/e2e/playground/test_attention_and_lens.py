@@ -1,4 +1,4 @@
-"""Attention and lens: the values of the API."""
+"""The Attention and Lens tabs show the values that the API returns."""
 
 import pytest
 

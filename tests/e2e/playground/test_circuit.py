@@ -1,4 +1,4 @@
-"""Circuit: the parts of the API, which can be switched off."""
+"""The Circuit tab shows the parts that the API returns, and can switch them off."""
 
 import re
 from typing import Any
@@ -26,7 +26,8 @@ def test_circuit_equals_the_api_and_its_parts_switch_off(server: ServedProcess, 
     )
 
     def check(node: Any, change: Any, mean: Any) -> None:
-        """Compare the shown difference with that of /logits with a change to the mean."""
+        """Compare the difference on the page with the one that /logits returns if the node is set
+        to its mean."""
         page.wait_for_function(f"{status}.includes('instead')")
         (values,) = asked(
             server, "/activations", prompt=ids, positions="all", stages=[node["stage"]]

@@ -1,4 +1,4 @@
-"""Compare, and the choice of a model: two models of one server."""
+"""The Compare tab, and the choice of a model, on a server with two models."""
 
 import math
 
@@ -29,7 +29,7 @@ def test_single_models_hide_the_choice(page: Page) -> None:
 
 
 def compared(page: Page) -> list[str]:
-    """Generate both texts, and return those of A and B."""
+    """Generate on the Compare tab, and return the texts of A and B."""
     page.click("#compare-go")
     return both(page)
 

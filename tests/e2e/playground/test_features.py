@@ -1,4 +1,4 @@
-"""Features of a sparse autoencoder."""
+"""The Features tab: features of a sparse autoencoder."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Film: the steps of a run with a history."""
+"""The Film tab: the steps of a run with a history."""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Generate: the stream, the distribution of a token, branches, links and copied commands."""
+"""The Generate tab: the stream, the distribution of a token, branches, links and copied
+commands.
+"""
 
 import re
 

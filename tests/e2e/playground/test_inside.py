@@ -1,4 +1,4 @@
-"""Inside: changes of stages, and their effect on the next token and on branches."""
+"""The Inside tab: interventions on stages, and their effect on the next token and on branches."""
 
 import math
 

@@ -1,4 +1,6 @@
-"""Tokens and Model: facts of the served model, and a run that is trained meanwhile."""
+"""The Tokens and Model tabs: facts about the served model, and about a run that is still
+training.
+"""
 
 import json
 import re

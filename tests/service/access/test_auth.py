@@ -1,4 +1,4 @@
-"""API keys: accepted and refused requests, and that no key is ever shown."""
+"""API keys: accepted and refused requests; no key is ever shown."""
 
 import logging
 import os
@@ -178,7 +178,7 @@ def http_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def calls(server: Serving) -> dict[str, float | None]:
-    """Requests by the names of their keys; None if there is no series."""
+    """Number of counted requests for each key name. It is None if the metric has no such series."""
     sample = server.state.metrics.registry.get_sample_value
     names = ("alice", "ci", "none")
     return {name: sample("logitd_api_key_requests_total", {"key": name}) for name in names}

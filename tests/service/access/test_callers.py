@@ -1,4 +1,4 @@
-"""Callers: all requests of a caller have the same name."""
+"""Callers: a caller has the same name in all of its requests."""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""Limits of API keys: counted for each key, reported with its numbers, and released."""
+"""Limits of API keys: usage is counted for each key, reported with the key's limits, and
+released.
+"""
 
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -125,7 +127,8 @@ def test_replaced_limits_keep_spent_tokens(clock: Clock) -> None:
 
 @given(st.integers(1, 100), st.lists(st.floats(0, 30), max_size=80))
 def test_minute_has_at_most_twice_its_number(per_minute: int, pauses: list[float]) -> None:
-    """A full bucket may be emptied, and within a minute as many tokens return to it."""
+    """A client can use up a full bucket, and within a minute the same number of tokens returns to
+    it."""
     clock = Clock()
     limits = KeyLimits(KeyLimit(per_minute=per_minute), {}, clock)
     taken: list[float] = []

@@ -202,7 +202,7 @@ KEY = {"Authorization": "Bearer a-key-of-the-page"}
 
 @pytest.fixture(scope="module")
 def open_to_page(checkpoint_path: Path) -> Iterator[Serving]:
-    """A server that two origins may use, with a key."""
+    """A server with API keys that pages of two origins may use."""
     origins = f"{PAGE},http://localhost:3000"
     keys = "page=a-key-of-the-page"
     app = app_with_bugs(checkpoint_path, cors_origins=origins, api_keys=keys)
@@ -212,7 +212,7 @@ def open_to_page(checkpoint_path: Path) -> Iterator[Serving]:
 
 
 def preflight(server: Serving, path: str, *, origin: str = PAGE, **headers: str) -> httpx.Response:
-    """The request that a browser sends before one with a JSON body or a key."""
+    """The request that a browser sends before a request with a JSON body or a key."""
     asked = {
         "Origin": origin,
         "Access-Control-Request-Method": "POST",

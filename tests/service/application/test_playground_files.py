@@ -14,7 +14,7 @@ PAGE = (STATIC / "index.html").read_text(encoding="utf-8")
 STYLES = (STATIC / "playground" / "playground.css").read_text(encoding="utf-8")
 MODULES = sorted((STATIC / "playground").glob("*.js"))
 LEAST_CONTRAST = 4.5
-"""Least contrast of text: https://www.w3.org/TR/WCAG22/#contrast-minimum."""
+"""Minimum contrast of text: https://www.w3.org/TR/WCAG22/#contrast-minimum."""
 
 
 def colors(scheme: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Life of the server: loading, signals and the drain, in real processes."""
+"""Life cycle of the server: loading, signals and the drain, in real processes."""
 
 import re
 import shutil

@@ -24,11 +24,10 @@ def parameters_of(command: str) -> list[click.Parameter]:
 
 
 def context(command: click.Command) -> click.Context:
-    """The context of a command line."""
     return click.Context(command, **command.context_settings)
 
 
 def words_of(command: str) -> list[str]:
-    """All words with dashes of a command."""
+    """All words of a command that begin with dashes."""
     flags = (param for param in parameters_of(command) if isinstance(param, click.Option))
     return [word for flag in flags for word in (*flag.opts, *flag.secondary_opts)]

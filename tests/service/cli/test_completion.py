@@ -28,7 +28,7 @@ OFFERED = {
     "logitd serve mine": ["mine-of-tuesday"],
     "logitd serve --validation-text mine": ["mine-of-tuesday"],
 }
-"""Words of a line, and each shell's suggestions for the last one."""
+"""Command lines, each with the words that every shell suggests to complete it."""
 
 
 @pytest.fixture
@@ -87,7 +87,8 @@ def until(descriptor: int, pattern: bytes) -> bytes:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_shells_at_a_terminal_offer_words(shell: str, folder: Path) -> None:
-    """Type words and the Tab key, twice for a list in bash. Fish gets the other lines."""
+    """Type words and the Tab key, which bash needs twice to show a list. `test_fish_offers_words`
+    tests the other lines."""
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     flags = {"bash": ["--norc", "-i"], "zsh": ["-f", "-i"]}[shell]

@@ -126,7 +126,7 @@ def test_choices_are_valid_values(command: str) -> None:
 
 @pytest.mark.parametrize("command", SETTINGS)
 def test_mistyped_flags_get_a_suggestion(command: str) -> None:
-    """One letter is added, missing or exchanged with the next."""
+    """In each mistyped flag, one letter is added, missing, or swapped with the next."""
     known = [word for word in words_of(command) if len(word) >= 7]
     for word in known:
         middle = len(word) // 2 + 1

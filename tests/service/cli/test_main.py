@@ -279,7 +279,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_imports_of_commands_run_no_garbage_collection(tmp_path: Path) -> None:
-    """Later collections do not search its modules either."""
+    """Later collections do not search the imported modules either."""
     done = python(
         "import gc, sys\n"
         "from logitd.service.cli.main import run\n"
@@ -348,7 +348,7 @@ class Finder:
             os._exit(0)
 sys.meta_path.insert(0, Finder())
 """
-"""Print the environment and exit at the first import of torch."""
+"""Code that prints the environment and exits as soon as torch is imported."""
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,8 @@ def test_control_characters_are_escaped_on_terminals(text: str, shown: str) -> N
 
 
 def test_commands_print_with_say() -> None:
-    """`print` escapes nothing; JSON has escaped it already."""
+    """Commands may call `print` only with literals and with JSON, because `print` escapes nothing
+    and JSON is escaped already."""
     for path in COMMANDS.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "print":

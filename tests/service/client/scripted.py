@@ -98,7 +98,8 @@ class ScriptedServer:
 
 @contextmanager
 def scripted(*scripts: Script | bytes) -> Iterator[ScriptedServer]:
-    """Run a server with these replies, in order. After bytes the connection stays open."""
+    """Run a server with these replies, in order. After a reply given as bytes, the connection stays
+    open."""
     server = ScriptedServer([Script(one) if isinstance(one, bytes) else one for one in scripts])
     try:
         yield server
@@ -107,7 +108,7 @@ def scripted(*scripts: Script | bytes) -> Iterator[ScriptedServer]:
 
 
 def reply(status: int, body: Any, *headers: str, length: int | None = None) -> bytes:
-    """A reply as bytes. The body is JSON unless it is bytes; `length` replaces its length in the
+    """A reply as bytes. The body is JSON unless it is bytes; `length` overrides the Content-Length
     header."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     stated = len(content) if length is None else length

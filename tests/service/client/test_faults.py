@@ -32,7 +32,7 @@ KEY = "sk-0123456789abcdef"
 VERSION = reply(200, {"version": "9"})
 STREAM = events(*CHUNKS, chunk(**TAIL))
 SOON = 0.3
-"""A timeout in seconds that is allowed to pass."""
+"""A timeout in seconds, short enough for a test to wait until it has passed."""
 
 SENT: dict[str, Callable[[Client], Any]] = {
     "generate": lambda client: client.generate("a"),

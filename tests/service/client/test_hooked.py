@@ -1,4 +1,4 @@
-"""HookedCalls of both clients, against HookedGPT on the same weights."""
+"""HookedCalls of both clients, compared with HookedGPT on the same weights."""
 
 import asyncio
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def client(server: Serving) -> Iterator[Client]:
 
 
 def check_cache(client: Client, gpt: GPT) -> None:
-    """Compare all stages of the server with those computed in process."""
+    """Compare all stages from the server with the stages computed in process."""
     model = HookedGPT(gpt, byte_tokenizer(), "tiny")
     logits, cache = client.run_with_cache([TEXT, TEXT[::-1]])
     with torch.no_grad():

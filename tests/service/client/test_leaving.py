@@ -19,7 +19,7 @@ LONG: dict[str, Any] = {"prompt": "a", "ignore_eos": True}
 
 @pytest.fixture
 def watched(spelling_path: Path) -> Any:
-    """A service of this test alone, with its slots and counters."""
+    """A service used by this test alone, with its slots and counters."""
     with serving(spelling_path, slots=2) as running:
         yield running
 

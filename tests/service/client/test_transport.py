@@ -28,7 +28,7 @@ def settings(
 
 
 def exchange(request: Request = GET, tries: int = 1, **options: Any) -> Exchange:
-    """Run a call as if after this many tries."""
+    """Prepare a call as if it had been tried this many times."""
     one = Exchange(settings(**options), request)
     with httpx.Client(verify=False) as http:  # reads no certificates: nothing is sent
         for _ in range(tries):
@@ -80,7 +80,7 @@ def test_wrong_addresses_are_refused(url: str, complaint: str) -> None:
 
 
 def test_password_in_an_address_is_refused_and_not_repeated() -> None:
-    """httpx would send it instead of the API key."""
+    """Otherwise, httpx would send the password instead of the API key."""
     with pytest.raises(ValueError, match="password") as caught:
         Client("http://user:hunter2@host")
     assert "hunter2" not in str(caught.value)
@@ -88,7 +88,7 @@ def test_password_in_an_address_is_refused_and_not_repeated() -> None:
 
 @pytest.mark.parametrize("key", ["a\nb", "abc\n", "a b", "kéy", "\0"])
 def test_key_with_other_characters_is_refused_and_not_repeated(key: str) -> None:
-    """h11 would repeat it in its error."""
+    """Otherwise, h11 would repeat the key in its error."""
     with pytest.raises(ValueError, match=f"has {len(key)} characters") as caught:
         Client(api_key=key)
     assert key not in str(caught.value)

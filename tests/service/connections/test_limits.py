@@ -34,7 +34,7 @@ GET = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 @pytest.fixture
 def descriptors() -> Iterator[None]:
-    """Restores the limit of this process."""
+    """Restore this process's limit of descriptors after the test."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -80,8 +80,9 @@ def ended(server: Serving, reason: str) -> float:
 
 
 def test_connection_that_waits_longest_makes_room(narrow: Serving) -> None:
-    """Connections without a request are closed first, in order of age; then one with a body; never
-    one with a reply."""
+    """Connections without a request are closed first, the one that has waited longest before the
+    others. Connections that are still sending a body come next. A connection whose reply is in
+    progress is never closed."""
     with ExitStack() as stack:
 
         def connect(begin: bytes) -> socket.socket:
@@ -119,7 +120,8 @@ def test_connection_that_waits_longest_makes_room(narrow: Serving) -> None:
 
 
 def test_reader_of_a_reply_does_not_make_room(narrow: Serving) -> None:
-    """Its reply is complete, so it has waited longest, but it has not been sent completely."""
+    """The reply is complete, so its connection has waited longest, but the client has not read all
+    of it."""
     large = {"prompt": long_prompt(1000), "max_tokens": 1, "prompt_logprobs": 200}
     with ExitStack() as stack:
         reading = stack.enter_context(narrow.connect(receive_buffer=4096))
@@ -162,7 +164,8 @@ def test_full_server_answers_health_only(narrow: Serving) -> None:
 
 
 def test_connection_above_the_limit_replaces_an_idle_one(narrow: Serving) -> None:
-    """After busy connections above the limit, an idle one is closed, and no request gets 503."""
+    """If busy connections exceed the limit, an idle one is closed later, and no request gets
+    503."""
     with ExitStack() as stack:
         tokens = {"prompt": "a", "ignore_eos": True, "max_tokens": 1000}
         at_work = [stack.enter_context(narrow.connect()) for _ in range(4)]

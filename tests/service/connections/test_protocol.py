@@ -35,7 +35,7 @@ LARGE: tuple[str, Any] = ("/detokenize", {"tokens": [END_OF_TEXT_ID] * 2**17})
 WINDOW = 256 * 1024
 """Size in bytes of a slow reader's reads."""
 TIMEOUT = 0.7
-"""Time limit in seconds of the server with short limits."""
+"""The timeouts of `hurried`, in seconds."""
 ENDLESS = {
     "header lines": (b"GET / HTTP/1.1\r\n", b"X-A: " + b"b" * 40 + b"\r\n"),
     "a header's value": (b"GET / HTTP/1.1\r\nX-A: ", b"b" * 100),
@@ -251,7 +251,7 @@ def test_refusal_waits_for_its_turn(speller: Serving) -> None:
 def test_half_closed_connection_counts_as_disconnected(
     speller: Serving, ahead: int, closes: bool
 ) -> None:
-    """The server notices it even after it has stopped reading because of pipelined requests."""
+    """The server notices it even if it has stopped reading because of pipelined requests."""
     server = speller
     before = server.finished("abort")
     with server.connect() as raw:
@@ -404,7 +404,7 @@ def test_half_a_request_is_answered_408(hurried: Serving, reason: str, pause: fl
 
 
 def test_slow_upload_is_served(hurried: Serving) -> None:
-    """It lasts three times the timeout, at ten times the required rate."""
+    """The upload takes three times the timeout, at ten times the required rate."""
     whole = request_bytes("/tokenize", {"prompt": "a" * int(30 * TIMEOUT * MIN_BYTES_PER_SECOND)})
     with hurried.connect() as raw:
         step = MIN_BYTES_PER_SECOND * 5 // 4
@@ -415,7 +415,8 @@ def test_slow_upload_is_served(hurried: Serving) -> None:
 
 
 def test_endless_body_after_the_answer_is_ended(hurried: Serving) -> None:
-    """It is answered 415 after its headers, and its body is read and discarded only for a while."""
+    """The request is answered with 415 after its headers. Its body is then read and discarded, but
+    only for a while."""
     head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n"
     with hurried.connect() as raw:
         raw.sendall(head)

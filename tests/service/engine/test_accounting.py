@@ -37,8 +37,8 @@ COMMANDS = ("rows", "scores", "prompt logprobs", "generation", "too late", "rese
 
 
 class Account:
-    """Sends requests to an AsyncEngine and tracks its open elements: reserved ones, and those of
-    requests with unfinished sequences."""
+    """Sends requests to an AsyncEngine and tracks its open elements: the reserved ones, and the
+    ones of requests with unfinished sequences."""
 
     def __init__(self, owner: AsyncEngine, reports: list[StepReport]) -> None:
         self.owner, self.reports = owner, reports

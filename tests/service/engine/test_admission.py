@@ -1,5 +1,6 @@
-"""AdmissionController: its counts, its rejections, and the advised time of a retry.
-test_accounting.py tests with a real engine that each request's elements are released once."""
+"""AdmissionController: its counts, its rejections, and the advised time until a retry.
+test_accounting.py tests with a real engine that each request's elements are released once.
+"""
 
 import asyncio
 from collections import Counter
@@ -75,7 +76,7 @@ def test_admit_takes_all_requests_or_none() -> None:
 
 
 def test_held_sequences_count_while_texts_are_encoded() -> None:
-    """Their room is released right after the block, and not before."""
+    """The room of the held sequences is released right after the block, and not before."""
     admission = controller(1, 1)
     with admission.hold(2, "n"):
         assert admission.sequences == 2
@@ -205,8 +206,9 @@ def test_queue_of_zero_admits_no_waiting_sequence() -> None:
     st.integers(0, 12),
 )
 def test_every_caller_gets_its_share(acts: list[tuple[str, int, bool]], limit: int) -> None:
-    """No caller is rejected while there is room, nor below its share while all together have less
-    than twice the limit. Requests that have ended are not counted."""
+    """No caller is rejected while there is room. A caller below its share is not rejected either,
+    as long as all callers together have less than twice the limit. Requests that have ended are not
+    counted."""
     slots = 2
     admission = controller(slots, limit)
     open_: Counter[str] = Counter()

@@ -80,8 +80,8 @@ def test_automatic_slots_are_logged_with_their_reason(
 
 
 def test_parameters_are_the_models_whatever_of_them_is_in_memory(tmp_path: Path) -> None:
-    """Matrices that the decoder holds in int8 are no longer in memory, and were once left out of
-    the banner."""
+    """The weights that the decoder holds in int8 are freed in the model. The banner once did not
+    count them."""
     try:
         load_library()
     except KernelsUnavailable as reason:

@@ -1,5 +1,6 @@
-"""EngineDriver and StepThread: the order of a step, and turns of several engines. A driver's
-results are tested with the engine and with `AsyncEngine`."""
+"""EngineDriver and StepThread: the order of the work within a step, and several engines that take
+turns. A driver's results are tested with the engine and with `AsyncEngine`.
+"""
 
 import threading
 from collections.abc import Callable
@@ -62,7 +63,7 @@ def test_step_releases_the_interpreter(
 
 
 def test_step_thread_runs_one_step_at_a_time_in_one_thread() -> None:
-    """An exception of one caller's step does not affect the others."""
+    """An exception in one caller's step does not affect the others."""
     threads, inside, most, failures = set[threading.Thread](), 0, 0, 0
     steps = StepThread()
 

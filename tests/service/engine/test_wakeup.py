@@ -54,7 +54,7 @@ class Loop:
 
 
 class Bench:
-    """A throttle whose deliveries each take `cost` seconds of the processor."""
+    """A throttle whose deliveries each take `cost` seconds of processor time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.loop = Loop()
@@ -121,7 +121,7 @@ def test_pause_is_a_multiple_of_the_delivery(bench: Bench) -> None:
 
 
 def test_urgent_item_does_not_wait_for_the_end_of_a_pause(bench: Bench) -> None:
-    """The items next to it wait, even if the thread puts nothing more."""
+    """The items queued with the urgent one wait, even if the thread puts nothing more."""
     bench.put(1)
     bench.loop.run()
     end = bench.loop.now + PAUSE_FACTOR * bench.cost
@@ -157,7 +157,7 @@ def test_pause_has_an_upper_bound(bench: Bench) -> None:
 
 
 def test_pause_ignores_waiting_for_the_interpreter(bench: Bench) -> None:
-    """The delivery took long by the clock, but no processor time."""
+    """The delivery takes a long time by the clock, but no processor time."""
     bench.cost = 0.0
     bench.put(1)
     bench.loop.now += 5
@@ -166,7 +166,7 @@ def test_pause_ignores_waiting_for_the_interpreter(bench: Bench) -> None:
 
 
 def test_pause_counts_the_tasks_that_a_delivery_wakes(bench: Bench) -> None:
-    """They run after the delivery and before the pause."""
+    """The woken tasks run after the delivery and before the pause."""
     bench.cost = 0.0
     bench.put(1)
     bench.loop.woken.pop()()

@@ -22,7 +22,7 @@ OTHER = "Another text, as long as the first, which has fifty-nine by"
 
 @pytest.fixture(scope="module")
 def expected(gpt: GPT) -> Mapping[str, Array]:
-    """Every stage of PROMPT, by its definition in float64."""
+    """Every stage of PROMPT, computed from its definition in float64."""
     double = GPT(gpt.config)
     double.load_state_dict(gpt.state_dict())
     stages = plain_stages(double.double().eval(), IDS)
@@ -144,8 +144,8 @@ def test_star_changes_each_layer(server: Serving) -> None:
 
 
 def test_setting_another_prompts_stream_continues_its_forward(server: Serving) -> None:
-    """With a layer's whole stream from another prompt, the rest of the forward is that prompt's;
-    with one position of it, only that position and later ones change."""
+    """If a layer's whole stream comes from another prompt, the rest of the forward pass equals the
+    other prompt's. If a single position does, only that position and later ones change."""
     other = npy(server, "/logits", prompt=OTHER, positions="all")
     patch = {"stage": "blocks.0.output", "operation": "set", "from": {"prompt": OTHER}}
     close(npy(server, "/logits", positions="all", interventions=[patch]), other)
@@ -184,7 +184,7 @@ def test_steering_adds_the_difference_of_two_means(server: Serving) -> None:
 
 
 def test_generated_tokens_alone_can_be_changed(server: Serving) -> None:
-    """The first token is unchanged; later ones come from a changed forward."""
+    """The first token is unchanged; later ones come from a changed forward pass."""
     flat = {"stage": "final_norm", "operation": "zero", "positions": "generated"}
     plain = server.generate("abc", max_tokens=6, temperature=0)["choices"][0]["token_ids"]
     fields: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "interventions": [flat]}
@@ -206,8 +206,8 @@ def test_values_count_in_the_queue(checkpoint_path: Path) -> None:
 
 
 def test_direction_between_prompts_equals_its_numbers(server: Serving) -> None:
-    """A direction read from two prompts, at every layer, compared with the same direction as
-    numbers."""
+    """A direction read from two prompts, at every layer, has the same effect as the same direction
+    given as numbers."""
     stages = ["blocks.*.output"]
 
     def values(prompt: str, *interventions: Any) -> dict[str, Any]:

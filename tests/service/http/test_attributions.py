@@ -1,4 +1,6 @@
-"""POST /attributions: the model's values, next to other requests; it can end at any moment."""
+"""POST /attributions: the values equal the model's, even next to other requests, and a request can
+end at any moment.
+"""
 
 import re
 from contextlib import closing
@@ -36,7 +38,8 @@ def attributions(server: Serving, **fields: Any) -> list[PromptAttributions]:
 
 
 def same(ours: float | None, theirs: float) -> None:
-    """The server's number of threads may differ from the test's, and so may the bits."""
+    """Compare up to rounding, because the server may have a different number of threads than the
+    test."""
     assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
@@ -151,7 +154,8 @@ def test_attribution_ends_when_its_client_disconnects(spelling_path: Path) -> No
 
 
 def test_gradients_count_in_the_budget_until_they_are_read(spelling_path: Path) -> None:
-    """Seven clients that did not read once kept 200 MB each, which counted toward no limit."""
+    """Seven clients that stopped reading once occupied 200 MB each, which counted toward no
+    limit."""
     stages = ["blocks.*.attention.probs", "blocks.*.attention.scores"]
     body = {"prompt": "b" * 100, "stages": stages}
     with serving(spelling_path, slots=1, max_reply_elements=2**24) as server:
@@ -168,7 +172,7 @@ def test_gradients_count_in_the_budget_until_they_are_read(spelling_path: Path) 
 
 
 def test_direction_without_finite_gradients_is_a_400(server: Serving) -> None:
-    """This was once logged as a failure of the engine, with a 500."""
+    """Such a direction once ended in a 500, logged as a failure of the engine."""
     stage = "blocks.0.output"
     read = server.json("/activations", {"prompt": "a", "stages": [stage], "positions": "all"})
     width = len(read["prompts"][0]["stages"][stage][0])

@@ -170,7 +170,7 @@ def test_repeated_key_is_refused(server: Serving, path: str, body: bytes) -> Non
     ],
 )
 def test_encoded_body_is_refused(server: Serving, header: str) -> None:
-    """Read without decoding, it would be another body."""
+    """If the server read the body without decoding it, it would read a different body."""
     head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     framing = "" if header.startswith("Transfer") else "Transfer-Encoding: chunked\r\n"
     with server.connect() as raw:
@@ -224,7 +224,7 @@ def test_chunked_body_is_counted_on_arrival(small: Serving, size: int) -> None:
 
 
 def test_declared_too_large_body_is_not_read(small: Serving) -> None:
-    """curl asks with `Expect: 100-continue` before it sends a large body."""
+    """curl sends `Expect: 100-continue` and waits before it sends a large body."""
     head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     for length, answer in [(10**12, b"HTTP/1.1 413 "), (2000, b"HTTP/1.1 100 Continue")]:
         with small.connect() as raw:

@@ -1,4 +1,4 @@
-"""Requests that look inside a model, next to seeded text: each has the bits that it has alone."""
+"""Requests that look inside a model, next to seeded text: each returns the same bits as alone."""
 
 import json
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ def featured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 def results(server: Serving, path: str, body: dict[str, Any]) -> str:
-    """The results of a request as JSON, whose numbers have all digits."""
+    """The results of a request, as JSON with all digits of the numbers."""
     reply = server.json(path, body)
     return json.dumps({key: value for key, value in reply.items() if key not in VARYING})
 

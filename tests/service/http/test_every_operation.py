@@ -21,7 +21,7 @@ from tests.service.serving import Serving, eventually, serve_settings, serving, 
 
 QUEUED = [name for name, operation in BY_NAME.items() if operation.form != "vocabulary"]
 STREAMED = ("outputs", "listing")
-"""Forms that are written in pieces, or in a thread."""
+"""Forms of replies that are written in pieces, or in a thread."""
 WITH_PROMPTS = [
     name for name in BY_NAME if name not in ("sweep", "detokenize") and "prompt" in SMALLEST[name]
 ]
@@ -140,7 +140,8 @@ LARGE: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("activations", {"prompt": "x" * 128, **ALL}, {"stages": ["embedding", "blocks.0.output"]},
      "8192 elements"),
 ]  # fmt: skip
-"""An operation, fields whose reply just fits, fields that make it larger, part of the message."""
+"""An operation, fields with which its reply just fits, fields that make the reply too large, and
+part of the error message."""
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +164,8 @@ def test_too_large_reply_is_refused_with_both_sizes(
 
 @pytest.mark.parametrize("name", ["generate", "probs", "sweep"])
 def test_readings_are_bounded_as_replies_are(small: Serving, name: str) -> None:
-    """Without a bound, a small body could read gigabytes of other prompts."""
+    """Interventions that read other prompts are bounded too. Otherwise, a small request could read
+    gigabytes of activations."""
 
     def reads(prompt: str) -> dict[str, Any]:
         change = {"stage": "blocks.*.output", "operation": "add", "positions": [-1],
@@ -181,7 +183,7 @@ def test_readings_are_bounded_as_replies_are(small: Serving, name: str) -> None:
 
 
 class RankRequest(PromptBody):
-    """Ranks of given tokens among all candidates for the next one."""
+    """Ranks of given tokens among all candidates for the next token."""
 
     examples: ClassVar[Examples] = {"One token": {"prompt": "a", "token_ids": [1]}}
 
@@ -225,7 +227,8 @@ RANK = Operation("rank", RankRequest, RankReply, plan, "record", "Ranks", "")
 
 
 def test_operation_is_one_file(checkpoint_path: Path) -> None:
-    """The file adds its route, refusals, deadline, choice of a model and limits of a reply."""
+    """From this one file, the operation gets its route, refusals, deadline, choice of a model and
+    limits of a reply."""
     app = create_app(serve_settings(checkpoint_path, max_reply_elements=100 * 64))
     app.router.routes[:0] = endpoint.router([RANK]).routes
     with serving_app(app) as running:

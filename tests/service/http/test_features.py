@@ -174,7 +174,7 @@ def test_wrong_path_or_query_has_the_form_of_other_errors(
 
 
 def test_gradients_of_features_are_refused(featured: Serving) -> None:
-    """These once failed in the engine, with a 500."""
+    """Such requests once failed in the engine, with a 500."""
     for asked in (
         {"stages": [STAGE]},
         {"stages": ["blocks.*.output.sae.mine"]},

@@ -1,5 +1,6 @@
-"""POST /generate: the tokens and logprobs of the reference, in one reply or in exact bytes of a
-stream."""
+"""POST /generate: the reference's tokens and logprobs, in one reply or in a stream whose bytes are
+exact.
+"""
 
 import re
 from collections.abc import Sequence
@@ -237,7 +238,8 @@ def test_echo_puts_the_prompt_in_front_of_every_text(speller: Serving) -> None:
 
 
 def prompt_logprobs(gpt: GPT, prompt: str) -> list[float | None]:
-    """Logprobs of the bytes of a prompt by the plain forward; the first has none."""
+    """Logprobs of the bytes of a prompt, computed with the plain forward pass. The first byte has
+    none."""
     ids = list(prompt.encode())
     rows = gpt(torch.tensor([ids])).logits[0].double().log_softmax(dim=-1)
     return [None, *(rows[i, ids[i + 1]].item() for i in range(len(ids) - 1))]

@@ -14,7 +14,7 @@ from tests.service.serving import Serving
 
 @pytest.fixture(scope="module")
 def states(gpt: GPT) -> Array:
-    """Hidden states (n_layer + 1, T, d_model) of PROMPT, from the model's own forward."""
+    """Hidden states (n_layer + 1, T, d_model) of PROMPT, from the model's own forward pass."""
     output = forward_as_served(gpt, torch.tensor(IDS), hidden_states=True)
     assert output.hidden_states is not None
     return output.hidden_states[:, 0].numpy()

@@ -1,4 +1,4 @@
-"""POST /induction: the scores are those of the attention weights."""
+"""POST /induction: the scores agree with scores computed from the attention weights."""
 
 from pathlib import Path
 

@@ -1,5 +1,6 @@
-"""POST /logits: the model's own rows, bit for bit; chosen columns, the largest logits,
-processing."""
+"""POST /logits: the model's own rows, bit for bit; also chosen columns, the largest logits, and
+processed logits.
+"""
 
 import json
 import math

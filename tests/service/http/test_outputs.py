@@ -144,8 +144,8 @@ def test_large_reply_is_written_in_pieces(speller: Serving, accept: str) -> None
 
 
 def test_largest_of_several_chunks_in_safetensors_are_those_of_json(speller: Serving) -> None:
-    """The rows of a chunk follow those of the chunk before. Written from the first row, the last
-    chunk would replace the first, with -1 and -inf after it."""
+    """Each chunk must be written after the rows of the chunk before it. If every chunk were written
+    from the first row on, the last chunk would replace the first, followed by -1 and -inf."""
     length = 6 * EngineConfig().prefill_chunk
     fields = {"prompt": long_prompt(length), "positions": "all", "top_k": 3}
     found = tensors(speller, "/logits", **fields)
@@ -157,7 +157,7 @@ def test_largest_of_several_chunks_in_safetensors_are_those_of_json(speller: Ser
 
 
 def test_replies_share_one_budget(speller: Serving) -> None:
-    """The reply of a reader that stops stays in memory and counts in the budget."""
+    """If a reader stops, its reply stays in memory and counts toward the budget."""
     path = speller.served.checkpoint.path
     with serving(path, slots=4, max_reply_elements=3 * 2**18) as small:
         body: dict[str, Any] = {"prompt": long_prompt(8000), "positions": {"from": 3000}}

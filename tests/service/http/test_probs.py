@@ -1,4 +1,6 @@
-"""POST /probs: the distribution, against a plain computation from the model's own forward."""
+"""POST /probs: the distribution, compared with a plain computation from the model's own forward
+pass.
+"""
 
 import math
 from typing import Any

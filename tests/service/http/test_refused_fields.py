@@ -28,7 +28,7 @@ PROCESSED = {"stage": "processed"}
 VARIED: dict[str, Any] = {"vary": ABLATE, "over": ["layers"]}
 
 Row = tuple[dict[str, Any], str | None, str]
-"""Fields added to those of SMALLEST, the field that the error names, and part of the message."""
+"""Fields to add to SMALLEST's, the field that the error names, and part of the message."""
 
 NO_TEXTS: tuple[Any, ...] = (
     [], [1, 2], [[1]], ["a", 1], ["a", ["b"]], 5, None, True, {}, ["a"] * 4097, [None],
@@ -354,7 +354,8 @@ SERVED_ALONE: dict[str, list[Row]] = {
     "attributions": [({"prompt": ["x"] * 65}, "prompt", "65 sequences")],
     "circuit": [({"prompt": ["x"] * 65}, "prompt", "65 sequences")],
 }
-"""Fields that depend on how the reply is sent, and numbers that only a queue limits."""
+"""Rows that only a server refuses: fields that depend on how the reply is sent, and numbers that
+only a queue limits."""
 NOT_NPY: list[tuple[str, dict[str, Any], str, str]] = [
     ("logits", {"prompt": ["a", "b"]}, "prompt", "2 prompts"),
     ("logits", {"top_k": 3}, "top_k", "cannot be used with top_k"),
@@ -387,7 +388,7 @@ def rows(table: dict[str, list[Row]]) -> list[Any]:
 
 
 def refused(server: Serving, operation: Operation, fields: dict[str, Any]) -> ErrorDetail:
-    """The error over HTTP. A stream answers with the status as well, and without an event."""
+    """The error over HTTP. A refused stream has the same status, and no event."""
     body = {**SMALLEST[operation.name], **fields}
     error = server.refused(operation.path, body)
     if "stream" in operation.body.model_fields and "stream" not in fields:
@@ -452,7 +453,7 @@ def test_intervention_is_named_by_its_place(server: Serving) -> None:
 def test_intervention_that_makes_logits_infinite_is_named(
     server: Serving, llm: LLM, name: str
 ) -> None:
-    """It was once a 500, and later /probs and /score answered with false ranks."""
+    """Such a request once got a 500. Later, /probs and /score answered it with false ranks."""
     blown: Any = {"interventions": [{**EVERY_LAYER, "factor": 1e30}]}
     error = server.refused(f"/{name}", {**SMALLEST[name], **blown})
     assert (error.param, error.code) == ("interventions", "intervention_failed")
@@ -498,7 +499,8 @@ FIELDS = sorted({name for operation in BY_NAME.values() for name in operation.bo
 def test_any_fields_get_an_answer_and_the_same_refusal_in_process(
     server: Serving, operation: Operation, fields: dict[str, Any]
 ) -> None:
-    """json.dumps writes NaN, Infinity and lone surrogates, as careless clients do."""
+    """The bodies may have NaN, Infinity and lone surrogates, which json.dumps writes and careless
+    clients send."""
     body = {**SMALLEST[operation.name], **fields}
     response = server.post(operation.path, json.dumps(body).encode())
     if (refusal := refusal_of(operation, body)) is not None:

@@ -1,4 +1,4 @@
-"""POST /score: compared with the model's plain forward, and with sums of its numbers."""
+"""POST /score: compared with the model's plain forward pass, and with sums of its numbers."""
 
 import math
 from typing import Any
@@ -18,7 +18,7 @@ def score(server: Serving, prompt: Any = PROMPT, **fields: Any) -> ScoreReply:
 
 
 def plain(gpt: GPT, text: str) -> Tensor:
-    """Logprobs (T, V) of the plain forward."""
+    """Logprobs (T, V) of the plain forward pass."""
     return gpt(torch.tensor([list(text.encode())])).logits[0].double().log_softmax(dim=-1)
 
 

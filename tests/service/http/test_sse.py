@@ -197,8 +197,8 @@ async def test_our_own_bug_ends_the_request_and_is_not_hidden() -> None:
 
 @given(TEXT | st.text("\u0085\u2028\u2029\x0b\x0c\x1c\x1d\x1e\r\na"))
 def test_event_is_one_line_for_any_reader_of_lines(text: str) -> None:
-    """httpx splits lines like Python, at Unicode's separators too, which once cut an event in
-    half."""
+    """Like Python, httpx also splits lines at Unicode's line separators, and so it once cut an
+    event in half."""
     lines = event({"text": text}).decode().splitlines()
     assert len(lines) == 2
     assert json.loads(lines[0].removeprefix("data: ")) == {"text": text}

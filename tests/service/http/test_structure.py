@@ -1,4 +1,4 @@
-"""The structure of JSON, counted without a parser, against a parser's tree."""
+"""The structure of JSON, counted without a parser and compared with a parser's tree."""
 
 import json
 from typing import Any

@@ -1,4 +1,6 @@
-"""POST /sweep: each cell equals its intervention sent alone, whole or streamed."""
+"""POST /sweep: each cell of a reply, whole or streamed, equals the result of its intervention sent
+alone.
+"""
 
 import itertools
 import json
@@ -81,8 +83,8 @@ def test_heads_of_a_direction_have_their_own_part(server: Serving) -> None:
 
 
 def test_axis_that_is_not_swept_is_changed_in_every_cell(server: Serving) -> None:
-    """All layers are changed together, one position per cell, after another change in every
-    cell."""
+    """The sweep is over positions only. Each cell changes all layers at one position, after another
+    change that every cell makes."""
     standing = {"stage": "embedding", "operation": "scale", "factor": 2.0}
     vary = {"stage": "blocks.*.mlp.out", "operation": "zero"}
     reply = sweep(server, vary=vary, over=["positions"], token_id=97, interventions=[standing])
@@ -182,8 +184,8 @@ def test_disconnected_reader_ends_its_sweep(server: Serving) -> None:
 
 @pytest.mark.parametrize("stream", [{}, {"stream": True}])
 def test_sweep_refuses_too_expensive_cells(checkpoint_path: Path, stream: dict[str, bool]) -> None:
-    """1,200 cells (3 layers x 4 heads x 100 positions) of 100 tokens each, at half the speed of
-    plain ones."""
+    """1,200 cells (3 layers x 4 heads x 100 positions) of 100 tokens each. Interventions halve the
+    speed, so their tokens count at least double."""
     prompt = list(range(100))
     axes = {"vary": {**ABLATE, "positions": "all"}, "over": ["layers", "heads", "positions"]}
     with serving(checkpoint_path, max_request_tokens=200_000) as small:

@@ -1,5 +1,6 @@
-"""POST /tokenize, POST /detokenize and GET /tokenizer_info: ids, bytes and places of texts; and the
-calls of evaluation programs with a remote tokenizer."""
+"""POST /tokenize, POST /detokenize and GET /tokenizer_info: ids, bytes and offsets of the tokens of
+a text; and the calls of evaluation programs with a remote tokenizer.
+"""
 
 import asyncio
 from collections.abc import Iterator

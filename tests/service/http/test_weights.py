@@ -1,4 +1,4 @@
-"""GET /weights: stored and derived weights, whole and in part, against the loaded model."""
+"""GET /weights: stored and derived weights, whole and in part, compared with the loaded model."""
 
 import io
 import shutil

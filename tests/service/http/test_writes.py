@@ -1,5 +1,6 @@
-"""Tokens that arrive together: one write for all of a request, in every format, and the same reply
-whether the server has the extension for direct writes or not."""
+"""Tokens of a request that arrive together are sent in one write, in every format. The reply is the
+same with and without the server extension for direct writes.
+"""
 
 import asyncio
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""CountedHistogram against the library's own histogram."""
+"""CountedHistogram, compared with the library's own histogram."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -157,8 +157,8 @@ async def test_slow_constraint_is_prepared_for_each_sequence(
 
 
 async def test_busy_machine_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit applies to a trial's own processor time. If it gets none for long, the client gets
-    429."""
+    """The limit applies to the processor time that a trial uses. If a trial gets no processor time
+    for a long time, the client gets 429."""
     async with bench(timeout=0.2) as b:
         await b.constraints.compiled(literal(0))
         assert b.sandbox._process is not None

@@ -35,8 +35,7 @@ LONG = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True}
 
 
 def save_run(folder: Path) -> Path:
-    """Write a run with four kept steps; the weights of a step are those of the seed with its
-    number."""
+    """Write a run with four kept steps. The number of a step is the seed of its weights."""
     for step in STEPS:
         record = training_record(step=step, val_loss=None)
         save_tiny_checkpoint(

@@ -90,13 +90,13 @@ def reloads(server: Serving, before: dict[str, float]) -> dict[str, float]:
 
 
 def expected(step: int, prompt: str = PROMPT, tokens: int = TOKENS) -> list[int]:
-    """Tokens that the weights of a step generate, by the reference."""
+    """Tokens that the weights of a step generate, computed by the reference."""
     params = SamplingParams(max_tokens=tokens, temperature=0, seed=0)
     return generate(tiny_gpt(seed=step), tuple(prompt.encode()), params)
 
 
 def check_reply(reply: dict[str, Any]) -> int:
-    """The step that a reply names; its tokens must be those of that step."""
+    """Check that the tokens of a reply come from the step that it names. Returns the step."""
     step: int = reply["checkpoint"]["step"]
     assert reply["choices"][0]["token_ids"] == expected(step)
     return step
@@ -142,7 +142,8 @@ def test_reload_without_a_name_serves_the_best(
 
 
 def test_reload_keeps_the_served_name(tmp_path: Path) -> None:
-    """Only `checkpoint` of a reply changes, so clients that send `model` are answered."""
+    """Only the `checkpoint` of a reply changes, so clients that send the old name as `model` are
+    still answered."""
     for step, name in enumerate(("first", "second"), start=1):
         save_tiny_checkpoint(tmp_path / name, tiny_gpt(seed=step))
     with serving(tmp_path / "first", admin_key=ADMIN) as server:

@@ -1,4 +1,6 @@
-"""POST /v1/chat/completions: the checkpoint's template, OpenAI's format and /generate."""
+"""POST /v1/chat/completions: prompts from the checkpoint's template, and replies in OpenAI's format
+with the values of /generate.
+"""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -209,7 +211,7 @@ def usage_of(server: Serving, *messages: dict[str, Any]) -> int:
 
 
 def test_special_tokens_come_from_the_template_alone(chatter: Serving) -> None:
-    """The names of special tokens in a message are plain letters."""
+    """In a message, the name of a special token is ordinary text."""
     plain = usage_of(chatter, {"role": "user", "content": "x" * 10})
     assert usage_of(chatter, {"role": "user", "content": "<|im_end|>"}) == plain
     both = usage_of(chatter, *[{"role": "user", "content": "x" * 5}] * 2)
@@ -309,8 +311,8 @@ def test_error_in_a_stream_is_its_last_event(parrot: Serving) -> None:
 
 
 def test_full_queue_refuses_before_anything_is_rendered(parrot: Serving) -> None:
-    """The template would refuse these messages. On a busy machine the stream that fills the queue
-    may end before they arrive; then the test tries again."""
+    """The template would refuse these messages. On a busy machine, the stream that fills the queue
+    may end before the messages arrive; then the test tries again."""
     body = {"messages": ask("a"), "stream": True, "ignore_eos": True}
     for _ in range(20):
         with parrot.client.stream("POST", PATH, json=body) as running:

@@ -145,7 +145,8 @@ def test_stop_strings_cut_text_and_lists(speller: Serving, stop: Any, streamed: 
 
 
 def prompt_logprobs(gpt: GPT, ids: Sequence[int]) -> list[float | None]:
-    """Logprobs of the tokens of a prompt by the plain forward; the first has none."""
+    """Logprobs of the tokens of a prompt, computed with the plain forward pass. The first token has
+    none."""
     rows = gpt(torch.tensor([ids])).logits[0].double().log_softmax(dim=-1)
     return [None, *(rows[i, ids[i + 1]].item() for i in range(len(ids) - 1))]
 
@@ -183,8 +184,8 @@ def test_logprobs_are_those_of_generate(
 
 
 def test_lm_eval_scoring_call_is_answered(server: Serving, gpt: GPT) -> None:
-    """Prompts as ids, echo, and one token after the prompt: values by position; a token is greedy
-    if its value is the largest in its dict."""
+    """The call has prompts as ids, echo, and one token after the prompt. Logprobs are listed by
+    position; a token is greedy if its logprob is the largest at its position."""
     prompts = [[72, 105, 32, 116, 104, 101], [1, 2, 3, 200, 201], [256, 9, 9, 9]]
     (likely,) = server.generate([72, 105, 32], max_tokens=3, temperature=0)["choices"]
     prompts.append([72, 105, 32, *likely["token_ids"]])
@@ -206,7 +207,7 @@ def test_lm_eval_scoring_call_is_answered(server: Serving, gpt: GPT) -> None:
 
 
 def test_stop_token_is_in_the_lists_but_not_in_the_text(speller: Serving) -> None:
-    """lm-eval removes the last entry, and expects one more than the prompt has."""
+    """lm-eval expects one entry more than the prompt has, and removes the last one."""
     (choice,) = complete(speller, ".", max_tokens=1, logprobs=1, echo=True)["choices"]
     assert (choice["text"], choice["finish_reason"]) == (".", "stop")
     assert choice["logprobs"]["tokens"] == [".", "<|endoftext|>"]
@@ -315,7 +316,7 @@ def test_error_in_a_stream_is_its_last_event(speller: Serving) -> None:
 def test_unsupported_field_is_refused(
     server: Serving, fields: dict[str, Any], param: str | None, streamed: bool
 ) -> None:
-    """A stream answers with the status as well, and without an event."""
+    """A refused stream has the same status, and no event."""
     assert refusal(server, **{"stream": streamed, **fields}).param == param
 
 

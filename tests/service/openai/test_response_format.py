@@ -1,4 +1,4 @@
-"""`response_format` as the official client sends it: the text is JSON that fits."""
+"""`response_format` as the official client sends it: the text is JSON that fits the schema."""
 
 import json
 from collections.abc import Iterator

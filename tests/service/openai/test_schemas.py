@@ -1,5 +1,6 @@
-"""OpenAI's bodies: null means the default, unsupported fields are refused by name, and limits are
-those of /generate."""
+"""OpenAI's bodies: null means the default, unsupported fields are refused by name, and the limits
+are the same as for /generate.
+"""
 
 import json
 from typing import Any

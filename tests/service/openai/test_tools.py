@@ -157,7 +157,7 @@ def test_wrong_tool_is_refused(
 
 
 def test_call_and_its_result_can_be_sent_back(chatter: Serving) -> None:
-    """They become text of the conversation, so that the model sees them."""
+    """The call and its result become text of the conversation, so that the model sees them."""
     message = ask(chatter, seed=1)["choices"][0]["message"]
     (call,) = message["tool_calls"]
     result = {"role": "tool", "tool_call_id": call["id"], "content": "three files"}

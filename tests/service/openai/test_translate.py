@@ -56,7 +56,7 @@ def chat(**fields: Any) -> GenerateRequest:
 
 
 def set_fields(native: GenerateRequest) -> dict[str, Any]:
-    """Fields that differ from those of an empty request."""
+    """Fields whose values differ from an empty request's."""
     nothing = GenerateRequest(prompt="").model_dump()
     return {name: value for name, value in native.model_dump().items() if value != nothing[name]}
 

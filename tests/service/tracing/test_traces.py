@@ -44,7 +44,7 @@ from tests.service.tracing.collector import (
 
 ROOT = Path(__file__).parents[3]
 SLOWLY = ("--threads", "1", "--kernels", "torch")
-"""Flags that make a generation slow."""
+"""Flags that make generation slow."""
 LONG = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True}
 
 
@@ -273,7 +273,7 @@ def test_bug_is_an_error(traced: Serving, collector: Collector, logged_errors: l
 
 
 def test_client_that_leaves_has_an_aborted_span(traced: Serving, collector: Collector) -> None:
-    """Its sequence ends one step after its reply."""
+    """The client's sequence ends one step after the reply."""
     trace, span, headers = parent()
     with traced.connect() as raw:
         raw.sendall(request_bytes("/generate", LONG, f"traceparent: {headers['traceparent']}"))
@@ -287,7 +287,8 @@ def test_client_that_leaves_has_an_aborted_span(traced: Serving, collector: Coll
 
 
 def test_request_ended_by_shutdown_is_an_error(checkpoint_path: Path, collector: Collector) -> None:
-    """The client gets an error in the stream, and the collector the span before the exit."""
+    """The client gets an error in the stream, and the collector gets the span before the process
+    exits."""
     trace, _, headers = parent()
     flags = ("--otlp-endpoint", collector.url, "--drain-timeout", "0", *SLOWLY)
     with ServedProcess(str(checkpoint_path), *flags) as process:
@@ -379,7 +380,7 @@ def test_silent_collector_does_not_delay_the_shutdown(
 
 
 def test_packages_are_imported_on_demand() -> None:
-    """No other module imports the packages at import time."""
+    """No module except `otlp` imports the packages when it is imported itself."""
     for package in ("model", "service"):
         for path in sorted((ROOT / package).rglob("*.py")):
             if path == Path(otlp.__file__).resolve():

@@ -82,15 +82,15 @@ def test_unmeasurable_load_is_refused(
 def test_default_prompt_leaves_room_for_the_tokens(
     checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The context of 128 is shorter than the usual prompt and the 64 tokens."""
+    """The context of 128 tokens has no room for the usual prompt and 64 generated tokens."""
     assert run(["bench", str(checkpoint_path), "--threads=1", "--batches=2", "--rounds=1"]) == 0
     workload = json.loads(capsys.readouterr().out.splitlines()[-1])["workload"]
     assert (workload["prompt_tokens"], workload["tokens"]) == (64, 64)
 
 
 def test_rate_is_that_of_the_whole_batch() -> None:
-    """Between 3, where the last stream begins, and 7, where the first ends, 2 + 4 and 1 + 1 tokens
-    arrive."""
+    """All streams run between 3 s, when the last one begins, and 7 s, when the first one ends. In
+    this time, 2 + 4 and 1 + 1 tokens arrive."""
     early = [(0.0, 0), (1.0, 1), (2.0, 1), (3.0, 5), (5.0, 2), (7.0, 4)]
     late = [(0.0, 0), (3.0, 1), (4.0, 1), (6.0, 1), (8.0, 9)]
     assert whole_batch_rate([early, late]) == (2 + 4 + 1 + 1) / (7 - 3)
@@ -100,8 +100,8 @@ def test_rate_is_that_of_the_whole_batch() -> None:
 def test_streams_that_never_run_at_once_generate_more_up_to_the_context(
     checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With one slot the streams follow each other. The context has 128 tokens, 108 after a
-    prompt."""
+    """With one slot the streams follow each other. The context has 128 tokens, so 108 are left
+    after the prompt."""
     with serving(checkpoint_path, slots=1) as running:
         assert run(["bench", str(checkpoint_path), *SMALL, "--url", running.url]) == 1
         assert running.finished("length") == 1 + 3 + 3

@@ -139,7 +139,7 @@ def test_progress_is_redrawn_on_a_terminal(
 def test_interrupt_that_a_finalizer_loses_stops_the_command(
     checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A finalizer of Ray once lost Ctrl-C, and the command ran to its end."""
+    """A finalizer of Ray once swallowed Ctrl-C, and the command ran to its end."""
 
     class Dying:
         def __del__(self) -> None:

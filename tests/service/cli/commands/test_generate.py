@@ -1,4 +1,4 @@
-"""`logitd generate` streams the text of the reference, without a server."""
+"""`logitd generate` streams the same text as the reference, without a server."""
 
 from pathlib import Path
 

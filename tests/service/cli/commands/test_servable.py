@@ -1,4 +1,6 @@
-"""The paths of `logitd serve`: the checkpoint that it serves, or the command that helps."""
+"""Paths given to `logitd serve`: each leads to the checkpoint that is served, or to a message with
+the command that helps.
+"""
 
 import re
 import sys

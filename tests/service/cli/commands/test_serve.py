@@ -27,7 +27,8 @@ from tests.service.serving import client, serving
 from tests.zygote import completed
 
 ODD_NAME = "模型 [bold]"
-"""A directory's name beyond ASCII, with markup of the banner's library."""
+"""A directory's name with characters beyond ASCII, and with markup of the library that draws the
+banner."""
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +189,7 @@ def test_paths_that_read_as_names_get_a_hint(tmp_path: Path) -> None:
 
 
 def test_server_connects_to_nothing(process: ServedProcess) -> None:
-    """Its only sockets are the listening one and those of its clients."""
+    """The server's only sockets are the listening one and the ones of its clients."""
     with httpx.Client(base_url=process.url, trust_env=False) as http:
         http.get("/docs")
         http.post("/generate", json={"prompt": "a", "max_tokens": 1})
