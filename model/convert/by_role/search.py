@@ -1,8 +1,8 @@
 """Search: tries variants of a computation and compares their penalties.
 
 It tries all combinations of the ambiguous fields if there is enough time; otherwise it changes one
-field at a time until no change lowers the penalty. Then it starts from the best variants and does
-the same with every open field. `by_text.py` and `resolve.py` decide what the penalties prove.
+field at a time until no change lowers the penalty. Then it changes every open field, one at a time,
+starting from the best variants. `by_text.py` and `resolve.py` decide what the penalties prove.
 """
 
 import itertools

@@ -1,5 +1,5 @@
-"""Weights of a Hugging Face folder: reads `model.safetensors`, or else `pytorch_model.bin`, from
-one file or from shards with an index. `config.py` interprets the weights."""
+"""Weights of a Hugging Face folder: reads `model.safetensors`, or else `pytorch_model.bin`. Each
+may be one file or several shards with an index. `config.py` interprets the weights."""
 
 from pathlib import Path
 
@@ -11,12 +11,12 @@ from logitd.model.convert.state_file import named_tensors, read_tensors
 
 CONFIG, WEIGHTS, PICKLE = "config.json", "model.safetensors", "pytorch_model.bin"
 INDEX = ".index.json"
-"""Suffix of the list of shards, after the name that a single file would have."""
+"""Suffix of the file that lists the shards. It follows the name that a single file would have."""
 
 
 def open_state_dict(folder: Path, named: str = WEIGHTS) -> StateDictReader:
-    """Open the tensors of a folder. If it has several files of weights, `named` takes precedence.
-    Raises ConvertError."""
+    """Open the tensors of a folder. If the folder has several weight files, `named` takes
+    precedence. Raises ConvertError."""
     for name in (named, WEIGHTS, PICKLE):
         index = folder / f"{name}{INDEX}"
         if (folder / name).is_file():

@@ -1,10 +1,10 @@
 """`tokenizer.json`: reads vocabularies of Hugging Face's tokenizers as ranks and a split pattern.
 
-Two types are supported: byte-level BPE whose merges encode as ranks do (`merges.py`), with one
-split pattern and added tokens (`added.py`); and words (WordLevel), split at white space, into words
-and punctuation, or by one regular expression. SentencePiece's BPE, other models, several splits in
-a row, normalizers, and unknown members are refused, because they would change ids. The result is
-checked on a text against the definition of BPE.
+Two types are supported. Byte-level BPE may have one split pattern and added tokens (`added.py`), if
+its merges give the same encoding as ranks (`merges.py`). Whole words (WordLevel) may be split at
+white space, into words and punctuation, or by one regular expression. SentencePiece's BPE, other
+models, several splits in a row, normalizers, and unknown members are refused, because they could
+change ids. The imported BPE is compared with the definition of BPE on a text.
 
 Ids do not change unless an id below the last ordinary token has no token. Then the gaps are closed,
 and `ForeignTokenizer.order` has the source's ids.
@@ -42,7 +42,8 @@ MEMBERS = (
     *("version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer"),
     *("post_processor", "decoder", "model"),
 )
-"""Members of the file. Truncation and padding have an effect only in training."""
+"""Known members of a `tokenizer.json`. `truncation` and `padding` do not affect the ids of a single
+text."""
 MODEL_MEMBERS = (
     *("type", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"),
     *("fuse_unk", "byte_fallback", "ignore_merges", "vocab", "merges"),
@@ -52,26 +53,27 @@ CUT_MEMBERS = {
     "Split": ("type", "pattern", "behavior", "invert"),
 }
 AROUND = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
-"""Processors that add special tokens to a text."""
+"""Post-processors that add special tokens to each text."""
 MOST_TOKEN_BYTES = 2048
-"""Maximum number of bytes of a token, because finding its merges takes quadratic time. Tokens of
-published vocabularies have at most 128 bytes."""
+"""Maximum number of bytes of a token. The time to find a token's merges grows with the square of
+its length. Tokens of published vocabularies have at most 128 bytes."""
 
 WORD_CUTS = {"Whitespace": WORDS_AND_MARKS, "WhitespaceSplit": r"\S+"}
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""Pattern of the ByteLevel pre-tokenizer."""
+"""Split pattern of the ByteLevel pre-tokenizer."""
 
 QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Pattern of Qwen2's tokenizer. Llama 3's differs only in keeping up to three digits together."""
+"""Split pattern of Qwen2's tokenizer. Llama 3's pattern differs only in that it keeps up to three
+digits together."""
 
 
 def read_tokenizer(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer:
-    """Read a `tokenizer.json`. `skip_normalizer` ignores a normalizer, which would change texts
-    before they are encoded. Raises ConvertError."""
+    """Read a `tokenizer.json`. A normalizer changes texts before they are encoded; with
+    `skip_normalizer`, it is ignored instead of refused. Raises ConvertError."""
     document = source_object(path)
     return tokenizer_of_document(
         document, path, skip_normalizer=skip_normalizer, folder=path.parent
@@ -81,8 +83,8 @@ def read_tokenizer(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer:
 def tokenizer_of_document(
     document: Mapping[str, Any], path: Path, *, skip_normalizer: bool, folder: Path | None
 ) -> ForeignTokenizer:
-    """Read the document of a `tokenizer.json`. Error messages name `path`. Further files in
-    `folder` name the tokens that end a text. Raises ConvertError."""
+    """Read the parsed contents of a `tokenizer.json`. Error messages name `path`. `folder` has the
+    other files that describe the tokenizer. Raises ConvertError."""
     require_members(document, MEMBERS, str(path))
     vocabulary = _vocabulary(document, path)
     added = read_added(document, vocabulary, path, folder)
@@ -207,8 +209,8 @@ def _ordinary(
 
 
 def _order(ordinary: Mapping[bytes, int], added: Mapping[str, int], path: Path) -> list[int] | None:
-    """The source's id for each id of the import; None if all ids stay the same, because every id
-    below the last ordinary token has a token."""
+    """The source's id for each id of the imported vocabulary. None if all ids stay the same, which
+    is so if every id below the last ordinary token has a token."""
     order = [*ordinary.values(), *sorted(added.values())]
     if len(set(order)) != len(order):
         raise ConvertError(f"{path}: an added token has the id of another token")
@@ -265,7 +267,8 @@ def _pairs(model: Mapping[str, Any], path: Path) -> dict[tuple[str, str], int]:
 def _check_merges(
     model: Mapping[str, Any], ranks: Mapping[bytes, int], pattern: str, path: Path
 ) -> None:
-    """Raise ConvertError unless the merges encode as the ranks do (see `merges.py`)."""
+    """Raise ConvertError unless the merges give the same encoding as the ranks (see
+    `merges.py`)."""
     pairs, last = set(), -1
     for left, right in _pairs(model, path):
         try:
@@ -315,7 +318,8 @@ def _processor_notes(processor: Any, path: Path) -> Iterator[str]:
 
 
 def _try(foreign: ForeignTokenizer, model: Mapping[str, Any], path: Path) -> None:
-    """Raise ConvertError unless the whole probe text can be encoded and gets the source's ids."""
+    """Raise ConvertError unless the probe text gets the same ids as in the source. Characters that
+    the vocabulary lacks are left out of the text."""
     tokenizer, text = foreign.tokenizer, probe_text()
     if len(tokenizer.tokens) != len(tokenizer.ranks):  # the vocabulary lacks some characters
         text = "".join(
@@ -359,7 +363,7 @@ def _ids_of_piece(
 def _word_level_tokenizer(
     document: Mapping[str, Any], vocabulary: Mapping[str, int], path: Path, added: AddedVocabulary
 ) -> tuple[Tokenizer, tuple[str, ...]]:
-    """The tokenizer of whole words, and notes about it. Raises ConvertError."""
+    """The tokenizer of a WordLevel vocabulary, and notes about it. Raises ConvertError."""
     require_members(document["model"], ("type", "vocab", "unk_token"), f"the model of {path}")
     if (decoder := document.get("decoder")) and decoder.get("type") != "Fuse":
         raise ConvertError(f"{path} joins words by {decoder.get('type')}; known is Fuse")
