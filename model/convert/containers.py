@@ -22,7 +22,7 @@ Container = Literal["torch", "safetensors", "npz", "json", "llama2.c"]
 
 LLAMA2C_MAGIC = b"24ka"  # 0x616b3432, little-endian
 UNPACKED_TIMES = 64
-"""An `.npz` file may unpack to at most this many times its size."""
+"""An `.npz` file may unpack to at most this many times its size, plus UNPACKED_BYTES."""
 UNPACKED_BYTES = 64 * 2**20
 """An unpacked size of at most this many bytes is always allowed."""
 HEADER_BYTES = 100 * 2**20

@@ -33,7 +33,7 @@ PICKLE_BYTES = 64 * 2**20
 
 
 class Attributes:
-    """Replaces an object whose class is not imported, and has the same attributes."""
+    """Stands in for an object whose class is not imported. It has that object's attributes."""
 
     def __new__(cls, *arguments: Any, **named: Any) -> Self:
         return super().__new__(cls)
