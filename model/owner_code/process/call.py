@@ -1,4 +1,4 @@
-"""Call: computes logits with the owner's model, and finds them in the output of its forward."""
+"""Call: calls the owner's model and finds the logits in the output."""
 
 import inspect
 import types
@@ -14,13 +14,14 @@ from logitd.model.owner_code.process.problem import Problem
 TARGETS = frozenset(
     ("target", "targets", "label", "labels", "y", "tgt", "trg", "target_ids", "idx_next", "yb")
 )
-"""Names of parameters for target ids. Logits do not depend on them."""
+"""Names of parameters that take target ids. Logits do not depend on the targets."""
 SEED = 0
 
 
 class Caller:
-    """Calls a model. `expression` replaces `model(ids)`; it may use `model`, `ids`, `torch` and the
-    names of the owner's file. `length` is the number of ids of the current or last call."""
+    """Calls a model. `expression` is evaluated instead of `model(ids)`; it may use `model`, `ids`,
+    `torch` and the names of the owner's file. `length` is the number of ids in the current or last
+    call."""
 
     def __init__(
         self,
@@ -62,12 +63,12 @@ class Caller:
 
     @torch.no_grad()
     def width(self, token_ids: Tensor) -> int:
-        """The width of the model's logits. Raises Problem."""
+        """The number of logits that the model returns for each position. Raises Problem."""
         return self._returned(token_ids, 1, seeded=True).shape[-1]
 
     def _returned(self, token_ids: Tensor, rows: int, *, seeded: bool) -> Tensor:
-        """Call the model, and return the first tensor in its output whose last axis is the
-        vocabulary. Raises Problem."""
+        """Call the model, and return the first tensor in its output whose last axis has at least
+        `rows` elements. Raises Problem."""
         self.length = token_ids.shape[1]
         if seeded:
             torch.manual_seed(SEED)
@@ -121,14 +122,15 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def compare(caller: Caller, rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Random ids (2, T), their logits (2, T, rows), and the logits with another last id."""
+    """Random ids (2, T), their logits (2, T, rows), and the logits after the last ids were
+    replaced."""
     token_ids = random_ids(2, length, rows)
     changed = caller.logits(with_other_last_id(token_ids, rows), rows)
     return token_ids, caller.logits(token_ids, rows), changed
 
 
 def random_ids(count: int, length: int, rows: int) -> Tensor:
-    """Token ids (count, length) below `rows`; the same in each call."""
+    """Random token ids (count, length) below `rows`. Each call returns the same ids."""
     generator = torch.Generator().manual_seed(1)
     return torch.randint(0, rows, (count, length), generator=generator)
 

@@ -1,7 +1,7 @@
-"""Wire: exchanges frames between the processes. A frame is a JSON object followed by raw bytes.
+"""Wire: exchanges frames between the two processes. A frame is a JSON object followed by raw bytes.
 
-The lengths of both come first (8 bytes each, little endian). Arrays are float32 or int64 in C
-order; the JSON has their shapes.
+A frame begins with the lengths of both parts (8 bytes each, little-endian). The raw bytes are an
+array of float32 or int64 in C order; the JSON object has its shape.
 """
 
 import json
@@ -20,7 +20,7 @@ JSON_BYTES, PAYLOAD_BYTES = 2**24, 2**36
 
 
 class Wire:
-    """One end of a connected pair of sockets."""
+    """One end of a connected pair of sockets, which sends and receives frames."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -63,7 +63,8 @@ class Wire:
 
 
 def floats(payload: bytearray, shape: list[int]) -> Tensor:
-    """The float32 array in a frame's bytes. Raises ValueError unless it has this shape."""
+    """The float32 array in a frame's raw bytes. Raises ValueError if the number of elements does
+    not fit the shape."""
     flat = torch.frombuffer(payload, dtype=torch.float32) if payload else torch.empty(0)
     try:
         return flat.view(shape)
