@@ -180,8 +180,8 @@ def _check_facts(code: OwnerCode, facts: Mapping[str, Any], options: CodeOptions
         )
     if (off := facts["state"]) is not None and off > CAUSAL_TOLERANCE:
         raise ConvertError(
-            f"{code}: its logits_and_state differs from its forward by up to {off:.3g}: both must "
-            "compute the same logits"
+            f"{code}: the logits of its logits_and_state differ from those of its forward by up to "
+            f"{off:.3g}, but they must be equal"
         )
 
 

@@ -80,7 +80,7 @@ def read_npz(path: Path) -> dict[str, Any]:
         size = path.stat().st_size
         if unpacked > UNPACKED_TIMES * size + UNPACKED_BYTES:
             raise ConvertError(
-                f"{path} has {size:,} bytes, but would unpack to {unpacked:,}: it is damaged"
+                f"{path} has {size:,} bytes, but would unpack to {unpacked:,} bytes: it is damaged"
             )
         with np.load(path, allow_pickle=False) as arrays:
             values = {name.replace("/", "."): _value(arrays[name]) for name in arrays.files}
@@ -112,13 +112,13 @@ def read_json_weights(path: Path) -> dict[str, Any]:
     ConvertError."""
     document = source_json(path)
     if not isinstance(document, dict):
-        raise ConvertError(f"{path} is JSON, but not an object with lists of numbers by name")
+        raise ConvertError(f"{path} is JSON, but not an object whose members are lists of numbers")
     flat: dict[str, Any] = {}
     _flatten(document, "", flat, 0)
     if not any(isinstance(value, Tensor) and value.dim() > 1 for value in flat.values()):
         raise ConvertError(
-            f"{path} is JSON without weights: no member is a list of lists of numbers. Expected is "
-            "a file of weights (.pt, .pth, .bin, .npz, .safetensors) or its folder"
+            f"{path} is JSON without weights: no member is a list of lists of numbers. Expected a "
+            "file of weights (.pt, .pth, .bin, .npz, .safetensors) or its folder"
         )
     return _as_state(flat) | {
         name: value for name, value in document.items() if _is_text(value) or not _nested(value)

@@ -100,8 +100,8 @@ def check_tensor(where: str, name: str, tensor: Tensor) -> None:
         raise ConvertError(f"{where}: {name} is {kind}; only dense tensors can be imported")
     if tensor.dtype not in FLOATS:
         raise ConvertError(
-            f"{where}: {name} is {str(tensor.dtype).removeprefix('torch.')}; weights in "
-            f"{', '.join(FLOATS.values())} can be imported, quantized ones cannot"
+            f"{where}: {name} is {str(tensor.dtype).removeprefix('torch.')}; only weights in "
+            f"{', '.join(FLOATS.values())} can be imported, not quantized weights"
         )
     if not torch.isfinite(tensor).all():
         raise ConvertError(f"{where}: {name} has NaN or infinite values")
@@ -201,7 +201,9 @@ class Settings:
         unless it is a positive integer."""
         value = self._first(names, default)
         if type(value) is not int or value < 1:
-            raise ConvertError(f"{self._where}: {names[0]} is {value!r}; expected a number above 0")
+            raise ConvertError(
+                f"{self._where}: {names[0]} is {value!r}; expected a positive integer"
+            )
         return value
 
     def number(self, name: str, default: float | None = None) -> float:

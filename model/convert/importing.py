@@ -128,7 +128,8 @@ def import_model(
     coded = roles is not None and roles.code is not None
     if coded and ignored_settings:
         raise ConvertError(
-            "--ignore-setting has no effect with --code, which defines all settings: remove one"
+            "--ignore-setting has no effect with --code, which defines all settings: remove one of "
+            "these options"
         )
     where = str(opened.file.path) if isinstance(opened, Recognized) else opened.kind
     unknown = {} if coded else still_unknown(opened.unknown, ignored_settings, where)
@@ -408,6 +409,6 @@ def _check(
     for name, tensor in weights.items():
         if tensor.dtype != stored and (largest := float(tensor.abs().max())) > limit:
             raise ConvertError(
-                f"{name} holds {largest:.3g}, more than {FLOATS[stored]} can hold; choose another "
-                "--dtype"
+                f"{name} contains {largest:.3g}, which is more than {FLOATS[stored]} can "
+                "represent; choose another --dtype"
             )

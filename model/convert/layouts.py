@@ -138,8 +138,8 @@ def _read_head(
         weights["head.bias"] = reader.take(f"{head}.bias", len(embedding))
     if config.tied_head and not torch.equal(weights.pop("head.weight", embedding), embedding):
         raise ConvertError(
-            f"{head}.weight differs from the embedding, but with tie_word_embeddings they are the "
-            "same: the file contradicts its configuration"
+            f"{head}.weight differs from the embedding, but with tie_word_embeddings they must "
+            "be equal: the file contradicts its configuration"
         )
     return weights
 

@@ -90,7 +90,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             f"reading {path.name} needs PyYAML, which is not installed: {installation('litgpt')}"
         ) from error
     if not path.exists():
-        raise ConvertError(f"{path} does not exist; it describes {WEIGHTS}")
+        raise ConvertError(f"{path} does not exist, but {WEIGHTS} cannot be read without it")
     try:
         values = yaml.safe_load(source_text(path, CONFIG_BYTES))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -116,7 +116,9 @@ def _config(settings: Settings) -> GPTConfig:
     vocab_size = sizes["vocab_size"]
     norm_qk = settings.flag("norm_qk", False)
     if norm_qk and layer_norm:
-        raise ConvertError("norm_qk with LayerNorm; queries and keys are RMS-normalized here")
+        raise ConvertError(
+            "norm_qk is true with LayerNorm, but logitd supports only RMS norms of queries and keys"
+        )
     biased = settings.flag("bias", True)
     multiple = settings.integer("padding_multiple", default=512)
     padded = -(-vocab_size // multiple) * multiple

@@ -130,16 +130,20 @@ def _read_header(path: Path) -> _Header | None:
         version = int.from_bytes(head[4:8], "little")
         if version != 1:
             raise ConvertError(
-                f"{path} is a llama2.c file of version {version}; only 0 and 1 can be read, and "
-                "version 2 is quantized: export it with --version 1"
+                f"{path} is a llama2.c file of version {version}; only versions 0 and 1 can be "
+                "imported, and version 2 is quantized: export the model with --version 1"
             )
         numbers: tuple[int, ...] = HEADER.unpack_from(head, 8)
         header = _Header(1, bool(head[8 + HEADER.size]), *numbers)
         if not header.plausible or header.file_bytes() != size:
             raise ConvertError(
-                f"{path} has {size:,} bytes, but its header {numbers} needs "
-                f"{header.file_bytes() if header.plausible else 'other numbers'}: it is damaged or "
-                "incomplete"
+                f"{path} has {size:,} bytes, but its header {numbers} "
+                + (
+                    f"needs {header.file_bytes():,} bytes"
+                    if header.plausible
+                    else "is not plausible"
+                )
+                + ": it is damaged or incomplete"
             )
         return header
     if len(head) < FIRST_VERSION_BYTES or head[:2] in (b"PK", b"\x80\x02"):

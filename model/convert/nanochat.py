@@ -203,8 +203,8 @@ def _sizes(
     keys = tensors.get("transformer.h.0.attn.c_k.weight")
     if not gates or keys is None or context_length is None:
         raise ConvertError(
-            f"{path} is a file of nanochat, which stores heads and windows in {meta.name}: copy "
-            "that file next to it"
+            f"{path} is a nanochat file, and nanochat stores the numbers of heads and the windows "
+            f"in {meta.name}: copy that file to the same folder"
             + ("" if not gates else ", or give the trained length as --context-length")
         )
     rows, width = tensors["transformer.wte.weight"].shape

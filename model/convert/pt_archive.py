@@ -65,7 +65,8 @@ def check_tensors(path: Path, loaded: Any, archive: Archive | None) -> None:
         if size > max(storage.nbytes(), REPEATED_BYTES):
             raise ConvertError(
                 f"{path}: {name} has the shape {tuple(tensor.shape)}, which takes {size:,} bytes, "
-                f"but the file has only {storage.nbytes():,}: values would be repeated"
+                f"but the file has only {storage.nbytes():,} bytes for it, so values would be "
+                "repeated"
             )
     if archive is None:
         return
@@ -76,7 +77,7 @@ def check_tensors(path: Path, loaded: Any, archive: Archive | None) -> None:
         if needed > held:
             raise ConvertError(
                 f"{path} is damaged: a tensor takes {needed:,} bytes, but its file in the archive "
-                f"has {held:,}: copy it again"
+                f"has only {held:,} bytes: copy {path.name} again"
             )
 
 

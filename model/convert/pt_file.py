@@ -64,7 +64,7 @@ class UncalledAttributes(Attributes):
 
     @classmethod
     def _refuse(cls) -> NoReturn:
-        raise pickle.UnpicklingError(f"it names {cls.__name__}; building that would run code")
+        raise pickle.UnpicklingError(f"it refers to {cls.__name__}; creating that would run code")
 
 
 def read_pt(path: Path, *, keep: str) -> dict[str, Any]:
@@ -99,8 +99,9 @@ def _archive(path: Path, keep: str) -> Archive:
     size = path.stat().st_size
     if archive.unpacked > PACKED_TIMES * size + PICKLE_BYTES:
         raise ConvertError(
-            f"{path} has {size:,} bytes, but would unpack to {archive.unpacked:,}: it is damaged, "
-            "or was compressed later. Load it where it was created, and save it with torch.save"
+            f"{path} has {size:,} bytes, but would unpack to {archive.unpacked:,} bytes: it is "
+            "damaged, or was compressed later. Load it where it was created, and save it with "
+            "torch.save"
         )
     return archive
 
@@ -191,7 +192,7 @@ def _unreadable(path: Path, keep: str, error: Exception) -> ConvertError:
     what = f"is truncated or damaged ({type(error).__name__})"
     if head and head.isascii() and b"\0" not in head:
         what = (
-            "and is a text. Expected is a file of weights (.pt, .pth, .bin, .safetensors) or its "
+            "and is a text. Expected a file of weights (.pt, .pth, .bin, .safetensors) or its "
             "folder"
         )
     return ConvertError(f"{size} is not a file of torch.save: it begins with {begins!r}, {what}")

@@ -37,7 +37,7 @@ def source_text(path: Path, most: int = TEXT_BYTES, *, lines: bool = True) -> st
     try:
         text = source_bytes(path, most).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ConvertError(f"{path} is not a text in UTF-8: {error}") from error
+        raise ConvertError(f"{path} is not UTF-8 text: {error}") from error
     return text.replace("\r\n", "\n").replace("\r", "\n") if lines else text
 
 
@@ -46,7 +46,7 @@ def source_json(path: Path) -> Any:
     try:
         return json.loads(source_bytes(path).decode("utf-8-sig"))
     except RecursionError as error:
-        raise ConvertError(f"{path} is not JSON: it nests too deeply") from error
+        raise ConvertError(f"{path} is not valid JSON: it is nested too deeply") from error
     except ValueError as error:
         raise ConvertError(f"{path} is not JSON: {error}") from error
 

@@ -142,7 +142,7 @@ def _state_dict(
     if wanted is not None:
         if wanted not in candidates:
             raise ConvertError(
-                f"{path} has no state dict under {wanted!r}; there are "
+                f"{path} has no state dict under {wanted!r}; its state dicts are "
                 f"{', '.join(map(repr, candidates)) or 'none'}"
             )
         return wanted, candidates[wanted]
@@ -150,7 +150,7 @@ def _state_dict(
         held = ", ".join(
             f"{key} ({type(value).__name__})" for key, value in list(loaded.items())[:8]
         )
-        raise ConvertError(f"{path} has no state dict (names and tensors); it holds {held}")
+        raise ConvertError(f"{path} has no state dict (tensors by name); it contains {held}")
     ranked = sorted(candidates, key=_rank)
     if len(ranked) > 1 and _rank(ranked[0]) == _rank(ranked[1]):
         raise ConvertError(
@@ -184,7 +184,7 @@ def named_tensors(where: str, state: Mapping[Any, Any]) -> dict[str, Tensor]:
     for full, tensor in state.items():
         if not isinstance(full, str) or not isinstance(tensor, Tensor):
             raise ConvertError(
-                f"{where} holds {full!r}, a {type(tensor).__name__}; expected tensors by name"
+                f"{where} contains {full!r} of type {type(tensor).__name__}; expected only tensors"
             )
         name = full
         while (head := name.partition("."))[0] in WRAPPERS and head[2]:

@@ -75,7 +75,8 @@ def still_unknown(
     setting that is not unknown."""
     if wrong := sorted(set(ignored) - settings.keys()):
         raise ConvertError(
-            f"--ignore-setting {wrong[0]}: it is not an unknown setting of {where}; those are "
+            f"--ignore-setting {wrong[0]}: this is not an unknown setting of {where}; its unknown "
+            "settings are "
             f"{', '.join(settings) or 'none'}"
         )
     return {name: value for name, value in settings.items() if name not in ignored}

@@ -87,6 +87,7 @@ def _run(job: Job, weights: Mapping[str, Tensor], result: str, timeout: float) -
             raise CodeError(f": {problem.read_text(encoding='utf-8')}")
         if done.returncode or not (folder / result).is_file():
             raise CodeError(
-                f" ended with status {done.returncode} and no logits: {last_lines(done.stderr)}"
+                f" ended with status {done.returncode} and without a result: "
+                f"{last_lines(done.stderr)}"
             )
         return (folder / result).read_bytes()

@@ -69,7 +69,8 @@ def query_rows(tensors: MappedTensors) -> tuple[int, int]:
     if rows < 3 or (rows - queries) % 2 or rows <= queries:
         raise ConvertError(
             f"{tensors.where}: the fused matrix of query, key and value has {rows} rows, but "
-            f"attention's output has {queries} columns: it cannot be divided into three"
+            f"attention's output has {queries} columns: it cannot be divided into query, key and "
+            "value"
         )
     return queries, (rows - queries) // 2
 
@@ -161,8 +162,8 @@ def _outside(tensors: MappedTensors, how: Computation) -> dict[str, Tensor]:
     embedding, head = tensors.take("token_embedding"), tensors.get("head")
     if head is not None and head.shape != embedding.shape:
         raise ConvertError(
-            f"{tensors.where}: the head is {list(head.shape)} and the token embedding "
-            f"{list(embedding.shape)}; their shapes must be equal"
+            f"{tensors.where}: the head has shape {list(head.shape)} and the token embedding "
+            f"has shape {list(embedding.shape)}; the two must be equal"
         )
     weights: dict[str, Tensor] = {}
     if head is not None and not torch.equal(head, embedding):
@@ -190,8 +191,8 @@ def _position_table(tensors: MappedTensors, how: Computation, width: int) -> Ten
         table = tensors.take("positions")
         if len(table) < length:
             raise ConvertError(
-                f"{tensors.where}: context_length is {length}, but its table of positions has "
-                f"{len(table)} rows"
+                f"{tensors.where}: context_length is {length}, but the file's table of positions "
+                f"has only {len(table)} rows"
             )
         return table[:length]
     if how.positions == "none":

@@ -98,7 +98,7 @@ class ByText:
             lines = "\n".join(f"  {line}" for line in unclear.values())
             raise OpenQuestions(
                 f"{self._tensors.where}: {name_of_text} does not distinguish "
-                f"these:\n{lines}\nAnswer with these flags, or give more text, or --code",
+                f"these:\n{lines}\nAnswer with these flags, or give a longer text, or --code",
                 list(unclear),
             )
         return Resolution(
@@ -133,8 +133,8 @@ class ByText:
         if text.stated is not None and loss > text.stated.limit:
             return (
                 f"the best variant has {loss:.3f} nats per token on {text.name}, but the file "
-                f"states {text.stated.name} {text.stated.nats:.3f}: none that this project "
-                "computes is the source's, or the text is not like its training data"
+                f"states {text.stated.name} {text.stated.nats:.3f}: no variant that this project "
+                "computes is that of the source, or the text is not like its training data"
             )
         unusual = self._unusual(best)
         bar = text.triples if unusual and text.stated is None else text.pairs
@@ -143,8 +143,8 @@ class ByText:
         chosen = f", with {', '.join(unusual)}," if unusual else ""
         return (
             f"the best variant{chosen} has {loss:.3f} nats per token on {text.name} (standard "
-            f"error {error:.3f}). Counted {'triples' if bar == text.triples else 'pairs'} of its "
-            f"tokens reach {bar:.3f}, and so do wrong variants: the loss decides nothing"
+            f"error {error:.3f}). Counts of token {'triples' if bar == text.triples else 'pairs'} "
+            f"reach {bar:.3f}, and wrong variants do too, so the loss decides nothing"
         )
 
     def _unusual(self, best: Computation) -> list[str]:
@@ -208,7 +208,8 @@ class ByText:
             raise ConvertError(
                 f"{self._tensors.where}: the model predicts {self._text.name} only if every "
                 f"position attends to the whole text ({loss:.3f} nats per token; with a causal "
-                f"mask {masked:.3f}): it has no causal mask, so it is not a GPT and cannot generate"
+                f"mask {masked:.3f}): the model has no causal mask, so it is not a GPT and cannot "
+                "generate text"
             )
 
     def _alternatives(self, best: Computation, name: str, loss: float) -> list[Alternative]:

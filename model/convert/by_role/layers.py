@@ -229,7 +229,7 @@ def _single_block(where: str, shapes: Mapping[str, Shape]) -> Layers:
         names = ", ".join(list(shapes)[:6]) or "no float tensor"
         raise ConvertError(
             f"{where} has no layers of a GPT: its names contain neither numbered layers with "
-            f"attention and feed-forward, nor a single such block; it holds {names}. "
+            f"attention and feed-forward, nor a single such block; its tensors include {names}. "
             "Name the tensors with --map"
         )
     block, heads = _with_heads(where, rest)
@@ -301,12 +301,14 @@ def _with_heads(where: str, shapes: Mapping[str, Shape]) -> tuple[dict[str, Shap
         joined = ".".join(parts)
         if replaced.setdefault(joined, shape) != shape:
             raise ConvertError(
-                f"{where}: {name} has shape {list(shape)}, another head {list(replaced[joined])}"
+                f"{where}: {name} has shape {list(shape)}, but the same tensor of another "
+                f"head has shape {list(replaced[joined])}"
             )
         numbers[joined].add(head)
     counts = {count for heads in numbers.values() for count in (max(heads) + 1, len(heads))}
     if len(counts) > 1:
         raise ConvertError(
-            f"{where}: the heads of a layer have different sets of tensors: {counts}"
+            f"{where}: the names of a layer's tensors imply different numbers of heads: "
+            f"{sorted(counts)}"
         )
     return replaced, counts.pop() if counts else 0

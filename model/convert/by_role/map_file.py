@@ -147,7 +147,7 @@ def _validated(where: str, model: type[_Model], values: Mapping[str, Any]) -> _M
         first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"] if part != "[key]")
     if first["type"] == "extra_forbidden" and (model is Answers or key.startswith("computation.")):
-        raise ConvertError(f"{where}: unknown field {key}; known are {', '.join(FIELDS)}")
+        raise ConvertError(f"{where}: unknown field {key}; the fields are {', '.join(FIELDS)}")
     raise ConvertError(f"{where}: {key} is {first['input']!r}: {first['msg']}")
 
 
@@ -165,8 +165,8 @@ def tensor_map(file: MapFile, tensors: Mapping[str, Tensor], ignored: Iterable[s
             return recognize_with(file, str(file.path), tensors)
         except ConvertError as error:
             raise ConvertError(
-                f"{file.path}: [tensors] lacks {', '.join(missing)}, and not all of these are "
-                f"recognized: {error}"
+                f"{file.path}: [tensors] lacks {', '.join(missing)}, and not all of these roles "
+                f"could be recognized: {error}"
             ) from error
     layers = _numbers(file, tensors, "N")
     unnamed = [name for name in ignored if name not in file.names.values()]

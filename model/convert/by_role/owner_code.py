@@ -65,7 +65,7 @@ def _check_expression(flag: str, expression: str) -> None:
         ast.parse(expression, mode="eval")
     except SyntaxError as error:
         raise ConvertError(
-            f"{flag} has the expression {expression!r}, which is wrong at character "
+            f"{flag} has the expression {expression!r}, which is not valid at character "
             f"{error.offset}: {error.msg}"
         ) from error
 
@@ -92,8 +92,8 @@ def owner_logits(
     if logits.shape != (*token_ids.shape, rows):
         raise ConvertError(
             f"{code} returns logits of shape {list(logits.shape)} for ids of shape "
-            f"{list(token_ids.shape)}; expected {rows} for each id, the rows of the token "
-            "embedding"
+            f"{list(token_ids.shape)}; expected {rows} logits for each id, one for each row of the "
+            "token embedding"
         )
     # A different last id must not affect earlier positions.
     difference = (logits[:, :-1] - answer["changed"][:, :-1]).abs()
@@ -152,5 +152,6 @@ def require_causal(code: OwnerCode, difference: float) -> None:
     if difference > CAUSAL_TOLERANCE:
         raise ConvertError(
             f"{code}: a different last id changes the logits of earlier positions (by up to "
-            f"{difference:.3g}): it has no causal mask, so it is not a GPT and cannot generate"
+            f"{difference:.3g}): the model has no causal mask, so it is not a GPT and cannot "
+            "generate text"
         )

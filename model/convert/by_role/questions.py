@@ -89,9 +89,9 @@ def check_rotary_width(
         if table.width == queries:
             raise ConvertError(
                 f"{where}: {table.name} rotates {queries} channels, but there are "
-                f"{heads.values[0]} heads of {queries // heads.values[0]} ({heads.origin}): "
-                f"{WHOLE_WIDTH}. No GPTConfig expresses that; --code FILE:NAME --run-code serves "
-                "the owner's class"
+                f"{heads.values[0]} heads of {queries // heads.values[0]} channels "
+                f"({heads.origin}): {WHOLE_WIDTH}. No GPTConfig expresses that; --code FILE:NAME "
+                "--run-code serves the owner's class"
             )
 
 
@@ -169,8 +169,8 @@ def _n_head(file: _File) -> Finding:
         if not fits(said.values[0]):
             raise ConvertError(
                 f"{tensors.where}: n_head is {said.values[0]} according to {said.origin}, but "
-                f"{queries} rows of queries and {keys} of keys are not multiples of it; set "
-                "--n-head"
+                f"{queries} query rows and {keys} key rows cannot be divided among that many "
+                "heads; set --n-head"
             )
         return said
     if (dim := file.said("head_dim", is_count)) and queries % dim.values[0] == 0:
@@ -257,9 +257,8 @@ def _positions(file: _File) -> Finding:
     for name, value in file.settings.items():
         if "alibi" in str(value).lower() or ("alibi" in name.lower() and value is True):
             raise ConvertError(
-                f"{file.tensors.where}: {name} is {value!r}: ALiBi's biases of attention by "
-                "distance, which no GPTConfig expresses; --code FILE:NAME --run-code serves the "
-                "owner's class"
+                f"{file.tensors.where}: {name} is {value!r}: ALiBi biases attention by distance, "
+                "which no GPTConfig expresses; --code FILE:NAME --run-code serves the owner's class"
             )
     if key := setting(file.settings, "rope_theta")[1]:
         return Finding(("rotary",), f"{key} of its settings")
@@ -297,8 +296,8 @@ def _activation(file: _File) -> Finding:
     known = {key: value for key, value in words.ACTIVATIONS.items() if value != "swiglu"}
     if (name := said.values[0].lower()) not in known:
         raise ConvertError(
-            f"{file.tensors.where}: {said.origin.split()[0]} is {said.values[0]!r}; without a "
-            f"gate, known are {', '.join(sorted(known))}"
+            f"{file.tensors.where}: {said.origin.split()[0]} is {said.values[0]!r}; the "
+            f"activations of a feed-forward without a gate are {', '.join(sorted(known))}"
         )
     return Finding((known[name],), said.origin)
 

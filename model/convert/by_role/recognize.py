@@ -128,8 +128,8 @@ def _outer_roles(
     embedding = _choose_embedding(tables)
     if embedding is None:
         raise ConvertError(
-            f"{where} has no token embedding: a matrix (vocabulary, width) outside the layers "
-            "whose width is that of the layers' matrices; outside the layers there are "
+            f"{where} has no token embedding: it must be a matrix (vocabulary, width) outside the "
+            "layers, with the width of the layers' matrices; the tensors outside the layers are "
             f"{_listed(modules) or 'no tensors'}. Name it with --map"
         )
     rows, width = embedding.table
@@ -202,8 +202,8 @@ def _layer_roles(where: str, modules: Sequence[Module], width: int, names: Names
     missing = [role for role in SEPARATE if (role, "weight") not in names]
     if ("qkv", "weight") not in names and missing:
         raise ConvertError(
-            f"{where}: a layer has no tensor for {', '.join(missing)}; without a role are "
-            f"{_listed(rest)}. Name them with --map"
+            f"{where}: a layer lacks {', '.join(missing)}; its tensors without a role are "
+            f"{_listed(rest)}. Give them roles with --map"
         )
     # The remaining matrices are attention's output and the feed-forward.
     matrices = [m for m in rest if len(m.shape) >= 2 and width in m.shape]
@@ -269,8 +269,9 @@ def _feed_forward_roles(where: str, matrices: Sequence[Module], names: Names) ->
             _give(names, "mlp_down", down)
             return
     raise ConvertError(
-        f"{where}: the matrices of a layer outside attention are {_listed(matrices) or 'none'}; "
-        "expected up and down of a feed-forward, with a gate or without. Name them with --map"
+        f"{where}: the matrices of a layer that do not belong to attention are "
+        f"{_listed(matrices) or 'none'}; expected the up and down matrices of a feed-forward, and "
+        "perhaps a gate. Give them roles with --map"
     )
 
 

@@ -150,16 +150,16 @@ def check(where: str, tensors: Mapping[str, Tensor], mapped: TensorMap) -> torch
     names = mapped.all_names()
     if missing := [name for name in names if name not in tensors]:
         raise ConvertError(
-            f"{where} lacks {pluralize(len(missing), 'tensor')} of its mapping; the first is "
+            f"{where} lacks {pluralize(len(missing), 'tensor')} that the map names; the first is "
             f"{missing[0]}"
         )
     taken = {*names, *mapped.ignored}
     if left := [name for name in tensors if name not in taken]:
         shapes = ", ".join(f"{name} {list(tensors[name].shape)}" for name in left[:4])
         raise ConvertError(
-            f"{where} has {len(left)} tensors without a known role in a GPT: {shapes}"
-            f"{', ...' if len(left) > 4 else ''}. Map or ignore them with --map, or serve the "
-            "owner's class with --code FILE:NAME --run-code"
+            f"{where} has {len(left)} tensors without a known role in a GPT: "
+            f"{shapes}{', ...' if len(left) > 4 else ''}. Give them roles or ignore them with "
+            "--map, or serve the owner's class with --code FILE:NAME --run-code"
         )
     _check_layers_agree(where, tensors, mapped)
     for name in names:
@@ -177,8 +177,8 @@ def _check_layers_agree(where: str, tensors: Mapping[str, Tensor], mapped: Tenso
             for name in mapped.of(role, part, layer):
                 if tensors[name].shape != expected:
                     raise ConvertError(
-                        f"{where}: {name} has shape {list(tensors[name].shape)}, and {first} "
-                        f"{list(expected)}: all layers of a GPT must have the same shapes"
+                        f"{where}: {name} has shape {list(tensors[name].shape)}, but {first} "
+                        f"has shape {list(expected)}: all layers of a GPT must have the same shapes"
                     )
 
 

@@ -113,7 +113,8 @@ def read_added(
         known = entries.get(text, {"id": vocabulary.get(text, entry["id"])})
         if known["id"] != entry["id"]:
             raise ConvertError(
-                f"{where} has {text!r} with the id {entry['id']}, {path.name} with {known['id']}"
+                f"{where} gives {text!r} the id {entry['id']}, but {path.name} gives it the id "
+                f"{known['id']}"
             )
         entries[text] = entry
     for text, (role, members) in named.items():
@@ -129,7 +130,7 @@ def read_added(
     for text, entry in entries.items():
         if owners.setdefault(entry["id"], text) != text:
             raise ConvertError(
-                f"{path}: the added tokens {owners[entry['id']]!r} and {text!r} have the id "
+                f"{path}: the added tokens {owners[entry['id']]!r} and {text!r} have the same id, "
                 f"{entry['id']}"
             )
     special = {text: entry["id"] for text, entry in entries.items() if entry["special"]}
@@ -256,7 +257,9 @@ def _stated_ends(folder: Path | None) -> tuple[str, list[int]]:
         if ends is not None:
             ends = ends if isinstance(ends, list) else [ends]
             if not all(type(end) is int for end in ends):
-                raise ConvertError(f"{name}: eos_token_id is {ends!r:.60}; expected ids")
+                raise ConvertError(
+                    f"{name}: eos_token_id is {ends!r:.60}; expected an id or a list of ids"
+                )
             return name, ends
     return CONFIG, []
 

@@ -97,7 +97,7 @@ def read_model(settings: Settings, reader: StateDictReader) -> tuple[GPTConfig, 
         settings.reject_unless(
             "model_type",
             (),
-            f"known are {', '.join(FAMILIES)}. With --code or --check its tensors are "
+            f"expected one of {', '.join(FAMILIES)}. With --code or --check its tensors are "
             "recognized by their roles",
         )
         raise ConvertError("config.json lacks model_type")
@@ -119,7 +119,7 @@ def _architectures(names: Any, where: str) -> list[str]:
 def _activation(settings: Settings, key: str, default: str) -> Activation:
     name = settings.get(key, default)
     if not isinstance(name, str) or name not in ACTIVATIONS:
-        settings.reject_unless(key, (), f"known are {', '.join(ACTIVATIONS)}")
+        settings.reject_unless(key, (), f"expected one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 

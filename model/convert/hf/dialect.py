@@ -78,11 +78,13 @@ def _opening(pattern: str, at: int) -> str:
     assert match is not None, "an opening bracket is there"
     if (match["options"] or "").strip("i") or pattern[match.end() - 1] == "?":
         raise ConvertError(
-            f"the split pattern has {pattern[at : at + 6]!r} at {at}; of such groups only (?i: has "
-            "the same meaning in both engines"
+            f"the split pattern has {pattern[at : at + 6]!r} at index {at}; of the groups with "
+            "options, only (?i: has the same meaning in both engines"
         )
     if match[0] == "(" and pattern[at + 1 : at + 2] == "?":
-        raise ConvertError(f"the split pattern has {pattern[at : at + 6]!r} at {at}; unknown here")
+        raise ConvertError(
+            f"the split pattern has {pattern[at : at + 6]!r} at index {at}, which is not supported"
+        )
     return match[0]
 
 

@@ -48,7 +48,8 @@ def read_rope(
         settings.reject_unless(
             name,
             (),
-            f"rotary positions of type {kind!r} are not supported; known are {', '.join(KEYS)}",
+            f"rotary positions of type {kind!r} are not supported; expected one of "
+            f"{', '.join(KEYS)}",
         )
     known = (*OF_ALL, *KEYS[kind])
     if unknown := sorted(key for key in part.names() if key not in known):

@@ -118,7 +118,7 @@ def tokenizer_of_document(
     complete = with_all_bytes(ranks, size)
     if (missing := len(complete) - len(ranks)) and model.get("unk_token"):
         raise ConvertError(
-            f"{path}: {missing} of the 256 bytes are not tokens. Hugging Face replaces them by "
+            f"{path}: {missing} of the 256 bytes are not tokens. Hugging Face replaces them with "
             f"{model['unk_token']!r}, but logitd encodes every text without loss"
         )
     ranks = complete
@@ -157,7 +157,8 @@ def _model(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
     kind = model.get("type", "BPE") if isinstance(model, dict) else None
     if not isinstance(model, dict) or kind != "BPE":
         raise ConvertError(
-            f"{path}: the model is {kind}; only byte-level BPE and WordLevel can be imported"
+            f"{path}: the tokenizer's model is {kind}; only byte-level BPE and WordLevel can be "
+            "imported"
         )
     require_members(model, MODEL_MEMBERS, f"the model of {path}")
     for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
@@ -165,8 +166,8 @@ def _model(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
             raise ConvertError(f"{path}: {name} is {model[name]!r}; not supported here")
     if model.get("byte_fallback") is True:
         raise ConvertError(
-            f"{path} has SentencePiece's BPE (byte_fallback), whose tokens are characters instead "
-            "of bytes: it cannot be converted to ranks"
+            f"{path} has SentencePiece's BPE (byte_fallback), whose tokens consist of characters "
+            "instead of bytes: it cannot be converted to ranks"
         )
     return model
 
@@ -179,7 +180,9 @@ def _vocabulary(document: Mapping[str, Any], path: Path) -> dict[str, int]:
     if len(set(vocabulary.values())) != len(vocabulary) or not all(
         type(token_id) is int and token_id >= 0 for token_id in vocabulary.values()
     ):
-        raise ConvertError(f"{path}: tokens of the vocabulary share ids, or have none")
+        raise ConvertError(
+            f"{path}: some tokens of the vocabulary share an id, or have no valid id"
+        )
     return vocabulary
 
 
@@ -226,7 +229,7 @@ def _pattern(document: Mapping[str, Any], path: Path) -> str:
     kinds = [step.get("type") for step in steps]
     if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
         raise ConvertError(
-            f"{path} splits texts by {' and then '.join(map(str, kinds))}; only one Split by a "
+            f"{path} splits texts with {' and then '.join(map(str, kinds))}; only one Split by a "
             "regular expression and ByteLevel, or ByteLevel alone, can be imported"
         )
     for step in steps:
@@ -234,7 +237,7 @@ def _pattern(document: Mapping[str, Any], path: Path) -> str:
     level, split = steps[-1], steps[0] if len(steps) == 2 else None
     if (decoder := document.get("decoder")) and decoder.get("type") != "ByteLevel":
         raise ConvertError(
-            f"{path} joins tokens by {decoder.get('type')}; byte-level BPE needs ByteLevel"
+            f"{path} decodes with {decoder.get('type')}; byte-level BPE needs the decoder ByteLevel"
         )
     if level.get("add_prefix_space"):
         raise ConvertError(f"{path} puts a space before each text (add_prefix_space)")
@@ -280,8 +283,8 @@ def _check_merges(
             ) from error
         if rank < last:
             raise ConvertError(
-                f"{path}: the merge of {left!r} and {right!r} is not in the order of ids; ids and "
-                "merges must have the same order to be converted to ranks"
+                f"{path}: the merge of {left!r} and {right!r} is out of order; merges must be in "
+                "the order of the ids that they create to be converted to ranks"
             )
         last = rank
         pairs.add(pair)
@@ -293,13 +296,13 @@ def _check_merges(
         pair_of = last_pair(token, ranks)
         if pair_of is None and model.get("ignore_merges") is not True:
             raise ConvertError(
-                f"{path}: no merges form the token {token!r}; as a rank it would be used for a "
-                "whole word"
+                f"{path}: no merges form the token {token!r}, but with ranks it would be used for "
+                "a whole word"
             )
         if pair_of is not None and pair_of not in pairs:
             raise ConvertError(
-                f"{path}: the token {token!r} would be merged from {pair_of[0]!r} and "
-                f"{pair_of[1]!r}, which is not one of its merges"
+                f"{path}: with ranks, the token {token!r} would be merged from {pair_of[0]!r} "
+                f"and {pair_of[1]!r}, which is not one of its merges"
             )
 
 
@@ -346,9 +349,9 @@ def _try(foreign: ForeignTokenizer, model: Mapping[str, Any], path: Path) -> Non
         )
         begin = tokenizer.spans(ids, text)[min(place, len(ids) - 1)].start
         raise ConvertError(
-            f"{path} cannot be converted to ranks: {text[begin : begin + 20]!r} begins with "
-            f"{expected[place : place + 3]} by its merges, but with {given[place : place + 3]} by "
-            "ranks"
+            f"{path} cannot be converted to ranks: the ids of {text[begin : begin + 20]!r} begin "
+            f"with {expected[place : place + 3]} by its merges, but with "
+            f"{given[place : place + 3]} by ranks"
         )
 
 
@@ -366,13 +369,13 @@ def _word_level_tokenizer(
     """The tokenizer of a WordLevel vocabulary, and notes about it. Raises ConvertError."""
     require_members(document["model"], ("type", "vocab", "unk_token"), f"the model of {path}")
     if (decoder := document.get("decoder")) and decoder.get("type") != "Fuse":
-        raise ConvertError(f"{path} joins words by {decoder.get('type')}; known is Fuse")
+        raise ConvertError(f"{path} decodes with {decoder.get('type')}; only Fuse can be imported")
     if not vocabulary:
         raise ConvertError(f"{path}: the vocabulary is not an object of words and ids")
     named = {**vocabulary, **added.ids}
     texts = {token_id: word for word, token_id in named.items()}
     if len(texts) != len(named):
-        raise ConvertError(f"{path}: words of the vocabulary share ids")
+        raise ConvertError(f"{path}: some words of the vocabulary share an id")
     return word_tokenizer(
         texts,
         str(path),
@@ -397,6 +400,7 @@ def _word_cut(document: Mapping[str, Any], path: Path) -> str:
         if isinstance(source, str):
             return source
     raise ConvertError(
-        f"{path} splits texts by {step.get('type')}; for words, only {', '.join(WORD_CUTS)} and a "
-        "Split that keeps the matches of a regular expression can be imported"
+        f"{path} splits texts with {step.get('type')}; for a vocabulary of words, only "
+        f"{', '.join(WORD_CUTS)} and a Split that keeps the matches of a regular expression can be "
+        "imported"
     )

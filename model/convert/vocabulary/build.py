@@ -80,8 +80,8 @@ def _refuse_gaps(table: Table) -> None:
     if gaps > MOST_NAMELESS:
         first = next(token_id for token_id in itertools.count() if token_id not in table.texts)
         raise ConvertError(
-            f"{table.where} has {len(table.texts):,} texts for ids up to {largest:,}: {gaps:,} ids "
-            f"have none; the first is {first}; it is damaged, or not a vocabulary"
+            f"{table.where} has {len(table.texts):,} texts, but ids up to {largest:,}: {gaps:,} "
+            f"ids have no text (the first is {first}), so it is damaged or not a vocabulary"
         )
 
 

@@ -60,8 +60,8 @@ def byte_pair_tokenizer(table: Table) -> ForeignTokenizer:
     if len(ranks) < len(tokens):
         twice = next(token for i, token in tokens.items() if ranks[token] != i)
         raise ConvertError(
-            f"{table.where}: two merges create {twice!r}, with two ids, but ranks have only one id "
-            f"for the same bytes. {WITHOUT_TEXT}"
+            f"{table.where}: two merges create {twice!r} with different ids, but ranks have only "
+            f"one id for the same bytes. {WITHOUT_TEXT}"
         )
     for (left, right), token_id in table.merges.items():
         formed = last_pair(tokens[token_id], ranks)

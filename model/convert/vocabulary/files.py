@@ -79,7 +79,7 @@ def table_of_lines(raw: bytes, path: Path) -> Table:
     try:
         text = raw.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise ConvertError(f"{path} is not a text in UTF-8: {error}") from error
+        raise ConvertError(f"{path} is not UTF-8 text: {error}") from error
     lines = text.removesuffix("\n").split("\n")
     numbered = [line.rsplit(None, 1) if "\t" in line or " " in line else [line] for line in lines]
     if all(len(parts) == 2 and parts[1].isdecimal() for parts in numbered):

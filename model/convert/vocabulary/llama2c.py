@@ -89,6 +89,6 @@ def _check_mergeable(entries: list[_Entry], pieces: dict[int, bytes], where: str
     scores = [entries[token_id][0] for token_id in merged]
     if scores != sorted(scores, reverse=True) or len(set(pieces.values())) < len(pieces):
         raise ConvertError(
-            f"{where}: its ids are not in the order of its scores, so ranks would merge other "
-            f"pairs. {WITHOUT_TEXT}"
+            f"{where}: its ids are not in the order of its scores, so with ranks, different "
+            f"pairs would be merged. {WITHOUT_TEXT}"
         )

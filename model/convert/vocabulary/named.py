@@ -81,7 +81,9 @@ def _characters(path: Path, first: int, last: int, ids: int) -> Candidate:
             table = Table(texts=dict(enumerate(characters, start=first)), where=where)
             return Candidate(where, build_tokenizer(_with_extra(table, first, last)))
     more = ids - len(characters) - extra
-    advice = f"It is another text, or was changed after training: it has {-more:,} too many"
+    advice = (
+        f"It is not the training text, or was changed after training: it has {-more:,} too many"
+    )
     if more > 0:
         advice = (
             f"If the model has {more:,} additional ids, give their place: first={first + more} "

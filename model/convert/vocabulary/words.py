@@ -216,7 +216,7 @@ def _refuse_ambiguous(words: Collection[str], where: str) -> None:
                 raise ConvertError(
                     f"{where}: the token {' '.join(parts)!r} begins with the token "
                     f"{' '.join(parts[:length])!r}, and another token begins with "
-                    f"{parts[length]!r}, so texts would be ambiguous. {WITHOUT_TEXT}"
+                    f"{parts[length]!r}, so some texts could be encoded in two ways. {WITHOUT_TEXT}"
                 )
 
 
@@ -225,8 +225,8 @@ def _refuse_parts(words: Collection[str], where: str) -> None:
         marked = [w for w in words if w != mark and (w.startswith(mark) or w.endswith(mark))]
         if 2 * len(marked) > len(words) or (mark in ("##", "</w>") and marked):
             raise ConvertError(
-                f"{where} has tokens that are parts of words ({marked[0]!r}: {meaning}), but not "
-                "the merges that divide words. Give a tokenizer.json, which has both; "
+                f"{where} has tokens that are parts of words ({marked[0]!r}: {meaning}), but it "
+                "lacks the merges that divide words. Give a tokenizer.json, which has both; "
                 f"{WITHOUT_TEXT}"
             )
     longer = [word for word in words if len(word) > 1 and word.isalpha()]
@@ -234,6 +234,6 @@ def _refuse_parts(words: Collection[str], where: str) -> None:
     if longer and letters <= set(words):
         raise ConvertError(
             f"{where} has every letter of its words as a token, so its tokens are parts of words "
-            f"({longer[0]!r}), but not the rules that divide words. Give a tokenizer.json, which "
-            f"has both; {WITHOUT_TEXT}"
+            f"({longer[0]!r}), but it lacks the rules that divide words. Give a tokenizer.json, "
+            f"which has both; {WITHOUT_TEXT}"
         )

@@ -56,8 +56,8 @@ class Caller:
         last = [out[:, -1] if out.dim() == 3 else out for out in (*outs, logits)]
         if any(out.shape[0] != len(token_ids) for out in last):
             raise Problem(
-                f"the model returns {list(logits.shape)} for ids {list(token_ids.shape)}; expected "
-                "logits (batch, positions, vocabulary)"
+                f"the model returns logits of shape {list(logits.shape)} for ids of shape "
+                f"{list(token_ids.shape)}; expected (batch, positions, vocabulary)"
             )
         return torch.stack(last, dim=1)[..., :rows].float().contiguous()  # (B, T - first, V)
 
@@ -85,7 +85,7 @@ class Caller:
             if tensor.dim() in (2, 3) and tensor.shape[-1] >= rows and tensor.is_floating_point():
                 return tensor
         raise Problem(
-            f"its forward returns a {type(returned).__name__} without logits of {rows} ids"
+            f"its forward returns a {type(returned).__name__} without logits for {rows} ids"
         )
 
     def _call(self, token_ids: Tensor) -> Any:
@@ -100,9 +100,9 @@ class Caller:
         ][1:]
         if others := [name for name in needed if name.lower() not in TARGETS]:
             raise Problem(
-                f"its forward takes {' and '.join(f'`{name}`' for name in others)}, and none was "
-                "passed: give the call with --code-call, such as "
-                f"'model(ids, {', '.join(f'{name}=...' for name in others)})'"
+                f"its forward also needs {' and '.join(f'`{name}`' for name in others)}: give the "
+                "call with --code-call, such as 'model(ids, "
+                f"{', '.join(f'{name}=...' for name in others)})'"
             )
         return self.model(token_ids, **dict.fromkeys(needed, token_ids))
 

@@ -231,13 +231,13 @@ def find_streams(
     with torch.no_grad(), visiting(caller.model, streams, note):
         logits = caller.logits(ids, rows)
     if len(found) < len(streams) or len({value.shape for value in found.values()}) != 1:
-        raise Problem(f"a lens reads {blocks[0]} to {blocks[-1]}, whose values differ in shape")
+        raise Problem(f"the lens would read {blocks[0]} to {blocks[-1]}, but their shapes differ")
     read = lens_logits(caller.model, lens, found[blocks[-1]], rows)
     if (off := difference(read, logits)) > TOLERANCE:
         raise Problem(
-            f"{lens[1]} of {lens[0]} of the output of {blocks[-1]} differs from the logits by up "
-            f"to {off:.3g}: name the modules that compute the logits after the last block, or "
-            "leave out --lens-norm and --lens-head"
+            f"{lens[1]}({lens[0]}(x)), where x is the output of {blocks[-1]}, differs from the "
+            f"logits by up to {off:.3g}: name the modules that compute the logits after the last "
+            "block, or leave out --lens-norm and --lens-head"
         )
     return streams
 
@@ -250,7 +250,8 @@ def lens_logits(model: nn.Module, lens: Sequence[str], stream: Tensor, rows: int
         logits: Tensor = head(norm(stream))[..., :rows].float()
     except Exception as error:  # the owner's code may raise anything
         raise Problem(
-            f"{lens[1]} of {lens[0]} of a block's output fails: {type(error).__name__}: {error}"
+            f"{lens[1]}({lens[0]}(x)) fails, where x is a block's output: {type(error).__name__}: "
+            f"{error}"
         ) from error
     return logits
 

@@ -40,7 +40,9 @@ class Wire:
         deadline = None if seconds is None else time.monotonic() + seconds
         text_bytes, payload_bytes = HEAD.unpack(self._take(HEAD.size, deadline))
         if text_bytes > JSON_BYTES or payload_bytes > PAYLOAD_BYTES:
-            raise ValueError(f"a frame of {text_bytes} and {payload_bytes} bytes")
+            raise ValueError(
+                f"a frame is too large: {text_bytes} bytes of text and {payload_bytes} of payload"
+            )
         header = json.loads(self._take(text_bytes, deadline))
         if not isinstance(header, dict):
             raise ValueError("a frame without a JSON object")
@@ -69,4 +71,6 @@ def floats(payload: bytearray, shape: list[int]) -> Tensor:
     try:
         return flat.view(shape)
     except RuntimeError as error:
-        raise ValueError(f"an array of {flat.numel()} elements, not {shape}") from error
+        raise ValueError(
+            f"an array has {flat.numel()} elements, which do not fit the shape {shape}"
+        ) from error
