@@ -1,4 +1,4 @@
-"""Conversion of models: imports checkpoints of other formats, and exports checkpoints to them.
+"""Conversion: imports models from other formats, and exports checkpoints to other formats.
 
-`importing.py` and `exporting.py` are the entry points. Serving imports nothing of this package.
+`importing.py` and `exporting.py` are the entry points. Serving does not import this package.
 """

@@ -1,8 +1,9 @@
-"""By code: imports a model that its owner's code computes.
+"""By code: imports a model whose logits are computed by its owner's code.
 
-The checkpoint gets the weights, the vocabulary, the owner's source files, and the facts that the
-owner's process measures (`model/owner_code/process/measure.py`). Unlike the other imports, this one
-needs no knowledge of the computation, but the checkpoint is served only if its code may run.
+The checkpoint stores the weights, the vocabulary, the owner's source files, and the facts that were
+measured by running that code (`model/owner_code/process/measure.py`). Unlike the other imports,
+this one needs no knowledge of the computation, but the checkpoint can be served only if its code is
+allowed to run.
 """
 
 import hashlib
@@ -52,21 +53,21 @@ from logitd.model.owner_code.process.build import Request
 
 KIND = "its owner's code"
 PADDING_TOLERANCE = 1e-4
-"""Largest change of a logit by padding that counts as none."""
+"""Padding counts as harmless if it changes no logit by more than this."""
 SOURCE_BYTES = 2**22
-"""Largest source file."""
+"""Maximum size of a source file, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodeOptions:
-    """The user's choices for a model that its owner's code computes.
+    """The user's choices for importing a model with its owner's code.
 
     code            the owner's class, and the call that returns logits
     answers         values of fields of a `Computation`
     tokenizer, dtype, skip_normalizer, unused_rows
                     as for `import_model`
-    context_length  number of positions to keep; None means the number in the settings, or as many
-                    as work
+    context_length  number of positions to keep; None means the number in the settings, or else the
+                    largest number that works
     lens            names of the final norm and of the head
     """
 
@@ -83,9 +84,10 @@ class CodeOptions:
 def import_by_code(
     source: Path, destination: Path, options: CodeOptions, *, log: Callable[[str], None]
 ) -> CheckpointInfo:
-    """Save the model at `source` with its owner's code as a new checkpoint at `destination`. `log`
-    is called with each line of the report. Raises ConvertError, CheckpointError if `destination`
-    exists, and FileError if it cannot be written."""
+    """Save the model at `source`, together with its owner's code, as a new checkpoint at
+    `destination`. `log` is called with each line of the report. Raises ConvertError if the model
+    cannot be imported, CheckpointError if `destination` exists, and FileError if it cannot be
+    written."""
     if destination.exists():
         raise CheckpointError(f"{destination} already exists: choose another path, or remove it")
     code = options.code
@@ -135,8 +137,8 @@ def code_sha256(code: OwnerCode) -> str:
 
 
 def _request(file: StateFile, options: CodeOptions) -> Request:
-    """The request, with everything that the roles of the tensors (if they are recognized), the
-    settings and the user say about the model."""
+    """The request to the owner's process. It states everything that is known about the model from
+    the settings, the user, and the roles of the tensors if they are recognized."""
     code, answers = options.code, _under_all_names(options.answers)
     try:
         roles = RoleOptions(answers=options.answers)
@@ -178,8 +180,8 @@ def _check_facts(code: OwnerCode, facts: Mapping[str, Any], options: CodeOptions
         )
     if (off := facts["state"]) is not None and off > CAUSAL_TOLERANCE:
         raise ConvertError(
-            f"{code}: its logits_and_state differs from its forward by up to {off:.3g}: both must "
-            "compute the same logits"
+            f"{code}: the logits of its logits_and_state differ from those of its forward by up to "
+            f"{off:.3g}, but they must be equal"
         )
 
 
@@ -192,7 +194,8 @@ def _sources(root: Path, files: Sequence[str]) -> dict[str, bytes]:
 
 
 def _require_complete(config: CodeConfig, sources: Mapping[str, bytes], file: StateFile) -> None:
-    """Raise ConvertError unless the model can be computed from the source files that are kept."""
+    """Raise ConvertError unless the model runs with only the source files that the checkpoint
+    keeps."""
     with tempfile.TemporaryDirectory(prefix="logitd-code-") as folder:
         write_sources(Path(folder), sources)
         request = Request(

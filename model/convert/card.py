@@ -1,7 +1,7 @@
 """Card: the README.md of an imported checkpoint.
 
 The card describes the source of the weights, the model's shape, and everything that the import
-changed or assumed. `model/training/recording/card.py` writes the cards of training runs.
+changed or assumed. `model/training/recording/card.py` writes the cards of trained checkpoints.
 """
 
 from logitd.model.convert.foreign import ForeignModel, ForeignTokenizer
@@ -17,7 +17,7 @@ def write_import_card(
     dtype: str,
     parameters: int,
 ) -> str:
-    """The card as Markdown."""
+    """The text of the card, in Markdown."""
     heads = pluralize(config.n_head, "head")
     if config.n_kv_head != config.n_head:
         heads += f" ({config.n_kv_head} for keys and values)"

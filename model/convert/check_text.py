@@ -1,9 +1,9 @@
-"""The text of --check: encodes it as token ids of the source, and measures the loss of a model of a
-known format on it.
+"""Check text: encodes the text of --check with the source's token ids.
 
-`by_role/objective.py` computes losses. As in training, words that a vocabulary of words lacks
-become its token for unknown words, and a text becomes lower case if no word of the vocabulary has
-upper case.
+If the model's format determines its computation, the model's loss on the text is measured, too.
+`by_role/objective.py` computes the losses. With a vocabulary of words, unknown words become the
+token for unknown words, and the text is converted to lower case if the vocabulary has no upper
+case.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ from logitd.model.data.sources.files import documents_of_all, named_files
 from logitd.model.text.tokenizer import Tokenizer, TokenizerError
 
 CHECKED_CHARACTERS = 2_000_000
-"""Maximum number of characters of the text. Windows are taken from all parts of it."""
+"""Maximum number of characters of the text that are used."""
 _UNKNOWN = ("<unk>", "<UNK>", "[UNK]", "[unk]", "UNK", "<|unk|>")
 
 
 def check_files(path: Path) -> list[Path]:
-    """The files of the text at a path. Raises ConvertError."""
+    """The text files at a path. Raises ConvertError."""
     try:
         return named_files(str(path))
     except DataError as error:
@@ -41,7 +41,7 @@ def check_files(path: Path) -> list[Path]:
 
 
 def read_check_text(path: Path, files: Sequence[Path], vocabulary: ForeignTokenizer) -> CheckText:
-    """Encode a text, and also its lines if they may be samples. Raises ConvertError."""
+    """Encode a text, and also its lines if each may be a training sample. Raises ConvertError."""
     tokenizer = vocabulary.tokenizer
     try:
         text = beginning(documents_of_all(files, None), CHECKED_CHARACTERS).replace("\r\n", "\n")
@@ -85,7 +85,7 @@ def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _encoded_lines(tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:
-    """The lines of a text, if they are many and short."""
+    """Yield the token ids of each line, if the text has many lines and all are short."""
     lines = [line for line in text.split("\n") if line]
     if len(lines) >= FEWEST_LINES and max(map(len, lines)) < SAMPLE_TOKENS:
         for line in lines:
@@ -93,7 +93,7 @@ def _encoded_lines(tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:
 
 
 def _starts(tokenizer: Tokenizer) -> Iterator[int]:
-    """Ids that may come before a line: the line break, 0, and the end of a text."""
+    """Yield the ids that may come before a line: the line break, 0, and the end of a text."""
     with contextlib.suppress(TokenizerError):
         yield from tokenizer.encode("\n")[:1]
     yield 0
@@ -104,8 +104,8 @@ def _starts(tokenizer: Tokenizer) -> Iterator[int]:
 def compare_with_text(
     model: ForeignModel, text: CheckText, log: Callable[[str], None]
 ) -> ForeignModel:
-    """Add the loss on a text to the facts of a model of a known format. Raises ConvertError if the
-    model predicts the text worse than the frequencies of the text's tokens do."""
+    """Add a model's loss on a text to the model's facts. Raises ConvertError if the model predicts
+    the text worse than the token frequencies of the text do."""
     rows = replace(model.config, padded_vocab_size=model.config.vocab_size)
     built = Built(rows, model.weights, ())
     losses = {

@@ -1,8 +1,8 @@
-"""Containers: recognizes the format of a file of weights by its first bytes, not by its name.
+"""Containers: recognizes the format of a weight file, mainly by its first bytes.
 
-Reads NumPy's `.npz` and JSON of nested lists as tensors. `pt_file.py` reads torch's files,
-`llama2c.py` reads llama2.c's, and `state_file.py` finds the state dict. Reading runs no code of a
-file.
+Reads the tensors in NumPy's `.npz` files and in JSON files with nested lists. `pt_file.py` reads
+torch's files, `llama2c.py` reads llama2.c's files, and `state_file.py` finds the state dict. Code
+in a file is never run.
 """
 
 import struct
@@ -22,11 +22,11 @@ Container = Literal["torch", "safetensors", "npz", "json", "llama2.c"]
 
 LLAMA2C_MAGIC = b"24ka"  # 0x616b3432, little-endian
 UNPACKED_TIMES = 64
-"""Largest allowed ratio of the unpacked size of an `.npz` to its file size."""
+"""An `.npz` file may unpack to at most this many times its size, plus UNPACKED_BYTES."""
 UNPACKED_BYTES = 64 * 2**20
-"""Unpacked size that is always allowed."""
+"""An unpacked size of at most this many bytes is always allowed."""
 HEADER_BYTES = 100 * 2**20
-"""Largest header of a safetensors file; the limit of the library."""
+"""Maximum size of a safetensors header, in bytes; the same as the library's limit."""
 _OTHERS: Mapping[bytes, str] = {
     b"GGUF": "a GGUF file of llama.cpp, which can be exported but not imported: import the Hugging "
     "Face folder or the .pt file that it was made from",
@@ -39,7 +39,7 @@ _OTHERS: Mapping[bytes, str] = {
     b"\xfd7zXZ": "compressed with xz: unpack it first",
     b"version https://git-lfs": "a pointer of Git LFS, not the file: fetch it with git lfs pull",
 }
-"""Descriptions of other formats, by their first bytes."""
+"""Descriptions of formats that are not supported, by their first bytes."""
 
 
 def container_of(path: Path) -> Container:
@@ -80,7 +80,7 @@ def read_npz(path: Path) -> dict[str, Any]:
         size = path.stat().st_size
         if unpacked > UNPACKED_TIMES * size + UNPACKED_BYTES:
             raise ConvertError(
-                f"{path} has {size:,} bytes, but would unpack to {unpacked:,}: it is damaged"
+                f"{path} has {size:,} bytes, but would unpack to {unpacked:,} bytes: it is damaged"
             )
         with np.load(path, allow_pickle=False) as arrays:
             values = {name.replace("/", "."): _value(arrays[name]) for name in arrays.files}
@@ -98,7 +98,8 @@ def read_npz(path: Path) -> dict[str, Any]:
 
 
 def _value(array: np.ndarray[Any, Any]) -> Any:
-    """A tensor. For an array without axes, its value; for an array of strings, a list."""
+    """An array as a tensor. An array without axes becomes its value, and an array of strings a
+    list."""
     if array.ndim == 0:
         return array.item()
     if array.dtype.kind in "US":
@@ -107,16 +108,17 @@ def _value(array: np.ndarray[Any, Any]) -> Any:
 
 
 def read_json_weights(path: Path) -> dict[str, Any]:
-    """Read a JSON file whose nested lists of numbers are tensors. Raises ConvertError."""
+    """Read the tensors in a JSON file that stores them as nested lists of numbers. Raises
+    ConvertError."""
     document = source_json(path)
     if not isinstance(document, dict):
-        raise ConvertError(f"{path} is JSON, but not an object with lists of numbers by name")
+        raise ConvertError(f"{path} is JSON, but not an object whose members are lists of numbers")
     flat: dict[str, Any] = {}
     _flatten(document, "", flat, 0)
     if not any(isinstance(value, Tensor) and value.dim() > 1 for value in flat.values()):
         raise ConvertError(
-            f"{path} is JSON without weights: no member is a list of lists of numbers. Expected is "
-            "a file of weights (.pt, .pth, .bin, .npz, .safetensors) or its folder"
+            f"{path} is JSON without weights: no member is a list of lists of numbers. Expected a "
+            "file of weights (.pt, .pth, .bin, .npz, .safetensors) or its folder"
         )
     return _as_state(flat) | {
         name: value for name, value in document.items() if _is_text(value) or not _nested(value)
@@ -128,7 +130,8 @@ def _nested(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """True for a list of strings, or a dictionary from or to strings: a vocabulary."""
+    """True for a value that may be a vocabulary: a list of strings, or a dictionary between strings
+    and ids."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return bool(parts) and (
         all(isinstance(part, str) for part in parts)
@@ -137,7 +140,8 @@ def _is_text(value: Any) -> bool:
 
 
 def _flatten(value: Any, name: str, flat: dict[str, Any], depth: int) -> None:
-    """Collect lists of numbers as tensors, by their paths joined by dots."""
+    """Collect the lists of numbers as tensors, by their paths. The keys of a path are joined by
+    dots."""
     if isinstance(value, list) and (tensor := _tensor(value)) is not None:
         flat[name] = tensor
     elif depth < 6 and _nested(value) and not _is_text(value):
@@ -160,7 +164,7 @@ def _tensor(value: list[Any]) -> Tensor | None:
 
 
 def _as_state(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the tensors to the key "weights". If all names of tensors have the same first part, it
+    """Move the tensors to the key "weights". If all their names have the same first part, that part
     is removed."""
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     firsts = {name.partition(".")[0] for name in tensors}

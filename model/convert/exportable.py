@@ -1,6 +1,6 @@
-"""Exportable: the formats to which a model can be exported, and everything that prevents it.
+"""Exportable: the formats to which a model can be exported, and what prevents the other exports.
 
-This depends only on the shape (`family.py`) and the vocabulary, so it is known before a model is
+Both depend only on the shape (`family.py`) and the vocabulary, so they are known before a model is
 trained. `require` raises one error with all objections.
 """
 
@@ -29,7 +29,7 @@ PRE_TOKENIZERS: Mapping[str, str] = {
     QWEN2_PATTERN: "qwen2",
     QWEN2_PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}|"): "llama-bpe",
 }
-"""llama.cpp's names of pre-tokenizers by split pattern."""
+"""The names of llama.cpp's pre-tokenizers, by split pattern."""
 
 NAMES: Mapping[str, str] = {
     "gpt2": "GPT-2",
@@ -38,16 +38,17 @@ NAMES: Mapping[str, str] = {
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
 }
-"""Names of architectures for messages."""
+"""Names of the architectures in messages."""
 
 GGUF_ENDS = 3
-"""Maximum number of end tokens in a GGUF file: one each for a text, a turn and a message."""
+"""Maximum number of end tokens in a GGUF file: one each for the end of a text, a turn and a
+message."""
 
 HF_INSTEAD = "export it with --to hf"
 
 
 def hf_objections(config: GPTConfig, tokenizer: Tokenizer) -> list[str]:
-    """Everything that prevents an export as a Hugging Face folder."""
+    """Everything that prevents an export to a Hugging Face folder."""
     found = [str(each) for each in folder_objections(config, tokenizer.pattern)]
     if not tokenizer.has_text:
         return found
@@ -65,7 +66,7 @@ def hf_objections(config: GPTConfig, tokenizer: Tokenizer) -> list[str]:
 
 
 def gguf_objections(config: GPTConfig, tokenizer: Tokenizer, pre: str | None) -> list[str]:
-    """Everything that prevents an export as GGUF. `pre` is the name of a llama.cpp pre-tokenizer,
+    """Everything that prevents an export to GGUF. `pre` is the name of a llama.cpp pre-tokenizer,
     if the user chose one."""
     found = [str(each) for each in shape_objections(config)]
     family = "" if found else family_of(config)
@@ -131,13 +132,15 @@ def _gguf_objections_to_vocabulary(tokenizer: Tokenizer, pre: str | None) -> lis
 
 
 def require(found: Sequence[str], then: str = "") -> None:
-    """Raise ConvertError with everything that was found, followed by `then`."""
+    """Raise ConvertError if there are objections. The message lists them all and ends with
+    `then`."""
     if found:
         raise ConvertError("; ".join(found) + then)
 
 
 def describe(config: GPTConfig, tokenizer: Tokenizer) -> str:
-    """A line with the formats to which a model can be exported, or with the reasons against it."""
+    """A line that names the formats to which a model can be exported, and the reasons why it cannot
+    be exported to the others."""
     if found := hf_objections(config, tokenizer):
         return f"export: not possible with this model: {'; '.join(found)}"
     folder = NAMES[folder_family_of(config, tokenizer.pattern)]

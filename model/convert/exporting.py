@@ -1,8 +1,8 @@
 """Export: writes a checkpoint as a Hugging Face folder or a GGUF file.
 
-Files are written under a temporary name and renamed. Padded rows are dropped. `family.py` chooses
-the architecture, `exportable.py` lists everything that prevents an export, and `hf/export.py` and
-`gguf_file.py` write the formats.
+Files are written under a temporary name and then renamed. Padding rows are dropped. `family.py`
+chooses the architecture, `exportable.py` lists everything that prevents an export, and
+`hf/export.py` and `gguf_file.py` write the formats.
 """
 
 import shutil
@@ -36,13 +36,15 @@ def export_model(
     pre: str | None = None,
     log: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Export a checkpoint to `destination`, a folder or a GGUF file. After an error, nothing is
-    left there.
+    """Export a checkpoint to `destination`, a folder or a GGUF file. If the export fails, no files
+    are left there.
 
-    `dtype` is the dtype of the written weights; "auto" keeps the checkpoint's dtype. `pre` is for
-    GGUF (see `write_gguf`). `log` is called with each note for the user. Raises ConvertError,
-    CheckpointError, DeviceError if the model does not fit into memory, and FileError if it cannot
-    be written."""
+    `dtype` is the dtype of the written weights; "auto" keeps the checkpoint's dtype. `pre` is used
+    only for GGUF (see `write_gguf`). `log` is called with each note for the user. Raises
+    ConvertError if the model cannot be exported, CheckpointError if the checkpoint is invalid or
+    `destination` exists, DeviceError if the model does not fit into memory, and FileError if the
+    files cannot be written.
+    """
     if destination.exists():
         raise CheckpointError(f"{destination} already exists: choose another path, or remove it")
     info = read_checkpoint(checkpoint)
@@ -76,7 +78,7 @@ def _aside(destination: Path) -> Iterator[Path]:
 
 
 def _stored_dtype(checkpoint: Path) -> torch.dtype:
-    """The dtype of a checkpoint's weights, which all have the same. Raises CheckpointError."""
+    """The dtype that all weights of a checkpoint have. Raises CheckpointError."""
     try:
         require_regular(checkpoint / WEIGHTS)
     except OSError as error:

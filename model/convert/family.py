@@ -1,11 +1,12 @@
-"""Families: finds the architecture of other programs that is equivalent to a checkpoint's model.
+"""Families: finds the published architecture that is equivalent to a checkpoint's model.
 
-Supported are GPT-2, GPT-NeoX, Llama, Qwen2 (Llama with biases on query, key and value) and Qwen3
-(with QK-norm). Any other shape is refused; the error names every key of the configuration that has
-no counterpart. If an architecture needs biases that the model lacks, they are exported as zeros.
+The architectures are GPT-2, GPT-NeoX, Llama, Qwen2 (Llama with biases on query, key and value) and
+Qwen3 (Llama with QK-norm). Any other shape is refused; the error names every key of the
+configuration that has no counterpart. If an architecture needs biases that the model lacks, zeros
+are exported.
 
-transformers always uses Qwen2's split pattern for a Qwen2 model. If the vocabulary has another
-pattern, a model of Qwen2's shape is exported as Llama, with zero biases on the output projection.
+transformers always uses Qwen2's split pattern for a Qwen2 model. If the vocabulary has a different
+pattern, a model with Qwen2's shape is exported as Llama, with zero biases on the output projection.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,20 +20,20 @@ from logitd.model.transformer.config import WITHOUT_PARTS, GPTConfig, parts_of
 GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3 = "gpt2", "gpt_neox", "llama", "qwen2", "qwen3"
 
 NARROWER = 2 / 3
-"""Width of a gated feed-forward relative to a feed-forward without a gate and the same number of
-parameters."""
+"""Ratio of the width of a gated feed-forward to the width of a feed-forward without a gate that has
+the same number of parameters."""
 MULTIPLE = 32
-"""Divisor of the widths that `nearest` chooses."""
+"""The widths that `nearest` chooses are multiples of this."""
 
 _Rule = tuple[bool, str, str, Any]
-"""True if a key prevents the export, then the key, the reason, and a value that would not prevent
-it."""
+"""Whether a key prevents the export, the key, the reason, and a value that would not prevent the
+export."""
 
 
 @dataclass(frozen=True)
 class Objection:
     """A key of a configuration whose value prevents the export. `instead` is a value that would not
-    prevent it; None if no value of this key would help."""
+    prevent the export; None if no value of this key would help."""
 
     key: str
     value: Any
@@ -44,7 +45,7 @@ class Objection:
 
 
 def objections(config: GPTConfig) -> list[Objection]:
-    """All keys with values that prevent the export, because no architecture has them."""
+    """All keys whose values prevent the export, because no architecture supports them."""
     found = _broken(config, _of_any(config))
     if config.norm == "layernorm":
         return found + _broken(config, _of_gpt(config))
@@ -55,7 +56,8 @@ def objections(config: GPTConfig) -> list[Objection]:
 
 
 def family_of(config: GPTConfig) -> str:
-    """Name of the architecture. Raises ConvertError with all objections."""
+    """Name of the equivalent architecture. Raises ConvertError, which lists all objections, if
+    there is none."""
     _require(objections(config))
     if config.norm == "layernorm":
         return GPT_NEOX if config.positions == "rotary" else GPT2
@@ -65,16 +67,16 @@ def family_of(config: GPTConfig) -> str:
 
 
 def folder_family_of(config: GPTConfig, pattern: str) -> str:
-    """Name of the architecture in a Hugging Face folder, for a vocabulary with this split
-    pattern."""
+    """Name of the architecture of an exported Hugging Face folder. It depends on the split pattern
+    of the vocabulary."""
     _require(folder_objections(config, pattern))
     family = family_of(config)
     return LLAMA if family == QWEN2 and pattern != QWEN2_PATTERN else family
 
 
 def folder_objections(config: GPTConfig, pattern: str) -> list[Objection]:
-    """All keys with values that prevent a Hugging Face folder, for a vocabulary with this split
-    pattern."""
+    """All keys whose values prevent an export to a Hugging Face folder if the vocabulary has this
+    split pattern."""
     found = objections(config)
     if not found and family_of(config) == QWEN2 and pattern != QWEN2_PATTERN:
         found = _broken(config, _of_shared_width(config))
@@ -82,8 +84,9 @@ def folder_objections(config: GPTConfig, pattern: str) -> list[Objection]:
 
 
 def nearest(config: GPTConfig) -> GPTConfig:
-    """Change every key that prevents the export. A feed-forward that gets a gate also becomes
-    narrower, so that it keeps about as many parameters. Raises ConvertError if no change helps."""
+    """The configuration after changing every key that prevents the export. A feed-forward that gets
+    a gate also becomes narrower, so that it keeps about the same number of parameters. Raises
+    ConvertError if no change helps."""
     while found := objections(config):
         if stuck := [objection for objection in found if objection.instead is None]:
             raise ConvertError(f"{_listed(stuck)}; no other value can be exported in its place")
@@ -123,8 +126,8 @@ def _of_any(config: GPTConfig) -> Iterable[_Rule]:
 
 
 def _of_gpt(config: GPTConfig) -> Iterable[_Rule]:
-    """Parts of a shape that GPT-2 and GPT-NeoX lack. These two differ in positions and
-    residuals."""
+    """Rules for shapes with LayerNorm, which GPT-2 or GPT-NeoX must support. These two
+    architectures differ in positions and residuals."""
     gate = "the feed-forwards of GPT-2 and GPT-NeoX have no gate"
     norms = "GPT-2 and GPT-NeoX do not normalize queries and keys"
     equal = f"it must equal n_head, {config.n_head}"
@@ -144,7 +147,7 @@ def _of_gpt(config: GPTConfig) -> Iterable[_Rule]:
 
 
 def _of_llama(config: GPTConfig) -> Iterable[_Rule]:
-    """Parts of a shape that Llama, Qwen2 and Qwen3 lack."""
+    """Rules for shapes with RMSNorm, which Llama, Qwen2 or Qwen3 must support."""
     llama = "with norm 'rmsnorm' the shape is Llama's, which has rotary positions"
     whole = f"Llama rotates whole heads, {config.head_dim}"
     after = "Llama has one sublayer after the other"

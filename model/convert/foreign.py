@@ -1,8 +1,8 @@
 """Foreign models: the results of all readers, and checked access to tensors and settings.
 
 A reader (`nanogpt.py`, `hf/config.py`, `litgpt.py`, `by_role/`) translates names and shapes.
-Nothing in a file is trusted. `StateDictReader` raises errors for tensors that are missing, unused,
-or have a wrong shape or dtype; `Settings` for keys that are missing or have a wrong value.
+Nothing in a file is trusted. `StateDictReader` raises an error if a tensor is missing, is unused,
+or has a wrong shape or dtype. `Settings` raises an error if a key is missing or has a wrong value.
 """
 
 import math
@@ -27,12 +27,12 @@ FLOATS = {
 
 
 class ConvertError(ValueError):
-    """Raised if a model cannot be imported or exported; the message gives the reason."""
+    """Raised if a model cannot be imported or exported. The message gives the reason."""
 
 
 @contextmanager
 def naming(where: object) -> Iterator[None]:
-    """Turn errors about shapes and vocabularies into a ConvertError that names the source."""
+    """Turn an error about a shape or a vocabulary into a ConvertError that names the source."""
     try:
         yield
     except (ConfigError, TokenizerError) as error:
@@ -45,8 +45,8 @@ class ForeignTokenizer:
 
     order          the source's id for each id of `tokenizer`; None if they are the same
     notes          sentences for the user
-    chat_template  source of the chat template, if it has the same meaning here
-    end_known      the source names the special token that ends a document; otherwise it is a guess
+    chat_template  text of the chat template, if the template has the same meaning here
+    end_known      True if the source names the token that ends a document; otherwise it is a guess
     """
 
     tokenizer: Tokenizer
@@ -65,15 +65,15 @@ class ForeignTokenizer:
 class ForeignModel:
     """A model read from another format.
 
-    `config.vocab_size` and the rows of `weights` are still the source's (V, padding included);
-    `importing.py` fits them to the vocabulary.
+    `config.vocab_size` and the number of rows per token in `weights` are still the source's (V,
+    including padding). `importing.py` fits them to the vocabulary.
 
     kind      "nanoGPT", "Hugging Face llama", ...
-    dtype     dtype of the source
-    contents  other contents of the file or its configuration, as read
+    dtype     dtype of the source's weights
+    contents  contents of the file (except tensors) or its configuration, as read
     facts     facts about the source, for the card
     notes     descriptions of changes to the weights
-    unknown   settings that no reader understands
+    unknown   settings that the reader does not understand
     """
 
     kind: str
@@ -100,15 +100,16 @@ def check_tensor(where: str, name: str, tensor: Tensor) -> None:
         raise ConvertError(f"{where}: {name} is {kind}; only dense tensors can be imported")
     if tensor.dtype not in FLOATS:
         raise ConvertError(
-            f"{where}: {name} is {str(tensor.dtype).removeprefix('torch.')}; weights in "
-            f"{', '.join(FLOATS.values())} can be imported, quantized ones cannot"
+            f"{where}: {name} is {str(tensor.dtype).removeprefix('torch.')}; only weights in "
+            f"{', '.join(FLOATS.values())} can be imported, not quantized weights"
         )
     if not torch.isfinite(tensor).all():
         raise ConvertError(f"{where}: {name} has NaN or infinite values")
 
 
 def finite_number(value: Any) -> float | None:
-    """A finite number in a file, which may be a tensor with one element; None for other values."""
+    """A value from a file as a finite number; None if it is not one. A tensor with one element
+    counts as a number."""
     if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point():
         value = float(value)
     known = isinstance(value, int | float) and not isinstance(value, bool)
@@ -116,19 +117,21 @@ def finite_number(value: Any) -> float | None:
 
 
 def count_or_zero(value: Any) -> int:
-    """A count in a file, such as the number of training steps; 0 if the value is no such number."""
+    """A value from a file as a count, such as the number of training steps; 0 if it is not a
+    positive integer."""
     return value if type(value) is int and value > 0 else 0
 
 
 def plausible_loss(value: Any) -> float | None:
-    """A loss in a file, in nats; None if it is not plausible. nanoGPT and code like it store 1e9
-    before the first evaluation."""
+    """A value from a file as a loss in nats; None if it is not plausible. nanoGPT and similar
+    programs store 1e9 before the first evaluation."""
     loss = finite_number(value)
     return loss if loss is not None and 0 <= loss < 1e6 else None
 
 
 def common_dtype(dtypes: Collection[torch.dtype]) -> torch.dtype:
-    """The dtype of a model's tensors; float32 if they differ or are wider."""
+    """The common dtype of a model's tensors; float32 if the dtypes differ or are wider than
+    float32."""
     if len(dtypes) == 1 and torch.float64 not in dtypes:
         return next(iter(dtypes))
     return torch.float32
@@ -147,7 +150,7 @@ class StateDictReader:
         return name in self._tensors
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor of that name and shape. Raises ConvertError."""
+        """The tensor with this name. Raises ConvertError if it is missing or has another shape."""
         if name not in self._tensors:
             raise ConvertError(f"{self._where} lacks the tensor {name} of shape {shape}")
         tensor = self._tensors[name]
@@ -162,8 +165,8 @@ class StateDictReader:
         return tensor
 
     def require_layers(self, count: int) -> None:
-        """Raise ConvertError if there are more layers than tensors. If the configuration states a
-        false number of layers, the list of their names alone could fill the memory."""
+        """Raise ConvertError if the configuration states more layers than there are tensors. For a
+        false number of layers, the list of tensor names alone could fill the memory."""
         if count > len(self._tensors):
             raise ConvertError(
                 f"{self._where} has {len(self._tensors):,} tensors, but its configuration states "
@@ -175,8 +178,8 @@ class StateDictReader:
         self._taken |= {name for name in self._tensors if name.endswith(suffixes)}
 
     def finish(self) -> torch.dtype:
-        """The common dtype of the used tensors. Raises ConvertError if a tensor was not used,
-        because the source computes with it."""
+        """The common dtype of the tensors that were used. Raises ConvertError if a tensor is left
+        unused: the source computes with it, so ignoring it would change the results."""
         if left := sorted(self._tensors.keys() - self._taken):
             raise ConvertError(
                 f"{self._where} has {pluralize(len(left), 'tensor')} that a model with its "
@@ -186,7 +189,7 @@ class StateDictReader:
 
 
 class Settings:
-    """A foreign configuration, read key by key. Errors name the key."""
+    """The configuration of a foreign model, read key by key. Errors name the key."""
 
     def __init__(self, where: str, values: Mapping[str, Any]) -> None:
         self._where = where
@@ -194,10 +197,13 @@ class Settings:
         self._read: set[str] = set()
 
     def integer(self, *names: str, default: int | None = None) -> int:
-        """The value of the first of these keys that is present. Raises ConvertError."""
+        """The value of the first of these keys that is present and not null. Raises ConvertError
+        unless it is a positive integer."""
         value = self._first(names, default)
         if type(value) is not int or value < 1:
-            raise ConvertError(f"{self._where}: {names[0]} is {value!r}; expected a number above 0")
+            raise ConvertError(
+                f"{self._where}: {names[0]} is {value!r}; expected a positive integer"
+            )
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -225,18 +231,19 @@ class Settings:
         return name in self._values
 
     def names(self) -> list[str]:
-        """The keys whose value is not null."""
+        """The keys whose values are not null."""
         return [name for name, value in self._values.items() if value is not None]
 
     def part(self, name: str) -> "Settings":
-        """The object under a key; empty if there is none."""
+        """The object under a key; empty if the key is missing. Raises ConvertError if it is not an
+        object."""
         value = self.get(name, {})
         if not isinstance(value, dict):
             raise ConvertError(f"{self._where}: {name} is {value!r}; expected an object")
         return Settings(f"{name} of {self._where}", value)
 
     def reject_unless(self, name: str, neutral: Sequence[Any], reason: str) -> None:
-        """Raise ConvertError if a key has a value that no GPTConfig expresses."""
+        """Raise ConvertError if the key has a value that is neither null nor in `neutral`."""
         value = self._first((name,), None, needed=False)
         if value is not None and value not in neutral:
             raise ConvertError(f"{self._where}: {name} is {value!r}; {reason}")

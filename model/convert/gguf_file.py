@@ -1,11 +1,12 @@
 """GGUF: writes llama.cpp's file format with the `gguf` package (the extra `gguf`).
 
-Matrices keep the dtype of the checkpoint; norms, biases and positions are float32, as in
-llama.cpp's own converter. The vocabulary is written as byte-level BPE.
+Matrices have the dtype of the export; norms, biases and positions are float32, as in llama.cpp's
+own converter. The vocabulary is written as byte-level BPE.
 
-llama.cpp implements split patterns in code and selects them by name. A pattern without a name is
-refused unless the user chooses a name; then some texts are encoded differently. `exportable.py`
-lists everything else that is refused. To quantize a file, use `llama-quantize`.
+llama.cpp implements split patterns in code and selects them by name. A pattern that has no name
+there is refused unless the user chooses the name of another pattern; then some texts are encoded
+differently. `exportable.py` lists everything else that is refused. To quantize a file, use
+`llama-quantize`.
 """
 
 from contextlib import closing
@@ -28,9 +29,9 @@ LAYOUTS = {GPT2: GGUF_GPT2, LLAMA: GGUF_LLAMA, QWEN2: GGUF_QWEN, QWEN3: GGUF_QWE
 
 
 def write_gguf(path: Path, info: CheckpointInfo, gpt: GPT, family: str, pre: str | None) -> None:
-    """Write a GGUF file of a model to which `exportable.py` has no objections. `pre` is the name of
-    llama.cpp's pre-tokenizer to use; None selects it by the checkpoint's split pattern. Raises
-    ConvertError and OSError."""
+    """Write a model as a GGUF file, if `exportable.py` has no objections. `pre` is the name of the
+    llama.cpp pre-tokenizer; None selects it by the checkpoint's split pattern. Raises ConvertError
+    and OSError."""
     try:
         import gguf
     except ImportError as error:

@@ -1,11 +1,11 @@
 """Import: converts a model trained elsewhere to a checkpoint.
 
-It reads the model with the reader of its format, puts the rows of embedding and head into the order
-of the vocabulary, and saves a checkpoint. Rows without a token are padding. Every weight is checked
-by name against the shapes of the saved model. These formats determine the whole computation:
-nanoGPT's `ckpt.pt` (`nanogpt.py`), llama2.c's `.bin` (`llama2c.py`), nanochat's files
-(`nanochat.py`), Hugging Face folders (`hf/config.py`) and LitGPT's (`litgpt.py`). All other models
-are recognized by the roles of their tensors (`by_role/`).
+The reader for the model's format reads the model. Then the rows of the embedding and the head are
+put into the order of the vocabulary, and a checkpoint is saved. Rows without a token are padding.
+The shape of every weight is checked against the model that is saved. These formats determine the
+whole computation: nanoGPT's `ckpt.pt` (`nanogpt.py`), llama2.c's `.bin` (`llama2c.py`), nanochat's
+files (`nanochat.py`), Hugging Face folders (`hf/config.py`) and LitGPT folders (`litgpt.py`). All
+other models are recognized by the roles of their tensors (`by_role/`).
 """
 
 import hashlib
@@ -63,26 +63,27 @@ from logitd.model.transformer.shapes import padded
 
 NANOGPT = "ckpt.pt"
 PUBLISHED_FILES = (litgpt.WEIGHTS, CONFIG, WEIGHTS, PICKLE)
-"""Names of files that mean their folder if they are given as the source."""
+"""If the source is a file with one of these names, the file's folder is imported."""
 OPENAI_GPT: Mapping[str, Any] = {
     "norm_position": "post",
     "final_norm": False,
     "activation": "gelu_tanh",
     "score_scale": "head_dim",
 }
-"""The computation of GPT-1, which has no reader but usual names of tensors."""
+"""The computation of GPT-1. GPT-1 has no reader of its own, but its tensors are recognized by their
+names."""
 FINGERPRINT_BYTES = 2**20
-"""Number of bytes at each end of a file that enter its fingerprint."""
+"""Number of bytes at each end of a file that the fingerprint covers."""
 
 DAMAGE = (
     *(ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError),
     RuntimeError,
     zipfile.BadZipFile,
 )
-"""Errors that a damaged or unexpected value may raise."""
+"""Errors that reading a damaged or unexpected value may raise."""
 
 ROWS = frozenset(("token_embedding.weight", "head.weight", "head.bias", "value_embedding.weight"))
-"""Weights with one row per token, by the ends of their names."""
+"""Endings of the names of weights that have one row per token."""
 
 
 def import_model(
@@ -102,18 +103,19 @@ def import_model(
     """Read the model at `source` and save it as a new checkpoint at `destination`.
 
     tokenizer         vocabulary to use instead of the source's (`vocabulary/named.py`)
-    dtype             dtype of the stored weights; "auto" is the source's
+    dtype             dtype of the stored weights; "auto" keeps the source's dtype
     context_length    number of positions to keep; None keeps all
     skip_normalizer   import a tokenizer.json without its normalizer
     unused_rows       allow a vocabulary with fewer ids than the model has rows
-    roles             answers to open questions; if there are any, tensors of every format are
-                      recognized by role
-    check             text that the model should predict well
-    ignored_settings  settings of the source that are not understood but change no logits
+    roles             answers to open questions; if there are any, the tensors are recognized by
+                      role, whatever the format
+    check             path of a text that the model should predict well
+    ignored_settings  settings that logitd does not understand, but that the user knows to change no
+                      logits
     log               called with each line of the report
 
-    Raises ConvertError, CheckpointError if `destination` exists, and FileError if it cannot be
-    written.
+    Raises ConvertError if the model cannot be imported, CheckpointError if `destination` exists,
+    and FileError if it cannot be written.
     """
     if destination.exists():
         raise CheckpointError(f"{destination} already exists: choose another path, or remove it")
@@ -126,7 +128,8 @@ def import_model(
     coded = roles is not None and roles.code is not None
     if coded and ignored_settings:
         raise ConvertError(
-            "--ignore-setting has no effect with --code, which defines all settings: remove one"
+            "--ignore-setting has no effect with --code, which defines all settings: remove one of "
+            "these options"
         )
     where = str(opened.file.path) if isinstance(opened, Recognized) else opened.kind
     unknown = {} if coded else still_unknown(opened.unknown, ignored_settings, where)
@@ -190,8 +193,8 @@ def import_model(
 
 
 def importable(source: Path) -> bool:
-    """True if a path may be a model of another program: a file of weights, or a folder that
-    contains one and is not a checkpoint of logitd."""
+    """True if a path may be another program's model: a weight file, or a folder that contains a
+    weight file and is not a checkpoint or run of logitd."""
     if source.is_file():
         return source.suffix in SUFFIXES
     if not source.is_dir() or _is_own(source):
@@ -203,7 +206,7 @@ def importable(source: Path) -> bool:
 
 def fingerprint(source: Path) -> str:
     """A hash that distinguishes sources with the same name. It covers the names, the sizes, and the
-    first and last bytes of all files of weights."""
+    first and last bytes of all weight files."""
     files = [source]
     if source.is_dir():
         files = sorted(p for p in source.rglob("*") if p.is_file() and p.suffix in LOOKED_FOR)
@@ -228,8 +231,8 @@ def record_of_import(
     tokens: int = 0,
     val_loss: float | None,
 ) -> TrainingRecord:
-    """The record of an imported checkpoint: its source, further facts, and the progress of the
-    training that the source states. `tokenizer` is the value of --tokenizer."""
+    """The training record of an imported checkpoint: the source, further facts, and how far the
+    model was trained according to the source. `tokenizer` is the value of --tokenizer."""
     return TrainingRecord(
         step=step,
         tokens=tokens,
@@ -249,8 +252,8 @@ def record_of_import(
 
 @contextmanager
 def reporting_damage(where: Path) -> Iterator[None]:
-    """Turn the errors that damaged values cause into a ConvertError. Values in JSON or a pickle may
-    have any type, and not all are checked before use."""
+    """Turn the errors that damaged values cause into a ConvertError. A value in JSON or a pickle
+    may have any type, and not every value is checked before it is used."""
     try:
         yield
     except (ConvertError, CheckpointError):
@@ -266,8 +269,9 @@ def reporting_damage(where: Path) -> Iterator[None]:
 def _open(
     source: Path, context_length: int | None, roles: RoleOptions, *, checked: bool
 ) -> tuple[ForeignModel | Recognized, Path]:
-    """Open the model at a path. Returns the model, or its recognized tensors if the format does not
-    determine the computation, and the folder to search for a tokenizer."""
+    """Open the model at a path. Returns the model and the folder to search for a tokenizer. If the
+    format does not determine the computation, the recognized tensors are returned instead of the
+    model."""
     if not source.exists():
         raise ConvertError(f"{source} does not exist")
     named = source
@@ -288,8 +292,8 @@ def _open(
 
 
 def _family_answers(folder: Path) -> Mapping[str, Any]:
-    """The computation of GPT-1 if the folder has one, otherwise empty. GPT-1's configuration calls
-    the tanh approximation of GELU "gelu"."""
+    """The computation of GPT-1 if the folder contains a GPT-1 model; otherwise empty. GPT-1's
+    configuration calls the tanh approximation of GELU "gelu"."""
     document = object_beside(folder, CONFIG)
     known = document.get("model_type") == "openai-gpt" and document.get("afn") in ("gelu", None)
     return OPENAI_GPT if known else {}
@@ -298,9 +302,9 @@ def _family_answers(folder: Path) -> Mapping[str, Any]:
 def _read_published(
     source: Path, context_length: int | None, weights: str, *, by_role_else: bool
 ) -> ForeignModel | None:
-    """Read a model whose format determines the computation; None if it has another format. With
-    `by_role_else`, also None if no reader knows its Hugging Face family. `weights` is the file to
-    prefer."""
+    """Read a model whose format determines the computation; None if the model has another format.
+    With `by_role_else`, the result is also None if no reader supports the model's Hugging Face
+    family. If there are several weight files, `weights` is used."""
     if source.is_file():
         own = read_llama2c(source) or read_nanogpt(source)
         return own or nanochat.read_nanochat(source, context_length)
@@ -330,8 +334,9 @@ def _ask_together(
     *,
     checked: bool,
 ) -> None:
-    """Raise one error about everything that is open: settings that are not understood, open fields,
-    and the vocabulary. Fields that a text will answer are omitted until the text can be encoded."""
+    """Raise one error about everything that the user must answer: settings that are not understood,
+    open fields, and the vocabulary. If there is a text, it may answer the open fields, so they are
+    omitted until the text can be encoded."""
     asked = [OpenQuestions(f"{where}: {question(unknown)}", list(unknown))] if unknown else []
     if not asked and vocabulary is None:
         return
@@ -404,6 +409,6 @@ def _check(
     for name, tensor in weights.items():
         if tensor.dtype != stored and (largest := float(tensor.abs().max())) > limit:
             raise ConvertError(
-                f"{name} holds {largest:.3g}, more than {FLOATS[stored]} can hold; choose another "
-                "--dtype"
+                f"{name} contains {largest:.3g}, which is more than {FLOATS[stored]} can "
+                "represent; choose another --dtype"
             )

@@ -1,9 +1,8 @@
-"""Layouts: names, row order and orientation of a GPT's weights, and keys of its sizes, in other
-programs.
+"""Layouts: how other programs name, order and orient a GPT's weights, and name its sizes.
 
 A `Layout` maps this project's modules and sizes to those of another program, for reading
-(`read_weights`, `read_sizes`) and writing (`write_weights`, `write_sizes`). Other keys of
-configurations are in `hf/config.py`, `nanogpt.py` and `litgpt.py`.
+(`read_weights`, `read_sizes`) and writing (`write_weights`, `write_sizes`). `hf/config.py`,
+`nanogpt.py` and `litgpt.py` read the other keys of configurations.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -22,28 +21,28 @@ EMBEDDING, POSITIONS, HEAD = "token_embedding", "position_embedding", "head"
 NORMS = ("attention_norm", "mlp_norm", "final_norm")
 MATRICES = ("attention_out", "mlp_up", "mlp_down")
 LAYER = ("attention_norm", "qkv", "attention_out", "mlp_norm", "mlp_up", "mlp_down")
-"""The modules of a layer, except norms of query and key."""
+"""The modules of a layer, except the norms of query and key."""
 
 Rows = Mapping[str, Tensor]
-"""The modules whose rows have a different order: for each of our rows, the index of the other
-program's row."""
+"""For each module whose rows have a different order in the other program: for each row here, the
+index of the row there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The names of another program ("theirs") by the names here ("ours").
+    """The other program's names ("theirs") by this project's names ("ours").
 
     outside     modules outside the layers
     inside      modules of a layer (see the function `inside`)
     layer       prefix of names in a layer, with {N} for its number
-    prefixes    alternative prefixes of all names except the head's; an export writes the last
-    heads       alternative names of the head; an export writes the first
-    transposed  the matrices of the layers are stored (in, out)
+    prefixes    alternative prefixes of all names except the head's; an export uses the last
+    heads       alternative names of the head; an export uses the first
+    transposed  True if the matrices of the layers are stored (in, out)
     skipped     number of unused rows at the start of a table, by module
-    bare        norms that have no weights there; here their weights are ones
+    bare        norms that have no weights there; here, all their weights are 1
     rows        the order of the rows, if it differs
-    sizes       their keys by field of GPTConfig; alternatives are separated by spaces
-    eps         their key for the norms' eps, and its default
+    sizes       their configuration keys by field of GPTConfig, alternatives separated by spaces
+    eps         their configuration key for the norms' eps, and the default value of eps
     """
 
     outside: Mapping[str, str]
@@ -72,7 +71,7 @@ class Layout:
 
 
 def read_sizes(settings: Settings, layout: Layout, **defaults: int) -> dict[str, Any]:
-    """Read the sizes of a configuration as fields of a GPTConfig. Raises ConvertError."""
+    """Read the sizes in a configuration as fields of a GPTConfig. Raises ConvertError."""
     read: dict[str, Any] = {"vocab_size": settings.integer("vocab_size")}
     for ours, theirs in layout.sizes.items():
         read[ours] = settings.integer(*theirs.split(), default=defaults.get(ours))
@@ -97,7 +96,7 @@ def read_weights(
 ) -> dict[str, Tensor]:
     """Read the weights of a model of this shape. Returns them by this project's names.
 
-    unbiased  parts without biases in the source; they get zeros
+    unbiased  parts without biases in the source; their biases become zeros
     own       weights that the layout does not describe, by this project's names
 
     Raises ConvertError if a tensor is missing or has another shape.
@@ -130,7 +129,7 @@ def read_weights(
 def _read_head(
     reader: StateDictReader, config: GPTConfig, layout: Layout, embedding: Tensor
 ) -> dict[str, Tensor]:
-    """The head's weights. A tied head that is stored anyway must equal the embedding."""
+    """The head's weights. If the head is tied but stored anyway, it must equal the embedding."""
     head = next((name for name in layout.heads if f"{name}.weight" in reader), layout.heads[0])
     weights: dict[str, Tensor] = {}
     if not config.tied_head or f"{head}.weight" in reader:
@@ -139,15 +138,15 @@ def _read_head(
         weights["head.bias"] = reader.take(f"{head}.bias", len(embedding))
     if config.tied_head and not torch.equal(weights.pop("head.weight", embedding), embedding):
         raise ConvertError(
-            f"{head}.weight differs from the embedding, but with tie_word_embeddings they are the "
-            "same: the file contradicts its configuration"
+            f"{head}.weight differs from the embedding, but with tie_word_embeddings they must "
+            "be equal: the file contradicts its configuration"
         )
     return weights
 
 
 def fill_biases(config: GPTConfig, weights: dict[str, Tensor]) -> list[str]:
-    """Add zeros for biases that the shape has and the weights lack. Returns the sorted names of the
-    parts that got zeros."""
+    """Add zeros to `weights` for each bias that the shape has but the weights lack. Returns the
+    sorted names of the parts that got zeros."""
     filled = set[str]()
     for name in _shapes(config):
         module, kind, part = _split(name)
@@ -169,9 +168,9 @@ def tie_if_equal(
 
 
 def write_weights(gpt: GPT, layout: Layout, *, biased: Collection[str]) -> dict[str, Tensor]:
-    """The weights by the other program's names, as separate tensors without padded rows. Parts in
-    `biased`, which have biases there, get zeros if they have none here. Sinusoidal positions become
-    learned positions."""
+    """The weights by the other program's names. Tensors are not shared, and padding rows are
+    dropped. The parts in `biased` have biases there; a part without a bias here gets zeros.
+    Sinusoidal positions become learned positions."""
     config, state = gpt.config, gpt.state_dict()
     rows = layout.rows(config)
     if POSITIONS in layout.outside and f"{POSITIONS}.weight" not in state:
@@ -203,21 +202,23 @@ def _shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _split(name: str) -> tuple[str, str, str]:
-    """Split a name into module, kind and part: blocks.0.qkv.bias becomes blocks.0.qkv, bias,
-    qkv."""
+    """Split a name into module, kind and part: "blocks.0.qkv.bias" becomes "blocks.0.qkv", "bias"
+    and "qkv"."""
     module, _, kind = name.rpartition(".")
     return module, kind, module.rpartition(".")[2]
 
 
 def _sizes(config: GPTConfig, part: str, rows: int, count: int) -> list[int]:
-    """The numbers of rows of the other program's `count` modules that correspond to one of ours."""
+    """If one module here corresponds to `count` modules in the other program, the number of rows of
+    each of them."""
     if part == "qkv" and count == 3:
         return [rows - 2 * config.kv_width, config.kv_width, config.kv_width]
     return [rows // count] * count
 
 
 def head_by_head(config: GPTConfig) -> Rows:
-    """GPT-NeoX's order: query, key and value head by head, with the rotated channels first."""
+    """GPT-NeoX's order of the rows: head by head, each with its query, key and value. In a head,
+    the rotated channels come first."""
     rows = torch.arange(config.qkv_width).view(config.n_head, 3, config.head_dim)
     order = half_split(config)
     query, key, value = rows.unbind(dim=1)
@@ -225,8 +226,8 @@ def head_by_head(config: GPTConfig) -> Rows:
 
 
 def turning_first(config: GPTConfig) -> Rows:
-    """LitGPT's order: all queries, all keys, all values, with the rotated channels of a head
-    first."""
+    """LitGPT's order of the rows: all queries, all keys, all values. In a head, the rotated
+    channels come first."""
     rows = torch.arange(config.qkv_width).view(-1, config.head_dim)  # (H + 2K, D)
     order, turned = half_split(config), config.n_head + config.n_kv_head
     norm = torch.tensor(order)
@@ -235,7 +236,8 @@ def turning_first(config: GPTConfig) -> Rows:
 
 
 def group_by_group(config: GPTConfig) -> Rows:
-    """The order of LitGPT before 0.5: queries, key and value group by group."""
+    """The order of the rows in LitGPT before 0.5: group by group, each with its queries, key and
+    value."""
     per_group = config.n_head // config.n_kv_head
     rows = torch.arange(config.qkv_width).view(config.n_kv_head, per_group + 2, config.head_dim)
     apart = torch.cat([part.flatten() for part in rows.split([per_group, 1, 1], dim=1)])
@@ -244,8 +246,8 @@ def group_by_group(config: GPTConfig) -> Rows:
 
 
 def neighbors_turn(config: GPTConfig) -> Rows:
-    """The order of llama2.c and of llama.cpp's "llama": channels 2i and 2i + 1 of a head are
-    rotated together."""
+    """The order of the rows in llama2.c and in llama.cpp's "llama": channels 2i and 2i + 1 of a
+    head are rotated together."""
     rows = torch.arange(config.qkv_width).view(-1, config.head_dim)
     turned = config.n_head + config.n_kv_head
     pairs = rows.view(len(rows), -1, 2).transpose(1, 2).reshape(rows.shape)
@@ -253,17 +255,17 @@ def neighbors_turn(config: GPTConfig) -> Rows:
 
 
 def backwards(config: GPTConfig) -> Rows:
-    """nanochat's order. nanochat rotates pairs of channels backward, which equals rotating forward
-    with the halves of a head exchanged."""
+    """nanochat's order of the rows. nanochat rotates pairs of channels backward. This is the same
+    as rotating forward after the two halves of each head are exchanged."""
     rows = torch.arange(config.qkv_width).view(-1, 2, config.head_dim // 2)
     turned = config.n_head + config.n_kv_head
     return {"qkv": torch.cat((rows[:turned].flip(1), rows[turned:])).flatten()}
 
 
 def half_split(config: GPTConfig) -> list[int]:
-    """The other program's index for each of our channels of a head. There, the `rotary_dim` rotated
-    channels come first, then the others. Here, the first halves of both come first, then the second
-    halves."""
+    """For each channel of a head here, its index in the other program. There, the `rotary_dim`
+    rotated channels come first, then the other channels. Here, the first halves of both groups come
+    first, then the second halves."""
     turning = config.rotary_dim // 2
     resting = (config.head_dim - config.rotary_dim) // 2
     ends = config.rotary_dim + resting
@@ -272,16 +274,16 @@ def half_split(config: GPTConfig) -> list[int]:
 
 
 def inside(*names: str, **norms: str) -> dict[str, tuple[str, ...]]:
-    """Names of a layer's modules, in the order of LAYER. Several names in one string, separated by
-    spaces, are stacked into one module here. `norms` are the names of the norms of query and
-    key."""
+    """The `inside` of a Layout. `names` are the other program's names of a layer's modules, in the
+    order of LAYER. If a string contains several names, separated by spaces, these modules are
+    stacked into one module here. `norms` are the names of the norms of query and key."""
     parts = dict(zip(LAYER, names, strict=True)) | norms
     return {part: tuple(theirs.split()) for part, theirs in parts.items()}
 
 
 def sizes(*keys: str, **more: str) -> dict[str, str]:
-    """The `sizes` of a Layout from the keys of the context length, the width and the numbers of
-    layers and heads. `more` are the keys of other fields."""
+    """The `sizes` of a Layout. `keys` are the keys of the context length, the width, the number of
+    layers and the number of heads, in this order. `more` has the keys of other fields."""
     names = ("context_length", "d_model", "n_layer", "n_head")
     return dict(zip(names, keys, strict=True)) | more
 

@@ -1,9 +1,9 @@
 """LitGPT's `lit_model.pth` with `model_config.yaml`: the shapes of Llama, GPT-NeoX and Pythia.
 
-Old versions store query, key and value under `attn.attn`, group by group. The head is always
-stored; if it equals the embedding, it is tied. YAML needs PyYAML. Recognition by role (`by_role/`)
-cannot replace this reader: it reads no YAML, supports only rotation of whole heads, and does not
-know the old order.
+Old versions store query, key and value group by group, under `attn.attn`. The head is always
+stored; if it equals the embedding, the imported head is tied. Reading the YAML needs PyYAML.
+Recognition by role (`by_role/`) cannot replace this reader: it reads no YAML, supports only
+rotation of whole heads, and does not know the old order of rows.
 """
 
 from collections.abc import Mapping
@@ -48,10 +48,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rope_condense_ratio": (1,),
     "n_expert": (0,),
 }
-"""Keys that may change the computation, and their values that do not. Null never does."""
+"""Keys that may change the computation, with the values that do not change it. Null does not change
+it either."""
 
 UNUSED = ("name", "hf_config", "rope_n_elem", "sliding_window_indices")
-"""Keys that do not change the computation by themselves."""
+"""Keys that are not read, because they do not change the computation by themselves."""
 
 
 def read_litgpt(folder: Path) -> ForeignModel:
@@ -89,7 +90,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             f"reading {path.name} needs PyYAML, which is not installed: {installation('litgpt')}"
         ) from error
     if not path.exists():
-        raise ConvertError(f"{path} does not exist; it describes {WEIGHTS}")
+        raise ConvertError(f"{path} does not exist, but {WEIGHTS} cannot be read without it")
     try:
         values = yaml.safe_load(source_text(path, CONFIG_BYTES))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -115,7 +116,9 @@ def _config(settings: Settings) -> GPTConfig:
     vocab_size = sizes["vocab_size"]
     norm_qk = settings.flag("norm_qk", False)
     if norm_qk and layer_norm:
-        raise ConvertError("norm_qk with LayerNorm; queries and keys are RMS-normalized here")
+        raise ConvertError(
+            "norm_qk is true with LayerNorm, but logitd supports only RMS norms of queries and keys"
+        )
     biased = settings.flag("bias", True)
     multiple = settings.integer("padding_multiple", default=512)
     padded = -(-vocab_size // multiple) * multiple
@@ -138,8 +141,8 @@ def _config(settings: Settings) -> GPTConfig:
 
 
 def _windows(settings: Settings, n_layer: int) -> tuple[int | None, ...] | None:
-    """The sliding window of each layer. All layers have it, unless the configuration lists those
-    that do."""
+    """The sliding window of each layer; None if the configuration has no window. All layers have
+    the window unless the configuration lists the layers that have it."""
     if settings.get("sliding_window_size") is None:
         return None
     window, marks = settings.integer("sliding_window_size"), settings.get("sliding_window_indices")

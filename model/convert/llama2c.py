@@ -1,8 +1,8 @@
-"""llama2.c's `.bin` files, versions 0 and 1: the shape of Llama in float32.
+"""llama2.c's `.bin` files, versions 0 and 1: models with Llama's shape, in float32.
 
-Version 0 has no magic number, only seven numbers before the weights; it is recognized by its exact
-size. `run.c` defines the computation: RMSNorm with eps 1e-5, and rotary positions of adjacent
-channels with theta 10,000. Version 2 is quantized and refused.
+Version 0 has no magic number; its header is only seven numbers. It is recognized by the exact size
+of the file. `run.c` defines the computation: RMSNorm with eps 1e-5, and rotary positions that
+rotate adjacent channels together, with theta 10,000. Version 2 is quantized and refused.
 """
 
 import math
@@ -24,12 +24,12 @@ from logitd.model.transformer.shapes import gpt2_shape
 HEADER = struct.Struct("<7i")
 FIRST_VERSION_BYTES, HEADER_BYTES = HEADER.size, 256
 LARGEST = 2**24
-"""Largest number that a header may have."""
+"""Largest number that is accepted in a header."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """The version and the numbers of a header. If `shared`, the head is the embedding."""
+    """The version and the numbers in a header. If `shared` is True, the head is the embedding."""
 
     version: int
     shared: bool
@@ -53,8 +53,8 @@ class _Header:
         return HEADER_BYTES if self.version else FIRST_VERSION_BYTES
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes by name, in the order of the file. A name with {N} stands for a tensor of each
-        layer; the first axis of its shape counts the layers."""
+        """Shapes by name, in the order of the file. A name with {N} stands for the tensors of all
+        layers, which are stacked along the first axis."""
         layers, width, hidden = self.layers, self.width, self.hidden
         size = width // self.heads
         keys = self.kv_heads * size
@@ -121,7 +121,7 @@ def read_llama2c(path: Path) -> ForeignModel | None:
 
 
 def _read_header(path: Path) -> _Header | None:
-    """Read the header; None if the file is not llama2.c's. Raises ConvertError if the file is
+    """Read the header; None if the file is not a llama2.c file. Raises ConvertError if the file is
     quantized or has the wrong size."""
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -130,16 +130,20 @@ def _read_header(path: Path) -> _Header | None:
         version = int.from_bytes(head[4:8], "little")
         if version != 1:
             raise ConvertError(
-                f"{path} is a llama2.c file of version {version}; only 0 and 1 can be read, and "
-                "version 2 is quantized: export it with --version 1"
+                f"{path} is a llama2.c file of version {version}; only versions 0 and 1 can be "
+                "imported, and version 2 is quantized: export the model with --version 1"
             )
         numbers: tuple[int, ...] = HEADER.unpack_from(head, 8)
         header = _Header(1, bool(head[8 + HEADER.size]), *numbers)
         if not header.plausible or header.file_bytes() != size:
             raise ConvertError(
-                f"{path} has {size:,} bytes, but its header {numbers} needs "
-                f"{header.file_bytes() if header.plausible else 'other numbers'}: it is damaged or "
-                "incomplete"
+                f"{path} has {size:,} bytes, but its header {numbers} "
+                + (
+                    f"needs {header.file_bytes():,} bytes"
+                    if header.plausible
+                    else "is not plausible"
+                )
+                + ": it is damaged or incomplete"
             )
         return header
     if len(head) < FIRST_VERSION_BYTES or head[:2] in (b"PK", b"\x80\x02"):

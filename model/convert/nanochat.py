@@ -1,12 +1,14 @@
 """nanochat's checkpoints: `model_*.pt` with `meta_*.json`.
 
-The file has no settings except sizes. nanochat's computation depends on its version, and the
+The JSON file has no settings except sizes. The computation depends on nanochat's version, and the
 tensors show the version (`_version`), with one exception that the import reports. Recognition by
-role (`by_role/`) cannot replace this reader: it knows no scales, windows or caps.
+role (`by_role/`) cannot replace this reader: it does not support residual scales, sliding windows
+or logit caps.
 
-Some parts are folded into weights. Norms without weights get ones, the factor of queries and keys
-becomes the weight of their norms, and the factor of the gates becomes a factor of the value
-embeddings. nanochat rotates pairs backward, so the halves of each head are exchanged.
+Some parts of the computation are moved into the weights. Norms without weights get weights of 1,
+the factor of queries and keys becomes the weight of their norms, and the value embeddings are
+multiplied by the factor of their gates. nanochat rotates pairs of channels backward, so the halves
+of each head are exchanged.
 """
 
 import re
@@ -44,9 +46,9 @@ _OUTSIDE = r"transformer\.wte\.weight|lm_head\.weight|value_embeds\.\d+\.weight"
 _SCALES = r"resid_lambdas|x0_lambdas|smear_gate\.weight|smear_lambda|backout_lambda"
 _NAMES = re.compile(f"{_LAYER}|{_OUTSIDE}|{_SCALES}")
 PATTERN = "SSSL"
-"""The program's default pattern of windows."""
+"""nanochat's default pattern of windows: S is a short window, L is the whole context."""
 EPS = torch.finfo(torch.float32).eps
-"""Default eps of torch's `rms_norm` in float32."""
+"""The default eps of torch's `rms_norm` for float32 inputs."""
 
 TEMPLATE = """\
 {{- '<|bos|>' }}
@@ -83,11 +85,12 @@ class _Version:
     """Constants of a version of nanochat, which its checkpoints do not store.
 
     theta       base of the rotary frequencies
-    sharpness   factor of queries and of keys after their norm
+    sharpness   factor by which queries and keys are multiplied after their norms
     gate        largest value of a value embedding's gate
     gate_width  number of channels that a gate reads
-    short       a short window has the length of the sequence divided by this
-    tiles       short windows are rounded up to a multiple of this; None rounds them down
+    short       the context length is divided by this to get the short window
+    tiles       the short window is rounded up to a multiple of this; None rounds it down to an
+                integer
     """
 
     theta: float
@@ -98,7 +101,7 @@ class _Version:
     tiles: int | None
 
     def short_window(self, length: int) -> int:
-        """Number of positions that a short window covers, including the current position, which
+        """Number of positions that a short window covers. This includes the current position, which
         nanochat does not count."""
         if self.tiles is None:
             return length // self.short + 1
@@ -112,11 +115,11 @@ CAP = 15.0
 
 
 def read_nanochat(source: Path, context_length: int | None) -> ForeignModel | None:
-    """Read a file of nanochat, or the file with the most steps in a folder; None if there is no
-    such file.
+    """Read a nanochat file, or the file with the highest step in a folder; None if there is no such
+    file.
 
-    Without `meta_*.json`, sizes are read from the tensors, `context_length` is the trained length,
-    and the windows are nanochat's default. Raises ConvertError.
+    Without `meta_*.json`, the sizes are read from the tensors, `context_length` is used as the
+    trained length, and the windows are nanochat's default. Raises ConvertError.
     """
     path = _latest(source) if source.is_dir() else source
     if path is None or not path.is_file() or path.suffix != ".pt":
@@ -155,8 +158,8 @@ def read_nanochat(source: Path, context_length: int | None) -> ForeignModel | No
 
 
 def with_conversation(vocabulary: ForeignTokenizer) -> ForeignTokenizer:
-    """Add nanochat's chat template and the tokens that end a text to a vocabulary with nanochat's
-    special tokens. Other vocabularies are returned unchanged."""
+    """If a vocabulary has nanochat's special tokens, add nanochat's chat template and the tokens
+    that end a text. Other vocabularies are returned unchanged."""
     tokenizer = vocabulary.tokenizer
     ids = tokenizer.special_tokens
     if vocabulary.chat_template is not None or not ids.keys() >= set(_TURNS):
@@ -172,8 +175,8 @@ def with_conversation(vocabulary: ForeignTokenizer) -> ForeignTokenizer:
 
 
 def _is_nanochat(names: Collection[str]) -> bool:
-    """True for the names of tensors of nanochat and of programs derived from it. Tensors that only
-    the latter have are refused by name later."""
+    """True if these are the tensor names of nanochat or a program derived from it. Later, tensors
+    that only a derived program has are refused, and the error names them."""
     derived = any(re.fullmatch(_SCALES, name) for name in names)
     return "transformer.wte.weight" in names and (derived or all(map(_NAMES.fullmatch, names)))
 
@@ -195,13 +198,13 @@ def _model_config(document: Mapping[str, Any], meta: Path) -> dict[str, Any]:
 def _sizes(
     tensors: Mapping[str, Tensor], path: Path, meta: Path, context_length: int | None
 ) -> dict[str, Any]:
-    """The sizes that the tensors show, with the keys of `model_config`."""
+    """The sizes that the tensors' shapes show, under the keys of `model_config`."""
     gates = [t for name, t in tensors.items() if name.endswith(".attn.ve_gate.weight")]
     keys = tensors.get("transformer.h.0.attn.c_k.weight")
     if not gates or keys is None or context_length is None:
         raise ConvertError(
-            f"{path} is a file of nanochat, which stores heads and windows in {meta.name}: copy "
-            "that file next to it"
+            f"{path} is a nanochat file, and nanochat stores the numbers of heads and the windows "
+            f"in {meta.name}: copy that file to the same folder"
             + ("" if not gates else ", or give the trained length as --context-length")
         )
     rows, width = tensors["transformer.wte.weight"].shape
@@ -264,7 +267,7 @@ def _shape(settings: Settings, tensors: Mapping[str, Tensor]) -> GPTConfig:
 def _own_weights(
     reader: StateDictReader, config: GPTConfig, version: _Version
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights that `LAYOUT` does not describe, with their names here."""
+    """Yield the weights that `LAYOUT` does not describe, by this project's names."""
     width, layers = config.d_model, config.n_layer
     if config.smear:
         yield "smear_gate.weight", reader.take("smear_gate.weight", 1, min(24, width))

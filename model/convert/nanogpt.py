@@ -1,8 +1,8 @@
 """nanoGPT's `ckpt.pt`: GPT-2's shape, with or without biases, and exact GELU.
 
-The optimizer's state in the file is not read. Recognition by role (`by_role/`) cannot replace this
-reader: it would have to ask for the activation and the position of the norms, and it does not check
-shapes against `model_args`.
+The optimizer's state is not imported. Recognition by role (`by_role/`) cannot replace this reader:
+it would have to ask the user for the activation and the position of the norms, and it does not
+check shapes against `model_args`.
 """
 
 import math
@@ -25,8 +25,8 @@ from logitd.model.transformer.shapes import gpt2_shape
 
 
 def read_nanogpt(path: Path) -> ForeignModel | None:
-    """Read a file of nanoGPT's train.py; None if its keys or tensors have other names. Raises
-    ConvertError."""
+    """Read a checkpoint that nanoGPT's train.py saved; None if the file's keys or tensors have
+    other names. Raises ConvertError."""
     if container_of(path) != "torch":
         return None
     checkpoint = read_pt(path, keep="model.state_dict()")

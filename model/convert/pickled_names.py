@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 BYTES = 256 * 2**20
-"""Maximum number of bytes read from a pickle that is not in a zip archive. Such pickles contain the
-values of the tensors."""
+"""Maximum number of bytes to read from a pickle that is not in a zip archive. Such a pickle
+contains the values of the tensors, so it may be very large."""
 
 OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""First bytes of torch.save's older form: a pickle of its magic number."""
+"""First bytes of torch.save's older form: a pickle of torch's magic number."""
 
 DAMAGE = (
     *(ValueError, OSError, IndexError, EOFError, KeyError, OverflowError, MemoryError),
@@ -43,17 +43,17 @@ HARMLESS = frozenset(
         "torch.serialization._get_layout",
     }
 )
-"""Names that `weights_only=True` allows, besides storages and dtypes."""
+"""Names that torch.load allows with `weights_only=True`, besides storages and dtypes."""
 
 
 @dataclass(frozen=True)
 class PickledNames:
-    """The names in a file.
+    """The names of classes and functions in a pickle file.
 
-    foreign       classes and functions other than tensors and containers, in the file's order
-    holds_module  the file contains a torch module
-    by_torch      the file was written by torch.save, not pickle.dump
-    complete      the instructions could be read to the end
+    foreign       names that `weights_only=True` does not allow, in the file's order
+    holds_module  True if the file contains a torch module
+    by_torch      True if the file was written by torch.save, not pickle.dump
+    complete      True if at least one pickle could be read to its end
     """
 
     foreign: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class PickledNames:
 
 
 def pickled_names(path: Path) -> PickledNames:
-    """Read the names in a file. If it is not a pickle, there are none."""
+    """Read the names in a file. A file that is not a pickle has none."""
     by_torch, names, complete, texts = False, list[str](), False, set[str]()
     # Damaged bytes may cause warnings about invalid escapes. After an error, the names read so far
     # count; the caller reports the damage.
@@ -98,7 +98,8 @@ def _harmless(name: str) -> bool:
 
 
 def _globals(file: BinaryIO, texts: set[str]) -> Iterator[str]:
-    """Yield the names in a pickle. Adds the strings that identify a torch module to `texts`."""
+    """Yield the names in a pickle. If the pickle contains strings that identify a torch module, add
+    them to `texts`."""
     strings: list[str] = []
     memo: dict[int, str] = {}
     memoized, last = 0, ""

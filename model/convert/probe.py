@@ -1,9 +1,9 @@
 """Probe: a text on which two tokenizers are compared.
 
-It contains everything that usually reveals differences: several scripts, contractions in both
-cases, code, runs of digits of many lengths, all kinds of white space, characters of one to four
-bytes, and combining marks. It has no names of special tokens, and no characters added after Unicode
-9, because the engines' tables of newer characters differ.
+It contains everything that usually reveals differences: several scripts, contractions in upper and
+lower case, code, runs of digits of many lengths, all kinds of white space, characters of one to
+four bytes, and combining marks. It has no names of special tokens. It has no characters added after
+Unicode 9, because the regular-expression engines disagree about newer characters.
 """
 
 _PARTS = (

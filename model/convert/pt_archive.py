@@ -1,9 +1,10 @@
 """Archives of torch.save: checks the sizes of tensors against the archive's list of files.
 
-A zip archive stores the values of each tensor in a separate file, but all shapes in another. torch
-maps the values into memory without checking that their file is uncompressed and long enough for the
-shape, and would return the bytes that follow. A shape may also repeat a few values billions of
-times. `pt_file.py` reads the pickles.
+A zip archive stores the values of each tensor in a separate file, but the shapes of all tensors in
+one other file. torch maps the values into memory without checking that their file is uncompressed
+and long enough for the shape. If the file is too short, the tensor contains the bytes that follow
+it in the archive. A shape may also repeat a few values billions of times. `pt_file.py` reads the
+pickles.
 """
 
 import zipfile
@@ -19,7 +20,7 @@ from torch import Tensor
 from logitd.model.convert.foreign import ConvertError
 
 REPEATED_BYTES = 64 * 2**20
-"""Maximum size in bytes of a tensor that repeats stored values, as masks may."""
+"""Maximum size, in bytes, of a tensor that repeats stored values, as a mask may."""
 DEPTH = 8
 """Number of levels of dictionaries and lists that are searched for tensors."""
 
@@ -28,9 +29,9 @@ DEPTH = 8
 class Archive:
     """The sizes in an archive's list of files.
 
-    unpacked    total bytes of all files, unpacked
-    data        bytes of each file with a tensor's values, largest first
-    compressed  True if one of those files is compressed
+    unpacked    total size of all files when unpacked, in bytes
+    data        sizes of the files with tensors' values, in bytes, largest first
+    compressed  True if at least one of the files in `data` is compressed
     """
 
     unpacked: int
@@ -39,8 +40,8 @@ class Archive:
 
 
 def read_archive(path: Path) -> Archive:
-    """Read the list of files. Raises the errors of `zipfile`: BadZipFile, OSError, ValueError,
-    NotImplementedError or struct.error."""
+    """Read an archive's list of files. Raises the same errors as `zipfile`: BadZipFile, OSError,
+    ValueError, NotImplementedError or struct.error."""
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
     data = [entry for entry in entries if Path(entry.filename).parent.name == "data"]
@@ -52,8 +53,8 @@ def read_archive(path: Path) -> Archive:
 
 
 def check_tensors(path: Path, loaded: Any, archive: Archive | None) -> None:
-    """Raise ConvertError if a tensor has more values than the file stores. `archive` is None for
-    files from before torch 1.6."""
+    """Raise ConvertError if a tensor has more values than the file stores for it. `archive` is None
+    if the file was saved before torch 1.6."""
     stored: dict[int, int] = {}  # bytes by address
     for name, tensor in tensors_in(loaded):
         if tensor.layout is not torch.strided or tensor.is_meta:
@@ -64,7 +65,8 @@ def check_tensors(path: Path, loaded: Any, archive: Archive | None) -> None:
         if size > max(storage.nbytes(), REPEATED_BYTES):
             raise ConvertError(
                 f"{path}: {name} has the shape {tuple(tensor.shape)}, which takes {size:,} bytes, "
-                f"but the file has only {storage.nbytes():,}: values would be repeated"
+                f"but the file has only {storage.nbytes():,} bytes for it, so values would be "
+                "repeated"
             )
     if archive is None:
         return
@@ -75,12 +77,12 @@ def check_tensors(path: Path, loaded: Any, archive: Archive | None) -> None:
         if needed > held:
             raise ConvertError(
                 f"{path} is damaged: a tensor takes {needed:,} bytes, but its file in the archive "
-                f"has {held:,}: copy it again"
+                f"has only {held:,} bytes: copy {path.name} again"
             )
 
 
 def tensors_in(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in nested containers with their paths of keys."""
+    """Yield the tensors in nested containers, each with the path of keys that leads to it."""
     if isinstance(value, Tensor):
         yield name, value
     elif depth < DEPTH and isinstance(value, Mapping):

@@ -1,10 +1,11 @@
 """PyTorch's .pt and .pth files, read as data only.
 
-`torch.load` is used with `weights_only=True`. Objects of configuration classes
-(`__main__.GPTConfig`, `argparse.Namespace`) become objects of a class in this module with the same
-attributes; none of their code is imported or run. A whole pickled module is refused; the error
-lists its classes (`pickled_names.py`) and the command that saves only its weights. Files from
-before torch 1.6, which are not zip archives, are supported. `read_plain_pickle` reads vocabularies.
+`torch.load` is used with `weights_only=True`. An object of a configuration class
+(`__main__.GPTConfig`, `argparse.Namespace`) becomes an object of a class in this module with the
+same attributes. The configuration class is not imported, and its code is not run. A whole pickled
+module is refused; the error lists the module's classes (`pickled_names.py`) and the command that
+saves only its weights. Files from before torch 1.6, which are not zip archives, are supported.
+`read_plain_pickle` reads vocabularies.
 """
 
 import io
@@ -26,13 +27,13 @@ from logitd.model.convert.pt_archive import Archive, check_tensors, read_archive
 from logitd.model.convert.source_file import source_bytes
 
 PACKED_TIMES = 4
-"""Largest allowed ratio of an archive's unpacked size to its file size."""
+"""An archive may unpack to at most this many times its size, plus PICKLE_BYTES."""
 PICKLE_BYTES = 64 * 2**20
-"""Largest pickle, in bytes; character vocabularies are smaller."""
+"""Maximum size of a plain pickle, in bytes. Character vocabularies are much smaller."""
 
 
 class Attributes:
-    """The attributes of an object whose class is not imported."""
+    """Stands in for an object whose class is not imported. It has that object's attributes."""
 
     def __new__(cls, *arguments: Any, **named: Any) -> Self:
         return super().__new__(cls)
@@ -41,16 +42,17 @@ class Attributes:
         pass
 
     def __setstate__(self, state: Any) -> None:
-        """Store the attributes, which pickle passes as a dictionary, or as a pair of it and another
-        dictionary for slots. Other states (NumPy's tuples) have no names and are ignored."""
+        """Store the attributes. pickle passes them as a dictionary, or as a pair of dictionaries if
+        the class has slots. Other states, such as NumPy's tuples, have no attribute names and are
+        ignored."""
         for part in state if isinstance(state, tuple) else (state,):
             if isinstance(part, dict):
                 vars(self).update(part)
 
 
 class UncalledAttributes(Attributes):
-    """`Attributes` for a plain pickle, which creates objects without calling their class. A pickle
-    that calls it would run code and is refused."""
+    """`Attributes` for plain pickles. A plain pickle creates objects without calling their class. A
+    pickle that calls a class would run code and is refused."""
 
     def __new__(cls, *arguments: Any, **named: Any) -> Self:
         if arguments or named:
@@ -62,13 +64,14 @@ class UncalledAttributes(Attributes):
 
     @classmethod
     def _refuse(cls) -> NoReturn:
-        raise pickle.UnpicklingError(f"it names {cls.__name__}; building that would run code")
+        raise pickle.UnpicklingError(f"it refers to {cls.__name__}; creating that would run code")
 
 
 def read_pt(path: Path, *, keep: str) -> dict[str, Any]:
     """Read the dictionary in a .pt file. Its tensors stay on disk until they are used.
 
-    `keep` is the Python expression of what messages recommend to save. Raises ConvertError.
+    `keep` is the Python expression for the value that error messages recommend to save. Raises
+    ConvertError.
     """
     container_of(path)  # refuses formats of other programs by name
     archive = _archive(path, keep) if zipfile.is_zipfile(path) else None
@@ -86,9 +89,9 @@ def read_pt(path: Path, *, keep: str) -> dict[str, Any]:
 
 
 def _archive(path: Path, keep: str) -> Archive:
-    """Read an archive's list of files. Raises ConvertError if it cannot be read, or if the unpacked
-    size is much larger than the file: torch.save does not compress, and torch would allocate the
-    listed sizes."""
+    """Read an archive's list of files. Raises ConvertError if the list cannot be read or if the
+    unpacked size is much larger than the file. torch.save does not compress, and torch would
+    allocate memory for the listed sizes."""
     try:
         archive = read_archive(path)
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error) as error:
@@ -96,8 +99,9 @@ def _archive(path: Path, keep: str) -> Archive:
     size = path.stat().st_size
     if archive.unpacked > PACKED_TIMES * size + PICKLE_BYTES:
         raise ConvertError(
-            f"{path} has {size:,} bytes, but would unpack to {archive.unpacked:,}: it is damaged, "
-            "or was compressed later. Load it where it was created, and save it with torch.save"
+            f"{path} has {size:,} bytes, but would unpack to {archive.unpacked:,} bytes: it is "
+            "damaged, or was compressed later. Load it where it was created, and save it with "
+            "torch.save"
         )
     return archive
 
@@ -112,8 +116,8 @@ def _load(path: Path, archive: Archive | None) -> Any:
 def _load_with_attributes(
     path: Path, keep: str, archive: Archive | None, refused: pickle.UnpicklingError
 ) -> Any:
-    """Load a file with `Attributes` in place of its classes. Raises ConvertError if it contains
-    more than configurations, such as a module or calls of functions."""
+    """Load a file with `Attributes` in place of its classes. Raises ConvertError if the file
+    contains more than configuration objects, such as a module or calls of functions."""
     names = pickled_names(path)
     if not (archive is not None or names.holds_module or names.foreign):
         raise _unreadable(path, keep, refused) from refused
@@ -188,14 +192,14 @@ def _unreadable(path: Path, keep: str, error: Exception) -> ConvertError:
     what = f"is truncated or damaged ({type(error).__name__})"
     if head and head.isascii() and b"\0" not in head:
         what = (
-            "and is a text. Expected is a file of weights (.pt, .pth, .bin, .safetensors) or its "
+            "and is a text. Expected a file of weights (.pt, .pth, .bin, .safetensors) or its "
             "folder"
         )
     return ConvertError(f"{size} is not a file of torch.save: it begins with {begins!r}, {what}")
 
 
 def without_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """The values in a file, except its tensors and the containers that hold tensors."""
+    """The members of a checkpoint, except tensors and containers with tensors."""
     return {
         key: value
         for key, value in checkpoint.items()
@@ -204,8 +208,8 @@ def without_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_plain_pickle(path: Path) -> Any:
-    """Read a pickle of dictionaries, lists, numbers and texts. An object with such attributes
-    becomes a dictionary. Raises ConvertError."""
+    """Read a pickle of dictionaries, lists, numbers and strings. An object whose attributes are
+    such values becomes a dictionary. Raises ConvertError."""
     raw = source_bytes(path, PICKLE_BYTES)
     try:
         _check_memo(raw)
@@ -217,8 +221,8 @@ def read_plain_pickle(path: Path) -> Any:
 
 
 def _check_memo(raw: bytes) -> None:
-    """Raise UnpicklingError if a memo index exceeds the pickle's length, because Python would
-    allocate all entries up to it."""
+    """Raise UnpicklingError if a memo index exceeds the pickle's length. Python would allocate all
+    memo entries up to that index."""
     for opcode, argument, _ in pickletools.genops(raw):
         if opcode.name.endswith("PUT") and argument is not None and argument > len(raw):
             raise pickle.UnpicklingError(f"its memo index {argument:,} exceeds its length")

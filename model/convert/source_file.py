@@ -1,4 +1,4 @@
-"""Source files: reads files of other programs. All errors are ConvertErrors.
+"""Source files: reads files of other programs. All errors are of the class ConvertError.
 
 `model/files.py` reads the bytes and raises OSError for a pipe, a device, a folder, or a file that
 is missing or too large. This module turns these errors into ConvertError, and raises it for files
@@ -14,7 +14,8 @@ from logitd.model.files import TEXT_BYTES, VOCABULARY_BYTES, read_regular, requi
 
 
 def require_source(path: Path) -> None:
-    """Raise ConvertError unless a path is a regular file. Call this before a library opens it."""
+    """Raise ConvertError unless a path is a regular file. Call this before a library opens the
+    file."""
     try:
         require_regular(path)
     except OSError as error:
@@ -22,7 +23,8 @@ def require_source(path: Path) -> None:
 
 
 def source_bytes(path: Path, most: int = VOCABULARY_BYTES) -> bytes:
-    """Read a file. Raises ConvertError, also if the file has more than `most` bytes."""
+    """Read a file. Raises ConvertError if the file cannot be read or is larger than `most`
+    bytes."""
     try:
         return read_regular(path, most)
     except OSError as error:
@@ -30,12 +32,12 @@ def source_bytes(path: Path, most: int = VOCABULARY_BYTES) -> bytes:
 
 
 def source_text(path: Path, most: int = TEXT_BYTES, *, lines: bool = True) -> str:
-    """Read a UTF-8 text. `lines` converts line ends to "\\n", as Python's open() does. Raises
-    ConvertError."""
+    """Read a UTF-8 text file. With `lines`, line ends are converted to "\\n", as Python's open()
+    does. Raises ConvertError."""
     try:
         text = source_bytes(path, most).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ConvertError(f"{path} is not a text in UTF-8: {error}") from error
+        raise ConvertError(f"{path} is not UTF-8 text: {error}") from error
     return text.replace("\r\n", "\n").replace("\r", "\n") if lines else text
 
 
@@ -44,7 +46,7 @@ def source_json(path: Path) -> Any:
     try:
         return json.loads(source_bytes(path).decode("utf-8-sig"))
     except RecursionError as error:
-        raise ConvertError(f"{path} is not JSON: it nests too deeply") from error
+        raise ConvertError(f"{path} is not valid JSON: it is nested too deeply") from error
     except ValueError as error:
         raise ConvertError(f"{path} is not JSON: {error}") from error
 
@@ -58,7 +60,7 @@ def source_object(path: Path) -> dict[str, Any]:
 
 
 def object_beside(folder: Path | None, name: str) -> dict[str, Any]:
-    """Read the JSON object in a folder's file `name`; empty if there is no such file. Raises
+    """Read the JSON object in the file `name` of a folder; empty if there is no such file. Raises
     ConvertError."""
     return source_object(folder / name) if folder and (folder / name).is_file() else {}
 

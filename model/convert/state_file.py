@@ -1,8 +1,9 @@
-"""State files: reads tensors, settings and other contents of weights that any code wrote.
+"""State files: reads the tensors, settings and other contents of weight files, whatever code saved
+them.
 
-It finds the state dict in a .pt, .pth, .bin, .ckpt or .safetensors file, even if it is nested, and
-the configuration, in the file or in a JSON file next to it. Pickles are read as data only
-(`pt_file.py`). `by_role/` interprets the tensors.
+It finds the state dict in a .pt, .pth, .bin, .ckpt or .safetensors file, even if the state dict is
+nested. It finds the configuration in the same file or in a JSON file next to it. Pickles are read
+as data only (`pt_file.py`). `by_role/` interprets the tensors.
 """
 
 import re
@@ -23,38 +24,38 @@ from logitd.model.convert.source_file import source_json
 from logitd.model.convert.unknown_settings import unknown_settings
 
 LOOKED_FOR = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".npz")
-"""Suffixes by which files of weights are found in a folder."""
+"""Suffixes by which weight files are found in a folder."""
 SUFFIXES = (*LOOKED_FOR, ".pkl", ".pickle", ".json", ".tar", ".model")
-"""Suffixes of files that may be imported if the user names them."""
+"""Suffixes of files that can be imported if the user gives the path of the file."""
 
 _BESIDE_WEIGHTS = re.compile(
     r"(training_args|optim(izer)?|sched(uler)?|scaler|rng_state|random_states|.*tokenizer).*"
 )
-"""Names of files with these suffixes that hold no weights, such as those that Hugging Face's
-Trainer writes."""
+"""Names of files that have such a suffix but contain no weights, such as the optimizer state that
+Hugging Face's Trainer saves."""
 
 STATES = (
     "model", "model_state", "model_state_dict", "state_dict", "net", "network", "weights", "module",
     "params", "parameters", "generator", "gpt", "transformer",
 )  # fmt: skip
-"""Usual keys of a state dict, the most likely first."""
+"""Usual keys of the state dict in a checkpoint, the most likely first."""
 SETTINGS_FILES = ("config.json", "model_config.json", "args.json", "hparams.json", "params.json")
 MODEL_SECTIONS = ("model", "model_config", "model_args", "gpt", "model_params")
 _TRAINING = re.compile("optim|sched|train|scaler|rng|metric|hist|loss|wandb|stats|data")
-"""Words in the names of sections that describe the training, not the model."""
+"""Words in the names of sections that describe the training instead of the model."""
 
 
 @dataclass(frozen=True)
 class StateFile:
-    """The contents of a file of weights.
+    """The contents of a weight file.
 
-    where      file and key of the state dict, for messages
-    tensors    tensors by name, without the prefixes of wrappers
-    state      key of the state dict; None if the file is the state dict
-    settings   numbers, flags and words of the configuration, by name
+    where      the file, and the key of the state dict in it, for messages
+    tensors    tensors by name; prefixes that wrappers add are removed
+    state      key of the state dict; None if the file itself is the state dict
+    settings   numbers, flags and strings of the configuration, by name
     contents   everything in the file except tensors; may include a vocabulary
     unknown    settings that are not understood and may change logits
-    loss       the loss that the file states
+    loss       the loss that the file states; None if it states none
     """
 
     path: Path
@@ -68,8 +69,8 @@ class StateFile:
 
 
 def read_state_file(path: Path, *, state: str | None = None) -> StateFile:
-    """Read a file of weights. `state` is the key of the state dict; nested keys are joined by dots.
-    Raises ConvertError."""
+    """Read a weight file. `state` is the key of the state dict, with nested keys joined by dots;
+    None searches for the state dict. Raises ConvertError."""
     whole = loaded = read_tensors(path)
     key, contents = "", dict[str, Any]()
     if container_of(path) != "safetensors":
@@ -90,8 +91,8 @@ def read_state_file(path: Path, *, state: str | None = None) -> StateFile:
 
 
 def find_state_file(folder: Path) -> Path:
-    """Find the only file of weights in a folder, or else in the folders below it. Raises
-    ConvertError."""
+    """Find the only weight file in a folder, or else in its subfolders. Raises ConvertError if
+    there is none, or more than one."""
     levels = [sorted(filter(holds_weights, folder.glob(deep))) for deep in ("*", "*/*", "*/*/*")]
     for arrays in (False, True):  # NumPy's files are usually data
         for level in levels:
@@ -111,13 +112,13 @@ def find_state_file(folder: Path) -> Path:
 
 
 def holds_weights(path: Path) -> bool:
-    """True if a file's name suggests that it holds weights."""
+    """True if a path is a file whose name suggests that it contains weights."""
     named = path.suffix in LOOKED_FOR and _BESIDE_WEIGHTS.fullmatch(path.name.lower()) is None
     return named and path.is_file()
 
 
 def read_tensors(path: Path) -> Mapping[Any, Any]:
-    """Read the dictionary in a file of weights. Raises ConvertError."""
+    """Read the dictionary in a weight file. Raises ConvertError."""
     match container_of(path):
         case "npz":
             return read_npz(path)
@@ -135,12 +136,13 @@ def read_tensors(path: Path) -> Mapping[Any, Any]:
 def _state_dict(
     path: Path, loaded: Mapping[Any, Any], wanted: str | None
 ) -> tuple[str, Mapping[str, Tensor]]:
-    """The key of the state dict and the dict itself; the key is "" if the file is the dict."""
+    """The key of the state dict, and the state dict. The key is "" if the file itself is the state
+    dict."""
     candidates = dict(_state_dicts(loaded))
     if wanted is not None:
         if wanted not in candidates:
             raise ConvertError(
-                f"{path} has no state dict under {wanted!r}; there are "
+                f"{path} has no state dict under {wanted!r}; its state dicts are "
                 f"{', '.join(map(repr, candidates)) or 'none'}"
             )
         return wanted, candidates[wanted]
@@ -148,7 +150,7 @@ def _state_dict(
         held = ", ".join(
             f"{key} ({type(value).__name__})" for key, value in list(loaded.items())[:8]
         )
-        raise ConvertError(f"{path} has no state dict (names and tensors); it holds {held}")
+        raise ConvertError(f"{path} has no state dict (tensors by name); it contains {held}")
     ranked = sorted(candidates, key=_rank)
     if len(ranked) > 1 and _rank(ranked[0]) == _rank(ranked[1]):
         raise ConvertError(
@@ -176,13 +178,13 @@ def _state_dicts(
 
 
 def named_tensors(where: str, state: Mapping[Any, Any]) -> dict[str, Tensor]:
-    """The tensors of a state dict by their names without the prefixes of wrappers. Raises
-    ConvertError if the state dict holds anything but tensors."""
+    """The tensors of a state dict by name. Prefixes that wrappers add are removed from the names.
+    Raises ConvertError if the state dict contains anything other than tensors."""
     unwrapped: dict[str, Tensor] = {}
     for full, tensor in state.items():
         if not isinstance(full, str) or not isinstance(tensor, Tensor):
             raise ConvertError(
-                f"{where} holds {full!r}, a {type(tensor).__name__}; expected tensors by name"
+                f"{where} contains {full!r} of type {type(tensor).__name__}; expected only tensors"
             )
         name = full
         while (head := name.partition("."))[0] in WRAPPERS and head[2]:
@@ -197,8 +199,8 @@ def collect_settings(
     contents: Mapping[str, Any], *, of_model_alone: bool = False
 ) -> dict[str, Any]:
     """Collect the numbers, flags and strings in all nested dictionaries except vocabularies. If
-    sections disagree, those about the model take precedence. `of_model_alone` skips sections about
-    training."""
+    sections disagree, the section about the model takes precedence. With `of_model_alone`, sections
+    about training are skipped."""
     settings: dict[str, Any] = {}
     strong: set[str] = set()
 

@@ -1,9 +1,9 @@
 """Unknown settings: finds numbers and flags of a configuration that may change a model's logits.
 
-A setting is known if a reader uses it, if the shapes of tensors show it, or if it belongs to
-training. The user is asked about every other number and flag, because a cap on logits or a factor
-leaves no trace in the names and shapes of tensors. Strings cause no questions: those that describe
-the computation are read in `by_role/questions.py`.
+A setting is known if a reader uses it, if the shapes of tensors show its effect, or if it belongs
+to training. The user is asked about every other number and flag, because a logit cap or a factor,
+for example, does not show in the names and shapes of tensors. The user is not asked about strings;
+`by_role/questions.py` reads the strings that describe the computation.
 """
 
 import re
@@ -22,7 +22,7 @@ _SHAPE = (
     r"num_param(eter)?s|total_param(eter)?s|param_count|padded_vocab_size|vocab_size_.*|"
     r"(use_)?(tie|tied|weight_tying|share)(_.*)?|tying"
 )
-"""Names of settings whose effect the tensors show: widths, biases, and a tied head."""
+"""Names of settings whose effect the tensors show, such as widths, biases and a tied head."""
 _TRAINING = (
     r"(.*_)?(lr|learning_rate|weight_decay|wd|momentum|betas|beta_?[12]|adam_?(eps|epsilon)|"
     r"epochs?|steps?|iters?|iterations?|interval|every|patience|seed|workers|accuracy|acc|"
@@ -42,8 +42,8 @@ _TRAINING = (
     r"last_epoch|_step_count|.*elapsed.*|timestamp|created(_at)?|format(_version)?|ignore_index|"
     r"pad(ding)?_(id|idx|index)|(bos|eos|pad|unk|sep|cls|mask)(_id|_idx)?|ndigit"
 )
-"""Names of settings that do not change the logits of a trained model: its training, sampling,
-evaluation and storage."""
+"""Names of settings that do not change the logits of a trained model: settings for training,
+sampling, evaluation and storage."""
 _NAMES = re.compile(f"(?:{_SHAPE}|{_TRAINING})")
 _NEUTRAL: Mapping[str, object] = {
     **dict.fromkeys(("causal", "is_causal", "causal_mask", "use_causal_mask", "is_decoder"), True),
@@ -51,12 +51,12 @@ _NEUTRAL: Mapping[str, object] = {
     **dict.fromkeys(("parallel_residual", "use_parallel_residual", "add_cross_attention"), False),
     **dict.fromkeys(("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"), False),
 }
-"""Values of other settings that describe the computation of this project's GPT."""
+"""Values of other settings with which the source computes the same as this project's GPT."""
 
 
 def unknown_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers and flags that are not understood and may change logits. Numbers of 0 are
-    omitted, because they change nothing."""
+    """The numbers and flags that are not understood and may change logits. Numbers equal to 0 are
+    omitted, because they usually turn a feature off."""
     return {
         name: value
         for name, value in settings.items()
@@ -71,11 +71,12 @@ def unknown_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 def still_unknown(
     settings: Mapping[str, Any], ignored: Collection[str], where: str
 ) -> dict[str, Any]:
-    """The unknown settings, except those that the user ignores. Raises ConvertError if an ignored
-    setting is not among them."""
+    """The unknown settings that the user does not ignore. Raises ConvertError if the user ignores a
+    setting that is not unknown."""
     if wrong := sorted(set(ignored) - settings.keys()):
         raise ConvertError(
-            f"--ignore-setting {wrong[0]}: it is not an unknown setting of {where}; those are "
+            f"--ignore-setting {wrong[0]}: this is not an unknown setting of {where}; its unknown "
+            "settings are "
             f"{', '.join(settings) or 'none'}"
         )
     return {name: value for name, value in settings.items() if name not in ignored}

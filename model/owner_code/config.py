@@ -1,8 +1,8 @@
-"""CodeConfig: a model that is computed by its owner's code, as stored in a checkpoint's
-`config.json`.
+"""CodeConfig: the configuration of a model that is computed by its owner's code.
 
-It replaces the `GPTConfig`, which describes models that this project computes itself. Its facts
-were measured when the model was imported (`process/measure.py`). Does not import torch.
+A checkpoint's `config.json` contains it in place of a `GPTConfig`, which describes a model that
+this project computes itself. Its facts were measured when the model was imported
+(`process/measure.py`). This module does not import torch.
 """
 
 import json
@@ -14,16 +14,16 @@ import pydantic
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 KIND = "code"
-"""Value of the key `kind` in the section `model` of a checkpoint."""
+"""Value of `kind` in the section `model` of a checkpoint's `config.json`."""
 FOLDER = "code"
-"""Folder of the owner's source files in a checkpoint."""
+"""Folder in a checkpoint that contains the owner's source files."""
 _STRICT = ConfigDict(strict=True, extra="forbid")
 SourceName = Annotated[str, Field(pattern=r"^[\w-]+(\.[\w-]+)*(/[\w-]+(\.[\w-]+)*)*\.py$")]
-"""A relative path without `..`."""
+"""A relative path of a `.py` file, without `..`."""
 
 
 class CodeConfigError(ValueError):
-    """Raised for an invalid configuration; the message names the key."""
+    """Raised if a configuration is invalid. The message names the key."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -38,12 +38,13 @@ class ModuleStage:
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Values:
-    """Values that were known when the model was imported, by names in lower case.
+    """The values with which the model was created when it was imported.
 
-    top     for global variables of the file
-    over    for parameters with a default
-    values  for other parameters
-    names   of the file's assignments; used if an assignment fails because files are missing
+    top     values that replace the file's global variables, by name in lower case
+    over    values that override the defaults of parameters, by name in lower case
+    values  values for parameters without a default, by name in lower case
+    names   values for the file's assignments that fail because other files are missing, by exact
+            name
     """
 
     top: Mapping[str, Any]
@@ -57,20 +58,23 @@ class CodeConfig:
     """The owner's code, and the facts that serving needs.
 
     vocab_size           number of ids
-    rows                 number of logits that the model returns for a position
+    rows                 number of logits that the model returns for each position
     order                the model's id for each id of the vocabulary; None if they are the same
     context_length       maximum number of positions of prompt and completion together
     parameters           number of parameters
     file                 the file with the model, relative to the folder `code`
-    expression           creates the model: a name in the file, or an expression that uses its names
-    call                 expression of `model` and `ids` that returns logits; None is `model(ids)`
+    expression           creates the model: a name in the file, or an expression that uses the
+                         file's names
+    call                 expression with `model` and `ids` that returns logits; None means
+                         `model(ids)`
     values               values with which the expression created the model
-    deterministic        False if two passes over the same ids differ. Results can be repeated
-                         anyway, because each pass is seeded
-    padding_is_harmless  True if ids on the right and other rows of a batch change no logits
+    deterministic        False if two passes over the same ids give different logits. Results are
+                         still reproducible, because each pass is seeded
+    padding_is_harmless  True if padding on the right and other rows of a batch change no logits
     has_state            True if the model has its own cache (`process/state.py`)
-    lens                 names of the final norm and of the head, for the logit lens
-    streams              stages that the lens reads: the first block's input, each block's output
+    lens                 names of the final norm and the head, for the logit lens; None if there is
+                         no lens
+    streams              stages that the lens reads: the first block's input and each block's output
     stages               submodules whose outputs can be read and changed
     """
 
@@ -97,7 +101,7 @@ class CodeConfig:
 
     @property
     def n_layer(self) -> int:
-        """Number of blocks after which the lens reads; 0 without a lens."""
+        """Number of blocks whose outputs the lens reads; 0 if there is no lens."""
         return max(0, len(self.streams) - 1)
 
     def to_dict(self) -> dict[str, Any]:
@@ -105,8 +109,8 @@ class CodeConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "CodeConfig":
-        """Read the result of `to_dict`. Raises CodeConfigError, which names the missing, unknown or
-        wrong key."""
+        """Read the result of `to_dict`. If a key is missing, unknown or has a wrong value, raises
+        CodeConfigError, which names the key."""
         try:
             fields = {name: value for name, value in values.items() if name != "kind"}
             # Strict validation accepts lists as tuples only in JSON.

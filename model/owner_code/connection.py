@@ -1,9 +1,9 @@
-"""Connection: starts the process of an owner's code and asks it for logits.
+"""Connection: starts the process that runs an owner's code, and asks it for logits.
 
-The process gets the verified sources in a temporary folder and the verified file of weights as an
-open descriptor. It has no network (`process/network.py`) and none of this service's environment
-variables. If it ends, hangs or breaks the protocol, the request fails, and the next request starts
-the process again.
+The process gets the verified source files in a temporary folder, and the verified weight file as an
+open file descriptor. It has no network access (`process/network.py`) and none of this service's
+environment variables. If it ends, hangs or breaks the protocol, the request fails, and the next
+request starts the process again.
 """
 
 import json
@@ -30,10 +30,11 @@ from logitd.model.owner_code.process.wire import Wire, floats
 MODULE = "logitd.model.owner_code.process"
 ROOT = Path(__file__).parents[3]
 START_SECONDS, PASS_SECONDS = 300.0, 60.0
-"""Time limits of a start and of a pass, after which the process is killed."""
+"""Time limits, in seconds, for the start of the process and for a pass. After that, the process is
+killed."""
 STDERR, STDERR_LINES, STDERR_BYTES = "stderr", 3, 2**20
-"""Name of the file for the code's error output, number of its lines in a message, and size in bytes
-above which it is emptied."""
+"""The name of the file with the process's stderr, the number of its last lines that an error
+message contains, and the size in bytes above which the file is emptied."""
 
 Visit = Callable[[str, Tensor], Tensor]
 """Receives the name and the value (1, T, ...) of a stage, and returns the value to continue
@@ -46,8 +47,7 @@ class CodeError(Exception):
 
 @dataclass(frozen=True)
 class Wanted:
-    """A sequence, the positions [first, end) whose logits are requested, and the sequence's
-    slot."""
+    """A sequence and its slot. The logits of the positions [first, end) are requested."""
 
     token_ids: Sequence[int]
     first: int
@@ -57,20 +57,21 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """The duration of a pass, and its number of positions."""
+    """The duration of a pass, in milliseconds, and the number of positions in that pass."""
 
     milliseconds: float
     length: int
 
 
 def command(folder: Path, *more: str) -> list[str]:
-    """The command line of the program that runs an owner's code, with its folder as an argument."""
+    """The command line of the program that runs an owner's code. `folder` is the folder of its
+    request."""
     return [sys.executable, "-B", "-m", MODULE, str(folder), *more]
 
 
 def environment() -> dict[str, str]:
-    """The environment variables of the process: all except this project's, which may contain
-    keys."""
+    """The environment variables for the process. This project's own variables are omitted, because
+    they may contain keys."""
     return {name: value for name, value in os.environ.items() if not name.startswith("LOGITD_")}
 
 
@@ -81,21 +82,22 @@ def write_sources(folder: Path, sources: Mapping[str, bytes]) -> None:
 
 
 def last_lines(text: str) -> str:
-    """The last lines of an output, for a message."""
+    """The last lines of a program's output, for a message."""
     return " / ".join(text.strip().splitlines()[-STDERR_LINES:])[:600]
 
 
 @dataclass
 class CodeModel:
-    """A model in a separate process, which it can start again. Not thread-safe.
+    """A model that runs in a separate process. If the process has ended, the next request starts it
+    again. Not thread-safe.
 
     sources   contents of the source files by name
-    weights   the open file of weights, whose hash the caller has verified. Each start reads this
-              file, even if a newer file has its path
+    weights   the open weight file, whose hash the caller has verified. Each start of the process
+              reads this file, even if its path has been given to a newer file
     threads   number of torch's threads in the process
-    together  compute the sequences of a request in one batch, padded on the right
+    together  True to compute the sequences of a request in one batch, padded on the right
     seconds   time limit of a pass
-    speed     measured at the start of the process
+    speed     duration of a pass, measured when the process starts
     """
 
     config: CodeConfig
@@ -147,7 +149,7 @@ class CodeModel:
         visit: Visit = lambda name, value: value,
     ) -> Tensor:
         """Logits (rows, V) of the requested positions, one sequence after the other. If there are
-        `stages`, `visit` is called for each of them, and there must be only one sequence. Raises
+        `stages`, there must be only one sequence, and `visit` is called for each stage. Raises
         CodeError."""
         self.start()
         header = {
@@ -171,7 +173,7 @@ class CodeModel:
         return self._logits(lambda name, value: value)
 
     def close(self) -> None:
-        """End the process and remove its folder."""
+        """Kill the process and remove its folder."""
         if self._wire is not None:
             self._wire.close()
         if self._process is not None:
@@ -249,8 +251,8 @@ class CodeModel:
             os.truncate(stderr, 0)
 
     def _ended(self) -> CodeError:
-        """The error for a process that has ended. If it still runs, because it broke the protocol,
-        it is killed."""
+        """The error to raise after the process has ended or broken the protocol. If the process
+        still runs, it is killed."""
         assert self._process is not None
         assert self._scratch is not None
         folder = Path(self._scratch.name)

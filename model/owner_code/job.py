@@ -1,4 +1,4 @@
-"""Job: runs an owner's code once to compute logits for random ids or to measure facts."""
+"""Job: runs an owner's code once, to compute logits for random ids or to measure facts."""
 
 import json
 import subprocess
@@ -33,9 +33,9 @@ def compare(
     length: int,
     timeout: float = TIMEOUT_SECONDS,
 ) -> dict[str, Tensor]:
-    """Compute logits for two sequences of `length` random ids below `rows`. Returns `token_ids`,
-    their `logits`, and the logits with another last id, `changed`. Raises CodeError. Its message
-    follows the name of the code in a sentence."""
+    """Compute logits for two sequences of `length` random ids below `rows`. The result has
+    `token_ids`, their `logits`, and `changed`, the logits after the last id of each sequence was
+    replaced. Raises CodeError; put the name of the code before its message."""
     job = Job("compare", asdict(request), {"rows": rows, "length": length})
     return load(_run(job, weights, ANSWER, timeout))
 
@@ -54,7 +54,7 @@ def measure(
 
 
 def _run(job: Job, weights: Mapping[str, Tensor], result: str, timeout: float) -> bytes:
-    """Run a job. Returns the contents of the file `result`, which it must write. Raises
+    """Run a job. Returns the contents of the file `result`, which the job must write. Raises
     CodeError."""
     real = {
         name: tensor.clone().contiguous()
@@ -87,6 +87,7 @@ def _run(job: Job, weights: Mapping[str, Tensor], result: str, timeout: float) -
             raise CodeError(f": {problem.read_text(encoding='utf-8')}")
         if done.returncode or not (folder / result).is_file():
             raise CodeError(
-                f" ended with status {done.returncode} and no logits: {last_lines(done.stderr)}"
+                f" ended with status {done.returncode} and without a result: "
+                f"{last_lines(done.stderr)}"
             )
         return (folder / result).read_bytes()

@@ -1,1 +1,1 @@
-"""Import of models from arbitrary code, recognized by the roles of their tensors (`README.md`)."""
+"""Import of models from arbitrary code: finds the role of each tensor (see `README.md`)."""

@@ -1,17 +1,20 @@
 """Build: turns tensors with known roles and a computation into a GPTConfig and its weights.
 
-If the source computes something that this project's GPT does not, the difference is folded into the
-weights, which changes results only by float rounding:
+If the source computes something that this project's GPT does not compute, the weights are changed
+to make up for the difference. The results change only by floating-point rounding:
 
 - separate tensors for heads, or a different order in fused matrices: rows are reordered;
 - scores divided by sqrt(d_model) or not at all: query rows are scaled;
 - rotary positions on adjacent channels: rows of query and key are reordered, even channels first;
-- query and key norms without weights get weights of 1; with another eps, their rows are scaled;
+- query and key norms without weights get weights of 1; if the eps of these norms differs from the
+  other norms' eps, the rows of query and key are scaled;
 - norms without weights get weights of 1;
-- a missing output projection of attention or second matrix of the feed-forward: the identity;
-- additive position tables of any type: stored as learned positions;
-- embeddings times sqrt(d_model): the embedding is scaled, and the head becomes a separate matrix;
-- biases that only some parts have: zeros for the others.
+- if attention's output projection or the feed-forward's second matrix is missing, it is the
+  identity;
+- position tables of any type that are added to the embedding are stored as learned positions;
+- embeddings multiplied by sqrt(d_model): the embedding is scaled, and the head is stored
+  separately;
+- if only some parts have biases, the others get biases of zero.
 """
 
 import math
@@ -40,7 +43,7 @@ class Built:
     """A model in this project's form.
 
     folds      descriptions of the changes to weights
-    rescaled   some weights were multiplied, so a narrow dtype would round them again
+    rescaled   True if some weights were scaled, so a narrow dtype would round them again
     """
 
     config: GPTConfig
@@ -57,8 +60,8 @@ class HeadShape:
 
 
 def query_rows(tensors: MappedTensors) -> tuple[int, int]:
-    """The numbers of query rows and of key rows. Raises ConvertError if a fused matrix cannot be
-    divided."""
+    """The numbers of query rows and key rows. Raises ConvertError if the fused matrix cannot be
+    divided into query, key and value."""
     if not tensors.map.has("qkv"):
         return tensors.shape("query")[0], tensors.shape("key")[0]
     rows, width = tensors.shape("qkv")
@@ -66,14 +69,15 @@ def query_rows(tensors: MappedTensors) -> tuple[int, int]:
     if rows < 3 or (rows - queries) % 2 or rows <= queries:
         raise ConvertError(
             f"{tensors.where}: the fused matrix of query, key and value has {rows} rows, but "
-            f"attention's output has {queries} columns: it cannot be divided into three"
+            f"attention's output has {queries} columns: it cannot be divided into query, key and "
+            "value"
         )
     return queries, (rows - queries) // 2
 
 
 def head_shape(tensors: MappedTensors, n_head: int) -> HeadShape:
-    """The shape of the heads if there are `n_head`. Raises ConvertError if the rows cannot be
-    divided."""
+    """The shape of the heads, given their number. Raises ConvertError if the rows cannot be divided
+    equally among the heads."""
     queries, keys = query_rows(tensors)
     if n_head < 1 or queries % n_head or keys % (queries // n_head):
         raise ConvertError(
@@ -102,8 +106,8 @@ def _check_consistent(tensors: MappedTensors, how: Computation) -> None:
 
 
 def build(tensors: MappedTensors, how: Computation, *, dropout: float = 0.0) -> Built:
-    """Build the model that does the computation `how` with these tensors. Raises ConvertError and
-    ConfigError."""
+    """Build the model from the tensors and the computation `how`. Raises ConvertError or
+    ConfigError if they do not fit together."""
     _check_consistent(tensors, how)
     mapped, heads = tensors.map, head_shape(tensors, how.n_head)
     weights = _outside(tensors, how)
@@ -145,8 +149,8 @@ def build(tensors: MappedTensors, how: Computation, *, dropout: float = 0.0) -> 
 
 
 def _unshare(weights: dict[str, Tensor]) -> None:
-    """Copy tensors that are stored under two names, such as the norm that two sublayers share,
-    because safetensors refuses shared memory."""
+    """Copy each tensor that appears under a second name, such as a norm that two sublayers share.
+    safetensors does not save tensors that share memory."""
     seen: set[int] = set()
     for name, tensor in weights.items():
         if tensor.data_ptr() in seen:
@@ -158,8 +162,8 @@ def _outside(tensors: MappedTensors, how: Computation) -> dict[str, Tensor]:
     embedding, head = tensors.take("token_embedding"), tensors.get("head")
     if head is not None and head.shape != embedding.shape:
         raise ConvertError(
-            f"{tensors.where}: the head is {list(head.shape)} and the token embedding "
-            f"{list(embedding.shape)}; their shapes must be equal"
+            f"{tensors.where}: the head has shape {list(head.shape)} and the token embedding "
+            f"has shape {list(embedding.shape)}; the two must be equal"
         )
     weights: dict[str, Tensor] = {}
     if head is not None and not torch.equal(head, embedding):
@@ -187,8 +191,8 @@ def _position_table(tensors: MappedTensors, how: Computation, width: int) -> Ten
         table = tensors.take("positions")
         if len(table) < length:
             raise ConvertError(
-                f"{tensors.where}: context_length is {length}, but its table of positions has "
-                f"{len(table)} rows"
+                f"{tensors.where}: context_length is {length}, but the file's table of positions "
+                f"has only {len(table)} rows"
             )
         return table[:length]
     if how.positions == "none":
@@ -321,14 +325,15 @@ def _qk_norms(
 
 
 def _evens_first(tensor: Tensor, head_dim: int) -> Tensor:
-    """Reorder the rows of each head to 0, 2, 4, ..., 1, 3, 5, ..., so that pairs of adjacent rows
-    become pairs of the two halves."""
+    """Reorder the rows of each head to 0, 2, 4, ..., 1, 3, 5, .... The adjacent rows 2i and 2i + 1
+    become row i of the first half and row i of the second half."""
     by_head = tensor.unflatten(0, (-1, head_dim))  # (H, D, ...)
     return torch.cat((by_head[:, 0::2], by_head[:, 1::2]), dim=1).flatten(0, 1)
 
 
 def _feed_forward(tensors: MappedTensors, how: Computation, layer: int) -> dict[str, Tensor]:
-    """The first matrix of the feed-forward and its bias. The rows of a gate come first."""
+    """The first matrix of the feed-forward and its bias. If there is a gate, its rows come
+    first."""
     weights: dict[str, Tensor] = {}
     for part in PARTS:
         gate, up, both = (

@@ -1,7 +1,8 @@
-"""By text: chooses the computation with the lowest loss on a text, if the text is evidence.
+"""By text: chooses the computation with the lowest loss on a text.
 
-The loss must be lower than the loss of counted tokens (`ngrams.py`) and agree with the loss that
-the file states (`stated_loss.py`). Fields whose values the text cannot distinguish stay open.
+That loss counts as evidence only if it is lower than the loss of an n-gram model (`ngrams.py`) and
+agrees with the loss that the file states (`stated_loss.py`). A field stays open if the text cannot
+distinguish its values.
 """
 
 import math
@@ -43,12 +44,12 @@ UNUSUAL: Mapping[str, Any] = {
     "qk_norm": "unit",
     "embedding_scale": "sqrt_d_model",
 }
-"""Values that few models have. They won on texts when the right variant was not among the
-candidates."""
+"""Values that few models have. On some texts, they had the lowest loss because the right variant
+was not among the candidates."""
 FEWEST_CHANNELS = 8
-"""Smallest usual width of a head."""
+"""Smallest number of channels that a head usually has."""
 SAME_LOGITS = 0.01
-"""Largest difference of logits at which variants with the same loss count as equal."""
+"""Variants with the same loss count as equal if their logits differ by at most this."""
 
 
 class ByText:
@@ -67,8 +68,9 @@ class ByText:
         return self._search.mean(self._found)
 
     def resolution(self) -> Resolution:
-        """Choose by the text. Raises OpenQuestions if the text does not decide, and ConvertError if
-        no variant predicts the text or if the model is not causal."""
+        """Choose the computation by its loss on the text. Raises OpenQuestions if the text cannot
+        decide a field, and ConvertError if no variant predicts the text or if the model is not
+        causal."""
         search, name_of_text = self._search, self._text.name
         best = self._polish(self._conventional(self._found))
         loss, chance = search.mean(best, "full"), self._text.unigram_nats()
@@ -96,7 +98,7 @@ class ByText:
             lines = "\n".join(f"  {line}" for line in unclear.values())
             raise OpenQuestions(
                 f"{self._tensors.where}: {name_of_text} does not distinguish "
-                f"these:\n{lines}\nAnswer with these flags, or give more text, or --code",
+                f"these:\n{lines}\nAnswer with these flags, or give a longer text, or --code",
                 list(unclear),
             )
         return Resolution(
@@ -111,7 +113,7 @@ class ByText:
         )
 
     def _won(self, best: Computation) -> dict[str, str]:
-        """The reasons for unambiguous fields that differ from their conventions."""
+        """The reason for the value of each unambiguous field that differs from its convention."""
         return {
             name: f"the lowest loss on {self._text.name}, against the convention"
             for name in self._search.open
@@ -120,10 +122,10 @@ class ByText:
         }
 
     def _objection(self, best: Computation, loss: float) -> str:
-        """The reason why the loss is no evidence for the variant; "" if it is evidence. The limit
-        is the loss of counted pairs, because a model that learned little may predict no better than
-        counted triples. If the text chose unusual values and the file states no loss, the limit is
-        the loss of triples."""
+        """The reason why the loss is no evidence for the variant; "" if it is evidence. The loss
+        must be below the loss of bigram counts, because a model that learned little may predict no
+        better than trigram counts. If the text chose unusual values and the file states no loss, it
+        must be below the loss of trigram counts."""
         text, penalties = self._text, self._search.score(best, "full")
         error = 0.0
         if penalties is not None and len(penalties) > 1:
@@ -131,8 +133,8 @@ class ByText:
         if text.stated is not None and loss > text.stated.limit:
             return (
                 f"the best variant has {loss:.3f} nats per token on {text.name}, but the file "
-                f"states {text.stated.name} {text.stated.nats:.3f}: none that this project "
-                "computes is the source's, or the text is not like its training data"
+                f"states {text.stated.name} {text.stated.nats:.3f}: no variant that this project "
+                "computes is that of the source, or the text is not like its training data"
             )
         unusual = self._unusual(best)
         bar = text.triples if unusual and text.stated is None else text.pairs
@@ -141,8 +143,8 @@ class ByText:
         chosen = f", with {', '.join(unusual)}," if unusual else ""
         return (
             f"the best variant{chosen} has {loss:.3f} nats per token on {text.name} (standard "
-            f"error {error:.3f}). Counted {'triples' if bar == text.triples else 'pairs'} of its "
-            f"tokens reach {bar:.3f}, and so do wrong variants: the loss decides nothing"
+            f"error {error:.3f}). Counts of token {'triples' if bar == text.triples else 'pairs'} "
+            f"reach {bar:.3f}, and wrong variants do too, so the loss decides nothing"
         )
 
     def _unusual(self, best: Computation) -> list[str]:
@@ -167,7 +169,8 @@ class ByText:
         )
 
     def _conventional(self, best: Computation) -> Computation:
-        """Set every unambiguous field to its convention, unless that is clearly worse."""
+        """Set each unambiguous field to its convention, unless this makes the loss clearly
+        higher."""
         for name in self._search.open:
             usual = canonical(replace(best, **{name: self._findings[name].values[0]}))
             if name in self._search.ambiguous or usual == best:
@@ -177,8 +180,8 @@ class ByText:
         return best
 
     def _polish(self, best: Computation) -> Computation:
-        """Move to better neighbors until there are none. A change of an ambiguous field may be
-        better by any amount; other changes must be clearly better."""
+        """Change one field at a time until no change lowers the loss. For an ambiguous field, any
+        lower loss is enough. For the other fields, the loss must be clearly lower."""
         moved = True
         while moved:
             moved = False
@@ -205,12 +208,13 @@ class ByText:
             raise ConvertError(
                 f"{self._tensors.where}: the model predicts {self._text.name} only if every "
                 f"position attends to the whole text ({loss:.3f} nats per token; with a causal "
-                f"mask {masked:.3f}): it has no causal mask, so it is not a GPT and cannot generate"
+                f"mask {masked:.3f}): the model has no causal mask, so it is not a GPT and cannot "
+                "generate text"
             )
 
     def _alternatives(self, best: Computation, name: str, loss: float) -> list[Alternative]:
-        """The other values of a field with their losses. If the losses of an ambiguous field are
-        close, they are compared on more of the text."""
+        """The other values of a field with their losses. If the field is ambiguous and a loss is
+        close to the best loss, the two are compared on more of the text."""
         alternatives = []
         for other in self._search.neighbors(best, name):
             worse, clear = self._search.compare(other, best)
@@ -223,8 +227,9 @@ class ByText:
     def _decision(
         self, best: Computation, name: str, near: Sequence[Alternative]
     ) -> tuple[str, bool]:
-        """The reason for the chosen value of an ambiguous field, and True if the choice is open,
-        because the values in `near` have the same loss on the text but different logits."""
+        """The reason for the chosen value of an ambiguous field, and whether the choice stays open.
+        It stays open if the values in `near` have about the same loss on the text but different
+        logits."""
         if not near:
             return f"clearly the lowest loss on {self._text.name}", False
         apart = max(self._distance(best, replace(best, **{name: each.value})) for each in near)
@@ -248,7 +253,8 @@ def _values(alternatives: Sequence[Alternative]) -> str:
 
 
 def _at_its_speed(tensors: MappedTensors, findings: Findings, text: TextObjective) -> TextObjective:
-    """The objective, limited to the number of tokens that this model can predict in time."""
+    """The objective, limited to the number of tokens that this model can predict within the time
+    limits."""
     try:
         built = build(tensors, first(findings))
     except (ConfigError, ConvertError):  # another variant may be valid
@@ -261,8 +267,8 @@ def _at_its_speed(tensors: MappedTensors, findings: Findings, text: TextObjectiv
 
 
 def compared_with_chance(loss: float, text: TextObjective) -> str:
-    """A sentence that compares a loss with the losses of counted tokens, pairs and triples, which a
-    model must beat."""
+    """A sentence that compares a model's loss with the losses of unigram, bigram and trigram
+    counts. A model should have a lower loss than these."""
     stated = text.stated
     agrees = "" if stated is None else f"; the file states {stated.name} {stated.nats:.4f}"
     return (

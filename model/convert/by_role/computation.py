@@ -1,6 +1,6 @@
-"""Computation: the details of a GPT's computation that names and shapes of tensors leave open.
+"""Computation: the details of a GPT's computation that names and shapes do not determine.
 
-Each field has a flag of the same name. `questions.py` lists the values that are possible for a
+Each field has a flag of the same name. `questions.py` finds the possible values of the fields for a
 file, `resolve.py` chooses among them, and `build.py` turns the result into a `GPTConfig` and its
 weights.
 """
@@ -11,15 +11,16 @@ from typing import Literal
 from logitd.model.transformer.config import Activation, Norm, NormPosition, Residual
 
 ScoreScale = Literal["head_dim", "d_model", "none"]
-"""Attention scores are divided by the square root of this width; with "none", they are not
+"""Attention scores are divided by the square root of this width. With "none", they are not
 divided."""
 Positions = Literal["learned", "rotary", "sinusoidal", "sinusoidal_halves", "none"]
-"""With `sinusoidal_halves`, all sines come first, then all cosines."""
+"""In the table of `sinusoidal_halves`, the sines fill the first half of the channels and the
+cosines the second half."""
 RotaryLayout = Literal["half", "interleaved"]
-"""Channels of a head that are rotated together: i and i + D / 2, or 2 i and 2 i + 1."""
+"""Which channels of a head (of width D) are rotated together: i and i + D / 2, or 2i and 2i + 1."""
 QkvLayout = Literal["qkv", "kqv", "per_head"]
-"""Order of the rows in a fused matrix: queries, keys, values; or keys, queries, values; or query,
-key and value head by head."""
+"""Order of the rows in a fused matrix: queries, keys, values; or keys, queries, values; or head by
+head, with the query, key and value of each head together."""
 GateOrder = Literal["gate_first", "up_first"]
 QkNorm = Literal["none", "learned", "unit"]
 """RMS norm of queries and keys: none, with learned weights, or without weights."""
@@ -28,9 +29,10 @@ EmbeddingScale = Literal["one", "sqrt_d_model"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Computation:
-    """A possible computation with the tensors of a file.
+    """One of the computations that are possible with a file's tensors.
 
-    causal   positions attend only to themselves and earlier positions; other models are refused
+    causal   each position attends only to itself and earlier positions; a model is refused
+             otherwise
     """
 
     n_head: int

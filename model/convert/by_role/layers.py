@@ -1,10 +1,10 @@
-"""Layers: finds the modules and the layers in the tensor names of a state dict.
+"""Layers: finds the modules and the layers in a state dict by its tensor names.
 
 A module is a weight and its bias. Their names follow one of several conventions
-(`attn.proj.weight`, `W_q`, `b_q`). Layers may be one list of blocks, one list per part, numbered
-attributes written by hand, or a single block without a number. Their heads may have separate
-tensors. In names, `{N}` is the number of the layer and `{M}` the number of the head. `recognize.py`
-finds roles.
+(`attn.proj.weight`, `W_q`, `b_q`). Layers may be one list of blocks, one list per part, separately
+numbered attributes (`block_0`, `block_1`), or a single block without a number. Each attention head
+may have its own tensors. In names, `{N}` is the number of the layer and `{M}` the number of the
+head. `recognize.py` finds the tensors' roles.
 """
 
 import re
@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Module:
-    """A weight and its bias. `path` holds the parts of the module's name between dots."""
+    """A weight and its bias. `path` is the module's name, split at the dots."""
 
     path: tuple[str, ...]
     weight: str  # full name, with {N} and {M}
@@ -44,14 +44,14 @@ class Module:
 
     @property
     def table(self) -> Shape:
-        """The shape; (T, C) for a table (1, T, C) or (T, 1, C)."""
+        """The shape of the weight. For a table of shape (1, T, C) or (T, 1, C), it is (T, C)."""
         if len(self.shape) == 3 and 1 in self.shape[:2]:
             return (self.shape[1] if self.shape[0] == 1 else self.shape[0], self.shape[2])
         return self.shape
 
 
 def modules_of(shapes: Mapping[str, Shape]) -> list[Module]:
-    """The modules, in the file's order."""
+    """The modules with these tensors, in the file's order."""
     weights: dict[tuple[str, ...], tuple[str, Shape]] = {}
     biases: dict[tuple[str, ...], str] = {}
     paths = set(map(module_name, shapes))
@@ -74,8 +74,8 @@ def modules_of(shapes: Mapping[str, Shape]) -> list[Module]:
 def _twin(
     kind: str, word: str, path: tuple[str, ...], paths: Collection[tuple[str, ...]]
 ) -> tuple[str, ...] | None:
-    """For a bias that is a bare parameter, the path of its weight: `W_q` for `b_q`, `gamma1` for
-    `beta1`."""
+    """The path of the weight that belongs to a bias stored as a bare parameter: `W_q` for `b_q`,
+    `gamma1` for `beta1`."""
     starts = ("gamma", "g") if kind == "beta" else ("W", "w", "weight")
     for last in (f"{start}{join}{word}" for start in starts for join in ("_", "")):
         for spelled in (last, f"{last[:2]}{last[2:].upper()}", last.upper()):
@@ -100,7 +100,7 @@ def module_name(name: str) -> tuple[str, ...]:
 
 def projection_of(name: str) -> Role | None:
     """The role of an attention projection, judged only by the tensor's name; None if the name does
-    not mean a projection."""
+    not look like a projection."""
     path = module_name(name)
     last = next((part for part in reversed(path) if not _is_number(part)), "")
     in_attention = any(
@@ -121,7 +121,8 @@ def _is_number(part: str) -> bool:
 
 @dataclass(frozen=True)
 class Layers:
-    """Tensors inside the layers, by their names with {N} and {M}, and outside them."""
+    """The shapes of the tensors inside the layers, by names with {N} and {M}, and outside the
+    layers, by full names."""
 
     count: int
     first: int
@@ -135,7 +136,8 @@ class Layers:
 
 
 _Lists = defaultdict[str, defaultdict[int, dict[str, Shape]]]
-"""Shapes by the text before the first number of a name, the number, and the text after it."""
+"""Shapes by three keys: the text before the first number in a tensor's name, the number, and the
+text after the number."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,8 @@ def find_layers(where: str, shapes: Mapping[str, Shape]) -> Layers:
 
 
 def _numbered_lists(shapes: Mapping[str, Shape]) -> tuple[_Lists, dict[str, str]]:
-    """The numbered lists in the names, and the text before the number for each name in a list."""
+    """The numbered lists in the tensors' names, and, for each name in a list, the text before its
+    number."""
     lists: _Lists = defaultdict(lambda: defaultdict(dict))
     homes: dict[str, str] = {}
     for name, shape in shapes.items():
@@ -185,8 +188,8 @@ def _numbered_lists(shapes: Mapping[str, Shape]) -> tuple[_Lists, dict[str, str]
 
 
 def _longest_run(lists: _Lists) -> _Run | None:
-    """The longest run of layers, which is one list, or all lists with the same numbers; None if no
-    list has attention."""
+    """The longest run of layers: a single list, or all lists with the same numbers taken together.
+    None if no list contains attention."""
     runs: defaultdict[tuple[int, int], list[str]] = defaultdict(list)
     usual: dict[str, Mapping[str, Shape]] = {}
     for before, numbered in lists.items():
@@ -218,15 +221,15 @@ def _inside(usual: Mapping[str, Mapping[str, Shape]], prefixes: Iterable[str]) -
 
 
 def _single_block(where: str, shapes: Mapping[str, Shape]) -> Layers:
-    """The layers of a model whose only block has no number. Tensors are inside the block, unless
-    their names belong outside a block."""
+    """The layers of a model whose only block has no number. A tensor belongs to the block unless
+    its name is usual outside a block. Raises ConvertError if there is no such block."""
     outside = {name: shape for name, shape in shapes.items() if _is_outside(name)}
     rest = {name: shape for name, shape in shapes.items() if name not in outside}
     if not _is_block(rest, others=1):
         names = ", ".join(list(shapes)[:6]) or "no float tensor"
         raise ConvertError(
             f"{where} has no layers of a GPT: its names contain neither numbered layers with "
-            f"attention and feed-forward, nor a single such block; it holds {names}. "
+            f"attention and feed-forward, nor a single such block; its tensors include {names}. "
             "Name the tensors with --map"
         )
     block, heads = _with_heads(where, rest)
@@ -244,7 +247,8 @@ def _ends_with_norm(numbered: Mapping[int, Mapping[str, Shape]]) -> bool:
 
 
 def _first_number(name: str) -> tuple[str, int, str] | None:
-    """The text before the number of a list in a name, the number, and the text after it."""
+    """Split a name at the number of a list: the text before the number, the number, and the text
+    after it. None if there is no such number."""
     parts = name.split(".")
     for index, part in enumerate(parts[:-1] if len(parts) > 1 else parts):
         before = "".join(f"{p}." for p in parts[:index])
@@ -259,7 +263,8 @@ def _first_number(name: str) -> tuple[str, int, str] | None:
 
 
 def _most_common(layers: Sequence[Mapping[str, Shape]]) -> Mapping[str, Shape]:
-    """The most common set of tensors of a layer. Of equally common sets, the largest."""
+    """The set of tensors that most layers have; if several sets are equally common, the largest of
+    them."""
     return max(layers, key=lambda layer: (sum(layer == other for other in layers), len(layer)))
 
 
@@ -296,12 +301,14 @@ def _with_heads(where: str, shapes: Mapping[str, Shape]) -> tuple[dict[str, Shap
         joined = ".".join(parts)
         if replaced.setdefault(joined, shape) != shape:
             raise ConvertError(
-                f"{where}: {name} has shape {list(shape)}, another head {list(replaced[joined])}"
+                f"{where}: {name} has shape {list(shape)}, but the same tensor of another "
+                f"head has shape {list(replaced[joined])}"
             )
         numbers[joined].add(head)
     counts = {count for heads in numbers.values() for count in (max(heads) + 1, len(heads))}
     if len(counts) > 1:
         raise ConvertError(
-            f"{where}: the heads of a layer have different sets of tensors: {counts}"
+            f"{where}: the names of a layer's tensors imply different numbers of heads: "
+            f"{sorted(counts)}"
         )
     return replaced, counts.pop() if counts else 0

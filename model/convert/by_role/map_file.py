@@ -1,7 +1,7 @@
 """Map files: a `TensorMap` and a `Computation` in TOML, for models that cannot be recognized.
 
-If `logitd import` cannot recognize a model, it writes a draft. The user completes it and passes it
-with `--map`. Roles that a map leaves out are recognized by names and shapes.
+If `logitd import` cannot recognize a model, it writes a draft of a map file. The user completes the
+draft and passes it with `--map`. Roles that the file leaves out are recognized by names and shapes.
 
     state = "model_state"             # key of the state dict; omit it if the file is one
 
@@ -55,15 +55,15 @@ from logitd.model.convert.source_file import source_text
 from logitd.model.files import CONFIG_BYTES
 
 MOST_DOTS = 100
-"""Maximum number of dots in a line's keys. The parser's memory grows with the square of the number
-of a key's parts."""
+"""Maximum number of dots in a line, except in strings. The memory that the parser needs grows with
+the square of the number of parts of a dotted key."""
 _QUOTED = re.compile(r"""\"[^\"]*\"|'[^']*'""")
 
 
 @dataclass(frozen=True)
 class MapFile:
-    """The contents of a map file. If `names` is empty, tensors are recognized by their names and
-    shapes."""
+    """The contents of a map file. If `names` is empty, all tensors are recognized by their names
+    and shapes."""
 
     path: Path
     state: str | None = None
@@ -89,7 +89,7 @@ Answers: type[BaseModel] = create_model(  # type: ignore[call-overload]
     __config__=ConfigDict(extra="forbid", strict=True),
     **{name: (_KINDS.get(kind, kind), None) for name, kind in get_type_hints(Computation).items()},
 )
-"""The fields of a `Computation`, each optional."""
+"""The pydantic model that validates the fields of a `Computation`. Each field is optional."""
 
 
 class _Document(_Strict):
@@ -100,7 +100,8 @@ class _Document(_Strict):
 
 
 def read_map_file(path: Path) -> MapFile:
-    """Read a map file. Raises ConvertError, which names the invalid key."""
+    """Read a map file. Raises ConvertError if it is invalid; the error names the invalid key or
+    line."""
     text = source_text(path, CONFIG_BYTES)
     for number, line in enumerate(text.splitlines(), start=1):
         if (dots := _QUOTED.sub("", line).count(".")) > MOST_DOTS:
@@ -135,7 +136,7 @@ def read_map_file(path: Path) -> MapFile:
 
 
 def check_answers(where: str, answers: Mapping[str, Any]) -> dict[str, Any]:
-    """Validate answers by field. Raises ConvertError."""
+    """Validate the user's answers, which are keyed by field. Raises ConvertError."""
     return _validated(where, Answers, answers).model_dump(exclude_unset=True)
 
 
@@ -146,13 +147,14 @@ def _validated(where: str, model: type[_Model], values: Mapping[str, Any]) -> _M
         first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"] if part != "[key]")
     if first["type"] == "extra_forbidden" and (model is Answers or key.startswith("computation.")):
-        raise ConvertError(f"{where}: unknown field {key}; known are {', '.join(FIELDS)}")
+        raise ConvertError(f"{where}: unknown field {key}; the fields are {', '.join(FIELDS)}")
     raise ConvertError(f"{where}: {key} is {first['input']!r}: {first['msg']}")
 
 
 def tensor_map(file: MapFile, tensors: Mapping[str, Tensor], ignored: Iterable[str]) -> TensorMap:
-    """The TensorMap that a file describes. Layers and heads are counted in the tensors' names.
-    `ignored` are tensors known not to be weights. Raises ConvertError if a name matches no tensor.
+    """The TensorMap that a map file describes. The tensors' names determine the numbers of layers
+    and heads. `ignored` are tensors that are known not to be weights. Raises ConvertError if a name
+    in the file matches no tensor.
     """
     weights = {role for role, part in file.names if part == "weight"}
     attention = () if "qkv" in weights else SEPARATE
@@ -163,8 +165,8 @@ def tensor_map(file: MapFile, tensors: Mapping[str, Tensor], ignored: Iterable[s
             return recognize_with(file, str(file.path), tensors)
         except ConvertError as error:
             raise ConvertError(
-                f"{file.path}: [tensors] lacks {', '.join(missing)}, and not all of these are "
-                f"recognized: {error}"
+                f"{file.path}: [tensors] lacks {', '.join(missing)}, and not all of these roles "
+                f"could be recognized: {error}"
             ) from error
     layers = _numbers(file, tensors, "N")
     unnamed = [name for name in ignored if name not in file.names.values()]
@@ -201,8 +203,8 @@ _USUAL: Mapping[Role, str] = {
 
 
 def recognize_with(file: MapFile, where: str, tensors: Mapping[str, Tensor]) -> TensorMap:
-    """The TensorMap of a file that names some roles or none. Recognizes the other tensors after
-    giving usual names to those in the file. Raises ConvertError."""
+    """The TensorMap of a map file that names only some roles, or none. Gives usual names to the
+    tensors that the file names, and then recognizes all tensors. Raises ConvertError."""
     named = [_pattern(pattern) for pattern in file.names.values()]
     ignored = [
         name
@@ -234,7 +236,8 @@ def recognize_with(file: MapFile, where: str, tensors: Mapping[str, Tensor]) -> 
 
 
 def _usual_name(key: tuple[Role, Part], pattern: str) -> str:
-    """A usual name for the tensor of a role, in the same list of layers as the pattern."""
+    """A usual name for the tensor with a role. Like `pattern`, it is inside or outside the
+    layers."""
     role, part = key
     before = pattern.partition("{N}")[0] + "{N}." if "{N}" in pattern else ""
     name = _USUAL[role]
@@ -250,7 +253,8 @@ def _numbered(name: str, numbers: Mapping[str, str]) -> str:
 
 
 def _pattern(pattern: str) -> re.Pattern[str]:
-    """The expression of a name, with the numbers of layer and head as groups N and M."""
+    """A regular expression for a name with placeholders. Its groups N and M are the numbers of the
+    layer and the head."""
     expression = re.escape(pattern)
     for mark in "NM":
         expression = expression.replace(rf"\{{{mark}\}}", rf"(?P<{mark}>\d+)", 1)
@@ -259,7 +263,8 @@ def _pattern(pattern: str) -> re.Pattern[str]:
 
 
 def _numbers(file: MapFile, tensors: Mapping[str, Tensor], mark: str) -> set[int]:
-    """The numbers that the placeholder of layers (N) or heads (M) matches in tensors' names."""
+    """The numbers that a placeholder, N for layers or M for heads, matches in the tensors'
+    names."""
     numbers: set[int] = set()
     for (role, part), pattern in file.names.items():
         if f"{{{mark}}}" not in pattern:
@@ -284,7 +289,7 @@ def _tensor_lines(state: str | None, names: Mapping[tuple[Role, Part], str]) -> 
 def partial_draft(
     state: str | None, known: Mapping[tuple[Role, Part], str], tensors: Mapping[str, Tensor]
 ) -> str:
-    """A draft of a map file with the known roles, and lines to complete for the other tensors."""
+    """A draft of a map file with the known roles, and commented lines for the other tensors."""
     lines = [
         "# Recognized roles of tensors. In the other lines, replace ROLE by the role and remove #.",
         "# The import still tries to recognize lines that remain comments. Roles are:",
@@ -304,7 +309,7 @@ def partial_draft(
 
 
 def draft(state: str | None, mapped: TensorMap, findings: Findings) -> str:
-    """A draft of a map file with everything that was recognized, and lines to complete for the open
+    """A draft of a map file with everything that was recognized, and commented lines for the open
     fields."""
     lines = [
         "# Recognized and open fields. Complete the file and pass it with --map.",

@@ -1,7 +1,8 @@
 """Names: tables of the words that people use for the parts and settings of a GPT.
 
-A tensor's name is split at its dots (`blocks.0.attn.c_attn.weight`). A word is only evidence;
-`layers.py` and `recognize.py` weigh it together with shapes.
+The words are compared with the parts of a tensor's name between the dots
+(`blocks.0.attn.c_attn.weight`). A word alone is not proof: `layers.py` and `recognize.py` also
+consider the shapes.
 """
 
 import re
@@ -14,7 +15,7 @@ WRAPPERS = ("_orig_mod", "module")
 """Prefixes that torch.compile and DistributedDataParallel add to every name."""
 
 LAYER_PARTS = re.compile(r"(blocks?|layers?|decoders?|blk|h|attn|transformer_?blocks?)_?(\d+)")
-"""Names of layers that were written as separate attributes, such as `block_0` and `layer3`."""
+"""Names of layers that are separate attributes of the model, such as `block_0` and `layer3`."""
 JOINED_LAYER = re.compile(r"((?:blocks?|layers?|blk|h|transformer_?blocks?)_?)(\d+)(_.+)")
 """Names of layers at the beginning of a bare parameter's name, such as `block_0_Wq`."""
 
@@ -44,7 +45,8 @@ HEADS = re.compile(r"(.*_)?heads?(_list)?|attns|attentions")
 
 
 def _projection(words: str) -> re.Pattern[str]:
-    """A pattern for words (separated by |) with the usual affixes: `q`, `W_q`, `to_q`, `q_proj`."""
+    """A pattern that matches the words (separated by |) with the usual affixes: `q`, `W_q`, `to_q`,
+    `q_proj`."""
     return re.compile(
         rf"((self_?)?att(n|ention)?_)?(w|c|to|in|fc|lin|linear|proj|get|compute|make)?_?({words})"
         r"(_?(w|proj|projection|lin|linear|layer|net|map|matrix|transform))?"
@@ -84,7 +86,7 @@ GATED_DOWN = re.compile(
 
 
 def _norm_of(words: str) -> re.Pattern[str]:
-    """A pattern for the norm of something called by one of the words: `q_norm`, `norm_q`."""
+    """A pattern that matches the norm of one of the words: `q_norm`, `norm_q`."""
     return re.compile(
         rf"({words})_?(ln|norm|layernorm|layer_norm|rms_?norm)|(norm|ln|rms_?norm)_?({words})"
     )
@@ -109,7 +111,7 @@ BUFFERS = re.compile(
     r"freqs?(_cis|_cos|_sin)?|cos|sin|cos_cached|sin_cached|cosine|sine|theta|thetas|angles)|"
     r"rope(_cache|_cos|_sin)?|cache_[kv]|k_cache|v_cache"
 )
-"""Last parts of the names of tensors that are not learned."""
+"""Names of tensors that are not learned; only the last part of the name is compared."""
 
 SETTINGS: Mapping[str, tuple[str, ...]] = {
     "n_layer": (
@@ -165,7 +167,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "step": ("iter_num", "step", "steps", "iter", "iteration", "global_step", "n_steps", "iters"),
     "val_loss": ("best_val_loss", "val_loss", "best_loss", "validation_loss"),
 }  # fmt: skip
-"""Keys in configurations, in lower case, by the field they describe."""
+"""Keys that configurations use for each field, in lower case."""
 
 ACTIVATIONS: Mapping[str, str] = {
     "gelu_tanh": "gelu_tanh",
@@ -183,16 +185,16 @@ ACTIVATIONS: Mapping[str, str] = {
     "silu": "swiglu",
     "swish": "swiglu",
 }
-"""Names of activations in configurations. "gelu" is the exact one, as in torch."""
+"""Activations by their names in configurations. "gelu" is the exact GELU, as in torch."""
 
 
 def matches(pattern: re.Pattern[str], part: str) -> bool:
-    """True if a part of a name matches a pattern, ignoring upper case."""
+    """True if a part of a name matches a pattern, ignoring case."""
     return pattern.fullmatch(snake_case(part)) is not None
 
 
 def snake_case(part: str) -> str:
-    """Convert to snake case: `outProj` becomes `out_proj`, `W_Q` `w_q`, `LayerNorm1`
+    """Convert a name to snake case: `outProj` to `out_proj`, `W_Q` to `w_q`, `LayerNorm1` to
     `layer_norm1`."""
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", part)
     return spaced.lower().replace("__", "_")

@@ -1,9 +1,9 @@
-"""N-grams: the loss of counted pairs and triples of tokens on a text, as a limit for a model.
+"""N-grams: estimates the loss of bigram and trigram counts on a text, which a model should beat.
 
-Wrong variants of a trained model still predict by the frequencies of single tokens, and often of
-some pairs. The right variant predicts better than counted pairs and triples, unless the model
-learned little. So the loss of a variant is evidence only if it is below that limit. `by_text.py`
-applies it.
+Wrong variants of a trained model still predict the frequencies of single tokens, and often of some
+pairs of tokens. The right variant predicts better than counts of pairs and triples, unless the
+model learned little. So the loss of a variant is evidence only if it is lower than the loss of
+these counts. `by_text.py` compares the two.
 """
 
 from collections.abc import Sequence
@@ -13,37 +13,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 BLOCK_TOKENS = 64
-"""Length of the alternating parts of a text that are counted and predicted."""
+"""Length, in tokens, of the blocks into which a text is divided. Each block is either counted or
+predicted."""
 HELD_OUT = 4
-"""One block in this many is predicted from the counts of the others."""
+"""One block out of this many is predicted from the counts of the other blocks."""
 MOST_TOKENS = 500_000
 
 
 @dataclass(frozen=True, slots=True)
 class NgramNats:
-    """Losses on held-out parts of a text, in nats per token. The predictions use counts in the
-    other parts: of tokens, of tokens after the previous token, and of tokens after the two previous
-    tokens."""
+    """Losses on held-out parts of a text, in nats per token. A token is predicted from counts of
+    tokens (unigram), pairs (bigram) or triples (trigram) in the other parts of the text."""
 
     unigram: float
     bigram: float
     trigram: float
 
     def at(self, position: int) -> float:
-        """The lowest of these losses after `position` + 1 tokens."""
+        """The lowest loss of a prediction that has `position` + 1 tokens before it."""
         pairs = min(self.unigram, self.bigram)
         return pairs if position == 0 else min(pairs, self.trigram)
 
     def over(self, length: int) -> float:
-        """The mean of the lowest losses in a window of `length` predictions, the first of which has
-        one token before it."""
+        """The mean of the lowest losses in a window of `length` predictions. The first prediction
+        has one token before it."""
         return (self.at(0) + (length - 1) * self.at(1)) / length
 
 
 def ngram_nats(token_ids: Sequence[int], vocab_size: int) -> NgramNats:
-    """Estimate the losses of a text. Counts are interpolated with counts of shorter contexts by the
-    rule of Witten and Bell (1991, method C): the weight of the shorter context is the number of
-    different tokens that followed the longer one."""
+    """Estimate the n-gram losses on a text. Counts for a context are interpolated with the
+    probabilities for the next shorter context by the rule of Witten and Bell (1991, method C): the
+    weight of the shorter context is the number of different tokens that followed the longer
+    context."""
     ids = np.asarray(token_ids[:MOST_TOKENS], dtype=np.int64)
     predicted = np.arange(len(ids)) // BLOCK_TOKENS % HELD_OUT == HELD_OUT - 1
     if not predicted.any():
@@ -68,8 +69,9 @@ def _interpolated(
     counted: NDArray[np.bool_],
     shorter: NDArray[np.float64],
 ) -> NDArray[np.float64]:
-    """The probability of each token after its context, from counts of the tokens in `counted` and
-    the probabilities after `shorter` contexts."""
+    """The probability of each token given its context. It is computed from counts of the tokens
+    that `counted` selects, and from `shorter`, the probabilities given the next shorter
+    contexts."""
     keys, pairs = np.unique(contexts * vocab_size + ids, return_inverse=True)
     together = np.bincount(pairs[counted], minlength=len(keys))
     total = np.bincount(contexts[counted], minlength=int(contexts.max()) + 1)

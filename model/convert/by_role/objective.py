@@ -1,9 +1,9 @@
-"""Objectives: measure how well a variant of a model computes; lower is better.
+"""Objectives: measure how well a variant of a model's computation fits; lower is better.
 
 `TextObjective` returns the loss of each token of a text that is like the training data.
-`LogitsObjective` returns the largest difference from logits of the owner's code. Both run this
-project's forward pass in float32 on the weights of `build.py`. Calls with the same effort return
-the same number of values. `resolve.py` chooses the best variant.
+`LogitsObjective` returns the largest difference from the logits that the owner's code computes.
+Both run this project's forward pass in float32 on the weights from `build.py`. Calls with the same
+effort return the same number of values. `resolve.py` chooses the best variant.
 """
 
 import math
@@ -26,14 +26,15 @@ Effort = Literal["quick", "full", "thorough"]
 TOKENS: Mapping[Effort, int] = {"quick": 768, "full": 8192, "thorough": 65536}
 """Maximum number of predicted tokens of a text, by effort."""
 SECONDS: Mapping[Effort, float] = {"quick": 0.5, "full": 3.0, "thorough": 15.0}
-"""Approximate time limits by effort. Slow models predict fewer tokens."""
+"""Approximate time limits in seconds, by effort. A slow model predicts fewer tokens."""
 WINDOW_TOKENS = 128
 MARGIN_ERRORS = 2.0
-"""Number of standard errors by which a model's loss must be below the loss of counted pairs or
-triples."""
+"""A model's loss must be lower than the loss of bigram or trigram counts by this many standard
+errors."""
 FEWEST_LINES = 30
 SAMPLE_TOKENS = 64
-"""Maximum number of tokens in lines that may each be a training sample."""
+"""Maximum number of tokens in a line, including the line's end, if each line may be a training
+sample."""
 _UNCOUNTED = -1
 
 
@@ -42,7 +43,7 @@ class CheckText:
     """A text that the model should predict well, as token ids of the source.
 
     token_ids  the whole text; empty if a line break has no id
-    lines      its lines if they may be samples, as in a list of names; otherwise empty
+    lines      its lines, if each may be a training sample, as in a list of names; otherwise empty
     starts     ids that may come before and after each line
     """
 
@@ -62,7 +63,7 @@ def open_gpt(built: Built) -> GPT:
 
 @torch.inference_mode()
 def logits_of(gpt: GPT, token_ids: Tensor, *, causal: bool) -> Tensor:
-    """Logits (B, T, V) of ids (B, T). If not causal, every position attends to the whole
+    """Logits (B, T, V) of ids (B, T). If `causal` is False, every position attends to the whole
     sequence."""
     positions = torch.arange(token_ids.shape[1]).expand_as(token_ids)
     if causal:
@@ -78,10 +79,10 @@ def _attend_to_all(
 
 @dataclass(frozen=True)
 class TextObjective:
-    """The loss on windows (W, T + 1) of a text's ids. Shorter windows end with ids of -1.
+    """The loss on windows (W, T + 1) of a text's ids. Shorter windows are padded with -1.
 
-    distinct   number of predicted tokens, counting tokens in several windows once
-    counts     losses of counted pairs and triples of tokens; None if there are too few tokens
+    distinct   number of predicted tokens; a token in several windows counts once
+    counts     losses of unigram, bigram and trigram counts; None if the text has too few tokens
     stated     loss that the file states
     tokens     number of predictions, by effort
     """
@@ -94,7 +95,8 @@ class TextObjective:
     tokens: Mapping[Effort, int] = field(default_factory=lambda: TOKENS)
 
     def at_speed(self, seconds_per_token: float) -> "TextObjective":
-        """The objective with as many tokens as the time limits allow at this speed."""
+        """The objective, limited to the number of tokens that a model of this speed can predict
+        within the time limits."""
         tokens = {
             effort: max(WINDOW_TOKENS, min(most, int(SECONDS[effort] / seconds_per_token)))
             for effort, most in TOKENS.items()
@@ -102,7 +104,7 @@ class TextObjective:
         return replace(self, tokens=tokens)
 
     def __call__(self, built: Built, *, causal: bool, effort: Effort) -> Tensor:
-        """Loss of each predicted token (W * T,) in nats."""
+        """The loss of each predicted token (at most W * T), in nats."""
         length = self.windows.shape[1] - 1
         windows = self.windows[: max(1, self.tokens[effort] // length)]
         gpt, losses = open_gpt(built), []
@@ -116,29 +118,30 @@ class TextObjective:
         return torch.cat(losses)
 
     def unigram_nats(self) -> float:
-        """Loss of a unigram model with the text's own frequencies, in nats per token."""
+        """The loss of a unigram model with the token frequencies of this text, in nats per
+        token."""
         counts = torch.bincount(self.windows[self.windows != _UNCOUNTED]).double()
         shares = counts[counts > 0] / counts.sum()
         return float(-(shares * shares.log()).sum())
 
     @property
     def pairs(self) -> float:
-        """Loss of counted pairs of tokens, in nats per token; infinite if there are too few."""
+        """The loss of bigram counts, in nats per token; infinite if the text has too few tokens."""
         return math.inf if self.counts is None else self.counts.at(0)
 
     @property
     def triples(self) -> float:
-        """Loss of counted triples of tokens, averaged over a window, in nats per token; infinite if
-        there are too few."""
+        """The loss of trigram counts, averaged over a window, in nats per token; infinite if the
+        text has too few tokens."""
         return math.inf if self.counts is None else self.counts.over(self.windows.shape[1] - 1)
 
 
 def text_objectives(
     text: CheckText, context_length: int, stated: StatedLoss | None = None
 ) -> list[TextObjective]:
-    """The objectives of a text. One has windows from all parts of the text. If the lines may be
-    training samples, there is another one for each id that may come before a line. Raises
-    ConvertError if the text is too short for a window of two tokens."""
+    """The objectives for a text. One objective has windows from all parts of the text. If each line
+    may be a training sample, there is another objective for each id that may come before a line.
+    Raises ConvertError if the text is too short for a window of two predictions."""
     objectives = list(_line_objectives(text, context_length))
     if text.token_ids or not objectives:
         objectives.insert(0, text_objective(text, context_length))
@@ -161,8 +164,8 @@ def _line_objectives(text: CheckText, context_length: int) -> Iterator[TextObjec
 
 
 def text_objective(text: CheckText, context_length: int) -> TextObjective:
-    """An objective of windows from all parts of a text. Raises ConvertError if the text is too
-    short for a window of two tokens."""
+    """An objective with windows from all parts of a text. Raises ConvertError if the text is too
+    short for a window of two predictions."""
     length = min(context_length, WINDOW_TOKENS, len(text.token_ids) - 1)
     if length < 2:
         raise ConvertError(f"{text.name} has {len(text.token_ids)} tokens: too few to check")
@@ -181,10 +184,10 @@ def text_objective(text: CheckText, context_length: int) -> TextObjective:
 
 @dataclass(frozen=True)
 class LogitsObjective:
-    """The largest difference from logits (B, T, V) of the owner's code for ids (B, T).
+    """The largest difference from the owner's logits (B, T, V) for ids (B, T).
 
     name        the owner's code, for messages
-    log_probs   the owner's code returns logprobs instead of logits
+    log_probs   True if the owner's code returns log-probabilities instead of logits
     """
 
     name: str
@@ -194,7 +197,7 @@ class LogitsObjective:
     distinct: ClassVar[int] = 1
 
     def __call__(self, built: Built, *, causal: bool, effort: Effort) -> Tensor:
-        """The largest difference (1,); infinite if it is NaN."""
+        """The largest difference, of shape (1,); infinite if the difference is NaN."""
         logits = logits_of(open_gpt(built), self.token_ids, causal=causal)
         if self.log_probs:
             logits = logits.log_softmax(dim=-1)
@@ -203,8 +206,8 @@ class LogitsObjective:
 
     @property
     def tolerance(self) -> float:
-        """Largest difference that counts as equal: 1e-4, or more for large logits, whose rounding
-        error in float32 is larger."""
+        """Logits count as equal if they differ by at most this: 1e-4, or more for large logits,
+        whose rounding error in float32 is larger."""
         return 1e-4 * max(1.0, float(self.logits.abs().max()) / 20)
 
 

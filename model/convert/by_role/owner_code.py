@@ -1,8 +1,8 @@
-"""Owner's code: computes logits for random ids with the code that a model was trained with.
+"""Owner's code: computes logits for random ids with the code that trained the model.
 
 It runs `model/owner_code/process` with the owner's file and the checkpoint's weights, and reads
-back only numbers. The sizes of the model are passed under all usual names. `resolve.py` compares
-the logits.
+back only numbers. It passes the sizes of the model under all usual names. `resolve.py` compares the
+logits with those of this project's forward pass.
 """
 
 import ast
@@ -23,15 +23,15 @@ from logitd.model.owner_code.job import TIMEOUT_SECONDS, compare
 from logitd.model.owner_code.process.build import Request
 
 TOKENS = 24
-"""Length of the two sequences of ids, unless the context is shorter."""
+"""Length of the two sequences of ids; if the context length is smaller, they have that length."""
 CAUSAL_TOLERANCE = 1e-3
-"""Largest change of a logit at an earlier position that rounding may cause."""
+"""Largest change of an earlier position's logit that is attributed to rounding."""
 
 
 @dataclass(frozen=True)
 class OwnerCode:
-    """The owner's file, a name in it or an expression that uses its names, and the call that
-    returns logits if it is not `model(ids)`."""
+    """The owner's file; a name in that file, or an expression that uses its names; and the call
+    that returns logits, unless it is `model(ids)`."""
 
     file: Path
     expression: str
@@ -65,7 +65,7 @@ def _check_expression(flag: str, expression: str) -> None:
         ast.parse(expression, mode="eval")
     except SyntaxError as error:
         raise ConvertError(
-            f"{flag} has the expression {expression!r}, which is wrong at character "
+            f"{flag} has the expression {expression!r}, which is not valid at character "
             f"{error.offset}: {error.msg}"
         ) from error
 
@@ -78,8 +78,8 @@ def owner_logits(
     *,
     timeout: float = TIMEOUT_SECONDS,
 ) -> LogitsObjective:
-    """Compute logits with the owner's code. Raises ConvertError if the code fails, or if the model
-    is not causal."""
+    """The objective of matching the logits that the owner's code computes. Raises ConvertError if
+    the code fails or if the model is not causal."""
     rows, context = tensors.shape("token_embedding")[0], findings["context_length"].values[0]
     request = request_of(code, tensors, findings, settings)
     try:
@@ -92,8 +92,8 @@ def owner_logits(
     if logits.shape != (*token_ids.shape, rows):
         raise ConvertError(
             f"{code} returns logits of shape {list(logits.shape)} for ids of shape "
-            f"{list(token_ids.shape)}; expected {rows} for each id, the rows of the token "
-            "embedding"
+            f"{list(token_ids.shape)}; expected {rows} logits for each id, one for each row of the "
+            "token embedding"
         )
     # A different last id must not affect earlier positions.
     difference = (logits[:, :-1] - answer["changed"][:, :-1]).abs()
@@ -105,8 +105,8 @@ def owner_logits(
 def request_of(
     code: OwnerCode, tensors: MappedTensors, findings: Findings, settings: Mapping[str, Any]
 ) -> Request:
-    """The request to the owner's process: everything that is known about the model, with dropout
-    off, on the CPU."""
+    """The request to the owner's process. It states everything that is known about the model, sets
+    dropout to 0, and selects the CPU."""
     rows, width = tensors.shape("token_embedding")
     mapped, context_length = tensors.map, findings["context_length"].values[0]
     fields: dict[str, Any] = {
@@ -135,9 +135,9 @@ def request_of(
 def said_in(
     settings: Mapping[str, Any], known: Mapping[str, Any], *, leave_out: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The values of settings under all usual names in lower case, with dropout off, on the CPU.
-    `known` values take precedence. Fields in `leave_out` are skipped, because the shapes show
-    them."""
+    """The values of the settings under all usual names in lower case. Dropout is 0 and the device
+    is the CPU. `known` values take precedence. Fields in `leave_out` are skipped, because the
+    tensors' shapes determine them."""
     said = {"device": "cpu", **known}
     for field, keys in SETTINGS.items():
         if field not in leave_out and (value := setting(settings, field)[0]) is not None:
@@ -147,9 +147,11 @@ def said_in(
 
 
 def require_causal(code: OwnerCode, difference: float) -> None:
-    """Raise ConvertError if a different last id changes earlier logits by this much."""
+    """Raise ConvertError if `difference`, the largest change of earlier logits when the last id
+    changes, is too large for a causal model."""
     if difference > CAUSAL_TOLERANCE:
         raise ConvertError(
             f"{code}: a different last id changes the logits of earlier positions (by up to "
-            f"{difference:.3g}): it has no causal mask, so it is not a GPT and cannot generate"
+            f"{difference:.3g}): the model has no causal mask, so it is not a GPT and cannot "
+            "generate text"
         )

@@ -1,12 +1,12 @@
-"""Questions: finds the values of each field of a `Computation` that are possible for a file.
+"""Questions: finds the possible values of each field of a `Computation` for a file.
 
-If only one value fits, the field is resolved. If several fit, the first is the convention: it is
-assumed, and compared with the others if there is a text or the owner's code. If no convention is
-strong enough and a wrong value would change logits, the field is ambiguous, and no value is
-assumed.
+If only one value is possible, the field is resolved. If several values are possible, the first is
+the convention: it is assumed, and compared with the others if there is a text or the owner's code.
+If no convention is strong enough and a wrong value would change logits, the field is ambiguous, and
+no value is assumed.
 
-The evidence here is the file itself: its shapes, settings and tables. `resolve.py` uses flags, the
-owner's code and texts.
+The evidence here is the file itself: its shapes, settings and tables. `resolve.py` also uses flags,
+the owner's code and texts.
 """
 
 import math
@@ -33,13 +33,13 @@ from logitd.model.convert.foreign import ConvertError
 
 MAX_HEADS = 64
 CONTEXT_IF_UNKNOWN = 1024
-"""Context length if the file has neither a table of positions nor a number. The limit does not
-change the computation, but positions beyond those seen in training have little meaning."""
+"""Context length if nothing in the file shows it. The number does not change the computation, but
+the model's output is poor at positions beyond those that it was trained on."""
 
 FIELDS: tuple[str, ...] = tuple(field.name for field in fields(Computation))
 
 WHOLE_WIDTH = "rotary positions over the whole width, before heads are split"
-"""Description of a computation in which each head has different frequencies. No GPTConfig
+"""Describes a computation in which each head is rotated with different frequencies. No GPTConfig
 expresses it."""
 NOT_SAID = "names and shapes do not show it"
 CONVENTION = "convention"
@@ -50,8 +50,8 @@ UNUSED = "not used"
 class Finding:
     """The possible values of one field, the most likely first, and the reason for them.
 
-    ambiguous   no value may be assumed. If only one value can be computed here, the user or the
-                owner's code must confirm it
+    ambiguous   True if no value may be assumed. If only one value can be computed here, the user or
+                the owner's code must confirm it
     """
 
     values: tuple[Any, ...]
@@ -70,8 +70,9 @@ Settings = Mapping[str, Any]
 def find(
     tensors: MappedTensors, ignored: Mapping[str, Tensor], settings: Settings
 ) -> dict[str, Finding]:
-    """Find the possible values of each field of a Computation. `ignored` are masks and tables.
-    Raises ConvertError if settings and shapes contradict each other."""
+    """Find the possible values of each field of a Computation. `ignored` are the file's masks and
+    tables. Raises ConvertError if settings and shapes contradict each other, or if no GPTConfig
+    expresses a setting."""
     file = _File(tensors, ignored, settings, rotary_tables(ignored))
     return without_unused({name: finder(file) for name, finder in FINDERS.items()})
 
@@ -79,7 +80,8 @@ def find(
 def check_rotary_width(
     where: str, ignored: Mapping[str, Tensor], findings: Findings, queries: int
 ) -> None:
-    """Raise ConvertError if a rotary table is as wide as several heads together."""
+    """Raise ConvertError if there are several heads, but a rotary table is as wide as all of them
+    together."""
     heads = findings["n_head"]
     if not heads.resolved or heads.values[0] == 1 or "rotary" not in findings["positions"].values:
         return
@@ -87,15 +89,15 @@ def check_rotary_width(
         if table.width == queries:
             raise ConvertError(
                 f"{where}: {table.name} rotates {queries} channels, but there are "
-                f"{heads.values[0]} heads of {queries // heads.values[0]} ({heads.origin}): "
-                f"{WHOLE_WIDTH}. No GPTConfig expresses that; --code FILE:NAME --run-code serves "
-                "the owner's class"
+                f"{heads.values[0]} heads of {queries // heads.values[0]} channels "
+                f"({heads.origin}): {WHOLE_WIDTH}. No GPTConfig expresses that; --code FILE:NAME "
+                "--run-code serves the owner's class"
             )
 
 
 def without_unused(findings: Findings) -> dict[str, Finding]:
-    """The findings. If positions are not rotary, the fields about rotary positions are marked as
-    unused."""
+    """The findings, with the fields for rotary positions marked as unused if positions cannot be
+    rotary."""
     if "rotary" in findings["positions"].values:
         return dict(findings)
     unused = {"rotary_layout": Finding(("half",), UNUSED), "rope_theta": Finding((1e4,), UNUSED)}
@@ -103,7 +105,7 @@ def without_unused(findings: Findings) -> dict[str, Finding]:
 
 
 def canonical(how: Computation) -> Computation:
-    """The same computation with unused fields set to fixed values, so that equal computations
+    """The same computation, with unused fields set to fixed values so that equivalent computations
     compare equal."""
     if how.positions != "rotary":
         how = replace(how, rotary_layout="half", rope_theta=1e4)
@@ -113,7 +115,8 @@ def canonical(how: Computation) -> Computation:
 
 
 def setting(settings: Settings, field: str) -> tuple[Any, str]:
-    """The value of a field in a file's settings, and its key there; (None, "") if it is not set."""
+    """The value of a field in a file's settings, and the key under which it is stored; (None, "")
+    if it is not set."""
     lowered = {str(key).lower(): (value, str(key)) for key, value in settings.items()}
     found = (lowered[key] for key in words.SETTINGS[field] if key in lowered)
     return next((each for each in found if each[0] is not None), (None, ""))
@@ -139,7 +142,8 @@ class _File:
     tables: list[RotaryTable]
 
     def said(self, field: str, accepts: Callable[[Any], bool]) -> Finding | None:
-        """The value of a field in the settings; None if it is missing or not acceptable."""
+        """The value of a field in the settings; None if it is missing or if `accepts` is False for
+        it."""
         value, key = setting(self.settings, field)
         if value is None or not accepts(value):
             return None
@@ -165,8 +169,8 @@ def _n_head(file: _File) -> Finding:
         if not fits(said.values[0]):
             raise ConvertError(
                 f"{tensors.where}: n_head is {said.values[0]} according to {said.origin}, but "
-                f"{queries} rows of queries and {keys} of keys are not multiples of it; set "
-                "--n-head"
+                f"{queries} query rows and {keys} key rows cannot be divided among that many "
+                "heads; set --n-head"
             )
         return said
     if (dim := file.said("head_dim", is_count)) and queries % dim.values[0] == 0:
@@ -253,9 +257,8 @@ def _positions(file: _File) -> Finding:
     for name, value in file.settings.items():
         if "alibi" in str(value).lower() or ("alibi" in name.lower() and value is True):
             raise ConvertError(
-                f"{file.tensors.where}: {name} is {value!r}: ALiBi's biases of attention by "
-                "distance, which no GPTConfig expresses; --code FILE:NAME --run-code serves the "
-                "owner's class"
+                f"{file.tensors.where}: {name} is {value!r}: ALiBi biases attention by distance, "
+                "which no GPTConfig expresses; --code FILE:NAME --run-code serves the owner's class"
             )
     if key := setting(file.settings, "rope_theta")[1]:
         return Finding(("rotary",), f"{key} of its settings")
@@ -293,8 +296,8 @@ def _activation(file: _File) -> Finding:
     known = {key: value for key, value in words.ACTIVATIONS.items() if value != "swiglu"}
     if (name := said.values[0].lower()) not in known:
         raise ConvertError(
-            f"{file.tensors.where}: {said.origin.split()[0]} is {said.values[0]!r}; without a "
-            f"gate, known are {', '.join(sorted(known))}"
+            f"{file.tensors.where}: {said.origin.split()[0]} is {said.values[0]!r}; the "
+            f"activations of a feed-forward without a gate are {', '.join(sorted(known))}"
         )
     return Finding((known[name],), said.origin)
 

@@ -1,9 +1,10 @@
-"""Read: reads a model from arbitrary code as a `ForeignModel`, by the roles of its tensors.
+"""Read: reads a model that was written in arbitrary code, by the roles of its tensors.
 
-The steps are: recognize the tensors, or take their roles from a map file; find evidence in the
-file; resolve what is open; build the model; report. The report lists the roles with their names and
-shapes in the file, each value with its origin, the changes of weights, and a table if variants were
-compared. `model/convert/state_file.py` reads the files.
+The steps are: recognize the tensors' roles, or take them from a map file; find evidence in the
+file; resolve what is open; build a `ForeignModel`; report. The report lists the tensor name and
+shape for each role, the value and origin of each field, and the changes to weights. If variants
+were compared, it also lists their losses or differences. `model/convert/state_file.py` reads the
+files.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,7 +66,8 @@ class RoleOptions:
     answers    values of fields of `Computation`
     code       FILE.py:NAME, the owner's class
     code_call  the call that returns logits, if it is not `model(ids)`
-    draft      path for the draft of a map file, which is written if questions stay open
+    draft      path for a draft of a map file, which is written if roles are unknown or questions
+               stay open
     """
 
     answers: Mapping[str, Any] = field(default_factory=dict)
@@ -76,7 +78,7 @@ class RoleOptions:
 
     @property
     def given(self) -> bool:
-        """True if an option is set that applies only to recognition by role."""
+        """True if an option is set that only applies to recognition by role."""
         return bool(self.answers) or self.map_file is not None or self.code is not None
 
 
@@ -105,13 +107,13 @@ class Recognized:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """Facts that help to find the source's vocabulary."""
+        """Facts that help to find the model's vocabulary."""
         dataset = self.file.settings.get("dataset")
         return {"dataset": dataset} if isinstance(dataset, str) else {}
 
 
 def draft_of(destination: Path) -> Path:
-    """The path for the draft of a map file, next to the destination of an import."""
+    """The path for a draft of a map file. It is next to the destination of the import."""
     return destination.parent / f"{destination.name}.map.toml"
 
 
@@ -135,8 +137,8 @@ def recognize_file(
 
 
 def _checked_map(file: StateFile, options: RoleOptions) -> TensorMap:
-    """The roles of all tensors. If some are unknown, writes a draft of a map file with the known
-    roles and raises ConvertError."""
+    """The roles of all tensors. If some roles are unknown, writes a draft of a map file with the
+    known roles, and raises ConvertError."""
     known: Mapping[tuple[Role, Part], str] = {}
     try:
         mapped = _tensor_map(file, options.map_file)
@@ -167,8 +169,9 @@ def read_by_role(
     text: CheckText | None = None,
     log: Callable[[str], None] = lambda line: None,
 ) -> ForeignModel:
-    """Choose the computation and build the model. `text` decides open questions; `log` is called
-    with each line of the report. Raises OpenQuestions if a field stays open, and ConvertError."""
+    """Choose the computation and build the model. If `text` is given, its loss decides open
+    questions. `log` is called with each line of the report. Raises OpenQuestions if a field stays
+    open, and ConvertError if the model cannot be imported."""
     tensors, file = recognized.tensors, recognized.file
     resolution = _resolve(recognized, text)
     dropout, step, val_loss = (
@@ -220,8 +223,8 @@ def _resolve(recognized: Recognized, text: CheckText | None) -> Resolution:
 
 
 def _write_draft(path: Path, text: str) -> str:
-    """Write a draft. Returns a sentence with its path. If that fails, returns a sentence with the
-    reason, because the error must not hide the open questions."""
+    """Write a draft of a map file, and return a sentence with its path. If writing fails, return a
+    sentence with the reason instead of raising an error, which would hide the open questions."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text.encode())

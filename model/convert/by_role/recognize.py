@@ -3,11 +3,11 @@
 1) Ignore tensors that are not weights: masks, rotary tables, integers.
 2) Find the layers (`layers.py`): names that differ only in a number.
 3) Assign roles outside the layers, then inside a layer: projections (fused, separate or per head),
-   feed-forwards of one, two or three matrices, and one or two norms.
+   a feed-forward of one, two or three matrices, and one or two norms.
 4) Determine the orientation of each matrix: (in, out) or (out, in).
 
-A name never overrides a shape. A tensor that is not understood gets no role, and `tensor_map.check`
-reports it. `questions.py` finds the details that names do not show.
+If a name and a shape disagree, the shape decides. A tensor that is not recognized gets no role, and
+`tensor_map.check` reports it. `questions.py` finds the details that names do not show.
 """
 
 import re
@@ -41,14 +41,14 @@ Names = dict[tuple[Role, Part], str]
 """Names of tensors by role."""
 
 READS_STREAM: tuple[Role, ...] = (*QKV, "mlp_gate", "mlp_up", "mlp_gate_up", "head")
-"""Matrices that read the residual stream: the width of the stream is their number of columns. For
-all other matrices it is the number of rows."""
+"""Matrices that read the residual stream: their number of columns is the width of the stream. For
+all other matrices, the number of rows is the width of the stream."""
 SQUARE: tuple[Role, ...] = (*READS_STREAM[:-1], "attention_out", "mlp_down")
-"""Matrices of a layer, which may be square."""
+"""Matrices of a layer. Unlike the head, they may be square."""
 
 
 class NotRecognized(ConvertError):
-    """Raised if a GPT needs a role that no tensor has. `known` are the roles that were found."""
+    """Raised if no tensor has a role that a GPT needs. `known` has the roles that were found."""
 
     def __init__(self, message: str, known: Mapping[tuple[Role, Part], str]) -> None:
         super().__init__(message)
@@ -56,7 +56,7 @@ class NotRecognized(ConvertError):
 
 
 def recognize(where: str, tensors: Mapping[str, Tensor]) -> TensorMap:
-    """Find the roles of a state dict's tensors. Raises NotRecognized if parts of a GPT are
+    """Find the roles of a state dict's tensors. Raises NotRecognized if a part of a GPT is
     missing."""
     ignored = tuple(name for name, tensor in tensors.items() if is_buffer(name, tensor))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in ignored}
@@ -85,8 +85,8 @@ def _in_order(names: Names) -> Names:
 
 
 def is_buffer(name: str, tensor: Tensor) -> bool:
-    """True if a tensor is not a weight, judged by its name, its dtype and its values (those of a
-    causal mask)."""
+    """True if a tensor is not a weight, judged by its name, dtype and number of axes, and by
+    whether its values are a causal mask."""
     last = name.rpartition(".")[2]
     if words.matches(words.BUFFERS, last.lstrip("_")) or tensor.is_complex():
         return True
@@ -120,7 +120,7 @@ def _outer_roles(
 ) -> int:
     """Add the tensors outside the layers (embedding, positions, final norm and head) to `names`.
     Returns the width of the residual stream. `matrices` are the shapes of the matrices in a layer.
-    Raises ConvertError if there is no embedding."""
+    Raises ConvertError if there is no token embedding."""
     sides = {side for shape in matrices for side in shape}
     wide = [m for m in modules if len(m.table) == 2 and sides & set(m.table)]
     positions = [m for m in wide if m.mentions(words.POSITIONS)]
@@ -128,8 +128,8 @@ def _outer_roles(
     embedding = _choose_embedding(tables)
     if embedding is None:
         raise ConvertError(
-            f"{where} has no token embedding: a matrix (vocabulary, width) outside the layers "
-            "whose width is that of the layers' matrices; outside the layers there are "
+            f"{where} has no token embedding: it must be a matrix (vocabulary, width) outside the "
+            "layers, with the width of the layers' matrices; the tensors outside the layers are "
             f"{_listed(modules) or 'no tensors'}. Name it with --map"
         )
     rows, width = embedding.table
@@ -150,8 +150,8 @@ def _outer_roles(
 
 
 def _choose_embedding(tables: Sequence[Module]) -> Module | None:
-    """The token embedding: preferably a table named like an embedding, or else a table shaped like
-    a head, or else any table that is not named like a head."""
+    """The token embedding. A table named like an embedding is preferred, then a table with the
+    shape of a head, then any other table that is not named like a head."""
     heads = [m for m in tables if m.mentions(words.HEAD)]
 
     def rank(table: Module) -> int:
@@ -166,16 +166,17 @@ def _choose_embedding(tables: Sequence[Module]) -> Module | None:
 
 
 def _choose_head(tables: Sequence[Module], embedding: Module) -> Module | None:
-    """The head: a table with the embedding's shape or its transpose, preferably named like a
-    head."""
+    """The head: a table with the embedding's shape or the transposed shape. A table named like a
+    head is preferred."""
     sides = sorted(embedding.table)
     alike = [m for m in tables if m is not embedding and sorted(m.shape) == sides]
     return min(alike, key=lambda m: not m.mentions(words.HEAD), default=None)
 
 
 def _choose_final_norm(modules: Sequence[Module], width: int) -> Module | None:
-    """The final norm: of the vectors as wide as the stream, the only one that is named like a norm,
-    or else the only one."""
+    """The final norm, which is a vector as wide as the stream. It must be the only such vector with
+    the name of a final norm; if none has such a name, it must be the only vector. None if there are
+    several."""
     vectors = [m for m in modules if m.shape == (width,)]
     norms = [m for m in vectors if m.named(words.FINAL_NORM)] or vectors
     return norms[0] if len(norms) == 1 else None
@@ -201,8 +202,8 @@ def _layer_roles(where: str, modules: Sequence[Module], width: int, names: Names
     missing = [role for role in SEPARATE if (role, "weight") not in names]
     if ("qkv", "weight") not in names and missing:
         raise ConvertError(
-            f"{where}: a layer has no tensor for {', '.join(missing)}; without a role are "
-            f"{_listed(rest)}. Name them with --map"
+            f"{where}: a layer lacks {', '.join(missing)}; its tensors without a role are "
+            f"{_listed(rest)}. Give them roles with --map"
         )
     # The remaining matrices are attention's output and the feed-forward.
     matrices = [m for m in rest if len(m.shape) >= 2 and width in m.shape]
@@ -216,8 +217,8 @@ def _layer_roles(where: str, modules: Sequence[Module], width: int, names: Names
 
 
 def _home_of_attention(modules: Sequence[Module]) -> tuple[str, ...]:
-    """The path of the attention module, whatever its name: the common path of query, key and value.
-    Empty if all other matrices have that path, too."""
+    """The path of the attention module, whatever its name is: the common beginning of the paths of
+    query, key and value. Empty if all other matrices have the same beginning."""
     projections = [m for m in modules if projection_of(m.weight) is not None]
     others = [m for m in modules if len(m.shape) >= 2 and m not in projections]
     paths = [m.path[: m.path.index("{M}")] if "{M}" in m.path else m.path[:-1] for m in projections]
@@ -236,7 +237,7 @@ def _is_in(module: Module, home: tuple[str, ...]) -> bool:
 def _split_matrices(
     matrices: Sequence[Module], home: tuple[str, ...]
 ) -> tuple[Module | None, list[Module]]:
-    """Attention's output matrix, None if there is none, and the matrices of the feed-forward."""
+    """Attention's output matrix (None if there is none) and the matrices of the feed-forward."""
     loose = [m for m in matrices if not m.within(words.FEED_FORWARD)]
     inside = [
         m for m in loose if m.within(words.ATTENTION) or m.within(words.HEADS) or _is_in(m, home)
@@ -268,14 +269,15 @@ def _feed_forward_roles(where: str, matrices: Sequence[Module], names: Names) ->
             _give(names, "mlp_down", down)
             return
     raise ConvertError(
-        f"{where}: the matrices of a layer outside attention are {_listed(matrices) or 'none'}; "
-        "expected up and down of a feed-forward, with a gate or without. Name them with --map"
+        f"{where}: the matrices of a layer that do not belong to attention are "
+        f"{_listed(matrices) or 'none'}; expected the up and down matrices of a feed-forward, and "
+        "perhaps a gate. Give them roles with --map"
     )
 
 
 def _up_and_down(matrices: Sequence[Module]) -> Sequence[Module]:
-    """The two matrices of an MLP in order: by their numbers in a Sequential, by their names, or as
-    in the file."""
+    """The two matrices of an MLP, up first. The order is that of their numbers in a Sequential, or
+    of their names, or else of the file."""
     first, second = matrices
     if first.last.isdigit() and second.last.isdigit():
         return sorted(matrices, key=lambda module: int(module.last))
@@ -284,8 +286,8 @@ def _up_and_down(matrices: Sequence[Module]) -> Sequence[Module]:
 
 
 def _gate_up_down(matrices: Sequence[Module]) -> tuple[Module, Module, Module]:
-    """Order the three matrices of a gated MLP by their names, or by llama2.c's numbers: w1 is the
-    gate, w2 is down and w3 is up."""
+    """The gate, up and down matrices of a gated MLP, recognized by their names, shapes, or
+    llama2.c's numbers: w1 is the gate, w2 is down and w3 is up."""
     numbers = {re.sub(r"\D", "", m.last): m for m in matrices if re.search(r"\d$", m.last)}
     shapes = [m.shape for m in matrices]
     odd = next((m for m in matrices if shapes.count(m.shape) == 1), None)
@@ -301,8 +303,8 @@ def _gate_up_down(matrices: Sequence[Module]) -> tuple[Module, Module, Module]:
 
 
 def _norm_roles(norms: Sequence[Module], home: tuple[str, ...], names: Names) -> None:
-    """Assign the norms of attention and feed-forward; a single norm gets both roles. If there are
-    more than two, `tensor_map.check` reports them."""
+    """Assign the norms of attention and feed-forward. A single norm gets both roles. More than two
+    norms get no role, so `tensor_map.check` reports them."""
     if len(norms) not in (1, 2):
         return
     first, second = norms[0], norms[-1]
@@ -324,8 +326,8 @@ def _is_second(norm: Module) -> bool:
 
 
 def _oriented(mapped: TensorMap, tensors: Mapping[str, Tensor], width: int) -> TensorMap:
-    """Mark the matrices that are stored (in, out). For matrices that are not square, the width of
-    the stream shows it; square matrices are assumed to be stored like the others."""
+    """Mark the matrices that are stored (in, out). For a matrix that is not square, the width of
+    the stream shows the orientation. Square matrices are assumed to be stored like the others."""
     transposed = _transposed_by_shape(mapped, tensors, width)
     attention = {transposed[r] for r in QKV if r in transposed}
     if transposed.get("mlp_up") and transposed.get("mlp_down") and attention == {False}:
@@ -338,7 +340,8 @@ def _oriented(mapped: TensorMap, tensors: Mapping[str, Tensor], width: int) -> T
 def _transposed_by_shape(
     mapped: TensorMap, tensors: Mapping[str, Tensor], width: int
 ) -> dict[Role, bool]:
-    """Roles of matrices whose shapes show their orientation: True if stored (in, out)."""
+    """For each matrix whose shape shows its orientation, by role: True if it is stored (in,
+    out)."""
     transposed: dict[Role, bool] = {}
     for role, part in mapped.names:
         if part != "weight" or not mapped.has(role) or role in ("token_embedding", "positions"):

@@ -11,8 +11,8 @@ from logitd.model.convert.foreign import ConvertError
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another value of a field, and its penalty. `clear` is True if it is clearly worse than the
-    chosen value."""
+    """A value of a field that was not chosen, and its penalty. `clear` is True if this value is
+    clearly worse than the chosen value."""
 
     field: str
     value: Any
@@ -22,13 +22,13 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class Resolution:
-    """A computation with the reason for each field.
+    """The chosen computation, with the evidence for it.
 
     origins        reason for the value of each field
-    verified       sentence about the agreement with the source
-    penalty        of the chosen variant: loss in nats per token, or largest difference of logits
+    verified       sentence about how well the computation agrees with the source
+    penalty        the chosen variant's loss in nats per token, or its largest difference of logits
     alternatives   other values that were tried
-    warning        sentence about unusual values that a text chose; "" if there are fewer than two
+    warning        sentence about unusual values that the text chose; "" if there are fewer than two
     """
 
     computation: Computation
@@ -40,7 +40,8 @@ class Resolution:
 
 
 class OpenQuestions(ConvertError):
-    """Raised if some fields cannot be resolved. The message lists the flags that set them."""
+    """Raised if some fields cannot be resolved. The message lists the flags that set these
+    fields."""
 
     def __init__(self, message: str, fields: Sequence[str]) -> None:
         super().__init__(message)

@@ -1,9 +1,9 @@
 """Resolve: chooses one of the computations that are possible for a file.
 
 The values of fields come from the user, from the file (`questions.py`), from agreement with the
-owner's code, or from a clearly lower loss on a text (`by_text.py`). Without code and text, an
-ambiguous field stops the import. Only unambiguous fields fall back to a convention. Conventions are
-reported. If there is an objective, they are also compared with other values.
+owner's code, or from a clearly lower loss on a text (`by_text.py`). If there is neither code nor
+text, an ambiguous field stops the import. Only unambiguous fields fall back to a convention. The
+report names the conventions. If there is code or a text, they are also compared with other values.
 """
 
 import math
@@ -28,8 +28,8 @@ from logitd.model.convert.foreign import ConvertError
 
 
 def answer(findings: Findings, answers: Mapping[str, Any], place: str = "") -> dict[str, Finding]:
-    """Replace findings by the user's answers, which override the file. `place` is the name of the
-    map file with the answers; "" if the answers are flags."""
+    """Replace findings with the user's answers, which take precedence over the file. `place` is the
+    name of the map file with the answers; "" if the answers are flags."""
     given = {
         field: Finding((value,), f"{field} in {place}" if place else flag(field))
         for field, value in answers.items()
@@ -38,12 +38,13 @@ def answer(findings: Findings, answers: Mapping[str, Any], place: str = "") -> d
 
 
 def resolve(tensors: MappedTensors, findings: Findings, *objectives: Objective) -> Resolution:
-    """Choose a computation. If a text has several objectives, the one with the lowest loss counts.
-    Raises OpenQuestions, and ConvertError if no variant agrees."""
+    """Choose a computation. If a text has several objectives, the objective with the lowest loss
+    decides. Raises OpenQuestions if a field stays open, and ConvertError if no variant agrees with
+    the source."""
     if findings["causal"].values == (False,):
         raise ConvertError(
             f"{tensors.where}: causal is false ({findings['causal'].origin}): a model whose "
-            "positions attend to later ones is not a GPT and cannot generate"
+            "positions attend to later ones is not a GPT and cannot generate text"
         )
     texts = [each for each in objectives if isinstance(each, TextObjective)]
     for objective in objectives:
@@ -79,9 +80,10 @@ def _by_logits(
         fields = ", ".join(f"{flag(name)} {getattr(best, name)}" for name in search.open)
         raise ConvertError(
             f"{tensors.where}: no variant that this project computes has the logits of "
-            f"{objective.name}: the nearest one, with {fields or 'no field open'}, differs by "
+            f"{objective.name}: the nearest variant, with {fields or 'no field open'}, differs by "
             f"{difference:.3g}, but the limit is {objective.tolerance:.1g}. The owner's code "
-            "computes something that a GPTConfig does not express, or the file is not its weights"
+            "computes something that a GPTConfig does not express, or the weights are not those of "
+            "this code"
         )
     alternatives = [
         Alternative(name, getattr(other, name), penalty, penalty > objective.tolerance)

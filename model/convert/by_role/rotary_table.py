@@ -1,7 +1,7 @@
 """Rotary tables: reads layout, width and theta from a file's cosines, sines, angles or frequencies.
 
-Supports tables with each angle once or twice, complex tables, and lists of frequencies. Tables with
-scaled frequencies are refused.
+Supports tables that store each angle once or twice, complex tables, and lists of frequencies.
+Tables with scaled frequencies are refused.
 """
 
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ from logitd.model.convert.by_role.computation import RotaryLayout
 from logitd.model.convert.foreign import ConvertError
 
 MARKS = ("cos", "sin", "freq", "rope", "theta", "angle")
-"""Words in the names of such tables."""
+"""Words that occur in the names of rotary tables."""
 TOLERANCE = 1e-3
-"""Largest error that storing cosines and sines in float32 or bfloat16 may cause."""
+"""Largest difference from the exact table that is attributed to rounding to float32 or bfloat16."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +32,7 @@ class RotaryTable:
 
     @property
     def _repeats(self) -> RotaryLayout | None:
-        """The order of the columns if each angle is stored twice."""
+        """The order of the columns if each angle is stored twice; None if each is stored once."""
         if self.values.dim() != 2 or self.values.is_complex() or self.values.shape[1] % 2:
             return None
         if torch.equal(*self.values.chunk(2, dim=1)):
@@ -52,7 +52,7 @@ class RotaryTable:
 
     @property
     def layout(self) -> RotaryLayout | None:
-        """The channels that are rotated together; None if the table does not show it."""
+        """Which channels are rotated together; None if the table does not show it."""
         return "interleaved" if self.values.is_complex() else self._repeats
 
     @property
@@ -64,8 +64,9 @@ class RotaryTable:
 
     @property
     def theta(self) -> float | None:
-        """The base of the frequencies theta^(-2 i / D), computed from channel i = 1; None if the
-        table does not show it. Raises ConvertError if the frequencies do not follow the formula."""
+        """The base theta of the frequencies theta^(-2i / D), computed from the frequency with i =
+        1; None if the table does not show it. Raises ConvertError if the frequencies do not follow
+        the formula."""
         row = None
         if self.values.dim() == 1:
             if "inv" in self._last and len(self.values) > 1 and float(self.values[0]) == 1.0:
@@ -96,7 +97,7 @@ class RotaryTable:
 
 
 def rotary_tables(ignored: Mapping[str, Tensor]) -> list[RotaryTable]:
-    """The rotary tables among the tensors that are not weights, without axes of length 1."""
+    """The rotary tables among the tensors that are not weights. Axes of length 1 are removed."""
     return [
         RotaryTable(name, tensor.squeeze())
         for name, tensor in ignored.items()

@@ -1,8 +1,8 @@
 """Search: tries variants of a computation and compares their penalties.
 
-It tries all combinations of the ambiguous fields, if there are not too many; otherwise it changes
-one field at a time until nothing improves. Then it tries every open field again at the best
-variant. `by_text.py` and `resolve.py` decide what the penalties prove.
+It tries all combinations of the ambiguous fields if there is enough time; otherwise it changes one
+field at a time until no change lowers the penalty. Then it changes every open field, one at a time,
+starting from the best variants. `by_text.py` and `resolve.py` decide what the penalties prove.
 """
 
 import itertools
@@ -24,16 +24,16 @@ from logitd.model.convert.foreign import ConvertError
 from logitd.model.transformer.config import ConfigError
 
 ORDERS = ("qkv_layout", "gate_order")
-"""Fields about the order of rows. If one of them is wrong, all values of the other fields look
-equally bad, so these fields are tried together with the ambiguous fields."""
+"""Fields that describe the order of rows. If one of them is wrong, all values of the other fields
+look equally bad, so these fields are tried together with the ambiguous fields."""
 SEARCH_SECONDS = 30.0
-"""Approximate time limit for trying all combinations. Above it, the search changes one field at a
-time."""
+"""Approximate time limit, in seconds, for trying all combinations. If they would take longer, the
+search changes one field at a time."""
 CLEAR_NATS, CLEAR_ERRORS = 0.005, 2.0
-"""Smallest difference of losses that decides, in nats per token and in standard errors of the
-difference per token. The standard error alone does not suffice: for a model that had learned
-little, a wrong activation was better by 0.004 nats on any number of tokens. For trained models, the
-right variants were better by 0.02 to 0.8 nats."""
+"""A variant is clearly worse if its loss is higher by more than both of these: nats per token, and
+standard errors of the mean difference. The standard error alone does not suffice: for a model that
+had learned little, a wrong activation was better by 0.004 nats per token on any number of tokens.
+For trained models, the right variants were better by 0.02 to 0.8 nats per token."""
 
 
 class Search:
@@ -52,7 +52,7 @@ class Search:
         self.ambiguous = [name for name in self.open if findings[name].ambiguous]
 
     def score(self, how: Computation, effort: Effort) -> Tensor | None:
-        """The penalties of a variant (cached); None if it cannot be built."""
+        """The penalties of a variant, which are cached; None if the variant cannot be built."""
         key = canonical(how), effort
         if key not in self._scores:
             self._scores[key] = self._compute(*key)
@@ -73,7 +73,7 @@ class Search:
     def compare(
         self, other: Computation, best: Computation, effort: Effort = "full"
     ) -> tuple[float, bool]:
-        """The mean difference by which a variant is worse than the best variant, and True if it is
+        """How much the mean penalty of `other` exceeds that of `best`, and whether `other` is
         clearly worse."""
         penalties, base = self.score(other, effort), self.score(best, effort)
         if penalties is None or not torch.isfinite(penalties).all():
@@ -87,8 +87,8 @@ class Search:
         return mean, mean > max(CLEAR_NATS, CLEAR_ERRORS * error)
 
     def best(self) -> Computation:
-        """The variant with the lowest penalty by quick measurements. Raises ConvertError if none
-        can be built."""
+        """The variant with the lowest penalty in quick measurements. Raises ConvertError if no
+        variant can be built."""
         start = first(self._findings)
         self._compute(start, "quick")  # the first call includes torch's start
         began = time.monotonic()
@@ -117,7 +117,8 @@ class Search:
         return list(dict.fromkeys(canonical(replace(start, **choice)) for choice in choices))
 
     def _descend(self, how: Computation, names: Sequence[str]) -> Computation:
-        """Replace each field in turn by its best value, until nothing improves."""
+        """Set each of these fields in turn to its best value, until no change lowers the
+        penalty."""
         best, improved = how, True
         while improved:
             improved = False
@@ -129,7 +130,7 @@ class Search:
         return best
 
     def neighbors(self, how: Computation, name: str) -> list[Computation]:
-        """The variants that differ from `how` in the field `name` and compute something
-        different."""
+        """The variants with other values of the field `name`, if they compute something different
+        from `how`."""
         others = [canonical(replace(how, **{name: value})) for value in self._findings[name].values]
         return [other for other in dict.fromkeys(others) if other != canonical(how)]

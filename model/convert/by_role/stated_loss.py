@@ -1,7 +1,7 @@
-"""Stated losses: finds the losses of a model's training that its file states.
+"""Stated losses: finds the training and validation losses that a model's file states.
 
-They are evidence for a computation: on a text like the training data, the right variant has about
-the stated loss. `by_text.py` compares the two.
+A stated loss is evidence for a computation: on a text like the training data, the right variant has
+about that loss. `by_text.py` compares the two.
 """
 
 import re
@@ -14,11 +14,12 @@ from logitd.model.convert.foreign import finite_number
 _KIND = r"(best|last|final|min|lowest|avg|mean|train|training|val|valid|validation|dev|test|eval)"
 _NAMES = re.compile(rf"({_KIND}_?){{0,3}}loss(es)?")
 MOST_NATS = 20.0
-"""Larger numbers mean "not evaluated yet"."""
+"""Stated numbers from this on are ignored. Programs store large numbers before the first
+evaluation."""
 ALLOWED_NATS, ALLOWED_SHARE = 0.1, 0.1
-"""Allowed excess, absolute and relative, of the loss on a text over the largest stated loss. The
-losses differ because the text is another part of the data, and because its windows of 128 tokens
-may be shorter than in training."""
+"""The loss on a text may exceed the largest stated loss by this much: nats per token, or a share of
+the stated loss if that is more. The losses differ because the text is a different part of the data,
+and because its windows of 128 tokens may be shorter than in training."""
 DEPTH = 3
 
 
@@ -31,13 +32,14 @@ class StatedLoss:
 
     @property
     def limit(self) -> float:
-        """The largest loss on a text like the training data that agrees with this loss."""
+        """The highest loss on a text like the training data that still agrees with the stated
+        loss."""
         return self.nats + max(ALLOWED_NATS, ALLOWED_SHARE * self.nats)
 
 
 def stated_loss(contents: Any) -> StatedLoss | None:
-    """The largest loss that a file states; None if it states none. Of a list, only the last loss
-    counts."""
+    """The largest loss that a file states; None if it states none. In a list of losses, only the
+    last counts."""
     losses = [loss for loss in _losses(contents, DEPTH) if 0 < loss.nats < MOST_NATS]
     return max(losses, key=lambda loss: loss.nats, default=None)
 

@@ -1,8 +1,8 @@
-"""TensorMap: the role of each tensor of a file in a GPT.
+"""TensorMap: the role in a GPT of each tensor in a file.
 
 A name may contain `{N}`, the number of the layer, and `{M}`, the number of the head. `recognize.py`
 derives a map from names and shapes; users can write a map in TOML (`map_file.py`). `computation.py`
-describes the computation with the tensors.
+describes how the model computes with the tensors.
 """
 
 import re
@@ -40,12 +40,14 @@ LAYER_ROLES: tuple[LayerRole, ...] = get_args(LayerRole)
 SEPARATE: tuple[Role, ...] = ("query", "key", "value")
 QKV: tuple[Role, ...] = ("qkv", *SEPARATE)
 IDENTITY = "identity"
-"""Name for a matrix that the source does not have. The identity is used in its place."""
+"""Stands for the name of a matrix that the source lacks. The identity matrix is used in its
+place."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorMap:
-    """Names by role. `ignored` are full names of tensors that are not weights (masks, tables).
+    """The tensors' names by role. `ignored` has the full names of tensors that are not weights
+    (masks, tables).
 
     first_layer   number of the first layer, 0 or 1
     n_head        number of heads with separate tensors; 0 if all heads are in one tensor
@@ -64,7 +66,7 @@ class TensorMap:
         return self.names.get((role, part), IDENTITY) != IDENTITY
 
     def has_bias(self, *roles: Role) -> bool:
-        """True if one of these roles has a bias."""
+        """True if at least one of these roles has a bias."""
         return any(self.has(role, "bias") for role in roles)
 
     @property
@@ -72,8 +74,8 @@ class TensorMap:
         return self.has("mlp_gate") or self.has("mlp_gate_up")
 
     def name(self, role: Role) -> str:
-        """The name of the weight with this role, with the placeholders {N} and {M}; "" if the model
-        has no such weight."""
+        """The name of the weight with this role, including the placeholders {N} and {M}; "" if the
+        model has no such weight."""
         return self.names.get((role, "weight"), "")
 
     def of(self, role: Role, part: Part, layer: int = 0) -> tuple[str, ...]:
@@ -100,7 +102,8 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class MappedTensors:
-    """The tensors of a file, read by role. Separate tensors of heads are stacked.
+    """The tensors of a file, read by role. If each head has its own tensor, these tensors are
+    stacked.
 
     tensors   tensors by name, each of a float dtype and finite (see `check`)
     """
@@ -110,8 +113,8 @@ class MappedTensors:
     map: TensorMap
 
     def take(self, role: Role, part: Part = "weight", layer: int = 0) -> Tensor:
-        """A role's tensor: a matrix (out, in) or a vector. The rows of the heads are stacked in
-        order."""
+        """The tensor with a role: a matrix (out, in) or a vector. Separate tensors of heads are
+        concatenated along the rows, in the order of the heads."""
         parts = [_at_least_float32(self.tensors[name]) for name in self.map.of(role, part, layer)]
         if part == "bias":
             return torch.cat([tensor.flatten() for tensor in parts])
@@ -135,27 +138,28 @@ class MappedTensors:
 
 
 def _at_least_float32(tensor: Tensor) -> Tensor:
-    """Convert a narrow tensor to float32, so that folding does not round to its dtype."""
+    """Convert a 16-bit tensor to float32, so that changes to its values are not rounded to 16
+    bits."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def check(where: str, tensors: Mapping[str, Tensor], mapped: TensorMap) -> torch.dtype:
-    """Check that every tensor is mapped or ignored, and that every mapped one exists, is a finite
-    float and has the same shape in all layers. Returns the common dtype; float32 if dtypes differ
-    or are wider. Raises ConvertError."""
+    """Raise ConvertError unless every tensor is mapped or ignored, and every mapped tensor exists,
+    has a float dtype and finite values, and has the same shape in all layers. Returns the common
+    dtype; float32 if the dtypes differ or are wider than float32."""
     names = mapped.all_names()
     if missing := [name for name in names if name not in tensors]:
         raise ConvertError(
-            f"{where} lacks {pluralize(len(missing), 'tensor')} of its mapping; the first is "
+            f"{where} lacks {pluralize(len(missing), 'tensor')} that the map names; the first is "
             f"{missing[0]}"
         )
     taken = {*names, *mapped.ignored}
     if left := [name for name in tensors if name not in taken]:
         shapes = ", ".join(f"{name} {list(tensors[name].shape)}" for name in left[:4])
         raise ConvertError(
-            f"{where} has {len(left)} tensors without a known role in a GPT: {shapes}"
-            f"{', ...' if len(left) > 4 else ''}. Map or ignore them with --map, or serve the "
-            "owner's class with --code FILE:NAME --run-code"
+            f"{where} has {len(left)} tensors without a known role in a GPT: "
+            f"{shapes}{', ...' if len(left) > 4 else ''}. Give them roles or ignore them with "
+            "--map, or serve the owner's class with --code FILE:NAME --run-code"
         )
     _check_layers_agree(where, tensors, mapped)
     for name in names:
@@ -173,13 +177,14 @@ def _check_layers_agree(where: str, tensors: Mapping[str, Tensor], mapped: Tenso
             for name in mapped.of(role, part, layer):
                 if tensors[name].shape != expected:
                     raise ConvertError(
-                        f"{where}: {name} has shape {list(tensors[name].shape)}, and {first} "
-                        f"{list(expected)}: all layers of a GPT must have the same shapes"
+                        f"{where}: {name} has shape {list(tensors[name].shape)}, but {first} "
+                        f"has shape {list(expected)}: all layers of a GPT must have the same shapes"
                     )
 
 
 def glob(patterns: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
-    """The names that match a pattern. `*` matches any text, `{N}` and `{M}` match any number."""
+    """The names that match at least one pattern. `*` matches any text; `{N}` and `{M}` match any
+    number."""
     compiled = [
         re.compile(
             re.escape(p).replace(r"\*", ".*").replace(r"\{N\}", r"\d+").replace(r"\{M\}", r"\d+")

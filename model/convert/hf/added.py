@@ -1,13 +1,13 @@
 """Added tokens of a Hugging Face folder, and the tokens that end a text.
 
 The files have the same meaning as in transformers. `tokenizer.json` lists added tokens.
-`tokenizer_config.json` adds more and changes their flags (`added_tokens_decoder`); in older
-folders, `added_tokens.json` does. Tokens with a role (`eos_token` and the like, also in
-`special_tokens_map.json`) are special. `eos_token_id` is a number or a list;
+`tokenizer_config.json` lists more added tokens, and changes flags (`added_tokens_decoder`). Older
+folders use `added_tokens.json` for this. Tokens with a role, such as `eos_token`, are special;
+roles may also be in `special_tokens_map.json`. `eos_token_id` is a number or a list. For this key,
 `generation_config.json` takes precedence over `config.json`.
 
-A member of `tokenizer_config.json` that is neither read here or in `chat_template.py`, nor known to
-change no ids, is refused by name.
+A member of `tokenizer_config.json` is refused, and the error names it, unless it is read here or in
+`chat_template.py` or is known not to affect ids.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -29,7 +29,7 @@ FLAGS: tuple[Flag, ...] = ("lstrip", "rstrip", "single_word")
 MEMBERS = frozenset(
     ("__type", "id", "content", "single_word", "lstrip", "rstrip", "normalized", "special")
 )
-"""Members of an added token."""
+"""Known members of an added token in the files."""
 LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
 NEUTRAL = frozenset(
     (
@@ -45,7 +45,7 @@ NEUTRAL = frozenset(
         *("use_default_system_prompt", "chat_template", "response_schema", "added_tokens_decoder"),
     )
 )
-"""Members of `tokenizer_config.json` that change no ids, or are read elsewhere."""
+"""Members of `tokenizer_config.json` that do not affect ids, or that are read elsewhere."""
 NO_SAMPLING = frozenset(
     (
         *("_from_model_config", "transformers_version", "eos_token_id", "bos_token_id"),
@@ -59,10 +59,10 @@ NO_SAMPLING = frozenset(
 
 @dataclass(frozen=True)
 class AddedVocabulary:
-    """Added tokens.
+    """The added tokens of a vocabulary.
 
-    special, ordinary  ids in the source by text
-    flags              flags of special and ordinary tokens, by text
+    special, ordinary  the source's ids of the special and the other added tokens, by text
+    flags              flags of these tokens, by text
     end                the special token that ends a document, if a file names it
     notes              sentences for the user
     """
@@ -79,8 +79,8 @@ class AddedVocabulary:
 
 
 def require_members(part: Any, known: Collection[str], where: str) -> Mapping[str, Any]:
-    """Return `part`. Raises ConvertError unless it is a JSON object, and all its members are known
-    or null."""
+    """Return `part` if it is a JSON object whose members are all known or null. Otherwise, raise
+    ConvertError."""
     if not isinstance(part, dict):
         raise ConvertError(f"{where} is {part!r:.60}; expected an object")
     for name, value in part.items():
@@ -99,8 +99,8 @@ def _unknown_member(where: str, name: str, value: Any) -> ConvertError:
 def read_added(
     document: Mapping[str, Any], vocabulary: Mapping[str, int], path: Path, folder: Path | None
 ) -> AddedVocabulary:
-    """Read the added tokens of a `tokenizer.json` and of the other files in its folder.
-    `vocabulary` are the ordinary tokens. Raises ConvertError."""
+    """Read the added tokens from a `tokenizer.json` and the other files in its folder. `vocabulary`
+    has the ids of the ordinary tokens. Raises ConvertError."""
     config = object_beside(folder, TOKENIZER_CONFIG)
     where = str((folder or path.parent) / TOKENIZER_CONFIG)
     notes = list(_check_config(config, where))
@@ -113,7 +113,8 @@ def read_added(
         known = entries.get(text, {"id": vocabulary.get(text, entry["id"])})
         if known["id"] != entry["id"]:
             raise ConvertError(
-                f"{where} has {text!r} with the id {entry['id']}, {path.name} with {known['id']}"
+                f"{where} gives {text!r} the id {entry['id']}, but {path.name} gives it the id "
+                f"{known['id']}"
             )
         entries[text] = entry
     for text, (role, members) in named.items():
@@ -129,7 +130,7 @@ def read_added(
     for text, entry in entries.items():
         if owners.setdefault(entry["id"], text) != text:
             raise ConvertError(
-                f"{path}: the added tokens {owners[entry['id']]!r} and {text!r} have the id "
+                f"{path}: the added tokens {owners[entry['id']]!r} and {text!r} have the same id, "
                 f"{entry['id']}"
             )
     special = {text: entry["id"] for text, entry in entries.items() if entry["special"]}
@@ -173,8 +174,8 @@ def _further(
 
 
 def _named(config: Mapping[str, Any], where: str) -> Iterator[tuple[str, tuple[str, Any]]]:
-    """Yield each token that has a role, with its role and its flags. If a token has several roles,
-    the first counts; `eos_token` comes before all others."""
+    """Yield each token that has a role, with its role and its members. If a token has several
+    roles, the first counts, and `eos_token` comes before all other roles."""
     roles = [role for role in config if role.endswith("_token") and not role.startswith("add_")]
     found = [(role, config[role]) for role in sorted(roles, key="eos_token".__ne__)]
     for name in LISTS:
@@ -195,8 +196,8 @@ def _named(config: Mapping[str, Any], where: str) -> Iterator[tuple[str, tuple[s
 
 
 def merged_texts(document: Mapping[str, Any]) -> set[str]:
-    """The tokens of a `tokenizer.json` that are single bytes or results of merges, in its
-    spelling."""
+    """The tokens of a `tokenizer.json` that are single characters or results of merges, as the file
+    spells them."""
     model = document.get("model", {})
     merged = (
         merge.replace(" ", "", 1) if isinstance(merge, str) else "".join(merge)
@@ -227,8 +228,8 @@ def _check_config(config: Mapping[str, Any], where: str) -> Iterator[str]:
 
 
 def with_ends(foreign: ForeignTokenizer, folder: Path) -> ForeignTokenizer:
-    """Add to a vocabulary the ids that end a text according to the model's folder, or a note if
-    none is known. Raises ConvertError."""
+    """Add the ids that end a text, as the model's folder states them, to a vocabulary. If no end is
+    known, add a note. Raises ConvertError."""
     tokenizer, notes = foreign.tokenizer, list(foreign.notes)
     generation = object_beside(folder, GENERATION)
     if wishes := [
@@ -256,14 +257,16 @@ def _stated_ends(folder: Path | None) -> tuple[str, list[int]]:
         if ends is not None:
             ends = ends if isinstance(ends, list) else [ends]
             if not all(type(end) is int for end in ends):
-                raise ConvertError(f"{name}: eos_token_id is {ends!r:.60}; expected ids")
+                raise ConvertError(
+                    f"{name}: eos_token_id is {ends!r:.60}; expected an id or a list of ids"
+                )
             return name, ends
     return CONFIG, []
 
 
 def _ending(tokenizer: Tokenizer, ends: list[int], *, known: bool) -> Tokenizer:
-    """The tokenizer with these ids as ends of a text. If the end of a document is not `known`, it
-    becomes the first special token among them."""
+    """The tokenizer with `ends` as the ids that end a text. If the token that ends a document is
+    not `known`, it becomes the first special token among `ends`."""
     changes: dict[str, Any] = {"end_ids": ends}
     names = {token_id: name for name, token_id in tokenizer.special_tokens.items()}
     if not known and (named := next((names[end] for end in ends if end in names), None)):

@@ -1,8 +1,9 @@
 """Chat templates of Hugging Face folders, if they have the same meaning in logitd.
 
-Templates of logitd get messages and the end of text, but neither tools nor a beginning of text
-(`model/text/chat_template.py`). A template that needs more is not imported, and a note gives the
-reason: a conversation in a format that the model did not learn would only seem to work.
+logitd renders a template with the messages and the end-of-text token, but without tools and without
+a beginning-of-text token (`model/text/chat_template.py`). A template that needs more is not
+imported, and a note gives the reason: a conversation in a format that the model did not learn would
+only seem to work.
 """
 
 import re

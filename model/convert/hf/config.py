@@ -1,9 +1,9 @@
 """Configurations of Hugging Face folders: GPT-2, GPT-NeoX, OPT, Llama, Mistral, Qwen2, Qwen3,
 nanochat.
 
-The old and the new form of a configuration are translated to a `GPTConfig`; values that it cannot
-express are refused. `layouts.py` has the names of tensors, `rope.py` reads rotary positions, and
-`hf/tokenizer.py` reads tokenizers.
+Configurations in the old and the new form are translated to a `GPTConfig`. A value that a
+`GPTConfig` cannot express is refused. `layouts.py` has the names of tensors, `rope.py` reads rotary
+positions, and `hf/tokenizer.py` reads tokenizers.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,8 +44,8 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "relu": "relu",
     "relu2": "relu2",
 }
-"""Activations by their names in configurations. An export writes the first name of an
-activation."""
+"""Activations by their names in configurations. If an activation has several names, an export
+writes the first."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
            ".rotary_emb.inv_freq")  # fmt: skip
@@ -61,12 +61,12 @@ NEUTRAL = (
 """Keys that do not change the logits of any architecture."""
 
 Shape = tuple[GPTConfig, set[str]]
-"""A shape, and the parts that lack biases in the source (`unbiased` of `read_weights`)."""
+"""A shape, and the parts that have no biases in the source (see `unbiased` in `read_weights`)."""
 
 
 def read_huggingface(folder: Path, *, named: str = WEIGHTS) -> ForeignModel:
-    """Read a folder written by `save_pretrained`. `named` is the file of weights to prefer. Raises
-    ConvertError."""
+    """Read a folder written by `save_pretrained`. If the folder has several weight files, `named`
+    is used. Raises ConvertError."""
     where, document = str(folder / CONFIG), source_object(folder / CONFIG)
     settings = Settings(where, document)
     settings.reject_unless(
@@ -97,7 +97,7 @@ def read_model(settings: Settings, reader: StateDictReader) -> tuple[GPTConfig, 
         settings.reject_unless(
             "model_type",
             (),
-            f"known are {', '.join(FAMILIES)}. With --code or --check its tensors are "
+            f"expected one of {', '.join(FAMILIES)}. With --code or --check its tensors are "
             "recognized by their roles",
         )
         raise ConvertError("config.json lacks model_type")
@@ -119,7 +119,7 @@ def _architectures(names: Any, where: str) -> list[str]:
 def _activation(settings: Settings, key: str, default: str) -> Activation:
     name = settings.get(key, default)
     if not isinstance(name, str) or name not in ACTIVATIONS:
-        settings.reject_unless(key, (), f"known are {', '.join(ACTIVATIONS)}")
+        settings.reject_unless(key, (), f"expected one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
@@ -171,8 +171,8 @@ def _neox(settings: Settings) -> Shape:
 
 
 def _opt(settings: Settings) -> Shape:
-    """Read an OPT model with embeddings as wide as the stream, biases in all layers, and ReLU.
-    opt-350m and Galactica have other shapes, which are refused."""
+    """The shape of an OPT model. Embeddings must be as wide as the residual stream, all parts must
+    have biases, and the activation must be ReLU; so opt-350m and Galactica are refused."""
     width = settings.integer("hidden_size")
     settings.reject_unless(
         "word_embed_proj_dim",
@@ -223,7 +223,8 @@ def _llama(settings: Settings) -> Shape:
 
 
 def _nanochat(settings: Settings) -> Shape:
-    """Read a nanochat model of 2025, without the parts that nanochat got later."""
+    """The shape of a nanochat model from 2025, which lacks the parts that were added to nanochat
+    later."""
     settings.reject_unless("attention_bias", (False,), "nanochat has no biases")
     n_head, width = settings.integer("num_attention_heads"), settings.integer("hidden_size")
     sizes = read_sizes(settings, NANOCHAT, n_kv_head=n_head, head_dim=max(1, width // n_head))
@@ -247,8 +248,8 @@ def _nanochat(settings: Settings) -> Shape:
 
 
 def _windows(model_type: str, settings: Settings, n_layer: int) -> tuple[int | None, ...] | None:
-    """The sliding window of each layer. Mistral's first configurations omit the key; their window
-    is 4,096."""
+    """The sliding window of each layer; None if no layer has a window. Mistral's first
+    configurations omit the key; their window is 4,096 positions."""
     own = model_type == "mistral" or (
         model_type != "llama" and settings.flag("use_sliding_window", False)
     )
@@ -275,4 +276,4 @@ FAMILIES: Mapping[str, tuple[Layout, Callable[[Settings], Shape]]] = {
     "qwen3": (LLAMA, _llama),
     "nanochat": (NANOCHAT, _nanochat),
 }
-"""The layout of the tensors and the reader of the shape, by `model_type`."""
+"""For each `model_type`, the layout of the tensors and the function that reads the shape."""

@@ -1,15 +1,15 @@
 """Split patterns: translates them between two dialects of regular expressions.
 
 tiktoken uses the Rust engine fancy-regex; Hugging Face's tokenizers use Oniguruma with Ruby's
-syntax. They differ in these constructs of split patterns:
+syntax. These constructs in split patterns differ between the two:
 
   X{1,2}+   in fancy-regex: one or two, without backtracking; in Ruby: one or two, repeated
   $ and ^   in fancy-regex: the ends of the text; in Ruby: the ends of each line
   (?s: (?m: different letters for "the dot matches any character"
 
-A translated pattern has the same meaning; patterns that cannot be translated are refused. The
-engines use different versions of Unicode, so a recently added character may be a letter in only one
-of them.
+A translated pattern has the same meaning as the original. Patterns that cannot be translated are
+refused. The engines use different versions of Unicode, so a recently added character may be a
+letter in only one of the engines.
 """
 
 import re
@@ -23,7 +23,8 @@ _REPEAT = re.compile(r"(?P<interval>\{\d+(?:,\d*)?\})(?P<keep>\+)|(?:[*+?]|\{\d*
 
 
 def to_oniguruma(pattern: str) -> str:
-    """Translate a pattern of tiktoken for Hugging Face's tokenizers. Raises ConvertError."""
+    """Translate a split pattern from tiktoken's dialect to that of Hugging Face's tokenizers.
+    Raises ConvertError."""
     return _rewritten(
         pattern,
         lambda atom, interval: f"(?>{atom}{interval})",
@@ -32,7 +33,8 @@ def to_oniguruma(pattern: str) -> str:
 
 
 def from_oniguruma(pattern: str) -> str:
-    """Translate a pattern of Hugging Face's tokenizers for tiktoken. Raises ConvertError."""
+    """Translate a split pattern from the dialect of Hugging Face's tokenizers to tiktoken's. Raises
+    ConvertError."""
     return _rewritten(
         pattern,
         lambda atom, interval: f"(?:{atom}{interval})+",
@@ -76,16 +78,19 @@ def _opening(pattern: str, at: int) -> str:
     assert match is not None, "an opening bracket is there"
     if (match["options"] or "").strip("i") or pattern[match.end() - 1] == "?":
         raise ConvertError(
-            f"the split pattern has {pattern[at : at + 6]!r} at {at}; of such groups only (?i: has "
-            "the same meaning in both engines"
+            f"the split pattern has {pattern[at : at + 6]!r} at index {at}; of the groups with "
+            "options, only (?i: has the same meaning in both engines"
         )
     if match[0] == "(" and pattern[at + 1 : at + 2] == "?":
-        raise ConvertError(f"the split pattern has {pattern[at : at + 6]!r} at {at}; unknown here")
+        raise ConvertError(
+            f"the split pattern has {pattern[at : at + 6]!r} at index {at}, which is not supported"
+        )
     return match[0]
 
 
 def _character_class(pattern: str, at: int) -> str:
-    """The character class that begins at `at`, including nested classes."""
+    """The text of the character class that begins at index `at` of the pattern, including nested
+    classes."""
     depth, end = 0, at
     while end < len(pattern):
         character = pattern[end]

@@ -1,10 +1,10 @@
 """Export of a Hugging Face folder that `AutoModelForCausalLM` and `AutoTokenizer` can read.
 
 The files are `config.json`, `generation_config.json`, `model.safetensors`, `tokenizer.json` and
-`tokenizer_config.json`. Writing them does not need transformers. `hf/config.py` reads the same
-names, layouts and defaults. Sinusoidal positions become GPT-2's learned positions, which are added
-in the same way. A vocabulary of whole words becomes WordLevel. A model without a vocabulary gets no
-tokenizer.
+`tokenizer_config.json`. transformers is not needed to write them. `hf/config.py` reads the same
+names, layouts and defaults. Sinusoidal positions are exported as GPT-2's learned positions, which
+are also added to the embedding. A vocabulary of whole words becomes a WordLevel tokenizer. For a
+model without a vocabulary, no tokenizer is written.
 """
 
 import json
@@ -67,7 +67,8 @@ def write_folder(
 
 
 def biased_parts(config: GPTConfig, family: str) -> set[str]:
-    """The parts that have a bias in the architecture, even if it is zero."""
+    """The parts that have a bias in the exported architecture, even if all values of the bias are
+    zero."""
     if family == QWEN2:
         return {"qkv"}
     attention = config.bias or config.qkv_bias
@@ -133,12 +134,12 @@ FAMILIES: Mapping[str, tuple[str, Layout, Callable[[GPTConfig], dict[str, Any]]]
         lambda c: _llama_config(c, use_sliding_window=False, attention_bias=c.qkv_bias),
     ),
 }
-"""The class, layout and other configuration keys of each architecture."""
+"""For each architecture: the class in transformers, the layout, and further configuration keys."""
 
 
 def tokenizer_document(tokenizer: Tokenizer) -> dict[str, Any]:
-    """A `tokenizer.json` that encodes as `tokenizer` does (see `merges.py`), if `exportable.py` has
-    no objections."""
+    """The contents of a `tokenizer.json` that encodes texts as `tokenizer` does (see `merges.py`).
+    `exportable.py` must have no objections."""
     named = tokenizer.special_tokens | tokenizer.added_tokens
     parts = _merged_parts(tokenizer) if tokenizer.kind == "bpe" else _word_parts(tokenizer)
     return {
@@ -200,8 +201,8 @@ def _byte_level(*, with_regex: bool) -> dict[str, Any]:
 
 
 def _word_parts(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Pre-tokenizer, decoder and model of whole words. Without a decoder, words are joined with
-    spaces."""
+    """The pre-tokenizer, decoder and model for a vocabulary of whole words. Without a decoder,
+    words are joined with spaces."""
     spaced = tokenizer.kind == "words"
     words = {token.decode(): rank for token, rank in tokenizer.tokens.items()}
     if spaced:
@@ -227,8 +228,8 @@ def _split(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _between(tokenizer: Tokenizer) -> dict[str, int]:
-    """Added tokens whose ids are between ids of ordinary tokens. They must be in the vocabulary,
-    because the library gives all other added tokens ids after it."""
+    """Added tokens with ids between those of ordinary tokens. They must be in the vocabulary,
+    because the tokenizers library assigns ids after the vocabulary to all other added tokens."""
     ordinary = set(tokenizer.tokens.values())
     named = tokenizer.special_tokens | tokenizer.added_tokens
     return {name: i for name, i in named.items() if i < max(ordinary) and i not in ordinary}

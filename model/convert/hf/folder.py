@@ -1,5 +1,5 @@
-"""Weights of a Hugging Face folder: reads `model.safetensors`, or else `pytorch_model.bin`, from
-one file or from shards with an index. `config.py` interprets the weights."""
+"""Weights of a Hugging Face folder: reads `model.safetensors`, or else `pytorch_model.bin`. Each
+may be one file or several shards with an index. `config.py` interprets the weights."""
 
 from pathlib import Path
 
@@ -11,12 +11,12 @@ from logitd.model.convert.state_file import named_tensors, read_tensors
 
 CONFIG, WEIGHTS, PICKLE = "config.json", "model.safetensors", "pytorch_model.bin"
 INDEX = ".index.json"
-"""Suffix of the list of shards, after the name that a single file would have."""
+"""Suffix of the file that lists the shards. It follows the name that a single file would have."""
 
 
 def open_state_dict(folder: Path, named: str = WEIGHTS) -> StateDictReader:
-    """Open the tensors of a folder. If it has several files of weights, `named` takes precedence.
-    Raises ConvertError."""
+    """Open the tensors of a folder. If the folder has several weight files, `named` takes
+    precedence. Raises ConvertError."""
     for name in (named, WEIGHTS, PICKLE):
         index = folder / f"{name}{INDEX}"
         if (folder / name).is_file():
@@ -25,8 +25,8 @@ def open_state_dict(folder: Path, named: str = WEIGHTS) -> StateDictReader:
         if index.is_file():
             return StateDictReader(str(folder), _shards(index))
     raise ConvertError(
-        f"{folder} holds neither {WEIGHTS} nor {PICKLE}, nor the {INDEX} of one; save the "
-        "model with transformers: save_pretrained(folder)"
+        f"{folder} holds neither {WEIGHTS} nor {PICKLE}, nor an index of shards (*{INDEX}); save "
+        "the model with transformers: save_pretrained(folder)"
     )
 
 
@@ -35,7 +35,7 @@ def _shards(index: Path) -> dict[str, Tensor]:
     if not isinstance(homes, dict) or not all(
         isinstance(file, str) and Path(file).name == file for file in homes.values()
     ):
-        raise ConvertError(f"{index} has no weight_map from tensors to files next to it")
+        raise ConvertError(f"{index} has no valid weight_map, which names the file of each tensor")
     tensors: dict[str, Tensor] = {}
     for file in dict.fromkeys(homes.values()):
         path = index.parent / file
@@ -43,7 +43,7 @@ def _shards(index: Path) -> dict[str, Tensor]:
         tensors |= {name: held[name] for name in held if homes.get(name) == file}
     if absent := sorted(homes.keys() - tensors.keys()):
         raise ConvertError(
-            f"{index} names {len(absent)} tensors that are not in their files; the first is "
+            f"{index} names {len(absent)} tensors that its files do not contain; the first is "
             f"{absent[0]}"
         )
     return tensors

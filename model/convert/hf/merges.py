@@ -1,16 +1,17 @@
-"""Ranks and merges: converts between two notations of the same byte pair encoding.
+"""Ranks and merges: converts between two ways to write the same byte pair encoding.
 
 tiktoken repeatedly merges the adjacent parts whose joined bytes have the lowest rank. A list of
 merges names the pairs to join, in order of priority.
 
-As long as no merge crosses the ends of a token, the merges inside it do not depend on the text
-around it. So a token is always formed by the same last pair (`last_pair`). A list of merges encodes
-as the ranks do if it contains that pair for every token, ordered by the tokens' ranks. A token that
-cannot be formed from its bytes is used only for a whole piece of the text: tiktoken looks up whole
-pieces first, and so does Hugging Face if `ignore_merges` is set.
+As long as no merge crosses a boundary of a token, the merges inside the token do not depend on the
+text around it. So the last merge that forms a token always joins the same pair (`last_pair`). A
+list of merges gives the same encoding as the ranks if it contains this pair for every token, in the
+order of the tokens' ranks. A token that merges cannot form from its bytes is used only for a whole
+piece of the text: tiktoken looks up whole pieces first, and so does Hugging Face's library if
+`ignore_merges` is set.
 
-Merges and `tokenizer.json` spell bytes as GPT-2 does: printable ones as themselves, the others as
-characters from U+0100 on.
+Merges and `tokenizer.json` spell bytes as GPT-2 does: printable bytes as themselves, all other
+bytes as characters from U+0100 on.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,8 +30,8 @@ _BYTES = {character: byte for byte, character in BYTE_CHARACTERS.items()}
 
 
 def last_pair(token: bytes, ranks: Mapping[bytes, int]) -> Pair | None:
-    """The pair whose merge completes a token, starting from its bytes; None if merges do not form
-    it."""
+    """The pair that the last merge joins to form a token from its bytes; None if merges do not form
+    the token."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         best, place = None, -1
@@ -45,7 +46,8 @@ def last_pair(token: bytes, ranks: Mapping[bytes, int]) -> Pair | None:
 
 
 def merges_of(ranks: Mapping[bytes, int]) -> tuple[list[Pair], list[bytes]]:
-    """The list of merges that encodes as these ranks do, and the tokens that no merge forms."""
+    """The list of merges that gives the same encoding as these ranks, and the tokens that no merge
+    forms."""
     merges, alone = [], []
     for token in sorted((token for token in ranks if len(token) > 1), key=ranks.__getitem__):
         pair = last_pair(token, ranks)
@@ -57,8 +59,8 @@ def merges_of(ranks: Mapping[bytes, int]) -> tuple[list[Pair], list[bytes]]:
 
 
 def merge_piece(piece: Iterable[str], merges: Mapping[tuple[str, str], int]) -> list[str]:
-    """Merge the parts of a piece by the plain, slow definition. `merges` has the priority of each
-    pair."""
+    """Encode a piece of text by the definition of BPE, which is slow. `merges` has the place of
+    each pair in the list of merges; earlier pairs are merged first."""
     parts = list(piece)
     while len(parts) > 1:
         pairs = list(pairwise(parts))
@@ -76,5 +78,5 @@ def written(token: bytes) -> str:
 
 
 def unwritten(spelled: str) -> bytes:
-    """The token that is spelled this way. Raises KeyError if a character spells no byte."""
+    """The token with this spelling. Raises KeyError if a character stands for no byte."""
     return bytes(map(_BYTES.__getitem__, spelled))

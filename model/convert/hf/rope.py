@@ -1,9 +1,10 @@
 """Rotary positions in Hugging Face's configurations.
 
-Supports unscaled positions and the types linear, llama3 and yarn, in the new form
-(`rope_parameters`, of transformers 5) and the old one (`rope_theta` with `rope_scaling`, whose type
-is `type` or `rope_type`). Other types, and unknown keys of a type, are refused by name. Defaults
-are those of transformers' `modeling_rope_utils`.
+Supports unscaled positions and the scaling types linear, llama3 and yarn. They are read in the new
+form (`rope_parameters`, since transformers 5) and the old form (`rope_theta` with `rope_scaling`,
+which has the scaling type in `type` or `rope_type`). If a type, or a key of a type, is unknown, it
+is refused and the error names it. The defaults are the same as in transformers'
+`modeling_rope_utils`.
 """
 
 import math
@@ -24,7 +25,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
         *("attention_factor", "truncate", "mscale", "mscale_all_dim", "finetuned"),
     ),
 }
-"""The keys of each type. `finetuned` has no effect."""
+"""The keys of each scaling type. `finetuned` has no effect."""
 OF_ALL = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 
 
@@ -37,8 +38,9 @@ def read_rope(
     share: str = "partial_rotary_factor",
     default_share: float = 1.0,
 ) -> dict[str, Any]:
-    """Read rotary positions as fields of `GPTConfig`. `theta` and `share` are the keys of the base
-    and of the rotated share of a head in the old form. Raises ConvertError and ConfigError."""
+    """Read rotary positions as fields of `GPTConfig`. In the old form, `theta` is the key of the
+    base, and `share` is the key of the rotated share of a head. Raises ConvertError and
+    ConfigError."""
     name = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
     part = settings.part(name)
     kind = part.get("rope_type", part.get("type", "default"))
@@ -46,7 +48,8 @@ def read_rope(
         settings.reject_unless(
             name,
             (),
-            f"rotary positions of type {kind!r} are not supported; known are {', '.join(KEYS)}",
+            f"rotary positions of type {kind!r} are not supported; expected one of "
+            f"{', '.join(KEYS)}",
         )
     known = (*OF_ALL, *KEYS[kind])
     if unknown := sorted(key for key in part.names() if key not in known):
@@ -100,8 +103,8 @@ def _scaling(
 
 
 def _attention_factor(part: Settings, factor: float) -> float | None:
-    """The stated factor, or the factor that follows from `mscale` and `mscale_all_dim`; None means
-    yarn's default."""
+    """The stated attention factor, or the factor that follows from `mscale` and `mscale_all_dim`;
+    None means yarn's default."""
     given, scales = part.get("attention_factor"), ("mscale", "mscale_all_dim")
     if given is not None:
         return part.number("attention_factor")
@@ -112,7 +115,7 @@ def _attention_factor(part: Settings, factor: float) -> float | None:
 
 
 def rope_parameters(config: GPTConfig) -> dict[str, Any]:
-    """The value of `rope_parameters`, as transformers 5 writes rotary positions."""
+    """Rotary positions as the value of `rope_parameters`, as transformers 5 writes them."""
     parameters: dict[str, Any] = {
         "rope_type": "default",
         "rope_theta": config.rope_theta,
@@ -128,7 +131,8 @@ def rope_parameters(config: GPTConfig) -> dict[str, Any]:
 
 
 def _share(config: GPTConfig) -> float:
-    """The rotated share of a head, rounded so that int(head_dim * share) is rotary_dim."""
+    """The share of a head's channels that is rotated. It is rounded so that int(head_dim * share)
+    equals rotary_dim."""
     share = config.rotary_dim / config.head_dim
     if int(config.head_dim * share) < config.rotary_dim:  # rounded down
         share = math.nextafter(share, 1.0)

@@ -1,10 +1,10 @@
 """`tokenizer.json`: reads vocabularies of Hugging Face's tokenizers as ranks and a split pattern.
 
-Two types are supported: byte-level BPE whose merges encode as ranks do (`merges.py`), with one
-split pattern and added tokens (`added.py`); and words (WordLevel), split at white space, into words
-and punctuation, or by one regular expression. SentencePiece's BPE, other models, several splits in
-a row, normalizers, and unknown members are refused, because they would change ids. The result is
-checked on a text against the definition of BPE.
+Two types are supported. Byte-level BPE may have one split pattern and added tokens (`added.py`), if
+its merges give the same encoding as ranks (`merges.py`). Whole words (WordLevel) may be split at
+white space, into words and punctuation, or by one regular expression. SentencePiece's BPE, other
+models, several splits in a row, normalizers, and unknown members are refused, because they could
+change ids. The imported BPE is compared with the definition of BPE on a text.
 
 Ids do not change unless an id below the last ordinary token has no token. Then the gaps are closed,
 and `ForeignTokenizer.order` has the source's ids.
@@ -42,7 +42,8 @@ MEMBERS = (
     *("version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer"),
     *("post_processor", "decoder", "model"),
 )
-"""Members of the file. Truncation and padding have an effect only in training."""
+"""Known members of a `tokenizer.json`. `truncation` and `padding` do not affect the ids of a single
+text."""
 MODEL_MEMBERS = (
     *("type", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"),
     *("fuse_unk", "byte_fallback", "ignore_merges", "vocab", "merges"),
@@ -52,26 +53,27 @@ CUT_MEMBERS = {
     "Split": ("type", "pattern", "behavior", "invert"),
 }
 AROUND = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
-"""Processors that add special tokens to a text."""
+"""Post-processors that add special tokens to each text."""
 MOST_TOKEN_BYTES = 2048
-"""Maximum number of bytes of a token, because finding its merges takes quadratic time. Tokens of
-published vocabularies have at most 128 bytes."""
+"""Maximum number of bytes of a token. The time to find a token's merges grows with the square of
+its length. Tokens of published vocabularies have at most 128 bytes."""
 
 WORD_CUTS = {"Whitespace": WORDS_AND_MARKS, "WhitespaceSplit": r"\S+"}
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""Pattern of the ByteLevel pre-tokenizer."""
+"""Split pattern of the ByteLevel pre-tokenizer."""
 
 QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Pattern of Qwen2's tokenizer. Llama 3's differs only in keeping up to three digits together."""
+"""Split pattern of Qwen2's tokenizer. Llama 3's pattern differs only in that it keeps up to three
+digits together."""
 
 
 def read_tokenizer(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer:
-    """Read a `tokenizer.json`. `skip_normalizer` ignores a normalizer, which would change texts
-    before they are encoded. Raises ConvertError."""
+    """Read a `tokenizer.json`. A normalizer changes texts before they are encoded; with
+    `skip_normalizer`, it is ignored instead of refused. Raises ConvertError."""
     document = source_object(path)
     return tokenizer_of_document(
         document, path, skip_normalizer=skip_normalizer, folder=path.parent
@@ -81,8 +83,8 @@ def read_tokenizer(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer:
 def tokenizer_of_document(
     document: Mapping[str, Any], path: Path, *, skip_normalizer: bool, folder: Path | None
 ) -> ForeignTokenizer:
-    """Read the document of a `tokenizer.json`. Error messages name `path`. Further files in
-    `folder` name the tokens that end a text. Raises ConvertError."""
+    """Read the parsed contents of a `tokenizer.json`. Error messages name `path`. `folder` has the
+    other files that describe the tokenizer. Raises ConvertError."""
     require_members(document, MEMBERS, str(path))
     vocabulary = _vocabulary(document, path)
     added = read_added(document, vocabulary, path, folder)
@@ -116,7 +118,7 @@ def tokenizer_of_document(
     complete = with_all_bytes(ranks, size)
     if (missing := len(complete) - len(ranks)) and model.get("unk_token"):
         raise ConvertError(
-            f"{path}: {missing} of the 256 bytes are not tokens. Hugging Face replaces them by "
+            f"{path}: {missing} of the 256 bytes are not tokens. Hugging Face replaces them with "
             f"{model['unk_token']!r}, but logitd encodes every text without loss"
         )
     ranks = complete
@@ -155,7 +157,8 @@ def _model(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
     kind = model.get("type", "BPE") if isinstance(model, dict) else None
     if not isinstance(model, dict) or kind != "BPE":
         raise ConvertError(
-            f"{path}: the model is {kind}; only byte-level BPE and WordLevel can be imported"
+            f"{path}: the tokenizer's model is {kind}; only byte-level BPE and WordLevel can be "
+            "imported"
         )
     require_members(model, MODEL_MEMBERS, f"the model of {path}")
     for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
@@ -163,8 +166,8 @@ def _model(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
             raise ConvertError(f"{path}: {name} is {model[name]!r}; not supported here")
     if model.get("byte_fallback") is True:
         raise ConvertError(
-            f"{path} has SentencePiece's BPE (byte_fallback), whose tokens are characters instead "
-            "of bytes: it cannot be converted to ranks"
+            f"{path} has SentencePiece's BPE (byte_fallback), whose tokens consist of characters "
+            "instead of bytes: it cannot be converted to ranks"
         )
     return model
 
@@ -177,7 +180,9 @@ def _vocabulary(document: Mapping[str, Any], path: Path) -> dict[str, int]:
     if len(set(vocabulary.values())) != len(vocabulary) or not all(
         type(token_id) is int and token_id >= 0 for token_id in vocabulary.values()
     ):
-        raise ConvertError(f"{path}: tokens of the vocabulary share ids, or have none")
+        raise ConvertError(
+            f"{path}: some tokens of the vocabulary share an id, or have no valid id"
+        )
     return vocabulary
 
 
@@ -207,8 +212,8 @@ def _ordinary(
 
 
 def _order(ordinary: Mapping[bytes, int], added: Mapping[str, int], path: Path) -> list[int] | None:
-    """The source's id for each id of the import; None if all ids stay the same, because every id
-    below the last ordinary token has a token."""
+    """The source's id for each id of the imported vocabulary. None if all ids stay the same, which
+    is so if every id below the last ordinary token has a token."""
     order = [*ordinary.values(), *sorted(added.values())]
     if len(set(order)) != len(order):
         raise ConvertError(f"{path}: an added token has the id of another token")
@@ -224,7 +229,7 @@ def _pattern(document: Mapping[str, Any], path: Path) -> str:
     kinds = [step.get("type") for step in steps]
     if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
         raise ConvertError(
-            f"{path} splits texts by {' and then '.join(map(str, kinds))}; only one Split by a "
+            f"{path} splits texts with {' and then '.join(map(str, kinds))}; only one Split by a "
             "regular expression and ByteLevel, or ByteLevel alone, can be imported"
         )
     for step in steps:
@@ -232,7 +237,7 @@ def _pattern(document: Mapping[str, Any], path: Path) -> str:
     level, split = steps[-1], steps[0] if len(steps) == 2 else None
     if (decoder := document.get("decoder")) and decoder.get("type") != "ByteLevel":
         raise ConvertError(
-            f"{path} joins tokens by {decoder.get('type')}; byte-level BPE needs ByteLevel"
+            f"{path} decodes with {decoder.get('type')}; byte-level BPE needs the decoder ByteLevel"
         )
     if level.get("add_prefix_space"):
         raise ConvertError(f"{path} puts a space before each text (add_prefix_space)")
@@ -265,7 +270,8 @@ def _pairs(model: Mapping[str, Any], path: Path) -> dict[tuple[str, str], int]:
 def _check_merges(
     model: Mapping[str, Any], ranks: Mapping[bytes, int], pattern: str, path: Path
 ) -> None:
-    """Raise ConvertError unless the merges encode as the ranks do (see `merges.py`)."""
+    """Raise ConvertError unless the merges give the same encoding as the ranks (see
+    `merges.py`)."""
     pairs, last = set(), -1
     for left, right in _pairs(model, path):
         try:
@@ -277,8 +283,8 @@ def _check_merges(
             ) from error
         if rank < last:
             raise ConvertError(
-                f"{path}: the merge of {left!r} and {right!r} is not in the order of ids; ids and "
-                "merges must have the same order to be converted to ranks"
+                f"{path}: the merge of {left!r} and {right!r} is out of order; merges must be in "
+                "the order of the ids that they create to be converted to ranks"
             )
         last = rank
         pairs.add(pair)
@@ -290,13 +296,13 @@ def _check_merges(
         pair_of = last_pair(token, ranks)
         if pair_of is None and model.get("ignore_merges") is not True:
             raise ConvertError(
-                f"{path}: no merges form the token {token!r}; as a rank it would be used for a "
-                "whole word"
+                f"{path}: no merges form the token {token!r}, but with ranks it would be used for "
+                "a whole word"
             )
         if pair_of is not None and pair_of not in pairs:
             raise ConvertError(
-                f"{path}: the token {token!r} would be merged from {pair_of[0]!r} and "
-                f"{pair_of[1]!r}, which is not one of its merges"
+                f"{path}: with ranks, the token {token!r} would be merged from {pair_of[0]!r} "
+                f"and {pair_of[1]!r}, which is not one of its merges"
             )
 
 
@@ -315,7 +321,8 @@ def _processor_notes(processor: Any, path: Path) -> Iterator[str]:
 
 
 def _try(foreign: ForeignTokenizer, model: Mapping[str, Any], path: Path) -> None:
-    """Raise ConvertError unless the whole probe text can be encoded and gets the source's ids."""
+    """Raise ConvertError unless the probe text gets the same ids as in the source. Characters that
+    the vocabulary lacks are left out of the text."""
     tokenizer, text = foreign.tokenizer, probe_text()
     if len(tokenizer.tokens) != len(tokenizer.ranks):  # the vocabulary lacks some characters
         text = "".join(
@@ -342,9 +349,9 @@ def _try(foreign: ForeignTokenizer, model: Mapping[str, Any], path: Path) -> Non
         )
         begin = tokenizer.spans(ids, text)[min(place, len(ids) - 1)].start
         raise ConvertError(
-            f"{path} cannot be converted to ranks: {text[begin : begin + 20]!r} begins with "
-            f"{expected[place : place + 3]} by its merges, but with {given[place : place + 3]} by "
-            "ranks"
+            f"{path} cannot be converted to ranks: the ids of {text[begin : begin + 20]!r} begin "
+            f"with {expected[place : place + 3]} by its merges, but with "
+            f"{given[place : place + 3]} by ranks"
         )
 
 
@@ -359,16 +366,16 @@ def _ids_of_piece(
 def _word_level_tokenizer(
     document: Mapping[str, Any], vocabulary: Mapping[str, int], path: Path, added: AddedVocabulary
 ) -> tuple[Tokenizer, tuple[str, ...]]:
-    """The tokenizer of whole words, and notes about it. Raises ConvertError."""
+    """The tokenizer of a WordLevel vocabulary, and notes about it. Raises ConvertError."""
     require_members(document["model"], ("type", "vocab", "unk_token"), f"the model of {path}")
     if (decoder := document.get("decoder")) and decoder.get("type") != "Fuse":
-        raise ConvertError(f"{path} joins words by {decoder.get('type')}; known is Fuse")
+        raise ConvertError(f"{path} decodes with {decoder.get('type')}; only Fuse can be imported")
     if not vocabulary:
         raise ConvertError(f"{path}: the vocabulary is not an object of words and ids")
     named = {**vocabulary, **added.ids}
     texts = {token_id: word for word, token_id in named.items()}
     if len(texts) != len(named):
-        raise ConvertError(f"{path}: words of the vocabulary share ids")
+        raise ConvertError(f"{path}: some words of the vocabulary share an id")
     return word_tokenizer(
         texts,
         str(path),
@@ -393,6 +400,7 @@ def _word_cut(document: Mapping[str, Any], path: Path) -> str:
         if isinstance(source, str):
             return source
     raise ConvertError(
-        f"{path} splits texts by {step.get('type')}; for words, only {', '.join(WORD_CUTS)} and a "
-        "Split that keeps the matches of a regular expression can be imported"
+        f"{path} splits texts with {step.get('type')}; for a vocabulary of words, only "
+        f"{', '.join(WORD_CUTS)} and a Split that keeps the matches of a regular expression can be "
+        "imported"
     )

@@ -1,2 +1,2 @@
-"""The vocabulary of a model trained elsewhere: finding it, reading it, and checking it against the
-model's rows."""
+"""Finds and reads the vocabulary of a model that was trained elsewhere, and checks that the
+vocabulary fits the rows of the model's embedding."""

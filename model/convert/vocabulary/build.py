@@ -1,9 +1,9 @@
 """Build: builds a tokenizer from a table of ids and texts.
 
-Merges of ids, and bytes with ranks, become byte pair encoding. A table of single characters and
-names of special tokens becomes a vocabulary of characters. Every other table becomes a vocabulary
-of words. If more than a few ids have no text, the table is refused as damaged. `choose.py` compares
-the result with a model.
+A table with merges of ids, or with byte tokens and ranks, becomes a byte pair encoding. A table of
+single characters and names of special tokens becomes a vocabulary of characters. Every other table
+becomes a vocabulary of words. If more than a few ids have no text, the table is refused as damaged.
+`choose.py` checks whether the result fits a model.
 """
 
 import itertools
@@ -33,7 +33,7 @@ from logitd.model.convert.vocabulary.words import (
 
 
 def build_tokenizer(table: Table, *, skip_normalizer: bool = False) -> ForeignTokenizer:
-    """Build the tokenizer of a table, with notes about assumptions. Raises ConvertError."""
+    """Build a tokenizer from a table, with notes about assumptions. Raises ConvertError."""
     table = replace(table, texts=checked(table.texts, table.where))
     if table.merges is not None:
         return byte_pair_tokenizer(table)
@@ -54,8 +54,8 @@ def build_tokenizer(table: Table, *, skip_normalizer: bool = False) -> ForeignTo
 
 
 def are_characters(texts: Mapping[int, str], special: frozenset[str] = frozenset()) -> bool:
-    """True if all texts are characters, which may have several code points, or names of special
-    tokens."""
+    """True if each text is a character or the name of a special token, and at least one text is a
+    single code point. A character may have several code points."""
     single = [text for text in texts.values() if len(text) == 1]
     longer = [
         text
@@ -80,14 +80,14 @@ def _refuse_gaps(table: Table) -> None:
     if gaps > MOST_NAMELESS:
         first = next(token_id for token_id in itertools.count() if token_id not in table.texts)
         raise ConvertError(
-            f"{table.where} has {len(table.texts):,} texts for ids up to {largest:,}: {gaps:,} ids "
-            f"have none; the first is {first}; it is damaged, or not a vocabulary"
+            f"{table.where} has {len(table.texts):,} texts, but ids up to {largest:,}: {gaps:,} "
+            f"ids have no text (the first is {first}), so it is damaged or not a vocabulary"
         )
 
 
 def _as_document(table: Table, skip_normalizer: bool) -> ForeignTokenizer:
-    """Convert GPT-2's `vocab.json` and `merges.txt` to the document of a `tokenizer.json`, and read
-    the document."""
+    """Convert a table from GPT-2's `vocab.json` and `merges.txt` to the contents of a
+    `tokenizer.json`, and read these."""
     assert table.strings is not None
     vocabulary = {str(text): token_id for token_id, text in table.texts.items()}
     formed = set(map("".join, table.strings))

@@ -1,13 +1,14 @@
 """Byte pairs: converts hand-written byte pair encodings, as in lectures about tokenizers, to ranks.
 
-Ids 0 to 255 are the bytes, and each merge of two ids creates the next id. Merges are applied in
-the order of their results, to a text or to each of its pieces. tiktoken does the same with ranks if
-each token is formed by its own merge (`hf/merges.py`), which is checked for every token. If no
-split pattern is stored, a pattern that no token crosses is assumed, and a note says so.
+Ids 0 to 255 are the bytes, and each merge of two ids creates the next id. Merges are applied in the
+order of the ids that they create, to a text or to each of its pieces. tiktoken encodes in the same
+way with ranks if the last merge that forms each token is the token's own (`hf/merges.py`). This is
+checked for every token. If no split pattern is stored, a pattern is assumed that splits no token,
+and a note says so.
 
 Merges of texts are supported in two cases: GPT-2's `vocab.json` with `merges.txt` is read as a
-`tokenizer.json`; merges of characters are accepted if each token is a whole word that ends in
-`</w>`. Others are refused, because their tokens consist of characters instead of bytes.
+`tokenizer.json`, and merges of characters are accepted if each token is a whole word that ends in
+`</w>`. All others are refused, because their tokens consist of characters instead of bytes.
 """
 
 import base64
@@ -43,7 +44,8 @@ CUTS = {
     ),
     "text without white space, with the white space before it": r"\s*\S+|\s+",
 }
-"""Split patterns by their descriptions. The first that no token crosses is assumed."""
+"""Split patterns by their descriptions. If none is stored, the first that splits no token is
+assumed."""
 
 WORD_END = "</w>"
 
@@ -58,8 +60,8 @@ def byte_pair_tokenizer(table: Table) -> ForeignTokenizer:
     if len(ranks) < len(tokens):
         twice = next(token for i, token in tokens.items() if ranks[token] != i)
         raise ConvertError(
-            f"{table.where}: two merges create {twice!r}, with two ids, but ranks have only one id "
-            f"for the same bytes. {WITHOUT_TEXT}"
+            f"{table.where}: two merges create {twice!r} with different ids, but ranks have only "
+            f"one id for the same bytes. {WITHOUT_TEXT}"
         )
     for (left, right), token_id in table.merges.items():
         formed = last_pair(tokens[token_id], ranks)
@@ -74,7 +76,7 @@ def byte_pair_tokenizer(table: Table) -> ForeignTokenizer:
 
 
 def ranks_tokenizer(table: Table) -> ForeignTokenizer:
-    """Build a tokenizer from bytes and ranks, as in tiktoken. Raises ConvertError."""
+    """Build a tokenizer from byte tokens and their ranks, as in tiktoken. Raises ConvertError."""
     names = {i: _name(text) for i, text in table.texts.items() if text in table.special}
     ranks = {
         text.encode() if isinstance(text, str) else text: i
@@ -111,7 +113,8 @@ def _formed(merges: Mapping[tuple[int, int], int], where: str) -> dict[int, byte
 
 
 def _compare(tokens: Mapping[int, bytes], table: Table) -> None:
-    """Raise ConvertError if a text in the table is not the result of its merges."""
+    """Raise ConvertError if the table states a text for an id that differs from the token that the
+    merges form."""
     for token_id, text in table.texts.items():
         token = tokens.get(token_id)
         if token is not None and token not in _readings(text):
@@ -123,7 +126,8 @@ def _compare(tokens: Mapping[int, bytes], table: Table) -> None:
 
 
 def _readings(text: Text) -> set[bytes]:
-    """The bytes that a text may mean: its UTF-8, decoded base64, or one byte per character."""
+    """The bytes that a text may stand for: its UTF-8 encoding, its decoded base64, or one byte per
+    character."""
     if isinstance(text, bytes):
         return {text}
     readings = {text.encode()}
@@ -163,7 +167,8 @@ def _assumed(tokens: Iterable[bytes]) -> tuple[str, str]:
 
 
 def string_pair_tokenizer(table: Table) -> tuple[Tokenizer, tuple[str, ...]]:
-    """Build a tokenizer from merges of texts whose tokens are whole words. Raises ConvertError."""
+    """Build a tokenizer from merges of texts, if all tokens are whole words. Raises
+    ConvertError."""
     assert table.strings is not None
     places = {pair: place for place, pair in reversed(list(enumerate(table.strings)))}
     texts = {i: t if isinstance(t, str) else t.decode() for i, t in table.texts.items()}
@@ -188,5 +193,5 @@ def string_pair_tokenizer(table: Table) -> tuple[Tokenizer, tuple[str, ...]]:
 
 
 def is_byte_level(table: Table) -> bool:
-    """True if the texts include the spelling of every byte."""
+    """True if the table's texts include the spelling of every byte."""
     return set(BYTE_CHARACTERS.values()) <= set(table.texts.values())

@@ -1,13 +1,13 @@
-"""Choose: chooses the vocabulary of a model trained elsewhere.
+"""Choose: chooses the vocabulary of a model that was trained elsewhere.
 
---tokenizer may name it. Otherwise it is taken from the checkpoint, or else from a file next to it.
-If one place has several vocabularies that fit the model but disagree, the user must choose. The
-first note names the source of the chosen vocabulary.
+The option --tokenizer may name the vocabulary. Otherwise it is taken from the checkpoint, or else
+from a file near the checkpoint. If one place has several vocabularies that fit the model but
+disagree, the user must choose. The first note names the source of the chosen vocabulary.
 
-A vocabulary fits if it has no more ids than the embedding has rows. It may have fewer if the other
-rows are padding (up to a multiple of a power of two of at most 128, or 2 % of the rows), or if the
-model's settings state its number of ids. Any other vocabulary is damaged or belongs to another
-model.
+A vocabulary may not have more ids than the embedding has rows. It may have fewer ids in two cases:
+the other rows may be padding (to a multiple of 8, 16, 32, 64 or 128, or at most 2 % of the rows),
+or the model's settings state this number of ids. Any other vocabulary is damaged or belongs to
+another model.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -29,14 +29,14 @@ from logitd.model.convert.vocabulary.table import table_in
 from logitd.model.text.published import PUBLISHED
 
 SIZES = ("vocab_size", "n_vocab", "vocabulary_size", "num_tokens")
-"""Keys of the number of ids in a model's settings."""
+"""Keys in a model's settings whose value is the number of ids."""
 PADDED_TO = (8, 16, 32, 64, 128)
-"""Multiples to which programs usually pad vocabularies."""
+"""Programs usually pad the number of ids to a multiple of one of these."""
 WIDELY_PADDED_TO = (*PADDED_TO, 256, 512)
-"""Multiples to which vocabularies are padded by programs whose settings also state the number of
-ids."""
+"""If the settings state the number of ids, the number of rows may also be a multiple of the larger
+ones of these."""
 SLACK = 0.02
-"""Largest share of rows without an id that counts as padding."""
+"""Rows without an id always count as padding if they are at most this share of all rows."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class _Rows:
 
     @property
     def ids(self) -> int:
-        """Number of ids if there is no vocabulary: the stated number if the other rows can be
-        padding, otherwise the number of rows."""
+        """The number of ids if there is no vocabulary. This is the stated number if the other rows
+        may be padding; otherwise it is the number of rows."""
         sizes = (size for size in self.stated if _is_padding(size, self.rows, WIDELY_PADDED_TO))
         return max(sizes, default=self.rows)
 
@@ -74,17 +74,17 @@ def choose_vocabulary(
     """Choose the vocabulary of a model.
 
     named            value of --tokenizer
-    contents         contents of the checkpoint except tensors, including settings
+    contents         contents of the checkpoint, including settings, without tensors
     folder           folder of the checkpoint
     facts            facts about the source; "dataset" names nanoGPT's data folder
-    rows             rows of the embedding, including padding
+    rows             number of rows of the embedding, including padding
     skip_normalizer  ignore the normalizer of a tokenizer.json
-    unused_rows      allow fewer ids than rows
+    unused_rows      allow a vocabulary with fewer ids than rows
     text             value of --check: if there is no vocabulary, and the text has exactly as many
                      different characters as the model has ids, they are the vocabulary
 
-    Raises ConvertError if there is none, if several disagree, and if the number of ids does not fit
-    the rows.
+    Raises ConvertError if no vocabulary is found, if several vocabularies disagree, or if the
+    number of ids does not fit the rows.
     """
     sizes = {value for key, value in _settings(contents) if key in SIZES and type(value) is int}
     model = _Rows(rows, frozenset(sizes), unused_rows)
@@ -122,8 +122,8 @@ def _in_checkpoint(contents: Mapping[str, Any]) -> Iterator[Candidate]:
 
 
 def _one_of(candidates: Sequence[Candidate], model: _Rows) -> Candidate:
-    """The candidate that fits the model. If none fits, the first, whose numbers the error will
-    report."""
+    """The candidate that fits the model. If none fits, the first candidate; the later error reports
+    its numbers. Raises ConvertError if several fit but differ."""
     fitting = [candidate for candidate in candidates if _misfit(candidate, model) is None]
     if not fitting:
         return candidates[0]
@@ -177,7 +177,7 @@ def _size_of(vocabulary: ForeignTokenizer) -> int:
 
 
 def _misfit(candidate: Candidate, model: _Rows) -> str | None:
-    """A sentence with the reason why a vocabulary does not fit the rows; None if it fits."""
+    """A sentence that says why a vocabulary does not fit the rows; None if it fits."""
     size, rows, where = _size_of(candidate.vocabulary), model.rows, candidate.where
     if size > rows:
         return (
@@ -201,6 +201,7 @@ def _is_padding(size: int, rows: int, multiples: Collection[int]) -> bool:
 
 
 def _settings(contents: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The keys and values of a checkpoint and of the dictionaries in it."""
+    """Yield the keys and values of a checkpoint. Each dictionary in it is replaced by its own keys
+    and values."""
     for key, value in contents.items():
         yield from value.items() if isinstance(value, Mapping) else [(key, value)]

@@ -1,8 +1,8 @@
 """Vocabulary files: reads JSON, plain pickles, lists of lines, ranks and tokenizer.json.
 
-`vocabulary_in` reads one file. `vocabularies_beside` searches the usual places: the model's folder
-and its usual subfolders, or else the parent folder and its subfolders. Files in other formats are
-ignored. No code in a file is run.
+`vocabulary_in` reads one file. `vocabularies_beside` searches the model's folder and its usual
+subfolders, or else the parent folder and its usual subfolders. Files in other formats are skipped.
+Code in a file is never run.
 """
 
 import base64
@@ -31,15 +31,15 @@ NAMES = (
     *("*char*to*", "*char*2*", "*token*to*", "*token*2*", "*word*to*", "*word*2*", "chars.*"),
     *("characters.*", "alphabet.*", "encoder.json", "*id*to*", "*id*2*", "*int*to*", "*i*2*c*"),
 )
-"""Patterns of the names of vocabulary files, in lower case."""
+"""Patterns for the names of vocabulary files. Names are compared in lower case."""
 PICKLES = (".pkl", ".pickle", ".p")
 SUFFIXES = (*PICKLES, ".json", ".txt", ".model", ".tiktoken", ".bin")
 FOLDERS = (
     *("vocab", "vocabs", "vocabulary", "tokenizer", "tokenizers", "data", "dataset", "datasets"),
     *("meta", "assets", "artifacts", "input", "inputs", "text", "texts", "corpus", "raw"),
 )
-"""Names of folders next to a model that may hold vocabularies and texts. Data folders are searched
-one level deeper."""
+"""Names of folders near a model that may contain vocabularies and texts. In folders whose name
+begins with "data", the subfolders are searched, too."""
 MERGES = ("merges.txt", "merges.json", "bpe_merges.txt", "bpe_merges.json")
 MOST_FOLDERS = 200
 
@@ -51,8 +51,8 @@ class Candidate:
 
 
 def vocabulary_in(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer | None:
-    """Read the vocabulary in a file; None if the file holds something else. Raises ConvertError if
-    it is damaged or not supported."""
+    """Read the vocabulary in a file; None if the file contains something else. Raises ConvertError
+    if the vocabulary is damaged or not supported."""
     suffix = path.suffix.lower()
     if suffix in PICKLES:
         return _built(table_of(read_plain_pickle(path), str(path)), path, skip_normalizer)
@@ -74,12 +74,12 @@ def vocabulary_in(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer | No
 
 
 def table_of_lines(raw: bytes, path: Path) -> Table:
-    """Read a file whose lines are tokens in the order of ids, or tokens with their ids. Raises
-    ConvertError."""
+    """Read a file that has one token per line, either in the order of ids or with the id after the
+    token. Raises ConvertError."""
     try:
         text = raw.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise ConvertError(f"{path} is not a text in UTF-8: {error}") from error
+        raise ConvertError(f"{path} is not UTF-8 text: {error}") from error
     lines = text.removesuffix("\n").split("\n")
     numbered = [line.rsplit(None, 1) if "\t" in line or " " in line else [line] for line in lines]
     if all(len(parts) == 2 and parts[1].isdecimal() for parts in numbered):
@@ -100,12 +100,12 @@ def table_of_lines(raw: bytes, path: Path) -> Table:
 def vocabularies_beside(
     folder: Path, dataset: str | None, *, skip_normalizer: bool
 ) -> tuple[list[Candidate], list[str]]:
-    """Find the vocabularies in the nearest place that has any. Also returns sentences about the
-    files that are not vocabularies.
+    """Find the vocabularies in the nearest place that has any. Also returns a sentence about each
+    file that was read but is no vocabulary.
 
-    `dataset` is the name of nanoGPT's data folder, if known. Raises ConvertError if a
-    `tokenizer.json`, or a vocabulary with merges, is damaged or not supported. Other files need not
-    be vocabularies, so their errors are returned as sentences.
+    `dataset` is the name of nanoGPT's data folder, if it is known. Raises ConvertError if a
+    `tokenizer.json`, or a vocabulary with merges, is damaged or not supported. Any other file may
+    not be a vocabulary at all, so its error is returned as a sentence.
     """
     in_vain: list[str] = []
     for places in _places(folder, dataset):
@@ -130,8 +130,8 @@ def vocabularies_beside(
 
 
 def _sorted_characters(path: Path) -> Iterator[Candidate]:
-    """Yield another interpretation of a file that has one character per line: some programs use the
-    sorted characters of the whole file, including the line break."""
+    """For a file that has one character per line, yield a second interpretation: some programs use
+    the sorted characters of the whole file, including the line break."""
     if path.suffix.lower() != ".txt":
         return
     text = source_text(path).removeprefix("\ufeff")
@@ -143,7 +143,7 @@ def _sorted_characters(path: Path) -> Iterator[Candidate]:
 
 def text_of_characters(folder: Path, count: int) -> Path | None:
     """The only text file near a model that has exactly `count` different characters; None if there
-    is no such file or several."""
+    is no such file or more than one."""
     above, texts = folder.resolve().parent, list[Path]()
     for place in (folder, *_subfolders(folder), above, *_subfolders(above)):
         for path in _listed(place):
@@ -154,7 +154,8 @@ def text_of_characters(folder: Path, count: int) -> Path | None:
 
 
 def count_characters(text: Path) -> int | None:
-    """The number of different characters in a text; None if it is too large or unreadable."""
+    """The number of different characters in a text file; None if the file is too large or
+    unreadable."""
     try:
         return len(set(source_text(text)))
     except ConvertError:
@@ -256,7 +257,7 @@ def _lecture_model(raw: bytes, path: Path) -> ForeignTokenizer:
 
 
 def _are_ranks(raw: bytes) -> bool:
-    """True if every line is a base64 token and its rank, and all bytes are tokens."""
+    """True if each line has a token in base64 and its rank, and every single byte is a token."""
     lines = [line.split() for line in raw.splitlines() if line.strip()]
     if not all(len(parts) == 2 and parts[1].isdigit() for parts in lines):
         return False

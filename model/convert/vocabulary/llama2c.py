@@ -1,10 +1,10 @@
 """llama2.c's `tokenizer.bin`: SentencePiece's byte pairs with scores.
 
-llama2.c starts from whole characters, repeatedly merges the neighbors whose joined text has the
-highest score, and uses the tokens of single bytes for characters without a token. tiktoken's
-algorithm is the same for characters of one byte if ids follow the order of scores. Characters of
-several bytes become separate pieces. That is exact unless a longer token contains such a character;
-then the vocabulary is refused.
+llama2.c starts from whole characters and repeatedly merges the two neighbors whose joined text has
+the highest score. A character without a token is encoded as single bytes. For characters of one
+byte, tiktoken's algorithm gives the same result if the ids are in the order of the scores. Each
+character of several bytes becomes a separate piece. This gives the same ids unless a longer token
+contains such a character; then the vocabulary is refused.
 """
 
 import re
@@ -16,15 +16,15 @@ from logitd.model.text.tokenizer import Tokenizer
 
 PATTERN = r"[^\x00-\x7F]|[\x00-\x7F]+"
 FIRST_PIECE = 3
-"""First id of ordinary tokens; lower ids are the unknown token, the beginning and the end of a
-text."""
+"""First id of the ordinary tokens. Lower ids are the unknown token, the beginning of a text and the
+end of a text."""
 _BYTE = re.compile(rb"<0x([0-9A-F]{2})>")
 _Entry = tuple[float, bytes]
 
 
 def llama2c_tokenizer(raw: bytes, where: str) -> ForeignTokenizer:
-    """Build the tokenizer. Raises ConvertError if the file has another format, or a vocabulary
-    whose ids ranks cannot reproduce."""
+    """Build a tokenizer from the contents of a `tokenizer.bin`. Raises ConvertError if the format
+    is a different one or if encoding with ranks would give other ids."""
     entries = _entries(raw, where)
     pieces = {
         token_id: text
@@ -60,8 +60,8 @@ def llama2c_tokenizer(raw: bytes, where: str) -> ForeignTokenizer:
 
 
 def _entries(raw: bytes, where: str) -> list[_Entry]:
-    """The tokens with their scores. The file has the largest length of a token, then a score, a
-    length and the bytes of each token."""
+    """The tokens with their scores. The file begins with the length of the longest token. A score,
+    a length and the bytes follow for each token."""
     incomplete = ConvertError(f"{where} is not llama2.c's tokenizer.bin, or is incomplete")
     entries: list[_Entry] = []
     at = 4
@@ -89,6 +89,6 @@ def _check_mergeable(entries: list[_Entry], pieces: dict[int, bytes], where: str
     scores = [entries[token_id][0] for token_id in merged]
     if scores != sorted(scores, reverse=True) or len(set(pieces.values())) < len(pieces):
         raise ConvertError(
-            f"{where}: its ids are not in the order of its scores, so ranks would merge other "
-            f"pairs. {WITHOUT_TEXT}"
+            f"{where}: its ids are not in the order of its scores, so with ranks, different "
+            f"pairs would be merged. {WITHOUT_TEXT}"
         )

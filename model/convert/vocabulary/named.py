@@ -2,11 +2,11 @@
 
 gpt2, cl100k_base, o200k_base     a published encoding
 FILE                              any file that `files.py` reads
-characters:TEXT[,first=N,last=N]  the sorted characters of a text, as in `sorted(set(text))`, with
-                                  N additional ids before or after them
+characters:TEXT[,first=N,last=N]  the sorted characters of a text, as in `sorted(set(text))`, with N
+                                  additional ids before or after them
 words:FILE[,first=N,last=N]       one word per line, or a JSON list, in the order of ids
 bytes[,first=N,last=N]            the 256 bytes in order
-printable[,first=N,last=N]        the 100 characters of Python's `string.printable` in its order
+printable[,first=N,last=N]        the 100 characters of Python's `string.printable`, in that order
 ascii[,first=N,last=N]            the 95 characters from space to ~, in order
 none                              only token ids, no vocabulary
 """
@@ -41,7 +41,7 @@ FORMS = (
 
 
 def named_vocabulary(name: str, *, ids: int, skip_normalizer: bool) -> Candidate:
-    """Read the vocabulary that `name` describes, for a model with this number of ids. Raises
+    """Read the vocabulary that `name` describes, for a model with `ids` ids. Raises
     ConvertError."""
     if name == NONE:
         note = "there is no vocabulary: prompts and generated texts are token ids"
@@ -71,8 +71,9 @@ def named_vocabulary(name: str, *, ids: int, skip_normalizer: bool) -> Candidate
 
 
 def _characters(path: Path, first: int, last: int, ids: int) -> Candidate:
-    """The characters of a text. Raises ConvertError unless there are as many as the model has ids:
-    if a character is missing, those after it get wrong ids."""
+    """The characters of a text, as a vocabulary. Raises ConvertError unless the number of
+    characters matches the number of the model's ids. If a character were missing, all characters
+    after it would have wrong ids."""
     where, extra = f"the characters of {path}", first + last
     for lines in (False, True):  # unchanged, and with line ends as Python's open() converts them
         characters = sorted(set(source_text(path, lines=lines)))
@@ -80,7 +81,9 @@ def _characters(path: Path, first: int, last: int, ids: int) -> Candidate:
             table = Table(texts=dict(enumerate(characters, start=first)), where=where)
             return Candidate(where, build_tokenizer(_with_extra(table, first, last)))
     more = ids - len(characters) - extra
-    advice = f"It is another text, or was changed after training: it has {-more:,} too many"
+    advice = (
+        f"It is not the training text, or was changed after training: it has {-more:,} too many"
+    )
     if more > 0:
         advice = (
             f"If the model has {more:,} additional ids, give their place: first={first + more} "

@@ -1,10 +1,10 @@
 """Tables: reads ids, texts and merges of a vocabulary from the data structures of other programs.
 
-Supported are the forms that programs store in checkpoints, JSON and pickles: {stoi, itos},
-{token2id, id2token}, {char_to_int, int_to_char} and the like, a tuple of both directions, lists and
-strings of characters, {token: id}, {id: token}, {"105,110": id} for merges, and tiktoken's
-encodings. In JSON the numbers in keys are strings. The direction of a dictionary is recognized by
-its values, not by its name. `files.py` opens files, and `build.py` makes tokenizers.
+These forms in checkpoints, JSON files and pickles are supported: {stoi, itos}, {token2id,
+id2token}, {char_to_int, int_to_char} and similar names, a tuple of dictionaries in both directions,
+lists and strings of characters, {token: id}, {id: token}, {"105,110": id} for merges, and
+tiktoken's encodings. In JSON, numbers in keys are strings. The direction of a dictionary is
+recognized by its values, not by its name. `files.py` opens files, and `build.py` builds tokenizers.
 """
 
 import re
@@ -21,9 +21,10 @@ _UNIT = r"(?:s|c|w|t|b|ch|chr|char|character|str|string|tok|token|word|byte)s?"
 _NUMBER = r"(?:i|id|idx|int|index|num|number)s?"
 _DIRECTED = re.compile(rf"{_UNIT}(?:to|2){_NUMBER}|{_NUMBER}(?:to|2){_UNIT}")
 _DATA = frozenset(("tokens", "words"))
-"""Names of lists that may be training data. They are used only if there is no other vocabulary."""
+"""Names of lists that may be training data. Such a list is used only if there is no other
+vocabulary."""
 _OWNER = re.compile(r"^(tokenizer|tok|model|text|data)(?=.)")
-"""First word of a name that only tells the owner of the vocabulary, as in `tokenizer_chars`."""
+"""First word of a key that only tells what the vocabulary belongs to, as in `tokenizer_chars`."""
 _RANKS = frozenset(("mergeableranks", "ranks"))
 _ALPHABETS = frozenset(("chars", "characters", "alphabet", "charset"))
 _NAMED = frozenset(("vocab", "vocabulary", "vocabdict", "invvocab", "tokenizer"))
@@ -38,11 +39,11 @@ class Table:
     """Ids and texts of a vocabulary.
 
     where    source of the table, for messages
-    merges   the id that each merge of two ids creates
+    merges   the new id for each pair of ids that is merged
     strings  pairs of texts to merge, in order of priority
     pattern  split pattern, if it is stored
     special  names that the source lists as special tokens
-    ranked   the texts are byte sequences that tiktoken merges in the order of ids
+    ranked   True if the texts are byte sequences that tiktoken merges in the order of ids
     """
 
     texts: Texts
@@ -56,7 +57,7 @@ class Table:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A vocabulary in a container. `ordered` is True if it has explicit ids."""
+    """A vocabulary under a key of a dictionary. `ordered` is True if it states the ids."""
 
     label: str
     texts: Texts
@@ -91,8 +92,9 @@ def table_in(container: Mapping[Any, Any], where: str) -> Table | None:
 
 
 def table_of(value: Any, where: str) -> Table | None:
-    """Find the vocabulary in the contents of a file: a dictionary of tables, a table, or a tuple of
-    dictionaries in both directions. None if there is no vocabulary. Raises ConvertError."""
+    """Find the vocabulary in the contents of a file, which may be a dictionary of tables, a table,
+    or a tuple of dictionaries in both directions. None if there is no vocabulary. Raises
+    ConvertError."""
     if isinstance(value, Mapping):
         inner = ((f"{str(name)!r} of {where}", v) for name, v in value.items())
         for place, container in ((where, value), *inner):
@@ -115,8 +117,9 @@ def _entry(key: Any, value: Any) -> _Entry | None:
 
 
 def _agreed(entries: Sequence[_Entry], where: str) -> _Entry | None:
-    """Choose the first vocabulary, dictionaries before lists. Raises ConvertError if another
-    vocabulary contradicts it. A list may lack texts of the dictionary, but may not have others."""
+    """Choose the first vocabulary; dictionaries come before lists. Raises ConvertError if another
+    vocabulary contradicts it. A list may lack some texts of a dictionary, but may not have
+    additional texts."""
     ordered = [entry for entry in entries if entry.ordered]
     lists = [entry for entry in entries if not entry.ordered]
     listed = [entry for entry in lists if entry.name not in _DATA]
@@ -193,8 +196,8 @@ def string_merges(value: Any) -> tuple[tuple[str, str], ...] | None:
 
 
 def checked(texts: Texts, where: str) -> Texts:
-    """The texts sorted by id. Raises ConvertError if ids or texts cannot belong to a
-    vocabulary."""
+    """The texts, sorted by id. Raises ConvertError if an id is negative, or if a text is empty,
+    appears twice or is not valid Unicode."""
     if any(token_id < 0 for token_id in texts):
         raise ConvertError(f"{where} has the id {min(texts)}; ids begin with 0")
     seen: dict[Text, int] = {}
@@ -210,13 +213,13 @@ def checked(texts: Texts, where: str) -> Texts:
 
 
 def _plain(key: Any) -> str:
-    """A name in lower case without underscores and hyphens; "" if the key is not a string."""
+    """A key in lower case, without underscores and hyphens; "" if it is not a string."""
     return key.lower().replace("_", "").replace("-", "") if isinstance(key, str) else ""
 
 
 def _texts(value: Any, *, alphabet: bool) -> Texts | None:
-    """Read a dictionary in either direction or a list of texts. With `alphabet`, a string counts as
-    a list of characters."""
+    """Read a dictionary in either direction, or a list of texts. With `alphabet`, a string is read
+    as a list of characters. None if the value has another form."""
     if isinstance(value, Mapping):
         return _by_direction(value)
     if isinstance(value, str) and alphabet:
@@ -246,7 +249,7 @@ def _by_direction(value: Mapping[Any, Any]) -> Texts | None:
 
 
 def _number(key: Any) -> int | None:
-    """The number in a key, which may be a string; None if there is none."""
+    """A key as a number; the key may be a string. None if it is not a number."""
     if type(key) is int:
         return key
     whole = isinstance(key, str) and re.fullmatch(r"0|[1-9][0-9]*", key)

@@ -1,26 +1,27 @@
 """Words: builds tokenizers from vocabularies of characters or whole words, with special tokens.
 
-Names of special tokens are recognized by their markup (`<unk>`, `[PAD]`, `__eos__`) or, without
-markup, by a short list. Ids without a text get a name, so that every id up to the last one has a
-token.
+Names of special tokens are recognized by their markup (`<unk>`, `[PAD]`, `__eos__`); names without
+markup, such as `PAD`, are in a short list. Ids without a text get a generated name, so that every
+id up to the last one has a token.
 
-Characters, as in nanoGPT's `meta.pkl`: the split pattern divides a text into characters. A piece
-that is a token is not merged, so a character of several bytes needs no tokens for its parts.
-tiktoken needs all 256 bytes. Missing bytes get ranks after the last id (see `Tokenizer`): they are
-never sampled, and a text that needs one is refused. A longer token, such as `<pad>` or a flag of
-two code points, is a special token, because `for c in text` never produces it.
+Vocabularies of characters, as in nanoGPT's `meta.pkl`: the split pattern divides a text into
+characters. A piece of the text that is a token is looked up without merging, so the parts of a
+character of several bytes need no tokens. tiktoken needs all 256 bytes. Missing bytes get ranks
+after the last id (see `Tokenizer`): they are never sampled, and a text that needs such a byte is
+refused. A longer token, such as `<pad>` or a flag emoji of two code points, becomes a special
+token, because `for c in text` never produces it.
 
-Words: the split pattern is seldom known. The first of a few patterns that leaves every token whole
-is assumed, and a note says so. For texts whose words are all in the vocabulary, the result is that
-of `re.findall` or `str.split` with a dictionary.
+Vocabularies of words: the split pattern is seldom known. The first of a few patterns that leaves
+every token whole is assumed, and a note says so. For texts whose words are all in the vocabulary,
+the ids are the same as those of `re.findall` or `str.split` with a dictionary.
 
 with white space among the tokens   tokens are concatenated unchanged
 without                             white space separates words and has no ids: here each token has
                                     one space before it (kind "words")
 
 A text with an unknown word is refused. Vocabularies of parts of words are not supported, because
-it is unknown how words are divided. They are recognized by marks of parts (`##ing`, `</w>`), or by
-tokens for all letters of their words.
+the rules that divide words are unknown. Such vocabularies are recognized by marks of parts
+(`##ing`, `</w>`), or because every letter of their words is also a token.
 """
 
 import re
@@ -31,9 +32,9 @@ from logitd.model.text.pieces import JOINED_CUTS, SPACED_CUTS, whole_first
 from logitd.model.text.tokenizer import END_OF_TEXT, Tokenizer
 
 CHARACTERS = r"[\s\S]"
-"""Pattern of single characters, including line breaks."""
+"""Split pattern that matches single characters, including line breaks."""
 WHOLE_TEXT = r"[\s\S]+"
-"""Pattern that does not split a text."""
+"""Split pattern that matches the whole text, so the text is not split."""
 
 PARTS = {
     "##": "WordPiece's mark of a continued word",
@@ -42,7 +43,7 @@ PARTS = {
     "\u2581": "SentencePiece's mark of a space",
     "\u0120": "byte-level BPE's mark of a space",
 }
-"""Marks of tokens that are parts of words."""
+"""Marks in tokens that are parts of words, with their meanings."""
 WITHOUT_TEXT = "--tokenizer none imports the model without a vocabulary"
 
 _LOOK = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]|\{[^\s{}]+\}|__[^\W_]\w*__")
@@ -56,14 +57,13 @@ _END_NAMES = (
     *(END_OF_TEXT, "<eos>", "<EOS>", "</s>", "[EOS]", "<|eos|>", "<|eot|>", "<eot>", "<EOT>"),
     *("[EOD]", "<eod>", "<END>", "<end>", "[END]", "EOS", "EOT", "EOD", "<|bos|>"),
 )
-"""Names of tokens that end a document, in order of preference. "<|bos|>" begins the next
-document."""
+"""Names of tokens that end a document, in order of preference. "<|bos|>" is included because it
+begins the next document."""
 
 MOST_NAMELESS = 8
-"""Maximum number of ids without a text that get a name. With more of them, a file is considered
-damaged."""
+"""Maximum number of ids without a text. A file with more such ids is considered damaged."""
 MOST_LISTED = 10**6
-"""Maximum number of ids without a text that are listed."""
+"""Maximum number of ids without a text that `nameless` lists."""
 
 
 def looks_special(text: str) -> bool:
@@ -76,8 +76,8 @@ def is_bare_name(text: str) -> bool:
 
 
 def nameless(texts: Collection[int]) -> list[int]:
-    """Ids below the largest that have no text. Raises ConvertError if there are more than
-    MOST_LISTED."""
+    """The ids below the largest id that have no text. Raises ConvertError if there are more than
+    MOST_LISTED of them."""
     if (largest := max(texts)) > len(texts) + MOST_LISTED:
         raise ConvertError(
             f"a vocabulary of {len(texts):,} texts has ids up to {largest:,}: it is damaged, or "
@@ -87,8 +87,8 @@ def nameless(texts: Collection[int]) -> list[int]:
 
 
 def special_names(names: Mapping[int, str], ordinary: Collection[int]) -> dict[str, int]:
-    """Ids of special tokens by name. An id that is neither in `names` nor in `ordinary` gets a
-    generated name."""
+    """The ids of special tokens, by name. An id that is neither in `names` nor in `ordinary`
+    becomes a special token with a generated name."""
     special = {name: token_id for token_id, name in names.items()}
     for token_id in nameless({*names, *ordinary}):
         name = f"<|extra_{token_id}|>"
@@ -104,8 +104,8 @@ def end_name(special: Collection[str]) -> str:
 
 
 def with_all_bytes(ranks: Mapping[bytes, int], size: int) -> dict[bytes, int]:
-    """The ranks with ranks from `size` on for the bytes that the vocabulary lacks (see
-    `Tokenizer`)."""
+    """The ranks, completed with the bytes that the vocabulary lacks. These bytes get ranks from
+    `size` on (see `Tokenizer`)."""
     missing = (byte for byte in map(bytes, zip(range(256))) if byte not in ranks)
     return {**ranks, **{byte: size + index for index, byte in enumerate(missing)}}
 
@@ -137,7 +137,7 @@ def word_tokenizer(
 ) -> tuple[Tokenizer, tuple[str, ...]]:
     """Build a tokenizer of words, with notes about assumptions. Raises ConvertError.
 
-    named_special  special tokens among the texts that do not look special
+    named_special  texts that are special tokens, although they may not look special
     cut            split pattern, if it is known
     end_of_text    special token that ends a document, if it is known
     added_tokens   texts that are matched before a text is split; `added_flags` are their flags
@@ -206,8 +206,8 @@ def _torn(cut: str, words: Iterable[str]) -> list[str]:
 
 
 def _refuse_ambiguous(words: Collection[str], where: str) -> None:
-    """Raise ConvertError if a text could be encoded in two ways: if a token of several words begins
-    with another token, and a third token begins with the next word."""
+    """Raise ConvertError if some text could be encoded in two ways. This is so if a token of
+    several words begins with another token, and the word after that begins a third token."""
     split = sorted(tuple(word.split(" ")) for word in words)
     known, firsts = set(split), {parts[0] for parts in split}
     for parts in split:
@@ -216,7 +216,7 @@ def _refuse_ambiguous(words: Collection[str], where: str) -> None:
                 raise ConvertError(
                     f"{where}: the token {' '.join(parts)!r} begins with the token "
                     f"{' '.join(parts[:length])!r}, and another token begins with "
-                    f"{parts[length]!r}, so texts would be ambiguous. {WITHOUT_TEXT}"
+                    f"{parts[length]!r}, so some texts could be encoded in two ways. {WITHOUT_TEXT}"
                 )
 
 
@@ -225,8 +225,8 @@ def _refuse_parts(words: Collection[str], where: str) -> None:
         marked = [w for w in words if w != mark and (w.startswith(mark) or w.endswith(mark))]
         if 2 * len(marked) > len(words) or (mark in ("##", "</w>") and marked):
             raise ConvertError(
-                f"{where} has tokens that are parts of words ({marked[0]!r}: {meaning}), but not "
-                "the merges that divide words. Give a tokenizer.json, which has both; "
+                f"{where} has tokens that are parts of words ({marked[0]!r}: {meaning}), but it "
+                "lacks the merges that divide words. Give a tokenizer.json, which has both; "
                 f"{WITHOUT_TEXT}"
             )
     longer = [word for word in words if len(word) > 1 and word.isalpha()]
@@ -234,6 +234,6 @@ def _refuse_parts(words: Collection[str], where: str) -> None:
     if longer and letters <= set(words):
         raise ConvertError(
             f"{where} has every letter of its words as a token, so its tokens are parts of words "
-            f"({longer[0]!r}), but not the rules that divide words. Give a tokenizer.json, which "
-            f"has both; {WITHOUT_TEXT}"
+            f"({longer[0]!r}), but it lacks the rules that divide words. Give a tokenizer.json, "
+            f"which has both; {WITHOUT_TEXT}"
         )

@@ -1,8 +1,9 @@
 """Entry of the program: `python -m logitd.model.owner_code.process FOLDER [FD]`.
 
-FOLDER contains `request.json` (a `Job`) and `weights.safetensors`. The program writes its answer
-there: `answer.safetensors` (ids, their logits, and the logits with another last id), `facts.json`,
-or `problem.txt`. The job "serve" answers on the socket FD instead.
+FOLDER contains `request.json` (a `Job`) and, unless the job names another file,
+`weights.safetensors`. The program writes its answer to the folder: `answer.safetensors` (ids, their
+logits, and the logits after the last id was replaced), `facts.json`, or `problem.txt`. The job
+"serve" answers on the socket FD instead.
 """
 
 import json
@@ -33,7 +34,8 @@ ANSWER, FACTS, PROBLEM = "answer.safetensors", "facts.json", "problem.txt"
 class Job:
     """The request to this program.
 
-    kind      "compare" computes logits for random ids, "measure" measures facts, "serve" serves
+    kind      "compare" computes logits for random ids, "measure" measures facts, "serve" answers
+              requests for logits
     request   members of a `Request`
     options   arguments of this kind of job
     weights   path of the weights, if they are not in the folder

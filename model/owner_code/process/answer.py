@@ -1,6 +1,6 @@
-"""Answer: computes passes on request until the other process closes its end of the wire.
+"""Answer: computes passes on request until the other process closes its end of the connection.
 
-Requests, and the replies to them:
+These are the requests, each followed by its replies. What follows a `+` is the frame's raw bytes.
 
   {"lengths": [n, ...], "firsts": [...], "ends": [...], "slots": [...], "visit": [names]} + ids
       for each visited stage, {"stage": name, "shape": [1, T, ...]} + values; the other process
@@ -29,10 +29,10 @@ from logitd.model.owner_code.process.wire import Wire, floats
 class Answerer:
     """Computes the passes of a model.
 
-    rows        number of logits that the model returns for a position
+    rows        number of logits that the model returns for each position
     vocabulary  number of ids
     order       the model's id for each id of the vocabulary; None if they are the same
-    together    compute the sequences of a request in one batch, padded on the right
+    together    True to compute the sequences of a request in one batch, padded on the right
     lens        names of the final norm and of the head
     """
 
@@ -86,8 +86,9 @@ class Answerer:
         return self._columns(torch.cat([rows[: end - first] for rows, first, end in ends]))
 
     def _alone(self, ids: Tensor, first: int, slot: int) -> Tensor:
-        """Logits (T - first, rows) of one sequence. They are kept until the next sequence, because
-        the logits of a long prompt are requested in several parts."""
+        """Logits (T - first, rows) of one sequence. If several positions are requested, the logits
+        of the whole sequence are kept until the next sequence, because the logits of a long prompt
+        are requested in several parts."""
         listed: list[int] = ids.tolist()
         if self._has_state:
             return self._continued(ids, listed, first, slot)
@@ -98,8 +99,8 @@ class Answerer:
         return self._last[1][first:]
 
     def _continued(self, ids: Tensor, listed: list[int], first: int, slot: int) -> Tensor:
-        """The same as `_alone`, with the model's own cache if it has the beginning of the
-        sequence."""
+        """The same logits as `_alone`, computed with the model's own cache. The cached state is
+        reused if it belongs to the beginning of the sequence."""
         known, state = self._states.pop(slot, ([], None))
         if not len(known) <= first or listed[: len(known)] != known:
             known, state = [], None
@@ -116,8 +117,9 @@ class Answerer:
         ]
 
     def _visited(self, ids: Tensor, first: int, names: Sequence[str]) -> Tensor:
-        """Logits (T - first, rows) of a pass whose stages the other process may read and change. If
-        the model returns only the last position, the calls for prefixes get the same values."""
+        """Logits (T - first, rows) of a pass in which the other process may read and change stages.
+        If the model returns only the last position, it is also called for prefixes; these calls use
+        the same stage values."""
         met: dict[str, Tensor] = {}
 
         def visit(name: str, value: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Build: creates the owner's model with the values of the checkpoint, and loads its weights.
+"""Build: creates the owner's model with values from the checkpoint, and loads its weights.
 
-The expression is a class, a function, or anything that creates the model. Parameters get values of
-the checkpoint by their names. `attempts` lists the ways to choose among these values. The attempt
-that fits the weights can be repeated later.
+The expression is a class, a function, or any other expression that creates the model. A parameter
+gets the checkpoint's value with the same name. `attempts` lists different ways to choose among
+these values. The attempt that fits the weights can be repeated later.
 """
 
 import ast
@@ -32,15 +32,16 @@ CONFIG_NAMES = ("config", "cfg", "conf", "args", "params", "hparams", "model_arg
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The owner's code and the values of the checkpoint, under all usual names in lower case.
+    """The owner's code, and values from the checkpoint under all usual names in lower case.
 
-    file, expression   the owner's file, and a name in it or an expression that uses its names
+    file, expression   the owner's file, and a name in it or an expression that uses the file's
+                       names
     said               values from the checkpoint's settings and from the user
     shape              values that follow from the shapes of the tensors
-    flags              guesses about which layers have a bias
-    call               expression of `model`, `ids` and names of the file that returns logits; None
-                       is `model(ids)`
-    chosen             members of the attempt that created the model before; None tries all
+    flags              guesses about which parts have a bias
+    call               expression with `model`, `ids` and names of the file that returns logits;
+                       None means `model(ids)`
+    chosen             values of the attempt that created the model earlier; None tries all attempts
     """
 
     file: str
@@ -61,7 +62,8 @@ class Request:
 
 
 class Values(dict[str, Any]):
-    """A dictionary whose keys are also attributes. Keys that are looked up are added to `asked`."""
+    """A dictionary whose keys are also attributes. Each key that is looked up is added to
+    `asked`."""
 
     def __init__(self, values: Mapping[str, Any], asked: set[str]) -> None:
         super().__init__(values)
@@ -89,7 +91,7 @@ class Attempt:
     over    values that override the defaults of parameters
     values  values for parameters without a default
     asked   names that the code looked up in all attempts so far
-    names   values for assignments that fail
+    names   values for assignments that fail, by exact names
     """
 
     top: Mapping[str, Any]
@@ -100,7 +102,7 @@ class Attempt:
 
     @property
     def chosen(self) -> dict[str, Mapping[str, Any]]:
-        """The members that are needed to repeat the attempt."""
+        """The values that are needed to repeat the attempt."""
         return {"top": self.top, "over": self.over, "values": self.values, "names": self.names}
 
 
@@ -114,8 +116,9 @@ class Built:
 
 
 def attempts(request: Request) -> Iterator[Attempt]:
-    """The attempts in order: with the defaults of the owner's code, then with the shapes of the
-    tensors, then with all combinations of the flags."""
+    """Yield the attempts in order: with the defaults of the owner's code, then with the values that
+    follow from the tensors' shapes, then with all combinations of the flags. If the request has
+    `chosen`, yield only that attempt."""
     said, shape = request.said, request.shape
     asked, none = set[str](), dict[str, Any]()
     if request.chosen is not None:
@@ -157,8 +160,8 @@ def build_model(request: Request, weights: Mapping[str, Tensor]) -> Built:
 
 
 def make(module: types.ModuleType, request: Request, attempt: Attempt) -> nn.Module:
-    """Create the model without its weights by evaluating the expression. A class or a function is
-    called with the known values of its parameters. Raises Problem."""
+    """Create the model, without its weights, by evaluating the expression. If the result is a class
+    or a function, it is called with the known values of its parameters. Raises Problem."""
     torch.manual_seed(0)
     names = {**attempt.values, **vars(module)}
     try:
@@ -190,7 +193,8 @@ def make(module: types.ModuleType, request: Request, attempt: Attempt) -> nn.Mod
 def arguments(
     made: Callable[..., Any], module: types.ModuleType, attempt: Attempt
 ) -> dict[str, Any]:
-    """Arguments for a class or a function, by the names of its parameters. Raises Problem."""
+    """Arguments for calling a class or a function, by the names of its parameters. Raises
+    Problem."""
     given: dict[str, Any] = {}
     for name, parameter in inspect.signature(made).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -215,7 +219,7 @@ def arguments(
 
 
 def config_class(parameter: inspect.Parameter, module: types.ModuleType) -> type | None:
-    """The class in a parameter's annotation if it is a configuration's, otherwise None."""
+    """The class in a parameter's annotation if it is a configuration class; otherwise None."""
     annotation = parameter.annotation
     if isinstance(annotation, str):
         annotation = vars(module).get(annotation)
@@ -226,7 +230,8 @@ def config_class(parameter: inspect.Parameter, module: types.ModuleType) -> type
 
 
 def is_used_as_object(name: str, made: Callable[..., Any], module: types.ModuleType) -> bool:
-    """True if the code reads attributes or items of a parameter, as it does of a configuration."""
+    """True if the code reads attributes or items of a parameter, as code does with a
+    configuration."""
     called = getattr(made, "__name__", "")
     return any(
         isinstance(node, ast.Attribute | ast.Subscript)
@@ -239,8 +244,9 @@ def is_used_as_object(name: str, made: Callable[..., Any], module: types.ModuleT
 
 
 def config_object(named: type | None, module: types.ModuleType, attempt: Attempt) -> Any:
-    """A configuration object with the known values. Its class is `named`, or else the file's only
-    class that is named like a configuration, or else `Values`."""
+    """A configuration object with the known values. Its class is `named`; if that is None, it is
+    the only class in the file with a configuration's name, or `Values` if there is not exactly one
+    such class."""
     classes = [named] if named else [
         value for name, value in vars(module).items()
         if isinstance(value, type) and is_config_name(name) and not issubclass(value, nn.Module)
@@ -267,7 +273,8 @@ def config_arguments(made: type, attempt: Attempt) -> dict[str, Any]:
 
 
 def load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load the weights. Only masks and tables may be missing or unused. Raises Problem."""
+    """Load the weights. Raises Problem if a tensor other than a mask or table is missing or
+    unused."""
     problems: list[str] = []
     for names in renamed(weights, model):
         try:
@@ -290,8 +297,8 @@ def load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def renamed(weights: Mapping[str, Tensor], model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Yield the weights under their names, then under names without a common first part, then under
-    names with each child module's name as a prefix."""
+    """Yield the weights under different names: first under their own names; then without the first
+    part of the names, if all have the same; then with the name of each child module as a prefix."""
     yield dict(weights)
     heads = {name.partition(".")[0] for name in weights}
     if len(heads) == 1:

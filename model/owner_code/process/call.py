@@ -1,4 +1,4 @@
-"""Call: computes logits with the owner's model, and finds them in the output of its forward."""
+"""Call: calls the owner's model and finds the logits in the output."""
 
 import inspect
 import types
@@ -14,13 +14,14 @@ from logitd.model.owner_code.process.problem import Problem
 TARGETS = frozenset(
     ("target", "targets", "label", "labels", "y", "tgt", "trg", "target_ids", "idx_next", "yb")
 )
-"""Names of parameters for target ids. Logits do not depend on them."""
+"""Names of parameters that take target ids. Logits do not depend on the targets."""
 SEED = 0
 
 
 class Caller:
-    """Calls a model. `expression` replaces `model(ids)`; it may use `model`, `ids`, `torch` and the
-    names of the owner's file. `length` is the number of ids of the current or last call."""
+    """Calls a model. `expression` is evaluated instead of `model(ids)`; it may use `model`, `ids`,
+    `torch` and the names of the owner's file. `length` is the number of ids in the current or last
+    call."""
 
     def __init__(
         self,
@@ -55,19 +56,19 @@ class Caller:
         last = [out[:, -1] if out.dim() == 3 else out for out in (*outs, logits)]
         if any(out.shape[0] != len(token_ids) for out in last):
             raise Problem(
-                f"the model returns {list(logits.shape)} for ids {list(token_ids.shape)}; expected "
-                "logits (batch, positions, vocabulary)"
+                f"the model returns logits of shape {list(logits.shape)} for ids of shape "
+                f"{list(token_ids.shape)}; expected (batch, positions, vocabulary)"
             )
         return torch.stack(last, dim=1)[..., :rows].float().contiguous()  # (B, T - first, V)
 
     @torch.no_grad()
     def width(self, token_ids: Tensor) -> int:
-        """The width of the model's logits. Raises Problem."""
+        """The number of logits that the model returns for each position. Raises Problem."""
         return self._returned(token_ids, 1, seeded=True).shape[-1]
 
     def _returned(self, token_ids: Tensor, rows: int, *, seeded: bool) -> Tensor:
-        """Call the model, and return the first tensor in its output whose last axis is the
-        vocabulary. Raises Problem."""
+        """Call the model, and return the first tensor in its output whose last axis has at least
+        `rows` elements. Raises Problem."""
         self.length = token_ids.shape[1]
         if seeded:
             torch.manual_seed(SEED)
@@ -84,7 +85,7 @@ class Caller:
             if tensor.dim() in (2, 3) and tensor.shape[-1] >= rows and tensor.is_floating_point():
                 return tensor
         raise Problem(
-            f"its forward returns a {type(returned).__name__} without logits of {rows} ids"
+            f"its forward returns a {type(returned).__name__} without logits for {rows} ids"
         )
 
     def _call(self, token_ids: Tensor) -> Any:
@@ -99,9 +100,9 @@ class Caller:
         ][1:]
         if others := [name for name in needed if name.lower() not in TARGETS]:
             raise Problem(
-                f"its forward takes {' and '.join(f'`{name}`' for name in others)}, and none was "
-                "passed: give the call with --code-call, such as "
-                f"'model(ids, {', '.join(f'{name}=...' for name in others)})'"
+                f"its forward also needs {' and '.join(f'`{name}`' for name in others)}: give the "
+                "call with --code-call, such as 'model(ids, "
+                f"{', '.join(f'{name}=...' for name in others)})'"
             )
         return self.model(token_ids, **dict.fromkeys(needed, token_ids))
 
@@ -121,14 +122,15 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def compare(caller: Caller, rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Random ids (2, T), their logits (2, T, rows), and the logits with another last id."""
+    """Random ids (2, T), their logits (2, T, rows), and the logits after the last ids were
+    replaced."""
     token_ids = random_ids(2, length, rows)
     changed = caller.logits(with_other_last_id(token_ids, rows), rows)
     return token_ids, caller.logits(token_ids, rows), changed
 
 
 def random_ids(count: int, length: int, rows: int) -> Tensor:
-    """Token ids (count, length) below `rows`; the same in each call."""
+    """Random token ids (count, length) below `rows`. Each call returns the same ids."""
     generator = torch.Generator().manual_seed(1)
     return torch.randint(0, rows, (count, length), generator=generator)
 

@@ -1,9 +1,10 @@
-"""Define: runs the definitions in an owner's file, but not its script.
+"""Define: runs the definitions in an owner's file, but not the rest of the script.
 
 Only the imports, classes, functions and assignments that the model's expression needs are executed,
-not a training loop. If an assignment fails (`len(chars)` of a missing text), the name gets the
-value that it had when the model was imported (`record`), or a value from the checkpoint; otherwise
-the assignment is skipped. An import statement that fails is reported when its name is first used.
+so a training loop, for example, is not. If an assignment fails, such as `len(chars)` for a text
+file that is missing, its name gets the value that it had when the model was imported (`record`), or
+a value from the checkpoint; otherwise the assignment is skipped. If an import statement fails, the
+error is reported when its name is first used.
 """
 
 import __future__
@@ -20,10 +21,10 @@ from typing import Any
 from logitd.model.owner_code.process.problem import Problem
 
 PARENTS = 4
-"""Number of folders above the file that are searched for imported packages."""
+"""Number of parent folders of the file's folder that are searched for imported packages."""
 RECORDED_BYTES, RECORDED_TEXT = 2**16, 256
-"""Maximum size of a recorded value as JSON, in bytes, and maximum length of a recorded string.
-Longer strings are training data, from which other values were computed."""
+"""Maximum size of a recorded value as JSON, in bytes, and maximum length of a recorded string, in
+characters. A longer string is taken for training data from which other values were computed."""
 
 
 def run_definitions(
@@ -33,10 +34,11 @@ def run_definitions(
     override: Mapping[str, Any],
     recorded: Mapping[str, Any],
 ) -> types.ModuleType:
-    """Run the definitions in a file that some expressions need. Returns them as a module.
+    """Run those definitions of a file that the expressions need. Returns a module with the defined
+    names.
 
     values    values for assignments that fail, by names in lower case
-    override  numbers that replace those of global names, by names in lower case
+    override  numbers that replace the numbers of global variables, by names in lower case
     recorded  values for assignments that fail, by exact names; they take precedence
 
     Raises Problem.
@@ -73,8 +75,9 @@ def run_definitions(
 
 
 def record(file: Path, expressions: Sequence[str], module: types.ModuleType) -> dict[str, Any]:
-    """The values of the assignments that some expressions need, if JSON can express them and they
-    are small. The assignments may read files that are missing when the model is served."""
+    """The values of the assignments that the expressions need, if they are small and JSON can
+    express them. They are recorded because an assignment may read a file that is missing when the
+    model is served."""
     tree, kept = parse(file), dict[str, Any]()
     needed = needed_names(tree, expressions)
     for statement in tree.body:
@@ -105,8 +108,8 @@ class FailedImport:
 
 
 class ParentFolders:
-    """Finds modules in the folders above the owner's file, after all other finders, because a
-    package often imports itself by its own name."""
+    """Finds modules in the parent folders of the owner's file, because a package often imports
+    itself by its own name. It runs after all other finders."""
 
     def __init__(self, file: Path) -> None:
         self._folders = [str(folder) for folder in file.parents[1 : PARENTS + 1][: -1 or None]]
@@ -126,9 +129,9 @@ def parse(file: Path) -> ast.Module:
 
 
 def new_module(file: Path, tree: ast.Module) -> types.ModuleType:
-    """An empty module for the file, which can import the files next to it. If the file has relative
-    imports, its folder becomes the package of the module. The package's `__init__.py` is not run,
-    because it may import the file."""
+    """An empty module for the file. It can import the files in the same folder. If the file has
+    relative imports, its folder becomes the module's package. The package's `__init__.py` is not
+    run, because it may import the file."""
     if str(file.parent) not in sys.path:
         sys.path.insert(0, str(file.parent))
     if not any(isinstance(finder, ParentFolders) for finder in sys.meta_path):
@@ -149,7 +152,7 @@ def new_module(file: Path, tree: ast.Module) -> types.ModuleType:
 
 
 def future_flags(tree: ast.Module) -> int:
-    """The compiler flags of the file's imports from `__future__`."""
+    """The compiler flags that the file's imports from `__future__` set."""
     flags = 0
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.module == "__future__":
@@ -159,8 +162,9 @@ def future_flags(tree: ast.Module) -> int:
 
 
 def defined(statement: ast.stmt) -> set[str] | None:
-    """The names that a definition binds ("*" if they are unknown); None for a statement of a
-    script. A `try` or an `if` that contains only definitions is a definition."""
+    """The names that a definition binds ("*" for `import *`). None if the statement is not a
+    definition but part of a script. A `try` or `if` that contains only definitions counts as a
+    definition."""
     match statement:
         case ast.ImportFrom(module="__future__"):
             return set()
@@ -196,8 +200,8 @@ def bound(targets: Sequence[ast.expr]) -> set[str]:
 
 
 def needed_names(tree: ast.Module, expressions: Sequence[str]) -> set[str]:
-    """Global names that the expressions use directly or through other definitions, and the classes
-    that are named like a configuration."""
+    """The global names that the expressions use, directly or through other definitions, and the
+    names of all classes that are named like a configuration."""
     uses: dict[str, set[str]] = {}
     pending: list[str] = []
     for expression in expressions:
@@ -220,7 +224,7 @@ def is_config_name(name: str) -> bool:
 
 
 def loaded(tree: ast.AST) -> set[str]:
-    """Names that a tree reads, including those in annotations that are strings."""
+    """The names that a syntax tree reads, including names in string annotations of parameters."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):

@@ -1,7 +1,7 @@
-"""Hooks: read and change the outputs of a model's submodules while the model is called.
+"""Hooks: read and change the outputs of a model's submodules during a call.
 
-A stage is the first tensor (1, T, ...) of a submodule's output. `NAME:input` is the first tensor of
-its arguments.
+A stage named `NAME` is the first tensor (1, T, ...) in the output of the submodule `NAME`. A stage
+named `NAME:input` is the first tensor in the submodule's arguments.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,8 @@ Visit = Callable[[str, Tensor], Tensor]
 
 @contextmanager
 def visiting(model: nn.Module, names: Sequence[str], visit: Visit) -> Iterator[None]:
-    """Call `visit` for the stages in `names`. Raises Problem for a name that the model lacks."""
+    """While the context is open, call `visit` for each stage in `names`. Raises Problem if the
+    model has no such submodule."""
     modules = dict(model.named_modules())
     handles = []
     for name in names:
@@ -40,8 +41,9 @@ def visiting(model: nn.Module, names: Sequence[str], visit: Visit) -> Iterator[N
 
 
 def _replaced(name: str, visit: Visit, module: nn.Module, *passed: Any) -> Any:
-    """Hook for torch. Visits the first tensor in the last value that torch passes, which is a
-    module's input or output. Returns the value with that tensor replaced; None if it has none."""
+    """A torch hook. The last value that torch passes is the module's input or output. Visits the
+    first tensor in that value, and returns the value with this tensor replaced; None if there is no
+    tensor."""
     value = passed[-1]
     if isinstance(value, Tensor):
         return visit(name, value)

@@ -1,6 +1,6 @@
 """Measure: measures facts about an owner's model that its code does not declare.
 
-This happens once, when the model is imported, with random ids on the CPU.
+The facts are measured once, when the model is imported, with random ids on the CPU.
 """
 
 import os
@@ -23,14 +23,15 @@ from logitd.model.owner_code.process.problem import Problem
 from logitd.model.owner_code.process.state import STATE_METHOD, with_state
 
 LONGEST_TRIED = 4096
-"""Longest sequence to try if the context length is unknown."""
+"""Length of the longest sequence to try if the context length is unknown."""
 LONGEST_PASS = 5.0
-"""Duration of a pass, in seconds, after which no longer sequence is tried."""
+"""If a pass takes longer than this, in seconds, no longer sequence is tried."""
 TOKENS = 24
 """Length of the sequences whose logits are compared."""
 TIMED_TOKENS = 256
 TOLERANCE = 1e-3
-"""Largest difference between the logits of the lens and of the model."""
+"""Largest allowed difference between the lens's logits after the last block and the model's
+logits."""
 PACKAGES = {"site-packages", "dist-packages"}
 PREFIXES = (sys.prefix, sys.base_prefix)
 PROGRAM = Path(__file__).resolve().parent
@@ -41,7 +42,7 @@ STAGE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,80}")
 class Asked:
     """Options of a measurement.
 
-    context      context length to check; None finds the longest that works
+    context      context length to check; None finds the longest context that works
     lens         names of the final norm and of the head; None if there is no lens
     """
 
@@ -50,8 +51,8 @@ class Asked:
 
 
 def measure(caller: Caller, asked: Asked, file: Path) -> dict[str, Any]:
-    """The facts, in types of JSON. Differences are the largest absolute differences between logits.
-    Raises Problem."""
+    """The measured facts, as values that JSON can express. A difference is the largest absolute
+    difference between logits. Raises Problem."""
     rows = vocabulary_rows(caller)
     context = context_length(caller, rows, asked.context)
     length = min(TOKENS, context)
@@ -88,8 +89,8 @@ def measure(caller: Caller, asked: Asked, file: Path) -> dict[str, Any]:
 
 
 def vocabulary_rows(caller: Caller) -> int:
-    """The number of ids: the width of the logits, or the number of rows of the token embedding if
-    there are fewer. Raises Problem."""
+    """The number of ids: the number of logits per position or the number of rows of the token
+    embedding, whichever is smaller. Raises Problem."""
     embeddings: list[nn.Embedding] = []
 
     def note(module: nn.Module, arguments: Any) -> None:
@@ -112,8 +113,8 @@ def vocabulary_rows(caller: Caller) -> int:
 
 
 def context_length(caller: Caller, rows: int, given: int | None) -> int:
-    """The given length if the model can compute it, or else the longest length that it can compute.
-    Raises Problem."""
+    """The given context length if it works; otherwise, the longest length that was found to work.
+    Raises Problem if not even one id works."""
     if given is not None and works(caller, rows, given):
         return given
     caller.logits(random_ids(1, 1, rows), rows)  # raises the model's own error
@@ -146,8 +147,9 @@ def difference(first: Tensor, second: Tensor) -> float:
 
 
 def state_difference(caller: Caller, ids: Tensor, logits: Tensor) -> float | None:
-    """The difference between logits with the model's own cache (one id at a time after the first
-    half) and without it; None if the model has no cache."""
+    """The difference between the logits with and without the model's own cache; None if the model
+    has no cache. With the cache, the first half of the ids is computed at once, and the other ids
+    one at a time."""
     if not hasattr(caller.model, STATE_METHOD):
         return None
     cuts = [0, *range(max(1, ids.shape[1] // 2), ids.shape[1] + 1)]
@@ -159,8 +161,8 @@ def state_difference(caller: Caller, ids: Tensor, logits: Tensor) -> float | Non
 
 
 def find_stages(caller: Caller, rows: int, length: int) -> Iterator[dict[str, Any]]:
-    """The submodules that are called once in a pass and whose output has a value for each position:
-    (1, T, ...) for any T."""
+    """Yield the submodules that are called exactly once in a pass and whose output has a value for
+    each position: the shape is (1, T, ...) for any T."""
     names = [name for name, _ in caller.model.named_modules() if STAGE_NAME.fullmatch(name)]
     lengths = sorted({max(1, length - 1), length})
     seen = [outputs(caller, rows, names, count) for count in lengths]
@@ -180,7 +182,8 @@ def find_stages(caller: Caller, rows: int, length: int) -> Iterator[dict[str, An
 def outputs(
     caller: Caller, rows: int, names: Sequence[str], length: int
 ) -> dict[str, list[Tensor]]:
-    """The outputs of submodules in one call over a whole sequence, in the order of the calls."""
+    """The outputs of the named submodules during one call of the model. The submodules are in the
+    order in which they are called."""
     found: dict[str, list[Tensor]] = {}
 
     def note(name: str, value: Tensor) -> Tensor:
@@ -200,9 +203,9 @@ def find_streams(
     stages: Sequence[dict[str, Any]],
     lens: Sequence[str] | None,
 ) -> list[str]:
-    """The stages that a lens reads: the input of the first block and the output of each block.
-    Blocks are the longest list of numbered stages. Raises Problem unless norm and head turn the
-    output of the last block into the logits."""
+    """The stages that a lens reads: the input of the first block and the output of each block. The
+    blocks are the longest list of numbered stages. Raises Problem unless the norm and the head
+    compute the model's logits from the output of the last block."""
     if lens is None:
         return []
     for flag, name in zip(("--lens-norm", "--lens-head"), lens, strict=True):
@@ -228,13 +231,13 @@ def find_streams(
     with torch.no_grad(), visiting(caller.model, streams, note):
         logits = caller.logits(ids, rows)
     if len(found) < len(streams) or len({value.shape for value in found.values()}) != 1:
-        raise Problem(f"a lens reads {blocks[0]} to {blocks[-1]}, whose values differ in shape")
+        raise Problem(f"the lens would read {blocks[0]} to {blocks[-1]}, but their shapes differ")
     read = lens_logits(caller.model, lens, found[blocks[-1]], rows)
     if (off := difference(read, logits)) > TOLERANCE:
         raise Problem(
-            f"{lens[1]} of {lens[0]} of the output of {blocks[-1]} differs from the logits by up "
-            f"to {off:.3g}: name the modules that compute the logits after the last block, or "
-            "leave out --lens-norm and --lens-head"
+            f"{lens[1]}({lens[0]}(x)), where x is the output of {blocks[-1]}, differs from the "
+            f"logits by up to {off:.3g}: name the modules that compute the logits after the last "
+            "block, or leave out --lens-norm and --lens-head"
         )
     return streams
 
@@ -247,13 +250,14 @@ def lens_logits(model: nn.Module, lens: Sequence[str], stream: Tensor, rows: int
         logits: Tensor = head(norm(stream))[..., :rows].float()
     except Exception as error:  # the owner's code may raise anything
         raise Problem(
-            f"{lens[1]} of {lens[0]} of a block's output fails: {type(error).__name__}: {error}"
+            f"{lens[1]}({lens[0]}(x)) fails, where x is a block's output: {type(error).__name__}: "
+            f"{error}"
         ) from error
     return logits
 
 
 def timed(caller: Caller, rows: int, context: int) -> dict[str, Any]:
-    """The duration of a pass in milliseconds, and its length."""
+    """The duration of a pass, in milliseconds, and the number of ids in that pass."""
     length = min(TIMED_TOKENS, context)
     times = []
     for _ in range(2):
@@ -264,9 +268,9 @@ def timed(caller: Caller, rows: int, context: int) -> dict[str, Any]:
 
 
 def owner_files(file: Path) -> dict[str, Any]:
-    """The owner's file and all modules that it imported from its own folders, as absolute paths,
-    and the folder from which imports find them by their names. Installed packages and those of
-    Python are omitted."""
+    """The absolute paths of the owner's file and of all modules that it imported from its own
+    folder or the parent folders, and the root folder from which these modules can be imported by
+    name. The standard library and installed packages are omitted."""
     folders = [folder for folder in file.parents[: PARENTS + 1] if folder != folder.parent]
     files, roots = {str(file)}, {str(file.parent)}
     for name, module in list(sys.modules.items()):

@@ -1,5 +1,5 @@
-"""Network: blocks network access of this process by an audit hook and, if the system allows it, by
-a separate namespace."""
+"""Network: blocks network access of this process with an audit hook and, if the system allows it,
+with a separate network namespace."""
 
 import ctypes
 import sys

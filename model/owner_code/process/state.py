@@ -1,10 +1,10 @@
-"""State: uses a model's own cache, which its owner may offer as a method `logits_and_state`.
+"""State: uses a model's own cache, if the owner has defined it as a method `logits_and_state`:
 
     def logits_and_state(self, ids, state):
         # ids (1, T): the next ids; state: None at the start, otherwise the last returned state
         return logits, state  # logits (1, T, V) of these ids
 
-The state may be any object. Only one sequence uses it, so the method may change it in place.
+The state may be any object. Only one sequence uses a state, so the method may change it in place.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ STATE_METHOD = "logits_and_state"
 
 @torch.no_grad()
 def with_state(model: nn.Module, ids: Tensor, state: Any, rows: int) -> tuple[Tensor, Any]:
-    """Logits (1, T, rows) of the ids (1, T) that follow a state, and the next state. Raises
+    """Logits (1, T, rows) of ids (1, T) that follow the ids of a state, and the next state. Raises
     Problem."""
     torch.manual_seed(SEED)
     try:

@@ -1,7 +1,7 @@
-"""Wire: exchanges frames between the processes. A frame is a JSON object followed by raw bytes.
+"""Wire: exchanges frames between the two processes. A frame is a JSON object followed by raw bytes.
 
-The lengths of both come first (8 bytes each, little endian). Arrays are float32 or int64 in C
-order; the JSON has their shapes.
+A frame begins with the lengths of both parts (8 bytes each, little-endian). The raw bytes are an
+array of float32 or int64 in C order; the JSON object has its shape.
 """
 
 import json
@@ -20,7 +20,7 @@ JSON_BYTES, PAYLOAD_BYTES = 2**24, 2**36
 
 
 class Wire:
-    """One end of a connected pair of sockets."""
+    """One end of a connected pair of sockets, which sends and receives frames."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -40,7 +40,9 @@ class Wire:
         deadline = None if seconds is None else time.monotonic() + seconds
         text_bytes, payload_bytes = HEAD.unpack(self._take(HEAD.size, deadline))
         if text_bytes > JSON_BYTES or payload_bytes > PAYLOAD_BYTES:
-            raise ValueError(f"a frame of {text_bytes} and {payload_bytes} bytes")
+            raise ValueError(
+                f"a frame is too large: {text_bytes} bytes of text and {payload_bytes} of payload"
+            )
         header = json.loads(self._take(text_bytes, deadline))
         if not isinstance(header, dict):
             raise ValueError("a frame without a JSON object")
@@ -63,9 +65,12 @@ class Wire:
 
 
 def floats(payload: bytearray, shape: list[int]) -> Tensor:
-    """The float32 array in a frame's bytes. Raises ValueError unless it has this shape."""
+    """The float32 array in a frame's raw bytes. Raises ValueError if the number of elements does
+    not fit the shape."""
     flat = torch.frombuffer(payload, dtype=torch.float32) if payload else torch.empty(0)
     try:
         return flat.view(shape)
     except RuntimeError as error:
-        raise ValueError(f"an array of {flat.numel()} elements, not {shape}") from error
+        raise ValueError(
+            f"an array has {flat.numel()} elements, which do not fit the shape {shape}"
+        ) from error

@@ -115,7 +115,7 @@ def test_llama2c_files_of_another_size_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConvertError, match=r"its header .* needs [\d,]+: it is damaged"):
         imported(path, tmp_path)
     path.write_bytes(raw[:4] + b"\2" + raw[5:])
-    with pytest.raises(ConvertError, match="version 2; only 0 and 1 can be read"):
+    with pytest.raises(ConvertError, match="version 2; only versions 0 and 1 can be imported"):
         imported(path, tmp_path)
 
 

@@ -194,7 +194,7 @@ def test_wrong_shapes_and_extra_tensors_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("raw", "sentence"),
     [
-        (pickle.dumps(Exploding()), "it names .*; building that would run code"),
+        (pickle.dumps(Exploding()), "it refers to .*; creating that would run code"),
         (b"", "is not a pickle of plain values"),
         (pickle.dumps([1]), r"meta\.pkl is not a vocabulary in a known form"),
         (pickle.dumps({"stoi": {"a": 0, "b": 2}}), r"38 rows .* 3 ids: 35 rows without a token"),

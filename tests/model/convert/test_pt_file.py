@@ -273,7 +273,7 @@ DAMAGED: dict[str, tuple[bool, Callable[[bytes], bytes], str]] = {
     ),
     "a text": (
         False, lambda raw: b"checkpoint of a small model\ntrained in May\nand never again\n",
-        r"is not a file of torch\.save: it begins with b'chec', and is a text\. Expected is",
+        r"is not a file of torch\.save: it begins with b'chec', and is a text\. Expected a file",
     ),
 }  # fmt: skip
 
@@ -320,7 +320,7 @@ def test_only_plain_pickles_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert read_plain_pickle(path) == value
     for hostile in (Exploding(os.mkdir, ("exploded",)), Exploding(exec, ("open('exploded','w')",))):
         path.write_bytes(pickle.dumps({"stoi": {}, "x": hostile}))
-        with pytest.raises(ConvertError, match=r"it names .*; building that would run code"):
+        with pytest.raises(ConvertError, match=r"it refers to .*; creating that would run code"):
             read_plain_pickle(path)
     assert not Path("exploded").exists()
 

@@ -65,8 +65,12 @@ def test_lens_reads_the_input_of_the_first_block_and_each_output() -> None:
     ("kind", "lens", "sentence"),
     [
         ("Mixture", ("norms", "head"), "--lens-norm is 'norms'; the model's submodules are embed"),
-        ("Mixture", ("head", "norm"), "norm of head of a block's output fails: RuntimeError"),
-        ("ResidualAttention", ("norm", "head"), "head of norm of the output of blocks.2 differs"),
+        ("Mixture", ("head", "norm"), r"norm\(head\(x\)\) fails, .*: RuntimeError"),
+        (
+            "ResidualAttention",
+            ("norm", "head"),
+            r"head\(norm\(x\)\), where x is the output of blocks.2, differs",
+        ),
         ("Recurrent", ("gru", "head"), "the model has no numbered submodules"),
     ],
 )
@@ -77,7 +81,7 @@ def test_invalid_lens_is_refused(kind: str, lens: tuple[str, str], sentence: str
 
 def test_missing_argument_is_named_and_given_by_an_expression() -> None:
     model = made("Masked")
-    with pytest.raises(Problem, match=r"takes `mask`, and none was passed.*--code-call"):
+    with pytest.raises(Problem, match=r"needs `mask`: give the call with --code-call"):
         measure(Caller(model), Asked(64), FILE)
     caller = Caller(model, expression="model(ids, torch.ones_like(ids))")
     ids = torch.arange(6)[None]

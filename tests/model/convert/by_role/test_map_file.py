@@ -147,7 +147,7 @@ def test_map_file_names_meaningless_tensors(tmp_path: Path) -> None:
         (('ignore = ["junk.*", "l{N}.noise"]', 'ignore = ["junk.*"]'), r"2 tensors .* l1\.noise"),
         (('ignore = ["junk.*", "l{N}.noise"]', ""), r"3 tensors without a known role"),
         (('"l{N}.x"', '"l{N}.z"'), r"mlp_up\.weight is 'l\{N\}\.z', but no tensor has such a name"),
-        (('"t"', '"tt"'), r"lacks 1 tensor of its mapping; the first is tt"),
+        (('"t"', '"tt"'), r"lacks 1 tensor that the map names; the first is tt"),
     ],
 )
 def test_map_that_does_not_fit_the_file_is_refused(
@@ -224,7 +224,7 @@ def test_flags_come_before_the_file(tmp_path: Path) -> None:
         ("[tensors]\nhead.weight = ''", r"tensors\.head\.weight is ''"),
         ("[tensors]\nkey.weight = 'a.{K}'", r"key\.weight .*\['\{K\}'\].*\{N\}.*\{M\}"),
         ("[tensors]\nhead.weight = 'a.{N}'", r"head\.weight .*\['\{N\}'\]"),
-        ("[computation]\nheads = 4", "unknown field computation.heads; known are n_head, "),
+        ("[computation]\nheads = 4", "unknown field computation.heads; the fields are n_head, "),
         ("[computation]\nactivation = 'mish'", "activation is 'mish'.*'relu'"),
         ("[computation]\nn_head = 4.0", r"n_head is 4\.0"),
         ("[computation]\nn_head = 0", "n_head is 0"),
@@ -251,7 +251,7 @@ def test_file_that_is_missing_or_not_text_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConvertError, match=r"none\.toml does not exist"):
         read_map_file(tmp_path / "none.toml")
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConvertError, match=r"bytes\.toml is not a text in UTF-8"):
+    with pytest.raises(ConvertError, match=r"bytes\.toml is not UTF-8 text"):
         read_map_file(tmp_path / "bytes.toml")
 
 

@@ -37,7 +37,7 @@ SETTINGS = {"n_heads": 4}
         ("gpt:GPT", "expected FILE"),
         (
             f"{__file__}:GPT(n=1",
-            r"the expression 'GPT\(n=1', which is wrong at character 4: '\(' was never",
+            r"the expression 'GPT\(n=1', which is not valid at character 4: '\(' was never",
         ),
         ("gone.py:GPT", r"gone\.py is not a file; expected --code FILE\.py:NAME"),
     ],
@@ -74,7 +74,7 @@ def test_model_without_a_mask_is_refused_by_its_code(write: Write, book: nn.Modu
         write(DICTIONARY.replace("class GPT", "CAUSAL = False\n\n\nclass GPT")),
         mapped(book),
     )
-    sentence = r"a different last id changes the logits of earlier .* it has no causal mask"
+    sentence = r"a different last id changes the logits of earlier .* the model has no causal mask"
     with pytest.raises(ConvertError, match=rf"gpt\.py:GPT: {sentence}"):
         owner_logits(code, tensors, findings(tensors, SETTINGS), SETTINGS)
 

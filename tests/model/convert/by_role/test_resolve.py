@@ -99,7 +99,9 @@ def test_logits_that_no_variant_gives_are_refused() -> None:
     scheme = SCHEMES["heads with biases"]
     model = scheme.model()
     model.activation = torch.nn.functional.silu  # type: ignore[assignment]
-    sentence = r"no variant .* the logits of its class: the nearest one, .*--activation .* differs"
+    sentence = (
+        r"no variant .* the logits of its class: the nearest variant, .*--activation .* differs"
+    )
     with pytest.raises(ConvertError, match=sentence):
         resolved_by_logits(scheme, model)
 
@@ -396,7 +398,7 @@ def test_heads_that_shapes_contradict_are_refused() -> None:
 
 
 def test_unknown_activation_is_refused() -> None:
-    with pytest.raises(ConvertError, match="activation is 'mish'; without a gate, known are"):
+    with pytest.raises(ConvertError, match="activation is 'mish'; .* without a gate are gelu"):
         finding("nanoGPT", "activation", {"activation": "mish"})
 
 

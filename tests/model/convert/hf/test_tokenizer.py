@@ -96,18 +96,18 @@ def change_model(**changes: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (swap_merges, "is not in the order of ids"),
+        (swap_merges, "is out of order; .* of the ids"),
         (drop_merge, "would be merged from .*, which is not one of its merges"),
         (change(normalizer={"type": "Lowercase"}), "normalizer Lowercase.* --skip-normalizer"),
-        (change(pre_tokenizer=None), "splits texts by None"),
-        (change(pre_tokenizer={"type": "Metaspace"}), "splits texts by Metaspace"),
+        (change(pre_tokenizer=None), "splits texts with None"),
+        (change(pre_tokenizer={"type": "Metaspace"}), "splits texts with Metaspace"),
         (
             change(pre_tokenizer={"type": "Sequence", "pretokenizers": [
                 {"type": "Digits", "individual_digits": True}, {"type": "ByteLevel"}]}),
-            "splits texts by Digits and then ByteLevel",
+            "splits texts with Digits and then ByteLevel",
         ),
         (change(pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True}), "add_prefix_space"),
-        (change_model(type="Unigram"), "the model is Unigram; only byte-level BPE"),
+        (change_model(type="Unigram"), "model is Unigram; only byte-level BPE"),
         (change_model(byte_fallback=True), "SentencePiece's BPE"),
         (change_model(continuing_subword_prefix="##"), "continuing_subword_prefix is '##'"),
         (change_model(vocab={"▁the": 0}, merges=[]), "'▁the' .* is not written in bytes"),
@@ -382,7 +382,9 @@ def test_words_are_the_librarys(cut: Any, parts: list[str]) -> None:
 
 
 def test_other_ways_to_cut_words_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConvertError, match="splits texts by Digits; for words, only Whitespace, W"):
+    with pytest.raises(
+        ConvertError, match="splits texts with Digits; for .* words, only Whitespace, W"
+    ):
         read(word_level(pre_tokenizers.Digits(), []), tmp_path)
     library = word_level(pre_tokenizers.Whitespace(), [])
     library.normalizer = normalizers.Lowercase()

@@ -132,7 +132,7 @@ class Bare:
 
 def test_pickle_that_calls_without_arguments_is_refused(tmp_path: Path) -> None:
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"stoi": STOI, "x": Bare()}))
-    with pytest.raises(ConvertError, match=r"it names \S+SimpleTokenizer; building that would"):
+    with pytest.raises(ConvertError, match=r"refers to \S+SimpleTokenizer; creating that would"):
         chosen(folder=tmp_path)
 
 
@@ -145,7 +145,7 @@ def test_pickle_that_calls_something_is_refused_and_calls_nothing(
     raw = pickle.dumps({"stoi": STOI, "x": hostile} if inside else hostile, protocol)
     path = tmp_path / "meta.pkl"
     path.write_bytes(raw)
-    sentence = r"it names \S+; building that would run code"
+    sentence = r"it refers to \S+; creating that would run code"
     with pytest.raises(ConvertError, match=sentence):
         chosen(folder=tmp_path)
     with pytest.raises(ConvertError, match=sentence):
