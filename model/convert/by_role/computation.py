@@ -31,8 +31,8 @@ EmbeddingScale = Literal["one", "sqrt_d_model"]
 class Computation:
     """One of the computations that are possible with a file's tensors.
 
-    causal   each position attends only to itself and earlier positions; a model is refused
-             otherwise
+    causal   each position attends only to itself and earlier positions; non-causal models are
+             refused
     """
 
     n_head: int

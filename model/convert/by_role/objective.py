@@ -184,7 +184,7 @@ def text_objective(text: CheckText, context_length: int) -> TextObjective:
 
 @dataclass(frozen=True)
 class LogitsObjective:
-    """The largest difference from the owner's logits (B, T, V) for ids (B, T).
+    """The largest difference from the logits (B, T, V) that the owner's code computes.
 
     name        the owner's code, for messages
     log_probs   True if the owner's code returns log-probabilities instead of logits

@@ -276,8 +276,8 @@ def _feed_forward_roles(where: str, matrices: Sequence[Module], names: Names) ->
 
 
 def _up_and_down(matrices: Sequence[Module]) -> Sequence[Module]:
-    """The two matrices of an MLP, up first. The order is that of their numbers in a Sequential, or
-    of their names, or else of the file."""
+    """The two matrices of an MLP, up first. They are ordered by their numbers in a Sequential, or
+    else by their names, or else as in the file."""
     first, second = matrices
     if first.last.isdigit() and second.last.isdigit():
         return sorted(matrices, key=lambda module: int(module.last))

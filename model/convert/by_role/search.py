@@ -30,10 +30,11 @@ SEARCH_SECONDS = 30.0
 """Approximate time limit, in seconds, for trying all combinations. If they would take longer, the
 search changes one field at a time."""
 CLEAR_NATS, CLEAR_ERRORS = 0.005, 2.0
-"""A variant is clearly worse if its loss is higher by more than both of these: nats per token, and
-standard errors of the mean difference. The standard error alone does not suffice: for a model that
-had learned little, a wrong activation was better by 0.004 nats per token on any number of tokens.
-For trained models, the right variants were better by 0.02 to 0.8 nats per token."""
+"""A variant is clearly worse if its loss is higher by more than the first number, in nats per
+token, and by more than the second, in standard errors of the mean difference. The standard error
+alone does not suffice: for a model that had learned little, a wrong activation was better by 0.004
+nats per token on any number of tokens. For trained models, the right variants were better by 0.02
+to 0.8 nats per token."""
 
 
 class Search:
@@ -73,8 +74,8 @@ class Search:
     def compare(
         self, other: Computation, best: Computation, effort: Effort = "full"
     ) -> tuple[float, bool]:
-        """How much the mean penalty of `other` exceeds that of `best`, and whether `other` is
-        clearly worse."""
+        """How much the mean penalty of `other` exceeds the mean penalty of `best`, and whether
+        `other` is clearly worse."""
         penalties, base = self.score(other, effort), self.score(best, effort)
         if penalties is None or not torch.isfinite(penalties).all():
             return math.inf, True

@@ -14,12 +14,13 @@ from logitd.model.convert.foreign import finite_number
 _KIND = r"(best|last|final|min|lowest|avg|mean|train|training|val|valid|validation|dev|test|eval)"
 _NAMES = re.compile(rf"({_KIND}_?){{0,3}}loss(es)?")
 MOST_NATS = 20.0
-"""Stated numbers from this on are ignored. Programs store large numbers before the first
+"""A stated loss of this or more is ignored: programs store a large number before the first
 evaluation."""
 ALLOWED_NATS, ALLOWED_SHARE = 0.1, 0.1
-"""The loss on a text may exceed the largest stated loss by this much: nats per token, or a share of
-the stated loss if that is more. The losses differ because the text is a different part of the data,
-and because its windows of 128 tokens may be shorter than in training."""
+"""The loss on a text may exceed the largest stated loss by the first number, in nats per token, or
+by the second, as a share of the stated loss, whichever is more. The losses differ because the text
+is a different part of the data, and because its windows of 128 tokens may be shorter than in
+training."""
 DEPTH = 3
 
 

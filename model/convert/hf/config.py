@@ -249,7 +249,7 @@ def _nanochat(settings: Settings) -> Shape:
 
 def _windows(model_type: str, settings: Settings, n_layer: int) -> tuple[int | None, ...] | None:
     """The sliding window of each layer; None if no layer has a window. Mistral's first
-    configurations omit the key; their window is 4,096 positions."""
+    configurations omit `sliding_window`; their window is 4,096 positions."""
     own = model_type == "mistral" or (
         model_type != "llama" and settings.flag("use_sliding_window", False)
     )

@@ -2,9 +2,9 @@
 
 Ids 0 to 255 are the bytes, and each merge of two ids creates the next id. Merges are applied in the
 order of the ids that they create, to a text or to each of its pieces. tiktoken encodes in the same
-way with ranks if the last merge that forms each token is the token's own (`hf/merges.py`). This is
-checked for every token. If no split pattern is stored, a pattern is assumed that splits no token,
-and a note says so.
+way with ranks if it forms each token with that token's own merge (`hf/merges.py`). This is checked
+for every token. If no split pattern is stored, a pattern is assumed that splits no token, and a
+note says so.
 
 Merges of texts are supported in two cases: GPT-2's `vocab.json` with `merges.txt` is read as a
 `tokenizer.json`, and merges of characters are accepted if each token is a whole word that ends in

@@ -33,8 +33,7 @@ SIZES = ("vocab_size", "n_vocab", "vocabulary_size", "num_tokens")
 PADDED_TO = (8, 16, 32, 64, 128)
 """Programs usually pad the number of ids to a multiple of one of these."""
 WIDELY_PADDED_TO = (*PADDED_TO, 256, 512)
-"""If the settings state the number of ids, the number of rows may also be a multiple of the larger
-ones of these."""
+"""If the settings state the number of ids, the rows may be padded to a multiple of one of these."""
 SLACK = 0.02
 """Rows without an id always count as padding if they are at most this share of all rows."""
 

@@ -187,7 +187,7 @@ def test_missing_role_is_named_in_a_draft(tmp_path: Path) -> None:
     }
     torch.save(tensors, tmp_path / "gpt.pt")
     draft = tmp_path / "draft.toml"
-    with pytest.raises(ConvertError, match=r"no tensor for query; .*W_ask.*draft of a map"):
+    with pytest.raises(ConvertError, match=r"a layer lacks query; .*W_ask.*draft of a map"):
         imported(tmp_path / "gpt.pt", tmp_path, RoleOptions(draft=draft))
     text = draft.read_text(encoding="utf-8")
     assert 'key.weight = "trf_blocks.{N}.att.W_key.weight"' in text

@@ -224,7 +224,9 @@ def test_impossible_folds_are_refused_with_numbers() -> None:
     with pytest.raises(ConvertError, match="one matrix of 48 rows, but the residual stream is 32"):
         build(changed(mapped(bare.model()), mlp_up=(48, 32)), bare.computation)
     head = mapped(SCHEMES["book"].model())
-    with pytest.raises(ConvertError, match=r"the head is \[30, 32\] and the token embedding"):
+    with pytest.raises(
+        ConvertError, match=r"the head has shape \[30, 32\] and the token embedding"
+    ):
         build(changed(head, head=(30, 32)), SCHEMES["book"].computation)
     normed = mapped(SCHEMES["llama, QK-norm"].model())
     with pytest.raises(

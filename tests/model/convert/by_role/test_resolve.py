@@ -398,7 +398,7 @@ def test_heads_that_shapes_contradict_are_refused() -> None:
 
 
 def test_unknown_activation_is_refused() -> None:
-    with pytest.raises(ConvertError, match="activation is 'mish'; .* without a gate are gelu"):
+    with pytest.raises(ConvertError, match=r"activation is 'mish'; .* without a gate are gelu"):
         finding("nanoGPT", "activation", {"activation": "mish"})
 
 

@@ -383,7 +383,7 @@ def test_words_are_the_librarys(cut: Any, parts: list[str]) -> None:
 
 def test_other_ways_to_cut_words_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ConvertError, match="splits texts with Digits; for .* words, only Whitespace, W"
+        ConvertError, match=r"splits texts with Digits; for .* words, only Whitespace, W"
     ):
         read(word_level(pre_tokenizers.Digits(), []), tmp_path)
     library = word_level(pre_tokenizers.Whitespace(), [])
