@@ -44,7 +44,7 @@ class QuantizationCost:
 
     @property
     def deserves_warning(self) -> bool:
-        """True if the increase of the loss is large or unknown."""
+        """True if the increase in loss is large or unknown."""
         return self.loss is None or self.loss.relative > WARN_ABOVE
 
     def sentence(self) -> str:

@@ -1,5 +1,5 @@
-"""Comparison with nanoGPT: equal matrices, equal seconds, and results that a later run
-continues."""
+"""The comparison with nanoGPT: both models have matrices of the same shapes and train for the same
+time, and a later run adds to the saved results."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -51,7 +51,7 @@ def tiny(checkpoint_path: Path) -> Iterator[Pair]:
 
 
 def check(pair: Pair, body: dict[str, Any], path: str = "/generate") -> Any:
-    """Check that both servers agree, whole and streamed, and return the reply."""
+    """Check that both servers give the same reply, with and without streaming, and return it."""
     check_streams_alike(pair.drafting, pair.plain, path, body)
     return check_alike(pair.drafting, pair.plain, path, body)
 

@@ -35,8 +35,8 @@ class NgramNats:
         return pairs if position == 0 else min(pairs, self.trigram)
 
     def over(self, length: int) -> float:
-        """The mean of the lowest losses in a window of `length` predictions. The first prediction
-        has one token before it."""
+        """The lower bound of the mean loss over a window of `length` predictions. The first
+        prediction has one token before it."""
         return (self.at(0) + (length - 1) * self.at(1)) / length
 
 

@@ -57,7 +57,8 @@ class Table:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A vocabulary under a key of a dictionary. `ordered` is True if it states the ids."""
+    """A vocabulary under a key of a dictionary. `ordered` is True if the
+    vocabulary itself determines the ids, for example by its order."""
 
     label: str
     texts: Texts

@@ -203,8 +203,8 @@ LOST = {
     "in lower case": "{{ ('<' ~ text) | lower }}",
     "in upper case, too": "{{ (text + 'a') | upper }}",
 }
-"""Expressions that join message text to a plain string and change the case; hidden letters keep
-their case."""
+"""Expressions that join message text to a plain string and change the case of the result. The case
+of the message text does not change, because placeholders stand for it."""
 LOOKING = {
     "compared": "{{ text == 'ab' }}{{ 'ab' == text }}{{ text != '|' }}{{ text in ['a', '<'] }}",
     "searched": "{{ 'a' in text }}{{ '<|' in text }}{{ text.find('|') }}{{ text.count('a') }}",

@@ -237,7 +237,7 @@ def test_wrong_variables_exit_2_and_are_named(
 def test_variables_of_one_command_win(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """float16 is a dtype of serve, but not of train."""
+    """`serve` accepts the dtype float16, but `train` does not."""
     (tmp_path / ".env").write_text("LOGITD_DTYPE=float16\n")
     assert run(["train"]) == 2
     err = capsys.readouterr().err

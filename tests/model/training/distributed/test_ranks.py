@@ -94,7 +94,7 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 def _start(context: ForkServerContext, target: Any, size: int, folder: Path) -> None:
-    """Run `target(rank, port, folder)` in `size` processes, to their end."""
+    """Run `target(rank, port, folder)` in `size` processes, and wait for all of them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])

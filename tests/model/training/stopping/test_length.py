@@ -110,8 +110,8 @@ def test_time_left_is_right_after_a_tenth(took: float, by_clock: bool, saving: f
 
 
 def test_run_on_a_steady_machine_decays_evenly() -> None:
-    """If every step takes the same time, the clock plans the schedule of a fixed number of
-    steps."""
+    """If every step takes the same time, a run limited by time has the same schedule as a run with
+    a fixed number of steps."""
     recipe = PRESETS["tiny"].recipe
     by_clock = simulate(Length(None, 1), recipe, [0.5]).scales
     steps = len(by_clock)

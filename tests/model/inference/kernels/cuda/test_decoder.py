@@ -1,5 +1,5 @@
-"""GraphDecoder against PlainDecoder on a CPU, without recording. Covers sizes, padding, slots,
-prompts computed as rows of steps, and tokens read from the device. `test_kernels.py` checks the
+"""GraphDecoder against PlainDecoder on a CPU, without capturing CUDA graphs. Covers sizes, padding,
+slots, prompts whose tokens are rows of decode steps, and tokens read from the device. `test_kernels.py` checks the
 kernels; `python -m benchmarks.gpu` checks both on a GPU."""
 
 import math
