@@ -112,7 +112,7 @@ def test_llama2c_files_of_another_size_are_refused(tmp_path: Path) -> None:
     write_llama2c(path, state(SCHEMES["llama2.c"].model()), 1, shared=True)
     raw = path.read_bytes()
     path.write_bytes(raw[:-4])
-    with pytest.raises(ConvertError, match=r"its header .* needs [\d,]+: it is damaged"):
+    with pytest.raises(ConvertError, match=r"its header .* needs [\d,]+ bytes: it is damaged"):
         imported(path, tmp_path)
     path.write_bytes(raw[:4] + b"\2" + raw[5:])
     with pytest.raises(ConvertError, match="version 2; only versions 0 and 1 can be imported"):

@@ -201,7 +201,7 @@ def test_norms_of_queries_and_keys_move_with_their_channels(tmp_path: Path) -> N
         ({"something_new": 3}, "something_new 3.*--ignore-setting something_new"),
         ({"sliding_window_size": 16, "sliding_window_indices": [1]}, "0 or 1 for 2 layers"),
         ({"sliding_window_size": "x"}, "sliding_window_size is 'x'; expected a positive integer"),
-        ({"sliding_window_size": float("nan")}, "sliding_window_size is nan; expected a number"),
+        ({"sliding_window_size": float("nan")}, "sliding_window_size is nan; expected a positive"),
         ({"n_layer": 1}, r"has 7 tensors .* transformer\.h\.1\.attn\.proj\.weight"),
         ({"norm_qk": True}, r"lacks the tensor transformer\.h\.0\.attn\.norm_q\.weight"),
         ({"bias": True}, r"lacks the tensor transformer\.h\.0\.attn\.qkv\.bias"),
@@ -240,7 +240,7 @@ def test_tensors_of_other_kinds_are_named(
 
 def test_tensor_without_a_name_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "lit", {3: torch.zeros(2)})
-    with pytest.raises(ConvertError, match=r"lit_model\.pth holds 3, a Tensor"):
+    with pytest.raises(ConvertError, match=r"lit_model\.pth contains 3 of type Tensor"):
         import_model(tmp_path / "lit", tmp_path / "ours")
 
 

@@ -198,7 +198,7 @@ def test_wrong_shapes_and_extra_tensors_are_refused(tmp_path: Path) -> None:
         (b"", "is not a pickle of plain values"),
         (pickle.dumps([1]), r"meta\.pkl is not a vocabulary in a known form"),
         (pickle.dumps({"stoi": {"a": 0, "b": 2}}), r"38 rows .* 3 ids: 35 rows without a token"),
-        (pickle.dumps({"stoi": {"a": 0, "b": 20}}), "19 ids have none; the first is 1"),
+        (pickle.dumps({"stoi": {"a": 0, "b": 20}}), "19 ids have no text .the first is 1"),
         (pickle.dumps({"stoi": {"a": 0, "b": 0}}), "'a' and 'b' of a vocabulary share the id 0"),
         (pickle.dumps({"stoi": {"a": 0}, "itos": {0: "b"}}), "'itos' is not the inverse of 'stoi'"),
     ],
