@@ -30,13 +30,13 @@ class NgramNats:
     trigram: float
 
     def at(self, position: int) -> float:
-        """The lowest loss of a prediction that has `position` + 1 tokens before it."""
+        """The lowest of the three losses for a prediction that has `position` + 1 tokens before it."""
         pairs = min(self.unigram, self.bigram)
         return pairs if position == 0 else min(pairs, self.trigram)
 
     def over(self, length: int) -> float:
-        """The lower bound of the mean loss over a window of `length` predictions. The first
-        prediction has one token before it."""
+        """The mean of `at` over a window of `length` predictions. The first prediction has one
+        token before it."""
         return (self.at(0) + (length - 1) * self.at(1)) / length
 
 

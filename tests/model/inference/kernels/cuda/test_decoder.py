@@ -1,6 +1,6 @@
 """GraphDecoder against PlainDecoder on a CPU, without capturing CUDA graphs. Covers sizes, padding,
-slots, prompts whose tokens are rows of decode steps, and tokens read from the device. `test_kernels.py` checks the
-kernels; `python -m benchmarks.gpu` checks both on a GPU."""
+slots, prompts whose tokens are rows of decode steps, and tokens read from the device.
+`test_kernels.py` checks the kernels; `python -m benchmarks.gpu` checks both on a GPU."""
 
 import math
 from dataclasses import replace
