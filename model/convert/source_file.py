@@ -46,7 +46,7 @@ def source_json(path: Path) -> Any:
     try:
         return json.loads(source_bytes(path).decode("utf-8-sig"))
     except RecursionError as error:
-        raise ConvertError(f"{path} is not valid JSON: it is nested too deeply") from error
+        raise ConvertError(f"{path} is not JSON: it is nested too deeply") from error
     except ValueError as error:
         raise ConvertError(f"{path} is not JSON: {error}") from error
 

@@ -77,7 +77,7 @@ def test_equally_likely_state_dicts_raise_a_question(tmp_path: Path) -> None:
     assert_is_state(read_state_file(path, state="teacher").tensors, OTHER)
     assert read_state_file(path, state="teacher").state == "teacher"
     with pytest.raises(
-        ConvertError, match="no state dict under 'pupil'; there are 'student', 'tea"
+        ConvertError, match="no state dict under 'pupil'; its state dicts are 'student', 'tea"
     ):
         read_state_file(path, state="pupil")
 
@@ -89,7 +89,7 @@ def test_key_is_named_with_dots(tmp_path: Path) -> None:
 
 def test_file_without_a_state_dict_is_described(tmp_path: Path) -> None:
     path = saved(tmp_path / "m.pt", {"step": 3, "losses": [1.0], "x": torch.ones(2)})
-    held = r"it holds step \(int\), losses \(list\), x \(Tensor\)"
+    held = r"it contains step \(int\), losses \(list\), x \(Tensor\)"
     with pytest.raises(ConvertError, match=rf"no state dict .* {held}"):
         read_state_file(path)
     with pytest.raises(ConvertError, match=r"no state dict .*optimizer"):
