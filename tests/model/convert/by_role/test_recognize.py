@@ -75,7 +75,7 @@ def test_model_without_a_token_embedding_is_refused() -> None:
     tensors = state(SCHEMES["matrices (in, out)"].model())
     del tensors["wte.weight"]
     with pytest.raises(
-        ConvertError, match=r"no token embedding: .* there are wpe\.weight \[16, 32\]"
+        ConvertError, match=r"no token embedding: .* the layers are wpe\.weight \[16, 32\]"
     ):
         recognize("model.pt", tensors)
 

@@ -45,5 +45,5 @@ def test_quantized_weights_are_refused() -> None:
     tensors = state(SCHEMES["nanoGPT"].model())
     name = "transformer.h.0.mlp.c_fc.weight"
     tensors |= {name.replace("0", n): torch.ones(128, 32, dtype=torch.int8) for n in "01"}
-    with pytest.raises(ConvertError, match=r"is int8; weights in .* can be imported"):
+    with pytest.raises(ConvertError, match=r"is int8; only weights in .* can be imported"):
         check("model.pt", tensors, recognize("model.pt", tensors))

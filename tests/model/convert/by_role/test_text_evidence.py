@@ -93,7 +93,7 @@ def test_variant_no_better_than_counts_is_refused(trained: Trained) -> None:
     model.load_state_dict(swapped)
     with pytest.raises(ConvertError, match=r"decides nothing.*--code") as refusal:
         resolved(Trained(model, trained.token_ids))
-    assert "Counted" in str(refusal.value)
+    assert "Counts of token" in str(refusal.value)
     assert not isinstance(refusal.value, OpenQuestions)
 
 
