@@ -30,8 +30,7 @@ class NgramNats:
     trigram: float
 
     def at(self, position: int) -> float:
-        """The lowest of the three losses for a prediction that has `position` + 1 tokens before
-        it."""
+        """The lowest of the losses for a prediction with `position` + 1 tokens before it."""
         pairs = min(self.unigram, self.bigram)
         return pairs if position == 0 else min(pairs, self.trigram)
 
