@@ -496,7 +496,7 @@ def test_step_beyond_the_buffers_is_refused(library: ctypes.CDLL) -> None:
 def test_head_of_many_rows_has_the_bits_of_one_thread(
     library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt's head in torch uses all threads if that keeps the bits."""
+    """For the rows of a prompt, torch computes the head with all threads if that keeps the bits."""
     gpt = tiny_gpt(tiny_config(vocab_size=2048, d_model=256, head_dim=64, n_layer=1))
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=2, prefills=False)
     assert native.torch_head is not None
