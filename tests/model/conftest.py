@@ -102,8 +102,8 @@ def processes() -> ForkServerContext:
 
 
 LESSER = ("x86-64-v3", "x86-64-v2")
-"""Less capable processors that native kernels are built for, with and without AVX2. The results
-must be the same."""
+"""Targets of the native kernels for less capable processors, with and without AVX2. The slow set
+repeats the tests of native code for these targets."""
 
 
 @pytest.fixture(

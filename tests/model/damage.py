@@ -1,4 +1,4 @@
-"""Damage to files, as disks, copying and people cause it: bytes and fields are changed.
+"""Damage to files, of the kinds that disks, copying and people cause: bytes and fields are changed.
 
 `damaged(raw)` draws a file that differs from `raw` in a few places; `edited(document)` draws JSON
 that differs from `document` in one place. Both shrink toward the original. The tests decide which

@@ -24,8 +24,8 @@ SCALINGS: Mapping[str, Mapping[str, Any] | None] = {
     },
     "yarn": {"kind": "yarn", "factor": 4.0, "original_context_length": 32},
 }  # fmt: skip
-"""Settings for scaled rotary positions, chosen so that heads of 8 and 16 channels have channels on
-both sides of an edge and in between."""
+"""Settings for scaled rotary positions, chosen so that `llama3` and `yarn` scale some channels of
+heads of 8 and 16 in full, some in part, and some not at all."""
 
 ORDERS: Mapping[str, Mapping[str, Any]] = {
     "pre": {"norm_position": "pre", "residual": "sequential"},

@@ -125,8 +125,8 @@ def test_stream_gives_the_same_piece_by_piece(llm: LLM) -> None:
         assert [len(top) for top in one.top_logprobs] == [2] * 25
 
 
-def test_each_prompt_draws_a_seed_that_gives_the_same_again(llm: LLM) -> None:
-    """Nearly uniform draws of 12 of 257 tokens do not coincide by chance."""
+def test_each_prompt_draws_a_seed_that_repeats_its_tokens(llm: LLM) -> None:
+    """Two texts of 12 tokens, drawn nearly uniformly from 257 ids, are not equal by chance."""
     hot = SamplingParams(max_tokens=12, temperature=100.0)
     found = llm.generate(["import"] * 2, hot, ignore_eos=True, n=2)
     assert len({one.seed for one in found}) == 2, "choices of a prompt share its seed"

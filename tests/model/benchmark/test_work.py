@@ -61,8 +61,8 @@ def test_decode_step_equals_numbers_by_hand(gpt2: GPT) -> None:
 
 
 def test_quantized_step_reads_less(gpt2: GPT) -> None:
-    """Each element takes one byte. With int4, each element of the blocks takes half a byte, and
-    each group of sixteen elements takes one more byte for its scale."""
+    """With int8, each element takes one byte. With int4, each element of the blocks takes half a
+    byte, and each group of sixteen elements takes one more byte for its scale."""
     plain, eight, four = (
         decode_work(gpt2, batch=1, live_positions=100, quantize=kind)
         for kind in get_args(Quantization)

@@ -32,7 +32,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module", autouse=True)
 def little_memory() -> Iterator[None]:
-    """Make every allocation of a gigabyte fail."""
+    """Make every allocation of a gigabyte or more fail."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + 1024 * MIB

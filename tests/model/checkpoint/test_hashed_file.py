@@ -1,4 +1,4 @@
-"""Hashed files: every byte is delivered once, and the hash is that of the delivered bytes."""
+"""Hashed files: every byte is delivered once, and the hash is computed from the delivered bytes."""
 
 import hashlib
 import os

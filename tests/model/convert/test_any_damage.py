@@ -282,7 +282,8 @@ def test_canary_is_left_by_a_plain_unpickler(tmp_path: Path) -> None:
 def test_archive_of_several_disks_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Python's zipfile raises its own error for these, which ended in a traceback."""
+    """Python's zipfile raises its own error for such an archive, so the import once ended in a
+    traceback."""
     zipped(tmp_path / "ckpt.pt", False)
     raw = bytearray((tmp_path / "ckpt.pt").read_bytes())
     at = raw.rindex(b"PK\x06\x07")  # offset of the zip64 directory, its disk, number of disks

@@ -195,7 +195,8 @@ def test_no_code_of_a_hostile_file_runs(
 def test_hostile_call_runs_without_weights_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the test above could not fail: without `weights_only` the file appears."""
+    """Without `weights_only`, the call runs and creates the folder, which the test above would
+    notice."""
     monkeypatch.chdir(tmp_path)
     saved(tmp_path / "m.pt", {"config": Exploding(os.mkdir, ("exploded",))})
     torch.load(tmp_path / "m.pt", weights_only=False)

@@ -55,7 +55,7 @@ def test_passes_differ_in_order_and_offset() -> None:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.booleans(), st.integers(0, 3))
-def test_windows_of_a_pass_are_those_of_the_shuffled_documents(
+def test_windows_of_a_pass_equal_windows_of_the_shuffled_documents(
     lengths: list[int], unfinished: bool, epoch: int
 ) -> None:
     """The windows read from the shard equal the windows of a copy of the text that has the

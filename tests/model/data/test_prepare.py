@@ -175,7 +175,7 @@ def peak_memory(megabytes: int, folder: Path) -> int:
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
     """If the text were held in memory, 30 MB more text would take 30 MB more memory, and lists of
-    its ids twice that."""
+    its ids would take twice that."""
     small, large = peak_memory(10, tmp_path / "a"), peak_memory(40, tmp_path / "b")
     assert large - small < 12_500_000
 

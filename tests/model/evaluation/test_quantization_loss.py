@@ -30,7 +30,7 @@ def windows(window: int = 48, rows: int = 5) -> Windows:
 
 
 def rounded_to(bits: int) -> Any:
-    """Return a maker of decoders with weights rounded to `bits`."""
+    """Return a function that makes a decoder with weights rounded to `bits`."""
 
     def make(gpt: GPT, cache: KVCache) -> PlainDecoder:
         largest = 2 ** (bits - 1) - 1

@@ -36,8 +36,8 @@ def _extract(
     copies: Path,
     last: int | None = None,
 ) -> None:
-    """Extract in a new process, with a copy of `out` before each change, until SIGKILL before
-    change number `last`."""
+    """Run in a new process: extract, and copy `out` to `copies` before each change. The process
+    kills itself with SIGKILL before change number `last`, counted from 0."""
     seen = 0
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:

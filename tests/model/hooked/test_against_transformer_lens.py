@@ -1,5 +1,5 @@
 """HookedGPT compared with TransformerLens: the same random weights in the shapes of GPT-2 and
-Pythia, and the calls of its demos. Needs `pip install transformer-lens`, 3 or 4; nothing is
+Pythia, and the calls of its demos. Needs the package transformer-lens, version 3 or 4; nothing is
 downloaded."""
 
 import importlib

@@ -96,7 +96,7 @@ def decode(
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
-    """Logits here are about 5, and attention is sharp, which amplifies rounding errors."""
+    """Logits here have a magnitude of about 5, and sharp attention amplifies rounding errors."""
     assert_close(actual, expected, atol=2e-3, rtol=1e-3)
 
 

@@ -133,7 +133,7 @@ def test_cpu_shares_memory_after_weights() -> None:
 
 
 def served(free: int, **budget: Any) -> int:
-    """Number of slots on a CPU with the server's default number of slots."""
+    """The result of `slots` on a CPU, where the default is the server's number of slots."""
     memory = Available("this machine", 2**50, free)
     return slots(memory, gpu=False, default=SERVED_SLOTS, **budget)
 

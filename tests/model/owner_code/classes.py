@@ -102,7 +102,8 @@ class Mixture(nn.Module):
 
 
 class LastOnly(Mixture):
-    """The mixture, which returns only the last position unless there are targets, like nanoGPT."""
+    """The mixture with a forward like nanoGPT's: without targets, it returns the logits of the last
+    position only."""
 
     def forward(self, ids, targets=None):
         logits, loss = super().forward(ids)

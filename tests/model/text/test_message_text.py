@@ -1,4 +1,4 @@
-"""Message text: its methods act like those of plain text, and `str.join` sees surrogates."""
+"""Message text: its methods act like the methods of `str`, and `str.join` sees surrogates."""
 
 from collections.abc import Callable
 from typing import Any

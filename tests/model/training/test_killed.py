@@ -1,9 +1,9 @@
 """Training processes that are killed at any moment: a resumed run ends with the same bits, and the
 files on disk can always be served.
 
-Two kinds of moments: before a change of the run directory (files opened for writing, renames,
-links, removals), counted by an audit hook in the process that is killed; and while a file is being
-written, found by watching the directory.
+Processes are killed at two kinds of moments: before a change to the run directory (a file opened
+for writing, a rename, a link, a removal), counted by an audit hook in the process that is killed;
+and while a file is being written, found by watching the directory.
 """
 
 import os
@@ -38,7 +38,7 @@ def _kind(event: str, path: str) -> str:
 
 
 def _train_and_die(config: TrainingConfig, change: int, record: Path | None) -> None:
-    """Train in a child process, which sends SIGKILL to itself before the change of this number,
+    """Train in a child process, which sends SIGKILL to itself before change number `change`,
     counted from 1. The kind of each change is appended to the file `record`."""
     sys.modules[MATPLOTLIB] = None  # type: ignore[assignment]
     seen: list[str] = []

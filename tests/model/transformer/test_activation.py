@@ -41,7 +41,8 @@ def test_activation_is_the_same_in_both_spellings(kind: Activation) -> None:
 
 
 def bits_that_depend_on_the_batch(kind: Activation, *, fused: bool) -> list[tuple[int, int]]:
-    """The pairs (width, number of rows) for which a row's bits differ from its bits alone."""
+    """The pairs (width, number of rows) for which a row's bits in the batch differ from its bits
+    when it is computed alone."""
     results = []
     for width in WIDTHS:
         h = inputs(width)

@@ -36,7 +36,7 @@ YARN = {"kind": "yarn", "factor": 4.0, "original_context_length": 32_768}
     ],
 )
 @pytest.mark.parametrize(("head_dim", "turning"), [(8, 8), (64, 64), (128, 32), (80, 20)])
-def test_angles_are_those_of_transformers(
+def test_angles_equal_the_angles_of_transformers(
     scaling: Mapping[str, Any], head_dim: int, turning: int
 ) -> None:
     """Fully rotated heads have the same angles as Llama's; partially rotated heads have the same

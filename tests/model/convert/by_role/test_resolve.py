@@ -44,8 +44,8 @@ QUICK: Mapping[str, Mapping[str, Any]] = {
     "fused, head by head": {"n_head": 4},
     "gate and up together, no positions": {"n_head": 4},
 }
-"""Schemes that `make test` runs, each with the settings that it is given; `make test-slow` runs all
-schemes without settings."""
+"""Schemes that `make test` runs, each with the settings that the test supplies; `make test-slow`
+runs all schemes without settings."""
 
 
 def logits_objective(scheme: Scheme, model: torch.nn.Module) -> LogitsObjective:

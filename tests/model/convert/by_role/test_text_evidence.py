@@ -138,7 +138,8 @@ def test_measured_value_is_not_reported_as_convention(trained: Trained) -> None:
 
 
 def test_lines_are_samples_after_their_start(trained: Trained) -> None:
-    """A model of names predicts each line from a leading id 0, without the previous line."""
+    """A model trained on names predicts each line from a leading id 0, without the previous
+    line."""
     ids = torch.tensor(trained.token_ids[: 7 * FEWEST_LINES]).view(-1, 7)
     lines = [row[: 3 + index % 4].tolist() for index, row in enumerate(ids)]
     text = CheckText("names.txt", [], lines, (8, 0, 8))
@@ -172,8 +173,8 @@ def with_wide_table(width: int) -> nn.Module:
 
 
 def test_rotary_table_of_the_whole_width_does_not_settle_one_head() -> None:
-    """The rotation may come before the heads are split; an import once accepted one head because a
-    text chose it."""
+    """The rotation may come before the heads are split. An import once accepted one head because
+    the check text favored it."""
     file = state_file(with_wide_table(WIDTH))
     found = recognize_file(file, RoleOptions(answers={"n_head": 1}))
     assert found.findings["n_head"].resolved

@@ -1,5 +1,5 @@
-"""Ranks and merges encode alike: tiktoken's rule by rank gives the same tokens as the list of
-merges, piece by piece."""
+"""Ranks and merges encode alike: merging by rank, as tiktoken does, gives the same tokens for every
+piece as the list of merges."""
 
 import pytest
 from hypothesis import given

@@ -24,7 +24,7 @@ Merges = dict[tuple[int, int], int]
 
 
 def replaced(ids: list[int], pair: tuple[int, int], token_id: int) -> list[int]:
-    """Replace every occurrence of a pair by one id, from the left."""
+    """Replace every occurrence of a pair with one id, from left to right."""
     out, place = list[int](), 0
     while place < len(ids):
         if tuple(ids[place : place + 2]) == pair:

@@ -60,7 +60,7 @@ SHAPES: dict[str, Any] = {
 
 
 def check_characters(vocabulary: ForeignTokenizer) -> None:
-    """Compare with the usual hand-written encoder for characters."""
+    """Compare a vocabulary with the usual hand-written encoder for characters."""
     ids = [STOI[character] for character in TEXT]
     assert vocabulary.order is None
     assert vocabulary.tokenizer.vocab_size == len(CHARACTERS)
@@ -124,7 +124,7 @@ class Hostile:
 
 
 class Bare:
-    """Pickles to a call without arguments."""
+    """An object that is pickled as a call without arguments."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (SimpleTokenizer, ())

@@ -1,4 +1,5 @@
-"""Words as tokens: the ids of a dictionary applied to `re.findall` or `str.split`, and decoding."""
+"""Words as tokens: decoding, and ids that equal a dictionary's ids for the words that `re.findall`
+or `str.split` returns."""
 
 import re
 from pathlib import Path
@@ -38,7 +39,7 @@ def spaced(words: list[str]) -> st.SearchStrategy[str]:
 
 @pytest.mark.parametrize("words", [PLAIN, MARKED, QUOTED, BOOK], ids=["plain", "marks", "sql", "b"])
 @given(st.data())
-def test_ids_are_those_of_split_and_a_dictionary(words: list[str], data: st.DataObject) -> None:
+def test_ids_equal_split_and_a_dictionary(words: list[str], data: st.DataObject) -> None:
     tokenizer = of(words).tokenizer
     text = data.draw(spaced(words))
     ids = [words.index(word) for word in text.split()]

@@ -177,7 +177,7 @@ def test_long_line_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_records_are_read_one_at_a_time(tmp_path: Path) -> None:
-    """The broken second line raises only when it is read."""
+    """The broken second line raises an error only when it is read."""
     path = write(tmp_path / "a.jsonl", '{"text": "good"}', "broken")
     documents = iter(documents_of(path, "a", "text"))
     assert next(documents).name == "a, line 1"
@@ -218,7 +218,7 @@ def test_row_of_parquet_is_a_document(arrow: Any, tmp_path: Path, kind: str) -> 
 
 
 def test_parquet_is_read_one_row_group_at_a_time(arrow: Any, tmp_path: Path) -> None:
-    """A damaged second group raises only after the first was read."""
+    """A damaged second group raises an error only after the first group has been read."""
     rows = [f"{number} " + "x" * 1000 for number in range(20)]
     path = tmp_path / "a.parquet"
     arrow.parquet.write_table(

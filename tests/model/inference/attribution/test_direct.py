@@ -76,7 +76,7 @@ def test_direct_parts_are_each_head_bias_and_mlp(gpt: GPT) -> None:
     assert [(part.stage, part.head) for part in parts] == expected
 
 
-def test_each_part_is_the_loss_of_the_logit_without_it(gpt: GPT) -> None:
+def test_each_part_is_the_drop_in_the_logit_without_it(gpt: GPT) -> None:
     """Every norm's scale is frozen. Each part is computed by hand from the stages of the
     forward."""
     gpt = copy.deepcopy(gpt).double()

@@ -159,7 +159,7 @@ def test_attribution_takes_the_lowest_of_equally_likely_ids() -> None:
 
 
 def test_bfloat16_weights_are_used_as_they_are_in_float32(gpt: GPT) -> None:
-    """The gradients are those of a model with rounded weights, not of rounded arithmetic."""
+    """The weights are rounded to bfloat16, but the gradients are computed in float32."""
     rounded = copy.deepcopy(gpt).bfloat16()
     wide = copy.deepcopy(rounded).float()
     for name, table in rounded.named_buffers():

@@ -48,9 +48,9 @@ def block_of(gpt: GPT, name: str) -> tuple[Block, str]:
 
 
 def plain_carried(gpt: GPT, ids: list[int], token: int, minus: int) -> tuple[float, Parts]:
-    """The difference of the last position's logits, and the amount that each part of each stage
-    carries, by autograd over the plain forward pass with constant attention weights, norm scales,
-    gates and value embeddings."""
+    """The logit difference at the last position, and the amount that each part of each stage
+    carries. Autograd computes them over the plain forward pass, with attention weights, norm
+    scales, gates and value embeddings held constant."""
     config, now, parts = gpt.config, dict[str, Tensor](), dict[str, Tensor]()
 
     def frozen(norm: Any, x: Tensor) -> Tensor:
@@ -197,7 +197,8 @@ def test_parts_of_any_shape_carry_what_autograd_says(shape: dict[str, Any]) -> N
 
 
 def test_edges_of_some_parts_add_up(gpt: GPT) -> None:
-    """The edges to parts that are left out are missing on both sides."""
+    """Edges to parts that are left out count neither in the sum nor in the amount that it must
+    equal."""
     carried = search(gpt, IDS, TOKEN, MINUS)[1].carried.abs()
     for share in (0.5, 0.05):
         _, kept, graph = search(gpt, IDS, TOKEN, MINUS, share * carried.max().item())

@@ -35,7 +35,7 @@ ROOM = 2**30
 
 
 def tried(sandbox: Sandbox, source: Source, seconds: float = TEST_TIMEOUT) -> None:
-    """Try to compile a source. Raises ConstraintError."""
+    """Try to compile a source. Raises ConstraintError if the source is refused."""
     sandbox.start()
     with sandbox.begin() as trial:
         trial.sendall(request_of(source, seconds))
@@ -98,7 +98,8 @@ def sandbox_of_letters(letters: Tokenizer) -> Iterator[Sandbox]:
 
 
 def brackets(depth: int) -> str:
-    """A grammar with a chain of rules, each in brackets and nested deeper than the stack allows."""
+    """A grammar with a chain of `depth` rules, each of which puts the next in four pairs of
+    parentheses. A long chain overflows the stack."""
     rules = "".join(f"r{i}: ((((r{i + 1}))))\n" for i in range(depth))
     return f'start: r0\n{rules}r{depth}: "a"'
 
@@ -120,8 +121,9 @@ HOSTILE: dict[str, Source] = {
 }
 MULTIPLES = [{"type": "integer", "multipleOf": 99_991 - i} for i in range(10)]
 SLOW = Source("json_schema", json.dumps({"allOf": [{"anyOf": MULTIPLES}]}))
-"""A schema that takes twenty seconds on a fast core to fill the memory of `roomy`. Because it uses
-allOf, the compiler adds no bounds of its own, which would make it fast."""
+"""A schema that takes twenty seconds on a fast core to fill the memory of `roomy`. With the
+compiler's own bounds it would compile fast, but the compiler adds none to a schema that uses
+allOf."""
 
 
 @pytest.mark.parametrize(

@@ -35,14 +35,15 @@ from tests.model.inference.engine.harness import generation, small_gpt
 
 PROMPT = 64 * BLOCK
 GROWTH = 1.5
-"""Tolerance for rounding up to whole blocks, and for pass costs other than PASS_WORK."""
+"""Factor by which a step may exceed its limit, because prompts are rounded up to whole blocks and a
+pass may cost more or less than PASS_WORK."""
 
 
 @dataclass
 class Machine:
     """A scheduler on a machine whose steps have these costs, in seconds. `slower` is a factor for
-    one step; `spent` lists the time of each step with decoding sequences, and the decoding share of
-    it."""
+    one step. For each step with decoding sequences, `spent` lists the time of the step and the part
+    of that time that decoding takes."""
 
     target: TargetGap | None
     chunk: int = 8 * BLOCK

@@ -25,7 +25,7 @@ from tests.model.inference.engine.test_against_reference import check_rows
 
 
 class FailingGPT(GPT):
-    """A GPT whose forward raises at given calls."""
+    """A GPT whose forward raises an error on the given calls."""
 
     calls = 0
     fails_at: frozenset[int] = frozenset()
@@ -83,8 +83,8 @@ def test_failed_forward_fails_the_requests_of_its_step(gpt: GPT, fails_in: str) 
 
 
 def test_failed_step_leaves_no_prefix_to_share(gpt: GPT) -> None:
-    """A failed step may have left anything in the cache, so later prompts copy neither from it nor
-    from older entries. They are computed again."""
+    """A failed step may have overwritten anything in the cache. So later prompts copy no entry, not
+    even an older one, and are computed from the start."""
     prompt = random_prompt(random.Random(9), 100)
     driven = Driven(failing_gpt(gpt, 3, 5), slots=3, prefill_chunk=64)
     driven.add(generation("first", prompt, max_tokens=1))  # calls 1 and 2
@@ -130,8 +130,8 @@ def test_failing_model_answers_every_request(gpt: GPT) -> None:
 
 
 def test_non_finite_logits_fail_their_sequence_only() -> None:
-    """A token with a NaN embedding breaks only the texts that contain it, neither others in the
-    batch nor later ones in its slot."""
+    """A token with a NaN embedding breaks only the texts that contain it, not the other texts in
+    the batch or later texts in the same slot."""
     clean = small_gpt(tied_head=False)
     broken = small_gpt(tied_head=False)
     broken.token_embedding.weight[7] = torch.nan

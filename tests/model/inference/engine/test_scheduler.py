@@ -115,7 +115,8 @@ class Simulation:
             assert sequence.credit <= 0
 
     def check_shares(self, plan: StepPlan) -> None:
-        """Check the order (first come, first served), the budget, and whole blocks."""
+        """Check that requests are served in order of arrival, within the budget, and in whole
+        blocks."""
         assert len({chunk.sequence for chunk in plan.prefill}) == len(plan.prefill)
         spent = sum(-(-(chunk.end - chunk.start) // BLOCK) * BLOCK for chunk in plan.prefill)
         assert spent <= self.scheduler.config.prefill_chunk
@@ -224,7 +225,7 @@ class Simulation:
 
 
 def rows_in(chunk: PrefillChunk) -> int:
-    """Rows that a chunk returns: its own, except those returned before."""
+    """Number of rows that a chunk returns. Rows that were returned before do not count."""
     request, handed_out = chunk.sequence.outputs, chunk.sequence.handed_out
     if request is None:
         return 0
@@ -383,7 +384,7 @@ def test_changed_rows_take_no_slots_to_wait_in(row: int, held: int) -> None:
     assert scheduler.running == [plain, *sequences[1 : held + 1]]
 
 
-def test_caller_leaves_slots_while_another_one_is_about() -> None:
+def test_caller_leaves_slots_while_another_caller_is_active() -> None:
     """A caller that held all slots once made another caller's next request wait until the first of
     its long texts ended."""
     scheduler = Scheduler(EngineConfig(slots=16, prefill_chunk=32))

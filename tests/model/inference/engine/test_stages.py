@@ -54,8 +54,8 @@ def gpt(request: pytest.FixtureRequest) -> GPT:
 
 @pytest.fixture(scope="module")
 def exact(gpt: GPT) -> GPT:
-    """Model in float64, so that differences are due to the computation; rows are returned in
-    float32."""
+    """The model in float64, so that any difference comes from the computation and not from
+    rounding. Rows are returned in float32."""
     return copy.deepcopy(gpt).double()
 
 

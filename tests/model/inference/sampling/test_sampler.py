@@ -166,7 +166,7 @@ often = settings(max_examples=examples(300, fast=80))
 # Against the definitions
 
 BEST_STOPS = [float(i == 3) for i in range(VOCAB)]
-"""Logits whose largest is that of stop token 3."""
+"""Logits, the largest of which belongs to stop token 3."""
 
 
 def may_just_end(temperature: float) -> RowContext:
@@ -259,7 +259,8 @@ def test_sampling_inverts_the_cumulated_mass(logits: list[float], one: RowContex
 def test_sampling_includes_the_lower_end_of_an_interval(
     monkeypatch: pytest.MonkeyPatch, u: float, token_id: int
 ) -> None:
-    """An interval includes its lower end but not its upper one; an id without mass has none."""
+    """An interval includes its lower end but not its upper end; an id without mass has no
+    interval."""
     monkeypatch.setattr("logitd.model.inference.sampling.philox.uniform", lambda *place: u)
     one = row(params(temperature=1, allowed_token_ids=(1, 2, 4, 6)))
     assert sample_one([0.0] * 8, one).token_id == token_id

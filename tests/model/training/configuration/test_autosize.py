@@ -1,4 +1,4 @@
-"""The model and the recipe that `--minutes` choose."""
+"""The model and the recipe that the option `--minutes` chooses."""
 
 import json
 import math

@@ -45,7 +45,7 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 @pytest.mark.usefixtures("as_torch")
 @pytest.mark.parametrize("stacked_elements", [1, 2000, 2**24])
-def test_step_is_that_of_torch(monkeypatch: pytest.MonkeyPatch, stacked_elements: int) -> None:
+def test_step_equals_torchs_step(monkeypatch: pytest.MonkeyPatch, stacked_elements: int) -> None:
     """Stacks of any size differ from torch at most by the order of sums in bfloat16."""
     monkeypatch.setattr(muon, "STACKED_ELEMENTS", stacked_elements)
     mine, theirs = _parameters(), _parameters()

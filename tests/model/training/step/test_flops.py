@@ -39,7 +39,7 @@ def _config(length: int, **shape: Any) -> GPTConfig:
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("length", [1, 24])
-def test_flops_are_those_that_torch_counts(shape: dict[str, Any], length: int) -> None:
+def test_flops_equal_the_count_of_torch(shape: dict[str, Any], length: int) -> None:
     """torch counts the whole square of attention, including positions that the causal mask hides,
     but not the gates of value embeddings, which are computed as sums."""
     config = _config(length, **shape)
@@ -56,7 +56,7 @@ def test_flops_are_those_that_torch_counts(shape: dict[str, Any], length: int) -
 
 def test_flops_of_gpt2_small_are_as_published() -> None:
     """The count agrees within the rounding of "6 N", where N is 124 M parameters, of which 0.8 M
-    are positions."""
+    are position embeddings."""
     config = gpt2_shape(vocab_size=50_257, context_length=1024, n_layer=12, n_head=12, d_model=768)
     attention = 12 * 12 * 768 * (1024 + 1) / 2
     assert flops_per_token(config) - attention == pytest.approx(6 * 123.65e6, rel=0.001)

@@ -96,8 +96,8 @@ def test_loss_in_bfloat16_rounds_as_the_plain_one(biased: bool) -> None:
 
 
 def test_no_float32_logits_of_a_whole_batch_are_held() -> None:
-    """Logits for 2,048 positions of a vocabulary of 8,192 are 64 MB in float32; a piece has 16
-    MB."""
+    """In float32, the logits of 2,048 positions over a vocabulary of 8,192 take 64 MB; a piece
+    takes 16 MB."""
     hidden, head, targets = _inputs(8, 256, 8, 8192, 8192, 1.0)
     largest = 0
 

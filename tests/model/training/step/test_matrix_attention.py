@@ -22,7 +22,7 @@ def _inputs(heads: int, kv_heads: int, length: int) -> tuple[Tensor, Tensor, Ten
 def test_matrix_attention_is_causal_attention(
     monkeypatch: pytest.MonkeyPatch, kv_heads: int, length: int, window: int | None
 ) -> None:
-    """Texts are shorter than a block, a number of whole blocks, or end within a block."""
+    """Texts are shorter than a block, fill a whole number of blocks, or end within a block."""
     monkeypatch.setattr(matrix_attention, "QUERIES", 4)
     inputs = _inputs(4, kv_heads, length)
     weights = torch.randn(2, 4, length, 8)

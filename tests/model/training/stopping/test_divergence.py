@@ -64,7 +64,8 @@ def test_run_is_not_suspect_during_its_warmup() -> None:
 
 
 def test_falling_loss_is_never_suspect() -> None:
-    """One run starts with a loss of 30, as with foreign weights; the other overfits to zero."""
+    """One run starts with a loss of 30, as may happen with imported weights; the other overfits to
+    zero."""
     assert _first(_watch([30 - 0.5 * index for index in range(50)], first=30)) == -1
     assert _first(_watch([8 * 0.9**index for index in range(200)])) == -1
 

@@ -34,7 +34,8 @@ class Waves(nn.Module):
 
 
 class EncoderStack(nn.Module):
-    """nn.TransformerEncoderLayer with a causal mask; embeddings times the root of the width."""
+    """nn.TransformerEncoderLayer with a causal mask. Embeddings are multiplied by the square root
+    of the width."""
 
     def __init__(self, *, norm_first: bool, kept: bool, activation: str = "relu") -> None:
         super().__init__()

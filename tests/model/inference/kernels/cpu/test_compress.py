@@ -37,8 +37,8 @@ def normal(rows: int, width: int, seed: int) -> Tensor:
 
 
 def odd_ones(weights: Tensor, share: float, seed: int, largest: int = 120) -> Tensor:
-    """Replace a share of the weights with numbers with random bits and exponents up to `largest`:
-    zeros of both signs, subnormal numbers, and all other magnitudes."""
+    """Replace a share of the weights with numbers that have random bits and exponents up to
+    `largest`: zeros of both signs, subnormal numbers, and all other magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     signs, exponents, fractions = (
         torch.randint(0, count, weights.shape, generator=generator)
@@ -86,7 +86,7 @@ def test_weights_of_a_normal_distribution_take_three_quarters(library: ctypes.CD
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 1.0])
-def test_matrix_that_is_not_worth_it_stays_as_it_is(library: ctypes.CDLL, share: float) -> None:
+def test_matrix_not_worth_compressing_stays_as_it_is(library: ctypes.CDLL, share: float) -> None:
     """Weights of many magnitudes need too many escapes, in total or in one block."""
     assert compressed(library, odd_ones(normal(128, 512, 0), share, 1)) is None
     assert compressed(library, odd_ones(normal(128, 512, 0), 0.01, 1, largest=254)) is None
@@ -132,7 +132,7 @@ def test_products_have_the_bits_of_weights_as_they_are(
 
 
 @pytest.mark.parametrize(("count", "width"), [(129, 9000), (256, 4160), (3, 9000)])
-def test_long_rows_meet_many_activations_some_steps_at_a_time(
+def test_products_of_long_rows_are_summed_part_by_part(
     library: ctypes.CDLL, count: int, width: int
 ) -> None:
     """The rows exceed the second-level cache, so the sums are computed over one part of the columns

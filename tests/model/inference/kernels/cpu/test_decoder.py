@@ -99,8 +99,8 @@ def decoded_at(decoder: Decoder, ids: list[int], slot: int, start: int) -> Tenso
 @pytest.mark.parametrize("name", [*PAIRED, *PARTS])
 def test_every_combination_matches_the_twin(library: ctypes.CDLL, name: str) -> None:
     """Prompts of several lengths and steps after them: logits, the residual stream, attention
-    weights, keys and values. Errors are relative to the spread: without a norm before the head,
-    logits are large."""
+    weights, keys and values. Errors are relative to the standard deviation of the expected numbers,
+    because logits are large without a norm before the head."""
     gpt = tiny_gpt(tiny_config(**{**(COMBINATIONS | PARTS)[name], **COMBINED}))
     caches = new_cache(gpt), new_cache(gpt)
     native = NativeDecoder(library, gpt, caches[0], threads=2)
@@ -265,8 +265,8 @@ def test_int8_keys_and_values_match_the_twin(
 ) -> None:
     """A prompt is followed by single steps. Values that differ by rounding may be stored as
     neighboring integers. In one block this is rare, but sharp attention and further blocks amplify
-    it. So the results are compared with the effect of the rounding itself, and with several blocks
-    the attention is nearly uniform."""
+    it. So the error may be up to half the effect of int8 itself, and with several blocks the
+    attention is nearly uniform."""
 
     def outcome(decoder: Decoder) -> tuple[Tensor, Tensor]:
         with torch.inference_mode():
@@ -298,8 +298,8 @@ def test_int8_keys_and_values_match_the_twin(
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompt_has_the_bits_of_decoding_it(library: ctypes.CDLL, family: str, kind: str) -> None:
-    """Chunks have any size, and more rows than a tile holds or than attend together. Heads have odd
-    numbers of vectors; in narrow dtypes the last vector is half filled."""
+    """Chunk sizes vary: some chunks have more rows than a tile holds, or than attention computes
+    together. Heads have odd numbers of vectors; in narrow dtypes the last vector is half filled."""
     overrides: dict[str, int] = {"d_model": 520, "d_ff": 530} if family == "modern" else {}
     overrides |= {"n_layer": 2, "head_dim": 48 if family == "llama" else 16}
     gpt = tiny_gpt(native_config(family, **overrides))
@@ -496,7 +496,7 @@ def test_step_beyond_the_buffers_is_refused(library: ctypes.CDLL) -> None:
 def test_head_of_many_rows_has_the_bits_of_one_thread(
     library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt's head in torch uses all threads if that keeps the bits."""
+    """For the rows of a prompt, torch computes the head with all threads if that keeps the bits."""
     gpt = tiny_gpt(tiny_config(vocab_size=2048, d_model=256, head_dim=64, n_layer=1))
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=2, prefills=False)
     assert native.torch_head is not None

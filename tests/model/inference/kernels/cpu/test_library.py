@@ -233,8 +233,8 @@ def test_every_target_builds_and_uses_its_instructions(
     name: TargetName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A build takes 45 seconds on one core. Targets that other tests run are built with the usual
-    flags, and the result is shared. The other targets are built without optimization, which has the
-    same instructions and takes a sixth of the time."""
+    flags, and the result is shared. The other targets are built without optimization, which uses
+    the same instructions and takes a sixth of the time."""
     if shutil.which("objdump") is None:
         pytest.skip("there is no objdump")
     target = target_named(name)

@@ -126,7 +126,7 @@ def given(outcomes: Mapping[tuple[str, int], Any]) -> Any:
 def test_engine_that_owns_its_weights_gives_the_same_bits(
     library: ctypes.CDLL, quantize: Quantization
 ) -> None:
-    """Matrices are restored before torch computes."""
+    """Matrices are restored before torch computes with them."""
     gpt, make = bfloat16_gpt(), partial(NativeDecoder, library, threads=1, quantize=quantize)
     kept = given(run(copy.deepcopy(gpt), *requests(), make_decoder=make))
     owner = partial(make, owns_weights=True)

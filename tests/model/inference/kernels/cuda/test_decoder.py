@@ -91,7 +91,7 @@ step_entries = st.tuples(st.integers(0, 4), st.integers(0, 60), st.integers(0, 3
 def test_any_sequence_of_steps_matches_the_plain_decoder(
     dtype: torch.dtype, batch_invariant: bool, steps: Any, name: str
 ) -> None:
-    """The steps include reused slots, aborted sequences, half-right drafts, and prompts of any
+    """The steps include reused slots, aborted sequences, partly right drafts, and prompts of any
     length. Buckets start at 32 keys, so that the lengths fall into several buckets."""
     gpt = tiny_gpt(tiny_config(**{"n_layer": 2, **SHAPES[name]})).to(dtype)
     with pytest.MonkeyPatch.context() as patch:

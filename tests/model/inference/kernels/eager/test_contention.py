@@ -1,5 +1,5 @@
-"""Next to a busy process, fewer threads are used: when this happens, for how long, and with
-unchanged bits."""
+"""Contention: when another process is busy on the same cores, fewer threads are used for a while,
+and no bit changes."""
 
 import ctypes
 import os
