@@ -27,7 +27,7 @@ MEMINFO = Path("/proc/meminfo")
 CARDS_RUN = ("NVIDIA H200",)
 """The GPUs on which `python -m benchmarks.gpu` has passed, as torch names them."""
 OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-"""Linux's list of the control groups of this process, and the folder of all groups."""
+"""The file that lists the control groups of this process, and the folder of all groups."""
 
 
 class DeviceError(ValueError):

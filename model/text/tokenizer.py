@@ -258,7 +258,7 @@ class Tokenizer:
 
     @property
     def end_of_text(self) -> int | None:
-        """The id that ends a document; None if the vocabulary has none."""
+        """The id that ends a document; None if the vocabulary has no such id."""
         return self.special_tokens.get(self.end_of_text_name)
 
     def encode(self, text: str, *, special_ids: bool = False) -> list[int]:
