@@ -27,7 +27,7 @@ MEMINFO = Path("/proc/meminfo")
 CARDS_RUN = ("NVIDIA H200",)
 """The GPUs on which `python -m benchmarks.gpu` has passed, as torch names them."""
 OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-"""Linux's list of the control groups of this process, and the folder of all groups."""
+"""The file that lists the control groups of this process, and the folder of all groups."""
 
 
 class DeviceError(ValueError):
@@ -92,8 +92,8 @@ def use_threads(threads: int) -> None:
 
 def keep_freed_memory() -> None:
     """Let this process reuse freed memory instead of returning it to the system. Getting the pages
-    from the system again took half of the time of a prefill (model of 30 million parameters). Has
-    an effect only with GNU's C library."""
+    from the system again took half the prefill time of a model with 30 million parameters. Has an
+    effect only with the GNU C library."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
         set_option(M_MMAP_THRESHOLD, KEPT_BYTES)
@@ -124,8 +124,9 @@ def disable_cudnn_attention() -> None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Limit torch to one thread within a block. In the block a decoder's own threads compute, and
-    torch, which has little to do there, would compete with them for the processors."""
+    """Limit torch to one thread in a `with` block, while a decoder computes with its own threads.
+    Torch has little to do there, and its threads would compete with the decoder's for the
+    processors."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,7 +1,7 @@
 """Extras: optional packages, and the command that installs them into the running environment.
 
-The command names the packages themselves, not logitd with an extra: logitd is on no package index,
-so installing that name would fail, or install another project's package.
+The command names the packages themselves, not logitd with an extra: logitd is not on any package
+index, so installing it by name would fail, or would install another project's package.
 """
 
 import shlex

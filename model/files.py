@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 CONFIG_BYTES = 4 * 2**20
-"""Size limit of a JSON file of settings: a hundred times the usual size, but so small that even a
-file full of tiny objects takes little memory."""
+"""Size limit of a JSON file of settings: a hundred times the usual size, but small enough that
+even a file full of tiny objects takes little memory."""
 VOCABULARY_BYTES = 64 * 2**20
 """Size limit of a vocabulary: ten times the largest published vocabulary."""
 TEXT_BYTES = 2**30

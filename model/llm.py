@@ -88,7 +88,7 @@ Token = str | int
 """The text of a token, or its id."""
 Floats = npt.NDArray[np.float32]
 Change = Intervention | dict[str, Any]
-"""An intervention, as an object or with the fields of a request."""
+"""An intervention: an object, or a dict with the same fields as in a request."""
 
 RUN_CODE = "LOGITD_RUN_CODE"
 """Environment variable that allows a checkpoint's own code to run, like --run-code."""
@@ -379,8 +379,8 @@ class LLM:
     @cached_property
     def hooked(self) -> HookedGPT:
         """The model with TransformerLens' interface (`model/hooked/model.py`). Its weights are a
-        float32 copy; if the model is in float32, they are shared with it. Raises InvalidRequest for
-        a model that its own code computes."""
+        float32 copy or, if the model is in float32, the model's own. Raises InvalidRequest if the
+        owner's code computes the model."""
         gpt_only(self.checkpoint.shape, "hook points of TransformerLens")
         return HookedGPT(self._engine.whole_gpt(), self.tokenizer, self.checkpoint.name)
 

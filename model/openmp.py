@@ -2,8 +2,8 @@
 
 By default a thread spins for milliseconds at the end of each parallel loop while it waits for the
 others. If another program uses the machine too, the spinning threads can occupy the processor that
-the last thread needs, and training becomes tens of times slower. OpenMP reads these variables only
-once, when torch is imported. So this module imports only the standard library.
+the last thread needs, and training becomes tens of times slower. OpenMP reads its environment
+variables only once, when torch is imported. So this module imports only the standard library.
 """
 
 from collections.abc import Mapping

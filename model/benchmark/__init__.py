@@ -1,1 +1,1 @@
-"""The rates of the engine and the limits that the machine sets to them, for `logitd bench`."""
+"""The rates of the engine, and the machine's limits on them, for `logitd bench`."""

@@ -35,7 +35,7 @@ class BenchmarkError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The measured cases. Each sequence generates `tokens` tokens, and each case is repeated
+    """The cases to measure. Each sequence generates `tokens` tokens, and each case is repeated
     `rounds` times."""
 
     batches: tuple[int, ...]
@@ -140,8 +140,9 @@ def measure_engine(
 
 
 def full_steps(engine: Engine, batch: Sequence[GenerationRequest]) -> list[tuple[float, int, int]]:
-    """Run requests to their end. For each step in which all of them decoded, returns the seconds,
-    the number of tokens, and the number of positions attended to. Raises BenchmarkError."""
+    """Run requests to their end. For each step in which all of them decoded, returns the step's
+    duration in seconds, the number of tokens, and the number of positions attended to. Raises
+    BenchmarkError."""
     for request in batch:
         engine.add(request)
     live = sum(len(request.token_ids) for request in batch)

@@ -80,8 +80,8 @@ class ActivationCache:
             sizes = {len(value) for value in self.values()}
             if sizes - {1}:
                 raise ValueError(
-                    f"the batch has {max(sizes)} sequences; its dimension can be removed only "
-                    "if it has one"
+                    f"the batch has {max(sizes)} sequences; the batch dimension can be removed "
+                    "only from a batch of one"
                 )
             self.cache_dict = {name: value[0] for name, value in self.items()}
             self.has_batch_dim = False
@@ -344,8 +344,8 @@ class ActivationCache:
             other = directions(incorrect_tokens)
             if other.shape != direction.shape:
                 raise ValueError(
-                    f"tokens have the shape {list(direction.shape[:-1])} and incorrect_tokens "
-                    f"{list(other.shape[:-1])}; give the same number"
+                    f"tokens has the shape {list(direction.shape[:-1])} and incorrect_tokens "
+                    f"{list(other.shape[:-1])}; give one incorrect token for each token"
                 )
             direction = direction - other
         scaled = self.apply_ln_to_stack(

@@ -304,8 +304,9 @@ class HookedGPT:
             or config.n_kv_head < config.n_head
         ):
             raise InvalidRequest(
-                "refactor_factored_attn_matrices: queries and keys of this shape are rotated, "
-                "normalized or shared between heads, or values have embeddings; leave it out"
+                "refactor_factored_attn_matrices is not possible for this shape: its queries and "
+                "keys are rotated or normalized, its heads share keys, or its values have "
+                "embeddings; leave it out"
             )
         fold_weights(
             self._gpt,

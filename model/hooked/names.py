@@ -51,7 +51,7 @@ SETTINGS = {
     "hook_v_input": "use_split_qkv_input",
     "hook_mlp_in": "use_hook_mlp_in",
 }
-"""The points that are computed only if a setting of `cfg` is on: the end of the point's name, and
+"""Points that are computed only if a setting of `cfg` is on. Maps the end of each point's name to
 the setting. All of these settings are off by default."""
 INPUTS = ("attn_in", "q_input", "k_input", "v_input")
 

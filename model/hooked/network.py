@@ -88,8 +88,8 @@ class Unembed(nn.Module):
 
 
 def hooked_copy(gpt: GPT, points: Points) -> tuple[GPT, Unembed]:
-    """A copy of a GPT whose norms and embeddings call their hook points, and the head of this copy,
-    which calls its own. The parameters require no gradients."""
+    """Copy a GPT. Returns the copy, whose norms and embeddings call their hook points, and an
+    `Unembed` for its head. The parameters require no gradients."""
     config, weight = gpt.config, gpt.token_embedding.weight
     dtype = torch.promote_types(weight.dtype, torch.float32)
     with torch.device("meta"):

@@ -1,7 +1,7 @@
 """HookRegistry: the hook points of a model, and the caller's functions that are added to them.
 
-The caller names a point by its full name or the bridge's name, or names several points by a
-function that is true for their names.
+The caller names a point by its full name or the bridge's name, or selects several points with a
+function that returns True for their names.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence

@@ -1,8 +1,8 @@
 """Texts and tokens of a hooked GPT, with TransformerLens' names and rules.
 
-With `prepend_bos`, each text begins with the beginning-of-text id: the id of one of BEGINNINGS,
-otherwise the end of a document, as in GPT-2. None means `cfg.default_prepend_bos`, which is true if
-the vocabulary has such an id. Names of special tokens in a text become their ids. Shorter texts of
+With `prepend_bos`, each text begins with the beginning-of-text id: the id of one of BEGINNINGS or,
+as in GPT-2, the end-of-document id. None means `cfg.default_prepend_bos`, which is True if the
+vocabulary has such an id. Names of special tokens in a text become their ids. Shorter texts of
 a list are padded with the end-of-document id, or with 0 if the vocabulary has no such id. Padding
 is on the right unless `padding_side` or `cfg.default_padding_side` is "left".
 
@@ -37,8 +37,8 @@ class Batch:
 
     @property
     def hidden_padding(self) -> Tensor | None:
-        """`real` if any token follows padding, otherwise None, because causal attention then hides
-        all padding."""
+        """`real` if any token follows padding. Otherwise None, because causal attention alone
+        hides all padding."""
         trailing = torch.equal(self.real.cumprod(dim=1).bool(), self.real)
         return None if trailing else self.real
 
@@ -69,8 +69,8 @@ class Tokens:
         padding_side: PaddingSide | None = None,
         attention_mask: Tensor | None = None,
     ) -> Batch:
-        """The ids of an input. Shorter texts are padded. In rows of ids, padding is 0 in
-        `attention_mask` (B, T); without a mask, the padding ids at the beginning of a row count as
+        """The ids of an input. Shorter texts are padded. For rows of ids, 0 in `attention_mask`
+        (B, T) marks padding; without a mask, the padding ids at the beginning of a row count as
         padding if the side is "left".
 
         Raises InvalidRequest for an empty input, ids outside the vocabulary or a mask of another

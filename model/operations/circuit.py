@@ -24,9 +24,9 @@ from logitd.model.text.tokenizer import Tokenizer
 
 
 class CircuitRequest(ComparedTokens, PromptBody):
-    """The tokens, heads and neurons that carry the difference of two logits, the edges between
-    them, and the difference that remains without them or with only them. By default, the two tokens
-    are the likeliest next tokens. Computed in float32 from the served weights."""
+    """The tokens, heads and neurons that carry the difference between two logits; the edges that
+    connect these parts; and the difference that remains without them or with only them. By default,
+    the two likeliest next tokens are compared. Computed in float32 from the served weights."""
 
     examples: ClassVar[Examples] = {
         "Why the likeliest next token rather than the second": {"prompt": "for i in range(10"},

@@ -190,8 +190,8 @@ class GenerateRequest(SamplingFields, PromptBody):
     def _consistent(self) -> Self:
         if self.echo and self.logprobs is not None and self.logprobs_stage == "processed":
             raise ValueError(
-                "echo also lists the prompt's logprobs, but those are raw: set logprobs_stage to "
-                "'raw', or leave out echo or logprobs_stage"
+                "echo also lists the prompt's logprobs, which are always raw: set logprobs_stage "
+                "to 'raw', or leave out echo or logprobs_stage"
             )
         if self.ignore_eos:
             for name in self.alternatives[0]:

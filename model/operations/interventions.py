@@ -50,8 +50,8 @@ from logitd.model.transformer.config import ModelConfig
 from logitd.model.transformer.stages import Stage
 
 MAX_RESOLVED = 2**13
-"""Maximum number of interventions of a request, counted per prompt and layer: every step of the
-engine carries all of them out."""
+"""Maximum number of interventions of a request, counted per prompt and layer. Every step of the
+engine applies all of them."""
 MAX_INTERVENTIONS = 256
 
 StageName = Annotated[
@@ -382,8 +382,8 @@ def _read_values(
 
 
 def as_array(values: object, field: str = "values") -> Values:
-    """Convert nested lists to an array. Raises InvalidRequest if lists of one level differ in
-    length, or if a number is too large for float32."""
+    """Convert nested lists to an array. Raises InvalidRequest if lists at the same level
+    differ in length, or if a number is too large for float32."""
     try:
         with np.errstate(over="ignore"):
             array = np.array(values, dtype=np.float32)

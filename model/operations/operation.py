@@ -242,7 +242,7 @@ class Series:
     event     name of a part in a stream
     members   makes the other members of the reply from all parts
     held      number of elements of the values that the jobs share
-    tokens    cost of all jobs together (`model/inference/engine/cost.py`)
+    tokens    price of all jobs together, in tokens (`model/inference/engine/cost.py`)
     """
 
     head: Mapping[str, Any]
@@ -258,8 +258,8 @@ Plan = Record | Outputs | Completions | Series
 Planning = Generator[Compute | Compile, Any, Plan]
 
 Form = Literal["record", "outputs", "listing", "completions", "series", "vocabulary"]
-"""The form of an endpoint's replies. `listing` is like `outputs` but only in JSON; `vocabulary` is
-a record that needs no engine."""
+"""The form of an endpoint's replies. `listing` is like `outputs`, but replies only in JSON;
+`vocabulary` is a record that needs no engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +268,7 @@ class Operation:
 
     name          name of the endpoint and of the method
     body, reply   pydantic models; `reply` may be a union
-    plan          makes the plan of a valid body; raises InvalidRequest if the model cannot do that
+    plan          makes the plan of a valid body; raises InvalidRequest if the model cannot run it
     form          the form of the replies
     summary       the title in /docs
     description   the text in /docs, in Markdown

@@ -275,7 +275,8 @@ def _check_alike(grids: Sequence[Grid], prompts: Sequence[Sequence[int]]) -> Non
         if grid.axes != grids[0].axes:
             raise InvalidRequest(
                 f"prompts 0 and {index} have {len(prompts[0])} and {len(prompts[index])} tokens, "
-                "so positions differ: give prompts of one length, or sweep over layers or heads",
+                "so their positions do not correspond: give prompts of the same length, or sweep "
+                "over layers or heads",
                 "over",
             )
 

@@ -39,8 +39,8 @@ SPACED_CUTS = (
     r"""--|[,.:;?_!"()']|(?:(?!--)[^\s,.:;?_!"()'])+""",
     r"\S+",
 )
-"""Patterns for vocabularies without white space: the first separates words and marks, the second
-separates words and a common list of marks, the third splits only at white space."""
+"""Patterns for vocabularies without white space: the first separates words and punctuation marks;
+the second separates only the marks of a common list; the third splits only at white space."""
 
 WORDS_AND_MARKS = r"\w+|[^\w\s]+"
 CUTS = frozenset((*JOINED_CUTS, *SPACED_CUTS, WORDS_AND_MARKS))

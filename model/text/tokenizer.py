@@ -72,8 +72,8 @@ MOST_IDS = 2**24
 """Maximum size of a vocabulary, sixty times the largest published vocabulary."""
 
 TRIED_LENGTH = 4096
-"""Maximum length, in characters, of a text that is encoded without first trying an unknown pattern
-on it. A quadratic pattern takes at most a second for such a text."""
+"""A text of at most this many characters is encoded without first trying an unknown pattern on it.
+A quadratic pattern takes at most a second for such a text."""
 
 PROBE = "A word, 2 numbers (1.5)\n\tand\u00e9\u4e16."
 """A text on which every new pattern is tried."""
@@ -258,7 +258,7 @@ class Tokenizer:
 
     @property
     def end_of_text(self) -> int | None:
-        """The id that ends a document; None if the vocabulary has none."""
+        """The id that ends a document; None if the vocabulary has no such id."""
         return self.special_tokens.get(self.end_of_text_name)
 
     def encode(self, text: str, *, special_ids: bool = False) -> list[int]:

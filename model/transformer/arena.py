@@ -33,8 +33,8 @@ class Arena:
 
     @classmethod
     def around(cls, tensors: Sequence[Tensor]) -> "Arena | None":
-        """The arena that consists of exactly these tensors, in this order and laid out as by
-        `place`; None if there is no such arena."""
+        """The arena that consists of exactly these tensors, in this order and with the
+        layout of `place`; None if there is no such arena."""
         memory, start = tensors[0].untyped_storage(), tensors[0].data_ptr()
         end = start
         for tensor in tensors:

@@ -3,8 +3,8 @@ projection.
 
 A GPT gives the queries, keys and values of each layer to an `Attend`, which returns the outputs of
 the heads. This module defines the `Attend`s without a cache: a fused one for training, and one that
-keeps its results for `model/transformer/trace.py`. `model/inference/kv_cache.py` defines the ones
-that use the KV cache; its prefill calls `attend_blocks` and `attend_piece`.
+keeps its results for `model/transformer/trace.py`. `model/inference/kv_cache.py` defines the
+`Attend`s that use the KV cache; its prefill calls `attend_blocks` and `attend_piece`.
 
 Shapes: B sequences, T positions, H = n_head, K = n_kv_head, D = head_dim, S = key positions.
   q (B, H, T, D)   k, v (B, K, T, D)   result (B, H, T, D)
@@ -125,7 +125,7 @@ def attend_apart(attends: Sequence[Attend], lengths: Sequence[int]) -> Attend:
 
 def causal_bias(length: int, keys: int, like: Tensor, window: int | None = None) -> Tensor:
     """A bias (length, keys) for the scores of queries at the last `length` of `keys` positions: 0
-    for keys that a query sees, otherwise -inf. It has the dtype and device of the queries, `like`,
+    for keys that a query sees, otherwise -inf. It has the dtype and device of `like`, the queries,
     as kernels require."""
     visible = visible_keys(length, keys, like.device, window)
     return like.new_zeros(length, keys).masked_fill_(~visible, -math.inf)

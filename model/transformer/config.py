@@ -59,7 +59,7 @@ class RopeScaling:
     original_context_length  llama3, yarn: context length before scaling
     beta_fast, beta_slow     yarn: the angle of a channel does not change if it makes at least
                              `beta_fast` turns within the original context, and is divided by
-                             `factor` if it makes fewer than `beta_slow` (default: 32, 1)
+                             `factor` if it makes fewer than `beta_slow` (defaults: 32, 1)
     attention_factor         yarn: multiplier of cosines and sines (default: the paper's,
                              0.1 ln(factor) + 1)
     truncate                 yarn: begin and end the ramp at whole channels (default: true)
@@ -277,8 +277,8 @@ class GPTConfig:
             )
         if self.n_head % self.n_kv_head:
             raise ConfigError(
-                f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}, but each "
-                "key/value head is shared by the same number of query heads"
+                f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}; each "
+                "key/value head must be shared by the same number of query heads"
             )
         if self.positions == "rotary" and self.head_dim % 2:
             raise ConfigError(

@@ -57,8 +57,8 @@ def with_features(config: ModelConfig, features: tuple[Features, ...]) -> ModelC
         return config
     if isinstance(config, CodeConfig):
         raise ConfigError(
-            f"the model is computed by its owner's code ({config.code}), which is not served with "
-            "sparse autoencoders"
+            f"the model is computed by its owner's code ({config.code}); such models cannot be "
+            "served with sparse autoencoders"
         )
     values = {field.name: getattr(config, field.name) for field in fields(GPTConfig)}
     return GPTWithFeatures(**values, features=features)

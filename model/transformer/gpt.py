@@ -5,7 +5,7 @@ argument `attend` adds the keys and values of earlier positions, from the batch
 (`model/transformer/attention.py`) or from the cache (`model/inference/kv_cache.py`). `GPT.forward`
 runs `transform` over whole sequences and can return intermediate results.
 
-The one class covers every shape of a `GPTConfig`; no family of models has a subclass.
+This one class covers every shape of a `GPTConfig`; no family of models has a subclass.
 
 Shapes: B sequences, T positions, C = d_model, H = n_head, K = n_kv_head, D = head_dim, V =
 vocab_size.

@@ -1,11 +1,11 @@
 """LoRA: low-rank adapters for the matrices in the blocks of a GPT, whose own weights are frozen.
 
 An adapter adds two small matrices A and B to a matrix W: the result is x W' + (alpha / rank) x A'
-B'. At the start A is random and B is zero, so the adapted model computes the same values as the
-original. Only A and B are trained; W has neither gradients nor optimizer state. Afterwards
-`merge_into` adds the product of A and B to W, and the model has its original shape again. A fused
-matrix contains several linear maps (`GPTConfig.maps`), and each has its own A: queries, keys and
-values are adapted separately.
+B', where ' means transposed. At the start A is random and B is zero, so the adapted model computes
+the same values as the original. Only A and B are trained; W has neither gradients nor optimizer
+state. Afterwards `merge_into` adds the product of A and B to W, and the model has its original
+shape again. A fused matrix contains several linear maps (`GPTConfig.maps`), and each has its own A:
+queries, keys and values are adapted separately.
 
 Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (2021), without its dropout
 and without adapters for embeddings and the head. `model/training/` trains adapters,

@@ -71,8 +71,8 @@ def angles_per_position(config: GPTConfig, device: torch.device) -> Tensor:
 
 
 def _llama3(angles: Tensor, scaling: RopeScaling) -> Tensor:
-    """Scale angles by how many turns a channel makes within the original context: with few turns,
-    divide the angle by the factor; with many turns, keep it; in between, interpolate."""
+    """Scale angles as in Llama 3.1. An angle with few turns within the original context is divided
+    by the factor; an angle with many turns does not change; between the two, interpolate."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     original = scaling.original_context_length
     assert low is not None

@@ -9,7 +9,7 @@ model that is served with sparse autoencoders, the features of each autoencoder 
 comes after the stage that the autoencoder reads.
 
 Axes: T tokens of the prompt; the others as in `GPTConfig`. The axis of positions comes first and is
-not listed. The TransformerLens names are the names that its TransformerBridge has in version 4.
+not listed. The TransformerLens names are the hook names of TransformerBridge in its version 4.
 """
 
 import fnmatch

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from logitd.model.transformer.gpt import GPT
 
 MAP, TABLE = "value_embedding.map", "value_embedding.weight"
-"""Names of a block's parameter in the trainer and in a checkpoint."""
+"""Names of the value embeddings' parameter in a block: in the trainer, and in a checkpoint."""
 
 
 class ValueMap(nn.Module):
