@@ -31,7 +31,7 @@ from logitd.model.inference.options import ComputeOptions, SlotDefault
 from logitd.model.transformer.config import BLOCK
 
 SLOTS = SlotBudget(default=SlotDefault(EngineConfig().prefill_chunk // BLOCK))
-"""Number of slots: by default, one for every block of rows in a step, so that short prompts can
+"""The default number of slots is one for each block of rows in a step, so that short prompts can
 fill a step."""
 PREFILL_CHUNK = 1024
 """Number of positions in a step on a CPU: more than in a server, because no client waits for a
@@ -70,7 +70,7 @@ class ShardComputer:
             yield group, self.shard(group, tell)
 
     def shard(self, units: Group, tell: Counted = lambda tokens: None) -> bytes:
-        """The content of the file of these units. `tell` is called with the number of counted
+        """The content of the file for these units. `tell` is called with the number of counted
         tokens of each finished unit. Raises ExtractionError if the model fails."""
         chunks = self.chunks(units, self._quantity.request, tell)
         return self._quantity.file(units, [c for unit in chunks for c in unit], self._config)
@@ -115,8 +115,8 @@ class ShardComputer:
 def open_computer(
     path: Path, quantity: Quantity, options: ComputeOptions, log: Callable[[str], None]
 ) -> ShardComputer:
-    """Open a computer for the checkpoint at `path`; also sets this process's number of torch
-    threads. Raises CheckpointError, DeviceError and KernelError."""
+    """Open a ShardComputer for the checkpoint at `path`. Also sets the number of torch's threads in
+    this process. Raises CheckpointError, DeviceError and KernelError."""
     loaded = load_model(path, options, slots=SLOTS, log=log)
     placement = loaded.placement
     use_threads(placement.threads)

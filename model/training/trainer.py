@@ -254,8 +254,8 @@ class Trainer:
         self.counters = replace(self.counters, seconds=now, setup=setup)
 
     def _record(self, due: Due) -> None:
-        """Do the tasks that are due. If the state was saved, use the time that this took to reserve
-        time for saving the last step."""
+        """Do the tasks that are due. If the state was saved, reserve time for saving the last
+        step, based on the time that this save took."""
         began = self._now()
         reports = {
             "log": self.log.state(),

@@ -1,11 +1,11 @@
 """Fine-tuning: the shape and the recipe of a run that begins with the weights of a checkpoint.
 
 The checkpoint determines shape and vocabulary; a setting that contradicts them is refused. Three
-fields may change, because no weight depends on them: dropout, the context length unless positions
-are learned, and the scaling of rotary positions, which a longer context may need.
+fields may change, because no weight depends on them: dropout, the context length (unless positions
+are learned), and the scaling of rotary positions, which a longer context may need.
 
-The recipe is the preset's with the user's settings. These values differ from the preset's unless
-the user sets them:
+The recipe is the preset's, overridden by the user's settings. These values differ from the
+preset's unless the user sets them:
 
   *_lr      a tenth of the preset's, because large steps would undo what the weights have learned
   warmup    a twentieth of the steps, because the optimizers begin without momentum

@@ -66,8 +66,8 @@ class ParamShard:
         return slice(self.first, self.last)
 
     def within(self, first: int, last: int) -> tuple[slice, "ParamShard"]:
-        """Treat the rows [first, last) of the tensor as a separate tensor. Returns where its rows
-        are in this shard, and the ParamShard of the separate tensor."""
+        """Treat the rows [first, last) of the tensor as a separate tensor. Returns the slice of
+        this shard with rows of the separate tensor, and the separate tensor's ParamShard."""
         begin = min(max(self.first, first), last)
         end = max(begin, min(self.last, last))
         shape = (last - first, *self.shape[1:])

@@ -29,7 +29,7 @@ SHORTEST_MINUTES = 2.0
 
 
 class CompiledLoss:
-    """A loss through `torch.compile`. If compiling fails, it is computed eagerly, because a machine
+    """Computes a loss through `torch.compile`, or eagerly if compiling fails, because a machine
     without a C compiler can train too. `notice` gets a message before compiling and after a
     failure.
 

@@ -48,8 +48,8 @@ class Counters:
     minutes: float | None = None
 
     def stepped(self, seconds: float, tokens: int, *, warm: bool) -> "Counters":
-        """Count a step that ended at `seconds`. Its time counts toward the pace if it was `warm`,
-        that is, not the first one of a command."""
+        """Count a step that ended at `seconds`. Its time counts toward the pace only if the step
+        is `warm`, which means that it is not the first step of a command."""
         took, pace = seconds - self.seconds, self.pace
         if warm:
             pace += (took - pace) / max(WINDOW, self.step / WINDOW) if pace else took
