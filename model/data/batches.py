@@ -137,5 +137,5 @@ def rank_batch(batch_size: int, accumulate: int, *, rank: int, size: int) -> Ran
 
 
 def noise_seed(seed: int, sequence: int) -> int:
-    """The seed of dropout for the batch that begins with the sequence of this number."""
+    """The dropout seed of the batch whose first sequence has the number `sequence`."""
     return int(np.random.SeedSequence([seed, sequence]).generate_state(1, np.uint64)[0])

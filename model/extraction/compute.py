@@ -44,8 +44,9 @@ Counted = Callable[[int], None]
 
 
 class ShardComputer:
-    """An engine for one checkpoint and one quantity, for use by one thread. `computation` has the
-    entries of the index, other than weights, text and settings, that affect the results."""
+    """An engine for one checkpoint and one quantity, for use by one thread. `computation`
+    has the device, the dtype and whatever else in the computation affects the results; the index
+    stores it."""
 
     def __init__(
         self, loaded: LoadedModel, quantity: Quantity, computation: Mapping[str, Any]

@@ -78,8 +78,8 @@ class FeatureFacts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredAutoencoder:
-    """The contents of a folder. `record` is `metadata.logitd`; `facts` is None if the folder has no
-    features.safetensors."""
+    """The contents of a folder. `record` is `metadata.logitd` of cfg.json. `facts` is None if the
+    folder has no features.safetensors."""
 
     path: Path
     architecture: str

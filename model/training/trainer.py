@@ -1,4 +1,4 @@
-"""Trainer: trains a checkpoint from a configuration. `train` is the entry point.
+"""Trainer: trains a model from a configuration and saves checkpoints. `train` is the entry point.
 
     setup_run   resolve the run (`configuration/`), prepare or reopen its directory (`setup/`)
     Trainer     build the model (`setup/base`), optimizers (`optim/`), loss (`step/`)

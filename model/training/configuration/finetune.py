@@ -112,7 +112,8 @@ def finetuned_model(given: Mapping[str, Any], base: GPTConfig, lora: LoraShape |
     for name in sorted(given.keys() & {"vocab_size", *SHAPE_FIELDS} - CHANGEABLE):
         if given[name] != getattr(base, name):
             raise TrainingError(
-                f"{name} is {given[name]}, but the checkpoint has {getattr(base, name)}: remove it"
+                f"{name} is {given[name]}, but the checkpoint has {getattr(base, name)}: "
+                f"remove {name}"
             )
     context = given.get("context_length", base.context_length)
     if base.positions == "learned" and context != base.context_length:

@@ -47,8 +47,8 @@ NEEDS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "keep_every": ("lora", (None,)),  # adapters cannot be served
     "save_dtype": ("lora", (None,)),  # adapters are saved in float32
 }
-"""Fields that have no effect unless another field has one of these values. The usual value comes
-first."""
+"""Each of these fields has no effect unless the other field has one of the listed values, of which
+the usual one comes first."""
 RESUMABLE = frozenset(
     (
         *("resume", "out", "minutes", "device", "threads", "shard", "steps", "log_every"),

@@ -76,8 +76,8 @@ class ParamShard:
 
 
 def worth_sharding(config: GPTConfig, device: torch.device, ranks: Ranks, *, adapted: bool) -> bool:
-    """True if a whole copy in each process would leave too little memory for activations.
-    `adapted`: only adapters are trained."""
+    """True if a whole copy of the model in each process would leave too little memory for
+    activations. `adapted`: only adapters are trained."""
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
     else:

@@ -90,8 +90,8 @@ class CompiledLoss:
         return None
 
     def _try_alone(self, device: torch.device) -> str | None:
-        """Compile a function without collective calls. Returns the reason if that failed here or in
-        another process, else None."""
+        """Compile a function without collective calls. Returns the reason if compiling failed here
+        or in another process, else None."""
         failure = None
         try:
             values = torch.ones(8, device=device, requires_grad=True)

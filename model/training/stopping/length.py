@@ -90,8 +90,8 @@ class Length:
         return min(1.0, max(by_steps, self._share(counters)))
 
     def plan(self, counters: Counters, tasks: float) -> Counters:
-        """The counters, with `share` set to the completed share of the minutes that is planned for
-        the end of the next step. In a new run it is 0 until the pace is known."""
+        """The counters, with `share` set to the share of the minutes that the run should have
+        completed after the next step. In a new run `share` is 0 until the pace is known."""
         if self.minutes is None:
             return counters
         share, left = self._share(counters), self._clock_steps(counters, counters.pace, tasks)
