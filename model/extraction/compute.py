@@ -83,7 +83,7 @@ class ShardComputer:
         tell: Counted = lambda tokens: None,
     ) -> list[list[Any]]:
         """Compute the chunks of each unit. `request_of` creates the request for a unit, given a
-        request id and the unit; it returns None if nothing must be computed for the unit. Raises
+        request id and the unit; it returns None if the unit needs no computation. Raises
         ExtractionError if the model fails."""
         chunks: list[list[Any]] = [[] for _ in units]
         added = unfinished = 0
