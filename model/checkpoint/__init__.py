@@ -1,2 +1,2 @@
-"""The checkpoint: a directory with weights, vocabulary and training record, saved atomically and
-verified."""
+"""The checkpoint: a directory with weights, vocabulary and training record. It is saved atomically,
+and verified when it is read."""

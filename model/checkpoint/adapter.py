@@ -146,7 +146,7 @@ def read_adapter(path: Path) -> Adapter:
 
 
 def merge(base: Path, adapter: Path, path: Path, *, save_dtype: FloatName) -> CheckpointInfo:
-    """Add an adapter to its base checkpoint, as a new checkpoint at `path`.
+    """Merge an adapter into its base checkpoint, and save the result as a new checkpoint at `path`.
 
     The sum is computed in float32 and saved as `save_dtype`; bfloat16 may round away the small
     changes that a short training run makes. Raises CheckpointError if the adapter was trained on

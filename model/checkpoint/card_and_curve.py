@@ -104,7 +104,8 @@ def read_curve(path: Path, card: str | None) -> Curve:
 
 
 def read_progress(path: Path) -> Progress | None:
-    """The progress of the run of the checkpoint at `path`; None if its log has no valid report."""
+    """The progress of the run that wrote the checkpoint at `path`; None if the run's log has no
+    valid report."""
     run = path.resolve().parent
     reports = [each for each in _records(run / METRICS, TAIL_BYTES) if each.get("kind") == "train"]
     if not reports:

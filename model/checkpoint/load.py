@@ -48,11 +48,11 @@ from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.size import parameter_count
 
 MOST_REHASHED = 2**34
-"""Largest file, in bytes, that is hashed after loading failed, to distinguish damage from weights
-of another model. Larger files would take too long."""
+"""Maximum size, in bytes, of a weights file that is hashed after loading fails. The hash shows
+whether the file is damaged or belongs to another model. Hashing a larger file takes too long."""
 MOST_TIMES = 2**10
-"""A configured shape is refused, before names and shapes are compared, if it has more than 2^40
-elements and more than this many times the elements of the file."""
+"""A configuration is refused, before names and shapes are compared, if its model has more than 2^40
+elements and more than MOST_TIMES times as many elements as the weights file."""
 SOURCE_BYTES = 2**22
 """Maximum size, in bytes, of each of the owner's source files."""
 _SOURCE_PART = re.compile(r"[\w-]+(\.[\w-]+)*")
@@ -123,8 +123,8 @@ def read_sources(info: CheckpointInfo) -> tuple[dict[str, bytes], FileIO]:
 
 @contextmanager
 def _open_weights(info: CheckpointInfo, *, whole: bool) -> Iterator[HashedFile]:
-    """Open the weights. If they are read `whole`, their hash is verified at the end. It is also
-    verified after an error, so that damage is reported instead of its consequences."""
+    """Open the weights file. If `whole`, its hash is verified at the end of the block. The hash is
+    also verified after an error, so that a damaged file is reported as damaged."""
     with reading(info.path / WEIGHTS), HashedFile(info.path / WEIGHTS) as file:
         try:
             yield file

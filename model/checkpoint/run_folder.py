@@ -22,7 +22,7 @@ LOCK = "run.lock"
 def checkpoint_of(path: Path, link: str | None = None) -> Path:
     """Resolve a path to a checkpoint. The path of a run resolves to the target of `link`, by
     default `best`, or `latest` if there is no best. A link in a run resolves to its target, because
-    a running training moves its links. Other paths are returned unchanged."""
+    a run moves its links while it trains. Other paths are returned unchanged."""
     if is_run(path):
         names = (BEST, LATEST) if link is None else (link,)
         path = next((path / name for name in names if (path / name).exists()), path / names[-1])

@@ -157,8 +157,8 @@ class StoredWeights:
 
 
 def parse_part(text: str | None, shape: Sequence[int]) -> tuple[Part, tuple[int, ...]]:
-    """Parse a slice such as "3,:,0:64", as in NumPy but in steps of 1. Returns the part and the
-    shape of the result, which lacks the axes of single indices. Raises ValueError."""
+    """Parse a slice such as "3,:,0:64", in NumPy's syntax but without step sizes. Returns the part,
+    and the shape of the result, which has no axis for a single index. Raises ValueError."""
     pieces = [] if text is None else text.split(",")
     if len(pieces) > len(shape):
         raise ValueError(f"slice has {len(pieces)} axes; the weight has {len(shape)}")

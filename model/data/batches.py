@@ -8,8 +8,8 @@ batch of B * A or as A batches of B, in one process or in several. The seed of d
 only on (seed, sequence number).
 
 The text is not copied: a window is read from the shard, document by document. Each document takes 8
-bytes of memory, and 16 more in each of at most two passes. Opening scans the shard once for ends of
-documents.
+bytes of memory, plus 16 for each pass in memory, of which there are at most two. Opening scans the
+shard once for the ends of documents.
 
 Shapes: B sequences, T = window.
 """
@@ -27,7 +27,7 @@ from logitd.model.data.errors import DataError
 from logitd.model.data.shards import Shard
 
 SCANNED = 2**22
-"""Number of tokens searched for ends of documents at a time."""
+"""Number of tokens read at a time when the shard is searched for the ends of documents."""
 
 
 @dataclass(frozen=True)
@@ -137,5 +137,5 @@ def rank_batch(batch_size: int, accumulate: int, *, rank: int, size: int) -> Ran
 
 
 def noise_seed(seed: int, sequence: int) -> int:
-    """The seed of dropout for the batch that begins with the sequence of this number."""
+    """The dropout seed of the batch whose first sequence has the number `sequence`."""
     return int(np.random.SeedSequence([seed, sequence]).generate_state(1, np.uint64)[0])

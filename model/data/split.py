@@ -5,8 +5,8 @@ end is held out. Every other document is either trained on or held out as a whol
 lot: a number from the sha256 of its content. The documents with the lowest lots are held out. So
 two equal documents are treated in the same way, and adding documents moves few others to the other
 side. (For Python's own text the lot is computed from the file's name, because contents change
-between Python versions. It has three pairs of equal files, 700 bytes in all; the two files of a
-pair may end up on different sides.)
+between Python versions. That text has three pairs of equal files, 700 bytes in all; the two files
+of a pair may end up on different sides.)
 """
 
 import hashlib

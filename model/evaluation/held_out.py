@@ -28,7 +28,8 @@ from logitd.model.data.windows import Windows, validation_windows
 WINDOW_TOKENS = 2048
 """Number of tokens in all windows together."""
 MIN_TOKENS = 1024
-"""Minimum number of tokens: with fewer, the difference between two losses is mostly noise."""
+"""A text must have more tokens than this: with fewer, the difference between two losses is mostly
+noise."""
 WINDOW = 128
 READ_BYTES = 2**18
 """Maximum number of bytes read from a text that is not tokenized yet. The windows are spread evenly

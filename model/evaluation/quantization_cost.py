@@ -18,7 +18,7 @@ from logitd.model.inference.load import LoadedModel
 from logitd.model.inference.options import KVCacheDType, Quantization, parse_loss_limit
 
 WARN_ABOVE = 0.005
-"""Relative increase of the loss by quantization above which a warning is shown."""
+"""A warning is shown if quantization increases the loss by more than this fraction."""
 
 GENTLER: Mapping[Quantization, Quantization] = {"int4": "int8", "int8": "none"}
 """For each setting of `quantize`, the next setting that loses less."""
@@ -75,11 +75,11 @@ class QuantizationCost:
 def measure_quantization(
     model: LoadedModel, text: Path | None, *, at_most: str = "any"
 ) -> QuantizationCost | None:
-    """Compare a loaded model's decoder with the same decoder without quantization. Returns None if
+    """Compare the loss of a loaded model's decoder with and without quantization. Returns None if
     nothing is quantized. Leaves the model unchanged.
 
-    Raises KernelError if a text is named but nothing is quantized, or if the relative increase of
-    the loss exceeds `at_most` (`parse_loss_limit`). Raises DataError if the named text is unusable.
+    Raises KernelError if a text is named but nothing is quantized, or if the relative increase in
+    loss exceeds `at_most` (`parse_loss_limit`). Raises DataError if the named text is unusable.
     If no text is named and none is found, nothing is measured, and the limit has no effect.
     """
     kind, kv_cache_dtype = model.options.quantize, model.options.kv_cache_dtype

@@ -40,7 +40,7 @@ class QuantizationLoss:
 
     @property
     def relative(self) -> float:
-        """The increase of the loss by quantization, as a fraction of the exact loss."""
+        """The increase in loss due to quantization, as a fraction of the exact decoder's loss."""
         return self.quantized / self.exact - 1
 
 

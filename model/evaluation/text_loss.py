@@ -5,8 +5,8 @@ Every token of the text except the first counts exactly once (`rolling_windows` 
 windows overlap (`stride`), because tokens then have more context. The computation depends on the
 dtype:
 
-    float32 on a CPU    as served: a token's loss has the bits of `LLM.score` and POST /score
-    bfloat16, or a GPU  the forward of the trainer's evaluations, with the weights in float32
+    float32 on a CPU    as served: a token's loss has the same bits as in LLM.score and POST /score
+    bfloat16, or a GPU  the forward pass of the trainer's evaluations, with the weights in float32
     quantized weights,  the serving decoders, token by token
     keys or values
 

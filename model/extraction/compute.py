@@ -31,7 +31,7 @@ from logitd.model.inference.options import ComputeOptions, SlotDefault
 from logitd.model.transformer.config import BLOCK
 
 SLOTS = SlotBudget(default=SlotDefault(EngineConfig().prefill_chunk // BLOCK))
-"""Number of slots: by default, one for every block of rows in a step, so that short prompts can
+"""The default number of slots is one for each block of rows in a step, so that short prompts can
 fill a step."""
 PREFILL_CHUNK = 1024
 """Number of positions in a step on a CPU: more than in a server, because no client waits for a
@@ -44,8 +44,9 @@ Counted = Callable[[int], None]
 
 
 class ShardComputer:
-    """An engine for one checkpoint and one quantity, for use by one thread. `computation` has the
-    entries of the index, other than weights, text and settings, that affect the results."""
+    """An engine for one checkpoint and one quantity, for use by one thread. `computation`
+    has the device, the dtype and whatever else in the computation affects the results; the index
+    stores it."""
 
     def __init__(
         self, loaded: LoadedModel, quantity: Quantity, computation: Mapping[str, Any]
@@ -70,7 +71,7 @@ class ShardComputer:
             yield group, self.shard(group, tell)
 
     def shard(self, units: Group, tell: Counted = lambda tokens: None) -> bytes:
-        """The content of the file of these units. `tell` is called with the number of counted
+        """The content of the file for these units. `tell` is called with the number of counted
         tokens of each finished unit. Raises ExtractionError if the model fails."""
         chunks = self.chunks(units, self._quantity.request, tell)
         return self._quantity.file(units, [c for unit in chunks for c in unit], self._config)
@@ -82,7 +83,7 @@ class ShardComputer:
         tell: Counted = lambda tokens: None,
     ) -> list[list[Any]]:
         """Compute the chunks of each unit. `request_of` creates the request for a unit, given a
-        request id and the unit; it returns None if nothing must be computed for the unit. Raises
+        request id and the unit; it returns None if the unit needs no computation. Raises
         ExtractionError if the model fails."""
         chunks: list[list[Any]] = [[] for _ in units]
         added = unfinished = 0
@@ -115,8 +116,8 @@ class ShardComputer:
 def open_computer(
     path: Path, quantity: Quantity, options: ComputeOptions, log: Callable[[str], None]
 ) -> ShardComputer:
-    """Open a computer for the checkpoint at `path`; also sets this process's number of torch
-    threads. Raises CheckpointError, DeviceError and KernelError."""
+    """Open a ShardComputer for the checkpoint at `path`. Also sets the number of torch's threads in
+    this process. Raises CheckpointError, DeviceError and KernelError."""
     loaded = load_model(path, options, slots=SLOTS, log=log)
     placement = loaded.placement
     use_threads(placement.threads)

@@ -6,7 +6,7 @@
 
 The index is written before the first shard and after each shard. So a command that is killed at any
 moment can be continued: a shard that the index does not list is computed again. The index contains
-no times and no traces of interruptions, so the same extraction always ends in the same bytes. A
+no times and no traces of interruptions, so the same extraction always produces the same bytes. A
 command whose options, checkpoint or data differ from the index cannot continue the folder. A folder
 that contains other files is refused.
 """

@@ -80,8 +80,8 @@ def choose_windows(context_length: int, stride: int | None, *, predicts: bool) -
     if not 1 <= stride <= widest:
         reason = ", the first of which only predicts the second" if predicts else ""
         raise ExtractionError(
-            f"stride is {stride}, but a window has {context_length} tokens{reason}: set 1 to "
-            f"{widest}"
+            f"stride is {stride}, but a window has {context_length} tokens{reason}: set a "
+            f"stride from 1 to {widest}"
         )
     return Windows(context_length, stride)
 

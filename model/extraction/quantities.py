@@ -45,7 +45,7 @@ TORCH_DTYPES: Mapping[StoredDType, torch.dtype] = {
     "bfloat16": torch.bfloat16,
 }
 SHARD_TOKENS = 2**18
-"""Upper bound of the default number of tokens in a shard: some megabytes of logprobs."""
+"""Upper bound of the default number of tokens in a shard. Their logprobs take a few megabytes."""
 SHARD_BYTES = 2**28
 """Default size in bytes of a shard of stages or of the lens. The whole shard is in memory until it
 is written."""
@@ -82,7 +82,7 @@ class Logprobs:
         )
 
     def file(self, units: Sequence[Unit], chunks: Sequence[Any], config: ModelConfig) -> bytes:
-        """The Parquet file of units; `chunks` are their ScoresChunks, in order."""
+        """The Parquet file for the units; `chunks` are their ScoresChunks, in order."""
         predicted = position_column(units) > 0
         logprobs = _joined(chunks, "logprobs", np.float32)
         columns: dict[str, Column] = {"logprob": nullable_column(logprobs, predicted)}
@@ -97,7 +97,7 @@ class Logprobs:
         return parquet_file(units, columns)
 
     def rows(self, units: Sequence[Unit]) -> int:
-        """Number of rows in the file of the units."""
+        """Number of rows in the file for the units."""
         return sum(unit.counted for unit in units)
 
     def settings(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class Stages:
         )
 
     def file(self, units: Sequence[Unit], chunks: Sequence[Any], config: ModelConfig) -> bytes:
-        """The safetensors file of units; `chunks` are their OutputsChunks, in order."""
+        """The safetensors file for the units; `chunks` are their OutputsChunks, in order."""
         # The length (1) has no effect: `choose_stages` refuses stages whose shape depends on it.
         width = sum(map(math.prod, activation_shapes(self.output, config, 1)))
         empty = np.empty((0, width), dtype=np.float32)
@@ -161,7 +161,7 @@ class Stages:
         return safetensors_file(units, values, kept, TORCH_DTYPES[self.dtype])
 
     def rows(self, units: Sequence[Unit]) -> int:
-        """Number of tokens in the file of the units."""
+        """Number of tokens in the file for the units."""
         return sum(int(self.sampled(unit).sum()) for unit in units)
 
     def settings(self) -> dict[str, Any]:
@@ -209,7 +209,7 @@ class LensFigures:
         )
 
     def file(self, units: Sequence[Unit], chunks: Sequence[Any], config: ModelConfig) -> bytes:
-        """The Parquet file of units; `chunks` are their OutputsChunks, in order."""
+        """The Parquet file for the units; `chunks` are their OutputsChunks, in order."""
         k, predicted = self.top_k, position_column(units) > 0
         empty = np.empty((0, self.layers, lens_width(k, 1)), dtype=np.float32)
         rows = np.concatenate([empty, *(chunk.rows for chunk in chunks)])  # (P, L, width)
@@ -230,7 +230,7 @@ class LensFigures:
         return parquet_file(units, columns)
 
     def rows(self, units: Sequence[Unit]) -> int:
-        """Number of rows in the file of the units."""
+        """Number of rows in the file for the units."""
         return sum(unit.counted for unit in units)
 
     def settings(self) -> dict[str, Any]:
@@ -315,7 +315,7 @@ def choose_stages(
                 source = "final_norm" if config.final_norm else "backout"
             raise ExtractionError(
                 f"logits are {config.vocab_size:,} values per token: extract --top-k K, the "
-                f"logprobs of the K likeliest, or {source}, from which the head computes them; "
-                "POST /logits and LLM.logits return them for a prompt"
+                f"logprobs of the K likeliest tokens, or {source}, from which the head computes "
+                "the logits; POST /logits and LLM.logits return them for a prompt"
             )
     return Stages(tuple(stage.name for stage in stages), dtype, share, seed)

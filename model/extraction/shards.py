@@ -34,7 +34,7 @@ def nullable_column(values: Values, present: Booleans) -> Column:
 
 
 def list_column(values: Values, counts: Integers, present: Booleans) -> Column:
-    """A column (tokens,) of lists, null if `present` is false. `counts` are the lengths of the
+    """A column (tokens,) of lists, null where `present` is false. `counts` are the lengths of the
     lists. `values` are the entries of all lists in order: numbers (entries,), or lists of K numbers
     (entries, K)."""
     import pyarrow as arrow
@@ -77,7 +77,7 @@ def parquet_file(units: Sequence[Unit], columns: Mapping[str, Column]) -> bytes:
 def safetensors_file(
     units: Sequence[Unit], tensors: Mapping[str, Values], kept: Booleans, dtype: torch.dtype
 ) -> bytes:
-    """A safetensors file for the counted tokens of the units that are `kept`: `tensors` (tokens,
+    """A safetensors file for the `kept` ones among the units' counted tokens: `tensors` (tokens,
     ...) in `dtype`, and the tensors `document`, `position` and `token` (tokens,). Raises
     ExtractionError for values that the dtype cannot hold."""
     stored = {}

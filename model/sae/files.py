@@ -4,9 +4,9 @@
   sae_weights.safetensors   W_enc (D, F), b_enc (F), W_dec (F, D), b_dec (D), perhaps threshold (F)
   features.safetensors      density and examples of each feature; only in folders of `logitd sae`
 
-Supported are SAELens' architectures `standard`, `topk` and `jumprelu`, from version 6 and earlier
-versions; SAELens saves a trained `batchtopk` as `jumprelu`. Two settings are folded into the
-weights: `apply_b_dec_to_input` into the encoder's bias, and `rescale_acts_by_decoder_norm` into
+SAELens' architectures `standard`, `topk` and `jumprelu` are supported, as saved by version 6 or
+earlier versions; SAELens saves a trained `batchtopk` as `jumprelu`. Two settings are folded into
+the weights: `apply_b_dec_to_input` into the encoder's bias, and `rescale_acts_by_decoder_norm` into
 encoder and decoder. Anything else is refused, and the error names it.
 
 Shapes: D = width of the stage, F features, E examples of a feature, W tokens of an example.
@@ -78,8 +78,8 @@ class FeatureFacts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredAutoencoder:
-    """The contents of a folder. `record` is `metadata.logitd`; `facts` is None if the folder has no
-    features.safetensors."""
+    """The contents of a folder. `record` is `metadata.logitd` of cfg.json. `facts` is None if the
+    folder has no features.safetensors."""
 
     path: Path
     architecture: str

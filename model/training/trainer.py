@@ -1,4 +1,4 @@
-"""Trainer: trains a checkpoint from a configuration. `train` is the entry point.
+"""Trainer: trains a model from a configuration and saves checkpoints. `train` is the entry point.
 
     setup_run   resolve the run (`configuration/`), prepare or reopen its directory (`setup/`)
     Trainer     build the model (`setup/base`), optimizers (`optim/`), loss (`step/`)
@@ -254,8 +254,8 @@ class Trainer:
         self.counters = replace(self.counters, seconds=now, setup=setup)
 
     def _record(self, due: Due) -> None:
-        """Do the tasks that are due. If the state was saved, use the time that this took to reserve
-        time for saving the last step."""
+        """Do the tasks that are due. If the state was saved, reserve time for saving the last
+        step, based on the time that this save took."""
         began = self._now()
         reports = {
             "log": self.log.state(),

@@ -10,8 +10,8 @@ from logitd.model.data.errors import DataError
 from logitd.model.data.shards import text_bytes_of
 
 PIECE = 100_000
-"""Maximum number of characters in a piece. It is limited because a run of a million spaces
-overflows the stack of some tokenizers."""
+"""Maximum number of characters in a piece. It is limited because a million consecutive spaces
+overflow the stack of some tokenizers."""
 
 LONGEST_PART = 2**26
 """Maximum number of characters between two separators. All of them are in memory at once."""
@@ -19,7 +19,7 @@ LONGEST_PART = 2**26
 
 @dataclass(frozen=True)
 class Document:
-    """A named text. Each call of `pieces` reads it from the start, in pieces of at most PIECE
+    """A named text. Each call to `pieces` reads it from the start, in pieces of at most PIECE
     characters."""
 
     name: str

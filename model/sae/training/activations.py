@@ -1,9 +1,9 @@
-"""Activations for training: the values of one stage on a text, in random order, endlessly.
+"""Activations for training: an endless stream of a stage's values on a text, in random order.
 
 The text is cut into windows of the model's context (`model/extraction/plan.py`). Some windows are
 held out. The others pass through a buffer that shuffles windows, an extraction engine, and a buffer
-that shuffles positions; then the text starts over. So memory does not depend on the size of the
-text. The order is a function of the seed.
+that shuffles positions. At its end, the text is read again. So memory does not depend on the size
+of the text. The order is a function of the seed.
 """
 
 import random
@@ -67,7 +67,7 @@ class Activations:
         return cls(computer, stage, checkpoint, text, tuple(first[step - 1 :: step][:HELD_OUT]))
 
     def windows(self, seed: int) -> Iterator[Unit]:
-        """Shuffled windows for training, endlessly."""
+        """Yield shuffled windows for training, endlessly."""
         held_out, rng = {unit.place for unit in self.held_out}, random.Random(seed)
         while True:
             units = _windows(self.checkpoint, self.text)
@@ -80,7 +80,7 @@ class Activations:
         return [np.concatenate([chunk.rows for chunk in of_unit]) for of_unit in chunks]
 
     def batches(self, windows: Iterator[Unit], size: int, seed: int) -> Iterator[Tensor]:
-        """Values (size, D) from random windows and positions, endlessly."""
+        """Yield values (size, D) from random windows and positions, endlessly."""
         generator = torch.Generator().manual_seed(seed)
         buffer = torch.empty(0)
         while True:

@@ -32,7 +32,7 @@ USABLE = 0.9
 """Share of the time that is spent on steps; the rest is for evaluations, samples and
 checkpoints."""
 MEASURING = 0.05
-"""Share of the time that measuring may take, but at most MEASURING_SECONDS."""
+"""Measuring takes at most this share of the time, and at most MEASURING_SECONDS."""
 MEASURING_SECONDS = 10.0
 MEASURED_STEPS = 3
 """Minimum number of timed steps in a measurement, which begins with an untimed step."""
@@ -202,7 +202,7 @@ def autosize(
 def suit_text(
     given: Collection[str], vocab_size: int, tokens: float, train_bytes: float, *, learned: bool
 ) -> tuple[dict[str, int | float], str]:
-    """Adapt vocabulary and dropout if a run of this many `tokens` passes more than FEW times over a
+    """Adapt vocabulary and dropout if a run of this many `tokens` makes more than FEW passes over a
     training text of `train_bytes`. Returns the changed fields and a notice that begins with a line
     break; {} and "" if nothing changes. Fields in `given` are not changed. Only a `learned`
     vocabulary is made smaller."""
@@ -265,7 +265,8 @@ def bytes_per_token(vocab_size: int) -> float:
 
 
 def passes(tokens: float, train_bytes: float, vocab_size: int) -> float:
-    """Approximate number of passes that `tokens` make over a training text of `train_bytes`."""
+    """Approximate number of passes over a training text of `train_bytes` in a run of `tokens`
+    tokens."""
     return tokens * bytes_per_token(vocab_size) / max(1.0, train_bytes)
 
 

@@ -154,7 +154,7 @@ class TrainingConfig(_AllFields):
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def filled(self, values: Mapping[str, Any]) -> "TrainingConfig":
-        """A copy with `values`, except for fields that the user set."""
+        """A copy in which `values` replace the fields that the user did not set."""
         given = self.given()
         return self.model_copy(update={k: v for k, v in values.items() if k not in given})
 

@@ -1,11 +1,11 @@
 """Fine-tuning: the shape and the recipe of a run that begins with the weights of a checkpoint.
 
 The checkpoint determines shape and vocabulary; a setting that contradicts them is refused. Three
-fields may change, because no weight depends on them: dropout, the context length unless positions
-are learned, and the scaling of rotary positions, which a longer context may need.
+fields may change, because no weight depends on them: dropout, the context length (unless positions
+are learned), and the scaling of rotary positions, which a longer context may need.
 
-The recipe is the preset's with the user's settings. These values differ from the preset's unless
-the user sets them:
+The recipe is the preset's, overridden by the user's settings. These values differ from the
+preset's unless the user sets them:
 
   *_lr      a tenth of the preset's, because large steps would undo what the weights have learned
   warmup    a twentieth of the steps, because the optimizers begin without momentum
@@ -112,7 +112,8 @@ def finetuned_model(given: Mapping[str, Any], base: GPTConfig, lora: LoraShape |
     for name in sorted(given.keys() & {"vocab_size", *SHAPE_FIELDS} - CHANGEABLE):
         if given[name] != getattr(base, name):
             raise TrainingError(
-                f"{name} is {given[name]}, but the checkpoint has {getattr(base, name)}: remove it"
+                f"{name} is {given[name]}, but the checkpoint has {getattr(base, name)}: "
+                f"remove {name}"
             )
     context = given.get("context_length", base.context_length)
     if base.positions == "learned" and context != base.context_length:

@@ -138,7 +138,7 @@ class Preset:
     recipe: Recipe
 
     def config(self, vocab_size: int, **overrides: Any) -> GPTConfig:
-        """The shape of this preset for a vocabulary. `overrides` replace its values."""
+        """The shape of this preset for a vocabulary. `overrides` replace the preset's values."""
         return gpt2_shape(vocab_size=vocab_size, **{**self.shape, **overrides})
 
 

@@ -47,8 +47,8 @@ NEEDS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "keep_every": ("lora", (None,)),  # adapters cannot be served
     "save_dtype": ("lora", (None,)),  # adapters are saved in float32
 }
-"""Fields that have no effect unless another field has one of these values. The usual value comes
-first."""
+"""Each of these fields has no effect unless the other field has one of the listed values, of which
+the usual one comes first."""
 RESUMABLE = frozenset(
     (
         *("resume", "out", "minutes", "device", "threads", "shard", "steps", "log_every"),
@@ -62,11 +62,11 @@ RESUMABLE = frozenset(
 REWARMING = 0.05
 """Share of the remaining run over which the learning rate rises, if the run was extended."""
 LONG_MINUTES, LONG_BY_CLOCK, LONG_OPERATIONS = 15.0, 1e14, 1.5e14
-"""On a CPU, "auto" of `compile` means "on" for a run of at least this length. LONG_MINUTES applies
-to runs with a time limit. LONG_BY_CLOCK is in operations, for runs that end by the clock, and
-LONG_OPERATIONS for runs that end after a number of steps: 1.5 times and about twice the length at
-which compiling saves as much time as it takes, measured on two AVX-512 cores in bfloat16. The unit
-is operations because a slower machine also compiles more slowly."""
+"""On a CPU, `compile` "auto" means "on" for long runs. A run is long if it has at least
+LONG_OPERATIONS operations or, if only the clock ends it, LONG_BY_CLOCK operations. If it has a time
+limit, that must also be at least LONG_MINUTES. In a run of two thirds of LONG_BY_CLOCK, or about
+half of LONG_OPERATIONS, compiling takes as much time as it saves, measured on two AVX-512 cores in
+bfloat16. The unit is operations because a slower machine also compiles more slowly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class ResolvedTraining:
         self, size: int, speed: Callable[["ResolvedTraining"], float] = lambda training: 0.0
     ) -> "ResolvedTraining":
         """A copy of this run with the size of its vocabulary, which is known only after the text
-        was tokenized. This also decides what "auto" of `compile` means: for a long run it becomes
+        was tokenized. This also decides what `compile` "auto" means: for a long run it becomes
         "on", so that the run has the same kernels after a resumption; for a short run it stays
         "auto", which compiles only on CUDA. `speed` measures the tokens per second of a run that
         ends by the clock."""
@@ -254,8 +254,8 @@ def _refuse_ended(given: Mapping[str, Any], length: Length, saved: Counters) -> 
         if name in given and other not in given and over[other]:
             raise TrainingError(
                 f"--{name} {given[name]:g} cannot be reached: the run has "
-                f"{pluralize(saved.step, 'step')} in {saved.seconds / 60:.1f} minutes, and its "
-                f"--{other} {getattr(length, other):g} count the whole run. Increase --{other} too"
+                f"{pluralize(saved.step, 'step')} in {saved.seconds / 60:.1f} minutes, and "
+                f"--{other} {getattr(length, other):g} limits the whole run. Increase --{other} too"
             )
 
 

@@ -66,8 +66,8 @@ class ParamShard:
         return slice(self.first, self.last)
 
     def within(self, first: int, last: int) -> tuple[slice, "ParamShard"]:
-        """Treat the rows [first, last) of the tensor as a separate tensor. Returns where its rows
-        are in this shard, and the ParamShard of the separate tensor."""
+        """Treat the rows [first, last) of the tensor as a separate tensor. Returns the slice of
+        this shard with rows of the separate tensor, and the separate tensor's ParamShard."""
         begin = min(max(self.first, first), last)
         end = max(begin, min(self.last, last))
         shape = (last - first, *self.shape[1:])
@@ -76,8 +76,8 @@ class ParamShard:
 
 
 def worth_sharding(config: GPTConfig, device: torch.device, ranks: Ranks, *, adapted: bool) -> bool:
-    """True if a whole copy in each process would leave too little memory for activations.
-    `adapted`: only adapters are trained."""
+    """True if a whole copy of the model in each process would leave too little memory for
+    activations. `adapted`: only adapters are trained."""
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
     else:

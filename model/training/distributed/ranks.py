@@ -54,7 +54,7 @@ class Ranks:
         if self.size > 1 and name.startswith("cuda:"):
             raise DeviceError(
                 f"device {name!r} is a single device, but there are {self.size} processes: set "
-                "'cuda', which gives each process its own"
+                "'cuda', which gives each process its own GPU"
             )
         device = choose_device(name)
         if self.size == 1 or device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Muon: a faster step of torch's Muon, which stacks matrices of the same shape.
+"""Muon: a faster step for torch's Muon. It stacks matrices of the same shape.
 
 `torch.optim.Muon` updates its matrices one by one, and for small matrices the calls cost more than
 the arithmetic. Stacked, the sixteen 64 x 64 matrices of a model took a twelfth of the time, and 128
@@ -80,8 +80,8 @@ def orthogonalize(
     iterations: Sequence[tuple[float, float, float]],
     eps: float,
 ) -> Tensor:
-    """Push the singular values of each matrix towards 1 by Newton-Schulz iterations of the fifth
-    degree with these coefficients, in the dtype of `matrices`. Returns (M, R, S)."""
+    """Push the singular values of each matrix toward 1 by Newton-Schulz iterations of degree 5,
+    in the dtype of `matrices`. `iterations` are their coefficients. Returns (M, R, S)."""
     x = matrices / matrices.flatten(1).norm(dim=1).clamp(min=eps)[:, None, None]
     if len(x) == 1:  # a plain product is faster than a batch of one
         return _iterate(x[0], torch.addmm, iterations)[None]

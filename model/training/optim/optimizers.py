@@ -34,7 +34,7 @@ Kind = Literal["matrix", "embedding", "head", "scalar"]
 @torch.no_grad()
 def initialize(gpt: GPT, recipe: Recipe, generator: torch.Generator) -> None:
     """Set the initial weights. `generator` is the only source of randomness. If all blocks have
-    value embeddings, these are replaced by linear maps of the tokens' embeddings.
+    value embeddings, their tables are first replaced by linear maps of the token embeddings.
 
     gpt2     N(0, 0.02), projections into the residual stream scaled down, as `GPT` itself does
     modern   matrices uniform with variance 1 / fan_in, projections into the residual stream zero

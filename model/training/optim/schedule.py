@@ -12,7 +12,7 @@ class Rewarming:
 
     done   share of the longer run at which the change begins
     scale  learning rate at that point, as a share of the peak
-    span   share of the longer run over which it takes place
+    span   share of the longer run over which the change takes place
     """
 
     done: float

@@ -21,7 +21,7 @@ TEMPERATURE = 0.8
 PYTHON_PROMPTS = ("def read(self", "import os\nimport", "The built-in function")
 """Prompts for the built-in text."""
 INCOMPLETE = "\ufffd"
-"""Result of decoding an incomplete character, such as one cut off after the last token."""
+"""Replaces an incomplete character in decoded text, for example at the end of a sample."""
 
 
 def samples(

@@ -184,8 +184,8 @@ class RunDirectory:
         return int(match[1]) if match and link.exists() else None
 
     def prune(self, keep: int, state_step: int | None) -> None:
-        """Remove all checkpoints except the newest `keep`, the linked ones, and the one of
-        `state_step`, from which a resumed run would continue."""
+        """Remove all checkpoints except the newest `keep`, the linked ones, and the checkpoint of
+        step `state_step`, from which a resumed run would continue."""
         kept = {self.linked_step(self.latest), self.linked_step(self.best), state_step}
         for step, path in list(self.checkpoints().items())[:-keep]:
             if step not in kept:

@@ -31,8 +31,8 @@ from logitd.model.transformer.gpt import GPT
 
 VERSION = 2
 REVISION = 2
-"""Version of the trainer's arithmetic and order of batches. Version 1 kept the order of documents,
-and made five Newton-Schulz iterations."""
+"""Version of the trainer's arithmetic and order of batches. Version 1 did not shuffle the
+documents, and made five Newton-Schulz iterations."""
 
 
 def environment(

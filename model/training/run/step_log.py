@@ -16,8 +16,8 @@ SMOOTHING = 0.8
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of a report. The gradient norm and the learning rate are those of its last step;
-    the other figures are means over its steps."""
+    """The figures of a report. The gradient norm and the learning rate are from its last step; the
+    other figures are means over all its steps."""
 
     loss: float
     smoothed_loss: float
@@ -74,15 +74,15 @@ class StepLog:
         self._norm, self._lr_scale = norm, lr_scale
 
     def take(self) -> Figures:
-        """Return the figures of the steps since the last call, at least one step, and begin a new
-        report."""
+        """Return the figures of the steps since the last call, and begin a new report. There must
+        be at least one such step."""
         figures = self.figures()
         self._smoothed = figures.smoothed_loss
         self._clear()
         return figures
 
     def figures(self) -> Figures:
-        """The figures of the steps since the last call of `take`."""
+        """The figures of the steps since the last call to `take`."""
         loss = float(self._loss) / self.steps  # waits for the device
         seconds = time.monotonic() - self._since
         before = loss if self._smoothed is None else self._smoothed

@@ -70,8 +70,8 @@ def measure(candidate: ResolvedTraining, placement: Placement, seconds: float) -
 
 
 def _takes_another(times: Sequence[float], spent: float) -> bool:
-    """True if another step should be measured. `times` are the times in seconds of the steps that
-    count; `spent` is the used share of the allowed time."""
+    """True if another step should be measured. `times` are the times in seconds of the timed steps
+    so far; `spent` is the used share of the allowed time."""
     if len(times) < MEASURED_STEPS:
         return not times or spent < 1
     if len(times) >= MOST_MEASURED_STEPS or spent >= LONGEST:

@@ -29,7 +29,7 @@ SHORTEST_MINUTES = 2.0
 
 
 class CompiledLoss:
-    """A loss through `torch.compile`. If compiling fails, it is computed eagerly, because a machine
+    """Computes a loss through `torch.compile`, or eagerly if compiling fails, because a machine
     without a C compiler can train too. `notice` gets a message before compiling and after a
     failure.
 
@@ -90,8 +90,8 @@ class CompiledLoss:
         return None
 
     def _try_alone(self, device: torch.device) -> str | None:
-        """Compile a function without collective calls. Returns the reason if that failed here or in
-        another process, else None."""
+        """Compile a function without collective calls. Returns the reason if compiling failed here
+        or in another process, else None."""
         failure = None
         try:
             values = torch.ones(8, device=device, requires_grad=True)

@@ -3,8 +3,8 @@
 On such a CPU torch's fused kernel takes about twice as long, forward and backward, as two products
 with a softmax between them. Queries are processed in blocks. A block uses the keys from the first
 one visible to its first query up to the end of the block, so most masked positions are never
-computed. At 512 positions this takes three fifths of the time without blocks. The cost is memory:
-the probabilities of every head and layer are kept for the backward pass.
+computed. At 512 positions this takes three fifths of the time that it takes without blocks. The
+cost is memory: the probabilities of every head and layer are kept for the backward pass.
 
 Shapes: B sequences, H query heads, K key/value heads, G = H / K, T positions, D head width; a block
 is positions [a, e).

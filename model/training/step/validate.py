@@ -92,7 +92,7 @@ def validate(
 
 
 def _own_batches(batches: int, ranks: Ranks, sharded: bool) -> range:
-    """Indices of the batches of one process. If `sharded`, all processes have the same number of
-    them, so the last index may not exist."""
+    """Indices of the batches of one process. If `sharded`, all processes get the same number of
+    indices, so the last index may be beyond the last batch."""
     end = -(-batches // ranks.size) * ranks.size if sharded else batches
     return range(ranks.rank, end, ranks.size)

@@ -48,8 +48,8 @@ class Counters:
     minutes: float | None = None
 
     def stepped(self, seconds: float, tokens: int, *, warm: bool) -> "Counters":
-        """Count a step that ended at `seconds`. Its time counts toward the pace if it was `warm`,
-        that is, not the first one of a command."""
+        """Count a step that ended at `seconds`. Its time counts toward the pace only if the step
+        is `warm`, which means that it is not the first step of a command."""
         took, pace = seconds - self.seconds, self.pace
         if warm:
             pace += (took - pace) / max(WINDOW, self.step / WINDOW) if pace else took
@@ -90,8 +90,8 @@ class Length:
         return min(1.0, max(by_steps, self._share(counters)))
 
     def plan(self, counters: Counters, tasks: float) -> Counters:
-        """The counters, with `share` set to the completed share of the minutes that is planned for
-        the end of the next step. In a new run it is 0 until the pace is known."""
+        """The counters, with `share` set to the share of the minutes that the run should have
+        completed after the next step. In a new run `share` is 0 until the pace is known."""
         if self.minutes is None:
             return counters
         share, left = self._share(counters), self._clock_steps(counters, counters.pace, tasks)
