@@ -134,7 +134,7 @@ def request_of(source: Source, seconds: float) -> bytes:
 
 def check(answer: bytes) -> None:
     """Check the answer of a trial. Raises ConstraintError if the source was refused or the trial
-    ended without an answer, TooSlow if the trial ran out of time."""
+    ended without an answer, and TooSlow if the trial ran out of time."""
     if not answer:
         raise ConstraintError("the constraint is too large or too deeply nested to compile")
     if answer.startswith(SLOW):
@@ -218,7 +218,8 @@ def _try(compiler: Compiler, source: Source) -> None:
 
 
 def _limit(memory: int) -> None:
-    """Limit this process and its forks, as far as the system supports it."""
+    """Limit the stack, core dumps and memory of this process and its forks, as far as the system
+    supports such limits. `memory` is the number of bytes that each may add to its address space."""
     limits = {resource.RLIMIT_STACK: STACK_BYTES, resource.RLIMIT_CORE: 0}
     statm = Path("/proc/self/statm")
     if statm.exists():

@@ -38,8 +38,8 @@ class AttributionTurns:
         return bool(self._running) or any(self.waiting.firsts())
 
     def next(self, now: float) -> Sequence | None:
-        """Start as many waiting attributions as the limits allow. Returns the running one that
-        computes the next piece."""
+        """Start as many waiting attributions as the limits allow. Returns the running attribution
+        that computes the next piece."""
         while (first := self._first()) is not None:
             self.waiting.take(first)
             first.state = State.ATTRIBUTION

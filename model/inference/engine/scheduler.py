@@ -212,8 +212,8 @@ class Scheduler:
         together: bool = False,
     ) -> None:
         """Record the time of a computed step. `prefill_seconds` is the time of its prompts, if
-        known. `together` is true if one pass computed prompts and decode. A heavy step begins a
-        cooldown."""
+        known. `together` is true if one pass computed both the prompts and the decode step. A heavy
+        step begins a cooldown."""
         seconds = now - self._planned_at
         if plan.attribution is not None:
             self.attributions.charge(plan.attribution, seconds)
@@ -432,7 +432,8 @@ def _elements(sequence: Sequence, start: int, end: int) -> int:
 
 
 def _waiting(sequence: Sequence, now: float) -> Waiting:
-    """A prompt for the budget. Only generations have a first token that a reader waits for."""
+    """Describe a prompt to the budget. Only generations have a first token that a reader waits
+    for."""
     left = sequence.prompt_length - sequence.computed
     return Waiting(left, None if sequence.generation is None else now - sequence.arrived)
 

@@ -145,7 +145,7 @@ class GraphDecoder:
     @torch.inference_mode()
     def prefill(self, pieces: Sequence[PrefillInput]) -> list[Prefilled]:
         """Prefill pieces. Positions of prompts are rows of steps. Torch computes additional outputs
-        and, unless bits must not depend on the batch, long prompts."""
+        and, without batch invariance, long prompts."""
         plain = all(piece.plain for piece in pieces)
         ends = [piece.start + len(piece.token_ids) for piece in pieces]
         if plain and (self.batch_invariant or max(ends) <= LONGEST_PROMPT):

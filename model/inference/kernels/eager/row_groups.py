@@ -22,8 +22,8 @@ from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.gpt import GPT, Block
 
 MULTIPLES = (4, 8, 16, BLOCK)
-"""Candidates for the number to whose multiples the rows of decode steps are padded, cheapest
-first."""
+"""Candidates for the padding of decode steps, cheapest first: the number of rows is padded to a
+multiple of the candidate."""
 PREFILL_ROWS = 256
 """Maximum number of prompt positions in one matrix product."""
 UNBOUNDED = 1 << 20
