@@ -275,7 +275,7 @@ class _Prompt:
         return bias[token_id].item() - minus
 
     def _of_tokens(self, values: Tensor) -> tuple[float, ...]:
-        """The attributions of all tokens of the prompt; 0 for tokens after the position."""
+        """The attributions of all tokens of the prompt; 0 for tokens after the task's position."""
         behind = self._length - self._task.position - 1
         return (*values[: self._task.position + 1].tolist(), *[0.0] * behind)
 

@@ -43,7 +43,7 @@ class AttributionTask:
     token_id  token whose logit is attributed; None: the likeliest next token
     minus_id  token whose logit is subtracted
     probe     direction that is the target instead of a logit
-    stages    stages, by name, for which the gradient of the target is returned
+    stages    stages, by name, with respect to which the gradient of the target is returned
     methods   methods to apply, each at most once
     steps     number of steps of integrated gradients
     baseline  start of integrated gradients: zero vectors (None), or the embedding of this token at

@@ -59,7 +59,7 @@ class Chosen:
     positions  their positions (P)
     indices    their heads or neurons (P)
     carried    the amount that each part carries (G, P)
-    gradients  sum of both gradients with respect to a head's output (P, D) or a neuron's (P)
+    gradients  sum of both gradients with respect to the output of a head (P, D) or neuron (P)
     """
 
     positions: Tensor

@@ -8,9 +8,9 @@ The work of a step is also counted in elements (`StepCost`): the elements of out
 elements that interventions change. The scheduler limits their number.
 
 The price of a whole request is counted in tokens (`prices`): the length of a plain prompt that
-takes as long to compute. An attribution costs its tokens times its passes over them. Interventions
-and processing are added at the rates below. Admission limits the price of one request and the total
-price of all waiting requests.
+takes as long to compute. An attribution costs its tokens times its passes over them. The costs of
+interventions and of processed logits are added at the rates below. Admission limits the price of
+one request and the total price of all waiting requests.
 
 All functions are pure functions of a request and the model's shape.
 """
@@ -57,7 +57,7 @@ LISTED_ELEMENTS = 2**7
 PRODUCTS_PER_ELEMENT = 2**5
 """Number of multiplications in a matrix product that take as long as one element."""
 TAPPED_PASSES = 2
-"""Time of a tapped pass, not counting its changes, as a multiple of a plain pass."""
+"""Time of a tapped pass, not counting its changes, as a multiple of the time of a plain pass."""
 TAPPED_TOKEN = 12
 """Price of one token generated with interventions, in prompt tokens."""
 SHORTEST_PASS = 128

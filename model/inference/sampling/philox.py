@@ -1,7 +1,8 @@
 """Philox4x32-10: random numbers as a pure function of a key and a counter.
 
 The uniform number of a token depends only on the seed, the position of the token, and the index of
-its sequence among the n of its prompt. So it is the same in any batch and after any restart.
+its sequence among the n sequences of its prompt. So it is the same in any batch and after any
+restart.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). The
 tests compare this implementation with the known answers of the authors' Random123 library. Words

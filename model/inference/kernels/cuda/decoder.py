@@ -1,6 +1,6 @@
 """GraphDecoder: prompts, decode steps and sampling on a GPU, with one launch for a few steps.
 
-A recording is made once for each combination of a number of steps, a number of rows and a length of
+A recording is made once for each combination of a number of steps, a number of rows and a number of
 keys, all rounded up to a few sizes (buckets). It is replayed on tensors at fixed addresses, which
 one copy from pinned memory fills. Padding rows repeat the first row and write the same values. This
 module handles sizes, recordings and copies; `forward.py` computes a step. The host waits only for
@@ -12,7 +12,7 @@ next one can be launched before the host reads their tokens.
 
 Positions of prompts are rows of steps too. With batch invariance, every row's sums have the same
 order for any number of rows, so prompts, decoded tokens and drafts have the same bits in any batch.
-The self-check on the device (`check.py`) verifies it.
+The self-check on the device (`check.py`) verifies this.
 
 Shapes: K steps of a launch, R rows of a step, C = d_model, V = vocab_size.
 """
@@ -68,7 +68,7 @@ NO_ROW = -1
 """Marks an uploaded row whose token the host knows. Otherwise this field holds the index of the row
 that samples the token."""
 FORWARD, GREEDY, FILTERED = range(3)
-"""Kinds of sampling in a recording: none, temperature only, with filters."""
+"""Kinds of sampling in a recording: none, without filters, with filters."""
 
 
 class Forward(Protocol):

@@ -61,7 +61,7 @@ class DirectStream:
 class CudaStream:
     """CUDA graphs in one memory pool: a graph may overwrite the intermediate results of another, so
     all of them together take little more memory than the largest. Lasting results go into tensors
-    allocated outside. Copies go through pinned buffers that are used in turn.
+    allocated outside the pool. Copies go through pinned buffers that are used in turn.
 
     Source: PyTorch's notes on CUDA graphs (warm-up on a side stream, a shared pool).
     """
