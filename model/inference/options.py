@@ -69,8 +69,8 @@ DEFAULTS = ComputeOptions()
 
 @dataclass(frozen=True, slots=True)
 class MemoryShare:
-    """A share of a device's memory. On a GPU it is a share of all memory, including weights and
-    other processes; on a CPU, of the memory that the weights leave free."""
+    """A share of a device's memory. On a GPU it is a share of all memory, including the memory of
+    weights and other processes; on a CPU, of the memory that the weights leave free."""
 
     fraction: float
 

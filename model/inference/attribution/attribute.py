@@ -49,7 +49,7 @@ class Attributing:
         self._pieces = _Prompt(gpt, token_ids, task, watched).pieces()
 
     def advance(self) -> Attribution | None:
-        """Compute one piece. Returns the result after the last piece, and None before."""
+        """Compute one piece. Returns the result after the last piece, and None before that."""
         # The engine computes in inference mode, but autograd rejects its tensors.
         with torch.inference_mode(False), torch.no_grad():
             try:

@@ -42,7 +42,7 @@ class Finding:
         self._pieces = _pieces(gpt, token_ids, task)
 
     def advance(self) -> Circuit | None:
-        """Compute one piece. Returns the result after the last piece, and None before."""
+        """Compute one piece. Returns the result after the last piece, and None before that."""
         # Autograd, which the forward pass turns on, rejects tensors of inference mode.
         with one_thread(), torch.inference_mode(False), torch.no_grad():
             try:

@@ -172,9 +172,9 @@ class Runner:
         return self.device.type == "cpu"
 
     def prepare(self, network: Network) -> ForwardModel:
-        """Prepare new weights for `replace` while the current ones compute. Does not write to the
-        cache. Raises ValueError if `network` does not fit the cache. Also raises any error of the
-        decoder's constructor."""
+        """Prepare new weights for `replace` while the current weights are still in use. Does not
+        write to the cache. Raises ValueError if `network` does not fit the cache. Also raises any
+        error of the decoder's constructor."""
         served = self.model.network
         if network.config != served.config:
             raise ValueError("the new weights have a different shape from the served model")
@@ -188,7 +188,8 @@ class Runner:
         return self._forward_model(network)
 
     def replace(self, model: ForwardModel) -> None:
-        """Replace the weights with prepared ones. The contents of the cache become invalid."""
+        """Replace the weights with the prepared weights. The contents of the cache become
+        invalid."""
         self.model.close()
         self.model = model
 

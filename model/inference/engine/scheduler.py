@@ -12,8 +12,8 @@ or computed again in the same blocks with the same bits. A sequence delivers at 
 CHUNKS_IN_FLIGHT pieces between two evictions, and an eviction costs at most the prefill of one
 prompt, so all sequences make progress. (Ending slow readers instead would require a minimum rate
 that suits every network.) The unread rows of paused sequences take memory. So at most as many
-sequences are PAUSED as there are slots; beyond that, those that have been behind the longest are
-ended.
+sequences are PAUSED as there are slots; beyond that, the sequences that have been behind the
+longest are ended.
 
 Outputs and interventions cost elements (`cost.py`). In one step the prompts may cost up to
 STEP_ELEMENTS, and so may the rows of tapped sequences, whose stages are recorded or changed; tapped

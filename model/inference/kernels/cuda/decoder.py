@@ -57,10 +57,10 @@ torch; 256 positions take 0.9 ms and 5.1 ms."""
 
 MOST_STEPS = 4
 LAUNCHED_ROWS = 32
-"""Maximum number of rows of a launch, counted over all its steps. More steps take less of the
+"""Maximum number of rows of a launch, counted over all its steps. Longer launches take less of the
 host's time, but a new prompt waits for the steps in flight, and a sequence that ends wastes the
-rest. On an H200, one sequence of GPT-2 124M decodes 4,600 tokens/s with 1 step, 4,860 with 4, 4,890
-with 8."""
+remaining steps. On an H200, one sequence of GPT-2 124M decodes 4,600 tokens/s with 1 step, 4,860
+with 4, 4,890 with 8."""
 
 Key = tuple[int | str, ...]
 """Key of a recording: (kind, steps, rows, keys, several rows in a slot, sampling)."""
