@@ -1,4 +1,4 @@
-"""Interventions: changes of a stage at some positions, inside the forward pass.
+"""Interventions: changes to a stage at some positions, inside the forward pass.
 
 An intervention names the part of the stage that changes (positions, heads, and units or the
 coordinate along a direction) and the operation on this part.
@@ -28,7 +28,7 @@ PARAM = "interventions"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Intervention:
-    """One change of a stage, in every pass that computes the stage.
+    """One change to a stage, in every pass that computes the stage.
 
     stage      name of a stage that may be changed
     positions  ascending positions of the prompt, or all positions of a span
@@ -163,7 +163,7 @@ def _check_direction(name: str, direction: Any, stage: Stage, shape: tuple[int, 
     """Check a direction. `shape` is the shape of the chosen heads of its stage at one position."""
     if stage.kind.axes[-1] == "T":
         raise InvalidRequest(
-            f"{stage.name} has keys, which have no directions: name the keys in units"
+            f"the last axis of {stage.name} is the keys and has no directions: list keys in units"
         )
     if direction.shape not in (shape, shape[-1:]):
         raise InvalidRequest(

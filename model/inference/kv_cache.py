@@ -142,9 +142,9 @@ class KVCache:
         slots: Sequence[int] | Tensor,
         positions: Sequence[int] | Tensor,
     ) -> Tensor | None:
-        """Write token ids (N,) into slots, and return the ids before them (N,); those before
-        position 0 are undefined. Returns None if the model does not need them. Must be called
-        before each forward pass."""
+        """Write token ids (N,) into slots, and return the id before each of them (N,), which is
+        undefined at position 0. Returns None if the model does not need them. Must be called before
+        each forward pass."""
         if self.token_ids is None:
             return None
         device = self.token_ids.device

@@ -40,7 +40,7 @@ UNITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeOptions:
-    """Options of computing with a checkpoint. The defaults suit this machine.
+    """Options of computing with a checkpoint. The defaults adapt to this machine.
 
     threads     number of threads of torch and of the native decoder; 0: one per processor
     run_code    run the code of a checkpoint that is computed by its owner's code
@@ -69,8 +69,8 @@ DEFAULTS = ComputeOptions()
 
 @dataclass(frozen=True, slots=True)
 class MemoryShare:
-    """A share of a device's memory. On a GPU it is a share of all memory, including weights and
-    other processes; on a CPU, of the memory that the weights leave free."""
+    """A share of a device's memory. On a GPU it is a share of all memory, including the memory of
+    weights and other processes; on a CPU, of the memory that the weights leave free."""
 
     fraction: float
 
@@ -192,7 +192,7 @@ def parse_memory(text: str) -> MemorySize:
     stripped = text.strip()
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*|%)", stripped.lower())
     if re.search("[A-Z]i?b$", stripped):
-        raise ValueError(f"{text!r} is an amount of bits: use bytes, such as 8GiB or 500MB")
+        raise ValueError(f"{text!r} is in bits: use bytes, such as 8GiB or 500MB")
     if match is None or (match[2] != "%" and match[2] not in UNITS):
         raise ValueError(
             f"{text!r} is not an amount of memory: use bytes (8GiB, 500MB) or a share (80%)"

@@ -33,7 +33,7 @@ class Grid:
     """A grid over some axes.
 
     axes    the layers, heads or positions along each axis, in the requested order
-    varied  the interventions by layer; the key None has all of them"""
+    varied  the interventions of each layer; the key None holds the interventions of all layers"""
 
     axes: Mapping[Axis, tuple[int, ...]]
     varied: Mapping[int | None, Sequence[Intervention]]
@@ -54,7 +54,7 @@ class Grid:
 def make_grid(
     varied: Sequence[Intervention], over: Sequence[Axis], prompt_length: int, config: ModelConfig
 ) -> Grid:
-    """The grid over some axes of an intervention. `varied` holds the intervention once for each
+    """The grid of an intervention over some axes. `varied` holds the intervention once for each
     layer. Every cell changes the whole of each axis that is not swept. Raises InvalidRequest if an
     intervention cannot be applied, or if its stage lacks a swept axis."""
     check_interventions(varied, config, prompt_length)

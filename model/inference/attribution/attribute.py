@@ -1,9 +1,9 @@
 """Attributing: computes the attributions of one prompt, by all requested methods, in pieces.
 
-A piece is one block forward, one block backward, or one pass over the head. Between two pieces the
-engine can do other work, or drop the attribution. An attribution keeps the residual stream before
-each block and a few more tensors of that size (`kept_elements` in `task.py`), however many steps it
-has.
+A piece is one forward or backward pass through one block, or one pass over the head. Between two
+pieces the engine can do other work, or drop the attribution. An attribution keeps the residual
+stream before each block and a few more tensors of that size (`kept_elements` in `task.py`),
+whatever its number of steps.
 """
 
 from collections import defaultdict
@@ -49,7 +49,7 @@ class Attributing:
         self._pieces = _Prompt(gpt, token_ids, task, watched).pieces()
 
     def advance(self) -> Attribution | None:
-        """Compute one piece. Returns the result after the last piece, and None before."""
+        """Compute one piece. Returns the result after the last piece, and None before that."""
         # The engine computes in inference mode, but autograd rejects its tensors.
         with torch.inference_mode(False), torch.no_grad():
             try:
@@ -144,8 +144,8 @@ class _Prompt:
         self, x: Tensor, streams: list[Tensor] | None, rows: list[BlockRow] | None = None
     ) -> Generator[None, None, Tensor]:
         """Run `x`, the stream that enters the first block, through all blocks, one per piece.
-        Returns the last stream (1, T, C), after `backout`. If given, `streams` gets the input of
-        each block, and `rows` gets the block's values at the task's position."""
+        Returns the last stream (1, T, C), after `backout`. If given, `streams` receives the input
+        of each block, and `rows` the values of each block at the task's position."""
         row = self._task.position
 
         def keep(layer: int, before: Tensor, tap: Tap) -> None:
@@ -220,7 +220,7 @@ class _Prompt:
 
     def _begin(self, embedding: Tensor, gradient: Tensor) -> Tensor:
         """The gradient with respect to the stream that enters the first block. If the probe is at
-        that stage, adds its direction."""
+        that stage, adds the probe's direction."""
         if self._probe_at == (None, "embedding"):
             row, direction = self._task.position, self._direction()
             self._probed = product(embedding[0], row, direction).item()
@@ -275,7 +275,7 @@ class _Prompt:
         return bias[token_id].item() - minus
 
     def _of_tokens(self, values: Tensor) -> tuple[float, ...]:
-        """The attributions of all tokens of the prompt; 0 for tokens after the position."""
+        """The attributions of all tokens of the prompt; 0 for tokens after the task's position."""
         behind = self._length - self._task.position - 1
         return (*values[: self._task.position + 1].tolist(), *[0.0] * behind)
 

@@ -12,9 +12,9 @@ f is the target (a logit before `logit_softcap`), x_t is the vector of token t i
 Sundararajan, Taly and Yan (2017); the integral uses the midpoint rule. Value embeddings are looked
 up by token id, so every point of the path uses the value embeddings of the prompt.
 
-All arithmetic is in float32 on the served weights (the rounded ones of int8 models), or in float64
-for a float64 model. Parameters get no gradients. Texts are computed one at a time by the same
-operations, so the bits of one text do not depend on other texts.
+All arithmetic is in float32 on the served weights (in int8 models, on the rounded weights), or in
+float64 for a float64 model. Parameters get no gradients. Texts are computed one at a time by the
+same operations, so the bits of one text do not depend on other texts.
 
 Shapes: T positions of the text, C = d_model, V = vocab_size. T includes padding after the position
 of the target, which changes no result.
@@ -43,7 +43,8 @@ to fewer threads if `threads_keep_bits` is true."""
 AnyTap = TypeVar("AnyTap", bound=Tap)
 
 HEAD_ROWS = 4096
-"""Rows of the head multiplied at a time, to avoid a float32 copy of the whole head."""
+"""Number of rows of the head that are multiplied at a time, to avoid a float32 copy of the whole
+head."""
 
 
 class TextPasses:
@@ -125,8 +126,8 @@ class TextPasses:
         return result
 
     def likeliest(self, x: Tensor, without: int | None = None) -> int:
-        """The id with the largest logit at `row`, computed from the last stream (1, T, C). The id
-        `without` is excluded. The lowest id wins a tie."""
+        """The id with the largest logit at `row`, except the id `without`, computed from the last
+        stream (1, T, C). The lowest id wins a tie."""
         config = self._gpt.config
         weight, bias = self._gpt.head_parameters()
         row = self.normed(self._gpt.final_norm, x[0, self.row])
@@ -199,7 +200,8 @@ def threads_keep_bits(gpt: GPT, rows: int) -> bool:
 
 
 def mixture(gpt: GPT, layer: int) -> tuple[float, float]:
-    """The factors by which a block's input mixes the stream before the block and the embedding."""
+    """The factors of the stream before the block and of the embedding in the sum that is the
+    block's input."""
     if not gpt.config.residual_mix:
         return 1.0, 0.0
     return gpt.residual_scales[layer].item(), gpt.embedding_scales[layer].item()

@@ -43,7 +43,7 @@ class AttributionTask:
     token_id  token whose logit is attributed; None: the likeliest next token
     minus_id  token whose logit is subtracted
     probe     direction that is the target instead of a logit
-    stages    stages, by name, for which the gradient of the target is returned
+    stages    stages, by name, with respect to which the gradient of the target is returned
     methods   methods to apply, each at most once
     steps     number of steps of integrated gradients
     baseline  start of integrated gradients: zero vectors (None), or the embedding of this token at
@@ -67,8 +67,8 @@ class AttributionTask:
 
     @property
     def passes(self) -> int:
-        """Cost in forward passes over the prompt. A backward pass counts as two, because it
-        computes every block again."""
+        """The cost of the task, in forward passes over the prompt. A backward pass counts as two,
+        because it computes every block again."""
         gradient = 2 if self.stages or "gradient_times_input" in self.methods else 0
         path = 1 + 3 * self.steps if "integrated_gradients" in self.methods else 0
         return 1 + gradient + path
@@ -86,7 +86,7 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class IntegratedGradients:
     """A value for each token of the prompt, and the values of the target for the prompt and for the
-    baseline. With infinitely many steps the values would sum to target(prompt) -
+    baseline. With infinitely many steps the token values would sum to target(prompt) -
     target(baseline)."""
 
     values: tuple[float, ...]
@@ -152,7 +152,7 @@ def padded_length(task: AttributionTask, config: GPTConfig) -> int:
 def kept_elements(task: AttributionTask, config: GPTConfig) -> int:
     """Largest number of elements that an attribution keeps: the stream before each block, six more
     tensors of that size (prompt, baseline, sum, gradients), two for `residual_mix` and two for
-    `backout`, the gradients of stages, and the values that autograd keeps of one block."""
+    `backout`, the gradients of stages, and the values that autograd keeps for one block."""
     units = config.d_ff * (4 if config.activation == "swiglu" else 2)
     values = config.kv_width if config.value_embeddings else 0
     block = 6 * config.d_model + 6 * config.n_head * config.head_dim + units + 2 * values

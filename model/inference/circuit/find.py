@@ -1,11 +1,11 @@
 """Finding: computes the circuit of one prompt, piece by piece.
 
 A piece is one block of a forward pass, of a backward pass, or of an ablated forward pass. It runs
-on one thread: torch's threads wait for each other after each of its many small operations, so next
-to busy processes a piece took ten times as long on two threads. On one thread, the bits do not
-depend on torch's number of threads. The search for the threshold of the parts begins high, because
-passes with a high threshold follow few parts and are fast. It divides the threshold by a constant
-factor until enough parts are kept, then it bisects.
+on one thread: torch's threads wait for each other after each of its many small operations, so while
+other processes were busy, a piece took ten times as long on two threads as on one. On one thread,
+the bits do not depend on torch's number of threads. The search for the threshold of the parts
+begins high, because passes with a high threshold follow few parts and are fast. It divides the
+threshold by a constant factor until enough parts are kept, then it bisects.
 """
 
 import math
@@ -36,13 +36,13 @@ highest threshold that keeps enough parts (or too many)."""
 
 
 class Finding:
-    """A circuit in progress."""
+    """The computation of one circuit, piece by piece."""
 
     def __init__(self, gpt: GPT, token_ids: Sequence[int], task: CircuitTask) -> None:
         self._pieces = _pieces(gpt, token_ids, task)
 
     def advance(self) -> Circuit | None:
-        """Compute one piece. Returns the result after the last piece, and None before."""
+        """Compute one piece. Returns the result after the last piece, and None before that."""
         # Autograd, which the forward pass turns on, rejects tensors of inference mode.
         with one_thread(), torch.inference_mode(False), torch.no_grad():
             try:

@@ -10,12 +10,12 @@ With these held, a block is a linear map of its input, up to constants (biases, 
 These are the rules of RelP (Jafari et al., 2025), with which Arora et al. (2026, arXiv 2601.22594)
 trace single neurons. Unlike a slope, a ratio leaves no remainder.
 
-A part is a token's vector, a head or a neuron at one position. It carries <g, o - m> of the target,
-where g is the gradient of the target with respect to the part's output o, and m is the mean of o
-over the positions. There are two gradients. `VALUES` follows the values only. `ATTENTION` follows
-every path that changes at least one attention weight, because the weights p affect the target too.
-Their effect is measured against the weights p' of a text whose inputs are all means. With a_s = <g,
-v_s> it is exactly
+A part is a token's vector, a head or a neuron at one position. It carries the amount <g, o - m> of
+the target, where g is the gradient of the target with respect to the part's output o, and m is the
+mean of o over the positions. There are two gradients. `VALUES` follows the values only. `ATTENTION`
+follows every path that changes at least one attention weight, because the weights p affect the
+target too. Their effect is measured against the weights p' of a text whose inputs are all means.
+With a_s = <g, v_s> it is exactly
 
     sum_s (p_s - p'_s) a_s = sum_s w_s (score_s - score'_s),   w_s = l_s (a_s - sum l a / sum l)
 
@@ -59,7 +59,7 @@ class Chosen:
     positions  their positions (P)
     indices    their heads or neurons (P)
     carried    the amount that each part carries (G, P)
-    gradients  sum of both gradients with respect to a head's output (P, D) or a neuron's (P)
+    gradients  sum of both gradients with respect to the output of a head (P, D) or neuron (P)
     """
 
     positions: Tensor

@@ -40,8 +40,8 @@ class CircuitTask:
 
     @property
     def passes(self) -> int:
-        """Cost in forward passes over the prompt: one forward pass, the backward passes with two
-        gradients each, and three forward passes with ablations."""
+        """The cost of the task, in forward passes over the prompt: one forward pass, the backward
+        passes with two gradients each, and three forward passes with ablations."""
         return 1 + 2 * MOST_SEARCHES + 3
 
 

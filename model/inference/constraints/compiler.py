@@ -3,9 +3,9 @@
 The compiler turns a regular expression, a JSON Schema, a list of choices or a grammar into a
 `Constraint`. Each sequence has its own `Matcher`, which computes a mask over the vocabulary before
 each sample and advances by the sampled token. Matchers share no mutable state, so a mask depends
-only on the tokens of its sequence. The masks come from llguidance, an optional dependency that only
-this module imports; it gets the checkpoint's vocabulary and split pattern. Other modules apply
-masks (`model/inference/sampling/sampler.py`), protect the server from costly sources
+only on the tokens of its sequence. The masks come from llguidance, which gets the checkpoint's
+vocabulary and split pattern. It is an optional dependency that only this module imports. Other
+modules apply masks (`model/inference/sampling/sampler.py`), protect the server from costly sources
 (`model/inference/constraints/sandbox.py`) and cache compiled constraints
 (`service/models/constraints.py`).
 
@@ -57,8 +57,8 @@ LIMITS: Mapping[str, Any] = {
     "max_grammar_size": 500_000,
     "verbose_errors": False,
 }
-"""Limits of llguidance: the lexer's initial work, the work of lexer and parser for one mask (about
-8 ms), and the states that the lexer of one sequence keeps (about 1 KiB each)."""
+"""Limits set for llguidance: the lexer's initial work, the work of lexer and parser for one mask
+(about 8 ms), and the states that the lexer of one sequence keeps (about 1 KiB each)."""
 
 JSON_LAYOUT: Mapping[str, str | bool] = {
     "item_separator": ", ",
@@ -69,10 +69,10 @@ JSON_LAYOUT: Mapping[str, str | bool] = {
     "lenient": False,
 }
 """The layout is fixed, because a small model may generate white space without end. Each character
-has a fixed spelling, because a property `a` spelled `\u0061` would count as another property."""
+has a fixed spelling, because a property `a` written as a Unicode escape would count as another."""
 
 WITHOUT_EFFECT = ("capture", "stop", "stop_capture", "temperature")
-"""Attributes of a grammar rule that have no effect here, or a misleading effect."""
+"""Rule attributes of llguidance's grammars that have no effect here, or a misleading effect."""
 
 LOCATION = re.compile(r"at \d+\(\d+\): ")
 """Line and column at the start of a compiler's message."""
@@ -322,11 +322,11 @@ def _check_lark(text: str) -> None:
     for attributes in re.findall(r"^[ \t]*[!?]?[\w-]+[ \t]*\[(.*)\][ \t]*:", bare, re.MULTILINE):
         names = {attribute.partition("=")[0].strip() for attribute in attributes.split(",")}
         if refused := sorted(names.intersection(WITHOUT_EFFECT)):
-            raise ConstraintError(f"the attribute {refused[0]} of a rule has no effect here")
+            raise ConstraintError(f"the rule attribute {refused[0]} has no effect here: remove it")
 
 
 def _readable(message: str) -> str:
-    """The compiler's message on one line, without excerpts of the source, advice and file names."""
+    """The compiler's message on one line, without excerpts of the source, advice or file names."""
     if message.startswith("NoExtensionBias"):
         return NOTHING_FOLLOWS
     if message.startswith("lexer error: too many "):

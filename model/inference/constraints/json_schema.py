@@ -86,8 +86,8 @@ def _check_count(schema: Mapping[str, Any]) -> None:
     count = len(required) if isinstance(required, list) else 0
     if isinstance(least, int | float) and least > max(1, count):
         raise ConstraintError(
-            f"minProperties is {least} and {count} properties are required: other names may "
-            "repeat, so this number cannot be enforced"
+            f"minProperties is {least}, but required lists {count}: names of other properties may "
+            "repeat, so minProperties cannot be enforced"
         )
 
 

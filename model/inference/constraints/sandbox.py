@@ -7,8 +7,8 @@ overflows the stack, a few kilobytes of `multipleOf` compile for minutes, and a 
 is compiled twice: first on trial in a process, then in the server, because a matcher cannot be sent
 between processes.
 
-The process of a `Sandbox` reads the vocabulary once and forks for each trial. A trial has limits of
-memory, stack and processor time. It answers on its own socket, and ends when its client
+The process of a `Sandbox` reads the vocabulary once and forks for each trial. A trial has limits on
+memory, stack size and processor time. It answers on its own socket, and ends when its client
 disconnects. Trials run in parallel. When a trial begins, the trials that have run for LONG_SECONDS
 get the lowest priority. The limit counts a trial's own processor time, so other trials do not
 affect whether a source is accepted.
@@ -53,7 +53,7 @@ signals the timeout, because Python code cannot run until the compiler returns."
 
 
 class TooSlow(ConstraintError):
-    """Raised if a trial exceeded its limit of processor time."""
+    """Raised if a trial exceeded its limit on processor time."""
 
 
 class Sandbox:
@@ -127,14 +127,14 @@ class Sandbox:
 
 
 def request_of(source: Source, seconds: float) -> bytes:
-    """The request that starts the trial of a source, with the limit of the trial's processor
+    """The request that starts the trial of a source, with the limit on the trial's processor
     time."""
     return json.dumps([source.kind, source.text, seconds]).encode() + b"\n"
 
 
 def check(answer: bytes) -> None:
     """Check the answer of a trial. Raises ConstraintError if the source was refused or the trial
-    ended without an answer, TooSlow if the trial ran out of time."""
+    ended without an answer, and TooSlow if the trial ran out of time."""
     if not answer:
         raise ConstraintError("the constraint is too large or too deeply nested to compile")
     if answer.startswith(SLOW):
@@ -218,7 +218,8 @@ def _try(compiler: Compiler, source: Source) -> None:
 
 
 def _limit(memory: int) -> None:
-    """Limit this process and its forks, as far as the system supports it."""
+    """Limit the stack, core dumps and memory of this process and its forks, as far as the system
+    supports such limits. `memory` is the number of bytes that each may add to its address space."""
     limits = {resource.RLIMIT_STACK: STACK_BYTES, resource.RLIMIT_CORE: 0}
     statm = Path("/proc/self/statm")
     if statm.exists():

@@ -1,11 +1,11 @@
 """Attributions: chooses which attribution computes the next piece.
 
 Attributions need no slot of the cache. They wait in a separate queue, under the rules of the main
-queue. Up to AT_ONCE attributions run at a time. Further ones, up to MOST_AT_ONCE in total, start
-only for callers that have none running. Callers get equal shares of the time. The attributions of
-one caller take turns, one piece each, so that a long one does not delay a short one. A step
-computes at most one piece, after everything else. Then the engine only decodes for a while
-(`scheduler.py`).
+queue. Up to AT_ONCE attributions run at a time. Further attributions, up to MOST_AT_ONCE in total,
+start only for callers that have none running. Callers get equal shares of the time. The
+attributions of one caller take turns, one piece each, so that a long one does not delay a short
+one. A step computes at most one piece, after everything else. Then the engine only decodes for a
+while (`scheduler.py`).
 """
 
 from collections import deque
@@ -38,8 +38,8 @@ class AttributionTurns:
         return bool(self._running) or any(self.waiting.firsts())
 
     def next(self, now: float) -> Sequence | None:
-        """Start as many waiting attributions as the limits allow. Returns the running one that
-        computes the next piece."""
+        """Start as many waiting attributions as the limits allow. Returns the running attribution
+        that computes the next piece."""
         while (first := self._first()) is not None:
             self.waiting.take(first)
             first.state = State.ATTRIBUTION

@@ -4,19 +4,21 @@ The next token of every stream waits for the whole step. `target_gap` limits the
 decode steps or in seconds. The time that decoding leaves goes to prompts, which get at least one
 whole block of positions. But short chunks are slow: each adds a decode step and multiplies few
 rows. If prompts then arrive faster than they are computed, all requests wait for them. So a chunk
-is never so short that a prompt takes more than MOST_DELAY times as long as in whole chunks.
+is never so short that a prompt takes more than MOST_DELAY times as long as in chunks of the maximum
+length.
 
 `target_ttft` is the time in which a first token should arrive, in addition to the time of its own
 prompt. If waiting prompts would miss it, steps become longer in proportion to the delay, up to
 STRETCH times the gap, or more if more sequences wait than decode. Otherwise a few streams with
 short steps would keep many prompts waiting.
 
-The cost of decoding is the median of NEAREST recent steps that decoded similar numbers of rows, and
-the cost of a unit of work the median of WINDOW prompt parts, so a single slow step changes nothing.
-A step computes its chunks in one pass, whose work is their number of blocks plus PASS_WORK. If
-chunks and decode shared a pass, the chunks are charged the time beyond a step that only decodes;
-after PROBE such steps, a step without prompts measures the decode time again. A wrong cost changes
-the length of steps but no bits (`model/inference/kernels/README.md`).
+The cost of decoding is the median time of NEAREST recent steps that decoded similar numbers of
+rows. The cost of a unit of work is the median over the last WINDOW prompt parts. So a single slow
+step changes neither. A step computes its chunks in one pass, whose work is the number of blocks in
+the chunks plus PASS_WORK. If one pass computed both the chunks and the decode rows, the chunks are
+charged the time that it took in excess of a step that only decodes. After PROBE such steps, a step
+without prompts measures the decode time again. A wrong cost changes the duration of steps but no
+bits (`model/inference/kernels/README.md`).
 
 The budget has no clock and knows no sequences; its callers pass seconds and lengths. Outputs are
 limited by their elements (`scheduler.py`) and are not part of these costs.
@@ -32,10 +34,10 @@ from logitd.model.inference.options import DecodeSteps, TargetGap
 from logitd.model.transformer.config import BLOCK
 
 WINDOW = 9
-"""Number of prompt parts in the median."""
+"""Number of recent prompt parts over which the median cost of a unit of work is taken."""
 NEAREST = 3
-"""Number of decode steps in the median. Of the last RECENT decode steps, it uses the steps with the
-closest row counts."""
+"""Number of decode steps whose median time is the cost of decoding: of the last RECENT decode
+steps, the steps with the closest row counts."""
 RECENT = 32
 PROBE = 16
 """After this many steps with shared passes, one step only decodes. It measures the cost of
@@ -45,13 +47,15 @@ PASS_WORK = 0.5
 slower. The value is an assumption; the measured cost of a block compensates for most of its
 error."""
 MOST_DELAY = 1.75
-"""Maximum time of a prompt, relative to its time in whole chunks. Chosen by simulation, not
-measured: a lower value lengthens gaps beyond the target, a higher one delays prompts too much."""
+"""Maximum time of a prompt, relative to its time in chunks of the maximum length. Chosen by
+simulation, not measured: a lower value lengthens gaps beyond the target, a higher one delays
+prompts too much."""
 UNNOTICED = 0.04
 """Minimum gap in seconds if the target is a multiple of decode steps. Small models have steps of a
 millisecond; shorter chunks would delay prompts to save time that no reader notices."""
 STRETCH = 3.0
-"""Maximum time of a step, relative to the target gap, while prompts are late."""
+"""Maximum time of a step, relative to the target gap, while prompts are late; more if more prompts
+wait than sequences decode."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,14 +20,14 @@ class EngineConfig:
     prefill_chunk  maximum number of prompt positions in a step, a multiple of 32
     target_gap     time limit of a step while sequences decode, and so of the gap between two tokens
                    (`model/inference/engine/budget.py`). None: only `prefill_chunk` bounds a step,
-                   for the most tokens per second. Needs a CPU, because only there the time of a
-                   prompt is known at the end of its step
-    target_ttft    seconds in which first tokens should arrive, in addition to the time of their own
-                   prompts. If they would arrive later, steps may take longer than `target_gap`.
+                   for the most tokens per second. Needs a CPU, because only there is the time of a
+                   prompt known at the end of its step
+    target_ttft    seconds within which first tokens should arrive, not counting the time of their
+                   own prompts. If they would arrive later, steps may take longer than `target_gap`.
                    Requires `target_gap`
     prefix_reuse   copy a prompt's prefix from any slot that holds it instead of computing it
-    kv_cache_dtype the model's dtype, or int8 (on a CPU), which rounds keys and values and takes a
-                   quarter or half of the time to read
+    kv_cache_dtype the model's dtype, or int8 (on a CPU), which rounds keys and values; reading
+                   them takes a quarter or half of the time
     speculate      source of drafted tokens (`model/inference/engine/ngram.py`); drafts change the
                    time of a reply, never its tokens
     """

@@ -8,9 +8,9 @@ The work of a step is also counted in elements (`StepCost`): the elements of out
 elements that interventions change. The scheduler limits their number.
 
 The price of a whole request is counted in tokens (`prices`): the length of a plain prompt that
-takes as long to compute. An attribution costs its tokens times its passes over them. Interventions
-and processing are added at the rates below. Admission limits the price of one request and the total
-price of all waiting requests.
+takes as long to compute. An attribution costs its tokens times its passes over them. The costs of
+interventions and of processed logits are added at the rates below. Admission limits the price of
+one request and the total price of all waiting requests.
 
 All functions are pure functions of a request and the model's shape.
 """
@@ -47,7 +47,7 @@ from logitd.model.transformer.stages import match_stages, stages_of
 
 # Rates measured on a CPU with the bundled checkpoint. An element takes about 1 ns.
 CHANGE_ELEMENTS = 2**14
-"""Fixed cost of one change of one stage, in elements."""
+"""Fixed cost of one change to one stage, in elements."""
 PART_ELEMENTS = 2**2
 """Cost of each chosen unit of a stage, and of each number of a direction, in elements."""
 PROCESSED_ELEMENTS = 2**6
@@ -57,7 +57,7 @@ LISTED_ELEMENTS = 2**7
 PRODUCTS_PER_ELEMENT = 2**5
 """Number of multiplications in a matrix product that take as long as one element."""
 TAPPED_PASSES = 2
-"""Time of a tapped pass, not counting its changes, as a multiple of a plain pass."""
+"""Time of a tapped pass, not counting its changes, as a multiple of the time of a plain pass."""
 TAPPED_TOKEN = 12
 """Price of one token generated with interventions, in prompt tokens."""
 SHORTEST_PASS = 128
@@ -129,8 +129,8 @@ def _products(config: ModelConfig) -> int:
 
 
 def _encodings(request: Request, config: ModelConfig) -> tuple[int, int]:
-    """Cost in elements of the autoencoder features at one position of the prompt, and at one
-    generated position."""
+    """Cost, in elements, of computing the autoencoder features at one position of the prompt, and
+    at one generated position."""
     if not isinstance(config, GPTWithFeatures):
         return 0, 0
     each = {
@@ -167,7 +167,7 @@ def _generated(request: Request) -> int:
 
 
 def _width(change: Intervention, config: ModelConfig, length: int) -> int:
-    """Cost in elements of applying a change at one position, without the fixed cost."""
+    """Cost, in elements, of applying a change at one position, without the fixed cost."""
     (stage,) = match_stages([change.stage], config)
     shape = stage.shape(config, length)
     whole = math.prod(shape if change.heads is None else (len(change.heads), *shape[1:]))

@@ -176,9 +176,9 @@ class Engine:
     def swap_weights(self, model: ForwardModel) -> None:
         """Use prepared weights for all later requests.
 
-        All earlier requests, including waiting ones, end on the old weights; later ones wait until
-        then. The swap takes place between two steps and invalidates the contents of all slots.
-        Raises ValueError if an earlier swap is still pending.
+        All earlier requests, including waiting ones, finish with the old weights; later requests
+        wait until they have finished. The swap takes place between two steps and invalidates the
+        contents of all slots. Raises ValueError if an earlier swap is still pending.
         """
         if self._next is not None:
             raise ValueError("an earlier swap of weights has not taken effect yet")
@@ -250,7 +250,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Stop the compute threads. Later calls of `step` raise RuntimeError."""
+        """Stop the compute threads. Later calls to `step` raise RuntimeError."""
         self._closed = True
         if self._next is not None:
             self._next.close()

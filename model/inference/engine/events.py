@@ -1,4 +1,4 @@
-"""Events of the engine: the events of sequences, the result of a step, and the state between steps.
+"""Events of the engine: the events of sequences, the result of a step, and the engine's statistics.
 
 Events are immutable and hold only standard types, so that they can be passed between threads and
 processes. They hold token ids; the caller turns them into text.
@@ -15,7 +15,8 @@ from logitd.model.inference.sampling.results import ScoredRows, ScoredToken
 
 
 class FinishReason(StrEnum):
-    """The reason why a sequence ended. Its result is complete only after STOP and LENGTH."""
+    """The reason why a sequence ended. The sequence's result is complete only after STOP or
+    LENGTH."""
 
     STOP = "stop"  # a stop token, a complete constraint, or all requested numbers computed
     LENGTH = "length"  # max_tokens

@@ -232,8 +232,8 @@ class OutputsComputer:
     def _tapped_pass(
         self, chunk: PrefillChunk, output: Output, offsets: list[int]
     ) -> tuple[Tensor, Tensor]:
-        """The values of `_plain_pass` for a tapped sequence. The values of Activations are all
-        stages, flattened: (P, elements)."""
+        """The values of `_plain_pass` for a tapped sequence. For Activations, the values are all
+        requested stages, flattened: (P, elements)."""
         record = list(_recorded(output, self._config))
         hidden, tap = self._tapped.prefill(chunk, record, offsets)
         hidden = values = hidden[offsets]

@@ -60,8 +60,8 @@ class OverlapScheduler:
 
     def begin(self, plan: StepPlan) -> InFlight | None:
         """Return the launched decode steps of a plan, and launch the next steps if possible.
-        Returns None if the caller has to compute the decode step. Raises the error of these steps'
-        early launch, if there was one."""
+        Returns None if the caller has to compute the decode step. If the early launch of these
+        steps failed, raises its error."""
         launcher = self._launcher
         if launcher is None:
             return None

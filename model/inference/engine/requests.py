@@ -20,7 +20,7 @@ class CommonFields:
     priority  lower values are admitted first
     caller    callers of one priority take turns; the requests of one caller are admitted in the
               order of arrival
-    deadline  time on the engine's clock
+    deadline  time, on the engine's clock, at which the request is ended if unfinished
     """
 
     request_id: str

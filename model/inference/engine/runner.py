@@ -70,8 +70,8 @@ DecoderMaker = Callable[[GPT, KVCache], Decoder]
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scored tokens of a prompt from position `start` on: as objects in `tokens`, or as arrays of
-    each block in `rows`, depending on the request."""
+    """Scored tokens of a prompt from position `start` on: as objects in `tokens`, or as arrays in
+    `rows`, depending on the request."""
 
     start: int
     tokens: list[ScoredToken]
@@ -92,7 +92,7 @@ class StepOutput:
     verified         a sample after each token of a draft, on the assumption that all tokens up to
                      it are right
     prefill_seconds  time of the prompts; None if the device computes asynchronously, or if one
-                     pass computed them `together` with the decode
+                     pass computed them `together` with the decode step
     """
 
     sampled: dict[Sequence, SampleResult] = field(default_factory=dict)
@@ -172,9 +172,9 @@ class Runner:
         return self.device.type == "cpu"
 
     def prepare(self, network: Network) -> ForwardModel:
-        """Prepare new weights for `replace` while the current ones compute. Does not write to the
-        cache. Raises ValueError if `network` does not fit the cache. Errors of the decoder's
-        constructor are raised too."""
+        """Prepare new weights for `replace` while the current weights are still in use. Does not
+        write to the cache. Raises ValueError if `network` does not fit the cache. Also raises any
+        error of the decoder's constructor."""
         served = self.model.network
         if network.config != served.config:
             raise ValueError("the new weights have a different shape from the served model")
@@ -188,7 +188,8 @@ class Runner:
         return self._forward_model(network)
 
     def replace(self, model: ForwardModel) -> None:
-        """Replace the weights with prepared ones. The contents of the cache become invalid."""
+        """Replace the weights with the prepared weights. The contents of the cache become
+        invalid."""
         self.model.close()
         self.model = model
 

@@ -5,21 +5,22 @@ prompts take turns in the same way. A step decodes every running sequence once. 
 to `prefill_chunk` positions, or fewer while sequences decode (`budget.py`), of as many prompts as
 fit. Running sequences are never preempted: an admitted sequence can finish.
 
-If the reader of a sequence's outputs is behind, the sequence computes nothing but keeps its slot.
-When another sequence needs the slot, the one that has been behind the longest is evicted (PAUSED).
-It returns to the queue when its reader has taken everything; then its prefix is copied, or computed
-again in the same blocks with the same bits. A sequence delivers at least CHUNKS_IN_FLIGHT pieces
-between two evictions, and an eviction costs at most the prefill of one prompt, so all sequences
-make progress. (Ending slow readers instead would require a minimum rate that suits every network.)
-The unread rows of paused sequences take memory. So at most as many sequences are PAUSED as there
-are slots; beyond that, those that have been behind the longest are ended.
+If the reader of a sequence's outputs is behind, the sequence keeps its slot, but computes nothing.
+When another sequence needs a slot, the sequence that has been behind the longest is evicted
+(PAUSED). It returns to the queue when its reader has taken everything; then its prefix is copied,
+or computed again in the same blocks with the same bits. A sequence delivers at least
+CHUNKS_IN_FLIGHT pieces between two evictions, and an eviction costs at most the prefill of one
+prompt, so all sequences make progress. (Ending slow readers instead would require a minimum rate
+that suits every network.) The unread rows of paused sequences take memory. So at most as many
+sequences are PAUSED as there are slots; beyond that, the sequences that have been behind the
+longest are ended.
 
-Outputs and interventions cost elements (`cost.py`). In one step the prompts may cost STEP_ELEMENTS,
-and so may the rows of tapped sequences, whose stages are recorded or changed; tapped sequences that
-do not fit decode in a later step, in turn. A step is heavy if it has LARGE elements or more, a
-tapped sequence, or a piece of an attribution. After a heavy step, no such work runs next to
-decoding for COOLDOWN times its duration. So heavy work at most about doubles the time per token of
-other sequences.
+Outputs and interventions cost elements (`cost.py`). In one step the prompts may cost up to
+STEP_ELEMENTS, and so may the rows of tapped sequences, whose stages are recorded or changed; tapped
+sequences that do not fit decode in a later step, in turn. A step is heavy if it has LARGE elements
+or more, a tapped sequence, or a piece of an attribution. After a heavy step, no such work runs next
+to decoding for COOLDOWN times its duration. So heavy work at most about doubles the time per token
+of other sequences.
 
 Attributions take no slot (`attributions.py`). If attributions and other heavy work wait, each gets
 half of the time, so a short attribution does not wait for a queue of heavy prompts.
@@ -212,8 +213,8 @@ class Scheduler:
         together: bool = False,
     ) -> None:
         """Record the time of a computed step. `prefill_seconds` is the time of its prompts, if
-        known. `together` is true if one pass computed prompts and decode. A heavy step begins a
-        cooldown."""
+        known. `together` is true if one pass computed both the prompts and the decode step. A heavy
+        step begins a cooldown."""
         seconds = now - self._planned_at
         if plan.attribution is not None:
             self.attributions.charge(plan.attribution, seconds)
@@ -432,7 +433,8 @@ def _elements(sequence: Sequence, start: int, end: int) -> int:
 
 
 def _waiting(sequence: Sequence, now: float) -> Waiting:
-    """A prompt for the budget. Only generations have a first token that a reader waits for."""
+    """Describe a prompt to the budget. Only generations have a first token that a reader waits
+    for."""
     left = sequence.prompt_length - sequence.computed
     return Waiting(left, None if sequence.generation is None else now - sequence.arrived)
 

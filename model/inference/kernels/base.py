@@ -55,15 +55,17 @@ class Prefilled:
 
 
 Collect = Callable[[], list[list[int | None]]]
-"""Waits for a launch, but not for later ones, and returns the tokens of each of its steps; None for
-a row that is not finite. It must be called before the second launch that follows."""
+"""Waits for a launch, but not for later launches, and returns the tokens of each of its steps. The
+token of a row that is not finite is None. Must be called before the second launch after this
+one."""
 
 
 class Launcher(Protocol):
     """Launches decode steps, including sampling, without waiting for their end. A launch is one or
-    more steps of the same rows, each at the next position; two launches may be in flight. A slot
-    has at most one row. `positions` belong to the first step. `sampling` has the rows of the first
-    step, then of the second, and so on; `sampling` is read before the call returns."""
+    more steps of the same rows; each step is one position further than the step before it. Two
+    launches may be in flight. A slot has at most one row. `positions` are the rows' positions in
+    the first step. `sampling` has the rows of the first step, then of the second, and so on;
+    `sampling` is read before the call returns."""
 
     def most_steps(self, rows: int) -> int:
         """Maximum number of steps in a launch of this many rows, a power of 2."""

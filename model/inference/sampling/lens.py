@@ -9,7 +9,7 @@ rows at once. `model/inference/engine/outputs.py` computes the streams and the l
 Figures are logprobs, because float32 rounds probabilities near 1 to 1 and small ones to 0. Sums are
 in float64, because float32 sums over a large vocabulary lose the small divergences of late layers.
 A row's bits do not depend on the number of rows: torch would split a single sum between threads, so
-three are always computed together.
+three sums are always computed together.
 
 Shapes: P rows, G rows of a group, V ids, K most likely ids, N named ids.
 """
@@ -26,7 +26,7 @@ from torch import Tensor
 from logitd.model.inference.sampling.distribution import largest_ids
 
 GROUP_ELEMENTS = 2**20
-"""Logits per group of rows. Four work arrays of this size take 32 MiB in float64."""
+"""Number of logits in a group of rows. Four work arrays of this size take 32 MiB in float64."""
 COUNTED_IDS = 16
 """Maximum number of named ids that are ranked by counting larger logits. If there are more, the row
 is sorted."""

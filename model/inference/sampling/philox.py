@@ -1,7 +1,8 @@
 """Philox4x32-10: random numbers as a pure function of a key and a counter.
 
 The uniform number of a token depends only on the seed, the position of the token, and the index of
-its sequence among the n of its prompt. So it is the same in any batch and after any restart.
+its sequence among the n sequences of its prompt. So it is the same in any batch and after any
+restart.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). The
 tests compare this implementation with the known answers of the authors' Random123 library. Words
@@ -18,8 +19,8 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 FEW = 16
-"""Maximum number of values that are computed one by one. Arrays of any size take about 150 small
-operations, which cost as much as this many single values."""
+"""Maximum number of values that are computed one by one. An array of any size takes about 150 small
+operations, which together cost as much as this many single values."""
 
 Words = Any
 """An integer, or an array of uint64."""

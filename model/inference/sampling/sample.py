@@ -21,10 +21,12 @@ from torch import Tensor
 from logitd.model.inference.sampling.philox import uniforms
 
 LARGEST_LOGIT = 1e30
-"""Largest magnitude of a logit that stays within float32 under all parameters."""
+"""Largest accepted magnitude of a computed logit: up to it, no step of processing overflows
+float32, whatever the parameters."""
 
 COLDEST = 1e-5
-"""Smallest temperature except 0. It prevents overflow and is practically greedy."""
+"""Smallest temperature used: lower ones, except 0, are raised to it. It prevents overflow and is
+practically greedy."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ The definitions, in the order in which they are applied:
                        in the order of ids                              (Holtzman et al., 2020)
 10. min_p              of the rest, keep prob[i] >= min_p * the largest       (Nguyen et al., 2024)
 11. sample             the first id, in the order of ids, at which the cumulative probability in
-                       float64 exceeds u times the total; u of `model/inference/sampling/philox.py`
+                       float64 exceeds u times the total, with u from
+                       `model/inference/sampling/philox.py`
 
 Logprobs are the log softmax in float64: `raw` of the model's logits, `processed` of the logits
 after step 10 (after step 6 at temperature 0). `rank` is 1 plus the number of strictly more likely

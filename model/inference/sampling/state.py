@@ -28,7 +28,7 @@ class SamplingState:
 
     def begin(self, slot: int, params: SamplingParams, index: int) -> None:
         """Store the sampling parameters of the sequence in a slot. `index` is the number of the
-        sequence among the n of its prompt."""
+        sequence among the n sequences of its prompt."""
         self._records[slot] = sampling_rows([row_of(params, index, position=0)])[0]
         self._processed[slot] = needs_logits_processing(params)
         self._last_slots = None

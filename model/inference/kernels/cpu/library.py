@@ -45,7 +45,8 @@ BUILD_SECONDS = 900
 """Time limit of a build. Half a minute is usual, but Zig's first build also compiles its own
 library, which took more than five minutes on busy cores."""
 ZIGS_NAMES = {"armv8-a": "generic"}
-"""Zig's names of processors, if replacing dashes by underscores is not enough."""
+"""Zig's names for processors, where they differ from GCC's by more than underscores instead of
+dashes."""
 
 Origin = Literal["compiled now", "compiled before", "prebuilt"]
 
@@ -64,7 +65,7 @@ class NativeLibrary:
     """The loaded native kernels.
 
     target  the target that they were built for; None: this machine's processor
-    origin  whether they were prebuilt, or when they were compiled
+    origin  whether they were prebuilt, compiled by this call, or compiled before
     """
 
     functions: ctypes.CDLL

@@ -1,7 +1,7 @@
 """Originals: frees the matrices of a GPT that its decoder holds in another form, and restores them.
 
 The native decoder computes with compressed or quantized matrices and no longer reads the GPT's own
-matrices. Only torch reads the GPT's own, for recorded or changed activations and for attributions.
+matrices. Only torch still reads them, to record or change activations and to compute attributions.
 If nothing else computes with the GPT, the memory of these matrices is returned to the system. They
 are restored to the same bits when torch first needs them, and then stay in memory. Until then the
 parameters are empty, so computing with them by mistake raises an error instead of returning wrong

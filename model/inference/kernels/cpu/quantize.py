@@ -1,5 +1,5 @@
-"""Quantize: converts matrices to int8 with a scale for each row, or int4 with a scale for every 16
-weights.
+"""Quantize: converts matrices to int8 with a scale for each row, or to int4 with a scale for every
+16 weights.
 
 This module defines the formats, their layout in memory for native/dot.h and
 native/int8_strips.h, and the conversion back to weights. native/quantize.h does the rounding.
@@ -29,12 +29,13 @@ STEP = 64
 """Number of weights of a row that one step of a product multiplies. Rows of int4 and of strips are
 padded with zeros to whole steps."""
 SIDE = 16
-"""Number of rows of a strip in one register."""
+"""Number of a strip's rows that one register holds."""
 STRIP_ROWS = 2 * SIDE
 TOGETHER = 4
 """Number of columns of a row that are adjacent in a strip."""
 BLOCK_STEPS = 4
-"""Number of steps in a block, which share scales. The last block of a row may have fewer."""
+"""Number of steps in a block. The steps of a block share scales. The last block of a row may have
+fewer steps."""
 SCALES = 16
 """Number of scales in a block."""
 LEAST = -8

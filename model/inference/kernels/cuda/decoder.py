@@ -1,6 +1,6 @@
 """GraphDecoder: prompts, decode steps and sampling on a GPU, with one launch for a few steps.
 
-A recording is made once for each combination of a number of steps, a number of rows and a length of
+A recording is made once for each combination of a number of steps, a number of rows and a number of
 keys, all rounded up to a few sizes (buckets). It is replayed on tensors at fixed addresses, which
 one copy from pinned memory fills. Padding rows repeat the first row and write the same values. This
 module handles sizes, recordings and copies; `forward.py` computes a step. The host waits only for
@@ -12,7 +12,7 @@ next one can be launched before the host reads their tokens.
 
 Positions of prompts are rows of steps too. With batch invariance, every row's sums have the same
 order for any number of rows, so prompts, decoded tokens and drafts have the same bits in any batch.
-The self-check on the device (`check.py`) verifies it.
+The self-check on the device (`check.py`) verifies this.
 
 Shapes: K steps of a launch, R rows of a step, C = d_model, V = vocab_size.
 """
@@ -57,10 +57,10 @@ torch; 256 positions take 0.9 ms and 5.1 ms."""
 
 MOST_STEPS = 4
 LAUNCHED_ROWS = 32
-"""Maximum number of rows of a launch, counted over all its steps. More steps take less of the
+"""Maximum number of rows of a launch, counted over all its steps. Longer launches take less of the
 host's time, but a new prompt waits for the steps in flight, and a sequence that ends wastes the
-rest. On an H200, one sequence of GPT-2 124M decodes 4,600 tokens/s with 1 step, 4,860 with 4, 4,890
-with 8."""
+remaining steps. On an H200, one sequence of GPT-2 124M decodes 4,600 tokens/s with 1 step, 4,860
+with 4, 4,890 with 8."""
 
 Key = tuple[int | str, ...]
 """Key of a recording: (kind, steps, rows, keys, several rows in a slot, sampling)."""
@@ -68,7 +68,7 @@ NO_ROW = -1
 """Marks an uploaded row whose token the host knows. Otherwise this field holds the index of the row
 that samples the token."""
 FORWARD, GREEDY, FILTERED = range(3)
-"""Kinds of sampling in a recording: none, temperature only, with filters."""
+"""Kinds of sampling in a recording: none, without filters, with filters."""
 
 
 class Forward(Protocol):
@@ -145,7 +145,7 @@ class GraphDecoder:
     @torch.inference_mode()
     def prefill(self, pieces: Sequence[PrefillInput]) -> list[Prefilled]:
         """Prefill pieces. Positions of prompts are rows of steps. Torch computes additional outputs
-        and, unless bits must not depend on the batch, long prompts."""
+        and, without batch invariance, long prompts."""
         plain = all(piece.plain for piece in pieces)
         ends = [piece.start + len(piece.token_ids) for piece in pieces]
         if plain and (self.batch_invariant or max(ends) <= LONGEST_PROMPT):

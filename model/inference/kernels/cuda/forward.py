@@ -1,9 +1,9 @@
 """Forward pass of a decode step on a GPU: launches `kernels.py` and `sampling_kernels.py` in order.
 
 Computes `GPT.transform` and `GPT.logits` for one new token per row, from `given` and the cache.
-Every shape of a `GPTConfig` is covered. Value embeddings and, except for windows, the parts of
-nanochat's shape are torch operations between the launches.
-`decoder.py` records a forward pass.
+Every shape of a `GPTConfig` is covered. Value embeddings and nanochat's other features, except
+windows, are computed by torch operations between the launches. `decoder.py` records the whole
+forward pass.
 
 Up to FEW_ROWS rows, a program holds some rows of a matrix and multiplies every row of the step by
 them; norms and attention's parts are computed in the same launch. More rows are multiplied in
@@ -53,10 +53,10 @@ SPAN = 256
 """Parts begin at multiples of this number of columns of x. It is a multiple of the columns that any
 tile loads at a time."""
 SURVEYED = 4096
-"""Number of logits that each program reads in sampling."""
+"""Number of logits that each program of `survey` reads."""
 PROGRAMS = 256
-"""Number of programs for one row, which uses every multiprocessor of a large GPU twice. Steps of
-more rows have proportionally fewer programs, each of which computes all rows."""
+"""Number of programs for one row: about two for each multiprocessor of a large GPU. Steps of more
+rows have proportionally fewer programs, each of which computes all rows."""
 ACTIVATIONS = {
     "gelu_tanh": kernels.GELU_TANH, "gelu": kernels.GELU, "relu": kernels.RELU,
     "relu2": kernels.RELU2, "swiglu": kernels.SWIGLU,

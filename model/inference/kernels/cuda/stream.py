@@ -1,4 +1,4 @@
-"""Streams: run the work of a device in order, without waiting on the host.
+"""Streams: run the work of a device in order, without making the host wait.
 
 `CudaStream` records work as a CUDA graph, which starts hundreds of kernels in one call, and copies
 through pinned memory. `DirectStream` computes immediately on any device, for tests without a GPU.
@@ -23,7 +23,8 @@ IN_FLIGHT = 4
 Compute = Callable[[], None]
 Integers = npt.NDArray[np.int64]
 Download = Callable[[], list[list[int]]]
-"""Waits for integers from the device, but not for work queued after their copy."""
+"""Waits for integers from the device, but not for work queued after their copy, and returns
+them."""
 
 
 class Stream(Protocol):
@@ -60,13 +61,13 @@ class DirectStream:
 class CudaStream:
     """CUDA graphs in one memory pool: a graph may overwrite the intermediate results of another, so
     all of them together take little more memory than the largest. Lasting results go into tensors
-    allocated outside. Copies go through pinned buffers that are used in turn.
+    allocated outside the pool. Copies go through pinned buffers that are used in turn.
 
     Source: PyTorch's notes on CUDA graphs (warm-up on a side stream, a shared pool).
     """
 
     def __init__(self, device: torch.device, most: int) -> None:
-        """`most`: maximum number of integers of a copy."""
+        """`most`: maximum number of integers in a copy."""
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         # One stream for all recordings: libraries keep a workspace for every stream they see.

@@ -2,12 +2,12 @@
 
 Torch's libraries choose the kernel of a product by its number of rows, among other things, and
 kernels add in different orders. The limits depend on the processor. On AMD, all multiples of 4 rows
-use the same order; on Intel with AVX-512, float32 uses another order from 16 rows on. So the groups
-are found by trial, on this machine and for the model's shapes: a row is multiplied together with
-more or fewer copies of itself. The trials use sums whose terms cancel. Only their rounding remains,
-so a different order of additions shows even in bfloat16, where it usually changes only one result
-in thousands. Attention is not covered, because it is computed per sequence; nor are GPUs, on which
-plain torch is not batch-invariant.
+use the same order; on Intel with AVX-512, float32 uses a different order from 16 rows on. So the
+groups are found by trial, on this machine and for the model's shapes: a row is multiplied together
+with more or fewer copies of itself. The trials use sums whose terms cancel. Only their rounding
+remains, so a different order of additions shows even in bfloat16, where it usually changes only one
+result in thousands. Attention is not covered, because it is computed per sequence; nor are GPUs, on
+which plain torch is not batch-invariant.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,8 +22,8 @@ from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.gpt import GPT, Block
 
 MULTIPLES = (4, 8, 16, BLOCK)
-"""Candidates for the number to whose multiples the rows of decode steps are padded, cheapest
-first."""
+"""Candidates for the padding of decode steps, cheapest first: the number of rows is padded to a
+multiple of the candidate."""
 PREFILL_ROWS = 256
 """Maximum number of prompt positions in one matrix product."""
 UNBOUNDED = 1 << 20

@@ -5,8 +5,8 @@
 changes. `RowTaps` applies the changes of several sequences to a decode step with one row per
 sequence. A tap is used for one forward pass, `Changes` for a whole sequence.
 
-Features are computed from the stage that their autoencoder reads, after its changes. If features
-change, that stage moves along the decoder by the difference.
+Features are computed from the stage that their autoencoder reads, after the changes of that stage.
+If features change, the difference times the decoder's matrix is added to the stage.
 
 Shapes: T positions of a piece, H heads, S keys.
 """
@@ -142,8 +142,8 @@ class PieceTap:
     def _through(
         self, features: Key, autoencoder: Autoencoder, value: Tensor, offset: int
     ) -> Tensor:
-        """Record and change the features of a stage's values (T, D). Returns the moved values, or
-        `value` itself if no feature changes."""
+        """Record and change the features of a stage's values (T, D). Returns the resulting values
+        of the stage, or `value` itself if no feature changes."""
         encoded = autoencoder.encode(value)
         changed = self._changed(features, encoded, offset)
         if features in self._kept:
