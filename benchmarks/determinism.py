@@ -6,8 +6,9 @@ The cost is the time that would be saved without batch invariance. There is no s
 without it, so each part is compared with stock torch's fastest code for the same result, which is
 not batch-invariant:
 
-decode, native  Every product of a step of one sequence, accumulated as in every batch, against
-                torch's `F.linear` or its matrix-vector product for one row, whichever is faster.
+decode, native  Every product of a step of one sequence, summed in the same order as in any batch,
+                against torch's `F.linear` or its matrix-vector product for one row, whichever is
+                faster.
                 Neither of these returns the same bits for one row as for several. Ours and torch's
                 use the same weights, one matrix after the other, so that both read memory alike.
                 The cost is the difference as a share of the whole step; it is below 0 if torch is
@@ -82,7 +83,7 @@ class NativePrice:
 
     @property
     def bound(self) -> float:
-        """Upper bound of the cost of batch invariance in products, whatever the kernels."""
+        """Upper bound on the cost of batch invariance in products. It holds for any kernels."""
         return max(0.0, sum(self.ours.values()) - self.reading) / self.step
 
     @property

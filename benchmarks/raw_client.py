@@ -120,7 +120,7 @@ class RawClient:
         self._idle.clear()
 
     async def _connected(self) -> "_Connection":
-        """A free connection: a used one if possible."""
+        """A free connection: one that is already open, or else a new one."""
         while self._idle:
             connection = self._idle.pop()
             if connection.usable:

@@ -4,9 +4,9 @@
 
 Peers: a loop in plain torch, transformers' `generate`, llama.cpp, OpenVINO GenAI, CTranslate2, and
 transformers' continuous batching if --peers names it. A peer is left out, with a message, if its
-package is missing, if it fails, or if it does not have the dtype or shape. llama.cpp, OpenVINO and
-CTranslate2 are run by PYTHON, an interpreter of another environment (benchmarks/peers/README.md).
-With NAME=, PYTHON is for that peer only.
+package is missing, if it fails, or if it does not support the dtype or shape. llama.cpp, OpenVINO
+and CTranslate2 are run by PYTHON, an interpreter of another environment
+(benchmarks/peers/README.md). With NAME=, PYTHON is for that peer only.
 
 For each dtype, all peers get the same random weights and the same prompts. First they must agree
 with logitd's plain float32 forward pass about the next token. Then they take turns to be measured,

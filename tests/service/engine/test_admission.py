@@ -147,7 +147,7 @@ async def test_wait_empty_waits_for_the_last_sequence() -> None:
 
 
 def test_retry_after_follows_the_pace() -> None:
-    """The estimate approaches the recent pace, between a second and a minute."""
+    """The estimate approaches the recent pace, but is at least a second and at most a minute."""
     assert retry_after([], sequences=5) == 5, "a second each by default"
     slow, slower = (retry_after([3.0] * n, sequences=5) for n in (5, 100))
     assert 5 < slow < slower == 15

@@ -1,4 +1,5 @@
-"""`logitd train` on the terminal; its training is tested with the trainer and in tests/e2e."""
+"""`logitd train` on the terminal. Other tests, with the trainer's and in tests/e2e, cover training
+itself."""
 
 import sys
 from dataclasses import replace
