@@ -241,7 +241,9 @@ def run_watched(
         )
         for event in result.events:
             if isinstance(event, FinishEvent) and event.reason is not FinishReason.LENGTH:
-                raise BenchmarkError(f"a sequence ended early ({event.reason.value}): {event.error}")
+                raise BenchmarkError(
+                    f"a sequence ended early ({event.reason.value}): {event.error}"
+                )
     return steps
 
 

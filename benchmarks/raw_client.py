@@ -164,7 +164,7 @@ class _Reply:
         self._refusal = bytearray()
 
     def lost(self, why: str) -> None:
-        """Note that the connection has ended."""
+        """Record that the connection has ended."""
         if not self.complete:
             message = f"the stream broke off after {self._tokens} tokens: {why}"
             self._fail(StreamError(message, self._tokens, self._request_id))

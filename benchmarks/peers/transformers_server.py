@@ -111,8 +111,8 @@ def asking_transformers(http: httpx.AsyncClient, url: str) -> Ask:
 
 
 def tokens_in(line: str, usage: dict[str, int] | None) -> tuple[int, dict[str, int] | None]:
-    """Number of tokens in a line of the stream, and the server's final counts if the line has
-    them."""
+    """Number of tokens in a line of the stream, and the server's final counts, which are `usage` if
+    the line has none."""
     data = re.fullmatch(r"data: (\{.*\})", line)
     if data is None:
         return 0, usage

@@ -175,7 +175,7 @@ def test_killed_replica_breaks_only_its_streams(on_ray: OnRay, client: httpx.Cli
     takes to notice, and another replica replaces the killed one.
 
     Each replica has four slots, so both have some of the six streams. Ray may send all six requests
-    without a stream to one replica; in one run, all of these failed.
+    that do not stream to one replica; in one run, all six failed.
     """
     long = LONG | {"max_tokens": 2 * TOKENS}  # long enough to be running when it is killed
     ended: list[str] = []

@@ -1,5 +1,4 @@
-"""`logitd train` on the terminal. Other tests, with the trainer's and in tests/e2e, cover training
-itself."""
+"""`logitd train` on the terminal. The trainer's tests and tests/e2e cover training itself."""
 
 import sys
 from dataclasses import replace
