@@ -19,8 +19,8 @@ decode, native  Every product of a step of one sequence, summed in the same orde
                 sequence has nothing to share with others.
 sampling        Native sampling of one row, with float64 sums and a random number that depends only
                 on the seed, against torch's softmax and multinomial, as a share of the same step.
-decode, torch   Time of a step whose rows are padded and grouped as this processor needs it, divided
-                by the time of a step whose rows are not.
+decode, torch   Time of a step whose rows are padded and grouped as batch invariance requires on
+                this processor, divided by the time of a step whose rows are not.
 prefill         Attention block by block, against one fused causal attention; and an activation that
                 computes the same bits for an element wherever it is in the tensor, against torch's
                 fused activation. Both as a share of the prompt's time.
@@ -208,8 +208,8 @@ def prompt_length(gpt: GPT) -> int:
 
 
 def padding_price(gpt: GPT, sequences: int) -> float:
-    """Time of a step in plain torch with padded rows, divided by the time without: the median over
-    rounds in which the two take turns."""
+    """Time of a step in plain torch with padded rows, divided by the time without padding: the
+    median over rounds in which the two take turns."""
     as_they_are = partial(PlainDecoder, row_groups=RowGroups(1, sequences))
     ratios = []
     for _ in range(ROUNDS):

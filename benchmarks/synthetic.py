@@ -89,7 +89,7 @@ def save_synthetic(path: Path, config: GPTConfig) -> CheckpointInfo:
 
 
 def save_with_tokenizer(path: Path, gpt: GPT) -> CheckpointInfo:
-    """Save a GPT at `path` with a vocabulary of its size."""
+    """Save a GPT at `path`, with a made-up vocabulary of the same size."""
     return save_checkpoint(
         path,
         config=gpt.config,

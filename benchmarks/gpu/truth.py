@@ -41,7 +41,7 @@ MEMORY_SECONDS = 12.0
 
 
 def checked(setting: Setting) -> Iterator[Finding]:
-    """Run the self-check of a starting server."""
+    """Run the self-check that a server runs when it starts."""
     for dtype in DTYPES:
         for name, gpt in models(setting, dtype).items():
             for invariant in (False, True):
