@@ -1,12 +1,12 @@
-"""How a class of clients that ablate heads slows down other clients that read streams.
+"""How a classroom of clients that ablate heads slows down other clients, which read streams.
 
     python -m benchmarks.ablating_class [--threads N] [--checkpoint DIR] [--clients 20]
 
-Serves a checkpoint in a separate process and reads streams from it. Then a class of clients
+Serves a checkpoint in a separate process and reads streams from it. Then a classroom of clients
 requests next-token probabilities. Each client has its own prompt, ablates its own heads, and sends
 its next request as soon as it gets a reply. Prints the time between two tokens of a stream, before
-and during these requests, and the number of requests per second that the class completes. Compares
-every stream, bit for bit, with the same request sent alone. The last line is JSON.
+and during these requests, and the number of the classroom's requests that complete per second.
+Compares every stream, bit for bit, with the same request sent alone. The last line is JSON.
 """
 
 import json
@@ -94,7 +94,8 @@ def ablate(url: str, client: int, heads: list[tuple[int, int]], over: threading.
 
 
 def measure(url: str, clients: int, streams: int) -> dict[str, Any]:
-    """Measure the streams for SECONDS alone, then for SECONDS while the class sends requests."""
+    """Measure the streams for SECONDS alone, then for SECONDS while the classroom sends
+    requests."""
     config = httpx.get(f"{url}/info", trust_env=False).json()["config"]
     heads = [
         (layer, head) for layer in range(config["n_layer"]) for head in range(config["n_head"])

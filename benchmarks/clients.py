@@ -45,7 +45,7 @@ Checks = Iterator[tuple[str, Callable[[], Any]]]
 
 
 def schema_of(pydantic: Any) -> Any:
-    """A pydantic model with two fields, such as users write."""
+    """A pydantic model with two fields, like the ones that users write."""
     return pydantic.create_model("Item", name=(str, ...), count=(int, ...))
 
 

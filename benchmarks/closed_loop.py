@@ -1,5 +1,5 @@
-"""Latency and throughput for clients that send their next request when the last one has ended, or
-for requests at a fixed rate.
+"""Latency and throughput for clients that send their next request when the previous one has ended,
+or for requests at a fixed rate.
 
     python -m benchmarks.closed_loop [--serve FLAGS ...] [--url URL ...] [--peer SERVER ...]
                                      [--clients 8 32] [--rate R ...] [--prompt-tokens N]
@@ -13,14 +13,15 @@ for requests at a fixed rate.
 
 A target is a `logitd serve` that is started with some flags, a server of another project that is
 started with the same random weights (--shape; benchmarks/peers/servers.py), or a running server
-with OpenAI's `/v1/completions`. The same client requests streams from all of them, after prompts of
+with OpenAI's `/v1/completions`. The same client requests streams from all of them, with prompts of
 random token ids. Texts end only at their maximum length. Tokens are counted as the servers count
 them. A server whose count of prompt tokens differs from the number sent has failed. All targets
 stay up during the whole measurement. Each load is applied to each target in turn, round by round,
-so that other work on the machine affects all targets alike; the other targets are idle meanwhile.
+so that other work on the machine affects all targets alike. While one target is under load, the
+others are idle.
 
 clients   number of concurrent clients (a closed loop); each sends a new prompt when its stream ends
-rate      requests per second, at random moments, for any number of open requests (an open loop)
+rate      requests per second, sent at random moments, however many are still open (an open loop)
 shared    share of the prompt that is the same in all prompts
 
 Streams begin one after the other during a warm-up, which is not counted.
@@ -77,7 +78,8 @@ MOST_AT_A_RATE = 32
 """Number of slots that other projects' servers get if requests arrive at a fixed rate."""
 TIMEOUT = httpx.Timeout(600.0)
 GOOD_TTFT, GOOD_GAP = 1.0, 0.15
-"""Largest time to the first token, and largest gap, of a good request, in seconds."""
+"""Limits for a good request, in seconds: the time to the first token, and the 99th percentile of
+the gaps."""
 
 
 @dataclass(frozen=True, slots=True)

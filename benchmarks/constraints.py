@@ -2,8 +2,8 @@
 
     python -m benchmarks.constraints [--checkpoint DIRECTORY] [--threads N] [--dtype D]
 
-Steps: 1, 8 and 32 sequences that all write JSON by a schema are compared with the same number of
-sequences without a constraint; the two alternate in one process. The time in the matchers is
+Steps: 1, 8 and 32 sequences that all write JSON matching a schema are compared with the same number
+of sequences without a constraint; the two alternate in one process. The time in the matchers is
 printed as a share of a step. Masks: the time for advancing by one token and computing the next
 mask, with the checkpoint's vocabulary and with a made-up one of 50,000 tokens. Run it on an idle
 machine. The last line is JSON.
@@ -112,7 +112,8 @@ def steps(gpt: GPT, sequences: int, constraint: MatcherClock | None = None) -> t
 
 @dataclass(frozen=True)
 class Cost:
-    """Times of a step in which every sequence has a constraint, and of one in which none has."""
+    """Times of a step in which every sequence has a constraint, and of a step without
+    constraints."""
 
     sequences: int
     free_us: float

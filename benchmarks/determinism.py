@@ -6,8 +6,9 @@ The cost is the time that would be saved without batch invariance. There is no s
 without it, so each part is compared with stock torch's fastest code for the same result, which is
 not batch-invariant:
 
-decode, native  Every product of a step of one sequence, accumulated as in every batch, against
-                torch's `F.linear` or its matrix-vector product for one row, whichever is faster.
+decode, native  Every product of a step of one sequence, summed in the same order as in any batch,
+                against torch's `F.linear` or its matrix-vector product for one row, whichever is
+                faster.
                 Neither of these returns the same bits for one row as for several. Ours and torch's
                 use the same weights, one matrix after the other, so that both read memory alike.
                 The cost is the difference as a share of the whole step; it is below 0 if torch is
@@ -18,8 +19,8 @@ decode, native  Every product of a step of one sequence, accumulated as in every
                 sequence has nothing to share with others.
 sampling        Native sampling of one row, with float64 sums and a random number that depends only
                 on the seed, against torch's softmax and multinomial, as a share of the same step.
-decode, torch   Time of a step whose rows are padded and grouped as this processor needs it, divided
-                by the time of a step whose rows are not.
+decode, torch   Time of a step whose rows are padded and grouped as batch invariance requires on
+                this processor, divided by the time of a step whose rows are not.
 prefill         Attention block by block, against one fused causal attention; and an activation that
                 computes the same bits for an element wherever it is in the tensor, against torch's
                 fused activation. Both as a share of the prompt's time.
@@ -82,7 +83,7 @@ class NativePrice:
 
     @property
     def bound(self) -> float:
-        """Upper bound of the cost of batch invariance in products, whatever the kernels."""
+        """Upper bound on the cost of batch invariance in products. It holds for any kernels."""
         return max(0.0, sum(self.ours.values()) - self.reading) / self.step
 
     @property
@@ -207,8 +208,8 @@ def prompt_length(gpt: GPT) -> int:
 
 
 def padding_price(gpt: GPT, sequences: int) -> float:
-    """Time of a step in plain torch with padded rows, divided by the time without: the median over
-    rounds in which the two take turns."""
+    """Time of a step in plain torch with padded rows, divided by the time without padding: the
+    median over rounds in which the two take turns."""
     as_they_are = partial(PlainDecoder, row_groups=RowGroups(1, sequences))
     ratios = []
     for _ in range(ROUNDS):

@@ -6,7 +6,7 @@ Measures three kinds of work, which take turns in one process: prompts as `logit
 them (8 together, of 256 ids), prompts as long as the model's context, like the windows of long
 documents, and an extraction of standard library sources after the model was loaded and the data
 read once. An extraction does more work than prompts: the head computes a row for each token instead
-of one for each prompt, then the softmax, the encoding and the files follow.
+of one for each prompt. Then the softmax is computed, and the rows are encoded and written to files.
 
 Each is measured in processor time of all threads and in wall-clock time. If other jobs run, trust
 the processor time measured with `--threads 1`: with several threads, all spin while they wait for a

@@ -1,7 +1,7 @@
 """Front load: latency and throughput of a server as a client sees them, proxies included.
 
-The load is a short request alone, the first token of a stream alone, and several streams at once.
-Prompts are new each time, so no prefix is copied. The client is `benchmarks/raw_client.py`, on the
+The load consists of short requests, one after another, and then several streams at once. Prompts
+are new each time, so no cached prefix is reused. The client is `benchmarks/raw_client.py`, on the
 same machine. This module does not start servers.
 """
 

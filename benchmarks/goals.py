@@ -52,7 +52,8 @@ STRONGEST = {
     "int8": {"llama.cpp", "openvino", "ctranslate2"},
     "int4": {"llama.cpp", "openvino"},
 }
-"""Peers by dtype. The best of the others is known only if all of these are measured."""
+"""The strongest peers of each dtype. logitd is compared with the best peer only if all of these
+were measured."""
 OVER_HTTP = "bfloat16"
 """The dtype in which `logitd serve` is measured too."""
 
@@ -64,8 +65,8 @@ DECODE_OVER_OTHERS = {
     ("30m", "bfloat16", 8): 2.0,
     ("30m", "bfloat16", 32): 2.0,
 }
-"""Required ratio of logitd's decode rate to the best of the others, by shape, dtype and batch size;
-1 for all other cases."""
+"""Required ratio of logitd's decode rate to the best peer's, by shape, dtype and batch size; 1 for
+all other cases."""
 
 
 # Commands

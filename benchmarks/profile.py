@@ -45,7 +45,7 @@ STAGES = (
 )  # fmt: skip
 """Stages in the order of a step. `scheduling` is deadlines and the plan, `tensors` the conversion
 of lists to the decoder's arrays, `processing` the sampling parameters of each row, `events` the
-conversion of tokens to events. A residual sum is part of the product before it."""
+conversion of tokens to events. The residual addition counts as part of the product before it."""
 OUTSIDE = frozenset({"scheduling", "tensors", "processing", "events"})
 """Stages that belong neither to the model nor to the sampling."""
 PREFILLS = 5
@@ -71,7 +71,7 @@ class Timeline:
 
     def mark(self, stage: str, timed: Callable[[], Mapping[str, float]] | None = None) -> None:
         """Attribute the time since the last mark to `stage`, except the parts that `timed` returns
-        under their own names. The call of `timed` itself belongs to no stage."""
+        under their own names. The call to `timed` itself belongs to no stage."""
         if self.seconds is None:
             return
         now = time.perf_counter()
@@ -241,7 +241,9 @@ def run_watched(
         )
         for event in result.events:
             if isinstance(event, FinishEvent) and event.reason is not FinishReason.LENGTH:
-                raise BenchmarkError(f"a sequence ended by {event.reason.value}: {event.error}")
+                raise BenchmarkError(
+                    f"a sequence ended early ({event.reason.value}): {event.error}"
+                )
     return steps
 
 

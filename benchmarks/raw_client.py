@@ -120,7 +120,7 @@ class RawClient:
         self._idle.clear()
 
     async def _connected(self) -> "_Connection":
-        """A free connection: a used one if possible."""
+        """A free connection: one that is already open, or else a new one."""
         while self._idle:
             connection = self._idle.pop()
             if connection.usable:
@@ -164,7 +164,7 @@ class _Reply:
         self._refusal = bytearray()
 
     def lost(self, why: str) -> None:
-        """Note that the connection has ended."""
+        """Record that the connection has ended."""
         if not self.complete:
             message = f"the stream broke off after {self._tokens} tokens: {why}"
             self._fail(StreamError(message, self._tokens, self._request_id))

@@ -25,7 +25,7 @@ class Shape:
     def __post_init__(self) -> None:
         if self.family == "gpt2" and (self.n_kv_head, self.d_ff) != (None, None):
             raise ValueError(
-                "a GPT-2 has keys and values for each head, and a feed-forward four times as wide"
+                "a GPT-2 sets neither n_kv_head nor d_ff, which follow from n_head and d_model"
             )
 
     @property

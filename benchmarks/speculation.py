@@ -3,8 +3,8 @@
     python -m benchmarks.speculation [--shape CHECKPOINT|124m|30m] [--threads N] [--dtype NAME]
                                      [--rounds N]
 
-Measures tokens per second of 1 and 8 sequences with `speculate` none and ngram, on native kernels.
-Both run in one process, one step of each in turn. Prompts are not counted. The texts:
+Measures tokens per second of 1 and 8 sequences with `speculate` set to none and to ngram, on native
+kernels. Both run in one process, one step of each in turn. Prompts are not counted. The texts:
 
     repeats   a prompt that repeats one statement, greedy
     ordinary  code at temperature 1: short runs of tokens recur, but mostly continue differently

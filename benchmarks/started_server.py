@@ -72,7 +72,7 @@ def _url_when_ready(process: "subprocess.Popen[bytes]", log: Path) -> str:
         if port is not None and "try it:" in said:
             return f"http://127.0.0.1:{port[1]}"
         if code is not None:
-            raise ServerError(f"the server ended with {code} before it was ready:\n{said}")
+            raise ServerError(f"the server exited with code {code} before it was ready:\n{said}")
         time.sleep(0.05)
 
 

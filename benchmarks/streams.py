@@ -68,7 +68,7 @@ class StreamRecord:
 async def run_streams(
     ask: Ask, prompts: Sequence[Sequence[int]], tokens: int
 ) -> list[StreamRecord]:
-    """Request a stream of `tokens` after each prompt, all at once, and read all to their ends."""
+    """Request a stream of `tokens` after each prompt, all at once, and read each to its end."""
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(_stream(ask, prompt, tokens, seed))

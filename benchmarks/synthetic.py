@@ -78,7 +78,7 @@ def synthetic_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def synthetic_gpt(config: GPTConfig) -> GPT:
-    """A GPT of this shape with GPT-2's initial weights, the same each time."""
+    """A GPT of this shape, randomly initialized like GPT-2, with the same weights each time."""
     torch.manual_seed(0)
     return GPT(config).eval().requires_grad_(False)
 
@@ -89,7 +89,7 @@ def save_synthetic(path: Path, config: GPTConfig) -> CheckpointInfo:
 
 
 def save_with_tokenizer(path: Path, gpt: GPT) -> CheckpointInfo:
-    """Save a GPT at `path` with a vocabulary of its size."""
+    """Save a GPT at `path`, with a made-up vocabulary of the same size."""
     return save_checkpoint(
         path,
         config=gpt.config,

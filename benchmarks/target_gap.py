@@ -93,8 +93,8 @@ class Loop:
         self.engine.add(GenerationRequest(request_id=name, token_ids=prompt, params=params))
 
     def run(self) -> float:
-        """Run until all clients together have had their counted requests. Returns the seconds from
-        the start of counting to the end."""
+        """Run until all clients together have completed the number of requests to count. Returns
+        the seconds from the start of counting to the end."""
         clients, tokens = self.question.clients, self.question.tokens
         self.ended = [0] * clients
         for client in range(clients):

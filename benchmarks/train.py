@@ -48,7 +48,8 @@ BATCHES = (4, 8)
 NANOGPT_RATE, NANOGPT_BATCH = 2e-3, 4
 SWEEP_SEED = 1
 NEVER = 10**9
-"""Steps between evaluations, samples and checkpoints, which would take time from training."""
+"""Number of steps between evaluations, samples and checkpoints: more than in any run, because they
+would take time from training."""
 SAME_SECONDS = 0.02
 """Largest relative difference between the seconds of compared runs."""
 
@@ -176,11 +177,11 @@ def check(finished: Iterable[Finished]) -> None:
         if not asked <= outcome.seconds <= asked + allowed:
             raise SystemExit(f"{run} took {outcome.seconds:.1f} s instead of {asked:.1f} s")
     if len({outcome.threads for _, outcome in finished}) > 1:
-        raise SystemExit("not all runs had the same threads")
+        raise SystemExit("the runs used different numbers of threads")
     same = {outcome.matrices for run, outcome in finished if run.side != "nanogpt smaller"}
     if len(same) > 1:
         raise SystemExit(
-            f"the runs differ in the parameters of their block matrices: {sorted(same)}"
+            f"the block matrices of the runs differ in their parameter counts: {sorted(same)}"
         )
 
 

@@ -55,7 +55,8 @@ def configuration(side: str, asked: TrainingConfig, choice: Choice) -> TrainingC
 
 
 def of_passes(side: str, asked: TrainingConfig, size: int, passes: float) -> TrainingConfig:
-    """The settings of a side with one size, with as many steps as `long` needs for `passes`."""
+    """The settings of a side with one size, with as many steps as `long` needs for `passes` passes
+    over the text."""
     if side == "nanogpt-char":
         raise SystemExit("nanogpt-char has a fixed size: compare it with --minutes")
     chosen = SIZES[size]

@@ -64,8 +64,8 @@ def own_step(gpt: GPT, recipe: Recipe, placement: Placement, *, compiled: bool =
 
 
 def _refuse_eager(notice: str) -> None:
-    """Raise if compiling fails: the trainer would continue without it, but the figure would be
-    false."""
+    """Raise if compiling fails: the trainer would continue without compiling, and the figure would
+    be wrong."""
     if notice.startswith("not compiled"):
         raise RuntimeError(notice)
 

@@ -41,7 +41,7 @@ WINDOWS_AT_ONCE = 8
 @dataclass(frozen=True)
 class Outcome:
     """The figures of a run. Losses are in bits per byte; `matrices` counts the parameters of the
-    block matrices, `parameters` all."""
+    block matrices, and `parameters` counts all parameters."""
 
     last: float
     best: float

@@ -113,8 +113,8 @@ def _import_share(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
-    """Collecting tests takes a quarter longer with garbage collection. Modules and tests stay, so
-    later garbage collections skip them."""
+    """Collecting tests takes a quarter longer with garbage collection. Modules and tests stay in
+    memory, so later garbage collections skip them."""
     gc.disable()
     try:
         _import_share(session.config)
@@ -125,8 +125,9 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out cases with two slow values; each slow value still meets the other parameters' quick
-    values. Start with the longest tests, so that no worker waits for another at the end."""
+    """Leave out cases with two slow values; each slow value is still combined with the other
+    parameters' quick values. Start with the longest tests, so that no worker waits for another at
+    the end."""
     items[:] = [
         item
         for item in items

@@ -259,8 +259,9 @@ def room_of(name: str) -> str:
 
 
 def may_import(room: str, target: str) -> bool:
-    """True if a room may import a module. No room may import a room that is listed later, even
-    inside one that it may import: `model.sae.training` inside `model.sae`, for example."""
+    """True if a room may import a module. No room may import a room that is listed later, even if
+    that room is inside a room that it may import: `model.sae.training` inside `model.sae`, for
+    example."""
     above = ORDER.get(room_of(target), -1) > ORDER.get(room, len(ORDER))
     return inside(target, ROOMS.get(room, set()) | {room}) and not above
 

@@ -51,7 +51,7 @@ match sys.argv[1:]:
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A folder with the files of the rule, and a search path without a Python."""
+    """A folder with the files that the rule needs, and a search path without a Python."""
     for name in ("Makefile", "requirements.lock", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     tools = tmp_path / "tools"

@@ -1,7 +1,7 @@
 """Fork server of multiprocessing that has imported the modules of `logitd`.
 
-Importing torch and the service takes seconds of a core, and tests start dozens of commands. A fork
-has these modules and acts as a command in its own process: with arguments, an environment, a
+Importing torch and the service takes seconds of processor time, and tests start dozens of commands.
+A fork has these modules and acts as a command in its own process: with arguments, an environment, a
 working directory, a limit of descriptors, standard streams, signals and an exit code. Each process
 of pytest has one fork server, which starts with its first command.
 
@@ -53,7 +53,7 @@ def _received(duplicate: Any) -> Descriptor:
 
 @dataclass(frozen=True)
 class Command:
-    """Arguments and surroundings of a process of `logitd`.
+    """Arguments, standard streams, environment and limits of a `logitd` process.
 
     descriptors  limit of open files and connections
     without      modules that cannot be imported

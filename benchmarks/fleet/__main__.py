@@ -40,7 +40,9 @@ COLUMNS = (
 def main() -> int:
     parser = new_parser(__doc__, "benchmarks.fleet")
     parser.set_defaults(threads=1)  # for each server
-    parser.add_argument("bench", type=read_times, help="file with the last line of `logitd bench`")
+    parser.add_argument(
+        "bench", type=read_times, help="file with the last line that `logitd bench` prints"
+    )
     parser.add_argument("--checkpoint", type=Path, default=BUNDLED_CHECKPOINT)
     parser.add_argument("--rates", default="2,4,8", help="total requests per second")
     parser.add_argument("--replicas", default="1,2,4")
@@ -87,14 +89,16 @@ def main() -> int:
 
 
 def read_times(path: str) -> StepTimes:
-    """Read step times from the output of `logitd bench`. Raises ArgumentTypeError for other
-    files."""
+    """Read step times from a file with the last line that `logitd bench` prints. Raises
+    ArgumentTypeError for other files."""
     try:
         return StepTimes.of_bench(json.loads(Path(path).read_text(encoding="utf-8")))
     except OSError as error:
         raise ArgumentTypeError(f"{path} cannot be read: {error.strerror}") from error
     except (LookupError, TypeError, ValueError) as error:
-        raise ArgumentTypeError(f"{path} does not hold the last line of `logitd bench`") from error
+        raise ArgumentTypeError(
+            f"{path} does not hold the last line that `logitd bench` prints"
+        ) from error
 
 
 def summary(outcome: Outcome) -> dict[str, float]:

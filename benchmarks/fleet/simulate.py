@@ -48,7 +48,7 @@ class StepTimes:
 
     @classmethod
     def of_bench(cls, found: dict[str, Any]) -> "StepTimes":
-        """The step times in the object on the last line of `logitd bench`."""
+        """The step times in the JSON object that `logitd bench` prints as its last line."""
         prefill = found["engine"]["prefill"][-1]["tokens_per_second"]
         decode = tuple(
             (case["batch"], case["batch"] / case["tokens_per_second"])

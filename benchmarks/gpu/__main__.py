@@ -83,7 +83,7 @@ def run_part(name: str, limit: float, out: Path) -> None:
     )  # fmt: skip
     try:
         if (code := process.wait(limit)) not in (0, FAILED):
-            keep(out, {"part": name, "failed": f"ended with {code}"})
+            keep(out, {"part": name, "failed": f"exited with code {code}"})
     except subprocess.TimeoutExpired:
         keep(out, {"part": name, "failed": f"stopped after {limit:.0f} s"})
     finally:

@@ -41,7 +41,7 @@ MEMORY_SECONDS = 12.0
 
 
 def checked(setting: Setting) -> Iterator[Finding]:
-    """Run the self-check of a starting server."""
+    """Run the self-check that a server runs when it starts."""
     for dtype in DTYPES:
         for name, gpt in models(setting, dtype).items():
             for invariant in (False, True):
@@ -98,8 +98,8 @@ def recorded(setting: Setting) -> Iterator[Finding]:
 
 def overlap(setting: Setting) -> Iterator[Finding]:
     """Check that steps launched ahead return the same results as steps that wait. A step launched
-    ahead still has the rows of sequences that have ended. So only with batch invariance are
-    requests aborted, and several steps launched at once."""
+    ahead still has the rows of sequences that have ended. So the check aborts requests, and
+    launches several steps at once, only with batch invariance."""
     asked = requests(setting, SAMPLED)
     for dtype in DTYPES:
         gpt = models(setting, dtype)["bundled"]

@@ -4,17 +4,17 @@
 
 Peers: a loop in plain torch, transformers' `generate`, llama.cpp, OpenVINO GenAI, CTranslate2, and
 transformers' continuous batching if --peers names it. A peer is left out, with a message, if its
-package is missing, if it fails, or if it does not have the dtype or shape. llama.cpp, OpenVINO and
-CTranslate2 are run by PYTHON, an interpreter of another environment (benchmarks/peers/README.md).
-With NAME=, PYTHON is for that peer only.
+package is missing, if it fails, or if it does not support the dtype or shape. llama.cpp, OpenVINO
+and CTranslate2 are run by PYTHON, an interpreter of another environment
+(benchmarks/peers/README.md). With NAME=, PYTHON is for that peer only.
 
 For each dtype, all peers get the same random weights and the same prompts. First they must agree
 with logitd's plain float32 forward pass about the next token. Then they take turns to be measured,
 each in a process that sleeps while others are measured. A round computes the prompts anew, then
-STEPS decode steps. Prefill is the time from a batch of prompts to the first token of the last of
-them. Decode is the median of the steps after that, without the first few. Both are medians over the
-rounds. All peers draw at temperature 1 from the whole vocabulary, with their own samplers. Run it
-on an idle machine. The last line is JSON.
+STEPS decode steps. Prefill is the time from sending a batch of prompts until the last of them has
+its first token. Decode is the median of the steps after that, without the first few. Both are
+medians over the rounds. All peers draw at temperature 1 from the whole vocabulary, with their own
+samplers. Run it on an idle machine. The last line is JSON.
 """
 
 import json

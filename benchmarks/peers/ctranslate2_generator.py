@@ -2,12 +2,12 @@
 
 CTranslate2's own converter reads the Hugging Face folder, in a separate process, so that no torch
 is left in this one. All ids of the prompts except the last are computed in one call; the last ids
-are the first decoding step. Its callback for every token, in Python, is the clock: a step ends with
-the call for the last sequence.
+go through the first decoding step. Its callback for every token, in Python, is the clock: a step
+ends with the call for the last sequence.
 
-With float32, arithmetic and cache are float32. "int8" is its `int8_float32`: products of 8 bits,
-activations rounded row by row, and float32 for everything else, including the cache. It has no
-bfloat16 on most processors, and no 4-bit weights on any.
+With float32, arithmetic and cache are float32. "int8" is its `int8_float32`: 8-bit products,
+activations rounded row by row, and float32 for everything else, including the cache. CTranslate2
+supports bfloat16 on few processors, and 4-bit weights on none.
 """
 
 import importlib.util

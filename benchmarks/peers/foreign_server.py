@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 
 READY_SECONDS, LOOK_SECONDS, END_SECONDS = 900.0, 0.2, 20.0
-"""In seconds: time limit of a start, in which vLLM compiles its model; pause between two checks
+"""In seconds: time limit of a start, in which vLLM compiles its model; pause between two checks of
 whether the server is ready; time limit for the server to end."""
 
 
@@ -77,7 +77,7 @@ def wait_until_ready(process: "subprocess.Popen[bytes]", port: int, log: Path) -
                 code = process.poll()
                 if code is not None:
                     last = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
-                    raise ServerMissing(f"the server ended with {code}:\n{last}") from None
+                    raise ServerMissing(f"the server exited with code {code}:\n{last}") from None
             if time.monotonic() > end:
                 raise ServerMissing(f"the server was not ready after {READY_SECONDS:g} s")
             time.sleep(LOOK_SECONDS)

@@ -74,8 +74,8 @@ def add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
 
 
 def named(shape: Shape, tensors: Tensors) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Each tensor by llama.cpp's name. For a Llama, queries, keys and values have separate
-    matrices, and so have gate and up; channels that rotate together are adjacent."""
+    """The tensors, keyed by llama.cpp's names. For a Llama, there are separate matrices for
+    queries, keys, values, gate and up, and channels that rotate together are adjacent."""
     for name, value in tensors.items():
         if shape.family == "llama" and name.endswith(".qkv.weight"):
             block = f"blk.{name.split('.')[1]}"

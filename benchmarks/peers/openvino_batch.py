@@ -1,15 +1,16 @@
 """OpenVINO GenAI's continuous batching, step by step, with its scheduler and its sampler.
 
 optimum-intel exports the Hugging Face folder, in a separate process, so that no torch is left in
-this one. Each step is one call of `step()`, including the reading of its tokens. Prefill is
-the time of requests for one token each. For decode the same prompts are requested again, and
-measuring begins when all of them decode. Nothing is reused between prompts.
+this one. Each step is one call to `step()`, including the reading of its tokens. Prefill is the
+time of requests for one token each. For decode the same prompts are requested again, and measuring
+begins when all of them decode. Nothing is reused between prompts.
 
-Some defaults are replaced: OpenVINO would keep keys and values in 8 bits for any weights. Here they
-are float32 with float32; 16 bits with "bfloat16", whose weights are the exporter's float16; and 8
-bits, its default, if the weights are quantized. Arithmetic is in bfloat16 if the processor has
-instructions for it and the dtype is not float32, otherwise in float32. "int8" is 8 bits for each
-channel with a zero point, "int4" symmetric 4 bits in groups of 32 with an 8-bit head.
+Some defaults are replaced: OpenVINO would keep keys and values in 8 bits for any weights. Here,
+keys and values are in float32 for float32 weights, in 16 bits for "bfloat16" (whose weights the
+exporter writes in float16), and in 8 bits, the default, for quantized weights. Arithmetic is in
+bfloat16 if the processor has instructions for it and the dtype is not float32, otherwise in
+float32. "int8" is 8 bits for each channel with a zero point, "int4" symmetric 4 bits in groups of
+32 with an 8-bit head.
 
 It returns log-probabilities only of drawn tokens, so the check draws many tokens.
 """

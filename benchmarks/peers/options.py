@@ -1,4 +1,4 @@
-"""Command-line options of both comparisons (`python -m benchmarks.peers` and `.serving`)."""
+"""Command-line options of both comparisons (`benchmarks.peers` and `benchmarks.peers.serving`)."""
 
 import argparse
 import sys

@@ -15,7 +15,8 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 class PeerMissing(Exception):
-    """Raised if the interpreter lacks the peer's package, or the peer lacks the dtype or shape."""
+    """Raised if the interpreter lacks the peer's package, or the peer does not support the dtype or
+    shape."""
 
 
 class PeerFailed(Exception):

@@ -5,8 +5,8 @@
 One server runs at a time, in a separate process. All get the same number of threads. A client in
 this process requests the same batches of streams from each, all streams of a batch together. All
 servers draw at temperature 1 from the whole vocabulary, and a completion ends only at its maximum
-length. Every token is counted. A stream with a number of tokens other than requested is an error,
-and its server gets no figures.
+length. Every token is counted. A stream whose number of tokens differs from the requested number is
+an error, and its server gets no figures.
 
 tokens/s   rate while all streams of a batch decode; empty if they never all decode at once, as with
            `transformers serve` without continuous batching, which handles one request at a time

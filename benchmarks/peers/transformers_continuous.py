@@ -27,7 +27,7 @@ def load(folder: Path, dtype: str, threads: int) -> "TransformersContinuous":
 
 
 class TransformersContinuous:
-    """A transformers model, called through its manager of requests."""
+    """A transformers model, called through its manager for continuous batching."""
 
     def __init__(self, gpt2: Any) -> None:
         self._gpt2 = gpt2

@@ -86,7 +86,7 @@ def sampling(new_tokens: int) -> Any:
 
 
 class TransformersGenerate:
-    """A transformers model, with one call of `generate` for the whole batch."""
+    """A transformers model, with one call to `generate` for the whole batch."""
 
     def __init__(self, gpt2: Any) -> None:
         self._gpt2 = gpt2

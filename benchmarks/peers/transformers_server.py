@@ -111,8 +111,8 @@ def asking_transformers(http: httpx.AsyncClient, url: str) -> Ask:
 
 
 def tokens_in(line: str, usage: dict[str, int] | None) -> tuple[int, dict[str, int] | None]:
-    """Number of tokens in a line of the stream, and the counts at its end once they have
-    arrived."""
+    """Number of tokens in a line of the stream, and the server's final counts, which are `usage` if
+    the line has none."""
     data = re.fullmatch(r"data: (\{.*\})", line)
     if data is None:
         return 0, usage
@@ -126,7 +126,7 @@ def tokens_in(line: str, usage: dict[str, int] | None) -> tuple[int, dict[str, i
 def check_usage(usage: dict[str, int] | None, *, prompt: int, came: int) -> None:
     """Raise StreamFailed unless the server's counts equal the client's."""
     if usage is None:
-        raise StreamFailed("NoEnd", f"the stream ended without its counts, after {came} tokens")
+        raise StreamFailed("NoEnd", f"the stream ended without token counts, after {came} tokens")
     counted = (usage["prompt_tokens"], usage["completion_tokens"])
     if counted != (prompt, came):
         raise StreamFailed(

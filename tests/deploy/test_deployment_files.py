@@ -147,7 +147,8 @@ def stage(name: str) -> list[str]:
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler is installed")
 def test_stage_of_the_kernels_has_all_that_it_needs(tmp_path: Path) -> None:
-    """Run the stage's COPY and RUN in a folder without anything installed, with a small source."""
+    """Run the stage's COPY and RUN lines in an empty folder, without Python packages and with a
+    short source file in place of the decoder."""
     for line in stage("kernels"):
         if line.startswith("COPY "):
             *sources, place = line.split()[1:]

@@ -78,7 +78,8 @@ class OnRay:
         return [pid for pid, name in self.processes().items() if b"ServeReplica:" in name]
 
     def end(self) -> None:
-        """End all processes. Ray removes its files if it ends by itself."""
+        """End the command, so that Ray can remove its files, then kill all processes that are
+        left."""
         self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(30)
@@ -173,8 +174,8 @@ def test_killed_replica_breaks_only_its_streams(on_ray: OnRay, client: httpx.Cli
     """The killed replica's streams break off. Later requests are answered within the time that Ray
     takes to notice, and another replica replaces the killed one.
 
-    Each replica has four slots, so both have some of the six streams. Ray may send all complete
-    replies to one of them; in one run all six failed.
+    Each replica has four slots, so both have some of the six streams. Ray may send all six requests
+    that do not stream to one replica; in one run, all six failed.
     """
     long = LONG | {"max_tokens": 2 * TOKENS}  # long enough to be running when it is killed
     ended: list[str] = []

@@ -32,8 +32,8 @@ class ServedProcess:
         descriptors: int | None = None,
         cold: bool = False,
     ) -> None:
-        """`descriptors`: limit of open files and connections. `cold`: start a new interpreter, like
-        a command line, instead of forking."""
+        """`descriptors`: limit of open files and connections. `cold`: start a new interpreter, as
+        on a command line, instead of forking."""
         # A file, because a full pipe would block the server.
         self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115
         arguments = ("serve", "--port", "0", *flags)

@@ -92,8 +92,8 @@ def continuation_logprob(model: tuple[Tokenizer, GPT], context: str, continuatio
 
 
 def rolling_logprob(model: tuple[Tokenizer, GPT], text: str) -> float:
-    """Score each token once in consecutive windows, the first after an end of text. The last window
-    starts earlier if it is short."""
+    """Score each token once, in consecutive windows. The first token is scored after an end-of-text
+    token. If the last window would be short, it starts earlier."""
     tokenizer, gpt = model
     assert tokenizer.end_of_text is not None
     ids = tokenizer.encode(text)

@@ -102,7 +102,7 @@ class Started:
     def stop_until_its_shard_is_next(
         self, worker: int, out: str, process: "subprocess.Popen[str]"
     ) -> None:
-        """Stop a worker, and wait until the other one has nothing left to write."""
+        """Pause a worker, and wait until the other worker has nothing left to write."""
         os.kill(worker, signal.SIGSTOP)
         written, since = -1, time.monotonic()
         while time.monotonic() < since + 2:

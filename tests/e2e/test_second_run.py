@@ -30,8 +30,8 @@ def answers(url: str, *, at_once: int) -> list[Any]:
 
 @pytest.mark.slow
 def test_second_run_returns_the_same_bits(checkpoint_path: Path) -> None:
-    """The requests run one at a time in this process, then from eight threads together, in another
-    process with another hash seed."""
+    """The requests are sent one at a time to a server in this process, then from eight threads at
+    once to a server in a process with another hash seed."""
     with serving(checkpoint_path, kernels="auto") as server:
         alone = answers(server.url, at_once=1)
     flags = ("--checkpoint", str(checkpoint_path), "--threads", "1")

@@ -1,4 +1,4 @@
-"""Several processes that train one model and meet on loopback.
+"""Several processes that train one model and communicate over loopback.
 
 torchrun starts some of them. It imports torch, and each process that it starts imports torch again.
 Tests that need only the processes use `Forked`, which takes a third of the time.

@@ -88,7 +88,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
 
 @pytest.fixture
 def pauses(server: ServedProcess) -> Iterator[None]:
-    """Fail the test if another client waits for LONGEST_PAUSE."""
+    """Fail the test if another client waits for LONGEST_PAUSE or longer."""
     asking = subprocess.Popen(
         [sys.executable, "-c", ASKS, server.address],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

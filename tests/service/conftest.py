@@ -46,8 +46,8 @@ def no_settings_from_outside() -> None:
 
 @pytest.fixture(autouse=True)
 def same_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the random seeds reproducible that requests without a seed get. With random seeds,
-    sixteen samples of three words were all the same in one run of forty, and a test failed."""
+    """Give requests without a seed the same seeds in every run. With random seeds, sixteen samples
+    of three words were all the same in one run of forty, and a test failed."""
     rng = random.Random(0)
     monkeypatch.setattr(generate, "new_seed", lambda: rng.getrandbits(53))
 

@@ -73,7 +73,8 @@ def long_prompt(length: int) -> list[int]:
 
 
 def _orthogonal_rows() -> torch.Tensor:
-    """Rows of +1 and -1 with sum 0, orthogonal to each other (a Hadamard matrix less one row)."""
+    """Rows of +1 and -1 with sum 0, orthogonal to each other (a Hadamard matrix without one of its
+    rows)."""
     matrix = torch.ones(1, 1)
     while len(matrix) < _WIDTH:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))

@@ -33,7 +33,7 @@ WHOLE: dict[str, Any] = {"prompt": long_prompt(8000), "positions": "all"}
 
 @pytest.fixture
 def server(spelling_path: Path) -> Iterator[Serving]:
-    """A server for one test, which counts its slots and metrics."""
+    """A server for one test alone, because the test checks the server's slots and metrics."""
     with serving(spelling_path, slots=4, max_queue=40) as running:
         yield running
 

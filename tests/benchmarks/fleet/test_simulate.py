@@ -29,8 +29,8 @@ def test_single_request_takes_the_time_of_its_steps() -> None:
 
 @pytest.mark.parametrize("use", [0.3, 0.6, 0.85])
 def test_server_of_one_slot_waits_like_an_m_d_1_queue(use: float) -> None:
-    """M/D/1: by the Pollaczek-Khinchine formula, the mean wait is use / (2 (1 - use)) service
-    times."""
+    """M/D/1: with utilization `use`, the mean wait is use / (2 (1 - use)) service times, by the
+    Pollaczek-Khinchine formula."""
     service = 0.1
     load, server = Load(use / service, 100, 1), Server(slots=1, max_queue=10**6)
     outcome = run(FLAT, load, server, count=60_000)

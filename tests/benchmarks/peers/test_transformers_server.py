@@ -46,5 +46,5 @@ def test_prompt_counts_must_agree() -> None:
         check_usage(usage, prompt=2, came=4)
     with pytest.raises(StreamFailed, match="the server counts 2 and 3 tokens"):
         check_usage(usage, prompt=1, came=3)
-    with pytest.raises(StreamFailed, match="without its counts, after 3 tokens"):
+    with pytest.raises(StreamFailed, match="without token counts, after 3 tokens"):
         check_usage(None, prompt=2, came=3)

@@ -1,4 +1,5 @@
-"""Safetensors replies as arrays: files of the safetensors package are read, broken ones refused."""
+"""Safetensors replies as arrays: files written by the safetensors package are read, and broken
+files are refused."""
 
 import json
 from contextlib import suppress

@@ -33,7 +33,7 @@ LAST = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 LARGE: tuple[str, Any] = ("/detokenize", {"tokens": [END_OF_TEXT_ID] * 2**17})
 """Request for a JSON reply that is larger than socket buffers."""
 WINDOW = 256 * 1024
-"""Size in bytes of a slow reader's reads."""
+"""Number of bytes that a slow reader reads at a time; its receive buffer has the same size."""
 TIMEOUT = 0.7
 """The timeouts of `hurried`, in seconds."""
 ENDLESS = {
@@ -214,7 +214,7 @@ def test_pipeline_byte_by_byte_has_the_same_answers(server: Serving) -> None:
 
 
 def test_requests_ahead_of_their_turn_stay_with_the_client(speller: Serving) -> None:
-    """Thousands are sent while the first is answered; all are answered in order."""
+    """Thousands of requests are sent while the first is answered; all are answered in order."""
     count = 2000
     first = request_bytes("/generate", {"prompt": "a", "max_tokens": 300, "ignore_eos": True})
     with speller.connect() as raw:
@@ -468,7 +468,7 @@ def drained(raw: socket.socket) -> bytes:
 
 
 def test_shutdown_does_not_wait_for_stuck_clients(spelling_path: Path) -> None:
-    """Clients have sent nothing, half a head or half a body, or do not read."""
+    """The clients have sent nothing, half of the headers or half of a body, or do not read."""
     rows = {"prompt": "abc" * 2000, "positions": "all"}
     starts: list[bytes] = [
         b"",

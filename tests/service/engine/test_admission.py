@@ -147,7 +147,7 @@ async def test_wait_empty_waits_for_the_last_sequence() -> None:
 
 
 def test_retry_after_follows_the_pace() -> None:
-    """The estimate approaches the recent pace, between a second and a minute."""
+    """The estimate approaches the recent pace, but is at least a second and at most a minute."""
     assert retry_after([], sequences=5) == 5, "a second each by default"
     slow, slower = (retry_after([3.0] * n, sequences=5) for n in (5, 100))
     assert 5 < slow < slower == 15
@@ -182,8 +182,8 @@ def test_shares_apply_to_tokens_and_elements() -> None:
 
 
 def test_request_above_the_limit_of_tokens_shuts_nobody_out() -> None:
-    """64 circuits of one request cost more tokens than twice the limit. For as long as they ran,
-    everybody else got 429."""
+    """64 circuits in one request cost more than twice the limit of tokens. Such a request once made
+    everybody else get 429 for as long as it ran."""
     admission = controller(1, 100, tokens=12)
     large = replace(GENERATION, token_ids=(1,) * 30, caller="a")
     admission.admit([large, large])

@@ -24,7 +24,7 @@ ABLATE = {"stage": "blocks.*.attention.heads", "operation": "zero"}
 
 
 def smallest(operation: Operation) -> Mapping[str, Any]:
-    """The required fields of an operation, from its first example, with PROMPT."""
+    """The required fields of an operation, from its first example, with PROMPT as the prompt."""
     example = {**next(iter(operation.body.examples.values())), "prompt": PROMPT}
     fields = operation.body.model_fields.items()
     return {name: example[name] for name, field in fields if field.is_required()}

@@ -145,7 +145,8 @@ def test_large_reply_is_written_in_pieces(speller: Serving, accept: str) -> None
 
 def test_largest_of_several_chunks_in_safetensors_are_those_of_json(speller: Serving) -> None:
     """Each chunk must be written after the rows of the chunk before it. If every chunk were written
-    from the first row on, the last chunk would replace the first, followed by -1 and -inf."""
+    from the first row on, the last chunk would overwrite the first, and later rows would hold only
+    padding (-1 and -inf)."""
     length = 6 * EngineConfig().prefill_chunk
     fields = {"prompt": long_prompt(length), "positions": "all", "top_k": 3}
     found = tensors(speller, "/logits", **fields)

@@ -1,5 +1,5 @@
 """Streamed replies: the bytes of an event, and the end of a stream when its reader leaves. Tests
-run the response as an ASGI server does, with `receive` and `send`; tests/e2e has sockets.
+run the response as an ASGI server does, with `receive` and `send`; tests/e2e uses real sockets.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
 """POST /tokenize, POST /detokenize and GET /tokenizer_info: ids, bytes and offsets of the tokens of
-a text; and the calls of evaluation programs with a remote tokenizer.
+a text; and the calls of evaluation programs that use the server as a remote tokenizer.
 """
 
 import asyncio

@@ -70,7 +70,8 @@ def joined(chunks: Sequence[Any], index: int = 0) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def parrot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """The spelling model with a template that ends with the last letter of the last message."""
+    """The spelling model with a template whose prompts end with the last letter of the last
+    message."""
     path = save_tiny_checkpoint(
         tmp_path_factory.mktemp("checkpoints") / "parrot",
         gpt=spelling_gpt(),

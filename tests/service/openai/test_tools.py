@@ -1,4 +1,4 @@
-"""Tools: an answer that is a call, whole and streamed, fits the function's schema."""
+"""Tools: with and without streaming, an answer that is a call fits the function's schema."""
 
 import itertools
 import json
@@ -53,7 +53,8 @@ def ask(server: Serving, **fields: Any) -> Any:
 
 
 def called(message: dict[str, Any]) -> tuple[str, Any]:
-    """The function and the arguments of a message's call, which fit its schema."""
+    """The function and the arguments of a message's call. The arguments must fit the function's
+    schema."""
     (call,) = message["tool_calls"]
     assert message["content"] is None
     assert (call["type"], call["id"].partition("-")[0]) == ("function", "call")

@@ -24,7 +24,7 @@ ERROR = 2
 
 @dataclass(frozen=True)
 class ReceivedSpan:
-    """A span, its ids in hexadecimal as `traceparent` writes them, its times in nanoseconds."""
+    """A received span. Ids are in hexadecimal, as in `traceparent`; times are in nanoseconds."""
 
     name: str
     trace_id: str

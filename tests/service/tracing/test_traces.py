@@ -56,7 +56,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def traced(checkpoint_path: Path, collector: Collector) -> Iterator[Serving]:
-    """The tiny checkpoint, served with traces and two endpoints that have a bug."""
+    """The tiny checkpoint, served with tracing and with two endpoints that have a bug."""
     app = app_with_bugs(checkpoint_path, otlp_endpoint=collector.url, slots=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(otlp, "SEND_SECONDS", 0.05)
@@ -209,7 +209,7 @@ def test_unknown_path_does_not_name_its_span(traced: Serving, collector: Collect
 
 
 def test_headers_that_are_not_text_are_answered(traced: Serving, collector: Collector) -> None:
-    """OpenTelemetry's instrumentation answers them with 500."""
+    """With OpenTelemetry's own instrumentation, such a request gets a 500."""
     trace, _, headers = parent()
     with traced.connect() as raw:
         raw.sendall(
@@ -380,7 +380,7 @@ def test_silent_collector_does_not_delay_the_shutdown(
 
 
 def test_packages_are_imported_on_demand() -> None:
-    """No module except `otlp` imports the packages when it is imported itself."""
+    """Importing a module never imports OpenTelemetry's packages, unless the module is `otlp`."""
     for package in ("model", "service"):
         for path in sorted((ROOT / package).rglob("*.py")):
             if path == Path(otlp.__file__).resolve():

@@ -24,8 +24,8 @@ BENCH = "bench mine"  # it measures the machine for seconds after reading the mo
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
-    """A run whose best checkpoint is not its newest, next to a run that trained an adapter for the
-    best one."""
+    """A run whose best checkpoint is not its newest, next to a run that trained an adapter for that
+    best checkpoint."""
     (tmp_path / "text.txt").write_text("the cat sat on the mat and looked at the dog.\n" * 100)
     for folder in ("mine", "adapted"):
         (tmp_path / folder).mkdir()

@@ -189,7 +189,7 @@ def test_paths_that_read_as_names_get_a_hint(tmp_path: Path) -> None:
 
 
 def test_server_connects_to_nothing(process: ServedProcess) -> None:
-    """The server's only sockets are the listening one and the ones of its clients."""
+    """The server's only sockets are its listening socket and its clients' connections."""
     with httpx.Client(base_url=process.url, trust_env=False) as http:
         http.get("/docs")
         http.post("/generate", json={"prompt": "a", "max_tokens": 1})

@@ -1,6 +1,6 @@
-"""A checkpoint too large for this machine: every command that reads one reports the memory.
+"""A checkpoint too large for this machine: every command that reads it reports the required memory.
 
-Three of them once ended in a traceback.
+Three of these commands once ended in a traceback.
 """
 
 from pathlib import Path

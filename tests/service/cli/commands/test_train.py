@@ -1,4 +1,4 @@
-"""`logitd train` on the terminal; its training is tested with the trainer and in tests/e2e."""
+"""`logitd train` on the terminal. The trainer's tests and tests/e2e cover training itself."""
 
 import sys
 from dataclasses import replace
