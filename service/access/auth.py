@@ -26,7 +26,7 @@ from logitd.service.errors import LIMIT, ApiError
 logger = logging.getLogger("logitd")
 
 NO_KEY = "none"
-"""Name of callers without a valid key; no key may have it."""
+"""Name of callers without a valid key; no key may have this name."""
 CALLER = "logitd.caller"
 """ASGI scope key for the name of the request's API key; absent if the server has no keys."""
 
@@ -207,8 +207,8 @@ def _limit(place: str, words: str) -> KeyLimit:
 
 
 def _name_and_key(place: str, entry: str) -> tuple[str, str]:
-    """Split an entry NAME=KEY. Error messages repeat neither part, because in a wrong entry either
-    part may be a key."""
+    """Split an entry NAME=KEY. Error messages repeat neither part, because either part of a
+    malformed entry may be a key."""
     name, separator, key = (part.strip() for part in entry.partition("="))
     if not separator:
         raise ApiKeyError(f"{place} is not of the form NAME=KEY")

@@ -253,7 +253,7 @@ def _settings(words: list[str]) -> "CommandSettings | int":
 def import_command(name: str) -> ModuleType:
     """Import the module of a command, which takes seconds if it imports torch.
 
-    Garbage collection is off during the import, which takes an eighth less time as a result. Later
+    Garbage collection is off during the import, which saves an eighth of the time. Later
     collections ignore the imported modules, because they stay until the process ends.
     """
     collecting = gc.isenabled()

@@ -68,7 +68,7 @@ class ProgressLine:
 
 
 def finite(members: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace non-finite numbers by None, which JSON writes as null."""
+    """Replace non-finite numbers with None, which JSON writes as null."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in members.items()

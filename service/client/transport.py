@@ -2,7 +2,7 @@
 errors.
 
 A call is retried only if no part of its reply has arrived, so never in the middle of a stream, and
-only if that can help: after 429, 502 or 503, or if the connection failed or was lost. It is not
+only if a retry can help: after 429, 502 or 503, or if the connection failed or was lost. It is not
 retried after 504 or a timeout, because the request ran for all that time and would do so again.
 Requests only compute, so it does no harm if the server computes one twice.
 
