@@ -99,11 +99,11 @@ class QueueFullError(APIStatusError):
 
 
 class ServerError(APIStatusError):
-    """500: a fault of the server; its log has the request under `request_id`."""
+    """500: a fault in the server; its log has the request under `request_id`."""
 
 
 class UnavailableError(APIStatusError):
-    """503: the server is loading, shutting down, or failed; see `retry_after`."""
+    """503: the server is loading or shutting down, or has failed; see `retry_after`."""
 
 
 class DeadlineExceededError(APIStatusError):
