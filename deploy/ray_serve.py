@@ -219,7 +219,8 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
 
 
 def main(arguments: list[str]) -> int:
-    """Serve until a signal arrives. Returns the exit code, which is 2 for a wrong command line."""
+    """Serve until a signal arrives. Returns the exit code, which is 2 if the command line is
+    invalid."""
     try:
         settings = COMMAND.main(arguments, standalone_mode=False)
         if not isinstance(settings, RaySettings):

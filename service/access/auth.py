@@ -214,8 +214,8 @@ def _name_and_key(place: str, entry: str) -> tuple[str, str]:
         raise ApiKeyError(f"{place} is not of the form NAME=KEY")
     if not _NAME.fullmatch(name) or name == NO_KEY:
         raise ApiKeyError(
-            f"{place} has a name that cannot be used; a name is 1 to 64 of the characters A-Z, "
-            f"a-z, 0-9, '.', '_' and '-', and not {NO_KEY!r}"
+            f"{place} has a name that cannot be used; a name has 1 to 64 of the characters "
+            f"A-Z, a-z, 0-9, '.', '_' and '-', and is not {NO_KEY!r}"
         )
     if len(key) < MIN_KEY_LENGTH:
         raise ApiKeyError(
@@ -225,7 +225,7 @@ def _name_and_key(place: str, entry: str) -> tuple[str, str]:
     if not _KEY.fullmatch(key):
         raise ApiKeyError(
             f"{place} has a key that a header cannot hold; a key consists of ASCII letters, "
-            "digits and symbols, without blanks"
+            "digits and symbols, without spaces"
         )
     if len(key) < SAFE_KEY_LENGTH:
         logger.warning(

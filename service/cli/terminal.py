@@ -14,7 +14,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 def visible(text: str) -> str:
-    """The text with control characters escaped, such as \\x1b, except line breaks and tabs."""
+    """Escape a text's control characters (as in \\x1b), except line breaks and tabs."""
     if text.isprintable():
         return text
     return "".join(

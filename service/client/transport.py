@@ -119,7 +119,7 @@ def settings_of(
     if key is not None and not _KEY.fullmatch(key):
         raise ValueError(
             f"the API key has {len(key)} characters, some of which an HTTP header cannot contain: "
-            "remove line breaks, blanks and characters outside ASCII"
+            "remove line breaks, spaces and non-ASCII characters"
         )
     return Settings(_checked(url), timeout, max_retries, model, key)
 

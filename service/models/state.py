@@ -109,7 +109,7 @@ class ServiceState:
         return ("draining" if self._leaving or self._draining else "ok"), None
 
     def ready(self) -> Models:
-        """The models. Raises ApiError (503) unless requests are answered now."""
+        """The models. Raises ApiError (503) unless requests are being answered."""
         status, reason = self.status()
         leaving = status == "draining" and not self._draining
         if status == "ok" or leaving:
