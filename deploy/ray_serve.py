@@ -5,7 +5,8 @@
 The command accepts the flags and LOGITD_* variables of `logitd serve`, except those for
 connections, which Ray handles. `RaySettings` adds the flags for replicas. The command serves until
 SIGTERM or Ctrl-C. Ray's own tools can use `app` as the entry point: `serve run deploy.ray_serve:app
-checkpoint=... slots=8`, or `serve deploy` with a configuration file that has these names in `args`.
+checkpoint=... slots=8`, or `serve deploy` with a configuration file that sets the same names in
+`args`.
 
 A replica counts as started once its weights are loaded. Ray replaces it if its engine fails or
 stalls. HAProxy, which Ray starts, passes connections straight to the replicas. Requests with the
@@ -104,7 +105,7 @@ class RaySettings(ServeSettings):
     @classmethod
     def _at_least_min_replicas(cls, value: int, info: ValidationInfo) -> int:
         if value < info.data.get("min_replicas", 1):
-            raise ValueError("it is less than --min-replicas; set at least that number")
+            raise ValueError("it is less than --min-replicas; set it to at least that number")
         return value
 
     @field_validator(*REFUSED)
@@ -218,7 +219,8 @@ def app(arguments: Mapping[str, Any]) -> serve.Application:
 
 
 def main(arguments: list[str]) -> int:
-    """Serve until a signal arrives. Returns the exit code, which is 2 for a wrong command line."""
+    """Serve until a signal arrives. Returns the exit code, which is 2 if the command line is
+    invalid."""
     try:
         settings = COMMAND.main(arguments, standalone_mode=False)
         if not isinstance(settings, RaySettings):
@@ -268,8 +270,8 @@ def _start(settings: RaySettings) -> None:
 
 
 def _reason() -> str:
-    """The reason why no replica starts: the last error line in a deployment's message; "" if none
-    has one."""
+    """The reason why no replica starts: the last error line in a deployment's message; "" if no
+    message has an error line."""
     for deployment in serve.status().applications[NAME].deployments.values():
         lines = [line for line in deployment.message.splitlines() if "Error: " in line]
         if lines:

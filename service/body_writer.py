@@ -1,4 +1,4 @@
-"""BodyWriter: an ASGI extension that writes pieces of a chunked body past the middleware.
+"""BodyWriter: an ASGI extension that writes pieces of a chunked body, bypassing the middleware.
 
 With ASGI's `send`, a task has to wake for each piece, and the piece passes through a coroutine of
 each middleware. With this extension, a callback can write the piece. The server in `connections/`

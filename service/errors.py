@@ -4,7 +4,7 @@
 
 The message is a sentence that gives the numbers and says what to do; `type` and `code` have fixed
 sets of values. A message repeats at most a name or a number from the request, shortened, so the
-message is always small. After a bug of the server, the client gets only the request id.
+message is always small. After a bug in the server, the client gets only the request id.
 
 Lower layers raise `InvalidRequest`, `QueueFull` and `EngineStopped`. `as_api_error` translates
 them, so that routes need not catch them.
@@ -142,7 +142,7 @@ def raise_failure(event: FinishEvent) -> None:
             raise ApiError(
                 504,
                 "timeout_error",
-                f"the request's timeout passed after {waited:.3g} s, with "
+                f"the request's timeout expired after {waited:.3g} s, with "
                 f"{pluralize(event.completion_tokens, 'token')} generated",
                 "timeout",
                 "deadline_exceeded",

@@ -282,7 +282,7 @@ def dataclass_of(model: type[BaseModel]) -> str:
 
 
 def _frame_method(name: str) -> str:
-    """The source of `to_dataframe` of a result; empty if it has no rows."""
+    """The source of a result's method `to_dataframe`; empty if the result has no rows."""
     if (paths := FRAMES.get(name)) is None:
         return ""
     rows = " and ".join(f"`{path.rpartition('.')[2]}`" for path in paths)

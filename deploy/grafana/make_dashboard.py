@@ -65,7 +65,7 @@ def ratio(part: str, whole: str, by: str = "job") -> str:
 
 
 def mean(histogram: str, by: str = "job") -> str:
-    """The mean of the values that a histogram counted."""
+    """The mean of the values that a histogram observed."""
     return ratio(f"{histogram}_sum", f"{histogram}_count", by)
 
 
@@ -194,7 +194,7 @@ def panel_json(panel: Panel, number: int, x: int, y: int, width: int) -> dict[st
 
 
 def variable(name: str, label: str, values: str) -> dict[str, Any]:
-    """A dashboard variable of which the viewer selects some or all values."""
+    """A dashboard variable. The viewer selects some or all of its values."""
     return {
         "name": name,
         "label": label,
@@ -211,7 +211,7 @@ def variable(name: str, label: str, values: str) -> dict[str, Any]:
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard in Grafana's JSON format, with up to three panels in a line."""
+    """The dashboard in Grafana's JSON format, with up to three panels in a row."""
     panels: list[dict[str, Any]] = []
     y = 0
     for title, row in ROWS.items():

@@ -26,7 +26,7 @@ from logitd.service.errors import LIMIT, ApiError
 logger = logging.getLogger("logitd")
 
 NO_KEY = "none"
-"""Name of callers without a valid key; no key may have it."""
+"""Name of callers without a valid key; no key may have this name."""
 CALLER = "logitd.caller"
 """ASGI scope key for the name of the request's API key; absent if the server has no keys."""
 
@@ -207,15 +207,15 @@ def _limit(place: str, words: str) -> KeyLimit:
 
 
 def _name_and_key(place: str, entry: str) -> tuple[str, str]:
-    """Split an entry NAME=KEY. Error messages repeat neither part, because in a wrong entry either
-    part may be a key."""
+    """Split an entry NAME=KEY. Error messages repeat neither part, because either part of a
+    malformed entry may be a key."""
     name, separator, key = (part.strip() for part in entry.partition("="))
     if not separator:
         raise ApiKeyError(f"{place} is not of the form NAME=KEY")
     if not _NAME.fullmatch(name) or name == NO_KEY:
         raise ApiKeyError(
-            f"{place} has a name that cannot be used; a name is 1 to 64 of the characters A-Z, "
-            f"a-z, 0-9, '.', '_' and '-', and not {NO_KEY!r}"
+            f"{place} has a name that cannot be used; a name has 1 to 64 of the characters "
+            f"A-Z, a-z, 0-9, '.', '_' and '-', and is not {NO_KEY!r}"
         )
     if len(key) < MIN_KEY_LENGTH:
         raise ApiKeyError(
@@ -225,7 +225,7 @@ def _name_and_key(place: str, entry: str) -> tuple[str, str]:
     if not _KEY.fullmatch(key):
         raise ApiKeyError(
             f"{place} has a key that a header cannot hold; a key consists of ASCII letters, "
-            "digits and symbols, without blanks"
+            "digits and symbols, without spaces"
         )
     if len(key) < SAFE_KEY_LENGTH:
         logger.warning(

@@ -11,9 +11,9 @@ SAMPLES, INTERVAL = 5, 0.01
 
 
 def busy_notice(file: Path = LOAD) -> str | None:
-    """A sentence if other programs use at least one processor and at least a quarter of all
-    processors, both now and on average over the last minute. None otherwise, and on systems other
-    than Linux, which do not have `file`.
+    """The notice if other programs use at least one processor and at least a quarter of all
+    processors, both now and on average over the last minute. None otherwise, or if `file` does not
+    exist, as on systems other than Linux.
 
     Both values are checked, because the average includes commands that have just ended, and the
     current value may be a short peak.

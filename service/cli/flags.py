@@ -53,7 +53,7 @@ def parameters(settings: type[CommandSettings]) -> list[click.Parameter]:
 
 def read_settings(ctx: click.Context, settings: type[CommandSettings]) -> CommandSettings:
     """The settings from a parsed command line, the environment and .env. Raises UsageError, which
-    names the wrong flag or variable."""
+    names the invalid flag or variable."""
     given: dict[str, Any] = {}
     for param in ctx.command.get_params(ctx):
         name = str(param.name)
@@ -141,7 +141,7 @@ def _written(default: Any) -> str | None:
 
 
 def _sentence(ctx: click.Context, settings: type[CommandSettings], problem: ErrorDetails) -> str:
-    """The message about a wrong value. It begins with the flag or variable that set the value."""
+    """The message for an invalid value. It begins with the flag or variable that set the value."""
     field = str(problem["loc"][0]) if problem["loc"] else ""
     message = problem["msg"].removeprefix("Value error, ")
     param = next((param for param in ctx.command.params if param.name == field), None)

@@ -1,7 +1,7 @@
 """The command line: `logitd` and its commands.
 
 A command's flags are parsed by its settings model. Only then is its module in `commands/` imported,
-so --help and wrong flags are answered immediately, without torch. The module's `run` returns the
+so --help and invalid flags are answered immediately, without torch. The module's `run` returns the
 exit code. Exceptions listed in its `ERRORS` are printed as messages, with exit code 1.
 """
 
@@ -188,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command. Returns the exit code, which is 2 for a wrong command line."""
+    """Run a command. Returns the exit code, which is 2 for an invalid command line."""
     began = time.monotonic()
     words = list(arguments) or ["--help"]
     if words[0] == "version":
@@ -253,7 +253,7 @@ def _settings(words: list[str]) -> "CommandSettings | int":
 def import_command(name: str) -> ModuleType:
     """Import the module of a command, which takes seconds if it imports torch.
 
-    Garbage collection is off during the import, which takes an eighth less time as a result. Later
+    Garbage collection is off during the import, which saves an eighth of the time. Later
     collections ignore the imported modules, because they stay until the process ends.
     """
     collecting = gc.isenabled()

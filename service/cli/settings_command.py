@@ -28,7 +28,7 @@ class SettingsCommand(click.Command):
     def __init__(
         self, name: str, settings: "type[CommandSettings] | str", summary: str, examples: str = ""
     ) -> None:
-        """`settings` is a model, or the name `module:Class` of one in `service/settings/`.
+        """`settings` is a model, or the name `module:Class` of a model in `service/settings/`.
         `examples` are command lines for the help."""
         super().__init__(
             name,
@@ -97,7 +97,8 @@ class SettingsCommand(click.Command):
         return read_settings(ctx, self.settings)
 
     def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples here, because `format_options` lists the arguments in their groups."""
+        """Write the examples in place of the arguments, which `format_options` lists in their
+        groups."""
         if self._examples:
             with formatter.section("Examples"):
                 formatter.write(textwrap.indent(self._examples, "  ") + "\n")

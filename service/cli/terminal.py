@@ -14,7 +14,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 def visible(text: str) -> str:
-    """The text with control characters escaped, such as \\x1b, except line breaks and tabs."""
+    """Escape a text's control characters (as in \\x1b), except line breaks and tabs."""
     if text.isprintable():
         return text
     return "".join(
@@ -68,7 +68,7 @@ class ProgressLine:
 
 
 def finite(members: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace non-finite numbers by None, which JSON writes as null."""
+    """Replace non-finite numbers with None, which JSON writes as null."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in members.items()

@@ -107,7 +107,7 @@ class Client:
     def run_with_cache(
         self, input: Input, names_filter: NamesFilter = None, **fields: Any
     ) -> tuple[Floats, Cache]:
-        """Logits (B, T, V), and the values of stages by TransformerLens' names."""
+        """Logits (B, T, V), and the values of stages under TransformerLens' names."""
         return finish(self._hooked.run_with_cache(input, names_filter, **fields))
 
     def run_with_hooks(self, input: Input, fwd_hooks: Changes = (), **fields: Any) -> Floats:
@@ -194,7 +194,7 @@ class AsyncClient:
     async def run_with_cache(
         self, input: Input, names_filter: NamesFilter = None, **fields: Any
     ) -> tuple[Floats, Cache]:
-        """Logits (B, T, V), and the values of stages by TransformerLens' names."""
+        """Logits (B, T, V), and the values of stages under TransformerLens' names."""
         return await self._hooked.run_with_cache(input, names_filter, **fields)
 
     async def run_with_hooks(self, input: Input, fwd_hooks: Changes = (), **fields: Any) -> Floats:

@@ -44,7 +44,7 @@ class APIStatusError(LogitdError):
     message      the server's explanation: the fault, its numbers, and the fix
     type, code   values from the server's fixed sets; None if another program, such as a proxy,
                  answered
-    param        the wrong field, if there is one
+    param        the invalid field, if there is one
     retry_after  seconds before the next try, if the server gave a delay
     """
 
@@ -67,7 +67,7 @@ class APIStatusError(LogitdError):
 
 
 class BadRequestError(APIStatusError):
-    """400: a field is wrong, or the context is too short."""
+    """400: a field is invalid, or the context is too short."""
 
 
 class AuthenticationError(APIStatusError):
@@ -99,11 +99,11 @@ class QueueFullError(APIStatusError):
 
 
 class ServerError(APIStatusError):
-    """500: a fault of the server; its log has the request under `request_id`."""
+    """500: a fault in the server; its log has the request under `request_id`."""
 
 
 class UnavailableError(APIStatusError):
-    """503: the server is loading, shutting down, or failed; see `retry_after`."""
+    """503: the server is loading or shutting down, or has failed; see `retry_after`."""
 
 
 class DeadlineExceededError(APIStatusError):

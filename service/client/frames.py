@@ -2,7 +2,7 @@
 optional.
 
 The frame of a record has one row for each innermost part, such as the tokens of the prompts. Its
-columns are the single values of the part, and the single values of the enclosing parts under
+columns are the scalar values of the part, and the scalar values of the enclosing parts under
 prefixed names (`prompt_index`). The frame of an array has a column for each index of the array's
 last axis.
 """

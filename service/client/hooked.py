@@ -38,7 +38,7 @@ ROTATED = re.compile(r"hook_(rot_)?[qk]$")
 
 
 class Cache(Mapping[str, Floats]):
-    """Arrays (B, ...) by TransformerLens' names. Short names work too: `cache["pattern", 0]`.
+    """Arrays (B, ...) under TransformerLens' names. Short names work too: `cache["pattern", 0]`.
     Negative layers count from the end."""
 
     def __init__(self, arrays: dict[str, Floats], layers: int) -> None:

@@ -1,8 +1,8 @@
 """Reading: converts parsed JSON to frozen dataclasses, according to their annotations.
 
-Errors give the place of a missing or wrong member (`choices.0.text`). Unknown members are ignored,
-because a newer server may send more. Annotations may be scalars, `bytes` (in JSON a list of
-integers), unions, `tuple[X, ...]`, `dict[str, X]`, `Any`, and dataclasses of these.
+Errors give the place of a missing or invalid member (`choices.0.text`). Unknown members are
+ignored, because a newer server may send more. Annotations may be scalars, `bytes` (in JSON a list
+of integers), unions, `tuple[X, ...]`, `dict[str, X]`, `Any`, and dataclasses of these.
 """
 
 from collections.abc import Mapping
@@ -86,7 +86,7 @@ def _scalar(form: Any, value: Any, where: str) -> Any:
 
 
 def _wrong(form: Any, value: Any, where: str) -> WrongShape:
-    """The error for a value of a wrong type. It names the type but does not quote the value."""
+    """The error for a value of the wrong type. It names the type but does not quote the value."""
     wanted = KINDS.get(get_origin(form) or form, "an object")
     found = "null" if value is None else KINDS[type(value)]
     return WrongShape(f"{where or 'the reply'} is {found}; it should be {wanted}")

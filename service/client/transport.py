@@ -2,7 +2,7 @@
 errors.
 
 A call is retried only if no part of its reply has arrived, so never in the middle of a stream, and
-only if that can help: after 429, 502 or 503, or if the connection failed or was lost. It is not
+only if a retry can help: after 429, 502 or 503, or if the connection failed or was lost. It is not
 retried after 504 or a timeout, because the request ran for all that time and would do so again.
 Requests only compute, so it does no harm if the server computes one twice.
 
@@ -119,7 +119,7 @@ def settings_of(
     if key is not None and not _KEY.fullmatch(key):
         raise ValueError(
             f"the API key has {len(key)} characters, some of which an HTTP header cannot contain: "
-            "remove line breaks, blanks and characters outside ASCII"
+            "remove line breaks, spaces and non-ASCII characters"
         )
     return Settings(_checked(url), timeout, max_retries, model, key)
 

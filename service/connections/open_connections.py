@@ -3,8 +3,8 @@ them.
 
 The limit follows from the settings and the process's file descriptors. When the limit is reached,
 the connection that has waited longest for its client is closed. Connections without complete
-headers come first, then those with an incomplete body. A connection whose request is being answered
-is never closed.
+headers are closed first, then connections with an incomplete body. A connection whose request is
+being answered is never closed.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ checkpoints and the engine."""
 MOST_CONNECTIONS = 4096
 """Upper bound of the default of --max-connections. An idle connection takes about 10 kB."""
 SURPLUS = 16
-"""Number of connections above the limit on which /health is still answered."""
+"""Number of connections that are accepted above the limit, so that /health is still answered."""
 
 QUIET_SECONDS = 10.0
 """Minimum time between two log lines about ended connections."""

@@ -288,8 +288,8 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _abort_unless_reading(self, acknowledged: int) -> None:
-        """Abort unless the client has read more than `acknowledged` bytes; otherwise check again
-        later."""
+        """If the client has read more than `acknowledged` bytes, check again later; otherwise
+        abort."""
         if self not in self.connections:
             return  # the connection was lost in the meantime
         info = tcp_info(self.transport)

@@ -23,8 +23,8 @@ byte need five."""
 DISCARDED_BYTES = 2**20
 """Maximum number of bytes read and discarded after a refusal. Further bytes are not read."""
 MIN_BYTES_PER_SECOND = 2048
-"""Minimum rate at which a client must send and read: half of 32 kbit/s, to which mobile networks
-throttle a line. So 4 MiB may take 34 minutes."""
+"""Minimum rate at which a client must send and read: half of the 32 kbit/s to which mobile networks
+throttle a connection. So 4 MiB may take 34 minutes."""
 
 _GONE = (7, 8)
 """TCP states of a client that has disconnected. TCP_CLOSE: it reset the connection. TCP_CLOSE_WAIT:
@@ -47,7 +47,7 @@ class Reading:
         REQUEST --first byte--> HEAD --headers complete--> BODY --message complete--> REQUEST
         any of them --stop--> NOTHING
 
-    `since` is the loop's time at which the server began to wait for the client's next bytes.
+    `since` is the event loop's time at which the server began to wait for the client's next bytes.
     `received` counts all bytes.
     """
 

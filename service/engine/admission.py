@@ -195,8 +195,8 @@ class AdmissionController:
 
     @contextmanager
     def hold(self, sequences: int, param: str, caller: str = "") -> Iterator[None]:
-        """Reserve room for sequences while the texts of a request are encoded. Raises like
-        `check_capacity`, and raises InvalidRequest for more sequences than one request may have.
+        """Reserve room for sequences while the texts of a request are encoded. Raises the same
+        errors as `check_capacity`, and InvalidRequest for more sequences than one request may have.
 
         The caller submits the requests directly after the block. The event loop runs nothing else
         in between, so the room is still free then.
@@ -216,7 +216,8 @@ class AdmissionController:
             self._release(caller, load)
 
     def reserve(self, requests: Sequence[Request]) -> None:
-        """Reserve room for later requests of a caller. Raises like `check_capacity`."""
+        """Reserve room for later requests of a caller. Raises the same errors as
+        `check_capacity`."""
         caller, loads = self._loads(requests)
         total = sum(loads, Load())
         self.check_capacity(total, caller=caller)
@@ -229,7 +230,7 @@ class AdmissionController:
 
     def admit(self, requests: Sequence[Request]) -> list[Load]:
         """Count a caller's requests as open, all or none of them. Returns the load of each. Raises
-        like `check_capacity`."""
+        the same errors as `check_capacity`."""
         caller, loads = self._loads(requests)
         total = sum(loads, Load())
         self.check_capacity(total, caller=caller)

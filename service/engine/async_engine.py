@@ -125,7 +125,8 @@ class AsyncEngine:
 
     def reserve(self, requests: Sequence[Request], version: WeightsVersion) -> None:
         """Reserve room for requests that are submitted one after another, so that neither a full
-        queue nor the start of a drain rejects the later ones. Raises like `submit`."""
+        queue nor the start of a drain rejects the later ones. Raises the same errors as
+        `submit`."""
         self._check(requests, version)
         self.admission.reserve(requests)
 
@@ -222,8 +223,8 @@ class AsyncEngine:
             await self._wait_until(lambda: self._computing > old.number)
 
     async def _wait_until(self, reached: Callable[[], bool]) -> None:
-        """Wait until `reached()` is true: a reload has come to its next stage. Raises ReloadError
-        if the engine ends first."""
+        """Wait until `reached()` is true, that is, until a reload has reached its next stage.
+        Raises ReloadError if the engine ends first."""
         while not reached():
             if self.failed.is_set() or self._stopped.is_set():
                 raise ReloadError(self.failure or SHUTTING_DOWN)

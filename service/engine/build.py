@@ -84,7 +84,7 @@ class Computation:
     kernels        description of the loaded native kernels; None if there are none
     quantization   None if nothing is quantized
     slots_why      why there are this many slots; None if a setting gives the number
-    target_gap     target, in the notation of --target-gap; likewise `target_ttft`
+    target_gap     target gap in effect, written as for --target-gap; likewise `target_ttft`
     """
 
     weights_sha256: str
@@ -126,7 +126,7 @@ class Shares:
 
 
 def build(settings: ServeSettings) -> BuiltEngine:
-    """Build the engine of the only model of `settings`. Raises STARTUP_ERRORS.
+    """Build the engine of the only model of `settings`. Raises one of STARTUP_ERRORS.
 
     During the build, only one thread computes. OpenMP keeps a pool of threads for each thread of
     the process that has ever computed in parallel. If all pools together have more threads than
@@ -246,8 +246,8 @@ def _why_slots(
 
 
 def _target_gap(settings: ServeSettings, placement: Placement) -> TargetGap | None:
-    """The gap in the settings. If they have none: the default on a CPU, None on other devices,
-    whose steps cannot be timed."""
+    """The target gap in the settings. If it is not set, the default on a CPU, and None on other
+    devices, because their steps cannot be timed."""
     if settings.target_gap is not None:
         return parse_target_gap(settings.target_gap)
     return SERVED_TARGET_GAP if placement.device.type == "cpu" else None

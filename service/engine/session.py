@@ -1,8 +1,8 @@
 """EngineSession: the submissions of one HTTP request, all answered by one version of the weights.
 
 The first submission fixes the version. The engine then keeps that version until the session is
-closed or announces that no submission follows. So all parts of a reply, such as the cells of a
-sweep, come from the same weights. Use it only on the event loop.
+closed or announces that no more submissions will follow. So all parts of a reply, such as the cells
+of a sweep, come from the same weights. Use it only on the event loop.
 """
 
 from collections import deque
@@ -37,8 +37,8 @@ class EngineSession:
         return self._engine.version if self._weights is None else self._weights.number
 
     def submit(self, requests: Sequence[Request], *, more: bool = False) -> Submission:
-        """Queue all requests or none. Raises like `AsyncEngine.submit`. `more` announces further
-        submissions."""
+        """Queue all requests or none. Raises the same errors as `AsyncEngine.submit`. `more`
+        announces further submissions."""
         signed = [replace(request, **self._signature) for request in requests]
         submission = self._engine.submit(signed, self._held(), self.usage)
         if not more:
@@ -47,7 +47,8 @@ class EngineSession:
 
     def reserve(self, requests: Sequence[Request]) -> None:
         """Reserve room for requests that `submit_next` will submit one after another. The session
-        may submit no other requests after this call. Raises like `AsyncEngine.reserve`."""
+        may submit no other requests after this call. Raises the same errors as
+        `AsyncEngine.reserve`."""
         signed = [replace(request, **self._signature) for request in requests]
         self._engine.reserve(signed, self._held())
         self._reserved.extend(signed)

@@ -101,7 +101,7 @@ class Usage:
             self.prefilled = min(self.prefilled, times.prefilled)
 
     def phases(self) -> Iterator[tuple[str, float, float]]:
-        """Name, begin and end of each phase that was reached. `queue` lasts from the first arrival
+        """Name, start and end of each phase that was reached. `queue` lasts from the first arrival
         to the first admission, `prefill` to the first computed prompt, `decode` to the last end."""
         if self.sequences:
             moments = (self.arrived, self.admitted, self.prefilled, self.finished)

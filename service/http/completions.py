@@ -61,8 +61,8 @@ class Generation:
         context: RequestContext,
         response_format: ResponseFormat | None = None,
     ) -> None:
-        """Submit the plan. Raises like `EngineSession.submit`. Without `response_format`, the reply
-        has the format of /generate."""
+        """Submit the plan. Raises the same errors as `EngineSession.submit`. Without
+        `response_format`, the reply has the format of /generate."""
         self._submission = context.session.submit(plan.requests)
         self.growing = GrowingReply(plan, context.checkpoint.tokenizer)
         self._head = envelope("gen", context.model.name, context.checkpoint)
@@ -93,7 +93,7 @@ class Generation:
 
     async def events(self, write: BodyWriter | None) -> AsyncIterator[bytes]:
         """The events of a stream. If `write` is given, it receives new events directly while this
-        iterator waits and the client keeps up, and no task wakes."""
+        iterator waits and the client keeps up, so that no task has to wake."""
         self._sent = time.monotonic()
         if write is not None:
             self._submission.reader = partial(self._write_new, write)

@@ -1,4 +1,4 @@
-"""Query: refuses unknown and repeated query parameters, and reads integers of paths and queries
+"""Query: refuses unknown and repeated query parameters, and reads integers in paths and queries
 strictly.
 
 Endpoints without query parameters ignore the query: health checks, scrapers and OpenAI's clients
@@ -46,6 +46,6 @@ def _parameters(dependant: Dependant) -> Iterator[str]:
 
 
 PlainInt = Annotated[int, BeforeValidator(plain_integer)]
-"""An integer of a path or a query. pydantic alone would also accept "+1", " 1", "1_0" and "1.0"."""
+"""An integer in a path or a query. pydantic alone would also accept "+1", " 1", "1_0" and "1.0"."""
 KNOWN_QUERY = Depends(_refuse_unknown)
 """Dependency of routers whose endpoints take query parameters."""

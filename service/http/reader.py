@@ -78,7 +78,8 @@ async def paced(parts: Iterator[bytes], context: RequestContext) -> AsyncIterato
 
 
 async def _rows(submission: Submission) -> AsyncIterator[OutputsChunk]:
-    """The chunks of a submission, in the order of positions. Raises like `events_of`."""
+    """The chunks of a submission, in the order of positions. Raises the same errors as
+    `events_of`."""
     async for event in events_of(submission):
         if isinstance(event, OutputsChunk):
             yield event

@@ -5,8 +5,8 @@ interpreter lock all the while: a few MB of `[],[],[],` would stop every stream 
 seconds. The brackets, commas and colons outside strings give an upper bound for the number of
 objects. Counting them takes a few ns per byte and lets other threads run.
 
-The text need not be valid JSON. A parser stops at the first wrong byte, and the counts are exact up
-to there, so they always limit the parser's work.
+The text need not be valid JSON. A parser stops at the first invalid byte, and the counts are exact
+up to there, so they always limit the parser's work.
 """
 
 import json

@@ -90,20 +90,21 @@ class ModelChoice:
 
     def of(self, name: str | None, timeout: float | None = None) -> RequestContext:
         """The context of a request to the model with this name (None: the first one), with a
-        deadline in `timeout` seconds. Raises like `Models.find`."""
+        deadline in `timeout` seconds. Raises the same errors as `Models.find`."""
         model = self.all.find(name)
         return self._context(model, _deadline(model, timeout))
 
     async def answering(self, body: ModelBody) -> RequestContext:
         """The context of the request with this body, whose fields give the model, the step and the
-        timeout. Raises like `at`."""
+        timeout. Raises the same errors as `at`."""
         return await self.at(body.model, body.step, getattr(body, "timeout", None))
 
     async def at(
         self, name: str | None, step: int | None, timeout: float | None = None
     ) -> RequestContext:
-        """The context of a request to a model at a step of its run (None: as served). Raises like
-        `Models.find` and `History.open`, and ApiError for a step if the model has no history."""
+        """The context of a request to a model at a step of its run (None: as served). Raises the
+        same errors as `Models.find` and `History.open`, and ApiError for a step if the model has no
+        history."""
         if step is None:
             return self.of(name, timeout)
         model = self.all.find(name)
@@ -151,8 +152,8 @@ async def events_of(submission: Submission) -> AsyncIterator[Event]:
 
 
 async def gather(submission: Submission) -> Computed:
-    """Wait for all events of a submission. Raises like `events_of`. Cancelling this call aborts the
-    submission."""
+    """Wait for all events of a submission. Raises the same errors as `events_of`. Cancelling this
+    call aborts the submission."""
     computed = Computed()
     try:
         async for event in events_of(submission):

@@ -66,7 +66,7 @@ class History:
             del self._uses[step]
 
     async def stop(self, drain_timeout: float) -> None:
-        """Stop loading, and stop the engines like `AsyncEngine.stop`."""
+        """Stop loading, and stop the engines as `AsyncEngine.stop` does."""
         async with self._lock:
             self._closed = True
         await asyncio.gather(*(m.engine.stop(drain_timeout) for m in self._loaded.values()))

@@ -1,7 +1,7 @@
 """Reloader: replaces the served checkpoint without interrupting service.
 
 The new checkpoint is read and compared with the served one. The engine then loads the new weights
-while still using the old ones, and switches between two steps (`AsyncEngine.reload`). Only one
+while still using the old ones, and switches to them after a step (`AsyncEngine.reload`). Only one
 reload runs at a time. If anything fails, the old checkpoint stays in use, and the log and a metric
 report the failure. A reload is requested by POST /admin/reload, or by `follow`, which watches a
 training run for new checkpoints.

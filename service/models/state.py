@@ -95,7 +95,7 @@ class ServiceState:
         """The status of the service, and the reason if it has failed or is waiting.
 
         Models that could not be loaded do not make the service fail if at least one is loaded. An
-        engine that fails or hangs does, because a restart of the process helps.
+        engine that fails or hangs makes the service fail, because restarting the process helps.
         """
         if self._failure is not None:
             return "failed", self._failure
@@ -109,7 +109,7 @@ class ServiceState:
         return ("draining" if self._leaving or self._draining else "ok"), None
 
     def ready(self) -> Models:
-        """The models. Raises ApiError (503) unless requests are answered now."""
+        """The models. Raises ApiError (503) unless requests are being answered."""
         status, reason = self.status()
         leaving = status == "draining" and not self._draining
         if status == "ok" or leaving:

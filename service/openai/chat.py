@@ -18,8 +18,8 @@ from logitd.service.openai.tools import GrowingCall, text_of_calls
 
 
 async def chat_prompt(body: ChatRequest, subject: Subject) -> tuple[int, ...]:
-    """The token ids of a conversation, which the checkpoint's template writes up to the assistant's
-    next message. Raises ApiError."""
+    """The token ids of a conversation, written with the checkpoint's chat template. They end where
+    the assistant's next message begins. Raises ApiError."""
     # In a thread, because a template may be slow.
     return await asyncio.to_thread(_render, body, subject)
 

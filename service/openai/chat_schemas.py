@@ -31,7 +31,7 @@ class TextPart(ReplyBody):
 
 
 def _one_text(content: Any) -> Any:
-    """A content's text. Its parts are joined by line breaks."""
+    """The text of a message's content. Parts are joined by line breaks."""
     if not isinstance(content, list):
         return content
     for part in content:
@@ -103,7 +103,7 @@ class Message(RequestBody):
                 "answers calls"
             )
         if self.content is None and not self.tool_calls:
-            raise ValueError("the message has no content; give it a content, such as an empty text")
+            raise ValueError("the message has no content; set it, for example to an empty string")
         return self
 
 

@@ -80,8 +80,8 @@ class GrowingCall:
         return {**opening, "function": {**named, "arguments": arguments}}
 
     def _known(self) -> str | None:
-        """The called function's name; None if the text does not have it yet. A name in the text is
-        removed from it."""
+        """The called function's name; None if the text does not have it yet. Removes the name from
+        the text if it is there."""
         if not self._wrapped:
             return self._names[0]
         for name in self._names:

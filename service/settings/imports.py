@@ -37,7 +37,7 @@ _BY_CODE = (
 
 
 class _Source(CommandSettings):
-    """The paths, and the flags about reading the model."""
+    """The paths, and the flags for reading the model."""
 
     command = "import"
     groups: ClassVar = {

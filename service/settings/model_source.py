@@ -16,7 +16,7 @@ MAX_NAME = 200
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model to serve: its name, and the path of a checkpoint or run, which is served with its
+    """A model to serve: its name, and the path of a checkpoint or run. A run is served with its
     best checkpoint. If `name` is None, the checkpoint's folder or run names it."""
 
     path: Path

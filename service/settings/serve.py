@@ -371,7 +371,7 @@ class ServeSettings(ComputeSettings):
     def _is_hard_to_guess(cls, value: SecretStr | None) -> SecretStr | None:
         if value is not None and not re.fullmatch(r"[!-~]{16,}", value.get_secret_value()):
             raise ValueError(
-                "a key has at least 16 ASCII letters, digits and punctuation marks, and no blanks; "
+                "a key has at least 16 ASCII letters, digits and punctuation marks, and no spaces; "
                 "create one with `openssl rand -hex 24`"
             )
         return value

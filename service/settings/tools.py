@@ -22,7 +22,7 @@ from logitd.service.settings.common import (
 
 def _distinct(sizes: tuple[int, ...]) -> tuple[int, ...]:
     if len(set(sizes)) < len(sizes):
-        raise ValueError(f"{','.join(map(str, sizes))} has a size twice: give each size once")
+        raise ValueError(f"{','.join(map(str, sizes))} lists a size twice: give each size once")
     return sizes
 
 

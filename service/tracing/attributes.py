@@ -36,7 +36,7 @@ class Ended:
     status     status of the reply; 0 if no reply began
     seconds    time from the request to the end of the reply
     exception  name of the exception that ended the reply, if one did
-    whole      True if the whole reply was written, False if the client left before
+    whole      True if the whole reply was written, False if the client left before the end
     """
 
     scope: Scope

@@ -208,7 +208,7 @@ def test_listed_commands_exist(
     (choice,) = ids.generate(IDS, max_tokens=5, seed=3, temperature=0.8)["choices"]
     assert capsys.readouterr().out.split() == list(map(str, [*IDS, *choice["token_ids"]]))
     assert run(["generate", "def main():", *told]) == 1
-    assert "'def main():' is not a list of token ids, but this model" in capsys.readouterr().err
+    assert "'def main():' is not a list of token ids, and this model" in capsys.readouterr().err
     assert run(["inspect", str(path)]) == 0
     assert "3 tokens: 0 1 2" in capsys.readouterr().out
     assert run(["inspect", str(path), "--text", "5, 6"]) == 0

@@ -47,7 +47,7 @@ def run(settings: BenchSettings) -> int:
 
 
 def measure(settings: BenchSettings) -> dict[str, Any]:
-    """The report. Later versions may add members. Raises ERRORS."""
+    """Measure, and return the report. Later versions may add members. Raises one of ERRORS."""
     loaded = load_model(settings.checkpoint, ComputeOptions.of(settings), log=_log)
     placement = loaded.placement
     check_kv_cache_dtype(settings.kv_cache_dtype, placement.device)
@@ -95,7 +95,7 @@ def measure(settings: BenchSettings) -> dict[str, Any]:
 async def measure_server(url: str, workload: Workload, context: int) -> list[dict[str, float]]:
     """For each batch size, measure that many concurrent streams. With a small model the first
     stream may end before the last one begins; then all streams are repeated with more tokens, up to
-    the context. Raises LogitdError and BenchmarkError."""
+    the context length. Raises LogitdError and BenchmarkError."""
     rows = []
     async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None)) as http:
         client = AsyncClient(url, max_retries=0, http=http)

@@ -37,8 +37,8 @@ class Reporter:
 
     @contextlib.contextmanager
     def interrupts(self) -> Iterator[None]:
-        """Raise KeyboardInterrupt at SIGINT, and again at the next event, because Python drops
-        exceptions raised in finalizers, and Ray has many finalizers."""
+        """In this context, SIGINT raises KeyboardInterrupt. The extraction's next event raises it
+        again, because Python drops exceptions raised in finalizers, and Ray has many finalizers."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self.interrupted = True

@@ -65,7 +65,7 @@ def _prompt(llm: LLM, settings: GenerateSettings) -> str | list[int]:
         return settings.prompt
     if (ids := token_ids_of(settings.prompt)) is None:
         raise InvalidRequest(
-            f"the prompt {settings.prompt[:40]!r} is not a list of token ids, but "
+            f"the prompt {settings.prompt[:40]!r} is not a list of token ids, and "
             f"{NO_VOCABULARY}. For example: {command('generate', '0 1 2')}",
             "prompt",
         )

@@ -134,9 +134,9 @@ def for_serving(
         raise NotServable(str(error)) from error
     if not known:
         raise NotServable(
-            f"{source} is neither a checkpoint nor an importable model: a file of weights "
-            f"({', '.join(SUFFIXES)}) or a folder with one. Serve the bundled checkpoint with"
-            f"\n\n  {command('serve')}"
+            f"{source} is neither a checkpoint nor an importable model: importable models are "
+            f"weight files ({', '.join(SUFFIXES)}) and folders that contain one. Serve the bundled "
+            f"checkpoint with\n\n  {command('serve')}"
         )
     if not may_import:
         raise NotServable(

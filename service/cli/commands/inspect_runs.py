@@ -108,15 +108,15 @@ def _settings(runs: Sequence[RunSummary], different: dict[str, tuple[Any, ...]])
 
 
 def _state(run: RunSummary) -> str:
-    """The state of a run. The files do not show whether an unfinished run was killed or still
-    trains, so the text says when the run last wrote a file."""
+    """The state of a run. The files do not show whether an unfinished run was killed or is still
+    training, so the text says when the run last wrote a file."""
     if run.finished:
         return "finished"
     return f"unfinished; last written {duration(run.idle_seconds)} ago"
 
 
 def _names(runs: Sequence[RunSummary]) -> list[str]:
-    """The names of the runs' directories, or their whole paths if two names are equal."""
+    """The names of the runs' directories, or their whole paths if two names are the same."""
     names = [run.path.name for run in runs]
     return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
 

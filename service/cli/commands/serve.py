@@ -98,8 +98,9 @@ def _perhaps_a_path(source: ModelSource) -> str:
 
 
 def print_banner(models: Models, port: int, busy: str | None = None) -> None:
-    """Print the models, their weights, the addresses, and a command to try. `busy` is the notice of
-    a busy machine from the start of the command: later, loading keeps the processors busy too."""
+    """Print the models, their weights, the addresses, and a command to try. `busy` is the notice
+    that the machine is busy. It was determined when the command started, because loading keeps the
+    processors busy too."""
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     first = models.served[0]
     settings = first.settings

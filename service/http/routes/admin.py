@@ -1,4 +1,4 @@
-"""POST /admin/reload: serve another checkpoint of the same folder.
+"""POST /admin/reload: serve another checkpoint from the same folder.
 
 It needs the administrator's key (`--admin-key`), because ordinary clients must not choose the
 weights. A checkpoint is given by its folder's name, never by a path.

@@ -112,8 +112,8 @@ async def weight(
     """One of the weights that GET /weights lists, as in the checkpoint's file, before quantization;
     float32 unless `dtype` says otherwise.
 
-    `Accept: application/vnd.safetensors` and `application/x-npy` return the array, otherwise
-    JSON."""
+    With `Accept: application/vnd.safetensors` or `application/x-npy`, the reply is the array;
+    otherwise it is JSON."""
     media_type = negotiate(request, _Form(dtype), ARRAYS)
     async with state.weight_reads:
         chosen, shape = await asyncio.to_thread(_choose, context.checkpoint, name, part)
