@@ -49,7 +49,7 @@ class Direction(RequestBody):
 
 class AttributionsRequest(ComparedTokens, PromptBody):
     """How much the tokens of the prompt, the heads and the MLPs contribute to a token's logit, or
-    to the difference of two logits. Computed in float32 from the served weights."""
+    to the difference between two logits. Computed in float32 from the served weights."""
 
     examples: ClassVar[Examples] = {
         "The prompt tokens behind the likeliest next token": {"prompt": "for i in range(10"},
@@ -135,7 +135,7 @@ class AttributedToken(NamedToken):
 
 
 class PathSummary(ReplyBody):
-    """Accuracy of the integrated gradients with this number of steps."""
+    """Accuracy of the integrated gradients computed with this number of steps."""
 
     steps: int
     baseline: Literal["zero"] | int
@@ -293,10 +293,10 @@ ATTRIBUTIONS = Operation(
     form="record",
     summary="Contributions of tokens, heads and MLPs to a logit",
     description="""\
-The target is a token's logit, the difference of two logits, or a direction at a stage. The gradient
+The target is a token's logit, the difference between two logits, or a direction at a stage. The gradient
 methods multiply the vector of each token of the prompt by the gradient of the target: the gradient
 at the prompt itself, or its mean along a path from a baseline. The method `direct` lists the share
 that each head, bias and MLP adds to the logit. With `stages`, the reply also has the gradients with
-respect to these stages. Other requests are computed at the same time: a step of the engine computes
-one block of one prompt.""",
+respect to these stages. Other requests are computed in between: a step of the engine computes one block
+of one prompt.""",
 )

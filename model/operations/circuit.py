@@ -224,9 +224,9 @@ CIRCUIT = Operation(
     form="record",
     summary="Tokens, heads and neurons that carry a difference of logits, with edges",
     description="""\
-The strongest tokens, heads and neurons that explain a share of the difference of two logits. With
-attention weights, norm scales and gates frozen the model is linear, so an edge is a product of
-weights, and what the parts carry adds up. The circuit is then verified without freezing anything:
-`verification` has the difference with the circuit alone, and without it. A step of the engine
-computes one block of one prompt.""",
+The strongest tokens, heads and neurons that explain a share of the difference between two logits.
+With attention weights, norm scales and gates frozen, the model is linear, so an edge is a product
+of weights, and the contributions of the parts add up. The circuit is then verified without freezing
+anything: `verification` has the difference with only the circuit, and with everything except the
+circuit. A step of the engine computes one block of one prompt.""",
 )

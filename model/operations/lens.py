@@ -146,5 +146,5 @@ LENS = Operation(
 The final norm and the head, applied to the residual stream after each layer. Each layer has the
 likeliest next tokens, the probability and rank of chosen tokens, the entropy, and the divergence
 from the model's own prediction, which is the prediction of the last layer. In a model with
-`backout`, the middle block's part is subtracted from the streams after later blocks.""",
+`backout`, the middle block's contribution is subtracted from the streams after later blocks.""",
 )

@@ -150,6 +150,6 @@ PROBS = Operation(
     form="record",
     summary="Probabilities of the next token",
     description="""\
-The likeliest next tokens after each prompt, or chosen tokens, with probability, logprob and rank;
-and the entropy of the whole distribution.""",
+The likeliest next tokens after each prompt, or chosen tokens, with their probability, logprob and
+rank. Also the entropy of the whole distribution.""",
 )

@@ -346,9 +346,9 @@ SWEEP = Operation(
     form="series",
     summary="An intervention at each layer, head or position in turn",
     description="""\
-Apply an intervention in one layer, head or position after another, and return a metric each time:
-a token's logit, probability or loss, a difference of two tokens, or the divergence of the
-distribution. For example, ablate each head in turn, or patch each layer at each position. Several
+Apply an intervention to one layer, head or position after another, and return a metric for each:
+a token's logit, probability or loss, the difference between the logits of two tokens, or the
+divergence of the distribution. For example, ablate each head in turn, or patch each layer at each position. Several
 prompts give the mean and the spread.
 
 With `stream`, the first event has the members that are known before the cells; then follow

@@ -91,7 +91,7 @@ class TokenizeRequest(ModelBody):
 
 
 class Piece(NamedToken):
-    """A token. It may consist of only a part of a character."""
+    """A token. It may be only a part of a character."""
 
     start: int = Field(description="Index of the first character of which the token has bytes.")
     end: int = Field(description="Index after the last character of which the token has bytes.")

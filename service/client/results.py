@@ -308,7 +308,7 @@ class AttributedToken(NamedToken):
 
 @dataclass(frozen=True, slots=True)
 class PathSummary:
-    """Accuracy of the integrated gradients with this number of steps."""
+    """Accuracy of the integrated gradients computed with this number of steps."""
 
     steps: int
     baseline: str | int
@@ -447,7 +447,7 @@ class Circuit(Reply):
 
 @dataclass(frozen=True, slots=True)
 class Piece(NamedToken):
-    """A token. It may consist of only a part of a character."""
+    """A token. It may be only a part of a character."""
 
     start: int  # Index of the first character of which the token has bytes.
     end: int  # Index after the last character of which the token has bytes.
