@@ -293,10 +293,10 @@ ATTRIBUTIONS = Operation(
     form="record",
     summary="Contributions of tokens, heads and MLPs to a logit",
     description="""\
-The target is a token's logit, the difference between two logits, or a direction at a stage. The gradient
-methods multiply the vector of each token of the prompt by the gradient of the target: the gradient
-at the prompt itself, or its mean along a path from a baseline. The method `direct` lists the share
-that each head, bias and MLP adds to the logit. With `stages`, the reply also has the gradients with
-respect to these stages. Other requests are computed in between: a step of the engine computes one block
-of one prompt.""",
+The target is a token's logit, the difference between two logits, or a direction at a stage. The
+gradient methods multiply the vector of each token of the prompt by the gradient of the target: the
+gradient at the prompt itself, or its mean along a path from a baseline. The method `direct` lists
+the share that each head, bias and MLP adds to the logit. With `stages`, the reply also has the
+gradients with respect to these stages. Other requests are computed in between: a step of the engine
+computes one block of one prompt.""",
 )
