@@ -393,7 +393,7 @@ def test_evidence_in_the_file_answers_questions(
 
 
 def test_heads_that_shapes_contradict_are_refused() -> None:
-    with pytest.raises(ConvertError, match=r"n_head is 5 .*32 rows .*--n-head"):
+    with pytest.raises(ConvertError, match=r"n_head is 5 .*32 query rows .*--n-head"):
         finding("nanoGPT", "n_head", {"n_head": 5})
 
 
