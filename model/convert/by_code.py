@@ -138,7 +138,7 @@ def code_sha256(code: OwnerCode) -> str:
 
 def _request(file: StateFile, options: CodeOptions) -> Request:
     """The request to the owner's process. It states everything that is known about the model from
-    the settings, the user, and the roles of the tensors if they are recognized."""
+    the settings, from the user and, if the tensors are recognized, from their roles."""
     code, answers = options.code, _under_all_names(options.answers)
     try:
         roles = RoleOptions(answers=options.answers)
@@ -180,7 +180,7 @@ def _check_facts(code: OwnerCode, facts: Mapping[str, Any], options: CodeOptions
         )
     if (off := facts["state"]) is not None and off > CAUSAL_TOLERANCE:
         raise ConvertError(
-            f"{code}: the logits of its logits_and_state differ from those of its forward by up to "
+            f"{code}: its logits_and_state and its forward return logits that differ by up to "
             f"{off:.3g}, but they must be equal"
         )
 
@@ -281,8 +281,8 @@ def _report(config: CodeConfig, facts: Mapping[str, Any]) -> list[str]:
     if not config.deterministic:
         lines.append(
             f"not deterministic: two passes differ by up to {facts['not_deterministic']:.3g}. Does "
-            "it apply dropout after eval()? Each pass is seeded, so replies repeat, but their "
-            "numbers are those of one random draw"
+            "it apply dropout after eval()? Each pass is seeded, so replies are reproducible, "
+            "but their numbers depend on this one seed"
         )
     if not config.padding_is_harmless:
         lines.append(
@@ -322,5 +322,5 @@ def _card(
     return (
         f"# {name}\n\nImported from a model of {KIND}, `{config.code}`; trained elsewhere. It is "
         f"served by running this code, with `--run-code`. Stored in {dtype}.\n\n"
-        f"License and data are those of the source; they are not known here.\n\n{listed}"
+        f"The license and the training data are the source's; they are not known here.\n\n{listed}"
     )

@@ -40,7 +40,7 @@ def write_import_card(
         f"Imported from a model of {model.kind}; trained elsewhere. {parameters:,} parameters: "
         f"{pluralize(config.n_layer, 'layer')}, {heads}, width {config.d_model}, context "
         f"{config.context_length:,}, vocabulary {config.vocab_size:,}. Stored in {dtype}.\n\n"
-        "License and data are those of the source; they are not known here.\n"
+        "The license and the training data are the source's; they are not known here.\n"
         + "".join(
             f"\n## {title}\n\n" + "".join(f"- {line}\n" for line in lines)
             for title, lines in sections.items()

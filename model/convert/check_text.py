@@ -93,7 +93,8 @@ def _encoded_lines(tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:
 
 
 def _starts(tokenizer: Tokenizer) -> Iterator[int]:
-    """Yield the ids that may come before a line: the line break, 0, and the end of a text."""
+    """Yield the ids that may come before a line: the id of the line break, 0, and the id of the
+    end-of-text token."""
     with contextlib.suppress(TokenizerError):
         yield from tokenizer.encode("\n")[:1]
     yield 0

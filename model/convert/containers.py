@@ -98,8 +98,8 @@ def read_npz(path: Path) -> dict[str, Any]:
 
 
 def _value(array: np.ndarray[Any, Any]) -> Any:
-    """An array as a tensor. An array without axes becomes its value, and an array of strings a
-    list."""
+    """An array as a tensor. An array without axes becomes its value, and an array of strings
+    becomes a list."""
     if array.ndim == 0:
         return array.item()
     if array.dtype.kind in "US":
@@ -130,8 +130,8 @@ def _nested(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    """True for a value that may be a vocabulary: a list of strings, or a dictionary between strings
-    and ids."""
+    """True for a value that may be a vocabulary: a list of strings, or a dictionary that maps
+    strings to ids or ids to strings."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return bool(parts) and (
         all(isinstance(part, str) for part in parts)

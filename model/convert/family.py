@@ -126,7 +126,7 @@ def _of_any(config: GPTConfig) -> Iterable[_Rule]:
 
 
 def _of_gpt(config: GPTConfig) -> Iterable[_Rule]:
-    """Rules for shapes with LayerNorm, which GPT-2 or GPT-NeoX must support. These two
+    """Rules for shapes with LayerNorm, which are exported as GPT-2 or GPT-NeoX. These two
     architectures differ in positions and residuals."""
     gate = "the feed-forwards of GPT-2 and GPT-NeoX have no gate"
     norms = "GPT-2 and GPT-NeoX do not normalize queries and keys"
@@ -147,7 +147,7 @@ def _of_gpt(config: GPTConfig) -> Iterable[_Rule]:
 
 
 def _of_llama(config: GPTConfig) -> Iterable[_Rule]:
-    """Rules for shapes with RMSNorm, which Llama, Qwen2 or Qwen3 must support."""
+    """Rules for shapes with RMSNorm, which are exported as Llama, Qwen2 or Qwen3."""
     llama = "with norm 'rmsnorm' the shape is Llama's, which has rotary positions"
     whole = f"Llama rotates whole heads, {config.head_dim}"
     after = "Llama has one sublayer after the other"

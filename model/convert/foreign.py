@@ -165,12 +165,13 @@ class StateDictReader:
         return tensor
 
     def require_layers(self, count: int) -> None:
-        """Raise ConvertError if the configuration states more layers than there are tensors. For a
-        false number of layers, the list of tensor names alone could fill the memory."""
+        """Raise ConvertError if the configuration states more layers than there are tensors. If
+        that number is wrong and very large, the list of tensor names alone could fill the
+        memory."""
         if count > len(self._tensors):
             raise ConvertError(
                 f"{self._where} has {len(self._tensors):,} tensors, but its configuration states "
-                f"{count:,} layers, each of which has several"
+                f"{count:,} layers, each of which has several tensors"
             )
 
     def ignore(self, *suffixes: str) -> None:

@@ -242,7 +242,7 @@ def record_of_import(
             "name": source.resolve().name,
             "fingerprint": fingerprint(source),
             "format": kind,
-            "licence": "that of the source; it is not known here",
+            "licence": "the source's license, which is not known here",
             **({} if tokenizer is None else {"tokenizer": tokenizer}),
             **facts,
         },

@@ -1,7 +1,7 @@
 """Layouts: how other programs name, order and orient a GPT's weights, and name its sizes.
 
-A `Layout` maps this project's modules and sizes to those of another program, for reading
-(`read_weights`, `read_sizes`) and writing (`write_weights`, `write_sizes`). `hf/config.py`,
+A `Layout` maps this project's modules and sizes to the modules and sizes of another program, for
+reading (`read_weights`, `read_sizes`) and writing (`write_weights`, `write_sizes`). `hf/config.py`,
 `nanogpt.py` and `litgpt.py` read the other keys of configurations.
 """
 
@@ -41,8 +41,8 @@ class Layout:
     skipped     number of unused rows at the start of a table, by module
     bare        norms that have no weights there; here, all their weights are 1
     rows        the order of the rows, if it differs
-    sizes       their configuration keys by field of GPTConfig, alternatives separated by spaces
-    eps         their configuration key for the norms' eps, and the default value of eps
+    sizes       the other program's keys by field of GPTConfig, alternatives separated by spaces
+    eps         the other program's key for the norms' eps, and the default value of eps
     """
 
     outside: Mapping[str, str]

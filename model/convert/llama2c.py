@@ -29,7 +29,8 @@ LARGEST = 2**24
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """The version and the numbers in a header. If `shared` is True, the head is the embedding."""
+    """The version and the numbers in a header. If `shared` is True, the head shares the embedding's
+    weights."""
 
     version: int
     shared: bool

@@ -25,8 +25,8 @@ from logitd.model.transformer.shapes import gpt2_shape
 
 
 def read_nanogpt(path: Path) -> ForeignModel | None:
-    """Read a checkpoint that nanoGPT's train.py saved; None if the file's keys or tensors have
-    other names. Raises ConvertError."""
+    """Read a checkpoint that nanoGPT's train.py saved; None if the file lacks nanoGPT's keys or
+    tensor names. Raises ConvertError."""
     if container_of(path) != "torch":
         return None
     checkpoint = read_pt(path, keep="model.state_dict()")

@@ -112,7 +112,7 @@ def _globals(file: BinaryIO, texts: set[str]) -> Iterator[str]:
         if opcode.name in ("GLOBAL", "INST") and isinstance(argument, str):
             module, *name = argument.split(" ")
             if len(name) != 1 or not all(map(str.isidentifier, f"{module}.{name[0]}".split("."))):
-                raise ValueError(f"{argument!r} is not a module and a name")
+                raise ValueError(f"{argument!r} does not consist of a module and a name")
             yield argument.replace(" ", ".")
         elif opcode.name == "STACK_GLOBAL" and len(strings) >= 2:
             yield ".".join(strings[-2:])

@@ -77,7 +77,7 @@ def check_tensors(path: Path, loaded: Any, archive: Archive | None) -> None:
         if needed > held:
             raise ConvertError(
                 f"{path} is damaged: a tensor takes {needed:,} bytes, but its file in the archive "
-                f"has only {held:,} bytes: copy {path.name} again"
+                f"has only {held:,} bytes. Copy {path.name} again"
             )
 
 

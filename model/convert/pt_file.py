@@ -70,7 +70,7 @@ class UncalledAttributes(Attributes):
 def read_pt(path: Path, *, keep: str) -> dict[str, Any]:
     """Read the dictionary in a .pt file. Its tensors stay on disk until they are used.
 
-    `keep` is the Python expression for the value that error messages recommend to save. Raises
+    `keep` is the Python expression for the value that error messages recommend saving. Raises
     ConvertError.
     """
     container_of(path)  # refuses formats of other programs by name

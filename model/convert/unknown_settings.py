@@ -51,7 +51,8 @@ _NEUTRAL: Mapping[str, object] = {
     **dict.fromkeys(("parallel_residual", "use_parallel_residual", "add_cross_attention"), False),
     **dict.fromkeys(("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"), False),
 }
-"""Values of other settings with which the source computes the same as this project's GPT."""
+"""For other settings that may change logits: the value with which the source computes the same as
+this project's GPT."""
 
 
 def unknown_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class CodeModel:
 
     sources   contents of the source files by name
     weights   the open weight file, whose hash the caller has verified. Each start of the process
-              reads this file, even if its path has been given to a newer file
+              reads this file, even if a newer file has replaced it at its path
     threads   number of torch's threads in the process
     together  True to compute the sequences of a request in one batch, padded on the right
     seconds   time limit of a pass

@@ -9,8 +9,8 @@ to make up for the difference. The results change only by floating-point roundin
 - query and key norms without weights get weights of 1; if the eps of these norms differs from the
   other norms' eps, the rows of query and key are scaled;
 - norms without weights get weights of 1;
-- if attention's output projection or the feed-forward's second matrix is missing, it is the
-  identity;
+- if attention's output projection or the feed-forward's second matrix is missing, an identity
+  matrix takes its place;
 - position tables of any type that are added to the embedding are stored as learned positions;
 - embeddings multiplied by sqrt(d_model): the embedding is scaled, and the head is stored
   separately;
@@ -81,7 +81,7 @@ def head_shape(tensors: MappedTensors, n_head: int) -> HeadShape:
     queries, keys = query_rows(tensors)
     if n_head < 1 or queries % n_head or keys % (queries // n_head):
         raise ConvertError(
-            f"{tensors.where}: {queries} rows of queries and {keys} of keys cannot be divided "
+            f"{tensors.where}: {queries} query rows and {keys} key rows cannot be divided "
             f"among {n_head} heads"
         )
     head_dim = queries // n_head
@@ -163,7 +163,7 @@ def _outside(tensors: MappedTensors, how: Computation) -> dict[str, Tensor]:
     if head is not None and head.shape != embedding.shape:
         raise ConvertError(
             f"{tensors.where}: the head has shape {list(head.shape)} and the token embedding "
-            f"has shape {list(embedding.shape)}; the two must be equal"
+            f"has shape {list(embedding.shape)}; the two shapes must be equal"
         )
     weights: dict[str, Tensor] = {}
     if head is not None and not torch.equal(head, embedding):
@@ -291,8 +291,8 @@ def _cut(tensor: Tensor, how: Computation, heads: HeadShape) -> list[Tensor]:
         if queries != keys:
             raise ConvertError(
                 "rows of query, key and value are ordered head by head, but there are "
-                f"{heads.n_head} heads for queries and {heads.n_kv_head} for keys; only equal "
-                "numbers can be imported"
+                f"{heads.n_head} query heads and {heads.n_kv_head} key heads; this order can be "
+                "imported only if the two numbers are equal"
             )
         # (H * 3 * D, ...) to three of (H * D, ...)
         by_head = tensor.unflatten(0, (heads.n_head, 3, heads.head_dim))
@@ -316,7 +316,7 @@ def _qk_norms(
             raise ConvertError(
                 f"{tensors.where}: {tensors.map.of(role, 'weight')[0]} has {len(weight)} elements"
                 f"{' and a bias' if biased else ''}; norms of queries and keys must be RMS norms "
-                f"of one head, with {heads.head_dim} elements and no bias"
+                f"over one head, with {heads.head_dim} elements and no bias"
             )
         if how.positions == "rotary" and how.rotary_layout == "interleaved":
             weight = _evens_first(weight, heads.head_dim)

@@ -122,10 +122,10 @@ class ByText:
         }
 
     def _objection(self, best: Computation, loss: float) -> str:
-        """The reason why the loss is no evidence for the variant; "" if it is evidence. The loss
-        must be below the loss of bigram counts, because a model that learned little may predict no
-        better than trigram counts. If the text chose unusual values and the file states no loss, it
-        must be below the loss of trigram counts."""
+        """The reason why the loss is not evidence for the variant; "" if it is evidence. The loss
+        must be below the loss of bigram counts. It need not be below the loss of trigram counts,
+        which a model that learned little may not reach, unless the text chose unusual values and
+        the file states no loss."""
         text, penalties = self._text, self._search.score(best, "full")
         error = 0.0
         if penalties is not None and len(penalties) > 1:
@@ -133,8 +133,8 @@ class ByText:
         if text.stated is not None and loss > text.stated.limit:
             return (
                 f"the best variant has {loss:.3f} nats per token on {text.name}, but the file "
-                f"states {text.stated.name} {text.stated.nats:.3f}: no variant that this project "
-                "computes is that of the source, or the text is not like its training data"
+                f"states {text.stated.name} {text.stated.nats:.3f}: this project cannot compute "
+                "what the source computes, or the text is not like the training data"
             )
         unusual = self._unusual(best)
         bar = text.triples if unusual and text.stated is None else text.pairs

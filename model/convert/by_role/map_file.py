@@ -3,9 +3,9 @@
 If `logitd import` cannot recognize a model, it writes a draft of a map file. The user completes the
 draft and passes it with `--map`. Roles that the file leaves out are recognized by names and shapes.
 
-    state = "model_state"             # key of the state dict; omit it if the file is one
+    state = "model_state"             # key of the state dict; omit it if the file is a state dict
 
-    [tensors]                         # {N} is the number of the layer, {M} that of the head
+    [tensors]                         # {N} is the layer's number, {M} the head's number
     token_embedding.weight = "emb.weight"
     query.weight = "blocks.{N}.heads.{M}.q.weight"
     mlp_down.weight = "identity"      # the source has no such matrix
@@ -55,8 +55,8 @@ from logitd.model.convert.source_file import source_text
 from logitd.model.files import CONFIG_BYTES
 
 MOST_DOTS = 100
-"""Maximum number of dots in a line, except in strings. The memory that the parser needs grows with
-the square of the number of parts of a dotted key."""
+"""Maximum number of dots in a line, not counting dots in strings. The memory that the parser needs
+grows with the square of the number of parts of a dotted key."""
 _QUOTED = re.compile(r"""\"[^\"]*\"|'[^']*'""")
 
 
@@ -122,8 +122,8 @@ def read_map_file(path: Path) -> MapFile:
         known = {"{N}", "{M}"} if role in LAYER_ROLES else set()
         if unknown := set(re.findall(r"\{[^}]*\}", name)) - known:
             raise ConvertError(
-                f"{path}: {role}.{part} is {name!r}, which contains {sorted(unknown)}; only names "
-                "in the layers may contain placeholders, {N} and {M}"
+                f"{path}: {role}.{part} is {name!r}, which contains {sorted(unknown)}; the only "
+                "placeholders are {N} and {M}, and only names in the layers may contain them"
             )
     return MapFile(
         path=path,

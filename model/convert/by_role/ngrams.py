@@ -30,7 +30,8 @@ class NgramNats:
     trigram: float
 
     def at(self, position: int) -> float:
-        """The lowest of the losses for a prediction with `position` + 1 tokens before it."""
+        """The lowest n-gram loss for a prediction with `position` + 1 tokens before it. The trigram
+        loss counts only if there are at least two such tokens."""
         pairs = min(self.unigram, self.bigram)
         return pairs if position == 0 else min(pairs, self.trigram)
 

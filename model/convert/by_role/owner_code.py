@@ -2,7 +2,7 @@
 
 It runs `model/owner_code/process` with the owner's file and the checkpoint's weights, and reads
 back only numbers. It passes the sizes of the model under all usual names. `resolve.py` compares the
-logits with those of this project's forward pass.
+logits with the logits of this project's forward pass.
 """
 
 import ast
@@ -25,7 +25,7 @@ from logitd.model.owner_code.process.build import Request
 TOKENS = 24
 """Length of the two sequences of ids; if the context length is smaller, they have that length."""
 CAUSAL_TOLERANCE = 1e-3
-"""Largest change of an earlier position's logit that is attributed to rounding."""
+"""Largest change in a logit of an earlier position that is attributed to rounding."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ def said_in(
 
 
 def require_causal(code: OwnerCode, difference: float) -> None:
-    """Raise ConvertError if `difference`, the largest change of earlier logits when the last id
-    changes, is too large for a causal model."""
+    """Raise ConvertError if `difference`, the largest change in the logits of earlier positions
+    when the last id changes, is too large for a causal model."""
     if difference > CAUSAL_TOLERANCE:
         raise ConvertError(
             f"{code}: a different last id changes the logits of earlier positions (by up to "

@@ -142,8 +142,8 @@ class _File:
     tables: list[RotaryTable]
 
     def said(self, field: str, accepts: Callable[[Any], bool]) -> Finding | None:
-        """The value of a field in the settings; None if it is missing or if `accepts` is False for
-        it."""
+        """The value of a field in the settings; None if it is missing or if `accepts` returns False
+        for it."""
         value, key = setting(self.settings, field)
         if value is None or not accepts(value):
             return None

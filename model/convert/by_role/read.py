@@ -236,7 +236,8 @@ def _write_draft(path: Path, text: str) -> str:
 def understood(
     tensors: MappedTensors, config: GPTConfig, resolution: Resolution, folds: tuple[str, ...]
 ) -> Iterator[str]:
-    """The lines of the report."""
+    """The lines of the report: the tensors, the computation, the changes to weights, and how well
+    the computation was verified."""
     yield "tensors:"
     yield from _tensor_lines(tensors)
     yield "computation:"

@@ -44,11 +44,13 @@ READS_STREAM: tuple[Role, ...] = (*QKV, "mlp_gate", "mlp_up", "mlp_gate_up", "he
 """Matrices that read the residual stream: their number of columns is the width of the stream. For
 all other matrices, the number of rows is the width of the stream."""
 SQUARE: tuple[Role, ...] = (*READS_STREAM[:-1], "attention_out", "mlp_down")
-"""Matrices of a layer. Unlike the head, they may be square."""
+"""Matrices that may be square: all matrices of a layer, but not the head. The shape of a square
+matrix does not show whether it is stored (in, out)."""
 
 
 class NotRecognized(ConvertError):
-    """Raised if no tensor has a role that a GPT needs. `known` has the roles that were found."""
+    """Raised if no tensor is found for one of the roles that a GPT needs. `known` has the roles
+    that were found."""
 
     def __init__(self, message: str, known: Mapping[tuple[Role, Part], str]) -> None:
         super().__init__(message)
@@ -96,7 +98,8 @@ def is_buffer(name: str, tensor: Tensor) -> bool:
 
 
 def is_causal_mask(tensor: Tensor) -> bool:
-    """True if a tensor (..., T, T) has one value up to each position and another after it."""
+    """True if each row of a tensor (..., T, T) has one value up to the diagonal and another value
+    after it."""
     if tensor.dim() < 2 or tensor.shape[-1] != tensor.shape[-2] or tensor.shape[-1] < 2:
         return False
     square = tensor.reshape(-1, *tensor.shape[-2:])[0]

@@ -26,7 +26,7 @@ class Resolution:
 
     origins        reason for the value of each field
     verified       sentence about how well the computation agrees with the source
-    penalty        the chosen variant's loss in nats per token, or its largest difference of logits
+    penalty        the chosen variant's loss in nats per token, or its largest logit difference
     alternatives   other values that were tried
     warning        sentence about unusual values that the text chose; "" if there are fewer than two
     """

@@ -44,7 +44,7 @@ def resolve(tensors: MappedTensors, findings: Findings, *objectives: Objective) 
     if findings["causal"].values == (False,):
         raise ConvertError(
             f"{tensors.where}: causal is false ({findings['causal'].origin}): a model whose "
-            "positions attend to later ones is not a GPT and cannot generate text"
+            "positions attend to later positions is not a GPT and cannot generate text"
         )
     texts = [each for each in objectives if isinstance(each, TextObjective)]
     for objective in objectives:
@@ -79,10 +79,10 @@ def _by_logits(
     if difference > objective.tolerance:
         fields = ", ".join(f"{flag(name)} {getattr(best, name)}" for name in search.open)
         raise ConvertError(
-            f"{tensors.where}: no variant that this project computes has the logits of "
-            f"{objective.name}: the nearest variant, with {fields or 'no field open'}, differs by "
-            f"{difference:.3g}, but the limit is {objective.tolerance:.1g}. The owner's code "
-            "computes something that a GPTConfig does not express, or the weights are not those of "
+            f"{tensors.where}: no variant that this project can compute matches the logits of "
+            f"{objective.name}: the nearest variant{f', with {fields},' if fields else ''} differs "
+            f"by {difference:.3g}, but the limit is {objective.tolerance:.1g}. The owner's code "
+            "computes something that a GPTConfig does not express, or the weights do not belong to "
             "this code"
         )
     alternatives = [

@@ -228,7 +228,7 @@ def _check_config(config: Mapping[str, Any], where: str) -> Iterator[str]:
 
 
 def with_ends(foreign: ForeignTokenizer, folder: Path) -> ForeignTokenizer:
-    """Add the ids that end a text, as the model's folder states them, to a vocabulary. If no end is
+    """Add to a vocabulary the ids that end a text according to the model's folder. If no end is
     known, add a note. Raises ConvertError."""
     tokenizer, notes = foreign.tokenizer, list(foreign.notes)
     generation = object_beside(folder, GENERATION)
@@ -265,8 +265,8 @@ def _stated_ends(folder: Path | None) -> tuple[str, list[int]]:
 
 
 def _ending(tokenizer: Tokenizer, ends: list[int], *, known: bool) -> Tokenizer:
-    """The tokenizer with `ends` as the ids that end a text. If the token that ends a document is
-    not `known`, it becomes the first special token among `ends`."""
+    """The tokenizer with `ends` as the ids that end a text. If `known` is False, the first special
+    token among `ends` becomes the token that ends a document."""
     changes: dict[str, Any] = {"end_ids": ends}
     names = {token_id: name for name, token_id in tokenizer.special_tokens.items()}
     if not known and (named := next((names[end] for end in ends if end in names), None)):

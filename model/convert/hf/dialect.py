@@ -23,8 +23,8 @@ _REPEAT = re.compile(r"(?P<interval>\{\d+(?:,\d*)?\})(?P<keep>\+)|(?:[*+?]|\{\d*
 
 
 def to_oniguruma(pattern: str) -> str:
-    """Translate a split pattern from tiktoken's dialect to that of Hugging Face's tokenizers.
-    Raises ConvertError."""
+    """Translate a split pattern from tiktoken's dialect to the dialect of Hugging Face's
+    tokenizers. Raises ConvertError."""
     return _rewritten(
         pattern,
         lambda atom, interval: f"(?>{atom}{interval})",

@@ -228,7 +228,7 @@ def _split(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _between(tokenizer: Tokenizer) -> dict[str, int]:
-    """Added tokens with ids between those of ordinary tokens. They must be in the vocabulary,
+    """Added tokens with ids between the ids of ordinary tokens. They must be in the vocabulary,
     because the tokenizers library assigns ids after the vocabulary to all other added tokens."""
     ordinary = set(tokenizer.tokens.values())
     named = tokenizer.special_tokens | tokenizer.added_tokens

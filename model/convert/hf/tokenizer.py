@@ -230,7 +230,7 @@ def _pattern(document: Mapping[str, Any], path: Path) -> str:
     if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
         raise ConvertError(
             f"{path} splits texts with {' and then '.join(map(str, kinds))}; only one Split by a "
-            "regular expression and ByteLevel, or ByteLevel alone, can be imported"
+            "regular expression followed by ByteLevel, or ByteLevel alone, can be imported"
         )
     for step in steps:
         require_members(step, CUT_MEMBERS[step["type"]], f"{step['type']} of {path}")
@@ -283,8 +283,8 @@ def _check_merges(
             ) from error
         if rank < last:
             raise ConvertError(
-                f"{path}: the merge of {left!r} and {right!r} is out of order; merges must be in "
-                "the order of the ids that they create to be converted to ranks"
+                f"{path}: the merge of {left!r} and {right!r} is out of order; merges can be "
+                "converted to ranks only if they are in the order of the ids that they create"
             )
         last = rank
         pairs.add(pair)
@@ -350,8 +350,8 @@ def _try(foreign: ForeignTokenizer, model: Mapping[str, Any], path: Path) -> Non
         begin = tokenizer.spans(ids, text)[min(place, len(ids) - 1)].start
         raise ConvertError(
             f"{path} cannot be converted to ranks: the ids of {text[begin : begin + 20]!r} begin "
-            f"with {expected[place : place + 3]} by its merges, but with "
-            f"{given[place : place + 3]} by ranks"
+            f"with {expected[place : place + 3]} according to its merges, "
+            f"but with {given[place : place + 3]} according to the ranks"
         )
 
 

@@ -87,7 +87,7 @@ def _refuse_gaps(table: Table) -> None:
 
 def _as_document(table: Table, skip_normalizer: bool) -> ForeignTokenizer:
     """Convert a table from GPT-2's `vocab.json` and `merges.txt` to the contents of a
-    `tokenizer.json`, and read these."""
+    `tokenizer.json`, and read the tokenizer from them."""
     assert table.strings is not None
     vocabulary = {str(text): token_id for token_id, text in table.texts.items()}
     formed = set(map("".join, table.strings))

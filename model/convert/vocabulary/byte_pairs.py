@@ -1,10 +1,10 @@
 """Byte pairs: converts hand-written byte pair encodings, as in lectures about tokenizers, to ranks.
 
 Ids 0 to 255 are the bytes, and each merge of two ids creates the next id. Merges are applied in the
-order of the ids that they create, to a text or to each of its pieces. tiktoken encodes in the same
-way with ranks if it forms each token with that token's own merge (`hf/merges.py`). This is checked
-for every token. If no split pattern is stored, a pattern is assumed that splits no token, and a
-note says so.
+order of the ids that they create, to a text or to each of its pieces. tiktoken, which uses ranks,
+gives the same ids if it forms each token by the same merge (`hf/merges.py`). This is checked for
+every token. If no split pattern is stored, a pattern is assumed that splits no token, and a note
+says so.
 
 Merges of texts are supported in two cases: GPT-2's `vocab.json` with `merges.txt` is read as a
 `tokenizer.json`, and merges of characters are accepted if each token is a whole word that ends in
@@ -69,7 +69,7 @@ def byte_pair_tokenizer(table: Table) -> ForeignTokenizer:
             by = "no merges" if formed is None else f"{formed[0]!r} and {formed[1]!r}"
             raise ConvertError(
                 f"{table.where}: {tokens[token_id]!r} is merged from {tokens[left]!r} and "
-                f"{tokens[right]!r}, but by ranks it would be merged from {by}, so some texts "
+                f"{tokens[right]!r}, but with ranks it would be merged from {by}, so some texts "
                 f"would get different ids. {WITHOUT_TEXT}"
             )
     return _ranked(ranks, names, table)

@@ -23,8 +23,8 @@ _Entry = tuple[float, bytes]
 
 
 def llama2c_tokenizer(raw: bytes, where: str) -> ForeignTokenizer:
-    """Build a tokenizer from the contents of a `tokenizer.bin`. Raises ConvertError if the format
-    is a different one or if encoding with ranks would give other ids."""
+    """Build a tokenizer from the contents of a `tokenizer.bin`. Raises ConvertError if the contents
+    have another format or if encoding with ranks would give different ids."""
     entries = _entries(raw, where)
     pieces = {
         token_id: text

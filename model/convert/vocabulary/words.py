@@ -13,7 +13,7 @@ token, because `for c in text` never produces it.
 
 Vocabularies of words: the split pattern is seldom known. The first of a few patterns that leaves
 every token whole is assumed, and a note says so. For texts whose words are all in the vocabulary,
-the ids are the same as those of `re.findall` or `str.split` with a dictionary.
+the ids are the same as with `re.findall` or `str.split` and a dictionary.
 
 with white space among the tokens   tokens are concatenated unchanged
 without                             white space separates words and has no ids: here each token has
@@ -187,7 +187,7 @@ def _joined_cut(words: Collection[str], where: str) -> str:
             return cut
     raise ConvertError(
         f"{where} has words and white space among its tokens, but none of the usual split "
-        f"patterns leaves all of them whole: {torn[0]!r} is split by each. {WITHOUT_TEXT}"
+        f"patterns leaves all of them whole: each splits {torn[0]!r}. {WITHOUT_TEXT}"
     )
 
 

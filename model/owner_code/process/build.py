@@ -297,8 +297,8 @@ def load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def renamed(weights: Mapping[str, Tensor], model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Yield the weights under different names: first under their own names; then without the first
-    part of the names, if all have the same; then with the name of each child module as a prefix."""
+    """Yield the weights under different names: first under their own names; then, if all names have
+    the same first part, without that part; then with the name of each child module as a prefix."""
     yield dict(weights)
     heads = {name.partition(".")[0] for name in weights}
     if len(heads) == 1:

@@ -38,7 +38,7 @@ def run_definitions(
     names.
 
     values    values for assignments that fail, by names in lower case
-    override  numbers that replace the numbers of global variables, by names in lower case
+    override  numbers that replace the values of global variables, by names in lower case
     recorded  values for assignments that fail, by exact names; they take precedence
 
     Raises Problem.

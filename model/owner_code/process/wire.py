@@ -1,7 +1,7 @@
 """Wire: exchanges frames between the two processes. A frame is a JSON object followed by raw bytes.
 
 A frame begins with the lengths of both parts (8 bytes each, little-endian). The raw bytes are an
-array of float32 or int64 in C order; the JSON object has its shape.
+array of float32 or int64 in C order; the JSON object contains the shape of the array.
 """
 
 import json
@@ -41,7 +41,8 @@ class Wire:
         text_bytes, payload_bytes = HEAD.unpack(self._take(HEAD.size, deadline))
         if text_bytes > JSON_BYTES or payload_bytes > PAYLOAD_BYTES:
             raise ValueError(
-                f"a frame is too large: {text_bytes} bytes of text and {payload_bytes} of payload"
+                f"a frame is too large: {text_bytes} bytes of text and {payload_bytes} bytes of "
+                "payload"
             )
         header = json.loads(self._take(text_bytes, deadline))
         if not isinstance(header, dict):

@@ -159,7 +159,7 @@ def test_ambiguous_tokens_of_several_words_are_refused() -> None:
         (["\u2581the", "\u2581a", "s"], "SentencePiece's mark of a space"),
         (["\u0120the", "\u0120a", "s"], "byte-level BPE's mark"),
         (["t", "h", "e", "th", "the", "he"], "every letter of its words as a token"),
-        ([" ", "it's", "it's mine"], "it's mine\" is split by each"),
+        ([" ", "it's", "it's mine"], "each splits \"it's mine"),
     ],
 )
 def test_parts_of_words_are_refused_by_name(words: list[str], sentence: str) -> None:
