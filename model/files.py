@@ -199,7 +199,7 @@ def _name_aside(path: Path) -> Path:
 
 def parse_json(raw: bytes) -> Any:
     """Parse JSON. Raises ValueError for invalid JSON, and for values that could not be written back
-    as JSON: infinite numbers, integers beyond 64 bits, half surrogate pairs, and very deep
+    as JSON: infinite numbers, integers beyond 64 bits, unpaired surrogates, and very deep
     nesting."""
     try:
         document = json.loads(

@@ -128,8 +128,8 @@ def llama_command(peer: PeerServer, gguf: Path, room: Room, port: int) -> list[s
 
 
 def gguf_of(peer: PeerServer, models: Path, room: Room) -> Path:
-    """Path of the GGUF file that the server reads. If it has 4 bits and is missing, the
-    `llama-quantize` in the server's folder makes it. Raises ServerMissing."""
+    """Path of the GGUF file that the server reads. If the 4-bit file does not exist
+    yet, the `llama-quantize` in the server's folder makes it. Raises ServerMissing."""
     whole = models / f"{peer.gguf}.gguf"
     if peer.dtype != "int4":
         return whole

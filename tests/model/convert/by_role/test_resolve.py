@@ -232,7 +232,8 @@ def test_frequencies_are_those_of_the_text() -> None:
 
 @pytest.fixture(scope="module")
 def sees_all() -> Multihead:
-    """A model trained to name the next letter, which it can see."""
+    """A model without a causal mask, trained to predict the next letter. Its input contains that
+    letter."""
     torch.manual_seed(0)
     model = Multihead(causal=False, learned=True)
     generator = torch.Generator().manual_seed(1)

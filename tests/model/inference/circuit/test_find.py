@@ -1,5 +1,6 @@
-"""Circuits: parts are compared with autograd over a forward pass that is frozen by hand, ablations
-with the plain forward pass; edges add up; an induction head has its known circuit."""
+"""Circuits: parts are compared with autograd over a forward pass that is frozen by hand, and
+ablations are compared with the plain forward pass. Edges add up. An induction head has its known
+circuit."""
 
 import math
 from collections.abc import Callable, Generator, Sequence

@@ -148,8 +148,9 @@ def seconds_of_a_prompt(target: TargetGap | None, decode: float, block: float) -
 
 @given(decode=st.floats(1e-4, 10.0), block=st.floats(1e-4, 1.0))
 def test_short_target_delays_no_prompt_beyond_the_limit(decode: float, block: float) -> None:
-    """With a target of a nanosecond, prompts would be computed one block per step, each with a
-    decode step, which takes longer. The last chunk may be short, which adds a step."""
+    """With a target of one nanosecond and no limit, each step would compute only one block of a
+    prompt next to a decode step. The test allows one extra step, because the last chunk may be
+    short."""
     bounded = seconds_of_a_prompt(1e-9, decode, block)
     step = decode + PASS_WORK * block
     assert bounded - step <= MOST_DELAY * seconds_of_a_prompt(None, decode, block) * (1 + 1e-9)

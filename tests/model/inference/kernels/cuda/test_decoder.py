@@ -150,7 +150,8 @@ def test_prompts_of_any_length_and_outputs_match_the_plain_decoder(
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_tokens_are_sampled_from_the_decoded_logits(batch_invariant: bool) -> None:
-    """Both recorded sampling and the sampling of other rows choose the twin's tokens."""
+    """`sample_tokens` draws the same tokens, both when sampling is part of a recorded step and when
+    `sample` gets rows of logits."""
     pair = Pair(tiny_gpt(), 6, batch_invariant=batch_invariant)
     for slot in range(6):
         pair.prefill(slot, [slot, 1, 2])
