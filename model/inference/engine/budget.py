@@ -54,8 +54,8 @@ UNNOTICED = 0.04
 """Minimum gap in seconds if the target is a multiple of decode steps. Small models have steps of a
 millisecond; shorter chunks would delay prompts to save time that no reader notices."""
 STRETCH = 3.0
-"""Maximum time of a step, relative to the target gap, while prompts are late. The limit is higher if
-there are more waiting prompts than decoding sequences."""
+"""Maximum time of a step, relative to the target gap, while prompts are late. The limit is higher
+if there are more waiting prompts than decoding sequences."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,7 +197,7 @@ def test_target_has_the_same_bits_on_processors_where_torch_differs() -> None:
         pytest.skip("this processor does not run x86-64-v3")
 
     def shown(target: str, **environment: str) -> str:
-        """The numbers that a new process computes and prints, with a kernel target or with torch."""
+        """The numbers that a new process computes with a kernel target or with torch."""
         return subprocess.run(
             [sys.executable, "-c", SHOW, str(BUNDLED), target],
             check=True, capture_output=True, text=True, env={**os.environ, **environment},

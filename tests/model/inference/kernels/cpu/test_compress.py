@@ -21,8 +21,8 @@ from tests.profiles import examples
 
 ROWS = st.one_of([st.integers(last - 2, last) for last in (32, 64, 96, 160)])
 WIDTHS = st.one_of([st.integers(last - 2, last) for last in (64, 128, 512, 608)])
-"""Widths that need little padding to fill whole strips and steps. With a lot of padding, compression
-would not be worthwhile."""
+"""Widths that need little padding to fill whole strips and steps. With a lot of padding,
+compression would not be worthwhile."""
 
 
 @pytest.fixture(autouse=True)
