@@ -13,8 +13,8 @@ import pytest
 
 def combinations(*choices: Sequence[Any]) -> list[Any]:
     """All combinations of three or more parameters, for `pytest.mark.parametrize`; combinations
-    whose indices have an odd sum are slow. With only two parameters some pairs would never be
-    quick."""
+    whose indices have an odd sum are slow. With only two parameters, some pairs of values would run
+    only in the slow set."""
     assert len(choices) > 2
     assert all(len(choice) > 1 for choice in choices)
     return _marked(choices, lambda indices: sum(indices) % 2 == 0)

@@ -16,7 +16,7 @@ from logitd.model.transformer.gpt import GPT
 from logitd.model.transformer.shapes import MODERN, ORIGINAL, gpt2_shape
 
 VOCAB_SIZE = 257
-"""Ids of `byte_tokenizer`: the 256 bytes and END_OF_TEXT."""
+"""Number of ids of `byte_tokenizer`, for the 256 bytes and END_OF_TEXT."""
 
 CHAT_TEMPLATE = """\
 {% for message in messages %}
@@ -38,7 +38,7 @@ NANOCHAT: Mapping[str, Any] = {
     "backout": True,
     "logit_softcap": 6.0,
 }
-"""nanochat's shape with all of its parts and the three layers of `tiny_config`."""
+"""Every part of nanochat's architecture, as overrides of `tiny_config`, which has three layers."""
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gpt2": {},
@@ -93,8 +93,8 @@ def chat_tokenizer() -> Tokenizer:
 
 
 def merging_tokenizer() -> Tokenizer:
-    """A tokenizer with all bytes as tokens, tokens that split characters, words and JSON in odd
-    places, and two special tokens."""
+    """A tokenizer with a token for each byte and two special tokens. Its other tokens split
+    characters, words and JSON in odd places."""
     pieces = (
         b"\xc3\xa9", b"\xa9a", b"\xe2\x82", b"\x82\xac", b"\xf0\x9f", b"\x9f\x98\x80",
         b"\x80\xe2", b"ab", b"abc", b"ca", b"bb", b" a", b"a\n", b"\n\n", b"00", b"12", b"1.",
@@ -127,7 +127,7 @@ def tiny_gpt(config: GPTConfig | None = None, seed: int = 0) -> GPT:
     """A random GPT in evaluation mode whose every parameter matters.
 
     Weights are large, so that attention is selective and greedy text does not repeat one token.
-    Biases and norms are random too, so that a forgotten one shows.
+    Biases and norms are random too, so omitting one of them changes the logits.
     """
     gpt = GPT(config or tiny_config())
     generator = torch.Generator().manual_seed(seed)

@@ -1,7 +1,7 @@
 """A temporarily full disk: the system limits every file to a number of bytes.
 
-It replaces a small file system, which only root can mount. Python ignores the signal that comes
-with the limit, so a write fails with EFBIG instead of ENOSPC.
+The limit stands in for a small file system, which only root could mount. Python ignores the signal
+that comes with the limit, so a write fails with EFBIG instead of ENOSPC.
 """
 
 import resource

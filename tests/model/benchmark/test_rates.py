@@ -30,8 +30,8 @@ def gpt() -> GPT:
 
 
 def ahead(batch: int, prompt: int) -> int:
-    """Number of tokens that the first sequence has when the last prefill ends, if a step computes
-    64 prompt positions."""
+    """Number of tokens by which the first sequence is ahead of the last one when the last prefill
+    ends, if a step computes 64 prompt positions."""
     blocks = -(-prompt // 32)
     return -(-batch * blocks // 2) - -(-blocks // 2)
 
@@ -64,8 +64,8 @@ def test_whole_steps_are_counted(gpt: GPT, batch: int, prompt: int) -> None:
 
 
 def test_positions_include_the_lead_of_the_first(gpt: GPT) -> None:
-    """Each of the three prompts is one chunk long, so when the prefill ends they are two, one and
-    zero tokens ahead."""
+    """Each of the three prompts is one chunk long. So when the last prefill ends, the sequences are
+    two, one and zero tokens ahead of the last one."""
     engine = Engine(gpt, EngineConfig(slots=3, prefill_chunk=64))
     steps = full_steps(engine, workload(3, 64).requests(3, "x"))
     assert steps[0][-1] == 3 * 64 + 3 + 2 + 1

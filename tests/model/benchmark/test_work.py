@@ -125,8 +125,8 @@ def test_keys_and_values_equal_the_cache(family: str, kept: KVCacheDType) -> Non
 @pytest.mark.parametrize("family", FAMILIES)
 def test_operations_equal_the_count_of_torch(family: str) -> None:
     """Torch counts the operations of a forward pass over one position. Its count includes the
-    padding of the head. It leaves out attention and the gates of value embeddings, which are
-    computed as sums."""
+    padding of the head. It leaves out attention, which this pass skips, and the gates of value
+    embeddings, which are not computed as matrix products."""
     config = tiny_config(**FAMILIES[family])
     gpt = tiny_gpt(config)
     counter = FlopCounterMode(display=False)

@@ -1,4 +1,4 @@
-"""Card and curve: unreadable parts are skipped."""
+"""The card and the loss curve of a checkpoint: unreadable parts are skipped."""
 
 import json
 from pathlib import Path

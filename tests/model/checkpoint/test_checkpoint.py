@@ -144,7 +144,7 @@ def test_loaded_bytes_are_the_hashed_ones(saved: Path, monkeypatch: pytest.Monke
 
 
 def test_loading_holds_neither_the_file_nor_a_second_copy(tmp_path: Path) -> None:
-    """32 MB of bfloat16 are read from 64 MB on disk; buffers take 8 MB."""
+    """The 64 MB of float32 in the file become 32 MB of bfloat16 in memory; buffers take 8 MB."""
     numbers = 16_000_000
     config = tiny_config(context_length=numbers // 32)  # nearly all of it positions
     save_tiny_checkpoint(tmp_path / "large", tiny_gpt(config))
@@ -218,7 +218,7 @@ def test_checkpoint_is_never_overwritten(saved: Path) -> None:
 
 
 class FailingTokenizer(Tokenizer):
-    """Fails in the middle of a save, between weights and ranks."""
+    """Fails in the middle of a save: the weights are written, the ranks only in part."""
 
     def __init__(self, error: BaseException) -> None:
         whole = byte_tokenizer()

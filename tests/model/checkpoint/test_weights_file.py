@@ -53,7 +53,7 @@ def test_each_dtype_and_shape_is_restored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_tensors_of_several_pieces_are_rounded_once(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Pieces end within tensors."""
+    """The file is read in pieces, and some pieces end in the middle of a tensor."""
     torch.manual_seed(0)
     weights = {
         "a": torch.randn(3, 5),

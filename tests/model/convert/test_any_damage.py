@@ -222,8 +222,8 @@ def test_broken_names_of_classes_are_refused(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Names that JSON cannot hold once ended in a traceback; numbers beyond 64 bits and lone
-    surrogates ended in a checkpoint that its own reader refused."""
+    """Values that JSON cannot represent once caused a traceback. Integers beyond 64 bits and lone
+    surrogates were saved in a checkpoint that then could not be loaded."""
     source = Path(shutil.copytree(their_folder, tmp_path / "theirs"))
     document = json.loads((source / "config.json").read_bytes()) | {"architectures": architectures}
     (source / "config.json").write_text(json.dumps(document), encoding="utf-8")
@@ -273,8 +273,8 @@ def test_flags_with_irregular_files_are_refused(
 
 
 def test_canary_is_left_by_a_plain_unpickler(tmp_path: Path) -> None:
-    """If a plain unpickler did not create this file, the tests above could not notice code that
-    runs."""
+    """The tests above detect code that runs by a file that it creates. This test shows that plain
+    unpickling does create the file."""
     pickle.loads(pickle.dumps(Exploding()))
     assert Path(CANARY).exists()
 

@@ -1,4 +1,4 @@
-"""Steps of every import after reading: rows, padding, names."""
+"""What every import does after reading the weights: it adapts rows, padding and names."""
 
 import gzip
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Layouts of weights: writing and reading restores them, in the documented order."""
+"""Layouts of weights: weights that are written and read again are unchanged, and rows and channels
+are in the documented order."""
 
 from typing import Any
 

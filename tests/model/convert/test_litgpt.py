@@ -134,7 +134,8 @@ PYTHIA: dict[str, Any] = {
 @pytest.mark.parametrize("parallel", [False, True])
 def test_pythia_may_have_a_head_bias(interleaved: bool, parallel: bool, tmp_path: Path) -> None:
     """The logits equal the logits of `transformers` plus a bias that only LitGPT supports. If the
-    configuration lacks the keys, residuals are parallel and a quarter of each head is rotated."""
+    configuration does not say otherwise, residuals are parallel and a quarter of each head is
+    rotated."""
     model = their_model("gpt_neox", use_parallel_residual=parallel)
     theirs = model.state_dict()
     bias = torch.randn(ROWS, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,5 @@
-"""nanochat's checkpoints of every version, against a textbook class, and its vocabulary."""
+"""nanochat: the checkpoints of every version are compared with a textbook class, and the vocabulary
+is imported."""
 
 from pathlib import Path
 from typing import Any

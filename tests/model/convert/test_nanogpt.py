@@ -1,5 +1,5 @@
-"""nanoGPT's checkpoints against a textbook copy of its model, and files that are not
-checkpoints."""
+"""nanoGPT: checkpoints are compared with a textbook copy of its model, and files that are not
+checkpoints are refused."""
 
 import argparse
 import pickle

@@ -185,7 +185,8 @@ WORDS = ["<pad>", "the", "cat", "sat", ".", "<eos>"]
 
 @pytest.mark.parametrize("kind", ["words", "characters"])
 def test_imported_vocabulary_is_restored_from_disk(kind: str, tmp_path: Path) -> None:
-    """Special tokens come first, the end of text has another name, and some bytes are missing."""
+    """Special tokens come first, the end-of-text token has another name, and some bytes have no
+    token."""
     if kind == "words":
         tokenizer, _ = word_tokenizer(dict(enumerate(WORDS)), "here")
     else:

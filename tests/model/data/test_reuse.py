@@ -21,7 +21,7 @@ END = 256
 
 
 def write(path: Path, documents: list[bytes], *, ended: bool = True) -> Path:
-    """A shard of byte tokens."""
+    """Write a shard of byte tokens, and return its path."""
     with writer(path) as shard:
         for number, document in enumerate(documents):
             shard.append(list(document), len(document))

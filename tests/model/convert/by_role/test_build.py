@@ -203,7 +203,7 @@ def test_heads_that_do_not_divide_are_refused(heads: int) -> None:
 
 
 def changed(tensors: MappedTensors, **shapes: tuple[int, ...]) -> MappedTensors:
-    """The tensors, with the weights of the given roles replaced by ones in new shapes."""
+    """The tensors, with the weights of the given roles replaced by tensors of new shapes."""
     new = dict(tensors.tensors)
     for role, shape in shapes.items():
         for layer in range(2):

@@ -42,7 +42,7 @@ SETTINGS = {"n_heads": 4}
 
 @pytest.fixture(autouse=True)
 def untouched_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the paths, finders and modules of an owner's file after the test."""
+    """After the test, remove the import paths, finders and modules that an owner's file added."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.delitem(sys.modules, "gpt", raising=False)
@@ -64,7 +64,7 @@ def logits_here(
 def check_logits(
     code: OwnerCode, book: nn.Module, settings: Mapping[str, Any] = SETTINGS
 ) -> tuple[Tensor, Tensor]:
-    """Compare the logits of the owner's model with the logits of the book's model."""
+    """Compare the logits of the owner's model with the logits of the textbook model `book`."""
     ids, logits = logits_here(code, book, settings)
     assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
     return ids, logits

@@ -81,7 +81,8 @@ def test_ngram_losses_of_regular_texts_are_known() -> None:
 
 
 def test_variant_no_better_than_counts_is_refused(trained: Trained) -> None:
-    """The bar was once the text's unigram entropy, which a model with swapped blocks beats."""
+    """A variant once only had to beat the text's unigram entropy. Even a model with swapped blocks
+    does that."""
     state = trained.model.state_dict()
     swap = {"0": "1", "1": "0"}
     names = {name: name.split(".") for name in state}

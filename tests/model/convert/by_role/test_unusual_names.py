@@ -73,7 +73,8 @@ def test_final_norm_may_end_the_list_of_blocks() -> None:
 
 
 def test_tables_without_a_telling_name() -> None:
-    """The table with the head's shape is for tokens, the other one for positions."""
+    """The table with the same shape as the head holds token embeddings; the other table holds
+    position embeddings."""
     names_by_role = roles(
         {
             "places.weight": torch.rand(LENGTH, WIDTH),

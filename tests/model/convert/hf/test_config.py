@@ -1,4 +1,4 @@
-"""Hugging Face folders: imported models have the logits and ids of `transformers`, and every
+"""Hugging Face folders: imported models give the same logits and ids as `transformers`, and every
 refusal states a reason."""
 
 import json
@@ -53,8 +53,8 @@ def test_logits_and_ids_are_theirs(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "opt", "llama-tied-biased"])
 @pytest.mark.parametrize("shards", [1, 2])
 def test_weights_in_pickles_are_the_same(family: str, shards: int, tmp_path: Path) -> None:
-    """The weights are in several pickles, or in one that also holds buffers written by old
-    versions. A tied head is stored twice."""
+    """The weights are in several pickles, or in a single pickle that also holds the buffers that
+    old versions of `transformers` saved. A tied head is stored twice."""
     model, _ = save_theirs(tmp_path / "theirs", family)
     folder = shutil.copytree(tmp_path / "theirs", tmp_path / "pickled")
     (folder / "model.safetensors").unlink()
@@ -92,7 +92,7 @@ def test_weights_in_pickles_are_the_same(family: str, shards: int, tmp_path: Pat
 def test_pickles_of_anything_else_are_refused(
     gpt2_folder: Path, tmp_path: Path, state: Any, sentence: str
 ) -> None:
-    """Objects are read as their attributes, and none of their code runs."""
+    """Of a pickled object, only the attributes are read, and none of its code runs."""
     folder = shutil.copytree(gpt2_folder, tmp_path / "pickled")
     (folder / "model.safetensors").unlink()
     torch.save(state, folder / "pytorch_model.bin")

@@ -1,5 +1,5 @@
-"""Ranks and merges encode alike: merging by rank, as tiktoken does, gives the same tokens for every
-piece as the list of merges."""
+"""Ranks and merges encode alike: for every piece, merging by rank, as tiktoken does, gives the same
+tokens as applying the list of merges."""
 
 import pytest
 from hypothesis import given
@@ -19,7 +19,8 @@ BYTES = {bytes([byte]): byte for byte in range(256)}
 
 @given(st.lists(st.text("abc", min_size=2, max_size=5), unique=True, max_size=25), st.text("abc"))
 def test_merges_of_any_ranks_encode_alike(tokens: list[str], piece: str) -> None:
-    """The tokens are untrained and in any order. Tokens that no merge forms are looked up whole."""
+    """The tokens are random, not learned, and in any order. A token that no merge produces is found
+    only if it is the whole piece."""
     ranks = BYTES | {token.encode(): 256 + rank for rank, token in enumerate(tokens)}
     tokenizer = Tokenizer(ranks=ranks, pattern=r"[\s\S]+", special_tokens={})
     merges, alone = merges_of(ranks)

@@ -1,5 +1,5 @@
-"""Hugging Face's GPT-1: tensors are recognized by role, the computation is known from the family,
-and other files of the Trainer may be in the folder."""
+"""Hugging Face's GPT-1: tensors are recognized by role, the computation is known from the model
+family, and the folder may contain other files that the Trainer wrote."""
 
 from pathlib import Path
 
@@ -14,8 +14,8 @@ from logitd.model.convert.importing import import_model
 @pytest.mark.parametrize("source", ["", "model.safetensors"])
 def test_gpt_1_has_the_logits_of_transformers(source: str, tmp_path: Path) -> None:
     """GPT-1's configuration calls the tanh approximation "gelu". The importer once read the
-    folder's `training_args.bin` instead of the weights, and read the whole folder if a file was
-    named."""
+    folder's `training_args.bin` instead of the weights. It also read the whole folder when it was
+    given a single file."""
     torch.manual_seed(0)
     config = OpenAIGPTConfig(
         vocab_size=50, n_positions=16, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3

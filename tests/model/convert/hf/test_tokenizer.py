@@ -1,4 +1,5 @@
-"""`tokenizer.json`: it gives the ids of the `tokenizers` library, or is refused with a reason."""
+"""A `tokenizer.json` gives the same ids as in the `tokenizers` library, or is refused with a
+reason."""
 
 import json
 import re

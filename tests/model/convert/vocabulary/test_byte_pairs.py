@@ -1,4 +1,5 @@
-"""Home-made byte pair encodings against the encoders of the lectures that they are based on."""
+"""Home-made byte pair encodings, compared with the encoders of the lectures on which they are
+based."""
 
 import base64
 import json
@@ -52,7 +53,8 @@ def learned(pieces: list[str], count: int, *, first: int = 256) -> Merges:
 
 
 def encoded(text: str, merges: Merges, pattern: str | None = None) -> list[int]:
-    """The lecture's encoder: apply the earliest merge that occurs until none does."""
+    """The lecture's encoder: of the merges whose pairs occur, apply the earliest; repeat until no
+    pair can be merged."""
     out = []
     for piece in [text] if pattern is None else regex.findall(pattern, text):
         ids = list(piece.encode())

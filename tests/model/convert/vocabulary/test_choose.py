@@ -363,8 +363,9 @@ def test_characters_of_a_text_are_sorted(tmp_path: Path) -> None:
 
 
 def test_check_text_is_the_last_resort_for_a_vocabulary(tmp_path: Path) -> None:
-    """Used only if nothing else is found and the text has as many characters as the model has ids.
-    A wrong choice would show in the measured loss."""
+    """The characters of the check text become the vocabulary only if no other vocabulary is found
+    and the model has as many ids as the text has distinct characters. A wrong choice would show in
+    the measured loss."""
     text = tmp_path / "elsewhere.txt"
     text.write_text("".join(CHARACTERS) * 2, encoding="utf-8")
     vocabulary = chosen(folder=tmp_path / "empty", text=text)

@@ -1,4 +1,4 @@
-"""The built-in text: the reference and the sources of the running Python."""
+"""The built-in text: the language reference and the source code of the running Python."""
 
 import sysconfig
 from pathlib import Path

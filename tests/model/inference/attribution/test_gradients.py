@@ -1,4 +1,4 @@
-"""Gradients of a logit, compared with three others: autograd over the forward in
+"""Gradients of a logit, compared with three independent computations: autograd over the forward in
 `tests/model/plain_stages.py`, finite differences of that forward, and GPT-2 of `transformers`."""
 
 import copy
@@ -45,8 +45,8 @@ def task(**fields: Any) -> AttributionTask:
 
 
 def plain_target(gpt: GPT, x: Tensor | None = None, ids: list[int] = IDS) -> tuple[Tensor, Tensor]:
-    """The difference of the two logits by definition, and the input stream (T, C) of the first
-    block. The stream is `x` if given, otherwise the stream of the text."""
+    """The difference between the two logits, computed by definition, and the input stream (T, C) of
+    the first block. The stream is `x` if given, otherwise the embeddings of the text."""
     entered: list[Tensor] = []
 
     def change(name: str, value: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Gradients with respect to stages, and probes: against autograd over the forward that
-`tests/model/plain_stages.py` writes out, and the gradients of HookedGPT."""
+"""Gradients with respect to stages, and probes. They are compared with autograd over the forward in
+`tests/model/plain_stages.py`, and with the gradients of HookedGPT."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -116,7 +116,7 @@ def plain_carried(gpt: GPT, ids: list[int], token: int, minus: int) -> tuple[flo
 
 
 def complete(pieces: Generator[None, None, Result]) -> Result:
-    """Compute all pieces."""
+    """Compute all pieces of the work, and return its result."""
     while True:
         try:
             next(pieces)
@@ -363,8 +363,8 @@ def test_circuit_of_an_induction_head_is_found() -> None:
 
 
 def test_every_piece_runs_on_one_thread() -> None:
-    """A busy machine then slows a piece only in proportion, and the bits do not depend on the
-    number of threads."""
+    """On a busy machine, threads that wait for each other would make a piece take far longer. On
+    one thread, the bits do not depend on torch's number of threads."""
     gpt, counts = tiny_gpt(), list[int]()
     for block in gpt.blocks:
         block.register_forward_hook(lambda *_: counts.append(torch.get_num_threads()))

@@ -28,8 +28,8 @@ CHOICE = {"type": "object", "properties": {"a": {"type": "null"}}}
 
 
 def written(schema: Any, preferred: str, limit: int = 8_000) -> str:
-    """The text that results from always choosing an allowed byte of `preferred`, the earliest
-    first, or else the lowest allowed byte."""
+    """The text in which each byte is the first byte of `preferred` that is allowed there. If none
+    of them is allowed, the lowest allowed byte is taken."""
     matcher = COMPILER.compile(Source("json_schema", json.dumps(schema))).matcher()
     order = [*preferred.encode(), *range(256)]
     text = bytearray()

@@ -108,7 +108,7 @@ def outputs_request(
     output: Output = LOGITS,
     **fields: Any,
 ) -> OutputsRequest:
-    """A request for rows, of all positions by default."""
+    """A request for output rows, of all positions by default."""
     token_ids = tuple(prompt)
     return OutputsRequest(
         request_id=request_id,
@@ -265,7 +265,8 @@ class Driven:
         self.engine.swap_weights(self.engine.prepare_weights(gpt))
 
     def abort(self, request_id: str, index: int | None = None) -> list[Event]:
-        """Abort a request or one of its sequences, and check that exactly these end."""
+        """Abort a request or one of its sequences, and check that the aborted sequences end and no
+        others do."""
         before = self.unfinished
         events = self.engine.abort(request_id, index)
         self.record(events)
@@ -399,7 +400,8 @@ def random_prompt(rng: random.Random, length: int, vocab_size: int = SMALL_VOCAB
 
 @cache
 def text_constraints() -> tuple[TokenConstraint, ...]:
-    """Constraints of the byte vocabulary: one ends texts early, one late, one anywhere."""
+    """Three constraints for the byte vocabulary: one ends texts early, one ends them late, and one
+    lets them end anywhere."""
     compiler = Compiler(byte_tokenizer())
     expressions = ("[ab]{2,4}", "(?:x|[0-9]{3})*", ".{500}")
     return tuple(compiler.compile(Source("regex", expression)) for expression in expressions)
@@ -413,7 +415,7 @@ def random_constraint(rng: random.Random, max_tokens: int, vocab_size: int) -> T
 
 
 def random_params(rng: random.Random, max_tokens: int, vocab_size: int) -> SamplingParams:
-    """Random parameters; each is off about half the time, a constraint more often."""
+    """Random parameters. Each one is off about half the time; a constraint is off more often."""
 
     def maybe(value: Any, off: Any) -> Any:
         return value if rng.random() < 0.5 else off

@@ -1,6 +1,6 @@
-"""Commands for an engine with a launching decoder, and the engine's events while it executes them.
-Hypothesis draws requests of every kind, aborts, deadlines, new weights and grants of outputs; the
-decoder does everything as late as possible. `test_overlap.py` compares the events."""
+"""Commands for an engine, and the engine's events while it executes them. Hypothesis draws requests
+of every kind, aborts, deadlines, new weights and grants of outputs. The decoder simulates an
+asynchronous device that works as late as possible. `test_overlap.py` compares the events."""
 
 import random
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ OLD, NEW = tiny_gpt(CONFIG, seed=1), tiny_gpt(CONFIG, seed=2)
 
 
 class Launching(LateDecoder):
-    """A late decoder that counts its calls."""
+    """A decoder on a simulated asynchronous device. It counts its calls."""
 
     def __init__(self, gpt: GPT, cache: KVCache, **options: Any) -> None:
         super().__init__(LateDevice(), gpt, cache, **options)
@@ -217,7 +217,7 @@ class Played:
 
 
 def ask_in_turn(played: Played, prompts: list[list[int]], waits: list[int]) -> list[Any]:
-    """Send prompts some steps apart; returns all events until the last request has ended."""
+    """Send prompts some steps apart, and return all events until the last request has ended."""
     for number, (prompt, wait) in enumerate(zip(prompts, waits, strict=False)):
         played.driven.add(generation(str(number), prompt, max_tokens=3 + 2 * number))
         played.apply("step", wait, 0)

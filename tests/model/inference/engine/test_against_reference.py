@@ -1,4 +1,5 @@
-"""The engine's answers match `inference/reference.py`, on every decoder and in any mix."""
+"""The engine's answers match `inference/reference.py`, on every decoder and in any mix of
+requests."""
 
 import copy
 import dataclasses
@@ -111,7 +112,8 @@ def check_score(gpt: GPT, request: ScoreRequest, index: int, outcome: Outcome) -
 
 
 def random_request(rng: random.Random, name: str, gpt: GPT, shared: list[int]) -> Request:
-    """Any request that fits; half of the prompts start with a piece of `shared`."""
+    """A random request that fits the model's context. Half of the prompts start with the beginning
+    of `shared`."""
     context, vocab_size = gpt.config.context_length, gpt.config.vocab_size
     length = rng.randint(1, context - 1)
     prompt = random_prompt(rng, length, vocab_size)
@@ -151,8 +153,7 @@ def decoder_on(gpt: GPT, name: str) -> tuple[GPT, DecoderMaker]:
 
 GRAPHS = ("graph", "graph, batch-invariant")
 CASES = [*product(FAMILIES, ("torch", "native")), *zip(FAMILIES, cycle(GRAPHS), strict=False)]
-"""Every family on both CPU decoders; families with GPU kernels also on one of the other
-decoders."""
+"""Every family runs on both CPU decoders, and also on one of the two graph decoders."""
 
 
 @pytest.mark.parametrize(("case", "seed"), values(CASES, range(3)), ids=str)

@@ -256,9 +256,9 @@ def test_small_models_compute_whole_chunks() -> None:
 
 
 def test_clients_of_shared_passes_do_not_starve() -> None:
-    """Each of 32 clients sends a new prompt as soon as its stream ends. Because passes were shared,
-    the cost of decoding was once known only for small batches, prompts got single blocks, and half
-    of the clients kept waiting for seconds."""
+    """Each of 32 clients sends a new prompt as soon as its stream ends. Because prompts shared
+    passes with decoding, the cost of decoding was once known only for small batches. So each step
+    computed only one block of a prompt, and half of the clients kept waiting for seconds."""
     machine = Machine(DecodeSteps(4), slots=32, decode=0.006, row=0.0008, block=0.015, saved=0.004)
     machine.passing = 0.008
     waiting: list[int] = []
@@ -320,8 +320,9 @@ seconds = st.floats(min_value=1e-5, max_value=10.0)
 def test_no_step_is_longer_than_its_bounds(
     target: TargetGap, decode: float, block: float, passing: float, chunk: int
 ) -> None:
-    """Once costs are known, a step takes no longer than the target, or than the least work for
-    prompts where that takes longer. Every step continues a prompt."""
+    """Once costs are known, a step takes no longer than the target. If the minimum work on prompts
+    takes longer than the target, the step takes no longer than that work. Every step continues a
+    prompt."""
     machine = Machine(target, chunk, decode, block, passing * block)
     machine.streams()
     machine.add("prompt", WINDOW * chunk)

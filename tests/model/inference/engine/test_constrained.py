@@ -44,7 +44,8 @@ ROOM = 128 - len(PROMPT)
 
 
 def written(constraint: TokenConstraint, seed: int, n: int = 3, **fields: Any) -> list[Outcome]:
-    """Outcomes under a constraint, up to its end or the end of the context."""
+    """Outcomes of `n` sequences, each generated until its constraint ends it or the context is
+    full."""
     stop = frozenset(COMPILER.ends)
     values: dict[str, Any] = {
         "temperature": 3.0,

@@ -2,7 +2,7 @@
 
 Each request of a pool is computed alone on a new engine. Then random mixes of them run together, in
 random order, arriving at random steps, on engines of other sizes, with a cold or a warm prefix
-cache. Every outcome must equal that of the request alone.
+cache. Every outcome must be the same as when the request runs alone.
 """
 
 import random
@@ -164,7 +164,7 @@ def differences(
     make_decoder: DecoderMaker = PlainDecoder,
     **config: Any,
 ) -> int:
-    """Number of sequences whose outcome in a batch differs from their outcome alone."""
+    """Number of sequences that have one outcome in a batch and another when they run alone."""
     rng = random.Random(str(seed))
     pool = pool_of_requests(rng, gpt, pool_size, max_tokens)
     expected = alone(gpt, pool, make_decoder, **config)
@@ -200,7 +200,7 @@ def native(request: pytest.FixtureRequest) -> DecoderMaker:
 def test_batch_changes_no_bit_of_native_code(
     name: str, dtype: torch.dtype, native: DecoderMaker
 ) -> None:
-    """Native decoders share generated blocks as well."""
+    """With native decoders, the prefix cache shares blocks of generated tokens as well."""
     gpt = shape(name, dtype, head_dim=16)
     assert differences(gpt, seed=name, pool_size=POOL, mixes=MIXES, make_decoder=native) == 0
 
@@ -214,8 +214,8 @@ def test_batch_changes_no_bit_of_batch_invariant_graphs(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_conversation_copies_its_own_answers(name: str, native: DecoderMaker) -> None:
-    """An answer's blocks are copied like a prompt's; the next answer equals that of a new
-    engine."""
+    """The cached blocks of an answer are copied like the blocks of a prompt. The next answer equals
+    the answer of a new engine."""
     gpt, rng = shape(name, head_dim=16), random.Random(name)
     driven = Driven(gpt, make_decoder=native, slots=2, prefill_chunk=64, speculate="ngram")
     text: list[int] = []

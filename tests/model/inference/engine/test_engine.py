@@ -1,4 +1,4 @@
-"""Engine: steps, their events and counts, and outputs as credit is granted."""
+"""Engine: steps, their events and counts, and outputs, which arrive only as credit is granted."""
 
 import dataclasses
 import random

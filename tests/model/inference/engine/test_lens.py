@@ -270,8 +270,8 @@ def test_change_of_the_final_norm_affects_the_last_layer_only() -> None:
 
 
 def test_lens_that_is_not_finite_ends_its_own_request_alone(gpt: GPT) -> None:
-    """No comparison with NaN is true, so the search for the largest ids once failed, and with it
-    all requests of the step."""
+    """No comparison with NaN is true, so the search for the likeliest ids once failed, and all
+    requests of the step failed with it."""
     broken = Intervention(
         stage="final_norm" if gpt.config.final_norm else "blocks.2.output",
         operation="set",

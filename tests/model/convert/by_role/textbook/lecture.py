@@ -1,5 +1,5 @@
-"""The lecture's model: one module per head, ReLU, a head with bias, and a forward that returns
-logits and a loss.
+"""The lecture's model: one module per attention head, ReLU, an output layer with a bias, and a
+forward that returns logits and a loss.
 
 Scores are divided by the square root of the head width or of the whole width.
 """
@@ -73,8 +73,8 @@ class LectureBlock(nn.Module):
 
 
 class Lecture(nn.Module):
-    """Pre-LN, ReLU, a head with bias. Scores are divided by the square root of the whole width or
-    of the head width."""
+    """Pre-LN, ReLU, an output layer with a bias. Attention scores are divided by the square root of
+    the whole width or of the head width."""
 
     def __init__(
         self,
