@@ -59,8 +59,8 @@ def places(value: Any) -> list[tuple[Any, Any]]:
 
 @st.composite
 def edited(draw: st.DrawFn, document: Any) -> Any:
-    """Change the value of one field, leave it out, nest it deeply, or add a field with another
-    name."""
+    """Change one field: replace its value, nest its value deeply, leave the field out, or add a
+    field with another name."""
     result = copy.deepcopy(document)
     container, key = draw(st.sampled_from(places(result)[:400]))
     match draw(st.sampled_from(["replace", "remove", "add", "nest"])):
@@ -77,5 +77,5 @@ def edited(draw: st.DrawFn, document: Any) -> Any:
 
 
 def written(document: Any) -> bytes:
-    """JSON as Python writes it, including values that JSON does not have."""
+    """JSON as Python writes it, with values such as NaN that standard JSON does not have."""
     return json.dumps(document).encode()

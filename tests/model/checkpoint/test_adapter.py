@@ -1,4 +1,4 @@
-"""Adapter folders, and their merge with the base checkpoint."""
+"""Adapter folders, and merging an adapter into its base checkpoint."""
 
 import json
 from pathlib import Path

@@ -210,8 +210,8 @@ def test_all_open_questions_are_asked_at_once(tmp_path: Path) -> None:
 
 
 def test_shared_norm_of_both_sublayers_can_be_saved(tmp_path: Path) -> None:
-    """safetensors refuses to save a tensor under two names, so the import once failed with that
-    error."""
+    """safetensors refuses to save a tensor under two names, so the import of such a model once
+    failed."""
     scheme = SCHEMES["one norm for both"]
     model = scheme.model()
     torch.save(state(model), tmp_path / "gpt.pt")

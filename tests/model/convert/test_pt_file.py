@@ -1,5 +1,5 @@
-"""Files of torch.save, old and new, intact and damaged: which are read, which are refused, and that
-none of their code runs."""
+"""Files of torch.save, old and new, intact and damaged, are read or refused, and none of their code
+runs."""
 
 import argparse
 import collections
@@ -195,8 +195,8 @@ def test_no_code_of_a_hostile_file_runs(
 def test_hostile_call_runs_without_weights_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without `weights_only`, the call runs and creates the folder, which the test above would
-    notice."""
+    """Without `weights_only`, the call runs and creates the folder. So the test above would fail if
+    the call ran."""
     monkeypatch.chdir(tmp_path)
     saved(tmp_path / "m.pt", {"config": Exploding(os.mkdir, ("exploded",))})
     torch.load(tmp_path / "m.pt", weights_only=False)

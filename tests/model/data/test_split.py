@@ -105,7 +105,7 @@ def test_adding_documents_moves_few_between_sides() -> None:
 
 @given(st.lists(st.text("ab \n", min_size=1, max_size=4), min_size=20), st.floats(0.05, 0.5))
 def test_text_is_on_one_side_under_any_names(texts: list[str], fraction: float) -> None:
-    """Random texts of up to four characters may be equal by chance."""
+    """The random texts have at most four characters, so some of them are equal."""
     names_of: dict[str, set[str]] = {"train": set(), "val": set()}
     documents = [text_document(f"{number}", text) for number, text in enumerate(texts)]
     for parts, text in zip(parts_of(documents, fraction), texts, strict=True):

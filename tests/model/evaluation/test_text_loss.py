@@ -1,4 +1,5 @@
-"""The loss of a checkpoint on a text, against the model's forward and the trainer."""
+"""The loss of a checkpoint on a text, compared with the losses that the model's forward and the
+trainer give."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,5 @@
-"""FactoredMatrix against the product of its factors. `test_against_transformer_lens.py` compares it
-with TransformerLens' class."""
+"""FactoredMatrix, compared with the product of its factors. `test_against_transformer_lens.py`
+compares it with TransformerLens' class."""
 
 from typing import Any
 

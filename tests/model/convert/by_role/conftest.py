@@ -19,7 +19,8 @@ LETTERS = "abcdefgh "
 
 
 def sums(words: int, seed: int) -> str:
-    """Words of a small formal language: three letters, and the same three in reverse."""
+    """Words of a small formal language: each has three random letters, then the same three in
+    reverse."""
     draw = random.Random(seed)
     halves = ("".join(draw.choices(LETTERS[:8], k=3)) for _ in range(words))
     return " ".join(half + half[::-1] for half in halves)

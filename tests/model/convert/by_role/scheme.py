@@ -58,7 +58,7 @@ class Scheme:
     raw         True if the attention parameters of `Plain` have an axis for the heads
     kv_heads    number of key and value heads of `Plain`
     tied        True if `Plain` uses its embedding as the head
-    settings    settings that its file states, because trying values cannot find them
+    settings    settings that the file must state, because the importer cannot find them by trying
     logits      calls the model and returns the logits of all positions
     """
 

@@ -1,4 +1,5 @@
-"""Split patterns are translated between two regex engines and give the same pieces for any text."""
+"""Split patterns are translated from one regex engine to the other, and give the same pieces for
+any text."""
 
 import pytest
 import regex

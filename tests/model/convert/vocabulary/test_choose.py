@@ -1,4 +1,5 @@
-"""Vocabularies in every form that training scripts leave: ids equal those of a plain encoder."""
+"""Vocabularies in every form that training scripts save: the ids equal the ids of a plain
+encoder."""
 
 import collections
 import json

@@ -1,5 +1,5 @@
-"""llama2.c's tokenizer.bin compared with the algorithm of its run.c; named alphabets; names of
-vocabularies in checkpoints; words in a check text."""
+"""llama2.c's tokenizer.bin gives the same ids as the algorithm in its run.c. Also tested are named
+alphabets, the names of vocabularies in checkpoints, and unknown words in a check text."""
 
 import string
 import struct

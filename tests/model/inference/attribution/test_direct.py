@@ -91,8 +91,8 @@ def test_each_part_is_the_drop_in_the_logit_without_it(gpt: GPT) -> None:
         return scaled
 
     def to_logit(part: Tensor, layer: int, after: str) -> float:
-        """Apply the mixtures and norms that follow the sublayer `after` of a block. "embedding"
-        means before the block."""
+        """Apply the mixtures and norms that follow the sublayer `after` of a block. If `after` is
+        "embedding", start before the block."""
         embedding = part if after == "embedding" else torch.zeros_like(part)
         middle = torch.zeros_like(part)
         for later in range(layer, config.n_layer):

@@ -1,6 +1,6 @@
-"""Circuits: parts are compared with autograd over a forward pass that is frozen by hand, and
-ablations are compared with the plain forward pass. Edges add up. An induction head has its known
-circuit."""
+"""Circuits: the amounts that parts carry are compared with autograd over a forward pass that is
+frozen by hand, and ablations are compared with the plain forward pass. Edges add up. An induction
+head has its known circuit."""
 
 import math
 from collections.abc import Callable, Generator, Sequence

@@ -120,8 +120,8 @@ def test_constraint_takes_matches_alone(kind: Kind, text: str) -> None:
 
 
 def test_property_has_one_spelling() -> None:
-    """A name spelled with an escape would count as an additional property, whose values have
-    another type."""
+    """If a name could be spelled with an escape, it would count as an additional property, and its
+    value could have the wrong type."""
     schema = {"properties": {"a": {"type": "null"}}, "additionalProperties": {"type": "integer"}}
     constraint = compiled("json_schema", {"type": "object", **schema})
     assert takes(constraint, '{"a": null, "b": 1}')

@@ -167,7 +167,8 @@ def test_sandbox_uses_a_vocabulary_without_all_bytes(
 
 
 LONG = {"large"}
-"""Names of sources that take seconds to compile. The fast tests send them to a server instead."""
+"""Names of the sources in HOSTILE that take seconds to compile. Here they are compiled only in the
+slow set; a fast test of the server sends it the same sources."""
 
 
 @pytest.mark.parametrize(

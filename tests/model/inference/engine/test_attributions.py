@@ -133,7 +133,8 @@ def test_attribution_and_batch_change_no_bit_of_each_other(
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_attribution_uses_quantized_weights(library: ctypes.CDLL, quantize: Quantization) -> None:
-    """The decoder rounds the model's own weights, which torch uses as well."""
+    """The decoder quantizes the model's weights in place, so torch computes the attribution with
+    quantized weights."""
     gpt = small_gpt(d_model=48, head_dim=16)
     exact = attribute(copy.deepcopy(gpt), PROMPT, ask().task)
     decoder = partial(NativeDecoder, library, threads=1, quantize=quantize)

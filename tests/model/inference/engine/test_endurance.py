@@ -1,4 +1,4 @@
-"""After thousands of requests of every kind, the engine keeps nothing of them."""
+"""After thousands of requests of every kind, the engine holds no data of any of them."""
 
 import gc
 import random
@@ -21,7 +21,7 @@ def tracked_objects(*kinds: type) -> int:
 
 
 def serve(driven: Driven, gpt: GPT, rng: random.Random, requests: int) -> None:
-    """Serve random requests that arrive as others end, and forget their outcomes."""
+    """Serve random requests, adding new ones as others end, and discard their outcomes."""
     shared = random_prompt(rng, 64, 16)
     for number in range(requests):
         driven.add(random_request(rng, str(number), gpt, shared))

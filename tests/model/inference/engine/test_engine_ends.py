@@ -16,8 +16,8 @@ from tests.model.inference.engine.harness import (
 
 
 def busy(gpt: GPT, clock: FakeClock | None = None, deadline: float | None = None) -> Driven:
-    """An engine with two slots: 'decode' is running, 'prefill' has one chunk left, 'queued'
-    waits."""
+    """An engine with two slots and three requests: 'decode' is running, 'prefill' has one chunk
+    left, and 'queued' waits for a slot."""
     driven = Driven(gpt, clock, slots=2, prefill_chunk=32)
     driven.add(generation("decode", [1], max_tokens=100, deadline=deadline))
     driven.step()

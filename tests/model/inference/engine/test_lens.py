@@ -1,4 +1,4 @@
-"""The logit lens of the engine against its definition in float64, for every family."""
+"""The engine's logit lens, compared with its definition in float64 for every family."""
 
 import copy
 import ctypes
@@ -217,7 +217,7 @@ def split_following(outcome: Outcome) -> Values:
 
 
 def test_following_token_has_the_bits_of_naming_and_scoring_it(gpt: GPT) -> None:
-    """The numbers for the last layer have the same bits as a score."""
+    """The logprobs of the last layer have the same bits as the logprobs of a request for scores."""
     positions = range(3, LENGTH - 1)
     every = Lens(layers=LAYERS, top_k=6, token_ids=tuple(range(257)))
     named = lens_of(gpt, ask(every, positions))
@@ -295,7 +295,8 @@ def test_lens_that_is_not_finite_ends_its_own_request_alone(gpt: GPT) -> None:
 def test_native_decoder_matches_the_lens(
     library: ctypes.CDLL, family: str, dtype: torch.dtype, quantize: Quantization
 ) -> None:
-    """The residual streams stay in float32, and the weights of the norms are not quantized."""
+    """In every dtype, the native decoder keeps the residual streams in float32. It does not
+    quantize the weights of the norms."""
     native = partial(NativeDecoder, library, threads=2, quantize=quantize)
     gpt = tiny_gpt(tiny_config(**{**FAMILIES[family], "head_dim": 16})).to(dtype)
     every = Lens(layers=LAYERS, top_k=257, token_ids=())

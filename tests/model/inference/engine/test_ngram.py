@@ -80,7 +80,7 @@ def drafts_over(text: list[int], known: int, sequences: int = 1) -> list[Draft]:
     [(1, [1, 2, 5, 7, 7, 7]), (2, [1, 1, 2, 5, 7, 7, 6]), (8, [1, 1, 1, 1, 1, 2, 5, 7, 7])],
 )
 def test_right_guesses_grow_fast(sequences: int, lengths: list[int]) -> None:
-    """With fewer other sequences, drafts grow sooner."""
+    """The fewer other sequences run, the sooner drafts grow."""
     drafts = drafts_over(list(range(20)) * 3, known=24, sequences=sequences)
     assert [len(draft.token_ids) for draft in drafts] == lengths
     assert all(draft.accepted == len(draft.token_ids) for draft in drafts)
