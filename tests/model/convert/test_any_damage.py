@@ -273,8 +273,8 @@ def test_flags_with_irregular_files_are_refused(
 
 
 def test_canary_is_left_by_a_plain_unpickler(tmp_path: Path) -> None:
-    """The tests above detect code that runs by a file that it creates. This test shows that plain
-    unpickling does create the file."""
+    """If a pickle's code ran, it would create a file, which the tests above look for. A plain
+    unpickler does run the code."""
     pickle.loads(pickle.dumps(Exploding()))
     assert Path(CANARY).exists()
 

@@ -28,7 +28,7 @@ TEXT = "a short text – “said” twice, a short text."
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a context of 64 and heads that the native decoder covers."""
+    """A model with a context of 64 tokens and a head width that the native decoder supports."""
     gpt = tiny_gpt(tiny_config(context_length=64, head_dim=16, n_layer=2))
     return save_tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny", gpt=gpt).path
 

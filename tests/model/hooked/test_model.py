@@ -28,8 +28,8 @@ def hooked(gpt: GPT) -> HookedGPT:
 
 
 def family_gpt(family: str) -> GPT:
-    """A GPT in float64, because with these large weights float32 errors grow with depth. The
-    activations of inference are in float32, so the tests leave gradients on."""
+    """A GPT in float64, because with these large weights float32 errors grow with depth. Without
+    gradients, activations are rounded to float32, so the tests leave gradients on."""
     return tiny_gpt(tiny_config(**FAMILIES[family])).double()
 
 

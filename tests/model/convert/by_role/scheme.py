@@ -1,7 +1,7 @@
 """A textbook model as a file: its computation, the roles of its tensors, and helpers for tests.
 
-The helpers give the tensor names by role, the textbook's logits, and the logits of the GPT that is
-built from its tensors. The models are in `schemes.py`.
+The helpers give the tensor names by role, the logits of the textbook model, and the logits of the
+GPT that is built from its tensors. The models are in `schemes.py`.
 """
 
 import re
@@ -104,7 +104,7 @@ class Scheme:
 
 
 def given_logits(scheme: Scheme, model: nn.Module, ids: Tensor) -> Tensor:
-    """The textbook's logits (B, T, V) of ids (B, T)."""
+    """The textbook model's logits (B, T, V) for ids (B, T)."""
     with torch.no_grad():
         return scheme.logits(model, ids)
 

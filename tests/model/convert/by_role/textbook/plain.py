@@ -2,7 +2,8 @@
 
 Covers heads with separate or grouped tensors, fused rows in any order, raw parameters with an axis
 for the heads, matrices (in, out), norms before, after or next to sublayers, norms of queries and
-keys, gates, rotary positions, and missing second matrices. The arithmetic is in `common.py`.
+keys, gates, rotary positions, and sublayers without an output matrix. The arithmetic is in
+`common.py`.
 """
 
 import math
