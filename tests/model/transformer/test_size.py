@@ -16,7 +16,7 @@ from tests.model.shapes import shapes
 
 
 def elements_of(gpt: GPT) -> Elements:
-    """Every tensor of a model, by its module."""
+    """The number of elements in a model's tensors, counted from its modules."""
     matrices = [
         module.weight
         for block in gpt.blocks

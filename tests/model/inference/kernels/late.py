@@ -26,7 +26,7 @@ class LateDevice:
 
     @property
     def given(self) -> int:
-        """The number of work items so far."""
+        """The number of work items queued so far, including the finished ones."""
         return self.done + len(self._queue)
 
     def idle(self) -> bool:

@@ -79,7 +79,8 @@ def evaluations(result: TrainingResult) -> dict[int, float]:
 
 
 def held_out(text: Path, path: Path) -> Path:
-    """Write the lines that the trainer holds out of one document, which are its last tenth."""
+    """Write the lines that the trainer holds out from one document: the last tenth of the
+    document."""
     path.write_bytes(text.read_bytes()[-HELD_OUT:])
     return path
 

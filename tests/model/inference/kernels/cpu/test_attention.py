@@ -54,8 +54,8 @@ def test_prompt_in_any_chunks_has_the_bits_of_its_steps(
     threads: int,
     seed: int,
 ) -> None:
-    """Queries of a prompt attend together, the query of a step alone; a step with one head uses
-    other instructions."""
+    """The queries of a prompt are computed together, but the query of a step is computed alone. A
+    step with one head uses different instructions."""
     gpt = gpt_of(width, group * key_heads, key_heads, d_model=32)
     rng, ids = random.Random(seed), random_ids(length).tolist()
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=threads)

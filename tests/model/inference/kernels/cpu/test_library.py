@@ -1,4 +1,5 @@
-"""Building the kernels: once per content and target, or a reason for not building them."""
+"""The kernels are built once per source content and target; if they are not built, a reason is
+given."""
 
 import os
 import platform

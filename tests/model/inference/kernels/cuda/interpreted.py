@@ -31,8 +31,8 @@ STEPS: dict[str, list[tuple[int, int]]] = {
     "drafts": [(0, 0), (0, 1), (3, 0), (3, 1)],
     "repeated": [(4, 0), (2, 0), (4, 0)],
 }
-"""Rows as pairs (slot, number of positions after the slot's length). Prompts are computed like
-drafts."""
+"""The rows of each kind of step, as pairs (slot, number of positions after the slot's length).
+Prompts are computed like drafts, as consecutive rows of a slot."""
 QUICK = ("one row", "drafts")
 """Kinds of steps that use different kernels."""
 WHOLE = 2
