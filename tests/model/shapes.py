@@ -55,7 +55,7 @@ PAIRED = [
     pytest.param(name, marks=case.marks)
     for name, case in zip(COMBINATIONS, combinations(*CHOICES), strict=True)
 ]
-"""The names of all combinations as parameters of slow tests. Half of them run only in the slow
+"""The names of all combinations, as parameters of slow tests. Half of them run only in the slow
 set."""
 
 

@@ -96,8 +96,8 @@ def decode(
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
-    """The tolerance suits logits of about 5 and sharp attention, which amplifies rounding
-    errors."""
+    """The tolerance is meant for logits with a magnitude of about 5 and for sharp attention, which
+    amplifies rounding errors."""
     assert_close(actual, expected, atol=2e-3, rtol=1e-3)
 
 

@@ -1,5 +1,5 @@
-"""Number of slots of one model and of several. The computed sizes are compared with real caches,
-and too large requests are refused."""
+"""Number of slots for one model and for several. The computed sizes are compared with real caches,
+and a number of slots that does not fit into memory is refused."""
 
 import re
 from typing import Any, get_args
@@ -222,8 +222,9 @@ def test_shares_fit_together(
 def test_default_slots_take_a_quarter_after_all_weights(
     shapes: list[Shape], memory: Available, gpu: bool
 ) -> None:
-    """The quarter is divided equally among the models. A part without room for a slot still gets
-    one slot if all weights and slots fit into free memory."""
+    """A quarter of the memory that the weights leave free is divided equally among the models. A
+    model whose part has no room for a slot still gets one slot if all weights and slots fit into
+    free memory."""
     try:
         slots = divide_slots(shapes, SlotBudget(), memory, gpu=gpu)
     except DeviceError:

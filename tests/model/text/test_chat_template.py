@@ -366,7 +366,7 @@ def test_long_conversation_is_rendered() -> None:
 
 
 def test_too_many_hidden_characters_are_refused() -> None:
-    """No real vocabulary requires hiding this many."""
+    """No real vocabulary makes it necessary to hide this many characters."""
     names = [chr(0x4E00 + i) for i in range(1025)]
     content = "".join(names)
     with pytest.raises(ChatTemplateError, match=r"1025.*1024"):

@@ -33,7 +33,7 @@ CHANGES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink
 
 
 def _kind(event: str, path: str) -> str:
-    """A change by its event and path, without the step or the unique part of a temporary name."""
+    """The event and path of a change, without the step or the unique part of a temporary name."""
     return f"{event} {re.sub(r'[0-9]+(?:[.][^/.]+)?|(?<=state.pt)[.].*', '*', path)}"
 
 

@@ -45,7 +45,7 @@ from tests.model.conftest import Configure, story
 
 
 def _hash(value: Any) -> str:
-    """A hash of nested containers: of their tensors, keys and other values."""
+    """A hash of a value that may be nested: of all its tensors, keys and other parts."""
     digest = hashlib.sha256()
 
     def feed(part: Any) -> None:

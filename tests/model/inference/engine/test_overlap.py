@@ -54,7 +54,7 @@ def test_overlapped_steps_have_the_events_of_sequential_ones(
 ) -> None:
     """Requests of every kind are played, with aborts, deadlines and new weights at any time. The
     engine is batch-invariant, so the leftover row of a sequence that ended during a step in flight
-    must change no bit."""
+    must not change a bit."""
     overlapped = Played(slots=slots).play(commands)
     assert overlapped == Played(slots=slots, overlap=False).play(commands)
 

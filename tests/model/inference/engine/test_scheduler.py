@@ -233,7 +233,7 @@ def rows_in(chunk: PrefillChunk) -> int:
 
 
 def blocks(*tokens: int, rest: int = 0) -> list[int]:
-    """A whole block of each of the `tokens`, repeated, and then `rest` zeros."""
+    """For each of the `tokens` a whole block of copies, followed by `rest` zeros."""
     return list(itertools.chain.from_iterable([token] * BLOCK for token in tokens)) + [0] * rest
 
 
@@ -509,7 +509,7 @@ def test_waiting_request_takes_the_slot_of_the_slowest_reader() -> None:
 
 
 def test_no_more_are_paused_than_there_are_slots() -> None:
-    """Paused rows take memory. Beyond the limit, the request whose client has been behind longest
+    """Paused rows take memory. Beyond the limit, the request whose reader has been behind longest
     is evicted."""
     simulation = Simulation(slots=2)
     requests = [outputs_request(str(i), [i] * 200, range(200)) for i in range(6)]

@@ -1,4 +1,4 @@
-"""Stages of a forward, recorded and changed by the engine, against their definitions in
+"""Stages of a forward, recorded and changed by the engine, compared with their definitions in
 `tests/model/plain_stages.py`, for every family and every stage."""
 
 import copy

@@ -1,5 +1,5 @@
-"""Sampler: each step against its definition for one row; a row gives the same result alone and in a
-batch.
+"""Sampler: each step is compared with its definition for one row, and a row gives the same result
+alone and in a batch.
 
 The definitions on plain Python numbers are in `model/inference/reference.py`. Rounding may decide
 whether an id very near a filter's edge can be sampled. So the set of possible ids must contain the
@@ -38,7 +38,7 @@ VOCAB = 13
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """The common form of all types of results of sampling a row."""
+    """A common form for sampling results of every type."""
 
     token_id: int
     chosen: TokenLogprob | None = None

@@ -99,8 +99,8 @@ def test_failed_save_leaves_the_last_good_state(
 def test_removed_folder_is_not_reported_as_a_full_disk(
     configure: Configure, tmp_path: Path, removed: str
 ) -> None:
-    """When a run had been removed with `rm -r`, the error of its failed save once advised the user
-    to make room and resume."""
+    """After a run was removed with `rm -r`, its save failed, and the error message once advised the
+    user to make room and resume."""
     run = tmp_path / "run"
 
     def remove(event: Event) -> None:

@@ -1,4 +1,4 @@
-"""The native decoder compared with its plain twin in every shape; a row has the same bits in any
+"""The native decoder compared with the plain decoder in every shape. A row has the same bits in any
 batch."""
 
 import ctypes
@@ -169,8 +169,8 @@ def test_bfloat16_is_as_accurate_as_the_twin(library: ctypes.CDLL, family: str) 
 def test_row_has_the_same_bits_in_any_batch(
     library: ctypes.CDLL, dtype: torch.dtype, quantize: Quantization
 ) -> None:
-    """Batches of 1 to 32 rows use streams and tiles, and the code for the rows that either leaves
-    over."""
+    """Batches of 1 to 32 rows use streams and tiles. They also use the code for the rows that do
+    not fill a tile or a stream."""
     gpt = tiny_gpt(native_config("modern", d_model=68, d_ff=132)).to(dtype)
     cache = KVCache(gpt.config, 33, device=CPU, dtype=dtype)
     native = NativeDecoder(library, gpt, cache, threads=2, quantize=quantize)
@@ -476,7 +476,8 @@ def test_key_that_is_not_finite_survives_int8(library: ctypes.CDLL, lost: float)
 def test_prompt_by_torch_has_the_bits_of_the_twin(
     library: ctypes.CDLL, quantize: Quantization
 ) -> None:
-    """Processors that are slow with many rows use torch, with the rounded weights."""
+    """On processors whose kernels are slow with many rows, torch computes prompts with the rounded
+    weights."""
     gpt, text = tiny_gpt(native_config("modern")), random_ids(50).tolist()
     native = NativeDecoder(
         library, gpt, new_cache(gpt), threads=2, quantize=quantize, prefills=False

@@ -29,8 +29,7 @@ GPT = tiny_gpt()
 
 
 class Machine:
-    """A clock that a test advances, and the time that a thread has spent on its core, in
-    seconds."""
+    """A clock that a test advances, and how long a thread has run on its core, both in seconds."""
 
     def __init__(self) -> None:
         self.now = 100.0
