@@ -18,7 +18,7 @@ from tests.model.inference.kernels.graphs import TorchForward
 
 
 class LateDevice:
-    """A queue of work; a `Stream`."""
+    """A queue of work that serves as a `Stream`."""
 
     def __init__(self) -> None:
         self._queue: deque[Compute] = deque()

@@ -169,8 +169,8 @@ def test_bfloat16_is_as_accurate_as_the_twin(library: ctypes.CDLL, family: str) 
 def test_row_has_the_same_bits_in_any_batch(
     library: ctypes.CDLL, dtype: torch.dtype, quantize: Quantization
 ) -> None:
-    """Batches of 1 to 32 rows use streams and tiles. They also use the code for the rows that do
-    not fill a tile or a stream."""
+    """Batches of 1 to 32 rows cover products by streams, products by tiles, and the rows left over
+    from either."""
     gpt = tiny_gpt(native_config("modern", d_model=68, d_ff=132)).to(dtype)
     cache = KVCache(gpt.config, 33, device=CPU, dtype=dtype)
     native = NativeDecoder(library, gpt, cache, threads=2, quantize=quantize)
@@ -360,8 +360,8 @@ def test_mixed_pass_has_the_bits_of_prompts_and_steps(
 def test_engine_computes_prompts_and_steps_in_one_pass(
     library: ctypes.CDLL, prefill_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tokens are the same even if a prompt chunk leaves no room for the decode rows of a
-    step."""
+    """The tokens are the same even if a prompt chunk leaves no room in a step for rows of decoding
+    sequences."""
     passes: list[int] = []
     mixed = NativeDecoder.mixed
 

@@ -43,7 +43,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Sources of a library that compiles in no time."""
+    """Sources of a library that takes almost no time to compile."""
     folder = tmp_path / "native"
     folder.mkdir()
     (folder / "decoder.cpp").write_text('extern "C" int answer() { return 42; }\n')

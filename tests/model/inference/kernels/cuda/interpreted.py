@@ -90,7 +90,7 @@ def uploaded(rows: list[tuple[int, int]]) -> Tensor:
 
 
 def logits_of(step: forward.StepForward, given: Tensor, several: bool) -> Tensor:
-    """Logits of a step that reads its tokens from the last sampled ones."""
+    """Logits of a step whose input tokens are the last sampled tokens."""
     sampled, given = given[:, 0].clone(), given.clone()
     given[:, 0], given[:, 3] = 0, torch.arange(len(given))
     logits = torch.full((len(given), step._gpt.config.vocab_size), math.nan)

@@ -35,7 +35,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 class Counting(DirectStream):
-    """A stream that counts its recordings and their runs."""
+    """A stream that counts its recordings, and how often they run."""
 
     recorded = runs = 0
 
