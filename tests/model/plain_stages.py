@@ -176,7 +176,7 @@ def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs of channels i and i + half; channels without a table entry stay."""
+    """Rotate the pairs of channels i and i + half; channels without a table entry do not change."""
     half = cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]
     return torch.cat(

@@ -25,7 +25,7 @@ SCALINGS: Mapping[str, Mapping[str, Any] | None] = {
     "yarn": {"kind": "yarn", "factor": 4.0, "original_context_length": 32},
 }  # fmt: skip
 """Settings for scaled rotary positions, chosen so that `llama3` and `yarn` scale some channels of
-heads of 8 and 16 in full, some in part, and some not at all."""
+heads with 8 and 16 channels in full, some in part, and some not at all."""
 
 ORDERS: Mapping[str, Mapping[str, Any]] = {
     "pre": {"norm_position": "pre", "residual": "sequential"},
@@ -55,7 +55,8 @@ PAIRED = [
     pytest.param(name, marks=case.marks)
     for name, case in zip(COMBINATIONS, combinations(*CHOICES), strict=True)
 ]
-"""Names of the combinations, for slow tests: half of them run only in the slow set."""
+"""The names of all combinations, as parameters of slow tests. Half of them run only in the slow
+set."""
 
 
 PARTS: dict[str, Mapping[str, Any]] = {

@@ -109,8 +109,8 @@ def test_time_limit_of_a_group_limits_processors(
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux only")
 def test_available_processors_are_the_share_of_the_process() -> None:
-    """In a container with one processor of a large machine, one thread per processor of the machine
-    would compete for that processor."""
+    """In a container with one processor of a large machine, a thread for each processor of the
+    machine would be too many: all would compete for one processor."""
 
     def confined() -> int:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # only this thread

@@ -42,7 +42,7 @@ def test_matrix_rate_counts_two_operations_per_product(
 
 
 def test_quickest_run_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runs advance the clock."""
+    """Each run advances the simulated clock."""
     now, pauses = [100.0], [0.5, 0.25, 0.125, 0.375, 0.5, 0.25, 0.25, 0.5]
 
     def run() -> None:

@@ -29,8 +29,8 @@ def forward_as_served(
     `quantize`. Shapes as in `GPT.forward`, with B = 1.
 
     The model's parameters may be moved into one block of memory, and rounded if `quantize` is set.
-    Raises ValueError for a text longer than the model's context, KernelError if the kernels are not
-    available."""
+    Raises ValueError if the text is empty or longer than the model's context, and KernelError if
+    the kernels are not available."""
     config, weight, length = gpt.config, gpt.token_embedding.weight, len(token_ids)
     if not 0 < length <= config.context_length:
         raise ValueError(

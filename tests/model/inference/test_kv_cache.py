@@ -96,7 +96,8 @@ def decode(
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
-    """Logits here have a magnitude of about 5, and sharp attention amplifies rounding errors."""
+    """The tolerance is meant for logits with a magnitude of about 5 and for sharp attention, which
+    amplifies rounding errors."""
     assert_close(actual, expected, atol=2e-3, rtol=1e-3)
 
 
@@ -126,8 +127,8 @@ def test_decoded_positions_match_the_forward(gpt: GPT, prompt: int) -> None:
 
 
 def test_slots_at_different_positions_decode_together(gpt: GPT) -> None:
-    """The three sequences have unequal lengths, and their slots hold leftovers. Two rows of padding
-    follow."""
+    """The three sequences have unequal lengths, and their slots hold leftovers. The batch ends with
+    two rows of padding."""
     count, steps = 3, 5
     longest = gpt.config.context_length - steps
     lengths = [min(length, longest) for length in (3, 40, 11)]
@@ -231,7 +232,8 @@ def test_int8_cells_hold_rounded_values(gpt: GPT) -> None:
 
 def test_pieces_at_once_match_the_forward(gpt: GPT) -> None:
     """The pieces are the first piece of a prompt, later pieces, and a piece that follows a copied
-    prefix. Older contents further on in the slot are not finite and must not be read."""
+    prefix. The cells beyond a piece hold older numbers, which are not finite and must not be
+    read."""
     length = min(100, gpt.config.context_length)
     ids = random_ids(length, vocab_size=gpt.config.vocab_size)
     expected = gpt(ids[None]).logits[0]

@@ -1,4 +1,5 @@
-"""Slots of one model and of several: the arithmetic compared with real caches, and refusals."""
+"""Number of slots for one model and for several. The computed sizes are compared with real caches,
+and a number of slots that does not fit into memory is refused."""
 
 import re
 from typing import Any, get_args
@@ -133,7 +134,7 @@ def test_cpu_shares_memory_after_weights() -> None:
 
 
 def served(free: int, **budget: Any) -> int:
-    """The result of `slots` on a CPU, where the default is the server's number of slots."""
+    """The result of `slots` on a CPU, with the server's default number of slots."""
     memory = Available("this machine", 2**50, free)
     return slots(memory, gpu=False, default=SERVED_SLOTS, **budget)
 
@@ -192,8 +193,8 @@ AMOUNTS: st.SearchStrategy[MemorySize | None] = st.one_of(
 def test_shares_fit_together(
     shapes: list[Shape], amount: MemorySize | None, count: int, memory: Available, gpu: bool
 ) -> None:
-    """All weights and slots fit into free memory and into the given amount, and no part has room
-    for another slot."""
+    """All weights and slots fit into free memory and into the given amount, and no model's part has
+    room for another slot."""
     budget = SlotBudget(None if amount is not None else count, amount)
     try:
         slots = divide_slots(shapes, budget, memory, gpu=gpu)
@@ -221,8 +222,9 @@ def test_shares_fit_together(
 def test_default_slots_take_a_quarter_after_all_weights(
     shapes: list[Shape], memory: Available, gpu: bool
 ) -> None:
-    """All models get equal parts. A part without room for a slot still gets one slot if all weights
-    and slots fit into free memory."""
+    """A quarter of the memory that the weights leave free is divided equally among the models. A
+    model whose part has no room for a slot still gets one slot if all weights and slots fit into
+    free memory."""
     try:
         slots = divide_slots(shapes, SlotBudget(), memory, gpu=gpu)
     except DeviceError:

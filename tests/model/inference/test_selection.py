@@ -1,4 +1,4 @@
-"""Indices select existing things, and errors state which exist."""
+"""Indices may select only existing items, and errors state which items exist."""
 
 import pytest
 

@@ -8,8 +8,8 @@ from tests.model.factories import tiny_config
 
 
 def test_grid_makes_its_cells_on_demand() -> None:
-    """Making all 9,216 cells at once, each with a search for its layer among all stages, took half
-    a minute."""
+    """The grid once made all 9,216 cells in advance. Each searched all stages for its layer, and
+    together this took half a minute."""
     config = tiny_config(n_layer=48)
     varied = [
         Intervention(stage=f"blocks.{layer}.output", operation="zero", positions="all")

@@ -80,7 +80,7 @@ def answering(model: nn.Module, **options: Any) -> Iterator[Asker]:
 
 
 def of_class(model: nn.Module, ids: Sequence[int]) -> Tensor:
-    """The logits (T, V) of the class itself."""
+    """The logits (T, V), computed by calling the model directly."""
     with torch.no_grad():
         out = model(torch.tensor([ids]))
     logits: Tensor = out[0] if isinstance(out, tuple) else out

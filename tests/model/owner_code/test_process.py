@@ -140,8 +140,8 @@ class Recurrent(nn.Module):
 
 
 def test_values_from_files_that_are_not_kept_are_recorded(tmp_path: Path) -> None:
-    """During the import, the owner's code read the text in the current folder. The served model
-    once failed, because its default came from a text that was no longer there."""
+    """During the import, the owner's code derives a default value from a text file in the current
+    folder. Once that file was removed, the served model used to fail."""
     text = "ab, cd"
     (tmp_path / "input.txt").write_text(text)
     (tmp_path / "owner.py").write_text(CHARACTERS)

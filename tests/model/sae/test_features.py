@@ -85,7 +85,7 @@ def test_features_match_their_definition(features: Features) -> None:
 
 
 def test_ablated_and_steered_features_move_the_stage_along_the_decoder() -> None:
-    """The part of the stage that no feature explains stays."""
+    """The part of the stage that no feature explains does not change."""
     feature = int(recorded(STAGE)[STAGE].sum(dim=0).argmax())
     one = np.zeros((1, COUNT), dtype=np.float32)
     one[0, feature] = 3.0
@@ -147,7 +147,8 @@ def test_steered_requests_and_others_keep_their_bits_in_a_batch() -> None:
 
 
 def test_features_of_a_bfloat16_model_are_changed_in_float32() -> None:
-    """Setting features to their own values moves nothing, although the model rounds."""
+    """Setting features to their own values changes no bit, although the model rounds to
+    bfloat16."""
     gpt = tiny_gpt(tiny_config()).bfloat16()
     driven = Driven(gpt, autoencoders=AUTOENCODERS)
     driven.add(outputs_request("a", PROMPT, None, output=Activations(stages=(STAGE,))))

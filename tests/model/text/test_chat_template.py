@@ -242,8 +242,8 @@ def ids(pieces: Sequence[str | int]) -> list[int]:
 def test_special_tokens_come_from_the_template_alone(
     special_tokens: list[str], contents: list[str], form: str
 ) -> None:
-    """Harmless messages of the same length yield the same special tokens. White space is kept,
-    because templates trim it."""
+    """The messages yield the same special tokens as harmless messages of the same length. The
+    harmless messages have the same white space, because templates trim it."""
     harmless = ["".join(c if c.isspace() else "\u4e00" for c in content) for content in contents]
     source = source_of(form)
     pieces = render(source, *contents, special_tokens=special_tokens)
@@ -366,7 +366,7 @@ def test_long_conversation_is_rendered() -> None:
 
 
 def test_too_many_hidden_characters_are_refused() -> None:
-    """No real vocabulary has this many."""
+    """No real vocabulary makes it necessary to hide this many characters."""
     names = [chr(0x4E00 + i) for i in range(1025)]
     content = "".join(names)
     with pytest.raises(ChatTemplateError, match=r"1025.*1024"):

@@ -13,7 +13,7 @@ STOP = st.text("ab€", min_size=1, max_size=5)
 
 
 def feed(stop: list[str], pieces: list[str]) -> tuple[list[str], str | None]:
-    """Text shown, piece by piece, and the stop string that ended it."""
+    """The text shown after each piece, and the stop string that was found, if any."""
     finder, shown = StopFinder(stop), []
     for piece in pieces:
         text, stopped_by = finder.push(piece)

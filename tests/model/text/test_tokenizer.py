@@ -38,7 +38,7 @@ MERGES = (
     *(b"\xe2\x82", b"\x82\xac", b"\xf0\x9f", b"\xf0\x9f\x98", b"\x98\x80", b"t\xc3", b"\xa9 "),
     *(b"\xe2\x82\xac", b"\xc3\xa9"),
 )
-"""Tokens by rank; each consists of two earlier ones."""
+"""Tokens ordered by rank, which follow the 256 single bytes. Each joins two earlier tokens."""
 
 RANKS = {bytes([byte]): byte for byte in range(256)} | {
     token: 256 + index for index, token in enumerate(MERGES)
@@ -137,7 +137,7 @@ def test_special_ids_separate_the_parts_of_a_text(text: str) -> None:
 
 
 def touched(text: str, tokens: list[bytes]) -> list[TokenSpan]:
-    """The characters that each token's bytes touch, byte by byte."""
+    """The range of characters to which each token's bytes belong, found byte by byte."""
     characters = [index for index, character in enumerate(text) for _ in character.encode()]
     spans, at = [], 0
     for token in tokens:
@@ -259,8 +259,8 @@ MILLION = 1_000_000
     ],
 )
 def test_run_of_a_million_characters_is_encoded(character: str) -> None:
-    """With the published patterns a million spaces overflow tiktoken's stack, a panic that `except
-    Exception` does not catch. This pattern limits every run of white space."""
+    """With the published patterns, a million spaces overflow tiktoken's stack, and `except
+    Exception` does not catch the panic. The pattern used here limits every run of white space."""
     run = character * (MILLION // len(character))
     for text in (run, f"a{run}b"):
         ids = TOKENIZER.encode(text)

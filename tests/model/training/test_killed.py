@@ -33,7 +33,7 @@ CHANGES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink
 
 
 def _kind(event: str, path: str) -> str:
-    """A change and its path, without the step or the unique part of a temporary name."""
+    """The event and path of a change, without the step or the unique part of a temporary name."""
     return f"{event} {re.sub(r'[0-9]+(?:[.][^/.]+)?|(?<=state.pt)[.].*', '*', path)}"
 
 
@@ -85,7 +85,7 @@ def _contents(run: Path) -> set[str]:
 
 
 def _check_links(run: Path) -> None:
-    """The linked checkpoints are whole."""
+    """Check that the checkpoints linked as `latest` and `best` can be loaded."""
     for link in (run / "latest", run / "best"):
         if link.exists():
             load_checkpoint(link, device=torch.device("cpu"), dtype=torch.float32)

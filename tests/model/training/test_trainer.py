@@ -45,7 +45,7 @@ from tests.model.conftest import Configure, story
 
 
 def _hash(value: Any) -> str:
-    """A hash of tensors and of the values around them."""
+    """A hash of a value that may be nested: of all its tensors, keys and other parts."""
     digest = hashlib.sha256()
 
     def feed(part: Any) -> None:
@@ -358,7 +358,7 @@ def test_minutes_end_a_run(configure: Configure) -> None:
 @pytest.fixture
 def tick(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock for the trainer and the recorder that advances only with each step. The first number
-    is the time, the second is the time that a step takes, both in seconds."""
+    is the time, and the second number is the duration of a step; both are in seconds."""
     now, step = [1000.0, 1.0], Trainer._step
 
     def timed(self: Trainer) -> None:
@@ -535,8 +535,8 @@ def test_warning_about_the_speed_of_guards_is_not_shown(configure: Configure) ->
 @pytest.mark.first
 @pytest.mark.slow
 def test_default_recipe_learns_the_built_in_text(tmp_path: Path) -> None:
-    """The run takes 60 steps, a twentieth of the default 1,200. In them `logitd train` reaches 2.43
-    bits per byte."""
+    """The run takes 60 steps, a twentieth of the default 1,200. After 60 steps, `logitd train`
+    reaches 2.43 bits per byte."""
     result = train(TrainingConfig(out=tmp_path / "run", steps=60, sample_tokens=1, threads=1))
     assert result.val_bits_per_byte < 2.55
 

@@ -56,5 +56,5 @@ def bits_that_depend_on_the_batch(kind: Activation, *, fused: bool) -> list[tupl
 @pytest.mark.parametrize("kind", KINDS)
 def test_row_has_the_same_bits_in_any_batch(kind: Activation, threads: int) -> None:
     """With torch's sigmoid, the gate of a value embedding once had different bits with 28 sequences
-    than with 4: the tokens were the same, the logprobs were not."""
+    than with 4: the tokens were the same, but the logprobs were not."""
     assert bits_that_depend_on_the_batch(kind, fused=False) == []

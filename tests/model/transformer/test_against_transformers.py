@@ -83,7 +83,7 @@ def llama_shaped(
 
 
 def rope(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`rope_parameters` for a scaling."""
+    """The `rope_parameters` that `transformers` needs for a scaling."""
     if scaling is None:
         return {"rope_type": "default", "rope_theta": THETA}
     values = {name: value for name, value in scaling.items() if name != "kind"}
@@ -111,8 +111,8 @@ def opt(**overrides: Any) -> Case:
 
 
 def imported(theirs: Any) -> Case:
-    """Their model with random weights, and ours, built by the reader of their weights. The padding
-    rows hold large numbers."""
+    """Our model, imported from their model, and their model with random weights. The padding rows
+    of our model hold large numbers."""
     prepare(theirs)
     state = theirs.state_dict()
     reader = StateDictReader("theirs", state)

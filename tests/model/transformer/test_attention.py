@@ -1,4 +1,5 @@
-"""Attention: its fused and its recording path, and dropout. Values are tested in `test_gpt.py`."""
+"""Attention: the fused path, the path that records attention weights, and dropout. Values are
+tested in `test_gpt.py`."""
 
 import torch
 from torch import Tensor

@@ -70,8 +70,8 @@ def test_config_round_trips_through_json(shape: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("norm_position", "final_norm"), [("pre", True), ("post", False)])
 def test_config_without_later_keys_keeps_its_meaning(norm_position: str, final_norm: bool) -> None:
-    """Without these keys, there is a final norm only if norms come first, all channels of a head
-    are rotated, and there is no scaling and no head bias."""
+    """Without these keys, there is a final norm only if norms precede their sublayers, all channels
+    of a head are rotated, and there is no scaling and no head bias."""
     values = tiny_config(positions="rotary", norm_position=norm_position).to_dict()
     for key in ("final_norm", "residual", "rotary_dim", "rope_scaling", "head_bias"):
         del values[key]
@@ -141,7 +141,7 @@ def test_config_names_a_wrong_json_value(key: str, wrong: object, expected: str)
 
 
 def test_config_takes_an_integer_for_a_number() -> None:
-    """JSON writers drop the fraction of 10000.0."""
+    """Some JSON writers write 10000.0 as 10000."""
     config = GPTConfig.from_dict(tiny_config().to_dict() | {"rope_theta": 10_000, "dropout": 0})
     assert config == tiny_config()
 

@@ -1,4 +1,5 @@
-"""GPT: every shape against its definition, and rules for every family.
+"""GPT: every shape is compared with its definition, and every family is checked for common
+properties.
 
 Whole models are compared with other people's code in `test_against_transformers.py`.
 """

@@ -1,4 +1,4 @@
-"""LoRA: adapters against the matrices that they are merged into."""
+"""LoRA: adapters are compared with the matrices that they are merged into."""
 
 from dataclasses import replace
 from typing import Any

@@ -16,7 +16,7 @@ from tests.model.shapes import shapes
 
 
 def elements_of(gpt: GPT) -> Elements:
-    """Every tensor of a model, by its module."""
+    """The sizes of a model's tensors by kind, counted from the built model."""
     matrices = [
         module.weight
         for block in gpt.blocks

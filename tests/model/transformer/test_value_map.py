@@ -1,4 +1,4 @@
-"""Value maps of the trainer compared with the tables of the checkpoint that is made of them."""
+"""Value maps of the trainer compared with the tables of the checkpoint that is made from them."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def _mapped(**shape: Any) -> GPT:
 @pytest.mark.parametrize("count", [8, 400])
 @pytest.mark.parametrize("shape", [{}, {"tied_head": True, "embedding_norm": True}])
 def test_model_with_tables_computes_the_same(shape: dict[str, Any], count: int) -> None:
-    """There are fewer or more tokens than rows in the table."""
+    """A batch has fewer or more tokens than the table has rows."""
     gpt = _mapped(**shape)
     served = GPT(gpt.config).double()
     served.load_state_dict(with_tables(gpt.state_dict()))

@@ -41,7 +41,7 @@ def gpt(request: pytest.FixtureRequest) -> GPT:
 
 
 def rows(gpt: GPT, wanted: Any, positions: TokenIds[int] = WANTED, **config: Any) -> Tensor:
-    """The rows of PROMPT, from a new engine."""
+    """The wanted outputs at `positions` of PROMPT, from a new engine."""
     request = outputs_request("a", PROMPT, positions, output=wanted)
     outcome = run(gpt, request, **config)["a", 0]
     assert tuple(outcome.positions) == tuple(positions)
@@ -96,7 +96,8 @@ def test_attention_weights_are_the_models_own_to_the_bit(
     "wanted", [Logits(), HiddenStates(layers=(1, 3)), AttentionWeights(layers=(2,), heads=(0, 3))]
 )
 def test_eviction_changes_no_bit(gpt: GPT, wanted: Any) -> None:
-    """The reader is slow, and after every second piece another request waits for the slot."""
+    """The client reads slowly. After every second piece, another request waits for the only
+    slot."""
     alone = rows(gpt, wanted, range(1, LENGTH), prefill_chunk=32)
     driven = Driven(gpt, slots=1, prefill_chunk=32)
     driven.engine._scheduler.step_elements = 1  # pieces of one block
@@ -118,8 +119,8 @@ def test_eviction_changes_no_bit(gpt: GPT, wanted: Any) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_processed_logits_match_the_definition(seed: int) -> None:
-    """Compare the logits with the definition on Python lists, for a text that is partly prompt and
-    partly generated."""
+    """Compare the logits with the definition, computed on Python lists, for a text that is partly
+    prompt and partly generated."""
     gpt, rng = tiny_gpt(), random.Random(seed)
     sampling = random_params(rng, 1, 257)
     start = rng.choice([None, 0, 20, 40, 75])

@@ -1,6 +1,7 @@
-"""Overlap changes the time of a step but no event. Engines with a launching decoder, on a device
-that does everything as late as possible, are compared with engines without one. Both execute the
-same commands, and each step must have the same events, counts, times and remaining work."""
+"""Overlapping the steps changes when they are computed, but none of their events. Engines whose
+decoder launches steps ahead, on a device that does everything as late as possible, are compared
+with engines whose decoder does not. Both execute the same commands, and each step must have the
+same events, counts, times and remaining work."""
 
 import random
 from dataclasses import replace
@@ -53,7 +54,7 @@ def test_overlapped_steps_have_the_events_of_sequential_ones(
 ) -> None:
     """Requests of every kind are played, with aborts, deadlines and new weights at any time. The
     engine is batch-invariant, so the leftover row of a sequence that ended during a step in flight
-    must change no bit."""
+    must not change a bit."""
     overlapped = Played(slots=slots).play(commands)
     assert overlapped == Played(slots=slots, overlap=False).play(commands)
 
@@ -107,7 +108,8 @@ def test_failing_decoder_fails_the_same_step(
 def test_failing_device_fails_only_the_step_it_computes(
     prompts: list[list[int]], waits: list[int], fails_at: set[int]
 ) -> None:
-    """A step fails while the next one is in flight: its sequences get one error each."""
+    """A step fails while the next one is in flight. Each sequence of the failed step gets one
+    error."""
     played = Played(failing_gpt(OLD, *fails_at))
     ask_in_turn(played, prompts, waits)
     for number, prompt in enumerate(prompts):
@@ -120,7 +122,7 @@ def test_failing_device_fails_only_the_step_it_computes(
 
 
 def test_later_steps_are_launched_before_they_are_due() -> None:
-    """No step is waited for before the previous one's events are delivered."""
+    """The engine delivers the events of a step before it waits for the next one."""
     driven = Played().driven
     device = launching(driven).late
     driven.add(generation("a", [1, 2, 3], max_tokens=10))

@@ -1,8 +1,8 @@
 """WaitingQueue: callers take turns, each caller's requests are served in order of arrival, and no
 request starves.
 
-The queue is compared with a plain list and with counts. The scheduler's prompts, which take turns
-too, are tested as well.
+The queue is compared with a plain list and with counts. The tests also check that the scheduler's
+prompts take turns.
 """
 
 import itertools

@@ -233,7 +233,7 @@ def rows_in(chunk: PrefillChunk) -> int:
 
 
 def blocks(*tokens: int, rest: int = 0) -> list[int]:
-    """Whole blocks of one repeated id each, and a shorter rest of zeros."""
+    """For each of the `tokens` a whole block of copies, followed by `rest` zeros."""
     return list(itertools.chain.from_iterable([token] * BLOCK for token in tokens)) + [0] * rest
 
 
@@ -509,8 +509,8 @@ def test_waiting_request_takes_the_slot_of_the_slowest_reader() -> None:
 
 
 def test_no_more_are_paused_than_there_are_slots() -> None:
-    """Paused rows take memory: beyond the limit, the reader that has been behind longest is
-    evicted."""
+    """Paused rows take memory. Beyond the limit, the request whose reader has been behind longest
+    is evicted."""
     simulation = Simulation(slots=2)
     requests = [outputs_request(str(i), [i] * 200, range(200)) for i in range(6)]
     sequences = [simulation.add(request)[0] for request in requests]

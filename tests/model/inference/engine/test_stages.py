@@ -1,4 +1,4 @@
-"""Stages of a forward, recorded and changed by the engine, against their definitions in
+"""Stages of a forward, recorded and changed by the engine, compared with their definitions in
 `tests/model/plain_stages.py`, for every family and every stage."""
 
 import copy
@@ -60,7 +60,7 @@ def exact(gpt: GPT) -> GPT:
 
 
 def check_close(value: Tensor, expected: Tensor, what: str = "") -> None:
-    """Compare to within 1e-5 of the largest expected number: the head always computes in
+    """Allow differences of 1e-5 of the largest expected number, because the head always computes in
     float32."""
     expected = expected.to(value.dtype)
     finite = expected[expected.isfinite()]
@@ -179,7 +179,8 @@ def changed_by_hand(change: Intervention, numbers: Tensor, values: Tensor | None
 
 
 def change_by_hand(interventions: Sequence[Intervention], prompt_length: int) -> Change:
-    """The interventions as a change of `plain_stages`, in plain torch and on whole texts."""
+    """A `change` for `plain_stages` that applies the interventions to a whole text in plain
+    torch."""
 
     def unit(direction: Any, index: int, like: Tensor) -> Tensor:
         row = direction if direction.ndim == 1 else direction[index]

@@ -76,7 +76,8 @@ class TorchForward:
 
 
 def _distinct(given: Tensor, sampled: Tensor) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Distinct rows (tokens, slots and positions), and the index among them of each given row."""
+    """The tokens, slots and positions of the distinct rows, and each given row's index among
+    them."""
     source, known = given[:, 3], given[:, 0]
     last = sampled[source.clamp(min=0)].clamp(min=0)
     tokens = torch.where(source < 0, known, last).tolist()

@@ -18,7 +18,7 @@ from tests.model.inference.kernels.graphs import TorchForward
 
 
 class LateDevice:
-    """A queue of work; a `Stream`."""
+    """A queue of work that serves as a `Stream`."""
 
     def __init__(self) -> None:
         self._queue: deque[Compute] = deque()
@@ -26,7 +26,7 @@ class LateDevice:
 
     @property
     def given(self) -> int:
-        """The number of work items so far."""
+        """The number of work items queued so far, including the finished ones."""
         return self.done + len(self._queue)
 
     def idle(self) -> bool:

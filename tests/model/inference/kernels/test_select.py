@@ -127,8 +127,8 @@ HERE = runnable(platform.machine(), processor_features())
 
 
 def test_target_is_refused_if_the_system_withholds_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise this machine would compute without AMX and produce different bits than the rest of
-    a fleet."""
+    """If the target were accepted, this machine would compute without AMX and produce different
+    bits than the rest of a fleet."""
 
     class Withheld:
         def logitd_has_tiles(self) -> int:
@@ -228,8 +228,9 @@ def nats(logits: Tensor, targets: Tensor) -> float:
 
 
 def test_bfloat16_loses_less_than_two_permille(library: ctypes.CDLL) -> None:
-    """The reason for "auto": bits per byte of the bundled checkpoint on a few windows of its text,
-    prefilled by torch and decoded by the kernels, are within 0.2 % of float32's."""
+    """This is why "auto" may choose bfloat16: on a few windows of its text, the bits per byte of
+    the bundled checkpoint are within 0.2 % of float32's, both prefilled by torch and decoded by the
+    kernels."""
     try:
         text = held_out_windows(read_checkpoint(BUNDLED))
     except DataError as reason:

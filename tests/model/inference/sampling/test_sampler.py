@@ -1,4 +1,5 @@
-"""Sampler: each step against its definition for one row, and each row alone and in a batch.
+"""Sampler: each step is compared with its definition for one row, and a row gives the same result
+alone and in a batch.
 
 The definitions on plain Python numbers are in `model/inference/reference.py`. Rounding may decide
 whether an id very near a filter's edge can be sampled. So the set of possible ids must contain the
@@ -37,7 +38,7 @@ VOCAB = 13
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """The result of sampling a row, of whatever type, in a single form."""
+    """A common form for sampling results of every type."""
 
     token_id: int
     chosen: TokenLogprob | None = None
@@ -54,7 +55,7 @@ class Sampled:
             case SampleError(message):
                 return cls(-1, error=message)
             case ConstraintComplete():
-                raise AssertionError("the sampler knows masks, not the end of a constraint")
+                raise AssertionError("unexpected ConstraintComplete: these rows have only masks")
 
 
 def row(
@@ -66,7 +67,7 @@ def row(
 
 
 def listed(one: RowContext, logits: Tensor) -> RowContext:
-    """A row that lists as many ids as there are logits."""
+    """A copy of the row for a vocabulary with as many ids as there are logits."""
     ids = ListedIds(one.params, logits.shape[1], logits.device)
     return dataclasses.replace(one, listed=ids)
 
@@ -77,7 +78,7 @@ def mask(allowed: Iterable[int]) -> np.ndarray:
 
 
 def defined(logits: Sequence[float], one: RowContext) -> list[float]:
-    """A row after steps 1 to 6, by the definition."""
+    """The logits of a row after the sampler's steps 1 to 6, by the definition."""
     allowed = None if one.allowed is None else one.allowed.tolist()
     return penalized(logits, one.tokens, one.prompt_length, one.params, allowed)
 
@@ -98,7 +99,7 @@ def sample_one(logits: Sequence[float], one: RowContext) -> Sampled:
 
 
 def processed(logits: Sequence[float], one: RowContext) -> dict[int, float]:
-    """Logprobs of the ids that can be sampled from a row, after all steps."""
+    """Logprobs of the ids that can be sampled from a row, after all steps of the sampler."""
     asking = dataclasses.replace(one.params, logprobs=len(logits), logprobs_stage="processed")
     result = sample_one(logits, dataclasses.replace(one, params=asking))
     return {token.token_id: token.logprob for token in result.top}
@@ -427,7 +428,7 @@ def test_sampling_does_not_change_logits() -> None:
 
 
 def test_slot_is_sampled_for_its_current_sequence() -> None:
-    """Slots are reused many times, and a step's rows are unordered."""
+    """Slots are reused many times, and a step's rows are in any order."""
     state = SamplingState(3)
     for slot in range(3):
         state.begin(slot, params(temperature=0.5, top_k=4, logprobs=1), index=2)

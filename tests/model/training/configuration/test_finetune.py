@@ -79,7 +79,8 @@ def evaluations(result: TrainingResult) -> dict[int, float]:
 
 
 def held_out(text: Path, path: Path) -> Path:
-    """Write the lines that the trainer holds out of one document, which are its last tenth."""
+    """Write the lines that the trainer holds out from one document: the last tenth of the
+    document."""
     path.write_bytes(text.read_bytes()[-HELD_OUT:])
     return path
 
@@ -248,7 +249,8 @@ def test_other_context_needs_computed_positions(tune: Tune, tmp_path: Path, posi
 
 
 def test_longer_context_may_scale_the_positions(tune: Tune) -> None:
-    """No weight depends on the context; the checkpoint records it, and later runs keep it."""
+    """No weight depends on the context length, so it may grow. The checkpoint records the scaling,
+    and later runs keep it."""
     scaling = RopeScaling(kind="yarn", factor=2.0, original_context_length=32)
     result = train(tune(context_length=64, steps=2, rope_scaling=scaling))
     info, gpt = load_checkpoint(result.best, device=torch.device("cpu"), dtype=torch.float32)

@@ -124,7 +124,7 @@ def _gpt(optimizer: str) -> GPT:
 
 
 def _placement(optimizer: str) -> Placement:
-    """Muon in bfloat16, AdamW in float32."""
+    """bfloat16 for Muon, float32 for AdamW."""
     return Placement(CPU, torch.bfloat16 if optimizer == "muon" else torch.float32, 1)
 
 

@@ -67,9 +67,9 @@ def test_last_checkpoint_has_the_better_weights(
     configure: Configure, rate: float, better: bool
 ) -> None:
     """With a high constant learning rate, the last weights are worse than their average. With a
-    tiny rate, at which they still learn steadily, they are better. The state keeps the last weights
-    in both cases. The checkpoint, with tables instead of maps, has the loss that the trainer
-    measured."""
+    tiny rate, at which the model still improves steadily, the last weights are better. The state
+    keeps the last weights in both cases. The checkpoint, with tables instead of maps, has the loss
+    that the trainer measured."""
     rates = {"matrix_lr": rate, "embedding_lr": rate, "head_lr": rate, "scalar_lr": rate}
     events: list[Event] = []
     config = configure(

@@ -12,7 +12,8 @@ from logitd.model.training.distributed.ranks import ALONE
 from logitd.model.training.optim import muon
 
 SHAPES = [(24, 24), (24, 40), (40, 24), (24, 24), (24, 40), (8, 24), (150, 160), (150, 160)]
-"""Square, tall and wide matrices, a single one, and some that are not stacked on a CPU."""
+"""Square, tall and wide matrices. Some shapes occur only once, and the largest is not stacked on a
+CPU."""
 TORCH, EPS = ((3.4445, -4.7750, 2.0315),) * 5, 1e-7
 """Coefficients of torch's five iterations, and torch's epsilon."""
 
@@ -34,7 +35,7 @@ def _fill(parameters: list[nn.Parameter], step: int) -> None:
 
 
 def _step(optimizer: Muon, dtype: torch.dtype) -> None:
-    """A step of whole matrices; divided ones are in test_fsdp.py."""
+    """A step with undivided matrices; test_fsdp.py tests divided matrices."""
     (group,) = optimizer.param_groups
     muon.step(optimizer, dtype, {each: shard_of(each) for each in group["params"]}, ALONE)
 
@@ -46,7 +47,8 @@ def _distance(one: Tensor, other: Tensor) -> float:
 @pytest.mark.usefixtures("as_torch")
 @pytest.mark.parametrize("stacked_elements", [1, 2000, 2**24])
 def test_step_equals_torchs_step(monkeypatch: pytest.MonkeyPatch, stacked_elements: int) -> None:
-    """Stacks of any size differ from torch at most by the order of sums in bfloat16."""
+    """With stacks of any size, the results differ from torch's at most by the order of sums in
+    bfloat16."""
     monkeypatch.setattr(muon, "STACKED_ELEMENTS", stacked_elements)
     mine, theirs = _parameters(), _parameters()
     own, other = (Muon(each, lr=0.1, momentum=0.9, weight_decay=0.2) for each in (mine, theirs))

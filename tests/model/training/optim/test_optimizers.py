@@ -81,11 +81,11 @@ def test_blocks_begin_as_the_identity_drawn_from_the_generator() -> None:
 def test_muon_orthogonalizes_query_key_and_value_separately(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The fused matrix moves as three torch Muons on three matrices would move it.
+    """The fused matrix changes as if it were three matrices, each updated by torch's Muon.
 
-    The bits are equal if the processor multiplies bfloat16. If not, the update is computed in
-    float32 and torch's in bfloat16: they differ by a few hundredths of a step, while one matrix
-    orthogonalized instead of three would differ by more than a tenth.
+    The bits are equal if the processor multiplies bfloat16. Otherwise our update is computed in
+    float32, but torch's in bfloat16, and the two differ by a few hundredths of a step. If the fused
+    matrix were orthogonalized as one matrix, they would differ by more than a tenth.
     """
     monkeypatch.setattr(muon, "ITERATIONS", ((3.4445, -4.7750, 2.0315),) * 5)  # torch's
     gpt = _gpt()

@@ -43,8 +43,8 @@ def test_weights_spoiled_by_the_last_update_are_not_saved(
 def test_samples_take_a_small_share_of_the_minutes(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Samples once took 40 of 60 seconds on a busy machine. On a clock on which a token takes a
-    second, two percent of two minutes suffice for three tokens."""
+    """Samples once took 40 of 60 seconds on a busy machine. On the simulated clock a token takes a
+    second, so two percent of two minutes suffice for three tokens."""
     seconds = SimpleNamespace(monotonic=count(0.0).__next__)
     monkeypatch.setattr("logitd.model.training.recording.samples.time", seconds)
     texts = []
@@ -99,7 +99,8 @@ def test_failed_save_leaves_the_last_good_state(
 def test_removed_folder_is_not_reported_as_a_full_disk(
     configure: Configure, tmp_path: Path, removed: str
 ) -> None:
-    """After `rm -r` of a run, a failed save once advised to make room and resume."""
+    """After a run was removed with `rm -r`, its save failed, and the error message once advised the
+    user to make room and resume."""
     run = tmp_path / "run"
 
     def remove(event: Event) -> None:

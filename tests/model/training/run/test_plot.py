@@ -29,7 +29,7 @@ def metrics(steps: int) -> list[dict[str, Any]]:
 
 
 def colors(path: Path, rows: slice) -> set[tuple[int, ...]]:
-    """The colors in some rows of the picture; `rows` counts tenths of the height."""
+    """The colors in a range of rows of the picture; `rows` is in tenths of the height."""
     picture = image.imread(path)[:, :, :3]
     height = len(picture)
     part = picture[height * rows.start // 10 : height * rows.stop // 10]

@@ -1,4 +1,4 @@
-"""Counted operations of a token, against torch's own counter."""
+"""The computed number of operations per token, compared with torch's own counter."""
 
 from typing import Any
 

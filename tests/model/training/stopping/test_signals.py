@@ -45,7 +45,8 @@ def test_error_in_flight_is_printed_before_sigterm_ends_the_process() -> None:
 
 @pytest.mark.parametrize("handling", [False, True])
 def test_sigterm_ends_the_process_without_such_an_error(handling: bool) -> None:
-    """Another error, such as a failed download, may be handled at that moment."""
+    """The process may be handling another error, such as a failed download, when the signal
+    comes."""
     code = """
         import os, signal
         from logitd.model.training.stopping.signals import errors_outlive_sigterm

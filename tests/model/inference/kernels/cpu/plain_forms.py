@@ -1,5 +1,5 @@
-"""Rounded and compressed matrices in plain torch: the twins of native/quantize.h and of the reader
-in native/compressed.h."""
+"""Rounded and compressed matrices in plain torch, as references for native/quantize.h and the
+reader in native/compressed.h."""
 
 from itertools import pairwise
 

@@ -31,7 +31,7 @@ ULP = 2.0**-23
 
 
 def native(library: ctypes.CDLL, name: str, x: Tensor, values: Tensor | None = None) -> Tensor:
-    """The activation of numbers, multiplied by the gated values if given."""
+    """The activation of `x`, multiplied by `values` if the activation is gated."""
     library.logitd_activate.argtypes = (
         ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32
     )  # fmt: skip
@@ -60,7 +60,7 @@ def test_activations_match_float64(library: ctypes.CDLL, name: str) -> None:
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_keep_nan_and_the_largest_numbers(library: ctypes.CDLL, name: str) -> None:
-    """ReLU maps NaN to 0, but the NaN is still in the residual stream."""
+    """ReLU may map NaN to 0, because the NaN is still in the residual stream."""
     x = torch.tensor([math.nan, math.inf, 3e38, 0.0, -0.0, -1e6, 1e4, -20.0] * 2)
     values = torch.ones_like(x) if name == "swiglu" else None
     found = native(library, name, x, values)[:8].tolist()

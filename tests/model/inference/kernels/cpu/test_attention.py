@@ -1,6 +1,6 @@
 """Attention of the native kernels in bfloat16. A query has the same bits alone and in a prompt, for
-any head width and any number of heads that share a key head. Attention weights match the twin's.
-With AMX, attention uses tiles for most of these widths."""
+any head width and any number of heads that share a key head. Attention weights match those of the
+plain decoder. With AMX, attention uses tiles for most of these widths."""
 
 import ctypes
 import math
@@ -54,8 +54,8 @@ def test_prompt_in_any_chunks_has_the_bits_of_its_steps(
     threads: int,
     seed: int,
 ) -> None:
-    """Queries of a prompt attend together, the query of a step alone; a step with one head uses
-    other instructions."""
+    """The queries of a prompt are computed together, but the query of a step is computed alone. A
+    step with one head uses different instructions."""
     gpt = gpt_of(width, group * key_heads, key_heads, d_model=32)
     rng, ids = random.Random(seed), random_ids(length).tolist()
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=threads)
@@ -71,7 +71,7 @@ def test_prompt_in_any_chunks_has_the_bits_of_its_steps(
 def test_attention_weights_match_the_twin(
     library: ctypes.CDLL, heads: tuple[int, int, int], length: int
 ) -> None:
-    """The weights are as accurate as the twin's in bfloat16 and sum to one."""
+    """The weights sum to one and are as accurate as the plain decoder's weights in bfloat16."""
     gpt, ids = gpt_of(*heads), random_ids(length).tolist()
     wanted = AttentionSelection((0, 1), tuple(range(heads[1])), length)
     piece = PrefillInput(ids, 1, 0, states=True, weights=wanted)

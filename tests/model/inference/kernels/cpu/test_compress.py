@@ -1,5 +1,5 @@
 """Compressed matrices: the native code and the plain reader restore every bit, and products have
-the bits of uncompressed ones."""
+the same bits as without compression."""
 
 import ctypes
 
@@ -37,8 +37,8 @@ def normal(rows: int, width: int, seed: int) -> Tensor:
 
 
 def odd_ones(weights: Tensor, share: float, seed: int, largest: int = 120) -> Tensor:
-    """Replace a share of the weights with numbers that have random bits and exponents up to
-    `largest`: zeros of both signs, subnormal numbers, and all other magnitudes."""
+    """Replace a share of the weights with numbers of random bits whose exponent field is at most
+    `largest`. They include zeros of both signs and subnormal numbers."""
     generator = torch.Generator().manual_seed(seed)
     signs, exponents, fractions = (
         torch.randint(0, count, weights.shape, generator=generator)

@@ -1,4 +1,4 @@
-"""The native decoder compared with its plain twin in every shape, and the bits of a row in any
+"""The native decoder compared with the plain decoder in every shape. A row has the same bits in any
 batch."""
 
 import ctypes
@@ -169,7 +169,8 @@ def test_bfloat16_is_as_accurate_as_the_twin(library: ctypes.CDLL, family: str) 
 def test_row_has_the_same_bits_in_any_batch(
     library: ctypes.CDLL, dtype: torch.dtype, quantize: Quantization
 ) -> None:
-    """Batches of 1 to 32 rows use streams, tiles, and the code for the remaining rows of both."""
+    """Batches of 1 to 32 rows cover products by streams, products by tiles, and the rows left over
+    from either."""
     gpt = tiny_gpt(native_config("modern", d_model=68, d_ff=132)).to(dtype)
     cache = KVCache(gpt.config, 33, device=CPU, dtype=dtype)
     native = NativeDecoder(library, gpt, cache, threads=2, quantize=quantize)
@@ -236,7 +237,8 @@ def test_consecutive_rows_have_the_bits_of_single_calls(
 @pytest.mark.parametrize("times", [400, pytest.param(2000, marks=pytest.mark.slow)])
 def test_row_never_runs_ahead_of_the_one_before_it(library: ctypes.CDLL, times: int) -> None:
     """The model has one key head, and there are more threads than cores. If threads divided the
-    rows of a slot, a thread could read keys of the previous text."""
+    rows of a slot, a thread could read a key before another thread has written it, and get the key
+    of the previous text."""
     gpt = tiny_gpt(native_config("modern", n_kv_head=1, n_head=8, head_dim=64, n_layer=1))
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=5)
     texts = random_ids(2, 8).tolist()
@@ -299,7 +301,8 @@ def test_int8_keys_and_values_match_the_twin(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompt_has_the_bits_of_decoding_it(library: ctypes.CDLL, family: str, kind: str) -> None:
     """Chunk sizes vary: some chunks have more rows than a tile holds, or than attention computes
-    together. Heads have odd numbers of vectors; in narrow dtypes the last vector is half filled."""
+    together. Each head fills an odd number of vectors; in narrow dtypes its last vector is half
+    filled."""
     overrides: dict[str, int] = {"d_model": 520, "d_ff": 530} if family == "modern" else {}
     overrides |= {"n_layer": 2, "head_dim": 48 if family == "llama" else 16}
     gpt = tiny_gpt(native_config(family, **overrides))
@@ -357,8 +360,8 @@ def test_mixed_pass_has_the_bits_of_prompts_and_steps(
 def test_engine_computes_prompts_and_steps_in_one_pass(
     library: ctypes.CDLL, prefill_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tokens are the same even if a prompt chunk leaves no room for the decode rows of a
-    step."""
+    """The tokens are the same even if a prompt chunk leaves no room in a step for rows of decoding
+    sequences."""
     passes: list[int] = []
     mixed = NativeDecoder.mixed
 
@@ -473,7 +476,8 @@ def test_key_that_is_not_finite_survives_int8(library: ctypes.CDLL, lost: float)
 def test_prompt_by_torch_has_the_bits_of_the_twin(
     library: ctypes.CDLL, quantize: Quantization
 ) -> None:
-    """Processors that are slow with many rows use torch, with the rounded weights."""
+    """On processors whose kernels are slow with many rows, torch computes prompts with the rounded
+    weights."""
     gpt, text = tiny_gpt(native_config("modern")), random_ids(50).tolist()
     native = NativeDecoder(
         library, gpt, new_cache(gpt), threads=2, quantize=quantize, prefills=False
@@ -526,7 +530,7 @@ def test_head_of_many_rows_has_the_bits_of_one_thread(
 
 
 def test_stages_are_timed_on_request(library: ctypes.CDLL) -> None:
-    """Their sum is nearly the time of the call, and the bits do not change."""
+    """The times of the stages add up to nearly the time of the call, and timing changes no bit."""
     gpt, ids = tiny_gpt(native_config("llama", vocab_size=5000)), random_ids(3, 30)
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=2)
     first = decoded(native, ids, [0, 3, 1])
@@ -596,9 +600,9 @@ def test_every_shape_matches_the_twin(
 def test_quantized_decoder_computes_with_its_rounded_weights(
     library: ctypes.CDLL, quantize: Literal["int8", "int4"], least: float, most_extra: float
 ) -> None:
-    """The decoder is compared with the twin that has the dequantized weights, so the difference
+    """The decoder is compared with a model that has the dequantized weights, so the difference
     comes from rounding activations. (The exact model once had the rounded weights too, so the cost
-    of rounding blocks was not tested.)"""
+    of rounding the matrices of the blocks was not tested.)"""
     gpt, ids = tiny_gpt(native_config("gpt2", d_model=64, d_ff=256)), random_ids(2, 20)
     exact, twin = gpt(ids).logits, tiny_gpt(gpt.config)
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=1, quantize=quantize)
@@ -621,7 +625,7 @@ def test_quantized_decoder_computes_with_its_rounded_weights(
 def test_quantized_weights_are_one_stream(
     library: ctypes.CDLL, quantize: Literal["int8", "int4"]
 ) -> None:
-    """When each matrix had its own block of memory, most matrices had no large page."""
+    """When each matrix had its own block of memory, most matrices were not on large pages."""
     gpt = tiny_gpt(native_config("gpt2", d_model=64, d_ff=256))
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=1, quantize=quantize)
     kept = [

@@ -1,4 +1,5 @@
-"""Building the kernels: once per content and target, or a reason for not building them."""
+"""The kernels are built once per source content and target; if they are not built, a reason is
+given."""
 
 import os
 import platform
@@ -42,7 +43,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Sources of a library that compiles in no time."""
+    """Sources of a library that takes almost no time to compile."""
     folder = tmp_path / "native"
     folder.mkdir()
     (folder / "decoder.cpp").write_text('extern "C" int answer() { return 42; }\n')

@@ -32,7 +32,8 @@ def moved(weights: Tensor, offset: int) -> Tensor:
 def placed_matrix(
     weights: Tensor, kind: str, offset: int = 0, bias: Tensor | None = None
 ) -> Matrix:
-    """A matrix in a format, starting `offset` numbers into memory that it keeps alive."""
+    """A matrix of this kind, which keeps its memory alive. The weights start `offset` numbers into
+    that memory."""
     rows, width = weights.shape
     matrix = Matrix(kind=KINDS[kind], rows=rows, width=width)
     matrix.alive = [bias]
@@ -168,7 +169,7 @@ def test_strips_of_int8_have_the_bits_of_its_rows(
 def test_quantized_products_have_the_same_bits_on_every_target(
     kind: Literal["int8", "int4"], target: KernelTarget
 ) -> None:
-    """The products are sums of integers."""
+    """The products are sums of integers, which are exact in any order."""
     try:
         libraries = [load_library(target=one).functions for one in ("auto", target)]
     except KernelsUnavailable as reason:

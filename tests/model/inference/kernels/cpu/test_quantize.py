@@ -26,8 +26,8 @@ from tests.profiles import examples
 
 
 def unpacked(matrix: QuantizedMatrix) -> tuple[Tensor, Tensor]:
-    """The integers (rows, width) of a matrix and the scale of each, read byte by byte in the layout
-    of `I4` in native/dot.h."""
+    """The integers (rows, width) of a matrix and the scale of each integer, read byte by byte in
+    the layout of `I4` in native/dot.h."""
     values, scales, place = [], [], 0
     for start in range(0, matrix.width, 256):
         block = matrix.stored[:, place : place + SCALES].view(torch.int8).int()
@@ -69,7 +69,8 @@ def test_int4_is_packed_as_the_kernels_read_it(
 
 @pytest.mark.parametrize("width", [64, 300, 768])
 def test_four_bits_of_gaussian_weights_are_near(width: int) -> None:
-    """The error is 7 % of the weights; with one scale per row it would be twice that."""
+    """The standard deviation of the error is 7 % of that of the weights. With one scale per row, it
+    would be twice as large."""
     weight = torch.randn(200, width, generator=torch.Generator().manual_seed(0))
     error = (int4_matrix(weight).dequantized() - weight).std()
     assert error < 0.08
@@ -86,7 +87,7 @@ def test_zeros_stay_zeros(form: Format, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("width", [1, 64, 4096, 8192, 8256, 14336, 65536])
 def test_no_sum_leaves_32_bits(width: int) -> None:
-    """The worst case: every weight -8 with the largest scale, every activation 255."""
+    """The worst case: every weight is -8 with the largest scale, and every activation is 255."""
     matrix = int4_matrix(torch.ones(1, width))
     values, scales = unpacked(matrix)
     assert (values == -8).all()

@@ -31,8 +31,8 @@ STEPS: dict[str, list[tuple[int, int]]] = {
     "drafts": [(0, 0), (0, 1), (3, 0), (3, 1)],
     "repeated": [(4, 0), (2, 0), (4, 0)],
 }
-"""Rows as pairs (slot, number of positions after the slot's length). Prompts are computed like
-drafts."""
+"""The rows of each kind of step, as pairs (slot, number of positions after the slot's length).
+Prompts are computed like drafts, as consecutive rows of a slot."""
 QUICK = ("one row", "drafts")
 """Kinds of steps that use different kernels."""
 WHOLE = 2
@@ -90,7 +90,7 @@ def uploaded(rows: list[tuple[int, int]]) -> Tensor:
 
 
 def logits_of(step: forward.StepForward, given: Tensor, several: bool) -> Tensor:
-    """Logits of a step that reads its tokens from the last sampled ones."""
+    """Logits of a step whose input tokens are the last sampled tokens."""
     sampled, given = given[:, 0].clone(), given.clone()
     given[:, 0], given[:, 3] = 0, torch.arange(len(given))
     logits = torch.full((len(given), step._gpt.config.vocab_size), math.nan)

@@ -35,7 +35,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 class Counting(DirectStream):
-    """A stream that counts its recordings and their runs."""
+    """A stream that counts its recordings, and how often they run."""
 
     recorded = runs = 0
 
@@ -68,7 +68,7 @@ class Pair:
     def decode(
         self, token_ids: list[int], slots: list[int], positions: list[int]
     ) -> tuple[Tensor, Tensor]:
-        """Compare the logits of both decoders, and return the logits of both."""
+        """Compare the logits of both decoders, and return them."""
         rows = token_ids, slots, positions
         graph, plain = self.graph.decode(*rows), self.plain.decode(*rows)
         off = (graph - plain).square().mean(-1).sqrt() / plain.std(-1)
@@ -77,7 +77,7 @@ class Pair:
 
 
 step_entries = st.tuples(st.integers(0, 4), st.integers(0, 60), st.integers(0, 3))
-"""A slot, the length of its new prompt or 0, and the tokens of its draft."""
+"""A slot, the length of its new prompt (0 for none), and the number of tokens in its draft."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -128,8 +128,8 @@ def test_recordings_are_made_once_for_each_size(monkeypatch: pytest.MonkeyPatch)
 def test_prompts_of_any_length_and_outputs_match_the_plain_decoder(
     batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several prompts share a step, a longer one takes several, and the longest go through torch;
-    hidden states and attention weights are returned."""
+    """Several prompts share a step, a longer prompt takes several steps, and the longest prompts go
+    through torch. Hidden states and attention weights are returned."""
     monkeypatch.setattr(graphs, "PROMPT_ROWS", 64)
     monkeypatch.setattr(graphs, "LONGEST_PROMPT", 150)
     pair = Pair(tiny_gpt(tiny_config(context_length=256)), 5, batch_invariant=batch_invariant)

@@ -29,7 +29,7 @@ GPT = tiny_gpt()
 
 
 class Machine:
-    """A clock that a test advances, and a thread's time on its core."""
+    """A clock that a test advances, and how long a thread has run on its core, both in seconds."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -119,7 +119,7 @@ def test_threads_that_change_bits_are_kept(monkeypatch: pytest.MonkeyPatch) -> N
 
 @contextmanager
 def neighbors(core: int, count: int) -> Iterator[None]:
-    """Run endless loops as processes on one core."""
+    """Run `count` processes on one core, each in an endless loop."""
     spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         for process in spinning:

@@ -1,7 +1,7 @@
 """Row groups: the measured group sizes keep a row's bits on any processor.
 
-Multiples of 4 are right for AMD's processors. On Intel processors with AVX-512, the bits of a row
-in plain torch differ between fifteen and sixteen rows for a float32 model.
+On AMD's processors, groups of a multiple of 4 rows keep the bits. On Intel processors with AVX-512,
+plain torch gives a row of a float32 model different bits among 15 rows than among 16.
 """
 
 import pytest
@@ -33,7 +33,7 @@ def served_gpt(dtype: torch.dtype) -> GPT:
 
 @torch.inference_mode()
 def bits_of_a_row(gpt: GPT, rows: int, place: int, row_groups: RowGroups) -> Tensor:
-    """The logits of one row among random ones."""
+    """The logits of one row in a batch of `rows` random rows."""
     others = torch.randn(rows, gpt.config.d_model, generator=torch.Generator().manual_seed(rows))
     one = torch.randn(gpt.config.d_model, generator=torch.Generator().manual_seed(0))
     others[place] = one
