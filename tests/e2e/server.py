@@ -21,8 +21,9 @@ STARTUP_SECONDS = 60
 
 
 class ServedProcess:
-    """`logitd serve` on a free loopback port, from construction to the end of the `with` block,
-    which begins once the server is ready."""
+    """A `logitd serve` process on a free loopback port. It starts when this object is created. The
+    `with` block begins once the server is ready, and the process is killed at the end of the
+    block."""
 
     def __init__(
         self,

@@ -351,7 +351,8 @@ def test_other_protocols_are_answered_400(server: Serving, sent: bytes) -> None:
 
 @contextlib.contextmanager
 def in_time() -> Iterator[None]:
-    """Check that the block lasts as long as the short timeout, and not as long as a default one."""
+    """Check that the block lasts as long as the short timeout, and not as long as the default
+    timeout."""
     started = time.monotonic()
     yield
     names = ("slow_sender_timeout", "slow_reader_timeout", "keep_alive_timeout")
@@ -468,7 +469,8 @@ def drained(raw: socket.socket) -> bytes:
 
 
 def test_shutdown_does_not_wait_for_stuck_clients(spelling_path: Path) -> None:
-    """The clients have sent nothing, half of the headers or half of a body, or do not read."""
+    """Each client has sent nothing, half of the headers or half of a body, or does not read its
+    reply."""
     rows = {"prompt": "abc" * 2000, "positions": "all"}
     starts: list[bytes] = [
         b"",

@@ -1,4 +1,5 @@
-"""AsyncEngine ends requests early: aborts, deadlines, and paused readers."""
+"""AsyncEngine ends requests early: after an abort, at a deadline, or when the reader pauses too
+long."""
 
 import asyncio
 from dataclasses import replace
