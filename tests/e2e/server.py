@@ -33,7 +33,7 @@ class ServedProcess:
         descriptors: int | None = None,
         cold: bool = False,
     ) -> None:
-        """`descriptors`: limit of open files and connections. `cold`: start a new interpreter, as
+        """`descriptors`: limit on open files and connections. `cold`: start a new interpreter, as
         on a command line, instead of forking."""
         # A file, because a full pipe would block the server.
         self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115

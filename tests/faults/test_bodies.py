@@ -1,4 +1,4 @@
-"""Expensive request bodies, and the waiting time of another client."""
+"""Expensive request bodies, during which another client must not wait long."""
 
 import subprocess
 import sys

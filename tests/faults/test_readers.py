@@ -1,4 +1,4 @@
-"""Slow readers, and the slots of other clients."""
+"""Slow readers of replies take no slots from other clients."""
 
 import contextlib
 import json

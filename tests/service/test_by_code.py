@@ -1,4 +1,5 @@
-"""A real server of models that run their owners' code, compared with the classes."""
+"""A real server of models that run their owners' code: its numbers equal those that the classes
+compute."""
 
 import io
 import time

@@ -271,8 +271,8 @@ def test_half_closed_connection_counts_as_disconnected(
 def test_client_answered_before_its_body_can_read_the_answer(
     hurried: Serving, version: str
 ) -> None:
-    """The connection was once closed right after the reply. The rest of the body then reset it, and
-    the sender got an error instead of the reason."""
+    """The server once closed the connection right after the reply. The rest of the body then caused
+    a reset, and the client got an error instead of the reply."""
     head = f"POST /tokenize HTTP/{version}\r\nHost: localhost\r\n"
     head += "Content-Type: text/plain\r\nConnection: close\r\n"
     body = b"a" * 600_000

@@ -1,5 +1,5 @@
-"""AsyncEngine ends requests early: after an abort, at a deadline, or when the reader pauses too
-long."""
+"""AsyncEngine ends requests early: after an abort, or at a deadline, even while the reader is
+paused."""
 
 import asyncio
 from dataclasses import replace

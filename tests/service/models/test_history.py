@@ -1,5 +1,5 @@
 """The history of a run: each request is answered by the step that it names, as if a server served
-that step alone."""
+only that step."""
 
 import asyncio
 from collections.abc import Iterator
