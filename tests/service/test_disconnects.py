@@ -28,7 +28,7 @@ from tests.service.spelling import long_prompt, spelled
 LONG: dict[str, Any] = {"prompt": "a", "ignore_eos": True, "n": 4}
 """Four sequences of 8,191 tokens."""
 WHOLE: dict[str, Any] = {"prompt": long_prompt(8000), "positions": "all"}
-"""Rows that take 25 MB as JSON: more than socket buffers hold."""
+"""A request for rows of logits that take 25 MB as JSON, which is more than socket buffers hold."""
 
 
 @pytest.fixture

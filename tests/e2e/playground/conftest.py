@@ -64,7 +64,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
 
 @pytest.fixture(scope="package")
 def featured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
-    """The bundled model with an autoencoder of 64 random features."""
+    """A server of the bundled model with a sparse autoencoder of 64 random features."""
     folder = tmp_path_factory.mktemp("saes") / "mine"
     write_random_autoencoder(folder, hook="blocks.3.hook_resid_post", width=256, features=64)
     with ServedProcess("--sae", f"mine={folder}", "--threads", "1") as running:

@@ -251,7 +251,8 @@ def test_refusal_waits_for_its_turn(speller: Serving) -> None:
 def test_half_closed_connection_counts_as_disconnected(
     speller: Serving, ahead: int, closes: bool
 ) -> None:
-    """The server notices it even if it has stopped reading because of pipelined requests."""
+    """The server notices that the client has closed its side, even if the server has stopped
+    reading because of pipelined requests."""
     server = speller
     before = server.finished("abort")
     with server.connect() as raw:
