@@ -58,7 +58,7 @@ def trained(run: Path) -> tuple[CheckpointInfo, GPT]:
 @pytest.fixture(scope="module")
 def client(run: Path) -> Iterator[httpx.Client]:
     """A client of `logitd serve run`. The server is started as the trainer suggests, but in
-    float32, so that its numbers match those of the reference."""
+    float32, so that its numbers match the reference numbers."""
     with (
         ServedProcess(*SERVED, cwd=run.parent) as process,
         httpx.Client(base_url=process.url, trust_env=False, timeout=60) as http,

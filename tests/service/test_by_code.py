@@ -1,5 +1,5 @@
-"""A real server of models that run their owners' code: its numbers equal those that the classes
-compute."""
+"""A real server of models that run their owners' code: it returns the same numbers as the models'
+classes."""
 
 import io
 import time
