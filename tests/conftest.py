@@ -34,20 +34,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Tiny models gain nothing from a second thread, which takes a core from a tested server."""
+    """Use one thread. Tiny models gain nothing from a second thread, and it would take a core from
+    a tested server."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_authority(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Reading all certificates takes longer than most tests, and all servers are local."""
+    """Trust a single certificate authority. Reading all certificates takes longer than most tests,
+    and no test needs them: all servers are local."""
     share_certificates(tmp_path_factory.mktemp("certificates") / "first.pem")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def torch_logs_to_the_root() -> None:
-    """Let all of torch's loggers propagate. Otherwise, pytest adds and removes its handlers at each
-    of them, six times per test, and torch has dozens."""
+    """Let all of torch's loggers propagate. Otherwise, pytest adds its handlers to each logger and
+    removes them again, six times per test, and torch has dozens of loggers."""
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch") and isinstance(logger, logging.Logger):
             logger.propagate = True
@@ -69,7 +71,7 @@ def same_draws() -> None:
 
 @pytest.fixture(scope="session")
 def checkpoint_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved tiny checkpoint (random weights, byte vocabulary), to read only."""
+    """A saved tiny checkpoint (random weights, byte vocabulary). Tests must not write to it."""
     return save_tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny").path
 
 
@@ -113,8 +115,8 @@ def _import_share(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
-    """Collecting tests takes a quarter longer with garbage collection. Modules and tests stay in
-    memory, so later garbage collections skip them."""
+    """Collect the tests without garbage collection, which would take a quarter longer. Later
+    garbage collections skip the modules and the tests, because they stay in memory anyway."""
     gc.disable()
     try:
         _import_share(session.config)

@@ -2,7 +2,7 @@
 
 These are compiled vocabularies (20 ms per opened checkpoint, 40 ms more for constraints) and the
 certificates that httpx reads for each client (40 ms, for plain HTTP too). Equal arguments return
-the same object, which is real and never changes. Processes that tests start are unaffected.
+the same object, which is real and never modified. Processes that tests start are unaffected.
 """
 
 from collections.abc import Mapping

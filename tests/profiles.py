@@ -1,10 +1,11 @@
 """Numbers of examples of property tests, by hypothesis profile.
 
-`make test` uses the profile "fast"; `make test-slow` runs all property tests again with "full", two
-fifths of the number that each test states. Both draw the same examples each time, so a failure is
-due to the last change. "thorough" draws other examples each time: `pytest --hypothesis-profile
-thorough`. Expensive or cheap tests state their number with `examples`, so it scales with the
-profile. Failing examples stay with their tests as an @example.
+`make test` uses the profile "fast". `make test-slow` runs all property tests again with "full",
+which has two fifths of the examples of "thorough". Both draw the same examples each time, so a
+failure is due to the last change. "thorough" draws other examples each time: `pytest
+--hypothesis-profile thorough`. Expensive or cheap tests set their number with `examples`, so that
+it scales with the profile. Each failing example that was found is kept with its test as an
+@example.
 """
 
 from hypothesis import settings
@@ -25,9 +26,9 @@ def register_profiles() -> None:
 
 
 def examples(full: int, fast: int | None = None) -> int:
-    """Number of examples in the current profile, for a test that has `full` examples in the
-    thorough one. `fast` sets the number for the fast profile, for examples that take tens of
-    milliseconds."""
+    """Number of examples of a test in the current profile. `full` is the number in the profile
+    "thorough", and the other profiles have a fixed share of it. A test whose examples take tens of
+    milliseconds each sets its number for the profile "fast" with `fast`."""
     drawn = settings().max_examples
     if fast is not None and drawn < FULL:
         return fast

@@ -25,7 +25,7 @@ def dependencies() -> set[str]:
 
 
 def licenses() -> dict[str, str]:
-    """The license of each dependency on the page."""
+    """The license that the page states for each dependency."""
     rows = PAGE.partition("| dependency | license |")[2].splitlines()[2:]
     cells = [row.strip("| ").split(" | ") for row in rows if row.startswith("|")]
     return {name: license for names, license in cells for name in names.split(", ")}

@@ -1,4 +1,5 @@
-"""`make setup`: the Makefile's rule, with fake interpreters of any version that log installations.
+"""`make setup`: the Makefile's rule, with fake interpreters that report any version and log what is
+installed.
 
 Real installations of the pinned packages are not tested, because these tests already run in one.
 """

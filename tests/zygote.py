@@ -55,7 +55,7 @@ def _received(duplicate: Any) -> Descriptor:
 class Command:
     """Arguments, standard streams, environment and limits of a `logitd` process.
 
-    descriptors  limit of open files and connections
+    descriptors  limit on open files and connections
     without      modules that cannot be imported
     """
 

@@ -1,4 +1,4 @@
-"""Closed loop: the tokens, gaps and requests that count."""
+"""Closed loop: which tokens, gaps and requests are counted."""
 
 import asyncio
 import itertools

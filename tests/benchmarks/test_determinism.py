@@ -1,6 +1,4 @@
-"""Cost of determinism: the measured parts cover all of a step, and shares are relative to the whole
-step.
-"""
+"""Cost of determinism: the measured parts cover a whole step, and shares are relative to it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Profile: every part of a native step is in a stage, and profiling changes no token."""
+"""Profile: every part of a native step belongs to a stage, and profiling changes no token."""
 
 import ctypes
 from typing import Any
@@ -42,9 +42,9 @@ def small(family: str) -> GPT:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_stages_add_up_to_the_step(decoder: DecoderMaker, family: str) -> None:
-    """The stages include starting and ending the watch, which the step does not, so they may add up
-    to more than the step. A pause of the machine can be longer than a step of microseconds, so
-    there are five attempts; a missing or doubled stage fails all five."""
+    """The stages may add up to more time than the step, because only the stages include the start
+    and the end of the measurement. A step takes microseconds, and a pause of the machine can take
+    longer, so there are five attempts. A stage that is missing or counted twice fails all five."""
     for _ in range(5):
         profiles = profile_engine(decoder, small(family), ASKED)
         if all(abs(profile.remainder_us) < 0.5 * profile.step_us for profile in profiles):

@@ -33,7 +33,7 @@ TLS = ("listen 8443 ssl;", "ssl_certificate ", "ssl_certificate_key ", "ssl_prot
 
 
 def with_tls(config: str, folder: Path) -> str:
-    """Enable the commented lines for TLS, and make a certificate."""
+    """Uncomment the lines of the configuration that enable TLS, and make a certificate."""
     command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -keyout"
     subprocess.run(
         [*command.split(), str(folder / "privkey.pem"), "-out", str(folder / "fullchain.pem"),
@@ -49,7 +49,7 @@ def with_tls(config: str, folder: Path) -> str:
 
 @contextmanager
 def balancer(replicas: list[str], folder: Path, port: int, *, tls: bool = False) -> Iterator[str]:
-    """Run nginx in front of these addresses. Yields its URL."""
+    """Run nginx as a load balancer for the servers at these addresses. Yields its URL."""
     config = (BALANCER / "nginx.conf").read_text(encoding="utf-8")
     if tls:
         config = with_tls(config, folder)

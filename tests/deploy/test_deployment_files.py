@@ -139,7 +139,7 @@ def test_container_may_stop_later_than_its_requests() -> None:
 
 
 def stage(name: str) -> list[str]:
-    """The instructions of one stage."""
+    """The instructions of one build stage of the Dockerfile."""
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
     (body,) = re.findall(rf"^FROM \S+ AS {name}\n(.*?)(?=^FROM )", text, flags=re.S | re.M)
     return [line for line in body.splitlines() if line and not line.startswith("#")]

@@ -1,5 +1,5 @@
 """The Kubernetes manifests: their settings, probes and training jobs, checked against the API's
-schemas. If kubectl is installed, it builds them.
+schemas. If kubectl is installed, the tests also build the manifests with it.
 """
 
 import os

@@ -1,5 +1,5 @@
-"""Prometheus reads the configuration, runs the tests of the alerts, and scrapes a server; the
-dashboard's queries return values. Needs Debian's package `prometheus`."""
+"""Prometheus accepts the configuration and scrapes a server, the unit tests of the alerts pass, and
+the dashboard's queries return values. Needs Debian's package `prometheus`."""
 
 import json
 import shutil

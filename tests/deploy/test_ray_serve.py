@@ -144,7 +144,7 @@ def test_stream_passes_as_it_is_written(client: httpx.Client) -> None:
 
 
 def test_disconnected_client_ends_its_request(client: httpx.Client) -> None:
-    """More clients leave than there are slots, so each slot must become free."""
+    """More clients disconnect than there are slots, so a slot that is never freed is noticed."""
     for _ in range(12):
         with client.stream("POST", "/generate", json=LONG) as reply:
             next(reply.iter_lines())
@@ -171,8 +171,8 @@ def test_session_stays_on_its_replica(client: httpx.Client) -> None:
 
 
 def test_killed_replica_breaks_only_its_streams(on_ray: OnRay, client: httpx.Client) -> None:
-    """The killed replica's streams break off. Later requests are answered within the time that Ray
-    takes to notice, and another replica replaces the killed one.
+    """The killed replica's streams break off. Later requests are answered as soon as Ray has
+    noticed the failure, and another replica replaces the killed one.
 
     Each replica has four slots, so both have some of the six streams. Ray may send all six requests
     that do not stream to one replica; in one run, all six failed.

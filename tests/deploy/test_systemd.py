@@ -32,7 +32,8 @@ SERVICE = settings_of("Service")
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
-    """The unit starts an existing program here, because systemd checks that the program exists."""
+    """The test puts an existing program into the unit, because systemd checks that the program
+    exists."""
     text = TEXT.replace("/opt/logitd/.venv/bin/logitd", sys.executable)
     (tmp_path / UNIT.name).write_text(text)
     command = ["systemd-analyze", "verify", "--man=no", str(tmp_path / UNIT.name)]

@@ -21,8 +21,9 @@ STARTUP_SECONDS = 60
 
 
 class ServedProcess:
-    """`logitd serve` on a free loopback port, from construction to the end of the `with` block,
-    which begins once the server is ready."""
+    """A `logitd serve` process on a free loopback port. It starts when this object is created. The
+    `with` block begins once the server is ready, and the process is killed at the end of the
+    block."""
 
     def __init__(
         self,
@@ -32,7 +33,7 @@ class ServedProcess:
         descriptors: int | None = None,
         cold: bool = False,
     ) -> None:
-        """`descriptors`: limit of open files and connections. `cold`: start a new interpreter, as
+        """`descriptors`: limit on open files and connections. `cold`: start a new interpreter, as
         on a command line, instead of forking."""
         # A file, because a full pipe would block the server.
         self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115

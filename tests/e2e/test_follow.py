@@ -41,7 +41,7 @@ def step_of(reply: dict[str, Any]) -> int:
 
 
 def expected(run: Path, step: int) -> list[int]:
-    """The reference's tokens for a checkpoint."""
+    """Tokens that the reference implementation generates with the checkpoint of a step."""
     info, gpt = load_checkpoint(
         run / f"step-{step:06d}", device=torch.device("cpu"), dtype=torch.float32
     )

@@ -14,7 +14,8 @@ from logitd.model.transformer.shapes import gpt2_shape
 from tests.e2e.server import ServedProcess
 
 READY_SECONDS = 10
-"""Limit in seconds. On an idle machine, a server is ready after a few seconds."""
+"""Time limit, in seconds, for a server to become ready. On an idle machine it takes a few
+seconds."""
 
 BESIDES = 500 * 10**6
 """Maximum number of resident bytes that are neither weights nor KV cache: Python, torch, the

@@ -143,8 +143,8 @@ def served(folder: Path, line: str) -> Iterator[httpx.Client]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_lines_of_the_page_work(desk: tuple[Path, float]) -> None:
-    """Imports with a text, a class, an expression and flags all give the same weights. Their loss
-    matches the one that the script printed."""
+    """The model is imported in four ways: with a text to check, a class, an expression, and flags.
+    All give the same weights, whose loss matches the loss that the script printed."""
     folder, loss = desk
     lines = lines_of_the_page()
     assert len(lines) == 9, lines

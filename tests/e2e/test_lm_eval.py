@@ -25,7 +25,7 @@ from tests.e2e.server import ServedProcess
 
 CHECKPOINT = Path(__file__).parent.parent.parent / "checkpoints" / "python-small"
 WINDOW = 128
-"""Maximum number of tokens per request of lm-eval. A text of the perplexity task is longer."""
+"""Maximum number of tokens per request of lm-eval. The perplexity task has a longer text."""
 
 CHOICES: list[dict[str, Any]] = [
     {"text": "import os\n\ndef main(", "choices": ["):", " import", "\n\n\n(("], "answer": 0},

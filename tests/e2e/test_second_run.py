@@ -18,7 +18,7 @@ BODIES: list[dict[str, Any]] = [
 
 
 def answers(url: str, *, at_once: int) -> list[Any]:
-    """The choices for each body, with `at_once` requests in flight."""
+    """The choices in the reply to each body, with `at_once` requests in flight."""
     with (
         httpx.Client(base_url=url, trust_env=False, timeout=60) as http,
         ThreadPoolExecutor(at_once) as threads,

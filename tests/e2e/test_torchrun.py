@@ -108,7 +108,7 @@ class Torchrun:
         return self.process.poll() is None
 
     def workers(self) -> list[int]:
-        """Process ids, rank by rank."""
+        """Process ids in the order of the ranks."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         ranks = {}
         for pid in map(int, children.read_text().split()):
@@ -186,8 +186,8 @@ def losses(run: Path) -> list[tuple[str, int, float]]:
 
 
 def assert_same_losses(one: Path, other: Path) -> None:
-    """Check that the reports are the same, and so are the losses at steps that both runs evaluated.
-    Losses at early steps depend on the length of the run."""
+    """Check that the reports are equal, and that the losses are equal at every step that both runs
+    evaluated. Losses at early steps depend on the length of the run."""
     both = losses(one), losses(other)
     steps = {each[:2] for each in both[0]} & {each[:2] for each in both[1]}
     shared = [[each for each in found if each[:2] in steps] for found in both]
@@ -228,8 +228,8 @@ def test_two_processes_continue_where_one_stopped(text: Path) -> None:
 
 
 def test_batch_is_divided_if_accumulation_is_not(text: Path) -> None:
-    """8 sequences in one pass are 2 x 4 in two processes: the same tokens, summed in another
-    order."""
+    """One process computes 8 sequences in one pass; two processes compute 4 each. The tokens are
+    the same, but the sums have a different order."""
     given = {"batch_size": 8, "accumulate": 1, "dropout": 0.0, "steps": 4}
     one, two = configuration(text, "one", **given), configuration(text, "two", **given)
     train(one)

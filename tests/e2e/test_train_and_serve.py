@@ -57,8 +57,8 @@ def trained(run: Path) -> tuple[CheckpointInfo, GPT]:
 
 @pytest.fixture(scope="module")
 def client(run: Path) -> Iterator[httpx.Client]:
-    """A client of `logitd serve run`, started as the trainer suggests, but in float32, so that its
-    numbers match the oracle's."""
+    """A client of `logitd serve run`. The server is started as the trainer suggests, but in
+    float32, so that its numbers match the reference numbers."""
     with (
         ServedProcess(*SERVED, cwd=run.parent) as process,
         httpx.Client(base_url=process.url, trust_env=False, timeout=60) as http,
@@ -150,8 +150,8 @@ def test_classroom_model_is_served(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("run")  # starts the process from which later ones are forked
 def test_minutes_hold_next_to_busy_programs(tmp_path: Path) -> None:
-    """A run of one minute once took more than two minutes; the samples of one step took two thirds
-    of the time."""
+    """A run of one minute once took more than two minutes. Generating the sample texts of a single
+    step took two thirds of that time."""
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     spin = [sys.executable, "-c", "while True: pass"]
     busy = [subprocess.Popen(spin) for _ in range(2 * (os.cpu_count() or 1))]

@@ -1,4 +1,4 @@
-"""Expensive request bodies, and the waiting time of another client."""
+"""Expensive request bodies, during which another client must not wait long."""
 
 import subprocess
 import sys
@@ -53,7 +53,7 @@ MUCH_FROM_LITTLE: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Small requests that cause a lot of work."""
 ANSWERS = {200, 400, 504}
-"""Accepted statuses; 504 is the request's own timeout."""
+"""Accepted statuses. 504 means that the request reached its own timeout."""
 
 LONGEST_PAUSE = 1.0
 """Longest time in seconds that another client may wait on a busy machine. On an idle machine it
@@ -72,7 +72,7 @@ while not select.select([sys.stdin], [], [], 0.001)[0]:
     longest = max(longest, time.perf_counter() - started)
 print(longest)
 """
-"""A client in its own process, so that only the server delays it."""
+"""Program of a client that runs in its own process, so that only the server can delay it."""
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
 """Valid and invalid requests, drawn from the OpenAPI document and sent to a real server.
 
-schemathesis draws them and checks each reply: its status is documented, its body fits the schema,
-nothing is accepted that the schema forbids, and there is no bug. The server has API keys, so
-requests without one are tried as well.
+schemathesis draws the requests and checks each reply: its status is documented, its body fits the
+schema, it is no server error, and it does not accept a request that the schema forbids. The server
+has API keys, so schemathesis also sends requests without a key.
 """
 
 import subprocess
@@ -27,9 +27,9 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %
 
 
 def brief_gpt() -> GPT:
-    """A GPT of one layer whose texts end after about ten tokens. Most requests set no length, and
-    texts as long as the context took nine tenths of the time without testing more of the
-    replies."""
+    """A GPT of one layer whose texts end after about ten tokens. Most requests set no maximum
+    length. When texts filled the context, generating them took nine tenths of the time and tested
+    nothing more."""
     gpt = tiny_gpt(tiny_config(head_bias=True, n_layer=1))
     end = byte_tokenizer().end_of_text
     assert end is not None

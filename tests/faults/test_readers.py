@@ -1,4 +1,4 @@
-"""Slow readers, and the slots of other clients."""
+"""Slow readers of replies take no slots from other clients."""
 
 import contextlib
 import json
@@ -56,7 +56,8 @@ def test_slow_readers_take_no_slot_from_others(tmp_path: Path) -> None:
 
 
 def _read_slowly(server: ServedProcess, seed: int, stop: threading.Event) -> None:
-    """Request every row of a prompt, and read about 100 kB/s until `stop` is set."""
+    """Request the logits at every position of a prompt, and read about 100 kB/s until `stop` is
+    set."""
     prompt = np.random.default_rng(seed).integers(0, 256, POSITIONS).tolist()
     body = json.dumps({"prompt": prompt, "positions": "all"}).encode()
     with server.connect(receive_buffer=PIECE, timeout=1) as raw:

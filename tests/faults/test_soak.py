@@ -23,12 +23,12 @@ from tests.model.factories import CHAT_TEMPLATE, save_tiny_checkpoint, tiny_gpt,
 
 CLIENTS = 8
 STEPS = (1, 2, 3)
-"""Steps of the checkpoints that are served in turn."""
+"""Step numbers of the checkpoints that are served in turn."""
 ADMIN = "the-key-of-the-admin"
 BETWEEN_RELOADS = 0.3
 ALLOWED_GROWTH = 48.0
-"""MiB by which memory may grow after the first quarter of the run, while bounded allocators and
-caches fill."""
+"""Maximum growth of memory, in MiB, from the end of the first quarter of the run to the end of the
+run. Allocators and caches, which are bounded, may still fill in this time."""
 QUESTION = {"prompt": "the same", "max_tokens": 24, "seed": 7, "temperature": 0.9}
 
 ABLATION = {"stage": "blocks.0.attention.heads", "heads": [1], "operation": "zero"}
@@ -157,7 +157,7 @@ class Client(threading.Thread):
         self._post(*self._random.choice(BROKEN), (400, 404, 429))
 
     def _leave(self) -> None:
-        """Leave a stream after its first bytes."""
+        """Open a stream and disconnect after its first bytes."""
         body = {"prompt": "and so on", "max_tokens": 100, "ignore_eos": True, "stream": True}
         self._asked = "/generate, to leave it"
         with self._http.stream("POST", "/generate", json=body) as response:
@@ -205,7 +205,7 @@ class Administrator(threading.Thread):
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_counters_memory_and_answers_hold_under_load(tmp_path: Path) -> None:
-    """The run has four quarters; memory may grow in the first."""
+    """The growth of memory is measured from the end of the first quarter of the run."""
     seconds = times(8, 1200)
     for step in STEPS:
         record = training_record(step=step)

@@ -87,7 +87,7 @@ def chatter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 @pytest.fixture(scope="session")
 def gpt(checkpoint_path: Path) -> GPT:
-    """The weights behind `server`, for oracles."""
+    """The model that `server` serves, for tests that compute the expected numbers."""
     return load_checkpoint(checkpoint_path, device=torch.device("cpu"), dtype=torch.float32)[1]
 
 

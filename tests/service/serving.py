@@ -190,7 +190,8 @@ def serve_settings(checkpoint: Checkpoints, **settings: Any) -> ServeSettings:
 
 
 def slow_checkpoint(like: Path, folder: Path, elements: int) -> Path:
-    """A checkpoint that takes a long time to load: its feed-forward has about this many zeros."""
+    """A checkpoint that takes a long time to load: each layer's feed-forward is so wide that all of
+    them together have about `elements` weights, all zero."""
     info = read_checkpoint(like)
     config = replace(info.config, d_ff=elements // (2 * info.config.n_layer * info.config.d_model))
     weights = {

@@ -67,7 +67,7 @@ def spelled(prompt: str, tokens: int) -> list[int]:
 
 
 def long_prompt(length: int) -> list[int]:
-    """A prompt of random ids; its last is a letter."""
+    """A prompt of random ids, except that the last id is a letter."""
     ids: list[int] = random_ids(length, vocab_size=VOCAB_SIZE - 1).tolist()
     return [*ids[:-1], ord("a")]
 

@@ -1,4 +1,5 @@
-"""A real server of models that run their owners' code, compared with the classes."""
+"""A real server of models that run their owners' code: it returns the same numbers as the models'
+classes."""
 
 import io
 import time

@@ -28,7 +28,7 @@ from tests.service.spelling import long_prompt, spelled
 LONG: dict[str, Any] = {"prompt": "a", "ignore_eos": True, "n": 4}
 """Four sequences of 8,191 tokens."""
 WHOLE: dict[str, Any] = {"prompt": long_prompt(8000), "positions": "all"}
-"""Rows that take 25 MB as JSON: more than socket buffers hold."""
+"""A request for rows of logits that take 25 MB as JSON, which is more than socket buffers hold."""
 
 
 @pytest.fixture
@@ -150,7 +150,8 @@ def test_streams_without_a_client_do_not_block_others(server: Serving) -> None:
 
 @pytest.mark.slow
 def test_many_clients_leave_at_random_moments(server: Serving) -> None:
-    """Streams, replies and outputs end at random moments; afterwards everything is as before."""
+    """Clients leave streams, texts and arrays at random moments; afterwards the server is idle
+    again."""
     chance = random.Random(0)
     fields = [
         ("/generate", {"prompt": "a", "max_tokens": 300, "ignore_eos": True, "stream": True}),

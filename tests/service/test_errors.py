@@ -49,8 +49,8 @@ def test_retry_after_is_a_header() -> None:
 
 
 def test_error_that_would_recur_asks_for_no_retry() -> None:
-    """Without the header `x-should-retry: false`, openai's client sends a request that gets a 500
-    three times."""
+    """Without the header `x-should-retry: false`, openai's client retries a request twice after a
+    500."""
     engine = failure(finished(FinishReason.ERROR, "the model failed"))
     assert engine is not None
     for error in (engine, internal_error("abc")):

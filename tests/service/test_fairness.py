@@ -29,7 +29,7 @@ KEYS = {"many": "Bearer many-many", "few": "Bearer few-few-few"}
 
 
 class Askers:
-    """Requests in threads, and the order in which they were answered."""
+    """Sends requests from threads, and records the order in which they are answered."""
 
     def __init__(self, server: Serving) -> None:
         self.server = server

@@ -143,8 +143,9 @@ VALUES_OF = {path: values_of(path) for path in BODIES}
 
 
 def bodies(path: str, name: str) -> list[dict[str, Any]]:
-    """Bodies with each value of a field: first alone, then with one value of each later field. So
-    every value of both fields of a pair occurs, with two bodies for the pair instead of four."""
+    """Bodies with each value of a field: first the value alone, then together with one value of
+    each later field. With two values per field, a pair of fields takes two bodies instead of four,
+    and each of its values still occurs."""
     base, values = BASE.get(path, {"prompt": PROMPT}), VALUES_OF[path]
     assert values[name], f"VALUES has none for {name}, and its schema states none"
     fields = list(values)

@@ -24,8 +24,9 @@ from tests.service.serving import serving
 
 TEXT = story(20)[:300]
 TRAINERS_ROUNDING = 1e-5
-"""Largest relative difference of the trainer's evaluation from the other ways. Its forward pass
-adds in another order: attention in one fused operation, and all windows in one product."""
+"""Largest relative difference between the trainer's evaluation and the other ways. The trainer's
+forward pass sums in a different order: it computes attention in one fused operation, and all
+windows in one matrix product."""
 SHAPES = {
     "gpt-2": tiny_config(context_length=512, head_dim=16, n_layer=3),
     "default": replace(

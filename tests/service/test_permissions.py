@@ -35,7 +35,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def modes(folder: Path) -> dict[str, str]:
-    """Permissions of a folder and everything below it, without links."""
+    """Permissions of a folder and of everything below it except links."""
     every = [folder, *sorted(folder.rglob("*"))]
     return {str(path): oct(path.stat().st_mode & 0o777) for path in every if not path.is_symlink()}
 
@@ -83,7 +83,6 @@ for arguments in json.loads(sys.argv[1]):
 
 
 def test_unreadable_file_is_reported_with_the_fix(checkpoint_path: Path, tmp_path: Path) -> None:
-    """The message names the file and the fix."""
     places = {
         "weights": ("model.safetensors", "r"),
         "config": ("config.json", "r"),

@@ -391,7 +391,7 @@ def test_models_that_do_not_fit_together_are_refused(
 
 @pytest.fixture
 def runs(tmp_path: Path) -> dict[str, Path]:
-    """Two runs of two checkpoints each; the first is the best."""
+    """Two runs, each with two checkpoints, of which the first is the best."""
     for name, steps in (("a", (1, 2)), ("b", (3, 4))):
         folder = tmp_path / name
         folder.mkdir()

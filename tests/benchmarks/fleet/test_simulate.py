@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from benchmarks.fleet.simulate import Load, Outcome, Server, StepTimes, arrivals, simulate
 
 FLAT = StepTimes(0.001, ((1, 0.01),))
-"""A millisecond per prompt token, ten per decode step."""
+"""Step times: 1 ms per prompt token, and 10 ms per decode step."""
 
 
 def run(

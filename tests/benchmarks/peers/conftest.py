@@ -1,4 +1,4 @@
-"""Weights of a small GPT-2 for every peer, and the output of its plain forward pass."""
+"""A small GPT-2: its weights, which every peer loads, and the output of its plain forward pass."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,7 +31,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 @pytest.fixture
 def threads_and_random_state() -> Iterator[None]:
-    """Restore threads and random state: adapters set both, because each expects its own process."""
+    """Restore the number of threads and the random state. Each adapter sets both, because it
+    expects to be alone in its process."""
     threads = torch.get_num_threads()
     with torch.random.fork_rng():
         yield

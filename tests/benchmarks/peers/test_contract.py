@@ -1,5 +1,5 @@
-"""Every installed peer keeps the contract: the same numbers from the same weights, cache included,
-and a time for each step."""
+"""Every installed peer keeps the contract: from the same weights it computes the same numbers, with
+and without its cache, and it reports a time for each step."""
 
 from pathlib import Path
 

@@ -64,7 +64,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
 
 @pytest.fixture(scope="package")
 def featured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
-    """The bundled model with an autoencoder of 64 random features."""
+    """A server of the bundled model with a sparse autoencoder of 64 random features."""
     folder = tmp_path_factory.mktemp("saes") / "mine"
     write_random_autoencoder(folder, hook="blocks.3.hook_resid_post", width=256, features=64)
     with ServedProcess("--sae", f"mine={folder}", "--threads", "1") as running:
@@ -73,8 +73,8 @@ def featured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess
 
 @pytest.fixture(scope="package")
 def film(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
-    """A run with a history. Its server must outlive the pages, which would otherwise log its final
-    503s."""
+    """A server of a run with a history. It must outlive the pages: while it stops, it answers 503,
+    and a page that is still open would log these as errors."""
     run = save_run(tmp_path_factory.mktemp("film") / "run")
     with ServedProcess(str(run), "--history", "--threads", "1") as running:
         yield running

@@ -19,8 +19,9 @@ NewPage = Callable[..., Page]
 
 
 def wait_for_value(page: Page, expression: str, timeout: float = 1e3 * STARTUP_SECONDS) -> None:
-    """Wait `timeout` ms until a JavaScript expression is true. Playwright's own function evaluates
-    text within the page, which the page's policy forbids."""
+    """Wait at most `timeout` ms until a JavaScript expression is true. Playwright's own function
+    evaluates the expression as text within the page, which the page's content security policy
+    forbids."""
     error = pytest.importorskip("playwright.sync_api").Error
     deadline = time.monotonic() + timeout / 1e3
     while time.monotonic() < deadline:

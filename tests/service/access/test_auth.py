@@ -178,7 +178,8 @@ def http_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def calls(server: Serving) -> dict[str, float | None]:
-    """Number of counted requests for each key name. It is None if the metric has no such series."""
+    """Number of counted requests for each key name; None for a name without a series in the
+    metric."""
     sample = server.state.metrics.registry.get_sample_value
     names = ("alice", "ci", "none")
     return {name: sample("logitd_api_key_requests_total", {"key": name}) for name in names}
@@ -337,7 +338,7 @@ def test_unusable_line_of_a_file_is_named(tmp_path: Path) -> None:
 def test_unusable_file_is_refused_at_once(
     tmp_path: Path, put: Callable[[Path], object], problem: str
 ) -> None:
-    """The server reads the file again while it answers requests."""
+    """The server rereads the file while it answers requests, so reading must not block."""
     put(tmp_path / "keys")
     with pytest.raises(ApiKeyError, match=problem):
         read_api_keys(None, tmp_path / "keys")

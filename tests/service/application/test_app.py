@@ -43,7 +43,7 @@ def test_routes_are_prepared_before_the_first_request(
 
 @contextmanager
 def no_free_thread(server: Serving) -> Iterator[None]:
-    """Occupy every thread for endpoints during the block."""
+    """During the block, occupy every thread that can run an endpoint."""
     taken, done = asyncio.Event(), asyncio.Event()
 
     async def take() -> None:

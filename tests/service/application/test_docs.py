@@ -119,7 +119,7 @@ def test_errors_of_get_are_documented(document: dict[str, Any], path: str) -> No
 
 
 def test_undocumented_status_fails_a_test(server: Serving) -> None:
-    """`Serving.client` checks the status of each reply."""
+    """`Serving.client` checks that the OpenAPI document lists the status of each reply."""
     app = server.app
     described = app.openapi()
     try:

@@ -1,4 +1,5 @@
-"""Middleware: request ids, the log, large headers, bugs, and pages of other origins."""
+"""Middleware: request ids, log lines, headers that are too large, exceptions in endpoints, and
+pages of other origins."""
 
 import json
 import logging
@@ -109,7 +110,7 @@ def test_log_line_has_no_content_of_the_request(
 def test_json_line_has_each_number_by_name(
     server: Serving, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log and the reply agree on tokens and times."""
+    """The log line has the same numbers of tokens and the same times as the reply."""
     caplog.set_level(logging.INFO, "logitd.http")
     body = {"prompt": "abc", "n": 2, "max_tokens": 3, "ignore_eos": True}
     reply = server.generate(**body)
@@ -202,7 +203,7 @@ KEY = {"Authorization": "Bearer a-key-of-the-page"}
 
 @pytest.fixture(scope="module")
 def open_to_page(checkpoint_path: Path) -> Iterator[Serving]:
-    """A server with API keys that pages of two origins may use."""
+    """A server that requires API keys and that web pages of two origins may use."""
     origins = f"{PAGE},http://localhost:3000"
     keys = "page=a-key-of-the-page"
     app = app_with_bugs(checkpoint_path, cors_origins=origins, api_keys=keys)

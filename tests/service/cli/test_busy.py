@@ -1,4 +1,4 @@
-"""The notice that a machine is busy."""
+"""The notice that other programs keep the machine busy."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Completion, in the installed shells."""
+"""Shell completion, tested in each installed shell."""
 
 import os
 import pty
@@ -33,7 +33,8 @@ OFFERED = {
 
 @pytest.fixture
 def folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    """A folder with the program on the path, a script for each shell, and a path to complete."""
+    """A folder with the program (for the search path), a completion script for each shell, and a
+    path to complete."""
     (tmp_path / "mine-of-tuesday").mkdir()
     program = tmp_path / "bin" / "logitd"
     program.parent.mkdir()
@@ -52,7 +53,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def at_a_terminal(folder: Path, shell: list[str], typed: list[str]) -> list[str]:
-    """The output of a shell with completion after each of these keys."""
+    """The output of a shell with completion enabled, after each of these sequences of keys."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         shell, stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, env=environment(folder),
@@ -87,8 +88,8 @@ def until(descriptor: int, pattern: bytes) -> bytes:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_shells_at_a_terminal_offer_words(shell: str, folder: Path) -> None:
-    """Type words and the Tab key, which bash needs twice to show a list. `test_fish_offers_words`
-    tests the other lines."""
+    """Type a line and press Tab, which bash needs twice to show a list. This test covers every
+    other line of OFFERED; `test_fish_offers_words` covers the rest."""
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     flags = {"bash": ["--norc", "-i"], "zsh": ["-f", "-i"]}[shell]

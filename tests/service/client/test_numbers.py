@@ -1,4 +1,4 @@
-"""Arrays of both clients: the same bits as the endpoint's."""
+"""Arrays of both clients: they have the same bits as the arrays of the endpoints."""
 
 from dataclasses import asdict
 from typing import Any, assert_type

@@ -1,4 +1,4 @@
-"""Reading JSON into dataclasses: errors name the place of a missing or wrong member."""
+"""Reading JSON into dataclasses: an error names the path of the member that is missing or wrong."""
 
 import json
 from contextlib import suppress

@@ -63,7 +63,7 @@ STREAM = b"".join(
 
 
 def read_all(stream: bytes, *, cuts: list[int] | None = None) -> tuple[StreamState, list[Any]]:
-    """The state after a stream that arrives in pieces, and its chunks."""
+    """The final state and the chunks of a stream that arrives in pieces."""
     state, chunks = StreamState(), []
     state.request_id = "id-1"
     places = [0, *sorted(cuts or []), len(stream)]

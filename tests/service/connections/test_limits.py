@@ -80,8 +80,8 @@ def ended(server: Serving, reason: str) -> float:
 
 
 def test_connection_that_waits_longest_makes_room(narrow: Serving) -> None:
-    """Connections without a request are closed first, the one that has waited longest before the
-    others. Connections that are still sending a body come next. A connection whose reply is in
+    """Connections without a request are closed first, starting with the one that has waited
+    longest. Connections that are still sending a body come next. A connection whose reply is in
     progress is never closed."""
     with ExitStack() as stack:
 
@@ -164,8 +164,8 @@ def test_full_server_answers_health_only(narrow: Serving) -> None:
 
 
 def test_connection_above_the_limit_replaces_an_idle_one(narrow: Serving) -> None:
-    """If busy connections exceed the limit, an idle one is closed later, and no request gets
-    503."""
+    """While four connections are busy, more connections than the limit may be open. Idle ones are
+    closed later, and no request gets 503."""
     with ExitStack() as stack:
         tokens = {"prompt": "a", "ignore_eos": True, "max_tokens": 1000}
         at_work = [stack.enter_context(narrow.connect()) for _ in range(4)]

@@ -251,7 +251,8 @@ def test_refusal_waits_for_its_turn(speller: Serving) -> None:
 def test_half_closed_connection_counts_as_disconnected(
     speller: Serving, ahead: int, closes: bool
 ) -> None:
-    """The server notices it even if it has stopped reading because of pipelined requests."""
+    """The server notices that the client has closed its side, even if the server has stopped
+    reading because of pipelined requests."""
     server = speller
     before = server.finished("abort")
     with server.connect() as raw:
@@ -271,8 +272,8 @@ def test_half_closed_connection_counts_as_disconnected(
 def test_client_answered_before_its_body_can_read_the_answer(
     hurried: Serving, version: str
 ) -> None:
-    """The connection was once closed right after the reply. The rest of the body then reset it, and
-    the sender got an error instead of the reason."""
+    """The server once closed the connection right after the reply. The rest of the body then caused
+    a reset, and the client got an error instead of the reply."""
     head = f"POST /tokenize HTTP/{version}\r\nHost: localhost\r\n"
     head += "Content-Type: text/plain\r\nConnection: close\r\n"
     body = b"a" * 600_000
@@ -351,7 +352,8 @@ def test_other_protocols_are_answered_400(server: Serving, sent: bytes) -> None:
 
 @contextlib.contextmanager
 def in_time() -> Iterator[None]:
-    """Check that the block lasts as long as the short timeout, and not as long as a default one."""
+    """Check that the block lasts as long as the short timeout, and not as long as the default
+    timeout."""
     started = time.monotonic()
     yield
     names = ("slow_sender_timeout", "slow_reader_timeout", "keep_alive_timeout")
@@ -468,7 +470,8 @@ def drained(raw: socket.socket) -> bytes:
 
 
 def test_shutdown_does_not_wait_for_stuck_clients(spelling_path: Path) -> None:
-    """The clients have sent nothing, half of the headers or half of a body, or do not read."""
+    """Each client has sent nothing, half of the headers or half of a body, or does not read its
+    reply."""
     rows = {"prompt": "abc" * 2000, "positions": "all"}
     starts: list[bytes] = [
         b"",

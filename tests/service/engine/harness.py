@@ -38,7 +38,8 @@ LIMITS = QueueLimits(sequences=10, tokens=1000, elements=10**6, per_request=64, 
 
 
 class GatedEngine(Engine):
-    """Makes steps only while its gate is open and, if `permits` is set, only that many."""
+    """Runs a step only while its gate is open. If `permits` is given, each step also takes a
+    permit."""
 
     def __init__(
         self, *args: Any, permits: threading.Semaphore | None = None, **kwargs: Any

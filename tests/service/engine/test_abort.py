@@ -1,4 +1,5 @@
-"""AsyncEngine ends requests early: aborts, deadlines, and paused readers."""
+"""AsyncEngine ends requests early: after an abort, or at a deadline, even while the reader is
+paused."""
 
 import asyncio
 from dataclasses import replace

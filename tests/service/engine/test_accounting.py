@@ -1,4 +1,4 @@
-"""AsyncEngine counts output elements until their request ends, in any way."""
+"""AsyncEngine counts the output elements of a request until the request ends, however it ends."""
 
 import asyncio
 from collections import Counter

@@ -43,8 +43,8 @@ def test_weights_are_read_with_one_thread_and_the_rest_are_the_engines(
 
 
 def test_bytes_of_keys_and_values_become_slots(checkpoint_path: Path) -> None:
-    """Room for 2.5 slots becomes two slots. Room for less than one slot is rejected, and so is too
-    small a share."""
+    """Memory for 2.5 slots becomes two slots. Memory for less than one slot is rejected, whether it
+    is given in bytes or as a share of the free memory."""
     before = torch.get_num_threads()
     flags: dict[str, Any] = {"checkpoint": checkpoint_path, "device": "cpu", "kernels": "torch",
                               "dtype": "float32", "threads": before}  # fmt: skip

@@ -89,8 +89,8 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 def test_wake_delivers_items_of_the_thread(bench: Bench) -> None:
-    """`put` alone does not wake the loop: the thread must prepare its next step first, and would
-    otherwise wait for the interpreter."""
+    """`put` alone does not wake the loop. If it did, the loop would occupy the interpreter while
+    the thread still prepares its next step."""
     bench.throttle.put(1, urgent=True)
     assert not bench.loop.woken
     bench.throttle.wake()

@@ -194,7 +194,7 @@ def test_generated_tokens_alone_can_be_changed(server: Serving) -> None:
 
 
 def test_values_count_in_the_queue(checkpoint_path: Path) -> None:
-    """Values of interventions count as elements until their requests end."""
+    """The values that interventions contain count as elements until their requests end."""
     patch = {"stage": "blocks.*.mlp.hidden", "operation": "set", "from": {"prompt": OTHER}}
     with serving(checkpoint_path, max_queue_elements=60_000) as small:
         body = {"prompt": PROMPT, "token_ids": [1]}

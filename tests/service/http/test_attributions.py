@@ -183,7 +183,9 @@ def test_direction_without_finite_gradients_is_a_400(server: Serving) -> None:
 
 
 def test_attribution_counts_in_the_queue_as_its_passes(spelling_path: Path) -> None:
-    """A long attribution fills the queue; 300 prompt tokens do not."""
+    """The queue counts the prompt of an attribution once for each pass through the model. With two
+    steps of integrated gradients, 300 tokens take 8 passes, which exceeds the limit of 2,000
+    tokens; with the default methods, they are admitted."""
     with serving(spelling_path, slots=1, max_queue_tokens=2000) as server:
         with closing(server.connect()) as raw:
             raw.sendall(request_bytes("/generate", {"prompt": "a", "ignore_eos": True}))

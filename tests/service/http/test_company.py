@@ -1,4 +1,5 @@
-"""Requests that look inside a model, next to seeded text: each returns the same bits as alone."""
+"""Requests that look inside a model, sent at the same time as seeded generations: each returns the
+same bits as when it is sent alone."""
 
 import json
 from collections.abc import Iterator

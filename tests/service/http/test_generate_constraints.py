@@ -1,4 +1,5 @@
-"""POST /generate with a constraint: texts that match, streams and neighbors, and every refusal."""
+"""POST /generate with a constraint: texts match it, also in streams and next to other requests, and
+every refusal has its message."""
 
 import json
 import re
@@ -153,7 +154,7 @@ def test_wrong_constraint_is_refused(server: Serving, name: str) -> None:
 
 
 def test_dead_end_of_a_constraint_is_reported(server: Serving) -> None:
-    """The constraint compiles, and the trial does not reach its dead end."""
+    """The constraint compiles, because the trial compilation does not reach its dead end."""
     dead_end = 'start: B (A | C)\nB: /b{40}/\nA: /a/ & /b/\nC: "c" & "d"'
     error = server.refused("/generate", {"prompt": "x", "grammar": dead_end})
     assert (error.param, error.code) == ("grammar", "constraint_failed")

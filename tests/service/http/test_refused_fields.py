@@ -388,7 +388,7 @@ def rows(table: dict[str, list[Row]]) -> list[Any]:
 
 
 def refused(server: Serving, operation: Operation, fields: dict[str, Any]) -> ErrorDetail:
-    """The error over HTTP. A refused stream has the same status, and no event."""
+    """The error over HTTP. A refused stream has the same status and sends no event."""
     body = {**SMALLEST[operation.name], **fields}
     error = server.refused(operation.path, body)
     if "stream" in operation.body.model_fields and "stream" not in fields:

@@ -37,7 +37,8 @@ def test_stored_weights_equal_the_loaded_ones(server: Serving, gpt: GPT) -> None
 
 @pytest.mark.parametrize("family", ["original-pre", "llama", "multi-query"])
 def test_matrices_of_heads_give_the_stages_of_the_forward(family: str, tmp_path: Path) -> None:
-    """The queries, values, scores and outputs of heads equal products with single matrices."""
+    """Queries, values, scores and outputs of the heads equal products with the returned
+    matrices."""
     gpt = tiny_gpt(tiny_config(**FAMILIES[family]))
     config = gpt.config
     save_tiny_checkpoint(tmp_path / "model", gpt)

@@ -140,7 +140,7 @@ async def test_least_recently_used_constraint_is_dropped(monkeypatch: pytest.Mon
 async def test_slow_constraint_is_prepared_for_each_sequence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Generating threads then need not compile it."""
+    """The threads that generate therefore need not compile it."""
     monkeypatch.setattr(compiler_module, "QUICK_SECONDS", 0.0)
     monkeypatch.setattr(module, "MAX_PREPARED", 5)
     async with bench() as b:
@@ -263,7 +263,7 @@ async def test_new_client_restarts_a_cancelled_compilation() -> None:
 
 @pytest.mark.slow
 async def test_slow_constraints_delay_others_only_briefly() -> None:
-    """Three clients send one slow constraint after another."""
+    """Each of three clients sends slow constraints, one after another."""
     async with bench(timeout=0.5) as b:
         stop = False
 

@@ -1,5 +1,5 @@
 """The history of a run: each request is answered by the step that it names, as if a server served
-that step alone."""
+only that step."""
 
 import asyncio
 from collections.abc import Iterator
@@ -92,7 +92,8 @@ def test_openai_endpoints_take_a_step(server: Serving) -> None:
 
 
 def test_steps_that_clients_use_together_answer_as_alone(server: Serving) -> None:
-    """Two steps fit into memory, so no client has to wait for room."""
+    """Clients use two steps besides the best one. Both fit into memory, so no client has to
+    wait."""
     counts = [0, 0, 0]
 
     def work(number: int) -> None:

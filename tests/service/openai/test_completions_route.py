@@ -316,7 +316,7 @@ def test_error_in_a_stream_is_its_last_event(speller: Serving) -> None:
 def test_unsupported_field_is_refused(
     server: Serving, fields: dict[str, Any], param: str | None, streamed: bool
 ) -> None:
-    """A refused stream has the same status, and no event."""
+    """A refused stream has the same status and sends no event."""
     assert refusal(server, **{"stream": streamed, **fields}).param == param
 
 

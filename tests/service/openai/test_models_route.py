@@ -59,7 +59,7 @@ def test_model_with_any_name_and_time(
 
 
 def test_folder_name_may_be_undecodable_bytes(tmp_path: Path) -> None:
-    """Replies and log lines can hold a name that is not UTF-8 and has a terminal's escape codes."""
+    """Replies and log lines can contain a name that is not UTF-8 and has terminal escape codes."""
     path = tmp_path / os.fsdecode(b"a\xff\x1b[31m\n")
     save_tiny_checkpoint(path)
     with serving(path) as running:

@@ -94,7 +94,7 @@ def _value(value: Any) -> Any:
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """A collector on a free port of the loopback."""
+    """A collector on a free loopback port."""
     collector = Collector()
 
     class Handler(BaseHTTPRequestHandler):

@@ -273,7 +273,6 @@ def test_bug_is_an_error(traced: Serving, collector: Collector, logged_errors: l
 
 
 def test_client_that_leaves_has_an_aborted_span(traced: Serving, collector: Collector) -> None:
-    """The client's sequence ends one step after the reply."""
     trace, span, headers = parent()
     with traced.connect() as raw:
         raw.sendall(request_bytes("/generate", LONG, f"traceparent: {headers['traceparent']}"))

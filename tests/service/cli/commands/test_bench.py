@@ -29,7 +29,7 @@ def quick_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def bench(capsys: pytest.CaptureFixture[str], checkpoint: Path, *flags: str) -> Any:
-    """The report, from the last line."""
+    """The JSON report, which is the last line of the output."""
     code = run(["bench", str(checkpoint), *SMALL, *flags])
     out, err = capsys.readouterr()
     assert code == 0, err

@@ -1,4 +1,4 @@
-"""`logitd generate` streams the same text as the reference, without a server."""
+"""`logitd generate` needs no server, and streams the text that the reference generates."""
 
 from pathlib import Path
 

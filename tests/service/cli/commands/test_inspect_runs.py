@@ -1,4 +1,4 @@
-"""`logitd inspect RUN ...`: a run in full, or several compared."""
+"""`logitd inspect RUN ...` shows one run in full, or compares several runs."""
 
 import json
 from pathlib import Path

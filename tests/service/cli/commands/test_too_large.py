@@ -24,8 +24,8 @@ COMMANDS = {
 
 @pytest.fixture(autouse=True)
 def folders(elsewhere: None) -> None:
-    """A checkpoint whose position tables would take 2^47 bytes, and the other files that commands
-    need."""
+    """Folders: a checkpoint whose position tables would take 2^47 bytes, and the other files that
+    the commands need."""
     gpt = tiny_gpt(tiny_config(**FAMILIES["llama"]))
     save_tiny_checkpoint(Path("huge"), gpt)
     save_tiny_adapter(Path("adapter"), Path("huge"), gpt)

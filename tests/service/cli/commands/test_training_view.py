@@ -1,4 +1,4 @@
-"""The live view of a run, drawn from the events of a real training."""
+"""The live view of a run, drawn from the events of a real training run."""
 
 import io
 from pathlib import Path

@@ -34,8 +34,8 @@ from tests.service.serving import (
 
 @pytest.fixture
 def loading(checkpoint_path: Path, tmp_path: Path) -> Iterator[tuple[Serving, Path, Event]]:
-    """A service that loads the model once the event is set, and the config.json that it will
-    read."""
+    """A service that is still starting, the config.json that it will read, and the event that lets
+    it load the model."""
     path = Path(shutil.copytree(checkpoint_path, tmp_path / "slow"))
     with held_loading() as gate, serving_app(create_app(serve_settings(path))) as running:
         yield running, path / "config.json", gate
