@@ -220,7 +220,7 @@ def table(results: Sequence[Served]) -> str:
 
 
 def parse(argv: Sequence[str]) -> Plan:
-    """The plan of a command line."""
+    """Parse the command line into a plan."""
     parser = comparison_parser(__doc__, "benchmarks.peers.serving", shape="30m")
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
     parser.add_argument(
