@@ -160,8 +160,8 @@ class Watch:
 
     @contextmanager
     def step(self) -> Iterator[dict[str, float]]:
-        """Watch the one step that runs in the block. The seconds of its stages are available after
-        it."""
+        """Watch the one step that runs in the block. After the block, the yielded dict contains the
+        seconds of the step's stages."""
         assert self._decoder is not None, "create the engine before watching it"
         seconds: dict[str, float] = {}
         self._decoder.native.time_stages(True)
@@ -175,8 +175,8 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class WatchedStep:
-    """Seconds of a step, its prefilled positions, its decoded sequences, and its stages if it was
-    watched."""
+    """Seconds of a step, the numbers of its prefilled positions and decoded sequences, and the
+    seconds of its stages if it was watched."""
 
     seconds: float
     prefilled: int
@@ -186,8 +186,8 @@ class WatchedStep:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A decode step of `batch` sequences, or a prompt, in microseconds. `watching` is the share by
-    which watched steps took longer than the others."""
+    """Times of a decode step of `batch` sequences, or of a prompt, in microseconds. `watching` is
+    the share by which watched steps took longer than the others."""
 
     case: str
     batch: int

@@ -1,4 +1,4 @@
-"""Effect of `--target-gap` on streams: gaps, first tokens and tokens per second, in processor time.
+"""Effect of `--target-gap` on gaps, times to first token and tokens per second, in processor time.
 
     python -m benchmarks.target_gap [--shape 124m|30m|CHECKPOINT] [--dtype float32|bfloat16]
                                     [--clients 8] [--slots N] [--requests N] [--prompt-tokens N]

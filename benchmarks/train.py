@@ -49,8 +49,8 @@ BATCHES = (4, 8)
 NANOGPT_RATE, NANOGPT_BATCH = 2e-3, 4
 SWEEP_SEED = 1
 NEVER = 10**9
-"""Number of steps between evaluations, samples and checkpoints: more than in any run, because they
-would take time from training."""
+"""Number of steps between evaluations, samples and checkpoints: more than any run has, because
+evaluations, samples and checkpoints would take time from training."""
 SAME_SECONDS = 0.02
 """Largest relative difference between the seconds of compared runs."""
 

@@ -133,7 +133,8 @@ class OpenVino:
 
     def _sized(self, *, step_tokens: int, sequences: int, length: int) -> Any:
         """Return a pipeline with room for sequences of `length` positions. The whole cache is
-        allocated at its start, because growing it would distort the measurement."""
+        allocated when the pipeline is created, because a growing cache would distort the
+        measurement."""
         size = (step_tokens, sequences, length)
         if size != self._size:
             self._pipeline = None  # frees the previous one
