@@ -1,4 +1,4 @@
-"""Arguments that all measurements share."""
+"""Command-line arguments that all measurements share."""
 
 import argparse
 

@@ -332,7 +332,8 @@ def row(client: str, what: str, check: Callable[[], Any]) -> str:
 
 
 def run_clients() -> None:
-    """Run the checks of each client that this Python has, and print a row for each."""
+    """Run the checks of each client that is installed for this Python, and print a row for each
+    check."""
     for client, checks in CLIENTS.items():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(client)

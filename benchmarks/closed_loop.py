@@ -11,14 +11,14 @@ or for requests at a fixed rate.
     python -m benchmarks.closed_loop --shape 124m --serve="--quantize int8" --clients 1 8 32 \
         --peer vllm:bfloat16=PYTHON --peer llama-server:int8=BINARY
 
-A target is a `logitd serve` that is started with some flags, a server of another project that is
-started with the same random weights (--shape; benchmarks/peers/servers.py), or a running server
-with OpenAI's `/v1/completions`. The same client requests streams from all of them, with prompts of
-random token ids. Texts end only at their maximum length. Tokens are counted as the servers count
-them. A server whose count of prompt tokens differs from the number sent has failed. All targets
-stay up during the whole measurement. Each load is applied to each target in turn, round by round,
-so that other work on the machine affects all targets alike. While one target is under load, the
-others are idle.
+A target is one of three: `logitd serve`, started with the given flags; a server of another project,
+started with the same random weights (--shape; benchmarks/peers/servers.py); or a running server
+that has OpenAI's `/v1/completions`. The same client requests streams from all of them, with prompts
+of random token ids. Completions end only at their maximum length. Tokens are counted as the servers
+count them. A request has failed if the server's count of prompt tokens differs from the number
+sent. All targets stay up during the whole measurement. Each load is applied to each target in turn,
+round by round, so that other work on the machine affects all targets alike. While one target is
+under load, the others are idle.
 
 clients   number of concurrent clients (a closed loop); each sends a new prompt when its stream ends
 rate      requests per second, sent at random moments, however many are still open (an open loop)
@@ -29,11 +29,12 @@ Streams begin one after the other during a warm-up, which is not counted.
 tokens/s  tokens of all streams that arrived in the counted time, per second
 TTFT      time from a request to its first token, for the requests sent in the counted time
 gap       time between two pieces of a stream that have tokens, for pieces in the counted time
-good/s    requests per second, sent in the counted time, whose TTFT is at most 1 s and 99 % of whose
-          gaps are at most 150 ms (goodput)
+good/s    goodput: good requests per second, of those sent in the counted time. A request is good if
+          its TTFT is at most 1 s and 99 % of its gaps are at most 150 ms.
 
-The client runs on the same machine: `client CPU` is the number of processors that it used. It
-parses only as much of a stream as counting tokens needs (`benchmarks/raw_client.py`).
+The client runs on the same machine: `client CPU` is the average number of processors that it keeps
+busy. To stay cheap, it parses only as much of a stream as it needs to count tokens
+(`benchmarks/raw_client.py`).
 """
 
 import asyncio
@@ -112,8 +113,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Shape of each request, and duration of the load, which is measured for `seconds` after a
-    warm-up of `warm_up` seconds."""
+    """Size of each request, and duration of the load. The load is measured for `seconds` seconds,
+    after a warm-up of `warm_up` seconds."""
 
     prompt_tokens: int
     tokens: int
@@ -266,8 +267,8 @@ def prompts_of(question: Question, vocab_size: int, seed: str) -> Iterator[list[
 async def run_load(
     ask: Ask, load: Load, question: Question, prompts: Iterator[list[int]], observed: Observed
 ) -> None:
-    """Apply a load to a target for the duration in the question. The observations are added to the
-    target's earlier ones."""
+    """Apply a load to a target for the duration that the question sets. The observations are added
+    to the target's earlier observations."""
     start, busy = time.perf_counter(), time.process_time()
     begin = start + question.warm_up
     end = begin + question.seconds

@@ -9,13 +9,14 @@ not batch-invariant:
 decode, native  Every product of a step of one sequence, summed in the same order as in any batch,
                 against torch's `F.linear` or its matrix-vector product for one row, whichever is
                 faster.
-                Neither of these returns the same bits for one row as for several. Ours and torch's
-                use the same weights, one matrix after the other, so that both read memory alike.
+                Neither torch function returns the same bits for one row as for several. Our
+                products and torch's use the same weights, one matrix after the other, so that both
+                read memory alike.
                 The cost is the difference as a share of the whole step; it is below 0 if torch is
                 slower. Kernels without batch invariance could be faster than torch's, so a bound is
-                printed as well: the time of the products minus the time for reading their weights
-                once, as fast as a sum over memory reads them. (The bound is meaningless if the
-                weights stay in the processor's caches.) Attention is not compared, because one
+                printed as well: the time of the products minus the time to read their weights once,
+                at the rate at which a sum over an array reads memory. (The bound is meaningless if
+                the weights stay in the processor's caches.) Attention is not compared, because one
                 sequence has nothing to share with others.
 sampling        Native sampling of one row, with float64 sums and a random number that depends only
                 on the seed, against torch's softmax and multinomial, as a share of the same step.
@@ -23,7 +24,7 @@ decode, torch   Time of a step whose rows are padded and grouped as batch invari
                 this processor, divided by the time of a step whose rows are not.
 prefill         Attention block by block, against one fused causal attention; and an activation that
                 computes the same bits for an element wherever it is in the tensor, against torch's
-                fused activation. Both as a share of the prompt's time.
+                fused activation. Both costs are shares of the prompt's time.
 
 All measurements take turns in one process. Run it on an idle machine. The last line is JSON.
 """
@@ -137,7 +138,8 @@ def one_pass(gpt: GPT, product: Product) -> dict[str, float]:
 
 @torch.inference_mode()
 def fastest_products(gpt: GPT) -> dict[str, float]:
-    """Time per kind of product: the faster of two ways, each the median of several passes."""
+    """Seconds for each kind of product in torch. Takes the median over several passes for each of
+    two functions, then the smaller of the two medians."""
     fastest = dict.fromkeys(PRODUCTS, float("inf"))
     for product in (by_linear, by_vector):
         passes = [one_pass(gpt, product) for _ in range(PASSES)]
@@ -223,7 +225,7 @@ def padding_price(gpt: GPT, sequences: int) -> float:
 
 @torch.inference_mode()
 def prefill_price(gpt: GPT) -> PrefillPrice:
-    """Times of a prompt of several blocks, computed without the head."""
+    """Measure a prompt of several blocks, computed without the head."""
     config, length = gpt.config, prompt_length(gpt)
     weight = gpt.token_embedding.weight
     cache = KVCache(config, 1, device=weight.device, dtype=weight.dtype)

@@ -41,7 +41,7 @@ BYTES_PER_TOKEN = 3
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Time for `tokens`: processor seconds of all threads, and wall-clock seconds."""
+    """Time to process `tokens` tokens: processor seconds of all threads, and wall-clock seconds."""
 
     tokens: int
     processor: float
@@ -184,8 +184,9 @@ def best(rounds: list[dict[str, Cost]], name: str, kind: str) -> Cost:
 
 
 def report(rounds: list[dict[str, Cost]], loaded: LoadedModel) -> dict[str, Any]:
-    """For each kind of prompt: the median over the rounds of the extraction's share, and the share
-    computed from the best costs of all rounds, which other jobs disturb least."""
+    """Report the token rate of the extraction as a share of the token rate of each kind of prompt:
+    the median over the rounds, and the share computed from the lowest costs of all rounds, which
+    other jobs disturb least."""
     return {
         "surroundings": asdict(surroundings(loaded.placement)),
         "checkpoint": loaded.checkpoint.name,

@@ -8,9 +8,10 @@ are built beforehand. It is the median of several starts, one after the other. M
 resident memory after the server has generated texts, has returned rows of logits and has filled the
 whole context of every slot, minus the bytes of its weights and its KV cache. What remains is
 Python, torch, the vocabulary and the service. The bytes of weights are computed from their dtype,
-so memory may be negative if they are quantized or compressed. The peak is the largest resident
-memory at any time, loading included. Both are measured in the last start. With `--ready-only`
-nothing is requested, and memory is measured when the server is ready. The last line is JSON.
+so the difference may be negative if they are quantized or compressed. The peak is the largest
+resident memory at any time, loading included. Memory and peak are measured in the last start. With
+`--ready-only` nothing is requested, and memory is measured when the server is ready. The last line
+is JSON.
 """
 
 import json

@@ -45,7 +45,8 @@ class FrontLoad:
     """The same load each round, with different prompts."""
 
     def __init__(self, *, requests: int, streams: int, tokens: int) -> None:
-        """The load is `requests` one after another, then `streams` at once with `tokens` each."""
+        """The load is `requests` short requests, one after another, then `streams` streams of
+        `tokens` tokens each, all at once."""
         self._requests, self._streams, self._tokens = requests, streams, tokens
         self._prompts = _prompts()
 

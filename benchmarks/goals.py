@@ -52,7 +52,7 @@ STRONGEST = {
     "int8": {"llama.cpp", "openvino", "ctranslate2"},
     "int4": {"llama.cpp", "openvino"},
 }
-"""The strongest peers of each dtype. logitd is compared with the best peer only if all of these
+"""The strongest peers for each dtype. logitd is compared with the best peer only if all of these
 were measured."""
 OVER_HTTP = "bfloat16"
 """The dtype in which `logitd serve` is measured too."""
@@ -121,7 +121,7 @@ def commands(
 
 
 def dtypes_of(servers: Sequence[PeerServer]) -> list[str]:
-    """Dtypes in which other servers are measured, each once."""
+    """Dtypes in which other servers are measured, without repeats."""
     return [dtype for dtype in DTYPES if any(server.dtype == dtype for server in servers)]
 
 
@@ -211,8 +211,8 @@ def targets(
 
 
 def peer_targets(results: Mapping[str, Any], shape: str) -> Iterator[Target]:
-    """Compare each dtype with peers: decode at each batch size, one prompt, then streams over
-    HTTP."""
+    """Compare logitd with its peers in each dtype: decode at each batch size, one prompt, then
+    streams over HTTP."""
     peers, serving = results.get(f"peers-{shape}"), results.get(f"serving-{shape}")
     for dtype in DTYPES:
         for kind, batch in (*(("decode", batch) for batch in BATCHES), ("prefill", 1)):
@@ -228,8 +228,8 @@ def peer_targets(results: Mapping[str, Any], shape: str) -> Iterator[Target]:
 
 
 def closed_loop_targets(result: Any, servers: Sequence[PeerServer]) -> Iterator[Target]:
-    """Compare tokens per second with other servers, per dtype and number of clients. There is no
-    ratio if a server has failed requests."""
+    """Compare tokens per second with other servers, per dtype and number of clients. The ratio is
+    None if any request to a server failed."""
     for dtype in dtypes_of(servers):
         ours = f"logitd serve {shlex.join(FLAGS[dtype])}"
         names = {ours, *(server.name for server in servers if server.dtype == dtype)}
@@ -244,14 +244,14 @@ def closed_loop_targets(result: Any, servers: Sequence[PeerServer]) -> Iterator[
 
 
 def figure(result: Any, place: str, key: str, **where: Any) -> float | None:
-    """The value of `key` in the first row at `place` ("engine.decode", for example) that has the
-    values `where`."""
+    """The value of `key` in the first row at `place` ("engine.decode", for example) whose fields
+    equal `where`; None if there is no such row."""
     return next((row[key] for row in rows_at(result, place, where)), None)
 
 
 def rates_of(result: Any, name: str, key: str, **where: Any) -> dict[str, float]:
-    """The value of `key` in each row of the results that has the values `where`, keyed by the row's
-    `name`."""
+    """The values of the field `key`, keyed by the values of the field `name`, in the rows of the
+    results whose other fields equal `where`."""
     return {row[name]: row[key] for row in rows_at(result, "results", where)}
 
 

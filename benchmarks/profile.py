@@ -4,11 +4,12 @@
                                  [--threads N] [--batches 1 32] [--prompt-tokens N] [--rounds N]
 
 Measures steps of a real engine whose decoder is wrapped. The native decoder reads a clock when all
-of its threads have ended a stage (`model/inference/kernels/cpu/native/clocks.h`). The wrapper
-measures the time around its calls. Only every other step is watched, so that the cost of watching
-is measured as well. Times are means over the watched steps, without the shortest and the longest
-quarter. "Overhead" is all time outside the model and the sampling: planning, converting lists to
-arrays, collecting the sampling parameters of rows, and creating events. The last line is JSON.
+of its threads have finished a stage (`model/inference/kernels/cpu/native/clocks.h`). The wrapper
+measures the whole time of each call to the decoder. Only every other step is watched, so that the
+cost of watching is measured as well. Times are means over the watched steps, without the shortest
+and the longest quarter. "Overhead" is all time outside the model and the sampling: planning,
+converting lists to arrays, collecting the sampling parameters of rows, and creating events. The
+last line is JSON.
 """
 
 import json
@@ -43,9 +44,13 @@ STAGES = (
     "scheduling", "tensors", "embedding", "norms", "qkv", "attention", "attention_out", "mlp_up",
     "activation", "mlp_down", "head", "processing", "sampling", "events",
 )  # fmt: skip
-"""Stages in the order of a step. `scheduling` is deadlines and the plan, `tensors` the conversion
-of lists to the decoder's arrays, `processing` the sampling parameters of each row, `events` the
-conversion of tokens to events. The residual addition counts as part of the product before it."""
+"""Stages in the order of a step. The residual addition counts as part of the product before it.
+
+scheduling  checks deadlines and plans the step
+tensors     converts lists to the decoder's arrays
+processing  collects the sampling parameters of each row
+events      converts tokens to events
+"""
 OUTSIDE = frozenset({"scheduling", "tensors", "processing", "events"})
 """Stages that belong neither to the model nor to the sampling."""
 PREFILLS = 5
@@ -63,7 +68,8 @@ class Timeline:
         self.seconds, self._last = {}, time.perf_counter()
 
     def end(self, stage: str) -> dict[str, float]:
-        """The seconds of all stages. Time without a mark belongs to `stage`."""
+        """End the step. Returns the seconds of each stage; the time since the last mark belongs to
+        `stage`."""
         self.mark(stage)
         seconds, self.seconds = self.seconds, None
         assert seconds is not None, "a step must begin before it ends"
@@ -135,7 +141,8 @@ class WatchedDecoder:
 
 
 class Watch:
-    """The decoder and the timeline of one engine, which is created with `make_decoder`."""
+    """The decoder and the timeline of one engine. Create the engine with this object's
+    `make_decoder`."""
 
     def __init__(self, make_decoder: DecoderMaker) -> None:
         self._make = make_decoder
@@ -153,8 +160,8 @@ class Watch:
 
     @contextmanager
     def step(self) -> Iterator[dict[str, float]]:
-        """Watch the one step that runs in the block. The seconds of its stages are available after
-        it."""
+        """Watch the one step that runs in the block. After the block, the yielded dict contains the
+        seconds of the step's stages."""
         assert self._decoder is not None, "create the engine before watching it"
         seconds: dict[str, float] = {}
         self._decoder.native.time_stages(True)
@@ -168,8 +175,8 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class WatchedStep:
-    """Seconds of a step, its prefilled positions, its decoded sequences, and its stages if it was
-    watched."""
+    """Seconds of a step, the numbers of its prefilled positions and decoded sequences, and the
+    seconds of its stages if it was watched."""
 
     seconds: float
     prefilled: int
@@ -179,8 +186,8 @@ class WatchedStep:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A decode step of `batch` sequences, or a prompt, in microseconds. `watching` is the share by
-    which watched steps took longer than the others."""
+    """Times of a decode step of `batch` sequences, or of a prompt, in microseconds. `watching` is
+    the share by which watched steps took longer than the others."""
 
     case: str
     batch: int
@@ -225,8 +232,8 @@ def run_watched(
     batch: Sequence[GenerationRequest],
     every: int | None = 2,
 ) -> list[WatchedStep]:
-    """Run requests to their end. Every `every`-th step is watched, or no step if `every` is None.
-    Returns all steps."""
+    """Run requests until all have ended. Every `every`-th step is watched, or no step if `every` is
+    None. Returns all steps."""
     for request in batch:
         engine.add(request)
     steps: list[WatchedStep] = []
@@ -248,7 +255,7 @@ def run_watched(
 
 
 def summed(steps: Sequence[WatchedStep]) -> WatchedStep:
-    """Add up the steps of one prompt, either all watched or none."""
+    """Add up the steps of one prompt. Either all or none of them are watched."""
     stages: dict[str, float] | None = None
     for step in steps:
         for stage, seconds in (step.stages or {}).items():
@@ -259,7 +266,7 @@ def summed(steps: Sequence[WatchedStep]) -> WatchedStep:
 
 
 def middle_half(steps: Sequence[WatchedStep]) -> list[WatchedStep]:
-    """The values without the shortest and the longest quarter, but at least one."""
+    """The steps without the shortest and the longest quarter. At least one step is kept."""
     ordered = sorted(steps, key=lambda step: step.seconds)
     quarter = len(ordered) // 4
     return ordered[quarter : len(ordered) - quarter]

@@ -2,8 +2,9 @@
 
 `AsyncClient` parses each chunk into dataclasses, which takes Python longer than the server takes to
 write it. If both run on the same processors, that slows down what is measured. Here httptools,
-whose parser is in C, parses the reply, and the tokens of an event are counted where it is received:
-no task wakes before the end of a stream. It raises the same errors as `AsyncClient`.
+whose parser is in C, parses the reply, and a callback counts the tokens of each event as soon as
+the event arrives: no task wakes before the end of a stream. It raises the same errors as
+`AsyncClient`.
 
 A `Dialect` defines the requests and events of one kind of server; `NATIVE` is the dialect of
 /generate. A stream of any dialect ends in `[DONE]`.
@@ -38,9 +39,9 @@ SILENT_SECONDS = 600.0
 """A stream has failed if no event arrives for this many seconds."""
 
 Counter = Callable[[Any], int]
-"""Counts the tokens of a stream's event, given its JSON, in the order of the events. Raises
-StreamFailed for an error that the server reports, and LookupError, TypeError, ValueError or
-AttributeError for an event that cannot be parsed."""
+"""Returns the number of tokens in an event of a stream, given the event's parsed JSON. It is called
+for each event, in order. Raises StreamFailed for an error that the server reports, and LookupError,
+TypeError, ValueError or AttributeError for an event that cannot be parsed."""
 
 
 class Dialect(Protocol):
@@ -58,7 +59,7 @@ class Dialect(Protocol):
 
 
 class _Native:
-    """/generate of logitd."""
+    """The dialect of logitd's /generate."""
 
     headers: Mapping[str, str] = {}
 
@@ -80,9 +81,9 @@ NATIVE: Dialect = _Native()
 
 
 class RawClient:
-    """Sends requests to the server at a `http://` URL, with the API key of LOGITD_API_KEY if there
-    is one. It is an `Ask` of `benchmarks/streams.py`. Use it in a single event loop, and `close` it
-    at the end."""
+    """Sends requests to the server at an `http://` URL, with the API key in LOGITD_API_KEY if it is
+    set. It is an `Ask` of `benchmarks/streams.py`. Use it in a single event loop, and `close` it at
+    the end."""
 
     def __init__(self, url: str, dialect: Dialect = NATIVE) -> None:
         self._settings = settings_of(url)
@@ -236,7 +237,7 @@ class _Connection(asyncio.Protocol):
         )
 
     def ask(self, request: bytes, reply: _Reply) -> None:
-        """Send a request. Its reply will be received as `reply`."""
+        """Send a request. What the server returns is passed to `reply`."""
         self._reply = reply
         self._transport.write(request)
         self._watch_silence()

@@ -5,9 +5,9 @@
 Compares the application alone (`logitd serve`) with the application behind Ray Serve on this
 machine (`deploy/ray_serve.py`), with the same flags. Both run all the time and get requests
 alternately, so that other work on the machine affects both alike. Times are medians, and ratios are
-medians of the ratios within a round. Memory is the sum over all processes of each way after the
-load, with shared pages counted once (PSS). With `--replicas 2`, Ray gets two replicas with half the
-threads each. Run it on an idle machine. The last line is JSON.
+medians of the ratios within a round. Memory is measured after the load: the sum over all processes
+of a setup, with shared pages counted once (PSS). With `--replicas 2`, Ray gets two replicas with
+half the threads each. Run it on an idle machine. The last line is JSON.
 """
 
 import json

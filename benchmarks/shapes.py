@@ -6,7 +6,8 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A GPT-2 or a Llama: the attention heads share the width, and the output head is tied.
+    """A GPT-2 or a Llama. The width is divided among the attention heads, and the output head is
+    tied.
 
     family     "gpt2", or "llama" with RMSNorm, rotary positions, SwiGLU and no biases
     n_kv_head  number of heads of keys and values; None: as many as query heads

@@ -6,7 +6,7 @@
 Measures tokens per second of 1 and 8 sequences with `speculate` set to none and to ngram, on native
 kernels. Both run in one process, one step of each in turn. Prompts are not counted. The texts:
 
-    repeats   a prompt that repeats one statement, greedy
+    repeats   greedy text after a prompt that repeats one statement
     ordinary  code at temperature 1: short runs of tokens recur, but mostly continue differently
     noise     prompts of random ids, at a temperature at which nothing repeats
 
@@ -85,8 +85,8 @@ def texts(gpt: GPT, tokenizer: Tokenizer | None, batch: int) -> list[Text]:
 
 
 class Run:
-    """An engine that answers all prompts of a text. Only the steps after the first tokens are
-    timed."""
+    """An engine that answers all prompts of one kind of text. Only the steps after the first tokens
+    are timed."""
 
     def __init__(self, gpt: GPT, text: Text, speculate: Speculation, threads: int) -> None:
         path = choose_decode_path(gpt, ComputeOptions(kernels="native"), threads=threads)

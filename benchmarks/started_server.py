@@ -64,7 +64,8 @@ def started_server(*flags: str) -> Iterator[StartedServer]:
 
 
 def _url_when_ready(process: "subprocess.Popen[bytes]", log: Path) -> str:
-    """The address, once the banner is complete: a start may compile kernels first."""
+    """Wait until the server's banner is complete, which takes longer if kernels must be compiled
+    first. Returns the server's URL."""
     while True:
         code = process.poll()  # before the log is read, so that the log is complete
         said = log.read_text(encoding="utf-8", errors="replace")

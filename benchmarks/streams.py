@@ -1,9 +1,9 @@
 """Streams: requests several streams of a server at once, and records when their tokens arrive.
 
-An `Ask` sends the requests: the product's `AsyncClient` (`asking`), `raw_client.py`, which takes a
-fraction of its time, or a client of another kind of server. Nothing is retried, so rejections are
-seen. A chunk may carry several tokens; they are counted by their ids. A gap is the time between two
-chunks with tokens, however many.
+An `Ask` sends the requests: logitd's `AsyncClient` (`asking`), `raw_client.py`, which needs a
+fraction of the processor time of `AsyncClient`, or a client of another kind of server. Nothing is
+retried, so rejections are seen. A chunk may carry several tokens; they are counted by their ids. A
+gap is the time between two successive chunks with tokens, whatever their number of tokens.
 """
 
 import asyncio
@@ -68,7 +68,8 @@ class StreamRecord:
 async def run_streams(
     ask: Ask, prompts: Sequence[Sequence[int]], tokens: int
 ) -> list[StreamRecord]:
-    """Request a stream of `tokens` after each prompt, all at once, and read each to its end."""
+    """Request a stream of `tokens` tokens after each prompt, all at once, and read each stream to
+    its end."""
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(_stream(ask, prompt, tokens, seed))
@@ -89,7 +90,7 @@ def fields(tokens: int, seed: int) -> GenerateFields:
 
 
 def asking(client: AsyncClient) -> Ask:
-    """An `Ask` that uses a client with max_retries 0."""
+    """An `Ask` that uses `client`, whose max_retries must be 0."""
 
     async def ask(prompt: Sequence[int], tokens: int, seed: int, arrived: Arrived) -> None:
         stream = client.stream(prompt, **fields(tokens, seed))

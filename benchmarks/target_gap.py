@@ -1,13 +1,13 @@
-"""Effect of `--target-gap` on streams: gaps, first tokens and tokens per second, in processor time.
+"""Effect of `--target-gap` on gaps, times to first token and tokens per second, in processor time.
 
     python -m benchmarks.target_gap [--shape 124m|30m|CHECKPOINT] [--dtype float32|bfloat16]
                                     [--clients 8] [--slots N] [--requests N] [--prompt-tokens N]
                                     [--tokens N] [--targets 3x none]
 
-Clients in a closed loop use an engine in this process: each sends a new prompt when its last stream
-has ended. The engine computes with one thread, and its clock is the processor time of this thread.
-So other work on the machine hardly counts, and all targets are measured under the same conditions.
-`closed_loop.py` measures over HTTP, in wall-clock time and with all threads.
+Clients in a closed loop use an engine in this process: each sends a new prompt when its previous
+stream has ended. The engine computes with one thread, and its clock is the processor time of this
+thread. So other work on the machine hardly counts, and all targets are measured under the same
+conditions. `closed_loop.py` measures over HTTP, in wall-clock time and with all threads.
 
 The first streams have different lengths, so that later prompts do not arrive together. Counting
 begins when all of these have ended. The last line is JSON.

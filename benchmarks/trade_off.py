@@ -1,4 +1,4 @@
-"""Trade-off: a chart of first tokens against gaps, from the results of `closed_loop.py`.
+"""Trade-off: a chart of the time to the first token against gaps, from results of `closed_loop.py`.
 
     python -m benchmarks.trade_off RESULTS.json CHART.svg
 

@@ -1,24 +1,25 @@
-"""Compares the default recipe with nanoGPT's at equal time, by bits per byte of held-out text.
+"""Compares the bits per byte of the default recipe and of nanoGPT's after equal training time.
 
     python -m benchmarks.train [--minutes 2 10] [--seeds 3] [--threads N] [--results FILE]
                                [--sweep] [--smaller] [--data FILE ...]
 
 For each budget `logitd train --minutes N` chooses a size, and nanoGPT's model and AdamW (the preset
 `nanogpt`) get the same layers and width: the block matrices have the same shapes. Text, vocabulary,
-context, threads and seconds are the same; every run is a real `train()` in a separate process, and
-the two sides take turns. The two differ in the recipe: the shape outside the matrices, the
-optimizers, the learning rates and their schedule, the batch. The default nevertheless has more
-parameters: an untied head and value embeddings, which cost memory and hardly any arithmetic. The
-table has both counts.
+context, threads and training time are the same. Every run is a real `train()` in a separate
+process, and the two sides take turns. The sides differ only in the recipe: the shape outside the
+block matrices, the optimizers, the learning rates and their schedule, and the batch. The default
+has more parameters, because it has an untied head and value embeddings, which cost memory but
+hardly any arithmetic. The table has the parameter counts of both sides.
 
 Only the time of training is counted, not the time for the vocabulary, the choice of the size or the
 last evaluation. Bits per byte are measured after the run, with the last weights, on the whole
-validation text, in the same windows for all.
+validation text, in the same windows for all runs.
 
 Fairness to nanoGPT: its preset has the best of the learning rates and batches that were tried at
-width 128; `--sweep` first tries RATES times BATCHES at each budget with a separate seed and takes
-the pair with the fewest bits on the validation text. A recipe that learns less from a token may be
-better off with a smaller model: `--smaller` adds nanoGPT at the next smaller size.
+width 128; `--sweep` first tries every pair of RATES and BATCHES at each budget, with a separate
+seed, and takes the pair with the fewest bits per byte of the validation text. A recipe that learns
+less from a token may be better off with a smaller model: `--smaller` adds nanoGPT at the next
+smaller size.
 
 Each run is a line in the results file as soon as it ends; a later call with the same file does not
 repeat it. The last line printed is JSON. On a busy machine, or with budgets of seconds, the figures
@@ -48,8 +49,8 @@ BATCHES = (4, 8)
 NANOGPT_RATE, NANOGPT_BATCH = 2e-3, 4
 SWEEP_SEED = 1
 NEVER = 10**9
-"""Number of steps between evaluations, samples and checkpoints: more than in any run, because they
-would take time from training."""
+"""Number of steps between evaluations, samples and checkpoints: more than any run has, because
+evaluations, samples and checkpoints would take time from training."""
 SAME_SECONDS = 0.02
 """Largest relative difference between the seconds of compared runs."""
 
@@ -168,8 +169,8 @@ def smaller(size: Size) -> Size:
 
 
 def check(finished: Iterable[Finished]) -> None:
-    """Exit if runs differ in seconds, threads or matrices; only a smaller model may have other
-    matrices. A run may exceed its time by one step."""
+    """Exit with an error if runs differ in seconds, threads or matrices; only a smaller model may
+    have other matrices. A run may exceed its time by one step."""
     finished = list(finished)
     for run, outcome in finished:
         asked = 60 * run.minutes
@@ -187,7 +188,7 @@ def check(finished: Iterable[Finished]) -> None:
 
 def summary(finished: Sequence[Finished], default: Sequence[Finished]) -> dict[str, Any]:
     """Summarize the runs of one side at one budget. `fewer` is the percentage by which the default
-    needs fewer bits per byte."""
+    needs fewer bits per byte than this side."""
     run, outcomes = finished[0][0], [outcome for _, outcome in finished]
     bits = [outcome.last for outcome in outcomes]
     mean, ours = statistics.mean(bits), statistics.mean(outcome.last for _, outcome in default)
@@ -211,7 +212,7 @@ def summary(finished: Sequence[Finished], default: Sequence[Finished]) -> dict[s
 def compare(
     measurement: Measurement, minutes: float, seeds: int, sweep: bool, with_smaller: bool
 ) -> list[dict[str, Any]]:
-    """Run all sides of one budget, which take turns."""
+    """Train all sides with one budget. The sides take turns."""
     size = measurement.size(minutes)
     print(f"{minutes:g} minutes: {size}, context {size.context_length}")
     runs = [Run(minutes, "default", size.matrix_lr, size.batch_size, FIRST_SEED)]

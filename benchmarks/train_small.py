@@ -58,7 +58,7 @@ def of_passes(side: str, asked: TrainingConfig, size: int, passes: float) -> Tra
     """The settings of a side with one size, with as many steps as `long` needs for `passes` passes
     over the text."""
     if side == "nanogpt-char":
-        raise SystemExit("nanogpt-char has a fixed size: compare it with --minutes")
+        raise SystemExit("nanogpt-char has a fixed size: use --minutes instead of --size")
     chosen = SIZES[size]
     train_bytes = (1 - resolve(asked).recipe.val_fraction) * open_text(asked.data).count_bytes(
         math.inf
@@ -71,8 +71,8 @@ def of_passes(side: str, asked: TrainingConfig, size: int, passes: float) -> Tra
 
 
 def fewer(outcomes: Mapping[str, Sequence[Outcome]], other: str) -> tuple[float, float]:
-    """Percentage by which the adapted recipe's last weights have fewer bits per byte than the last
-    weights, and than the best weights, of another recipe."""
+    """Two percentages: by how much the adapted recipe's last weights need fewer bits per byte than
+    the last weights of `other`, and than the best weights of `other`."""
     ours = statistics.mean(each.last for each in outcomes["adapted"])
     last = statistics.mean(each.last for each in outcomes[other])
     best = statistics.mean(each.best for each in outcomes[other])

@@ -140,7 +140,7 @@ def compare(name: str, rounds: int, steps: int, threads: int) -> dict[str, Any]:
             results[loop].append(_in_a_process(loop, name, steps, threads))
     first = [result["first_loss"] for each in results.values() for result in each]
     if max(first) - min(first) > 0.01:
-        raise SystemExit(f"the loops do not compute the same: first losses {first}")
+        raise SystemExit(f"the loops compute different results: their first losses are {first}")
     seconds = {loop: [result["seconds"] for result in results[loop]] for loop in LOOPS}
     tokens = results["logitd"][0]["tokens"]
     return {

@@ -8,10 +8,10 @@ requests and each number of servers. `simulate.py` says what the simulation leav
 
     python -m benchmarks.fleet bench.json --rates 2,4 --replicas 2 --against-real
 
-also starts 2 servers on this machine, each with `--threads` threads (default 1), sends the same
-requests at the same moments, each to the server with the fewest open requests, and prints both
-results. The servers and the clients share the processors, so use fewer servers than processors, and
-an idle machine. The last line is JSON.
+also starts 2 servers on this machine, each with `--threads` threads (default 1). It sends them the
+requests of the simulation at the same moments, and each request goes to the server with the fewest
+open requests. Both results are printed. The servers and the clients share the processors, so use
+fewer servers than processors, and an idle machine. The last line is JSON.
 """
 
 import json
@@ -89,8 +89,8 @@ def main() -> int:
 
 
 def read_times(path: str) -> StepTimes:
-    """Read step times from a file with the last line that `logitd bench` prints. Raises
-    ArgumentTypeError for other files."""
+    """Read step times from a file that contains the last line of the output of `logitd bench`.
+    Raises ArgumentTypeError for other files."""
     try:
         return StepTimes.of_bench(json.loads(Path(path).read_text(encoding="utf-8")))
     except OSError as error:
@@ -102,7 +102,7 @@ def read_times(path: str) -> StepTimes:
 
 
 def summary(outcome: Outcome) -> dict[str, float]:
-    """Numbers of an outcome for the report; times are in seconds."""
+    """Figures of an outcome for the report; times are in seconds."""
     answered = bool(outcome.first_tokens)
     return {
         "first_token_p50": outcome.quantile(0.5) if answered else 0.0,

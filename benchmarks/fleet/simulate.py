@@ -68,8 +68,8 @@ class Load:
 
 @dataclass(frozen=True)
 class Server:
-    """Settings of a server; `overhead` is the time of a request in addition to its steps, in
-    seconds."""
+    """Settings of a server. `overhead` is the time in seconds that a request takes in addition to
+    its steps."""
 
     slots: int = 16
     prefill_chunk: int = 256
@@ -81,9 +81,9 @@ class Server:
 class Outcome:
     """Results of all requests that arrived; times in seconds.
 
-    first_tokens   from arrival to first token of each answered request, in ascending order
+    first_tokens   time from arrival to first token of each answered request, in ascending order
     inter_token    mean time from one token of a sequence to its next
-    seconds        from the first arrival to the last token
+    seconds        time from the first arrival to the last token
     busy           share of that time in which servers computed
     """
 

@@ -3,9 +3,9 @@
     python -m benchmarks.gpu --out gpu.jsonl [--parts logits,served] [--train-seconds 120]
 
 Each part is a process with its own time limit; --seconds limits all of them together. Every finding
-is written at once as a line of JSON to --out. A part that fails, or has no time left, is skipped
-with its reason. At the end the findings are printed as a table. The exit code is 1 if a part failed
-or a check does not hold. `--device cpu --tiny` tries out the run on any machine.
+is written immediately to --out, as a line of JSON. If a part fails or has no time left, the reason
+is recorded and the next part runs. At the end the findings are printed as a table. The exit code is
+1 if a part failed or a check does not hold. `--device cpu --tiny` tries out the run on any machine.
 """
 
 import argparse

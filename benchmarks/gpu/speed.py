@@ -1,5 +1,5 @@
-"""Speed: the limits of a device, `logitd serve` with clients in a closed loop, and `logitd
-train`.
+"""Measures the limits of a device, and the speed of decode steps, of `logitd serve` with clients in
+a closed loop, and of `logitd train`.
 """
 
 import asyncio
@@ -62,8 +62,8 @@ def machine(setting: Setting) -> Iterator[Finding]:
 
 
 def steps(setting: Setting) -> Iterator[Finding]:
-    """A decode step with greedy sampling, on the device alone and driven by the engine. `limit` is
-    the rate at which the step reads memory, as a share of the device's best rate."""
+    """Measure a decode step with greedy sampling, on the device alone and driven by the engine.
+    `limit` is the rate at which the step reads memory, as a share of the device's best rate."""
     placement = choose_placement(setting.device, "bfloat16")
     sizes = {"nbytes": 2**24, "width": 256} if setting.tiny else {}
     memory_rate = measure_machine(placement, **sizes).read_bandwidth
@@ -173,8 +173,8 @@ def served(setting: Setting) -> Iterator[Finding]:
 
 
 def trained(setting: Setting) -> Iterator[Finding]:
-    """`logitd train --preset gpt2-124m` with a vocabulary of GPT-2's size that needs no download.
-    Rates are measured in the second half of the run, in which nothing is compiled."""
+    """Run `logitd train --preset gpt2-124m` with a made-up vocabulary of GPT-2's size, which needs
+    no download. Rates are measured in the second half of the run, in which nothing is compiled."""
     with tempfile.TemporaryDirectory(prefix="logitd-gpu-") as folder:
         model, run = Path(folder) / "model", Path(folder) / "run"
         save_synthetic(model, config_of(SHAPES["small" if setting.tiny else "124m"]))

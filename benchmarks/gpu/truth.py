@@ -98,8 +98,9 @@ def recorded(setting: Setting) -> Iterator[Finding]:
 
 def overlap(setting: Setting) -> Iterator[Finding]:
     """Check that steps launched ahead return the same results as steps that wait. A step launched
-    ahead still has the rows of sequences that have ended. So the check aborts requests, and
-    launches several steps at once, only with batch invariance."""
+    ahead still has the rows of sequences that have ended; without batch invariance, these rows may
+    change the results of the others. So the check aborts requests, and launches several steps at
+    once, only with batch invariance."""
     asked = requests(setting, SAMPLED)
     for dtype in DTYPES:
         gpt = models(setting, dtype)["bundled"]
@@ -127,7 +128,8 @@ def invariance(setting: Setting) -> Iterator[Finding]:
 
 
 def memory(setting: Setting) -> Iterator[Finding]:
-    """Check that later runs of a load use no more device memory than its second run."""
+    """Run the same load many times. Check that the device memory in use after the last run does not
+    exceed the memory in use after the second."""
     gpt, asked = models(setting, torch.bfloat16)["bundled"], requests(setting, SAMPLED)
     engine, held = Engine(gpt, EngineConfig(slots=8), make_decoder=tested), list[int]()
     end = time.monotonic() + (0 if setting.tiny else MEMORY_SECONDS)

@@ -31,7 +31,7 @@ from logitd.model.device import describe, use_threads
 
 
 def parse(argv: list[str]) -> Plan:
-    """Make the plan from a command line."""
+    """Parse the command line into a plan."""
     parser = comparison_parser(__doc__, "benchmarks.peers", shape="124m")
     peers = [name for name in MODULES if name not in BY_NAME]
     parser.add_argument("--peers", nargs="+", choices=MODULES, default=peers)

@@ -53,7 +53,8 @@ LIMITS = {
 }
 """Tolerance of a peer's log-probabilities (`contract.disagreement`). In float32 llama.cpp is the
 least exact: its flash attention rounds to float16, and its GELU is a float16 table. int4 changes
-random weights so much that only gross errors show, but it shares its code with int8."""
+random weights so much that only gross errors show; the code that int4 shares with int8 is checked
+more strictly in int8."""
 DTYPES = tuple(LIMITS["gpt2"])
 SHARPER = {"learned": 3.0, "rotary": 1.5}
 """Factor by which the weights of queries, keys and values are larger than in a new model."""
@@ -104,8 +105,8 @@ def make_weights(shape: Shape, folder: Path) -> GPT:
 
 
 def make_everything_matter(gpt: GPT) -> None:
-    """Change a new model so that all of its parts matter. Otherwise its norms and biases have no
-    effect and it attends to everything alike, so a peer that omits one of them would look correct.
+    """Change a new model so that all of its parts matter. In a new model, norms and biases have no
+    effect and attention is almost uniform, so a peer that omits any of them would look correct.
     Speed does not depend on the values of the weights."""
     generator = torch.Generator().manual_seed(0)
     rotary = gpt.config.positions == "rotary"

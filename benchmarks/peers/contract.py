@@ -58,8 +58,8 @@ def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
 
 def disagreement(actual: NDArray[np.float64], expected: NDArray[np.float64]) -> float:
     """Distance of log-probabilities from the expected ones: the root mean square of the difference,
-    relative to their standard deviation over tokens. NaN entries are skipped; the distance is
-    infinite if too few entries are left."""
+    divided by the standard deviation of the expected log-probabilities. NaN entries are skipped;
+    the distance is infinite if too few entries are left."""
     reported = ~np.isnan(actual)
     if reported.sum() < min(LEAST, len(expected)):
         return math.inf

@@ -1,9 +1,9 @@
 """CTranslate2's `Generator`, called for the whole batch, with its own decoding loop and sampler.
 
-CTranslate2's own converter reads the Hugging Face folder, in a separate process, so that no torch
-is left in this one. All ids of the prompts except the last are computed in one call; the last ids
-go through the first decoding step. Its callback for every token, in Python, is the clock: a step
-ends with the call for the last sequence.
+CTranslate2's own converter reads the Hugging Face folder, in a separate process, so that this
+process does not load torch. One call computes all ids of each prompt except its last id, which goes
+through the first decoding step. For every token, CTranslate2 calls a Python function, which reads
+the clock: a step ends with the call for the last sequence.
 
 With float32, arithmetic and cache are float32. "int8" is its `int8_float32`: 8-bit products,
 activations rounded row by row, and float32 for everything else, including the cache. CTranslate2
@@ -34,8 +34,8 @@ def load(folder: Path, dtype: str, threads: int) -> "CTranslate2":
     supported = ctranslate2.get_supported_compute_types("cpu")
     if computed not in supported:
         raise Unsupported(
-            f"CTranslate2 {ctranslate2.__version__} does not compute in {dtype} on this processor, "
-            f"but in {', '.join(sorted(supported))}"
+            f"CTranslate2 {ctranslate2.__version__} does not support {dtype} on this processor; "
+            f"it supports {', '.join(sorted(supported))}"
         )
     for name in ("torch", "transformers"):
         if importlib.util.find_spec(name) is None:

@@ -33,7 +33,7 @@ def free_port() -> int:
 def foreign_server(
     command: Sequence[str], *, port: int, log: Path, environment: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield the URL of the server that `command` starts at `port`, once it is ready. Raises
+    """Yield the URL of the server that `command` starts on `port`, once it is ready. Raises
     ServerMissing."""
     with log.open("w") as output:
         try:
@@ -46,7 +46,7 @@ def foreign_server(
                 start_new_session=True,  # to end its child processes too
             )
         except OSError as error:
-            raise ServerMissing(f"{command[0]} does not run: {error}") from error
+            raise ServerMissing(f"{command[0]} cannot be started: {error}") from error
     try:
         wait_until_ready(process, port, log)
         yield f"http://127.0.0.1:{port}"

@@ -136,7 +136,7 @@ def prefill(
     first: int,
     at_once: int,
 ) -> list[int]:
-    """Compute prompts `first` to `first + at_once` and draw a token for each."""
+    """Compute up to `at_once` prompts, beginning with prompt `first`, and draw a token for each."""
     length = len(prompts[0])
     indices = range(first, min(first + at_once, len(prompts)))
     # Prompts longer than the limit are passed in parts: only the last one has outputs.
@@ -174,8 +174,8 @@ class Batch:
         api.llama_batch_free(self._batch)
 
     def fill(self, entries: list[tuple[int, int, int]], wanted: list[int] | None = None) -> None:
-        """Fill the batch. `entries` are (token, position, sequence); `wanted` are the entries whose
-        logits are needed."""
+        """Fill the batch. `entries` are (token, position, sequence); `wanted` are the indices of
+        the entries whose logits are needed."""
         count = len(entries)
         self._batch.n_tokens = count
         self._tokens[:count] = [token for token, _, _ in entries]

@@ -1,4 +1,4 @@
-"""Write one model of random weights in the formats of all compared servers.
+"""Write one model with random weights in the formats of all compared servers.
 
     python -m benchmarks.peers.models --shape 124m --out DIR [--gguf bfloat16 int8 ...]
 

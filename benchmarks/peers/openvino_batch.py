@@ -1,18 +1,18 @@
 """OpenVINO GenAI's continuous batching, step by step, with its scheduler and its sampler.
 
-optimum-intel exports the Hugging Face folder, in a separate process, so that no torch is left in
-this one. Each step is one call to `step()`, including the reading of its tokens. Prefill is the
+optimum-intel exports the Hugging Face folder, in a separate process, so that this process does not
+load torch. Each step is one call to `step()`, including the reading of its tokens. Prefill is the
 time of requests for one token each. For decode the same prompts are requested again, and measuring
 begins when all of them decode. Nothing is reused between prompts.
 
-Some defaults are replaced: OpenVINO would keep keys and values in 8 bits for any weights. Here,
-keys and values are in float32 for float32 weights, in 16 bits for "bfloat16" (whose weights the
-exporter writes in float16), and in 8 bits, the default, for quantized weights. Arithmetic is in
-bfloat16 if the processor has instructions for it and the dtype is not float32, otherwise in
-float32. "int8" is 8 bits for each channel with a zero point, "int4" symmetric 4 bits in groups of
-32 with an 8-bit head.
+Some defaults are replaced: OpenVINO would keep keys and values in 8 bits, whatever the dtype of the
+weights. Here, keys and values are in float32 for float32 weights, in 16 bits for "bfloat16" (whose
+weights the exporter writes in float16), and in 8 bits, the default, for quantized weights.
+Arithmetic is in bfloat16 if the processor has instructions for it and the dtype is not float32,
+otherwise in float32. "int8" weights have 8 bits, with a scale and a zero point for each channel.
+"int4" weights have 4 bits, symmetric, in groups of 32; the head has 8 bits.
 
-It returns log-probabilities only of drawn tokens, so the check draws many tokens.
+OpenVINO GenAI returns log-probabilities only of drawn tokens, so the check draws many tokens.
 """
 
 import importlib.util
@@ -133,7 +133,8 @@ class OpenVino:
 
     def _sized(self, *, step_tokens: int, sequences: int, length: int) -> Any:
         """Return a pipeline with room for sequences of `length` positions. The whole cache is
-        allocated at its start, because growing it would distort the measurement."""
+        allocated when the pipeline is created, because a growing cache would distort the
+        measurement."""
         size = (step_tokens, sequences, length)
         if size != self._size:
             self._pipeline = None  # frees the previous one

@@ -1,5 +1,5 @@
-"""Tables of a comparison, in Markdown: a row for each peer, a column for each batch size, and at
-the end of each dtype the ratio of logitd to the best of the others."""
+"""Tables of a comparison, in Markdown, with a row for each peer and a column for each batch size.
+The last row of each dtype has the ratio of logitd's rate to the best peer's."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One peer in one dtype at one batch size. The lists have one number for each round;
-    `step_seconds` is the median step of the round."""
+    """Figures of one peer in one dtype at one batch size. The lists have one number for each round;
+    `step_seconds` has the median time of a step."""
 
     dtype: str
     peer: str
@@ -56,7 +56,7 @@ def rows(
 
 
 def against_the_best(rates: dict[tuple[str, int], float], batch: int, ours: str) -> str:
-    """Format `1.25 (NAME)`, or nothing if there is no other peer."""
+    """Our rate divided by the best other peer's, as `1.25 (NAME)`; empty if either is missing."""
     others = {peer: rate for (peer, b), rate in rates.items() if b == batch and peer != ours}
     if not others or (ours, batch) not in rates:
         return ""

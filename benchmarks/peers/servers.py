@@ -1,8 +1,8 @@
 """Starts vLLM and llama-server with the models that `models.py` writes.
 
-A server is named as `vllm:bfloat16=PYTHON` or `llama-server:int8=BINARY`. Both get as many slots as
-there are clients, as many threads as logitd, and otherwise their own defaults. In addition,
-llama-server gets flash attention, and a cache just large enough for all streams.
+A server is specified as `vllm:bfloat16=PYTHON` or `llama-server:int8=BINARY`, for example. Both get
+as many slots as there are clients, as many threads as logitd, and otherwise their own defaults. In
+addition, llama-server gets flash attention, and a cache just large enough for all streams.
 
 vLLM computes on a CPU in float32 and bfloat16; 8 and 4 bits would need weights quantized by other
 programs, and are not measured. It gets 4 GiB for keys and values.

@@ -76,8 +76,8 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """One server at one batch size. Rates are medians of the rounds, per second; times in seconds.
-    `tokens` is the number of tokens received in all rounds."""
+    """Figures of one server at one batch size. Rates are per second, as medians over the rounds;
+    times are in seconds. `tokens` is the number of tokens received in all rounds."""
 
     server: str
     dtype: str
@@ -220,7 +220,7 @@ def table(results: Sequence[Served]) -> str:
 
 
 def parse(argv: Sequence[str]) -> Plan:
-    """The plan of a command line."""
+    """Parse the command line into a plan."""
     parser = comparison_parser(__doc__, "benchmarks.peers.serving", shape="30m")
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
     parser.add_argument(

@@ -5,8 +5,8 @@ stream. So the folder has a vocabulary in which every id is one word: a prompt h
 words, and each piece of text in a stream is one token. Both are compared with the counts at the
 end.
 
-The interpreter of the server is an option: it needs `transformers[serving]` and accelerate, which
-nothing else here needs.
+An option names the Python interpreter that runs the server. That interpreter needs
+`transformers[serving]` and accelerate, which nothing else here needs.
 """
 
 import json
@@ -111,8 +111,8 @@ def asking_transformers(http: httpx.AsyncClient, url: str) -> Ask:
 
 
 def tokens_in(line: str, usage: dict[str, int] | None) -> tuple[int, dict[str, int] | None]:
-    """Number of tokens in a line of the stream, and the server's final counts, which are `usage` if
-    the line has none."""
+    """Number of tokens in a line of the stream, and the server's final token counts. The counts are
+    `usage` unless the line contains them."""
     data = re.fullmatch(r"data: (\{.*\})", line)
     if data is None:
         return 0, usage
@@ -131,6 +131,6 @@ def check_usage(usage: dict[str, int] | None, *, prompt: int, came: int) -> None
     if counted != (prompt, came):
         raise StreamFailed(
             "Miscounted",
-            f"the server counts {counted[0]} and {counted[1]} tokens of prompt and completion, "
+            f"the server counts {counted[0]} prompt tokens and {counted[1]} completion tokens, "
             f"but {prompt} were sent and {came} arrived",
         )

@@ -21,7 +21,7 @@ NORM_EPS = 1e-5
 ROPE_THETA = 10_000.0
 WEIGHTS = "weights.npz"
 LOGITD, HUGGINGFACE = "logitd", "huggingface"
-"""Folders next to the weights: a checkpoint, and one for Hugging Face's libraries."""
+"""Folders next to the weights: a logitd checkpoint, and the model in Hugging Face's format."""
 
 
 def save_weights(folder: Path, shape: Shape, tensors: Tensors) -> None:

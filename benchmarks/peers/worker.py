@@ -3,7 +3,7 @@
 python -m benchmarks.peers.worker MODULE WEIGHTS_FOLDER DTYPE THREADS
 
 The first line that it writes describes the peer, or names a missing package or an unsupported
-request. Then it answers each line with a line. It ends at the end of its input.
+request. Then it answers each command with a line of JSON. It exits at the end of its input.
 """
 
 import importlib

@@ -42,9 +42,9 @@ def test_text_is_tokenized_to_the_ids_it_was_built_from(folder: Path) -> None:
 def test_prompt_counts_must_agree() -> None:
     usage = {"prompt_tokens": 2, "completion_tokens": 3}
     check_usage(usage, prompt=2, came=3)
-    with pytest.raises(StreamFailed, match="the server counts 2 and 3 tokens"):
+    with pytest.raises(StreamFailed, match="the server counts 2 prompt tokens and 3 "):
         check_usage(usage, prompt=2, came=4)
-    with pytest.raises(StreamFailed, match="the server counts 2 and 3 tokens"):
+    with pytest.raises(StreamFailed, match="the server counts 2 prompt tokens and 3 "):
         check_usage(usage, prompt=1, came=3)
     with pytest.raises(StreamFailed, match="without token counts, after 3 tokens"):
         check_usage(None, prompt=2, came=3)
