@@ -130,7 +130,8 @@ def import_by_code(
 
 
 def code_sha256(code: OwnerCode) -> str:
-    """A hash of the owner's file, the expression and the call."""
+    """The first 16 hexadecimal digits of a SHA-256 hash. The hash covers the owner's file, the
+    expression that creates the model, and the call that returns logits."""
     digest = hashlib.sha256(code.file.read_bytes())
     digest.update(f"{code.expression}\n{code.call}".encode())
     return digest.hexdigest()[:16]

@@ -200,7 +200,7 @@ def _is_padding(size: int, rows: int, multiples: Collection[int]) -> bool:
 
 
 def _settings(contents: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of a checkpoint. Each dictionary in it is replaced by its own keys
-    and values."""
+    """Yield the keys and values of a checkpoint. In place of a key whose value is a dictionary, the
+    keys and values of that dictionary are yielded."""
     for key, value in contents.items():
         yield from value.items() if isinstance(value, Mapping) else [(key, value)]

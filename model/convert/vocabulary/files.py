@@ -130,9 +130,8 @@ def vocabularies_beside(
 
 
 def _sorted_characters(path: Path) -> Iterator[Candidate]:
-    """For a file that has one character per line, yield a second interpretation: the sorted
-    characters of the whole file, including the line break, which some programs use as the
-    vocabulary."""
+    """Yield a second interpretation of a file that has one character per line. Some programs use
+    the sorted characters of the whole file, including the line break, as the vocabulary."""
     if path.suffix.lower() != ".txt":
         return
     text = source_text(path).removeprefix("\ufeff")
