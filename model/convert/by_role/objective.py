@@ -33,8 +33,8 @@ MARGIN_ERRORS = 2.0
 standard errors."""
 FEWEST_LINES = 30
 SAMPLE_TOKENS = 64
-"""Maximum number of tokens in a line, including the line's end, if each line may be a training
-sample."""
+"""A line may be a training sample only if it has at most this many tokens, including the token at
+the end of the line."""
 _UNCOUNTED = -1
 
 

@@ -212,8 +212,8 @@ def _ordinary(
 
 
 def _order(ordinary: Mapping[bytes, int], added: Mapping[str, int], path: Path) -> list[int] | None:
-    """The source's id for each id of the imported vocabulary. None if all ids stay the same, which
-    is so if every id below the last ordinary token has a token."""
+    """The source's id for each id of the imported vocabulary. None if every id below the last
+    ordinary token has a token, because then all ids stay the same."""
     order = [*ordinary.values(), *sorted(added.values())]
     if len(set(order)) != len(order):
         raise ConvertError(f"{path}: an added token has the id of another token")

@@ -121,8 +121,8 @@ def _in_checkpoint(contents: Mapping[str, Any]) -> Iterator[Candidate]:
 
 
 def _one_of(candidates: Sequence[Candidate], model: _Rows) -> Candidate:
-    """The candidate that fits the model. If none fits, the first candidate, whose number of ids a
-    later error reports. Raises ConvertError if several fit but differ."""
+    """The candidate that fits the model. If none fits, returns the first candidate, so that a later
+    error reports its number of ids. Raises ConvertError if several fit but differ."""
     fitting = [candidate for candidate in candidates if _misfit(candidate, model) is None]
     if not fitting:
         return candidates[0]

@@ -57,8 +57,8 @@ class Table:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A vocabulary under a key of a dictionary. `ordered` is True if the vocabulary itself
-    determines the ids."""
+    """A vocabulary under a key of a dictionary. `ordered` is True if the vocabulary is a
+    dictionary that states the ids, and False if it is a list."""
 
     label: str
     texts: Texts
