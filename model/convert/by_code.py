@@ -210,8 +210,8 @@ def _require_complete(config: CodeConfig, sources: Mapping[str, bytes], file: St
         except CodeError as error:
             raise ConvertError(
                 f"without the other files of its folder, {config.code}{error}. A checkpoint keeps "
-                f"only the source files ({', '.join(sources)}): write what it reads from other "
-                "files into the code"
+                f"only the source files ({', '.join(sources)}): put the values that it reads "
+                "from other files into the code"
             ) from error
 
 

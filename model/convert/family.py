@@ -26,8 +26,8 @@ MULTIPLE = 32
 """The widths that `nearest` chooses are multiples of this."""
 
 _Rule = tuple[bool, str, str, Any]
-"""Whether a key prevents the export, the key, the reason, and a value that would not prevent the
-export."""
+"""True if a key prevents the export, the key, the reason, and a value of the key that
+would not prevent the export."""
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,7 @@ def checked(texts: Texts, where: str) -> Texts:
     """The texts, sorted by id. Raises ConvertError if an id is negative, or if a text is empty,
     appears twice or is not valid Unicode."""
     if any(token_id < 0 for token_id in texts):
-        raise ConvertError(f"{where} has the id {min(texts)}; ids begin with 0")
+        raise ConvertError(f"{where} has the id {min(texts)}; ids start at 0")
     seen: dict[Text, int] = {}
     for token_id, text in sorted(texts.items()):
         if text in seen:
