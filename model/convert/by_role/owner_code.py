@@ -25,7 +25,8 @@ from logitd.model.owner_code.process.build import Request
 TOKENS = 24
 """Number of ids in each of the two sequences, or the context length if that is smaller."""
 CAUSAL_TOLERANCE = 1e-3
-"""A change in the logits of earlier positions is attributed to rounding if it is at most this."""
+"""If a different last id changes the logits of earlier positions by at most this, the change is
+attributed to rounding."""
 
 
 @dataclass(frozen=True)
