@@ -130,7 +130,8 @@ def import_by_code(
 
 
 def code_sha256(code: OwnerCode) -> str:
-    """A hash of the owner's file, the expression and the call."""
+    """The first 16 hexadecimal digits of a SHA-256 hash. The hash covers the owner's file, the
+    expression that creates the model, and the call that returns logits."""
     digest = hashlib.sha256(code.file.read_bytes())
     digest.update(f"{code.expression}\n{code.call}".encode())
     return digest.hexdigest()[:16]
@@ -209,8 +210,8 @@ def _require_complete(config: CodeConfig, sources: Mapping[str, bytes], file: St
         except CodeError as error:
             raise ConvertError(
                 f"without the other files of its folder, {config.code}{error}. A checkpoint keeps "
-                f"only the source files ({', '.join(sources)}): write what it reads from other "
-                "files into the code"
+                f"only the source files ({', '.join(sources)}): put the values that it reads "
+                "from other files into the code"
             ) from error
 
 

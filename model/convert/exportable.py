@@ -1,4 +1,5 @@
-"""Exportable: the formats to which a model can be exported, and what prevents the other exports.
+"""Exportable: the formats to which a model can be exported, and what prevents an export to
+the others.
 
 Both depend only on the shape (`family.py`) and the vocabulary, so they are known before a model is
 trained. `require` raises one error with all objections.

@@ -26,8 +26,8 @@ MULTIPLE = 32
 """The widths that `nearest` chooses are multiples of this."""
 
 _Rule = tuple[bool, str, str, Any]
-"""Whether a key prevents the export, the key, the reason, and a value that would not prevent the
-export."""
+"""A flag, a key, a reason and another value. The flag is True if the key prevents the export; with
+the other value, it would not."""
 
 
 @dataclass(frozen=True)

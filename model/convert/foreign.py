@@ -65,12 +65,12 @@ class ForeignTokenizer:
 class ForeignModel:
     """A model read from another format.
 
-    `config.vocab_size` and the number of rows per token in `weights` are still the source's (V,
-    including padding). `importing.py` fits them to the vocabulary.
+    The embedding and the head still have the source's number of rows, including padding;
+    `config.vocab_size` is this number. `importing.py` fits both to the vocabulary.
 
     kind      "nanoGPT", "Hugging Face llama", ...
     dtype     dtype of the source's weights
-    contents  contents of the file (except tensors) or its configuration, as read
+    contents  contents of the weight file except tensors, or contents of the configuration file
     facts     facts about the source, for the card
     notes     descriptions of changes to the weights
     unknown   settings that the reader does not understand

@@ -110,8 +110,8 @@ def import_model(
     roles             answers to open questions; if there are any, the tensors are recognized by
                       role, whatever the format
     check             path of a text that the model should predict well
-    ignored_settings  settings that logitd does not understand, but that the user knows to change no
-                      logits
+    ignored_settings  settings that logitd does not understand, but that change no logits according
+                      to the user
     log               called with each line of the report
 
     Raises ConvertError if the model cannot be imported, CheckpointError if `destination` exists,

@@ -169,8 +169,8 @@ def tie_if_equal(
 
 def write_weights(gpt: GPT, layout: Layout, *, biased: Collection[str]) -> dict[str, Tensor]:
     """The weights by the other program's names. Tensors are not shared, and padding rows are
-    dropped. The parts in `biased` have biases there; a part without a bias here gets zeros.
-    Sinusoidal positions become learned positions."""
+    dropped. The parts in `biased` have biases in the other program; if such a part has no bias
+    here, its bias becomes zeros. Sinusoidal positions become learned positions."""
     config, state = gpt.config, gpt.state_dict()
     rows = layout.rows(config)
     if POSITIONS in layout.outside and f"{POSITIONS}.weight" not in state:

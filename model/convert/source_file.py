@@ -32,7 +32,7 @@ def source_bytes(path: Path, most: int = VOCABULARY_BYTES) -> bytes:
 
 
 def source_text(path: Path, most: int = TEXT_BYTES, *, lines: bool = True) -> str:
-    """Read a UTF-8 text file. With `lines`, line ends are converted to "\\n", as Python's open()
+    """Read a UTF-8 text file. With `lines`, line endings are converted to "\\n", as Python's open()
     does. Raises ConvertError."""
     try:
         text = source_bytes(path, most).decode("utf-8")

@@ -31,8 +31,8 @@ SUFFIXES = (*LOOKED_FOR, ".pkl", ".pickle", ".json", ".tar", ".model")
 _BESIDE_WEIGHTS = re.compile(
     r"(training_args|optim(izer)?|sched(uler)?|scaler|rng_state|random_states|.*tokenizer).*"
 )
-"""Names of files that have such a suffix but contain no weights, such as the optimizer state that
-Hugging Face's Trainer saves."""
+"""Names of files that have the suffix of a weight file but contain no weights, such as the
+optimizer state that Hugging Face's Trainer saves."""
 
 STATES = (
     "model", "model_state", "model_state_dict", "state_dict", "net", "network", "weights", "module",

@@ -72,13 +72,12 @@ def unknown_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 def still_unknown(
     settings: Mapping[str, Any], ignored: Collection[str], where: str
 ) -> dict[str, Any]:
-    """The unknown settings that the user does not ignore. Raises ConvertError if the user ignores a
-    setting that is not unknown."""
+    """The unknown settings, except those that the user has chosen to ignore. Raises ConvertError if
+    a name in `ignored` is not the name of an unknown setting."""
     if wrong := sorted(set(ignored) - settings.keys()):
         raise ConvertError(
-            f"--ignore-setting {wrong[0]}: this is not an unknown setting of {where}; its unknown "
-            "settings are "
-            f"{', '.join(settings) or 'none'}"
+            f"--ignore-setting {wrong[0]}: {where} has no unknown setting of this name; its "
+            f"unknown settings are {', '.join(settings) or 'none'}"
         )
     return {name: value for name, value in settings.items() if name not in ignored}
 

@@ -70,7 +70,7 @@ class CodeConfig:
     values               values with which the expression created the model
     deterministic        False if two passes over the same ids give different logits. Results are
                          still reproducible, because each pass is seeded
-    padding_is_harmless  True if padding on the right and other rows of a batch change no logits
+    padding_is_harmless  True if neither right padding nor other rows of a batch change logits
     has_state            True if the model has its own cache (`process/state.py`)
     lens                 names of the final norm and the head, for the logit lens; None if there is
                          no lens

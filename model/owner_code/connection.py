@@ -1,9 +1,9 @@
 """Connection: starts the process that runs an owner's code, and asks it for logits.
 
 The process gets the verified source files in a temporary folder, and the verified weight file as an
-open file descriptor. It has no network access (`process/network.py`) and none of this service's
-environment variables. If it ends, hangs or breaks the protocol, the request fails, and the next
-request starts the process again.
+open file descriptor. It has no network access (`process/network.py`) and no environment variables
+whose names begin with LOGITD_. If it ends, hangs or breaks the protocol, the request fails, and the
+next request starts the process again.
 """
 
 import json
@@ -70,8 +70,8 @@ def command(folder: Path, *more: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The environment variables for the process. This project's own variables are omitted, because
-    they may contain keys."""
+    """The environment variables for the process. Variables of logitd (LOGITD_...) are omitted,
+    because they may contain keys."""
     return {name: value for name, value in os.environ.items() if not name.startswith("LOGITD_")}
 
 

@@ -1,1 +1,1 @@
-"""Import of models from arbitrary code: finds the role of each tensor (see `README.md`)."""
+"""Imports models of other programs by finding the role of each tensor (see `README.md`)."""

@@ -44,8 +44,8 @@ UNUSUAL: Mapping[str, Any] = {
     "qk_norm": "unit",
     "embedding_scale": "sqrt_d_model",
 }
-"""Values that few models have. On some texts, they had the lowest loss because the right variant
-was not among the candidates."""
+"""Values that few models use, by field. On some texts, such a value had the lowest loss only
+because no candidate computed what the model computes."""
 FEWEST_CHANNELS = 8
 """Smallest number of channels that a head usually has."""
 SAME_LOGITS = 0.01
@@ -113,7 +113,8 @@ class ByText:
         )
 
     def _won(self, best: Computation) -> dict[str, str]:
-        """The reason for the value of each unambiguous field that differs from its convention."""
+        """For each unambiguous field whose value differs from the convention, the reason for the
+        value."""
         return {
             name: f"the lowest loss on {self._text.name}, against the convention"
             for name in self._search.open
@@ -123,9 +124,9 @@ class ByText:
 
     def _objection(self, best: Computation, loss: float) -> str:
         """The reason why the loss is not evidence for the variant; "" if it is evidence. The loss
-        must be below the loss of bigram counts. It need not be below the loss of trigram counts,
-        which a model that learned little may not reach, unless the text chose unusual values and
-        the file states no loss."""
+        must be below the loss of bigram counts. If the variant has unusual values and the file
+        states no loss, it must be below the loss of trigram counts. This is not required of every
+        variant, because a model that learned little may not reach that loss."""
         text, penalties = self._text, self._search.score(best, "full")
         error = 0.0
         if penalties is not None and len(penalties) > 1:
@@ -148,7 +149,7 @@ class ByText:
         )
 
     def _unusual(self, best: Computation) -> list[str]:
-        """The unusual values that the text chose."""
+        """The unusual values in `best` that were chosen by their loss on the text."""
         unusual = [
             f"{name} {getattr(best, name)}"
             for name in self._search.open
@@ -169,7 +170,7 @@ class ByText:
         )
 
     def _conventional(self, best: Computation) -> Computation:
-        """Set each unambiguous field to its convention, unless this makes the loss clearly
+        """Set each unambiguous field to its conventional value, unless this makes the loss clearly
         higher."""
         for name in self._search.open:
             usual = canonical(replace(best, **{name: self._findings[name].values[0]}))
@@ -214,7 +215,7 @@ class ByText:
 
     def _alternatives(self, best: Computation, name: str, loss: float) -> list[Alternative]:
         """The other values of a field with their losses. If the field is ambiguous and a loss is
-        close to the best loss, the two are compared on more of the text."""
+        close to the best loss, these two losses are measured again on more of the text."""
         alternatives = []
         for other in self._search.neighbors(best, name):
             worse, clear = self._search.compare(other, best)

@@ -301,8 +301,8 @@ def _with_heads(where: str, shapes: Mapping[str, Shape]) -> tuple[dict[str, Shap
         joined = ".".join(parts)
         if replaced.setdefault(joined, shape) != shape:
             raise ConvertError(
-                f"{where}: {name} has shape {list(shape)}, but the same tensor of another "
-                f"head has shape {list(replaced[joined])}"
+                f"{where}: {name} has shape {list(shape)}, but the corresponding tensor of "
+                f"another head has shape {list(replaced[joined])}"
             )
         numbers[joined].add(head)
     counts = {count for heads in numbers.values() for count in (max(heads) + 1, len(heads))}

@@ -236,7 +236,7 @@ def recognize_with(file: MapFile, where: str, tensors: Mapping[str, Tensor]) -> 
 
 
 def _usual_name(key: tuple[Role, Part], pattern: str) -> str:
-    """A usual name for the tensor with a role. It has the same layer prefix as `pattern`."""
+    """The usual name of the tensor with this role, with the layer prefix of `pattern`."""
     role, part = key
     before = pattern.partition("{N}")[0] + "{N}." if "{N}" in pattern else ""
     name = _USUAL[role]

@@ -17,7 +17,7 @@ WRAPPERS = ("_orig_mod", "module")
 LAYER_PARTS = re.compile(r"(blocks?|layers?|decoders?|blk|h|attn|transformer_?blocks?)_?(\d+)")
 """Names of layers that are separate attributes of the model, such as `block_0` and `layer3`."""
 JOINED_LAYER = re.compile(r"((?:blocks?|layers?|blk|h|transformer_?blocks?)_?)(\d+)(_.+)")
-"""Names of layers at the beginning of a bare parameter's name, such as `block_0_Wq`."""
+"""The name of a layer at the beginning of a parameter's name, such as `block_0` in `block_0_Wq`."""
 
 TOKEN_EMBEDDING = re.compile(
     r"(?<!pos_)(?<!position_)(wte|w_?e|e|tok|token|word|vocab|embed|embedding|embeddings|emb|tokens)"

@@ -1,4 +1,4 @@
-"""N-grams: estimates the loss of bigram and trigram counts on a text, which a model should beat.
+"""N-grams: estimates the losses of bigram and trigram counts on a text. A model should beat them.
 
 Wrong variants of a trained model still predict the frequencies of single tokens, and often of some
 pairs of tokens. The right variant predicts better than counts of pairs and triples, unless the

@@ -29,18 +29,18 @@ SECONDS: Mapping[Effort, float] = {"quick": 0.5, "full": 3.0, "thorough": 15.0}
 """Approximate time limits in seconds, by effort. A slow model predicts fewer tokens."""
 WINDOW_TOKENS = 128
 MARGIN_ERRORS = 2.0
-"""A model's loss must be lower than the loss of bigram or trigram counts by this many standard
-errors."""
+"""A model's loss must be lower than the loss of bigram or trigram counts by at least this many
+standard errors."""
 FEWEST_LINES = 30
 SAMPLE_TOKENS = 64
-"""Maximum number of tokens in a line, including the line's end, if each line may be a training
-sample."""
+"""A line may be a training sample only if it has at most this many tokens, including the token at
+the end of the line."""
 _UNCOUNTED = -1
 
 
 @dataclass(frozen=True)
 class CheckText:
-    """A text that the model should predict well, as token ids of the source.
+    """A text that the model should predict well, encoded with the source's token ids.
 
     token_ids  the whole text; empty if a line break has no id
     lines      its lines, if each may be a training sample, as in a list of names; otherwise empty

@@ -23,9 +23,10 @@ from logitd.model.owner_code.job import TIMEOUT_SECONDS, compare
 from logitd.model.owner_code.process.build import Request
 
 TOKENS = 24
-"""Length of the two sequences of ids; if the context length is smaller, they have that length."""
+"""Number of ids in each of the two sequences, or the context length if that is smaller."""
 CAUSAL_TOLERANCE = 1e-3
-"""Largest change in a logit of an earlier position that is attributed to rounding."""
+"""If a different last id changes the logits of earlier positions by at most this, the change is
+attributed to rounding."""
 
 
 @dataclass(frozen=True)
@@ -135,9 +136,10 @@ def request_of(
 def said_in(
     settings: Mapping[str, Any], known: Mapping[str, Any], *, leave_out: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The values of the settings under all usual names in lower case. Dropout is 0 and the device
-    is the CPU. `known` values take precedence. Fields in `leave_out` are skipped, because the
-    tensors' shapes determine them."""
+    """The values of the settings under all usual names in lower case. Dropout is 0. The device is
+    the CPU unless the settings name a device. `known` values take precedence, except over a setting
+    under its own name. For fields in `leave_out`, no other names are added, because the tensors'
+    shapes determine these fields."""
     said = {"device": "cpu", **known}
     for field, keys in SETTINGS.items():
         if field not in leave_out and (value := setting(settings, field)[0]) is not None:

@@ -177,9 +177,8 @@ def _choose_head(tables: Sequence[Module], embedding: Module) -> Module | None:
 
 
 def _choose_final_norm(modules: Sequence[Module], width: int) -> Module | None:
-    """The final norm, which is a vector as wide as the stream. It must be the only such vector with
-    the name of a final norm; if none has such a name, it must be the only vector. None if there are
-    several."""
+    """The final norm, which is a vector as wide as the stream. Vectors that are named like a final
+    norm are preferred. None unless this leaves exactly one vector."""
     vectors = [m for m in modules if m.shape == (width,)]
     norms = [m for m in vectors if m.named(words.FINAL_NORM)] or vectors
     return norms[0] if len(norms) == 1 else None
@@ -289,8 +288,8 @@ def _up_and_down(matrices: Sequence[Module]) -> Sequence[Module]:
 
 
 def _gate_up_down(matrices: Sequence[Module]) -> tuple[Module, Module, Module]:
-    """The gate, up and down matrices of a gated MLP, recognized by their names, shapes, or
-    llama2.c's numbers: w1 is the gate, w2 is down and w3 is up."""
+    """The gate, up and down matrices of a gated MLP, recognized by their names, by their
+    shapes, or by llama2.c's numbers: w1 is the gate, w2 is down and w3 is up."""
     numbers = {re.sub(r"\D", "", m.last): m for m in matrices if re.search(r"\d$", m.last)}
     shapes = [m.shape for m in matrices]
     odd = next((m for m in matrices if shapes.count(m.shape) == 1), None)

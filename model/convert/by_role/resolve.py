@@ -2,8 +2,9 @@
 
 The values of fields come from the user, from the file (`questions.py`), from agreement with the
 owner's code, or from a clearly lower loss on a text (`by_text.py`). If there is neither code nor
-text, an ambiguous field stops the import. Only unambiguous fields fall back to a convention. The
-report names the conventions. If there is code or a text, they are also compared with other values.
+text, an ambiguous field stops the import. Only unambiguous fields fall back to a conventional
+value. The report names these values. If there is code or a text, they are also compared with other
+values.
 """
 
 import math

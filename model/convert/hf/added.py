@@ -2,9 +2,9 @@
 
 The files have the same meaning as in transformers. `tokenizer.json` lists added tokens.
 `tokenizer_config.json` lists more added tokens, and changes flags (`added_tokens_decoder`). Older
-folders use `added_tokens.json` for this. Tokens with a role, such as `eos_token`, are special;
-roles may also be in `special_tokens_map.json`. `eos_token_id` is a number or a list. For this key,
-`generation_config.json` takes precedence over `config.json`.
+folders list these tokens in `added_tokens.json` instead. Tokens with a role, such as `eos_token`,
+are special; roles may also be in `special_tokens_map.json`. `eos_token_id` is a number or a list.
+For this key, `generation_config.json` takes precedence over `config.json`.
 
 A member of `tokenizer_config.json` is refused, and the error names it, unless it is read here or in
 `chat_template.py` or is known not to affect ids.

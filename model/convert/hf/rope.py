@@ -38,9 +38,9 @@ def read_rope(
     share: str = "partial_rotary_factor",
     default_share: float = 1.0,
 ) -> dict[str, Any]:
-    """Read rotary positions as fields of `GPTConfig`. In the old form, `theta` is the key of the
-    base, and `share` is the key of the rotated share of a head. Raises ConvertError and
-    ConfigError."""
+    """Read rotary positions as fields of `GPTConfig`. In the old form of configurations, `theta` is
+    the key of the base, and `share` is the key of the rotated share of a head. Raises ConvertError
+    and ConfigError."""
     name = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
     part = settings.part(name)
     kind = part.get("rope_type", part.get("type", "default"))

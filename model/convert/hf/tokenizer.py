@@ -163,7 +163,7 @@ def _model(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
     require_members(model, MODEL_MEMBERS, f"the model of {path}")
     for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(name):
-            raise ConvertError(f"{path}: {name} is {model[name]!r}; not supported here")
+            raise ConvertError(f"{path}: {name} is {model[name]!r}, which is not supported")
     if model.get("byte_fallback") is True:
         raise ConvertError(
             f"{path} has SentencePiece's BPE (byte_fallback), whose tokens consist of characters "
@@ -199,8 +199,8 @@ def _ordinary(
             token = b""
         if not token:
             raise ConvertError(
-                f"{path}: the token {name!r} ({token_id}) is not written in bytes: this is "
-                "not a byte-level vocabulary"
+                f"{path}: the token {name!r} ({token_id}) does not spell bytes: this is not "
+                "a byte-level vocabulary"
             )
         if len(name) > MOST_TOKEN_BYTES:
             raise ConvertError(
@@ -212,8 +212,8 @@ def _ordinary(
 
 
 def _order(ordinary: Mapping[bytes, int], added: Mapping[str, int], path: Path) -> list[int] | None:
-    """The source's id for each id of the imported vocabulary. None if all ids stay the same, which
-    is so if every id below the last ordinary token has a token."""
+    """The source's id for each id of the imported vocabulary. None if every id below the last
+    ordinary token has a token, because then all ids stay the same."""
     order = [*ordinary.values(), *sorted(added.values())]
     if len(set(order)) != len(order):
         raise ConvertError(f"{path}: an added token has the id of another token")

@@ -8,7 +8,8 @@ says so.
 
 Merges of texts are supported in two cases: GPT-2's `vocab.json` with `merges.txt` is read as a
 `tokenizer.json`, and merges of characters are accepted if each token is a whole word that ends in
-`</w>`. All others are refused, because their tokens consist of characters instead of bytes.
+`</w>`. All other merges of texts are refused, because their tokens consist of characters instead of
+bytes.
 """
 
 import base64

@@ -121,8 +121,8 @@ def _in_checkpoint(contents: Mapping[str, Any]) -> Iterator[Candidate]:
 
 
 def _one_of(candidates: Sequence[Candidate], model: _Rows) -> Candidate:
-    """The candidate that fits the model. If none fits, the first candidate, whose number of ids a
-    later error reports. Raises ConvertError if several fit but differ."""
+    """The candidate that fits the model. If none fits, returns the first candidate, so that a later
+    error reports its number of ids. Raises ConvertError if several fit but differ."""
     fitting = [candidate for candidate in candidates if _misfit(candidate, model) is None]
     if not fitting:
         return candidates[0]
@@ -200,7 +200,7 @@ def _is_padding(size: int, rows: int, multiples: Collection[int]) -> bool:
 
 
 def _settings(contents: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of a checkpoint. Each dictionary in it is replaced by its own keys
-    and values."""
+    """Yield the keys and values of a checkpoint. In place of a key whose value is a dictionary, the
+    keys and values of that dictionary are yielded."""
     for key, value in contents.items():
         yield from value.items() if isinstance(value, Mapping) else [(key, value)]

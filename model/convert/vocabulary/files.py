@@ -104,8 +104,8 @@ def vocabularies_beside(
     file that was read but is no vocabulary.
 
     `dataset` is the name of nanoGPT's data folder, if it is known. Raises ConvertError if a
-    `tokenizer.json`, or a vocabulary with merges, is damaged or not supported. Any other file may
-    not be a vocabulary at all, so its error is returned as a sentence.
+    `tokenizer.json`, or a vocabulary with merges, is damaged or not supported. Any other file is
+    perhaps not meant as a vocabulary, so its error is returned as a sentence.
     """
     in_vain: list[str] = []
     for places in _places(folder, dataset):
@@ -130,9 +130,8 @@ def vocabularies_beside(
 
 
 def _sorted_characters(path: Path) -> Iterator[Candidate]:
-    """For a file that has one character per line, yield a second interpretation: the sorted
-    characters of the whole file, including the line break, which some programs use as the
-    vocabulary."""
+    """Yield a second interpretation of a file that has one character per line. Some programs use
+    the sorted characters of the whole file, including the line break, as the vocabulary."""
     if path.suffix.lower() != ".txt":
         return
     text = source_text(path).removeprefix("\ufeff")

@@ -57,8 +57,8 @@ class Table:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A vocabulary under a key of a dictionary. `ordered` is True if the vocabulary itself
-    determines the ids."""
+    """A vocabulary under a key of a dictionary. `ordered` is True if the vocabulary is a
+    dictionary that states the ids, and False if it is a list."""
 
     label: str
     texts: Texts
@@ -200,7 +200,7 @@ def checked(texts: Texts, where: str) -> Texts:
     """The texts, sorted by id. Raises ConvertError if an id is negative, or if a text is empty,
     appears twice or is not valid Unicode."""
     if any(token_id < 0 for token_id in texts):
-        raise ConvertError(f"{where} has the id {min(texts)}; ids begin with 0")
+        raise ConvertError(f"{where} has the id {min(texts)}; ids start at 0")
     seen: dict[Text, int] = {}
     for token_id, text in sorted(texts.items()):
         if text in seen:

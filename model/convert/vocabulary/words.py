@@ -11,13 +11,11 @@ after the last id (see `Tokenizer`): they are never sampled, and a text that nee
 refused. A longer token, such as `<pad>` or a flag emoji of two code points, becomes a special
 token, because `for c in text` never produces it.
 
-Vocabularies of words: the split pattern is seldom known. The first of a few patterns that leaves
-every token whole is assumed, and a note says so. For texts whose words are all in the vocabulary,
-the ids are the same as with `re.findall` or `str.split` and a dictionary.
-
-with white space among the tokens   tokens are concatenated unchanged
-without                             white space separates words and has no ids: here each token has
-                                    one space before it (kind "words")
+Vocabularies of words: the split pattern is seldom known. A few patterns are tried. The first that
+leaves every token whole is assumed, and a note says so. For texts whose words are all in the
+vocabulary, the ids are the same as with `re.findall` or `str.split` and a dictionary. If there is
+white space among the tokens, tokens are concatenated unchanged. Otherwise, white space separates
+words and has no ids; in the checkpoint, each token has one space before it (kind "words").
 
 A text with an unknown word is refused. Vocabularies of parts of words are not supported, because
 the rules that divide words are unknown. Such vocabularies are recognized by marks of parts

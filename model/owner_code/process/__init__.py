@@ -1,8 +1,8 @@
 """Program that runs an owner's model code: `python -m logitd.model.owner_code.process FOLDER [FD]`.
 
 It runs the owner's file with the user's rights, but without network access. Apart from the standard
-library, it imports only its own modules, torch and safetensors, because the owner's modules may
-have any other name.
+library, it imports only its own modules, torch and safetensors. The owner's modules may have any
+other names, so further imports could conflict with them.
 
   network.py   blocks network access
   define.py    runs the definitions of the owner's file

@@ -1,4 +1,4 @@
-"""Entry of the program: `python -m logitd.model.owner_code.process FOLDER [FD]`.
+"""Entry point of the program: `python -m logitd.model.owner_code.process FOLDER [FD]`.
 
 FOLDER contains `request.json` (a `Job`) and, unless the job names another file,
 `weights.safetensors`. The program writes its answer to the folder: `answer.safetensors` (ids, their

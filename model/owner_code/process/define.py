@@ -1,10 +1,10 @@
 """Define: runs the definitions in an owner's file, but not the rest of the script.
 
 Only the imports, classes, functions and assignments that the model's expression needs are executed,
-so a training loop, for example, is not. If an assignment fails, such as `len(chars)` for a text
-file that is missing, its name gets the value that it had when the model was imported (`record`), or
-a value from the checkpoint; otherwise the assignment is skipped. If an import statement fails, the
-error is reported when its name is first used.
+but not a training loop, for example. If an assignment fails, such as `len(chars)` for a text file
+that is missing, its name gets the value that it had when the model was imported (`record`), or else
+a value from the checkpoint. If there is no such value, the assignment is skipped. If an import
+statement fails, the error is reported when the imported name is first used.
 """
 
 import __future__

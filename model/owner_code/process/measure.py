@@ -25,7 +25,7 @@ from logitd.model.owner_code.process.state import STATE_METHOD, with_state
 LONGEST_TRIED = 4096
 """Length of the longest sequence to try if the context length is unknown."""
 LONGEST_PASS = 5.0
-"""If a pass takes longer than this, in seconds, no longer sequence is tried."""
+"""After a pass that takes longer than this, in seconds, no further sequences are tried."""
 TOKENS = 24
 """Length of the sequences whose logits are compared."""
 TIMED_TOKENS = 256

@@ -4,7 +4,8 @@
         # ids (1, T): the next ids; state: None at the start, otherwise the last returned state
         return logits, state  # logits (1, T, V) of these ids
 
-The state may be any object. Only one sequence uses a state, so the method may change it in place.
+The state may be any object. Each state belongs to a single sequence, so the method may change it in
+place.
 """
 
 from typing import Any
