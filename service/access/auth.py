@@ -51,8 +51,8 @@ class ApiKeyError(ValueError):
 
 @dataclass(frozen=True)
 class ApiKeys:
-    """The accepted keys: the SHA-256 of each key, and the limits of keys that have their own, both
-    by key name. If there are no keys, requests need none."""
+    """The accepted keys: the SHA-256 of each key, and the limits of keys that do not use the
+    default limits, both by key name. If there are no keys, requests need none."""
 
     digests: Mapping[str, bytes] = field(default_factory=lambda: MappingProxyType({}), repr=False)
     limits: Mapping[str, KeyLimit] = field(default_factory=lambda: MappingProxyType({}), repr=False)

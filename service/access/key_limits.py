@@ -2,9 +2,9 @@
 
 Requests above the limits are answered with 429; the message gives the key's own numbers, and other
 keys are not affected. Only POST requests count, because requests with other methods compute
-nothing. Requests that a key has used become available again one by one (a leaky bucket), so a key
-that was idle for a minute may send a whole minute's requests at once. Call KeyLimits only on the
-event loop. `service/engine/admission.py` has the limits of the queue.
+nothing. The allowance of a key refills at a constant rate (a leaky bucket), so a key that was idle
+for a minute may send a whole minute's requests at once. Call KeyLimits only on the event loop.
+`service/engine/admission.py` has the limits of the queue.
 """
 
 import math

@@ -33,7 +33,8 @@ Result = TypeVar("Result")
 def _blocking(
     build: Callable[P, Call[Result]],
 ) -> Callable[Concatenate["Client", P], Result]:
-    """A method that sends a call, with the parameters of the function that builds the call."""
+    """A method that sends a call and waits for its result. It has the parameters of `build`, which
+    builds the call."""
 
     def method(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> Result:
         return finish(run(self._wire, self._settings, build(*args, **kwargs)))
@@ -45,7 +46,7 @@ def _blocking(
 def _awaited(
     build: Callable[P, Call[Result]],
 ) -> Callable[Concatenate["AsyncClient", P], Coroutine[Any, Any, Result]]:
-    """A method that sends a call, with the parameters of the function that builds the call."""
+    """An async method that sends a call. It has the parameters of `build`, which builds a call."""
 
     async def method(self: "AsyncClient", /, *args: P.args, **kwargs: P.kwargs) -> Result:
         return await run(self._wire, self._settings, build(*args, **kwargs))

@@ -90,7 +90,7 @@ class ServedModel:
 
     @property
     def quantization(self) -> QuantizationCost | None:
-        """The cost of quantization, measured only at the start."""
+        """The increase in loss from quantization, measured only at the start."""
         cost = self.computation.quantization
         if cost is None or self.checkpoint.weights_sha256 == self.computation.weights_sha256:
             return cost

@@ -60,7 +60,8 @@ def _flags(settings: ImportSettings) -> list[str]:
 
 
 def _imported(settings: ImportSettings) -> CheckpointInfo:
-    """Import a model, with its code if `by_code` is set, otherwise as a GPT."""
+    """Import a model. If `by_code` is set, the checkpoint runs the model's own code; otherwise the
+    model becomes a GPT."""
     if settings.by_code:
         return _by_code(settings)
     return import_model(

@@ -96,7 +96,7 @@ class TrainingView:
         self._drawn = time.monotonic()
 
     def drawing(self) -> RenderableType:
-        """The curve, the figures and the samples, if there are any yet."""
+        """The curve, the figures and the samples. What does not exist yet is left out."""
         parts: list[RenderableType] = []
         width = self._console.width - AXIS
         if len(self._training) > 1 and width > 0:
