@@ -70,8 +70,8 @@ class KeyLimits:
 
     @contextmanager
     def request(self, name: str) -> Iterator[None]:
-        """Count a request of a key for as long as it is being answered. If it would exceed a limit,
-        raises ApiError (429) and does not count it."""
+        """Count a request of a key while the request is being answered. Raises ApiError (429) if
+        the request would exceed a limit; it is then not counted."""
         (per_minute, at_once), spent = self.of(name), self._as_of_now(name)
         if at_once and spent.open >= at_once:
             raise queue_full(

@@ -150,8 +150,8 @@ def tensors(path: str, fields: Mapping[str, Any], read_prompt: Callable[..., Any
 
 
 def post(path: str, fields: Mapping[str, object], accept: str = JSON, **decided: object) -> Request:
-    """A POST request with the caller's fields, and with those `decided` by the client. Raises
-    TypeError if the caller sets `stream`."""
+    """A POST request with the caller's fields, and with the fields that the client has `decided`.
+    Raises TypeError if the caller sets `stream`."""
     if "stream" in fields:
         raise TypeError(
             f"stream is {fields['stream']!r}, but calls to {path} do not stream. Remove `stream`; "

@@ -61,8 +61,8 @@ class Client:
     base_url     address of the server; by default LOGITD_BASE_URL or http://127.0.0.1:8000
     api_key      bearer token, which is never shown; by default LOGITD_API_KEY
     timeout      maximum time in seconds to wait without receiving anything from the server. This
-                 also limits the computation of a reply that is not streamed, and the time within
-                 which a call is retried. None: no limit. The field `timeout` of a request is a
+                 also limits how long a reply that is not streamed may take to compute, and for how
+                 long a call is retried. None: no limit. The field `timeout` of a request is a
                  separate limit, after which the server replies 504
     max_retries  number of retries after a temporary refusal or a lost connection
     model        model for calls that do not name one; by default the server's first model

@@ -158,7 +158,7 @@ class OpenConnections:
 
 
 class Reports:
-    """Counts ended connections, and logs each reason at most every QUIET_SECONDS."""
+    """Counts ended connections, and logs each reason at most once every QUIET_SECONDS."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Negotiation: chooses the media type of a reply from the request's `Accept` (RFC 9110, 12.5.1).
 
-Event streams are requested with `stream`, not with `Accept`: OpenAI's clients accept JSON and read
-events.
+Event streams are requested with `stream`, not with `Accept`: OpenAI's clients send `Accept:
+application/json` even when they request a stream.
 """
 
 from collections.abc import Sequence

@@ -112,7 +112,7 @@ def for_serving(
     tokenizer: str | None = None,
     run_code: bool = False,
 ) -> Path:
-    """The checkpoint of a model trained elsewhere. It is imported now, unless it was already
+    """The checkpoint of a model trained elsewhere. The model is imported now, unless it was already
     imported from the same source, code and vocabulary. Raises NotServable."""
     destination = IMPORTED / _name(source)
     settings = cast(

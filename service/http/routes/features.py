@@ -59,8 +59,8 @@ async def feature(
         raise ApiError(
             404,
             "not_found_error",
-            f"feature {index} does not exist; {chosen.name} has {chosen.count} (0 to "
-            f"{chosen.count - 1})",
+            f"feature {index} does not exist; {chosen.name} has {chosen.count} features (0 "
+            f"to {chosen.count - 1})",
             "index",
         )
     stored, subject = context.model.autoencoders[chosen], context.subject
