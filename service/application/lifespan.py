@@ -35,7 +35,7 @@ logger = logging.getLogger("logitd")
 
 
 async def live(state: ServiceState) -> None:
-    """Load the models that the settings name, and follow their runs if requested."""
+    """Load the models named in the settings, and follow their runs if requested."""
     await _wait_for_first_checkpoints(state)
     await load(state)
     if state.settings.follow is not None:

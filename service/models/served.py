@@ -26,7 +26,7 @@ from logitd.service.settings.serve import ServeSettings
 
 LATER_WEIGHTS = "these weights were loaded after the start, when the cost was measured"
 NAMED = 12
-"""Maximum number of models listed in a message; further models are only counted."""
+"""Maximum number of models listed in a message."""
 
 ModelStatus = Literal["ok", "stalled", "failed"]
 
