@@ -59,7 +59,7 @@ HAPROXY = {
         ]
     },
 }
-"""Environment variables of Ray's processes. An existing cluster must have been started with the
+"""Environment variables for Ray's processes. An existing cluster must have been started with the
 first four. Variables that are already set in the environment keep their values."""
 os.environ |= {**HAPROXY, **os.environ}  # Ray reads them when it is imported
 
@@ -179,8 +179,8 @@ class _StartedWhenLoaded:
 
 def application(settings: RaySettings) -> serve.Application:
     """The deployment for these settings. A replica computes with `settings.threads` threads and
-    reserves as many processors. If the setting is 0, this machine's processors are divided among
-    the replicas."""
+    reserves as many processors. If `threads` is 0, this machine's processors are divided among the
+    replicas."""
     threads = settings.threads or max(1, available_processors() // settings.max_replicas)
     ours = {name: getattr(settings, name) for name in ServeSettings.model_fields}
     sources = tuple(replace(one, path=one.path.resolve()) for one in settings.checkpoint)

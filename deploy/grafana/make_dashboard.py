@@ -23,7 +23,8 @@ OF_SERVERS = (
     "logitd_ready",
     "process_",
 )
-"""Prefixes of the metrics of a whole server. All other metrics have a model label."""
+"""Prefixes of the metrics that describe a whole server. All other metrics have the label
+`model`."""
 
 
 @dataclass(frozen=True)

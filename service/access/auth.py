@@ -51,8 +51,8 @@ class ApiKeyError(ValueError):
 
 @dataclass(frozen=True)
 class ApiKeys:
-    """The accepted keys: the SHA-256 of each key, and the limits of keys that have their own, both
-    by key name. If there are no keys, requests need none."""
+    """The accepted keys: the SHA-256 of each key, and the limits of keys that do not use the
+    default limits, both by key name. If there are no keys, requests need none."""
 
     digests: Mapping[str, bytes] = field(default_factory=lambda: MappingProxyType({}), repr=False)
     limits: Mapping[str, KeyLimit] = field(default_factory=lambda: MappingProxyType({}), repr=False)
@@ -84,9 +84,9 @@ class KeyRing:
         return self.keys.names
 
     def replace(self, keys: ApiKeys) -> None:
-        """Accept only these keys from now on. Raises ApiKeyError if the server had no keys before,
-        because the new keys would lock everyone out, and if `keys` is empty, which would let
-        everyone in."""
+        """Accept only these keys from now on. Raises ApiKeyError if the server had no keys before
+        (the new keys would lock everyone out), or if `keys` is empty (this would let everyone
+        in)."""
         if bool(keys.names) != bool(self.names):
             raise ApiKeyError("a running server cannot start or stop requiring API keys")
         self.keys = keys
@@ -161,14 +161,14 @@ def read_api_keys(listed: SecretStr | None, file: Path | None) -> ApiKeys:
 
 
 def _listed(listed: SecretStr | None) -> Iterator[tuple[str, str]]:
-    """The entries of the setting, each with a description of its place."""
+    """The entries in the setting `api_keys`, each with a description of its place."""
     if listed is not None:
         for number, entry in enumerate(listed.get_secret_value().split(","), start=1):
             yield f"entry {number} of the API keys", entry.strip()
 
 
 def _in_file(file: Path | None) -> list[tuple[str, str]]:
-    """The entries of the file, each with a description of its place."""
+    """The entries in the key file, each with a description of its place."""
     if file is None:
         return []
     try:

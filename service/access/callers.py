@@ -1,9 +1,9 @@
 """Callers: names for the clients among which the engine is shared fairly.
 
-A caller is named by its API key. If the server has no keys, it is named by its address: IPv4, or
-the first 64 bits of IPv6, the usual size of a network. Behind a proxy on this machine, the address
-comes from X-Forwarded-For. The names are used only for counting and fairness; `auth.py` controls
-access.
+A caller has the name of its API key. If the server has no keys, the caller's name is its address:
+IPv4, or the first 64 bits of IPv6, the usual size of a network. Behind a proxy on this machine, the
+address comes from X-Forwarded-For. The names are used only for counting and fairness; `auth.py`
+controls access.
 """
 
 import ipaddress

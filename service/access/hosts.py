@@ -69,7 +69,7 @@ class HostCheck:
 
 
 def host_check(settings: ServeSettings) -> dict[str, Any]:
-    """The arguments of a server's HostCheck."""
+    """The arguments with which a server creates its HostCheck."""
     hosts = settings.allowed_hosts
     keyless = settings.api_keys is None and settings.api_key_file is None
     loopback = binds_loopback(settings.host)

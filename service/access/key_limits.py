@@ -2,9 +2,9 @@
 
 Requests above the limits are answered with 429; the message gives the key's own numbers, and other
 keys are not affected. Only POST requests count, because requests with other methods compute
-nothing. Requests that a key has used become available again one by one (a leaky bucket), so a key
-that was idle for a minute may send a whole minute's requests at once. Call KeyLimits only on the
-event loop. `service/engine/admission.py` has the limits of the queue.
+nothing. The allowance of a key refills at a constant rate (a leaky bucket), so a key that was idle
+for a minute may send a whole minute's requests at once. Call KeyLimits only on the event loop.
+`service/engine/admission.py` has the limits of the queue.
 """
 
 import math
@@ -70,8 +70,8 @@ class KeyLimits:
 
     @contextmanager
     def request(self, name: str) -> Iterator[None]:
-        """Count a request of a key for as long as it is being answered. If it would exceed a limit,
-        raises ApiError (429) and does not count it."""
+        """Count a request of a key while the request is being answered. Raises ApiError (429) if
+        the request would exceed a limit; it is then not counted."""
         (per_minute, at_once), spent = self.of(name), self._as_of_now(name)
         if at_once and spent.open >= at_once:
             raise queue_full(

@@ -35,7 +35,7 @@ logger = logging.getLogger("logitd")
 
 
 async def live(state: ServiceState) -> None:
-    """Load the models of the settings, and follow their runs if requested."""
+    """Load the models named in the settings, and follow their runs if requested."""
     await _wait_for_first_checkpoints(state)
     await load(state)
     if state.settings.follow is not None:
@@ -43,7 +43,7 @@ async def live(state: ServiceState) -> None:
 
 
 async def _wait_for_first_checkpoints(state: ServiceState) -> None:
-    """Wait until each followed run has saved a checkpoint. Unlike loading, this can be
+    """Wait until each followed run has saved a checkpoint. Unlike loading, this wait can be
     cancelled."""
     follow = state.settings.follow
     for source in state.settings.models if follow else ():
@@ -59,8 +59,8 @@ async def load(state: ServiceState) -> None:
     """Load the models one after another. Pass to `state` the loaded models, or the reason why none
     could be loaded.
 
-    No engine may compute before all models are loaded: a thread gets its number of torch threads
-    when it computes for the first time, and that number is one during loading.
+    No engine may compute before all models are loaded: when a thread first computes, torch fixes
+    how many threads it may use, and during loading that number is one.
     """
     settings = state.settings
     steps = StepThread() if settings.history or len(settings.models) > 1 else None

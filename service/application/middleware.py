@@ -1,7 +1,7 @@
 """ASGI middleware for every request.
 
-From the outermost to the innermost: `RequestLog` (request id, metrics, trace, log line, limit of
-the headers), CORS if enabled, `BugAnswer` (the reply to an unexpected exception; inside CORS, so
+From the outermost to the innermost: `RequestLog` (request id, metrics, trace, log line, size limit
+of the headers), CORS if enabled, `BugAnswer` (the reply to an unexpected exception; inside CORS, so
 that a browser can read it), `HostCheck` (`service/access/hosts.py`), `ApiKeyCheck`
 (`service/access/auth.py`) and `HeadAsGet`. None uses Starlette's BaseHTTPMiddleware, which would
 hide disconnects and make streams several times slower.

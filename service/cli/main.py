@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 COMPLETE = "_LOGITD_COMPLETE"
 """Environment variable that shell completion scripts set to request completions."""
 MODULES = {"import": "import_model"}
-"""The module of each command whose name is a Python keyword."""
+"""Module names of commands. Only a command whose own name is a Python keyword needs an entry."""
 COMMANDS = (
     SettingsCommand(
         "serve",

@@ -123,7 +123,7 @@ def array(path: str, form: Any, fields: Mapping[str, Any]) -> Call[Any]:
 def tensors(path: str, fields: Mapping[str, Any], read_prompt: Callable[..., Any]) -> Call[Any]:
     """A call with a safetensors reply.
 
-    `read_prompt` returns the result of one prompt. Its arguments are the file, the suffix in the
+    `read_prompt` returns the result of one prompt. Its arguments are the file, the suffix of the
     names of the prompt's tensors, and the members of `ArrayResult`.
     """
     prompt = fields["prompt"]
@@ -150,11 +150,11 @@ def tensors(path: str, fields: Mapping[str, Any], read_prompt: Callable[..., Any
 
 
 def post(path: str, fields: Mapping[str, object], accept: str = JSON, **decided: object) -> Request:
-    """A POST request with the caller's fields, and with those `decided` by the client. Raises
-    TypeError if the caller sets `stream`."""
+    """A POST request with the caller's fields, and with the fields that the client has `decided`.
+    Raises TypeError if the caller sets `stream`."""
     if "stream" in fields:
         raise TypeError(
-            f"stream is {fields['stream']!r}, but calls of {path} do not stream. Remove `stream`; "
+            f"stream is {fields['stream']!r}, but calls to {path} do not stream. Remove `stream`; "
             "to receive a generation piece by piece, use the method `stream`"
         )
     return Request("POST", path, {**fields, **decided}, accept)

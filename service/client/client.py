@@ -33,7 +33,8 @@ Result = TypeVar("Result")
 def _blocking(
     build: Callable[P, Call[Result]],
 ) -> Callable[Concatenate["Client", P], Result]:
-    """A method that sends a call, with the parameters of the function that builds the call."""
+    """A method that sends a call and waits for its result. It has the parameters of `build`, which
+    builds the call."""
 
     def method(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> Result:
         return finish(run(self._wire, self._settings, build(*args, **kwargs)))
@@ -45,7 +46,7 @@ def _blocking(
 def _awaited(
     build: Callable[P, Call[Result]],
 ) -> Callable[Concatenate["AsyncClient", P], Coroutine[Any, Any, Result]]:
-    """A method that sends a call, with the parameters of the function that builds the call."""
+    """An async method that sends a call. It has the parameters of `build`, which builds a call."""
 
     async def method(self: "AsyncClient", /, *args: P.args, **kwargs: P.kwargs) -> Result:
         return await run(self._wire, self._settings, build(*args, **kwargs))
@@ -60,8 +61,8 @@ class Client:
     base_url     address of the server; by default LOGITD_BASE_URL or http://127.0.0.1:8000
     api_key      bearer token, which is never shown; by default LOGITD_API_KEY
     timeout      maximum time in seconds to wait without receiving anything from the server. This
-                 also limits the computation of a reply that is not streamed, and the time within
-                 which a call is retried. None: no limit. The field `timeout` of a request is a
+                 also limits how long a reply that is not streamed may take to compute, and for how
+                 long a call is retried. None: no limit. The field `timeout` of a request is a
                  separate limit, after which the server replies 504
     max_retries  number of retries after a temporary refusal or a lost connection
     model        model for calls that do not name one; by default the server's first model

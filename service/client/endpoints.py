@@ -69,8 +69,8 @@ def logits(
 def logits(
     prompt: Prompt, *, top_k: int | None = None, **fields: Unpack[LogitsFields]
 ) -> Call[Any]:
-    """Logits of a prompt as an array, or a list of results for a list of prompts. With `top_k`,
-    only the k largest logits of each row, and their ids."""
+    """Logits of a prompt as an array, or a list of results for a list of prompts. With `top_k`, the
+    result has only the k largest logits of each row, and their ids."""
     if top_k is None:
         return tensors("/logits", {"prompt": prompt, **fields}, _logits)
     return tensors("/logits", {"prompt": prompt, **fields, "top_k": top_k}, _top_logits)
@@ -87,8 +87,8 @@ def activations(
 def activations(
     prompt: Prompt, stages: str | Sequence[str], **fields: Unpack[ActivationsFields]
 ) -> Call[Any]:
-    """Values of stages of the forward pass, by name or pattern (`blocks.*.attention.q`). For a list
-    of prompts, a list of results."""
+    """Values of the stages of the forward pass that have these names or match these patterns
+    (`blocks.*.attention.q`). A list of prompts gives a list of results."""
     names = [stages] if isinstance(stages, str) else stages
     return tensors("/activations", {"prompt": prompt, "stages": names, **fields}, _activations)
 
@@ -181,7 +181,8 @@ def history(*, model: str | None = None) -> Call[History]:
 
 
 def health() -> Call[Health]:
-    """The state of the server. While it loads or shuts down, this is a result, not an error."""
+    """The state of the server. If the server is loading or shutting down, this returns a result and
+    raises no error."""
     return Call(Request("GET", "/health", answers=frozenset({200, 503})), _health)
 
 

@@ -155,7 +155,7 @@ STATUS_OF_TYPE: Mapping[str, int] = {
     "unavailable_error": 503,
     "timeout_error": 504,
 }
-"""HTTP status by the type of an error event."""
+"""The HTTP status for each type of error event."""
 
 
 def from_reply(

@@ -148,9 +148,9 @@ class HookedCalls:
         return self._model
 
     async def _tokens(self, input: str | Sequence[str], prepend_bos: bool | None) -> Ids:
-        """Token ids (texts, tokens) of texts that all have the same number of tokens. With
-        `prepend_bos`, the token that begins a text is put before each; with None, only if the
-        vocabulary has one."""
+        """Token ids (texts, tokens) of texts that all have the same number of tokens. If
+        `prepend_bos` is True, the token that begins a text is put before each text. If it is None,
+        this is done only if the vocabulary has such a token."""
         texts = [input] if isinstance(input, str) else list(input)
         first = (await self._facts()).beginning if prepend_bos is not False else None
         if prepend_bos and first is None:
@@ -176,8 +176,8 @@ class HookedCalls:
         fwd_hooks: Changes = (),
         **fields: Any,
     ) -> tuple[Floats, Cache]:
-        """Logits (B, T, V), and the values of the stages that `names_filter` selects, after the
-        changes. `fields` are fields of /activations."""
+        """Logits (B, T, V), and the values of the stages that `names_filter` selects, computed with
+        the changes in `fwd_hooks`. `fields` are fields of /activations."""
         model = await self._facts()
         own = model.names()
         chosen = _filtered(own, names_filter)
@@ -204,7 +204,7 @@ class HookedCalls:
         prepend_bos: bool | None = None,
         **fields: Any,
     ) -> Floats:
-        """Logits (B, T, V) after the changes."""
+        """Logits (B, T, V), computed with the changes in `fwd_hooks`."""
         logits, _ = await self.run_with_cache(
             input, [], prepend_bos=prepend_bos, fwd_hooks=fwd_hooks, **fields
         )

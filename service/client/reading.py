@@ -1,4 +1,4 @@
-"""Reading: converts parsed JSON to frozen dataclasses, according to their annotations.
+"""Reading: converts parsed JSON to frozen dataclasses, guided by the dataclasses' annotations.
 
 Errors give the place of a missing or invalid member (`choices.0.text`). Unknown members are
 ignored, because a newer server may send more. Annotations may be scalars, `bytes` (in JSON a list

@@ -609,8 +609,8 @@ class ModelStatus:
 
 @dataclass(frozen=True, slots=True)
 class QuantizationInfo:
-    """Cost of quantizing weights, or keys and values, measured when the model was loaded. The
-    figures are null if there was no text to measure on."""
+    """The increase in loss from quantizing the weights, or the keys and values, measured when the
+    model was loaded. The figures are null if there was no text to measure on."""
 
     kind: str  # Quantization of the weights: `int8`, `int4` or `none`.
     kv_cache_dtype: str  # Dtype of keys and values: `int8`, or `auto` for `dtype`.

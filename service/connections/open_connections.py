@@ -114,8 +114,8 @@ class OpenConnections:
         self._metrics.connections.set(len(self._open))
 
     def place(self, connection: "Connection", wanted: EvictionClass) -> None:
-        """Put an open connection into a class. Within a class, the oldest member is evicted
-        first."""
+        """Put an open connection into an eviction class. Within a class, the oldest member is
+        evicted first."""
         if connection not in self._open:
             return
         for eviction, members in self._evictable.items():
@@ -158,7 +158,7 @@ class OpenConnections:
 
 
 class Reports:
-    """Counts ended connections, and logs each reason at most every QUIET_SECONDS."""
+    """Counts ended connections, and logs each reason at most once every QUIET_SECONDS."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""Reading: tracks how far a client has sent its requests and read its replies.
+"""Reading: tracks how much of its requests a client has sent, and how much of its replies it has
+read.
 
 This module only counts bytes and time; `protocol.py` decides what to do. `tcp_info` asks the kernel
 about a connection.
@@ -97,7 +98,7 @@ class Reading:
 
     def is_body_slow(self, now: float, timeout: float, *, answered: bool, paused: bool) -> bool:
         """True if too little of a body came within `timeout` seconds. Unless the request is already
-        answered, the time starts again after enough progress and stops while the server is not
+        answered, these seconds start again after enough progress, and when the server resumes
         reading."""
         since, received = self._body_mark
         enough = self.received - received >= timeout * MIN_BYTES_PER_SECOND
@@ -108,7 +109,7 @@ class Reading:
 
 
 class ReplyProgress:
-    """Tracks how far a client has read its replies."""
+    """Tracks how much of its replies a client has read."""
 
     def __init__(self) -> None:
         self._mark: tuple[float, int] | None = None  # (time, bytes read at that time)
@@ -135,7 +136,7 @@ class ReplyProgress:
 class TcpInfo(NamedTuple):
     """The state of a connection in the kernel.
 
-    gone          True if the client has closed the connection, wholly or on its side
+    gone          True if the client has reset the connection or closed its side of it
     acknowledged  number of bytes that the client has received
     """
 

@@ -314,5 +314,6 @@ class _Pace:
         self._last = now if queued else None
 
     def seconds_for(self, sequences: int) -> int:
-        """Estimated time until this many more sequences have ended, in seconds from 1 to 60."""
+        """Estimated number of seconds until this many more sequences have ended, at least 1 and at
+        most 60."""
         return min(60, max(1, math.ceil(self._seconds * sequences)))

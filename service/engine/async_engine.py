@@ -82,7 +82,7 @@ class AsyncEngine:
 
     @property
     def version(self) -> int:
-        """Number of the weights version that computes new requests."""
+        """Number of the weights version that answers new requests."""
         return self._weights.number
 
     @property

@@ -43,9 +43,9 @@ class StepReport:
     """The result of one `run_once`.
 
     events    events of the commands before the step, then events of the step
-    result    counts of the step
+    result    token and sequence counts of the step
     seconds   duration of the step alone
-    ended     end of the step on the engine's clock
+    ended     time at which the step ended, on the engine's clock
     has_work  True if another step would compute something even without new commands
     weights   version of the weights with which the step was computed
     """

@@ -77,7 +77,8 @@ class WakeupThrottle:
             self._loop.call_soon_threadsafe(self._deliver_urgent)
 
     def deliver(self) -> None:
-        """Deliver every item. The tasks woken by it run before the pause is measured."""
+        """Deliver every item. The tasks that this wakes run before the pause begins, so its length
+        depends on their processor time too."""
         began = time.thread_time()
         self._postponed = False
         try:

@@ -1,8 +1,8 @@
 """Arrays: writes .npy, safetensors and nested JSON lists in parts.
 
 .npy files have format version 1.0. A safetensors file is a header with names, types and offsets,
-followed by the bytes of the tensors. Shapes are known before the elements, so the header is written
-first and each element as soon as it is computed.
+followed by the bytes of the tensors. Shapes are known before the elements, so the header can be
+written first, and each element is written as soon as it is computed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,8 +1,8 @@
 """Completions: sends sampled text, as one reply or as a stream of chunks.
 
-A sequence is aborted once its text has reached a stop string. An endpoint whose replies have a
-different format from those of /generate has a `ResponseFormat`. `model/operations/completion.py`
-turns tokens into text.
+A sequence is aborted once its text has reached a stop string. An endpoint whose reply format
+differs from the format of /generate has a `ResponseFormat`. `model/operations/completion.py` turns
+tokens into text.
 """
 
 import asyncio

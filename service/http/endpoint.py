@@ -45,7 +45,7 @@ even with GPT-NeoX's vocabulary, whose runs of spaces are added tokens. The text
 are tokenized in a thread."""
 THREAD_INTERVENTIONS = 256
 """Maximum number of interventions, summed over the sequences of a request, that are resolved on the
-event loop. More are resolved in a thread."""
+event loop. A larger number is resolved in a thread."""
 
 # A request to the vocabulary neither waits in the queue nor has a deadline.
 UNQUEUED = {status: error for status, error in ERRORS.items() if status not in (429, 504)}

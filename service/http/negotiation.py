@@ -1,7 +1,7 @@
 """Negotiation: chooses the media type of a reply from the request's `Accept` (RFC 9110, 12.5.1).
 
-Event streams are requested with `stream`, not with `Accept`: OpenAI's clients accept JSON and read
-events.
+Event streams are requested with `stream`, not with `Accept`: OpenAI's clients send `Accept:
+application/json` even when they request a stream.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,9 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 def negotiate(request: Request, body: Any, forms: Sequence[str] = (JSON,)) -> str:
-    """The media type of the reply: one of `forms`, unless the reply is streamed. Raises ApiError if
-    `Accept` allows none of them, or if the type cannot hold several prompts or the dtype."""
+    """The media type of the reply: an event stream if the body sets `stream`, otherwise one of
+    `forms`. Raises ApiError if `Accept` allows none of them, or if the type cannot hold several
+    prompts or the dtype."""
     if getattr(body, "stream", False):
         return sse.MEDIA_TYPE
     accept = ",".join(request.headers.getlist("accept")) or "*/*"
@@ -65,7 +66,8 @@ def _accepted(accept: str, forms: Sequence[str]) -> str | None:
         ranges.setdefault(media_range, (_weight(weight), -place))
 
     def preference(form: str) -> tuple[float, int]:
-        """The weight of the most specific range in `Accept` that matches, and the range's place."""
+        """The weight of the most specific range in `Accept` that matches, and the negated position
+        of that range in `Accept`."""
         of_type = f"{form.partition('/')[0]}/*"
         return next((ranges[name] for name in (form, of_type, "*/*") if name in ranges), (0.0, 0))
 

@@ -37,8 +37,8 @@ class Health(ReplyBody):
 
 
 class QuantizationInfo(ReplyBody):
-    """Cost of quantizing weights, or keys and values, measured when the model was loaded. The
-    figures are null if there was no text to measure on."""
+    """The increase in loss from quantizing the weights, or the keys and values, measured when the
+    model was loaded. The figures are null if there was no text to measure on."""
 
     kind: str = Field(description="Quantization of the weights: `int8`, `int4` or `none`.")
     kv_cache_dtype: str = Field(

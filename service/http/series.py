@@ -1,8 +1,8 @@
 """Series: computes the many requests (jobs) of one reply, a few at a time.
 
 Jobs are submitted gradually, so that other clients' requests can run between them. A sweep of a
-thousand cells takes only a few places in the queue; its other cells wait here, even while the queue
-is full.
+thousand cells takes only a few places in the queue; the cells that do not have a place wait here,
+even while the queue is full.
 """
 
 import asyncio

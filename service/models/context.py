@@ -50,7 +50,8 @@ class RequestContext:
 
     @property
     def checkpoint(self) -> CheckpointInfo:
-        """The checkpoint that computes the request; before the first submission, the newest one."""
+        """The checkpoint with which the request is computed; before the first submission, the
+        newest checkpoint."""
         return self.model.checkpoints[self.session.version]
 
     @property

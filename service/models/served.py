@@ -26,7 +26,7 @@ from logitd.service.settings.serve import ServeSettings
 
 LATER_WEIGHTS = "these weights were loaded after the start, when the cost was measured"
 NAMED = 12
-"""Maximum number of models listed in a message; further models are only counted."""
+"""Maximum number of models listed in a message."""
 
 ModelStatus = Literal["ok", "stalled", "failed"]
 
@@ -90,7 +90,7 @@ class ServedModel:
 
     @property
     def quantization(self) -> QuantizationCost | None:
-        """The cost of quantization, measured only at the start."""
+        """The increase in loss from quantization, measured only at the start."""
         cost = self.computation.quantization
         if cost is None or self.checkpoint.weights_sha256 == self.computation.weights_sha256:
             return cost

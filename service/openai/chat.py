@@ -92,8 +92,8 @@ class ChatFormat:
         return {**self._head, "choices": choices, "usage": usage(reply["usage"])}
 
     def chunks(self, chunk: dict[str, Any], counts: dict[str, int]) -> Iterator[dict[str, Any]]:
-        """The chunks for a native chunk: one for the role, one for each new piece of text, and one
-        for the finish reason."""
+        """OpenAI's chunks for a chunk of /generate: one for the role, one for each new piece of
+        text, and one for the finish reason."""
         options = self._body.stream_options
         chunk_head = {**self._head, "object": "chat.completion.chunk"}
         for native in chunk["choices"]:

@@ -32,8 +32,8 @@ def usage(counts: dict[str, int]) -> dict[str, Any]:
 
 
 def named_seed(given: int | None, used: int) -> int:
-    """The seed to name in a choice: `given` if the client chose a seed, otherwise `used`. The same
-    request with this seed repeats the choice."""
+    """The seed to report in a choice: `given` if the client chose a seed, otherwise `used`. The
+    same request with this seed repeats the choice."""
     return used if given in (None, -1) else given
 
 

@@ -3,8 +3,8 @@ chats.
 
 Fields shared with /generate take their bounds and descriptions from it. null is the default of
 every optional field, because OpenAI's clients send it. Unsupported fields are accepted with a
-neutral value; other values are refused, with the field's name. Replies have the form that OpenAI's
-clients expect.
+neutral value; other values are refused with a message that names the field. Replies have the format
+that OpenAI's clients expect.
 """
 
 from collections.abc import Mapping, Sequence

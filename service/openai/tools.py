@@ -100,7 +100,7 @@ def _parameters(function: FunctionDefinition) -> dict[str, Any]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """Move a schema to `place`, adjusting its references to its root."""
+    """Move a schema to `place`, adjusting the references that point to its root."""
     if isinstance(schema, list):
         return [_moved(item, place) for item in schema]
     if not isinstance(schema, dict):

@@ -24,7 +24,7 @@ Value = str | int | float | bool | tuple[str, ...]
 SAMPLING = (
     "max_tokens", "temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
-"""Sampling parameters that have the same names here and in the conventions."""
+"""Sampling parameters that have the same names in requests and in the conventions."""
 LARGEST_INTEGER = 2**63 - 1
 """Largest integer that OTLP can carry. Larger seeds are omitted."""
 

@@ -47,8 +47,8 @@ class OtlpTraces:
     """Makes and sends spans between `open` and `close`. Use it only on the event loop."""
 
     def __init__(self, endpoint: str, ratio: float) -> None:
-        """`endpoint` is the collector's base address. `ratio` is the share of requests to trace if
-        the client has not decided."""
+        """`endpoint` is the collector's base address. `ratio` is the share of requests that are
+        traced when a request's trace context does not decide this."""
         self._url = f"{endpoint.rstrip('/')}/v1/traces"
         self._sampler = ParentBased(TraceIdRatioBased(ratio))
         self._tracer: Tracer | None = None

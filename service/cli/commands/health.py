@@ -14,8 +14,8 @@ from logitd.service.cli.terminal import say
 from logitd.service.settings.tools import HealthSettings
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Maps each address that binds all interfaces to an address that reaches the server from its own
-machine."""
+"""Maps each address that means all interfaces to an address at which the server can be reached from
+its own machine."""
 ERRORS = ()
 LONGEST = 65_536
 """Maximum number of bytes read from a reply."""

@@ -60,7 +60,8 @@ def _flags(settings: ImportSettings) -> list[str]:
 
 
 def _imported(settings: ImportSettings) -> CheckpointInfo:
-    """Import a model, with its code if `by_code` is set, otherwise as a GPT."""
+    """Import a model. If `by_code` is set, the checkpoint runs the model's own code; otherwise the
+    model becomes a GPT."""
     if settings.by_code:
         return _by_code(settings)
     return import_model(
@@ -111,7 +112,7 @@ def for_serving(
     tokenizer: str | None = None,
     run_code: bool = False,
 ) -> Path:
-    """The checkpoint of a model trained elsewhere. It is imported now, unless it was already
+    """The checkpoint of a model trained elsewhere. The model is imported now, unless it was already
     imported from the same source, code and vocabulary. Raises NotServable."""
     destination = IMPORTED / _name(source)
     settings = cast(

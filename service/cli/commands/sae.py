@@ -1,4 +1,5 @@
-"""`logitd sae train`: trains a sparse autoencoder on a stage, and prints its quality figures."""
+"""`logitd sae train`: trains a sparse autoencoder on the values of a stage, and prints measures of
+its quality."""
 
 import json
 import sys

@@ -52,8 +52,8 @@ def checkpoint_at(path: Path, follow: str | None = None) -> Path:
 
 
 def _of_run(run: Path, link: str | None) -> Path:
-    """The checkpoint of a run that can be served now, or the run itself if it is followed and has
-    none yet."""
+    """The checkpoint to serve for a run, or the run itself if it is followed and has no checkpoint
+    yet."""
     checkpoint = checkpoint_of(run, link)
     if (checkpoint / CONFIG).exists():
         if _is_adapter(checkpoint):

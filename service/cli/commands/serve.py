@@ -129,8 +129,9 @@ def print_banner(models: Models, port: int, busy: str | None = None) -> None:
 
 
 def _suitable_prompt(checkpoint: CheckpointInfo) -> str | list[int]:
-    """A prompt that suits the vocabulary: the prompt of the sample in the checkpoint's card, which
-    is held-out text, or the token that begins a document."""
+    """A prompt that suits the vocabulary: the prompt of the sample in the checkpoint's card (the
+    prompt is held-out text). If the card has no sample, or the vocabulary has no text, this is the
+    token that begins a document."""
     prompt = sampled_prompt(read_card(checkpoint.path))
     if prompt and checkpoint.tokenizer.has_text:
         return prompt

@@ -34,7 +34,7 @@ Points = dict[int, float]
 REDRAW = 0.25
 """Minimum time in seconds between two drawings."""
 ROWS, SAMPLE_LINES = 10, 3
-"""Height of the curve and of each sample, in lines."""
+"""Height of the curve, and maximum height of a sample, in lines."""
 AXIS = 9
 """Width of the curve's axis, in columns."""
 BRAILLE = 0x2800
@@ -96,7 +96,7 @@ class TrainingView:
         self._drawn = time.monotonic()
 
     def drawing(self) -> RenderableType:
-        """The curve, the figures and the samples, if there are any yet."""
+        """The curve, the figures and the samples. What does not exist yet is left out."""
         parts: list[RenderableType] = []
         width = self._console.width - AXIS
         if len(self._training) > 1 and width > 0:

@@ -31,9 +31,10 @@ Sae = Annotated[
     tags=["outputs"],
 )
 def features(context: Chosen, sae: Sae = None) -> dict[str, Any]:
-    """The autoencoders that the server was started with (`--sae`). For one of them, the reply also
-    has each feature's density, its strongest activation, and the token where that occurred. The
-    lists are null if the file `features.safetensors` is missing."""
+    """The autoencoders that the server was started with (`--sae`). For the one that `sae` names
+    (default: the first), the reply also lists each feature's density, its strongest activation, and
+    the token where that activation occurred. The lists are null if the file `features.safetensors`
+    is missing."""
     autoencoders = context.model.autoencoders
     chosen = _chosen(context, sae) if autoencoders or sae is not None else None
     return {"model": context.model.name, **summary(autoencoders, chosen, context.subject.tokenizer)}
@@ -58,8 +59,8 @@ async def feature(
         raise ApiError(
             404,
             "not_found_error",
-            f"feature {index} does not exist; {chosen.name} has {chosen.count} (0 to "
-            f"{chosen.count - 1})",
+            f"feature {index} does not exist; {chosen.name} has {chosen.count} features (0 "
+            f"to {chosen.count - 1})",
             "index",
         )
     stored, subject = context.model.autoencoders[chosen], context.subject

@@ -139,8 +139,9 @@ async def info(models: Ready, model: AskedModel = None) -> Info:
     summary="Read the model card, the training curve and the progress of the training",
 )
 def card(context: Chosen) -> CardReply:
-    """The files next to the checkpoint, read again for each request because training may still be
-    running. Without a training log, the curve comes from the card; without a card it is empty."""
+    """The card, the loss curve and the training progress, from the files next to the checkpoint.
+    The files are read again for each request because training may still be running. If there is no
+    training log, the curve comes from the card; if there is no card either, the curve is empty."""
     checkpoint = context.checkpoint
     text = read_card(checkpoint.path)
     curve = read_curve(checkpoint.path, text)
