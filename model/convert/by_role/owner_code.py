@@ -136,16 +136,15 @@ def request_of(
 def said_in(
     settings: Mapping[str, Any], known: Mapping[str, Any], *, leave_out: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The values of the settings under all usual names in lower case. Dropout is 0. The device is
-    the CPU unless the settings name a device. `known` values take precedence, except over a setting
-    under its own name. For fields in `leave_out`, no other names are added, because the tensors'
+    """The values of the settings under all usual names in lower case. Dropout is 0, and the
+    device is the CPU. `known` values take precedence, except over a setting under its own name. For fields in `leave_out`, no other names are added, because the tensors'
     shapes determine these fields."""
-    said = {"device": "cpu", **known}
+    said = dict(known)
     for field, keys in SETTINGS.items():
         if field not in leave_out and (value := setting(settings, field)[0]) is not None:
             said |= {key: value for key in keys if key not in said}
     said |= {str(key).lower(): value for key, value in settings.items()}
-    return said | dict.fromkeys(SETTINGS["dropout"], 0.0)
+    return said | dict.fromkeys(SETTINGS["dropout"], 0.0) | {"device": "cpu"}
 
 
 def require_causal(code: OwnerCode, difference: float) -> None:
