@@ -208,7 +208,7 @@ def parse_json(raw: bytes) -> Any:
             parse_float=_real,
             parse_constant=_no_constant,
         )
-        # An escape can denote half a surrogate pair, which cannot be encoded.
+        # An escape can denote an unpaired surrogate, which cannot be encoded.
         json.dumps(document, ensure_ascii=False).encode()
     except RecursionError as error:
         raise ValueError("it nests too deeply") from error

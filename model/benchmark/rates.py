@@ -120,7 +120,7 @@ def measure_engine(
             runs = [full_steps(engine, workload.requests(size, f"decode {n}")) for n in rounds]
             if (fewest := min(map(len, runs))) < FEWEST_STEPS:
                 raise BenchmarkError(
-                    f"a batch of {size} decoded as a whole in only {fewest} steps; at least "
+                    f"all {size} sequences decoded together in only {fewest} steps; at least "
                     f"{FEWEST_STEPS} are needed: raise --tokens {workload.tokens}, or lower "
                     "--batches"
                 )

@@ -50,7 +50,7 @@ class Shard:
 
 class ExtractionFolder:
     """The folder at `path`, locked until `close`, and its shards. Raises ExtractionError if another
-    process writes it, if it contains other files, or if it cannot be written."""
+    process is writing to it, if it contains other files, or if it cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

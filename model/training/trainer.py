@@ -245,7 +245,7 @@ class Trainer:
             self.divergence.start(float(loss))
 
     def _now(self) -> float:
-        """Seconds of the run so far."""
+        """Seconds that the run has taken so far."""
         return time.monotonic() - self.began
 
     def _count_setup(self, since: float) -> None:
@@ -312,8 +312,8 @@ class Trainer:
         return due.state or due.evaluation or due.samples or due.history or logs
 
     def _log(self) -> None:
-        """Report the steps since the last report, and append them to the metrics. Only this reads
-        the loss from the device."""
+        """Report the steps since the last report, and append them to the metrics. Only this method
+        reads the loss from the device."""
         if not self.log.steps:
             return
         figures, counters = self.log.take(), self.counters

@@ -73,7 +73,7 @@ bfloat16. The unit is operations because a slower machine also compiles more slo
 class ResolvedTraining:
     """All settings of a run, except the devices of its processes.
 
-    config  settings of the command that started the run and of those that resumed it
+    config  settings of the command that started the run and of the commands that resumed it
     lora    adapters to train instead of the whole model
     base    checkpoint to fine-tune
     """
@@ -100,7 +100,7 @@ class ResolvedTraining:
         self, size: int, speed: Callable[["ResolvedTraining"], float] = lambda training: 0.0
     ) -> "ResolvedTraining":
         """A copy of this run with the size of its vocabulary, which is known only after the text
-        was tokenized. This also decides what `compile` "auto" means: for a long run it becomes
+        has been tokenized. This also decides what `compile` "auto" means: for a long run it becomes
         "on", so that the run has the same kernels after a resumption; for a short run it stays
         "auto", which compiles only on CUDA. `speed` measures the tokens per second of a run that
         ends by the clock."""

@@ -6,7 +6,7 @@ anew before each step: with time for n more steps, the next one completes 1/n of
 share never falls, the learning rate comes down in time even if the machine becomes slower, and the
 last step has the final learning rate. The plan is part of the counters, so a resumed run continues
 with it: seed, step and the recorded shares determine every bit. Only a run with a set number of
-steps can be repeated exactly.
+steps can be repeated exactly from its settings alone.
 """
 
 import math
