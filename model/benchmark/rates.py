@@ -140,9 +140,9 @@ def measure_engine(
 
 
 def full_steps(engine: Engine, batch: Sequence[GenerationRequest]) -> list[tuple[float, int, int]]:
-    """Run requests to their end. For each step in which all of them decoded, returns the step's
-    duration in seconds, the number of tokens, and the number of positions attended to. Raises
-    BenchmarkError."""
+    """Run requests until all have ended. For each step in which all of them decoded, returns the
+    step's duration in seconds, the number of tokens, and the number of positions attended to.
+    Raises BenchmarkError."""
     for request in batch:
         engine.add(request)
     live = sum(len(request.token_ids) for request in batch)

@@ -52,7 +52,7 @@ from logitd.model.transformer.lora import LoraError, LoraShape, merge_into
 
 WEIGHTS = "adapter.safetensors"
 ADAPTER_BYTES = 4 * 2**30
-"""Size limit in bytes of an adapter's weights, which are read into memory as a whole."""
+"""Maximum size, in bytes, of an adapter's weights file, which is read into memory as a whole."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ MAX_SOURCE = 2**16
 MAX_CHARACTERS = 2**22
 """Maximum number of characters that a template may write."""
 MAX_SECONDS = 5.0
-"""Time limit of one rendering; a common template takes less than a millisecond."""
+"""Time limit, in seconds, of one rendering; a common template takes less than a millisecond."""
 
 _NO_FILTERS = (
     *("random", "e", "escape", "forceescape", "striptags", "urlencode", "urlize", "xmlattr"),

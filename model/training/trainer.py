@@ -56,7 +56,7 @@ MILESTONES = (0.01, 0.03, 0.1, 0.3)
 """Shares of a run after which an additional checkpoint and samples are written. Both are also
 written before the first and after the last step."""
 MOST_FOR_A_MILESTONE = 0.02
-"""Largest share of the minutes that a checkpoint at a milestone may take."""
+"""Maximum share of the run's minutes that a checkpoint at a milestone may take."""
 CLOCK = ("seconds", "setup", "ending", "pace", "ending_pace", "share")
 """Counters that the main process sets for all processes."""
 SHORTER = 0.8

@@ -64,9 +64,9 @@ REWARMING = 0.05
 LONG_MINUTES, LONG_BY_CLOCK, LONG_OPERATIONS = 15.0, 1e14, 1.5e14
 """On a CPU, `compile` "auto" means "on" for long runs. A run is long if it has at least
 LONG_OPERATIONS operations or, if only the clock ends it, LONG_BY_CLOCK operations. If it has a time
-limit, that must also be at least LONG_MINUTES. In a run of two thirds of LONG_BY_CLOCK, or about
-half of LONG_OPERATIONS, compiling takes as much time as it saves, measured on two AVX-512 cores in
-bfloat16. The unit is operations because a slower machine also compiles more slowly."""
+limit, the limit must also be at least LONG_MINUTES. In a run of two thirds of LONG_BY_CLOCK, or
+about half of LONG_OPERATIONS, compiling takes as much time as it saves, measured on two AVX-512
+cores in bfloat16. The unit is operations because a slower machine also compiles more slowly."""
 
 
 @dataclass(frozen=True, kw_only=True)

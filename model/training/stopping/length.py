@@ -20,7 +20,7 @@ over a fifth of the steps so far."""
 RESERVE = 1.5
 """Time reserved for saving the last step, as a multiple of the time that the latest save took."""
 MORE_FOR_SLOWER = 0.1
-"""Maximum share of the minutes that is additionally reserved if steps have become slower."""
+"""Maximum additional reserve, as a share of the run's minutes, if steps have become slower."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ class Counters:
 
     @property
     def slowdown(self) -> float:
-        """Time of a step relative to its time when `ending` was measured, at least 1."""
+        """Ratio of the current time per step to the time per step when `ending` was measured, at
+        least 1."""
         return max(1.0, self.pace / self.ending_pace) if self.ending_pace else 1.0
 
 
