@@ -18,7 +18,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "otel": ("opentelemetry-sdk>=1.45,<2", "opentelemetry-exporter-otlp-proto-http>=1.45,<2"),
     "tensorboard": ("tensorboard>=2.20",),
 }
-"""The extras of pyproject.toml with their packages. A test compares the two lists."""
+"""The extras of pyproject.toml with their packages. A test compares them with that file."""
 
 
 def installation(extra: str) -> str:

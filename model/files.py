@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 CONFIG_BYTES = 4 * 2**20
-"""Size limit of a JSON file of settings: a hundred times the usual size, but small enough that
-even a file full of tiny objects takes little memory."""
+"""Maximum size, in bytes, of a JSON file of settings: a hundred times the usual size, but small
+enough that even a file full of tiny objects takes little memory."""
 VOCABULARY_BYTES = 64 * 2**20
-"""Size limit of a vocabulary: ten times the largest published vocabulary."""
+"""Maximum size, in bytes, of a vocabulary file: ten times the size of the largest published one."""
 TEXT_BYTES = 2**30
-"""Size limit of a text file that is read as a whole."""
+"""Maximum size, in bytes, of a text file that is read as a whole."""
 PART = ".part"
 """Suffix of files and folders that are being written; their names begin with a dot."""
 
@@ -208,7 +208,7 @@ def parse_json(raw: bytes) -> Any:
             parse_float=_real,
             parse_constant=_no_constant,
         )
-        # An escape can denote half a surrogate pair, which cannot be encoded.
+        # An escape can denote an unpaired surrogate, which cannot be encoded.
         json.dumps(document, ensure_ascii=False).encode()
     except RecursionError as error:
         raise ValueError("it nests too deeply") from error

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 NOTE_BYTES = 4096
-"""Size limit of the note in a lock file."""
+"""Maximum size, in bytes, of the note in a lock file. The note names the owner."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Error numbers that mean that a file system has no locks. A folder on such a file system can be
 written but is not protected."""

@@ -82,7 +82,7 @@ __all__ = [
 ]
 
 Prompt = str | Sequence[int] | npt.NDArray[np.integer[Any]]
-"""A string, or its token ids."""
+"""A string, or token ids."""
 Prompts = Prompt | Sequence[Prompt]
 Token = str | int
 """The text of a token, or its id."""
@@ -255,7 +255,7 @@ class LLM:
 
     def logits(self, prompt: Prompt, **fields: Any) -> Floats:
         """Logits (T, V); row i predicts the token after token i. With the field `token_ids`, only
-        the columns of these tokens."""
+        the columns of these tokens are returned."""
         refuse(fields, "top_k")
         return self._arrays("logits", prompt=prompt, **fields)["logits"]
 

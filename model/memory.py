@@ -20,7 +20,7 @@ the model's dtype, and a copy for the decoder."""
 
 @dataclass(frozen=True, slots=True)
 class Available:
-    """Total and free bytes of a device."""
+    """Total and free memory of a device, in bytes."""
 
     name: str
     total: int
@@ -36,7 +36,7 @@ def available(device: torch.device) -> Available:
 
 
 def model_bytes(config: ModelConfig, item_bytes: int) -> int:
-    """Bytes of a model's weights and of its position tables."""
+    """Bytes that a model's weights and its position tables take."""
     return parameter_count(config) * item_bytes + table_elements(config) * TABLE_BYTES
 
 

@@ -120,7 +120,7 @@ def measure_engine(
             runs = [full_steps(engine, workload.requests(size, f"decode {n}")) for n in rounds]
             if (fewest := min(map(len, runs))) < FEWEST_STEPS:
                 raise BenchmarkError(
-                    f"a batch of {size} decoded as a whole in only {fewest} steps; at least "
+                    f"all {size} sequences decoded together in only {fewest} steps; at least "
                     f"{FEWEST_STEPS} are needed: raise --tokens {workload.tokens}, or lower "
                     "--batches"
                 )
@@ -140,9 +140,9 @@ def measure_engine(
 
 
 def full_steps(engine: Engine, batch: Sequence[GenerationRequest]) -> list[tuple[float, int, int]]:
-    """Run requests to their end. For each step in which all of them decoded, returns the step's
-    duration in seconds, the number of tokens, and the number of positions attended to. Raises
-    BenchmarkError."""
+    """Run requests until all have ended. For each step in which all of them decoded, returns the
+    step's duration in seconds, the number of tokens, and the number of positions attended to.
+    Raises BenchmarkError."""
     for request in batch:
         engine.add(request)
     live = sum(len(request.token_ids) for request in batch)

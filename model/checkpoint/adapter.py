@@ -52,7 +52,7 @@ from logitd.model.transformer.lora import LoraError, LoraShape, merge_into
 
 WEIGHTS = "adapter.safetensors"
 ADAPTER_BYTES = 4 * 2**30
-"""Size limit in bytes of an adapter's weights, which are read into memory as a whole."""
+"""Maximum size, in bytes, of an adapter's weights file, which is read into memory as a whole."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,8 @@ def read_adapter(path: Path) -> Adapter:
         if isinstance(error, OSError) and error.strerror:
             reason = f"{error.filename}: {error.strerror}"
         raise CheckpointError(
-            f"{path} is not an adapter, which is a folder with {CONFIG} and {WEIGHTS} ({reason})"
+            f"{path} is not an adapter ({reason}): an adapter is a folder with {CONFIG} and "
+            f"{WEIGHTS}"
         ) from error
     if not isinstance(document, dict) or document.get("kind") != "adapter":
         raise CheckpointError(
@@ -122,7 +123,8 @@ def read_adapter(path: Path) -> Adapter:
         )
     if (version := document.get("format_version")) != FORMAT_VERSION:
         raise CheckpointError(
-            f"the adapter {path} has format_version {version!r}; this logitd reads {FORMAT_VERSION}"
+            f"the adapter {path} has format_version {version!r}; this version of logitd reads "
+            f"{FORMAT_VERSION}"
         )
     try:
         verify(path, WEIGHTS, sha256_of(raw), len(raw), document["files"])
@@ -148,10 +150,10 @@ def read_adapter(path: Path) -> Adapter:
 def merge(base: Path, adapter: Path, path: Path, *, save_dtype: FloatName) -> CheckpointInfo:
     """Merge an adapter into its base checkpoint, and save the result as a new checkpoint at `path`.
 
-    The sum is computed in float32 and saved as `save_dtype`; bfloat16 may round away the small
-    changes that a short training run makes. Raises CheckpointError if the adapter was trained on
-    other weights, DeviceError if the base does not fit into memory, and FileError if `path` cannot
-    be written.
+    The merged weights are computed in float32 and saved as `save_dtype`; bfloat16 may round away
+    the small changes that a short training run makes. Raises CheckpointError if the adapter was
+    trained on other weights, DeviceError if the base does not fit into memory, and FileError if
+    `path` cannot be written.
     """
     info, added = read_checkpoint(base), read_adapter(adapter)
     expected = str(added.base.get("weights_sha256"))

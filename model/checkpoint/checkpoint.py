@@ -56,8 +56,8 @@ class CheckpointError(ValueError):
     frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid")
 )
 class TrainingRecord:
-    """The origin of the weights, which the service reports to its clients. Raises ValidationError
-    if a field is invalid.
+    """Where the weights come from. The service reports this record to its clients. Raises
+    ValidationError if a field is invalid.
 
     step               number of optimizer steps
     tokens             number of tokens seen in training, including repetitions
@@ -87,7 +87,7 @@ class TrainingRecord:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint without its weights, which is fast to read.
+    """A checkpoint without its weights. Reading it is fast.
 
     shape  the model's configuration; `config` returns it only if logitd computes the model
     """
@@ -125,8 +125,8 @@ class CheckpointInfo:
     @property
     def special_ids(self) -> bool:
         """True if the name of a special token in a text is encoded as the token's id, as it was in
-        training. If the training record does not say so, this is True for checkpoints with a chat
-        template."""
+        training. If the training record does not say how the names were encoded, the result is True
+        for a checkpoint with a chat template."""
         default = "text" if self.chat_template is None else "ids"
         return bool(self.training.data.get("special_tokens", default) == "ids")
 
@@ -210,8 +210,8 @@ def write_config(
 
 def is_checkpoint(path: Path) -> bool:
     """True if a folder looks like a checkpoint or an adapter of this project, even if it is
-    incomplete. Also True if its configuration is unreadable, so that reading it reports the
-    fault."""
+    incomplete. Also True if its configuration is unreadable, so that the caller tries to read it
+    and reports the fault."""
     try:
         document = parse_json(read_regular(path / CONFIG, CONFIG_BYTES))
     except FileError:
@@ -303,7 +303,7 @@ def _read_document(path: Path) -> dict[str, Any]:
         )
     if (version := document.get("format_version")) != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format_version {version!r}; this logitd reads {FORMAT_VERSION}"
+            f"{path} has format_version {version!r}; this version of logitd reads {FORMAT_VERSION}"
         )
     return document
 

@@ -21,8 +21,8 @@ PIECE = 4 * 2**20
 
 
 class HashedFile:
-    """An open file; use it in a `with` block. Taking a piece overwrites the memory of the piece
-    before the previous one."""
+    """An open file; use it in a `with` block. Only the last two pieces taken are valid: `take`
+    reuses the memory of the pieces before them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -3,7 +3,7 @@
 No size in a file is trusted by itself: before anything is allocated, the header of the weights is
 compared with the configuration, and both with the free memory. Loading verifies hashes, names,
 shapes and finiteness. It executes no code (`model/inference/load.py` runs an owner's code) and
-copies the weights, so later changes of a file do not affect a loaded model.
+copies the weights, so later changes to a file do not affect a loaded model.
 `model/checkpoint/checkpoint.py` reads the configuration, and writes checkpoints.
 """
 

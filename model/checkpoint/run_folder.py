@@ -10,7 +10,7 @@ from pathlib import Path
 RUN = "run.json"
 """File with the settings of a run; a folder that contains it is a run."""
 BEST, LATEST = "best", "latest"
-"""Links to the checkpoint with the lowest validation loss, and to the newest checkpoint."""
+"""Two links: to the checkpoint with the lowest validation loss, and to the newest checkpoint."""
 HISTORY = "history"
 """Folder of the checkpoints that `--keep-every` keeps."""
 STEP = re.compile(r"step-(\d{6,})")

@@ -2,8 +2,8 @@
 
 The safetensors library would hold the whole file in memory and copy it, or map it, so that a
 running model would see changes to the file. Here at most two pieces are in memory
-(`model/checkpoint/hashed_file.py`). The header is checked as in the library: its length, its JSON,
-and that there are no gaps between tensors. Files are written with the library.
+(`model/checkpoint/hashed_file.py`). As in the library, the length and the JSON of the header are
+checked, and gaps between tensors are refused. Files are written with the library.
 """
 
 import math

@@ -104,8 +104,8 @@ def _header(path: Path) -> tuple[int, int, int, bytes]:
         magic, version, width, count, text_bytes, sha256 = HEADER.unpack(file.read(HEADER.size))
     if magic != MAGIC or version != VERSION or width not in (2, 4):
         raise DataError(
-            f"{path} begins with {magic!r}, version {version}, {width} bytes per id; this logitd "
-            f"reads {MAGIC!r}, version {VERSION}, 2 or 4 bytes"
+            f"{path} begins with {magic!r}, version {version}, {width} bytes per id; this version "
+            f"of logitd reads {MAGIC!r}, version {VERSION}, 2 or 4 bytes"
         )
     return width, count, text_bytes, sha256
 

@@ -1,12 +1,12 @@
 """Split: the part of each document that is trained on, and the part that is held out.
 
-The held-out share is measured in bytes. A document larger than the whole share is divided, and its
-end is held out. Every other document is either trained on or held out as a whole, depending on its
-lot: a number from the sha256 of its content. The documents with the lowest lots are held out. So
-two equal documents are treated in the same way, and adding documents moves few others to the other
-side. (For Python's own text the lot is computed from the file's name, because contents change
-between Python versions. That text has three pairs of equal files, 700 bytes in all; the two files
-of a pair may end up on different sides.)
+The held-out share is measured in bytes. A document larger than the whole held-out share is divided,
+and its end is held out. Every other document is either trained on or held out as a whole, depending
+on its lot: a number derived from the sha256 of its content. The documents with the lowest lots are
+held out. So two equal documents are treated in the same way, and adding documents moves few others
+to the other side. (For Python's own text the lot is computed from the file's name, because contents
+change between Python versions. That text has three pairs of equal files, 700 bytes in all; the two
+files of a pair may end up on different sides.)
 """
 
 import hashlib
@@ -85,7 +85,7 @@ def sides(document: Document, split: Split) -> Iterator[tuple[Side, str]]:
 
 
 def lot(document: Document) -> int:
-    """The lot of a document: a number below 2^64 from its name or its content."""
+    """The lot of a document: a number below 2^64, derived from its name or its content."""
     return _lot_and_size(document)[0]
 
 

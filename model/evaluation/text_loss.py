@@ -11,7 +11,7 @@ dtype:
     keys or values
 
 On the held-out text of a run, in the dtype of training, the result equals the trainer's if the
-trainer evaluated on the whole text (`eval_batches`). In float32 the two differ by rounding.
+trainer evaluated on the whole text (`eval_batches`). In float32 the two results differ by rounding.
 
 The tokens are written to disk, so the text may be larger than memory. A window may contain the end
 of one document and the start of the next, as in training. `model/evaluation/quantization_loss.py`

@@ -1,1 +1,1 @@
-"""Extraction: writes logprobs or stages of every token of a text to files."""
+"""Extraction: writes the logprobs or other values of every token of a text to files."""

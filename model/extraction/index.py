@@ -27,7 +27,7 @@ from logitd.model.folder_lock import FolderLock, FolderLocked
 INDEX, LOCK = "index.json", "extract.lock"
 FORMAT_VERSION = 1
 INDEX_BYTES = 2**28
-"""Size limit of the index: more than the index of a million shards needs."""
+"""Maximum size, in bytes, of the index file, enough for the index of a million shards."""
 _ASIDE = re.compile(r"\.(index\.json|shard-\d{6,}\.(parquet|safetensors))" + re.escape(PART))
 """Matches the names of files that were being written when the command was killed."""
 
@@ -50,7 +50,7 @@ class Shard:
 
 class ExtractionFolder:
     """The folder at `path`, locked until `close`, and its shards. Raises ExtractionError if another
-    process writes it, if it contains other files, or if it cannot be written."""
+    process is writing to it, if it contains other files, or if it cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

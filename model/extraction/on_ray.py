@@ -183,7 +183,10 @@ def on_ray(
         count, fit, placed = choose_workers(nodes, options, workers)
         sizes = f"{count} on {placed.device} with --threads {placed.threads}"
         if count > fit and address == LOCAL:
-            raise ExtractionError(f"--ray-workers: {sizes}; only {fit} of them fit")
+            raise ExtractionError(
+                f"--ray-workers is {count}, but only {fit} workers on {placed.device} with "
+                f"--threads {placed.threads} fit on this machine"
+            )
         log(f"workers: {sizes}; {fit} of them fit now")
         actor = ray.remote(
             num_cpus=placed.threads,

@@ -45,21 +45,20 @@ TORCH_DTYPES: Mapping[StoredDType, torch.dtype] = {
     "bfloat16": torch.bfloat16,
 }
 SHARD_TOKENS = 2**18
-"""Upper bound of the default number of tokens in a shard. Their logprobs take a few megabytes."""
+"""Upper limit on the default number of tokens in a shard. Their logprobs take a few megabytes."""
 SHARD_BYTES = 2**28
 """Default size in bytes of a shard of stages or of the lens. The whole shard is in memory until it
 is written."""
 WINDOW_BYTES = 2**30
-"""Limit in bytes of one window's lens figures, because a window cannot be divided between
-shards."""
+"""Maximum size, in bytes, of the lens figures of one window. There is a limit because a window
+cannot be divided between shards."""
 LENS_TOP_K = 5
 """Default number of likeliest tokens that the lens lists per layer, as in POST /lens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """The logprob of each token, and the `top_k` tokens that the model considers likeliest in its
-    place."""
+    """The logprob of each token, and the `top_k` likeliest tokens at its position."""
 
     top_k: int = 0
 

@@ -77,8 +77,8 @@ def parquet_file(units: Sequence[Unit], columns: Mapping[str, Column]) -> bytes:
 def safetensors_file(
     units: Sequence[Unit], tensors: Mapping[str, Values], kept: Booleans, dtype: torch.dtype
 ) -> bytes:
-    """A safetensors file for the `kept` ones among the units' counted tokens: `tensors` (tokens,
-    ...) in `dtype`, and the tensors `document`, `position` and `token` (tokens,). Raises
+    """A safetensors file for the counted tokens that `kept` selects from the units: `tensors`
+    (tokens, ...) in `dtype`, and the tensors `document`, `position` and `token` (tokens,). Raises
     ExtractionError for values that the dtype cannot hold."""
     stored = {}
     for name, values in tensors.items():

@@ -72,8 +72,8 @@ class FactoredMatrix:
     __rmul__ = __mul__
 
     def __getitem__(self, index: Any) -> "FactoredMatrix":
-        """Index the leading axes, then the rows and columns. The index of a single row or column
-        keeps the axis."""
+        """Index the leading axes, then the rows and columns. Indexing a single row or column keeps
+        its axis."""
         index = index if isinstance(index, tuple) else (index,)
         if Ellipsis in [each for each in index if not isinstance(each, Tensor)]:
             at = next(i for i, each in enumerate(index) if each is Ellipsis)

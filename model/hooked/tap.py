@@ -96,8 +96,8 @@ class PointTap:
 
     def _from_own_inputs(self, layer: int, stage: str, value: Tensor) -> Tensor:
         """Queries, keys or values (B, heads, T, D), computed from the heads' own copies of the
-        stream after hooks have changed them; `value` if those copies have no hooks. The norms' hook
-        points are called only for the shared stream."""
+        stream after hooks have changed them. Returns `value` if those copies have no hooks. The
+        norms' hook points are called only for the shared stream."""
         name, part = _OWN_INPUTS[stage]
         own = self._points[f"blocks.{layer}.{name}"]
         shared = self._points[f"blocks.{layer}.hook_attn_in"]
@@ -185,8 +185,8 @@ def run(
     real: Tensor | None = None,
     stop: int | None = None,
 ) -> Tensor:
-    """Logits (B, T, V) of ids (B, T), or the stream (B, T, C) before the block `stop`. With `real`,
-    padding is not counted in the positions of tokens."""
+    """Logits (B, T, V) of ids (B, T), or the stream (B, T, C) before the block `stop`. If `real` is
+    given, padding is skipped when the positions of tokens are counted."""
     tap = PointTap(gpt, points, ids, real=real, stop=stop)
     if real is None:
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)

@@ -71,7 +71,7 @@ class Tokens:
     ) -> Batch:
         """The ids of an input. Shorter texts are padded. For rows of ids, 0 in `attention_mask`
         (B, T) marks padding; without a mask, the padding ids at the beginning of a row count as
-        padding if the side is "left".
+        padding if `padding_side` is "left".
 
         Raises InvalidRequest for an empty input, ids outside the vocabulary or a mask of another
         shape, and ContextLengthExceeded.

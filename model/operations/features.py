@@ -21,8 +21,8 @@ from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.features import Features
 
 PROMOTED = 12
-"""Number of tokens listed for a feature in each direction: the tokens whose logits it raises most,
-and the tokens whose logits it lowers most."""
+"""Number of tokens in each of a feature's two lists: the tokens whose logits it raises most, and
+the tokens whose logits it lowers most."""
 
 
 def summary(

@@ -28,8 +28,8 @@ MAX_PIECES = 2**14
 """Maximum number of tokens that one reply describes one by one. Their JSON takes about 1.5 MB."""
 
 MAX_UNKNOWN = 2**17
-"""Maximum length of a text, in characters, if its split pattern is not known to take linear
-time."""
+"""Maximum length of a text, in characters, if the vocabulary's split pattern is not known to take
+linear time."""
 
 
 class TokenizeRequest(ModelBody):

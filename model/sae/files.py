@@ -36,7 +36,7 @@ from logitd.model.transformer.stages import lens_stages, stages_of
 
 CONFIG, WEIGHTS, FACTS = "cfg.json", "sae_weights.safetensors", "features.safetensors"
 MOST_BYTES = 2**33
-"""Size limit of each file with arrays, in bytes."""
+"""Maximum size, in bytes, of each file that contains arrays."""
 ARCHITECTURES = ("standard", "topk", "jumprelu")
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "normalize_activations": ("none", None, False),
@@ -174,15 +174,15 @@ def _folded(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Autoenc
         shapes["threshold"] = (features,)
     if set(tensors) != set(shapes):
         raise AutoencoderError(
-            f"{WEIGHTS} has the tensors {', '.join(sorted(tensors))}; {config['architecture']!r} "
-            f"has {', '.join(shapes)}"
+            f"{WEIGHTS} has the tensors {', '.join(sorted(tensors))}, but the architecture "
+            f"{config['architecture']!r} has {', '.join(shapes)}"
         )
     for name, shape in shapes.items():
         tensor = tensors[name]
         if tuple(tensor.shape) != shape or not tensor.is_floating_point():
             raise AutoencoderError(
-                f"{name} is {tensor.dtype} of shape {list(tensor.shape)}; "
-                f"{CONFIG} requires {list(shape)}"
+                f"{name} has the dtype {tensor.dtype} and the shape {list(tensor.shape)}; "
+                f"expected a float dtype and, as {CONFIG} requires, the shape {list(shape)}"
             )
         if not tensor.isfinite().all():
             raise AutoencoderError(f"{name} has a number that is not finite")

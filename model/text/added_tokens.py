@@ -58,7 +58,7 @@ class AddedTokens:
     ) -> None:
         tokens = {**special, **ordinary}
         for text in tokens:
-            text.encode()  # raises for half a surrogate pair
+            text.encode()  # raises for an unpaired surrogate
             if not 0 < len(text) <= MOST_CHARACTERS:
                 raise ValueError(
                     f"the added token {text[:40]!r} has {len(text):,} characters, but must have 1 "

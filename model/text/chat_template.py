@@ -33,7 +33,7 @@ MAX_SOURCE = 2**16
 MAX_CHARACTERS = 2**22
 """Maximum number of characters that a template may write."""
 MAX_SECONDS = 5.0
-"""Time limit of one rendering; a common template takes less than a millisecond."""
+"""Time limit, in seconds, of one rendering; a common template takes less than a millisecond."""
 
 _NO_FILTERS = (
     *("random", "e", "escape", "forceescape", "striptags", "urlencode", "urlize", "xmlattr"),
@@ -118,7 +118,7 @@ class ChatTemplate:
         shown = text.translate(hidden.show)
         if _has_surrogates(shown):
             raise ChatTemplateError(
-                "the chat template wrote half a surrogate pair, which is not text"
+                "the chat template wrote an unpaired surrogate, which is not text"
             )
         return [
             shown[cut.start : cut.end] if cut.token_id is None else cut.token_id
@@ -252,7 +252,7 @@ def _check_source(source: str) -> None:
         raise ChatTemplateError("the chat template is empty")
     if _has_surrogates(source):
         raise ChatTemplateError(
-            "the chat template contains half a surrogate pair, which is not text"
+            "the chat template contains an unpaired surrogate, which is not text"
         )
 
 

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 import regex
 
 MOST_SECONDS = 2.0
-"""Time limit for splitting one text by an unknown pattern."""
+"""Time limit, in seconds, for splitting one text by an unknown pattern."""
 
 JOINED_CUTS = (
     r"\w+|[^\w\s]|\s",

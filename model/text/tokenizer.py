@@ -1,10 +1,10 @@
 """Tokenizer: text to token ids and back.
 
-There are three kinds: byte pair encoding with tiktoken, vocabularies of whole words and marks
-(`pieces.py`), and models without a vocabulary, which have only token ids. This module also reads
-and writes the ranks file (`tokenizer.tiktoken`: each line has a token in base64, a space and the
-token's rank) and the tokenizer's section of `config.json`, and finds the place of each token in a
-text. `added_tokens.py` finds added tokens.
+There are three kinds: byte pair encoding with tiktoken, vocabularies of whole words and punctuation
+marks (`pieces.py`), and tokenizers without a vocabulary, for models that have only token ids. This
+module also reads and writes the ranks file (`tokenizer.tiktoken`: each line has a token in base64,
+a space and the token's rank) and the tokenizer's section of `config.json`, and finds the place of
+each token in a text. `added_tokens.py` finds added tokens.
 
 `model/data/vocabulary.py` learns vocabularies, `published.py` has the published vocabularies, and
 `model/convert/` reads other formats.

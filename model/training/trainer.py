@@ -56,7 +56,7 @@ MILESTONES = (0.01, 0.03, 0.1, 0.3)
 """Shares of a run after which an additional checkpoint and samples are written. Both are also
 written before the first and after the last step."""
 MOST_FOR_A_MILESTONE = 0.02
-"""Largest share of the minutes that a checkpoint at a milestone may take."""
+"""Maximum share of the run's minutes that a checkpoint at a milestone may take."""
 CLOCK = ("seconds", "setup", "ending", "pace", "ending_pace", "share")
 """Counters that the main process sets for all processes."""
 SHORTER = 0.8
@@ -245,7 +245,7 @@ class Trainer:
             self.divergence.start(float(loss))
 
     def _now(self) -> float:
-        """Seconds of the run so far."""
+        """Seconds that the run has taken so far."""
         return time.monotonic() - self.began
 
     def _count_setup(self, since: float) -> None:
@@ -312,8 +312,8 @@ class Trainer:
         return due.state or due.evaluation or due.samples or due.history or logs
 
     def _log(self) -> None:
-        """Report the steps since the last report, and append them to the metrics. Only this reads
-        the loss from the device."""
+        """Report the steps since the last report, and append them to the metrics. Only this method
+        reads the loss from the device."""
         if not self.log.steps:
             return
         figures, counters = self.log.take(), self.counters

@@ -49,7 +49,7 @@ class RopeScaling:
     """Scaling of the angles of rotary positions, for contexts longer than in pre-training.
 
     kind                     linear: every angle is divided by `factor` (Chen et al., 2023);
-                             llama3: only slow angles, as in Llama 3.1;
+                             llama3: only slow angles are divided, as in Llama 3.1;
                              yarn: a ramp from unchanged to divided angles, and longer queries
                              and keys (Peng et al., 2023)
     factor                   ratio of the new to the original context length

@@ -71,8 +71,9 @@ def angles_per_position(config: GPTConfig, device: torch.device) -> Tensor:
 
 
 def _llama3(angles: Tensor, scaling: RopeScaling) -> Tensor:
-    """Scale angles as in Llama 3.1. An angle with few turns within the original context is divided
-    by the factor; an angle with many turns does not change; between the two, interpolate."""
+    """Scale angles as in Llama 3.1. An angle that makes few turns within the original context is
+    divided by the factor, and an angle that makes many turns does not change. The angles in between
+    are interpolated."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     original = scaling.original_context_length
     assert low is not None
@@ -85,7 +86,8 @@ def _llama3(angles: Tensor, scaling: RopeScaling) -> Tensor:
 
 def _yarn(angles: Tensor, scaling: RopeScaling, config: GPTConfig) -> Tensor:
     """Interpolate as for llama3, but linearly by the index of the channel, from the channel that
-    makes `beta_fast` turns within the original context to the one that makes `beta_slow`."""
+    makes `beta_fast` turns within the original context to the channel that makes `beta_slow`
+    turns."""
     fast, slow, original = scaling.beta_fast, scaling.beta_slow, scaling.original_context_length
     assert fast is not None
     assert slow is not None

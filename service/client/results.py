@@ -376,9 +376,10 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The difference of the logits when parts are set to their means over the positions, with
-    nothing frozen. A share is 0 if all parts are set to their means and 1 if none is; null if there
-    is nothing to explain."""
+    """The difference of the logits when parts are set to their means over the positions, and
+    everything else is computed again, including attention weights and norms. On the scale of a
+    share, 0 is the difference with all parts set to their means, and 1 is the original difference.
+    A share is null if there is nothing to explain."""
 
     circuit_alone: float  # All parts outside the circuit are set to their means.
     circuit_alone_share: float | None
@@ -412,8 +413,8 @@ class CircuitNode:
 
 @dataclass(frozen=True, slots=True)
 class CircuitEdge:
-    """The weights of the edges that leave a node add up to the sum of its `values` and
-    `attention`."""
+    """An edge from a node to another node or to the logits. The weights of all edges that leave a
+    node add up to the sum of the node's `values` and `attention`."""
 
     source: int  # Index of a node.
     target: int | None  # Index of a node; null for the logits.

@@ -211,5 +211,5 @@ def test_more_workers_than_fit_are_refused(started: Started) -> None:
     process = started.start("out", "--ray", "local", "--ray-workers", "1000")
     _, messages = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert "1000 on cpu with --threads 1; only" in messages
+    assert "--ray-workers is 1000, but only" in messages
     started.wait_for_the_end()

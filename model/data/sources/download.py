@@ -28,7 +28,7 @@ REPORT_EVERY = 2.0
 
 @dataclass(frozen=True)
 class Downloading:
-    """Progress of a download, every few seconds."""
+    """Event: the progress of a download, every few seconds."""
 
     url: str
     done: int  # bytes
@@ -37,7 +37,7 @@ class Downloading:
 
 @dataclass(frozen=True)
 class Downloaded:
-    """The text is in the cache, fetched now or earlier."""
+    """Event and result: the text is in the cache, fetched now or earlier."""
 
     url: str
     size: int  # bytes

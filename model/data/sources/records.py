@@ -94,7 +94,7 @@ def csv_documents(file: TextIO, name: str, field: str | None) -> Iterator[Docume
 
 
 def parquet_documents(path: Path, name: str, field: str | None) -> Iterator[Document]:
-    """The text in the column `field` of each row, one row group in memory at a time."""
+    """The text in the column `field` of each row. Only one row group is in memory at a time."""
     try:
         import pyarrow as arrow
         from pyarrow import parquet
@@ -180,6 +180,6 @@ def _document(where: str, text: str) -> Iterator[Document]:
             yield text_document(where, text)
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where}: character {error.start} is half a surrogate pair "
+            f"{where}: character {error.start} is an unpaired surrogate "
             f"({text[error.start]!r}), which UTF-8 cannot encode"
         ) from error

@@ -1,9 +1,10 @@
 """Activations for training: an endless stream of a stage's values on a text, in random order.
 
 The text is cut into windows of the model's context (`model/extraction/plan.py`). Some windows are
-held out. The others pass through a buffer that shuffles windows, an extraction engine, and a buffer
-that shuffles positions. At its end, the text is read again. So memory does not depend on the size
-of the text. The order is a function of the seed.
+held out. The others pass first through a buffer that shuffles windows, then through an extraction
+engine, and last through a buffer that shuffles positions. When the end of the text is reached, it
+is read again from the start. So the memory used does not depend on the size of the text. The order
+is a function of the seed.
 """
 
 import random
@@ -60,8 +61,8 @@ class Activations:
         ]
         if len(first) < 2:
             raise ExtractionError(
-                f"{text.name} has {len(first)} windows of at least {SHORTEST} tokens; training and "
-                "held-out text need one each: use more text"
+                f"{text.name} has {len(first)} windows of at least {SHORTEST} tokens; training "
+                "and the held-out text need at least one each: use more text"
             )
         step = max(2, len(first) // HELD_OUT)
         return cls(computer, stage, checkpoint, text, tuple(first[step - 1 :: step][:HELD_OUT]))

@@ -1,6 +1,6 @@
 """Presets: model shapes and training recipes by name.
 
-Flags can replace every value of a preset (`model/training/configuration/config.py`). This module
+Flags can override any value of a preset (`model/training/configuration/config.py`). This module
 does not import torch.
 """
 

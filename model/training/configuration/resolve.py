@@ -64,16 +64,16 @@ REWARMING = 0.05
 LONG_MINUTES, LONG_BY_CLOCK, LONG_OPERATIONS = 15.0, 1e14, 1.5e14
 """On a CPU, `compile` "auto" means "on" for long runs. A run is long if it has at least
 LONG_OPERATIONS operations or, if only the clock ends it, LONG_BY_CLOCK operations. If it has a time
-limit, that must also be at least LONG_MINUTES. In a run of two thirds of LONG_BY_CLOCK, or about
-half of LONG_OPERATIONS, compiling takes as much time as it saves, measured on two AVX-512 cores in
-bfloat16. The unit is operations because a slower machine also compiles more slowly."""
+limit, the limit must also be at least LONG_MINUTES. In a run of two thirds of LONG_BY_CLOCK, or
+about half of LONG_OPERATIONS, compiling takes as much time as it saves, measured on two AVX-512
+cores in bfloat16. The unit is operations because a slower machine also compiles more slowly."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedTraining:
     """All settings of a run, except the devices of its processes.
 
-    config  settings of the command that started the run and of those that resumed it
+    config  settings of the command that started the run and of the commands that resumed it
     lora    adapters to train instead of the whole model
     base    checkpoint to fine-tune
     """
@@ -100,7 +100,7 @@ class ResolvedTraining:
         self, size: int, speed: Callable[["ResolvedTraining"], float] = lambda training: 0.0
     ) -> "ResolvedTraining":
         """A copy of this run with the size of its vocabulary, which is known only after the text
-        was tokenized. This also decides what `compile` "auto" means: for a long run it becomes
+        has been tokenized. This also decides what `compile` "auto" means: for a long run it becomes
         "on", so that the run has the same kernels after a resumption; for a short run it stays
         "auto", which compiles only on CUDA. `speed` measures the tokens per second of a run that
         ends by the clock."""

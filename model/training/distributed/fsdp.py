@@ -1,4 +1,4 @@
-"""Sharding: divides one model among its processes if a whole copy does not fit into each (FSDP).
+"""Sharding: divides one model among the processes if a whole copy does not fit into each (FSDP).
 
 Each process stores some rows of every parameter, of its gradient and of its optimizer states. To
 compute a block, its parameters are gathered, used and freed, first in the forward and again in the
@@ -67,7 +67,8 @@ class ParamShard:
 
     def within(self, first: int, last: int) -> tuple[slice, "ParamShard"]:
         """Treat the rows [first, last) of the tensor as a separate tensor. Returns the slice of
-        this shard with rows of the separate tensor, and the separate tensor's ParamShard."""
+        this process's rows that belongs to the separate tensor, and the ParamShard that describes
+        these rows in the separate tensor."""
         begin = min(max(self.first, first), last)
         end = max(begin, min(self.last, last))
         shape = (last - first, *self.shape[1:])
@@ -138,7 +139,8 @@ def shard_of(parameter: Tensor) -> ParamShard:
 
 
 def unsummed_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """The gradients of unsharded parameters. Sharded ones were already summed over processes."""
+    """The gradients of unsharded parameters. The gradients of sharded parameters were already
+    summed over the processes."""
     gradients = [parameter.grad for parameter in parameters if not isinstance(parameter, DTensor)]
     return [gradient for gradient in gradients if gradient is not None]
 

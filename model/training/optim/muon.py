@@ -10,7 +10,7 @@ Sources: Muon by Keller Jordan (2024), https://kellerjordan.github.io/posts/muon
 learning-rate adjustment of torch.optim.Muon. Only torch's defaults, which the trainer uses, are
 supported: Nesterov momentum and no `adjust_lr_fn`. The iterations differ: torch makes five with the
 same coefficients. Here there are four, each with the optimal coefficients for the range of singular
-values after the previous one (Amsel et al., The Polar Express, 2025, arXiv 2505.16932).
+values after the previous iteration (Amsel et al., The Polar Express, 2025, arXiv 2505.16932).
 
 Shapes: M matrices of one shape, R rows, S columns, R <= S.
 """
@@ -36,7 +36,7 @@ ITERATIONS = (
 )
 """Coefficients of x, x^3 and x^5 in each iteration. Each polynomial is the one nearest to 1 on the
 interval to which the earlier ones map [SMALLEST, 1]. All except the last are scaled to
-p(x / MARGIN), so that rounding does not lead out of the interval."""
+p(x / MARGIN), so that rounding does not push values out of the interval."""
 SMALLEST, MARGIN = 4e-3, 1.01
 STACKED_ELEMENTS = 2**24
 """Maximum number of elements in a stack, so that large models need no second copy of all
@@ -51,7 +51,8 @@ def step(
     processor cannot multiply bfloat16. Parameters without a gradient stay unchanged.
 
     `shards` describes the rows of its matrix that each parameter holds. The update of a divided
-    matrix is gathered and orthogonalized in every process, and each applies its rows.
+    matrix is gathered and orthogonalized in every process, and each process applies the rows that
+    it holds.
     """
     for group in optimizer.param_groups:
         for parameters in _stacks([p for p in group["params"] if p.grad is not None], shards):

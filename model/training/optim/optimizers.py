@@ -85,7 +85,7 @@ def kind_of(gpt: GPT, name: str) -> Kind:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _View:
-    """Rows of a parameter, in the same memory, which an optimizer updates instead of the
+    """Some rows of a parameter, which share its memory. An optimizer updates them instead of the
     parameter."""
 
     tensor: nn.Parameter  # updated by the optimizer
@@ -233,6 +233,7 @@ def _maps(gpt: GPT) -> Iterator[_View]:
 
 
 def _adamw_decay(kind: Kind, recipe: Recipe) -> float:
-    """The weight decay of parameters that AdamW updates. With Muon only the matrices decay; with
-    AdamW alone everything except the scalars, as in GPT-2."""
+    """The weight decay of parameters that AdamW updates. If Muon updates the matrices, only the
+    matrices decay. With AdamW alone, all parameters except norms, biases, gates and scales decay,
+    as in GPT-2."""
     return 0.0 if recipe.optimizer == "muon" or kind == "scalar" else recipe.weight_decay

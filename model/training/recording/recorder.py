@@ -48,7 +48,8 @@ from logitd.model.transformer.value_map import with_tables
 
 Task = Literal["state", "evaluation", "samples", "checkpoint"]
 SAMPLING = 0.02
-"""Largest share of the minutes that the samples of a step may take; longer samples are cut off."""
+"""Maximum share of the run's minutes that the samples of a step may take. Sampling ends at this
+limit."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from logitd.model.training.configuration.resolve import ResolvedTraining
 
 PLOT = "loss.png"
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Error numbers for a full disk, an exceeded quota, and a file above the size limit."""
+"""Error numbers of a full disk, an exceeded quota, and a file that exceeds the size limit."""
 
 
 class RunDirectory:

@@ -120,5 +120,7 @@ def read_state(path: Path, *, mapped: bool = False) -> dict[str, Any]:
         raise TrainingError(f"{path} is not a complete training state: {error}") from error
     version = document.get("version") if isinstance(document, dict) else None
     if version != VERSION:
-        raise TrainingError(f"{path} has version {version!r}; this logitd reads {VERSION}")
+        raise TrainingError(
+            f"{path} has version {version!r}; this version of logitd reads {VERSION}"
+        )
     return dict(document)

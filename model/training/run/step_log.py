@@ -16,8 +16,8 @@ SMOOTHING = 0.8
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of a report. The gradient norm and the learning rate are from its last step; the
-    other figures are means over all its steps."""
+    """The figures of a report. The gradient norm and the learning rate are taken from the last step
+    of the report; the other figures are means over all its steps."""
 
     loss: float
     smoothed_loss: float

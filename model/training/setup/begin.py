@@ -54,9 +54,9 @@ _MEASURING = "measuring the training speed of this machine, which takes a few se
 
 def setup_run(config: TrainingConfig, ranks: Ranks, report: EventHandler, deadline: float) -> Run:
     """Open a new run in a new directory, or an existing one with `resume`. Every process calls this
-    and gets the same run, with its own part of the work. The main process locks the directory; its
-    caller must release it. `deadline` is the time on the monotonic clock at which the configured
-    minutes end."""
+    and gets the same run, with its own part of the work. In the main process the directory is
+    locked, and the caller must release the lock. `deadline` is the time on the monotonic clock at
+    which the configured minutes end."""
     if config.shard == "on" and ranks.size == 1:
         raise TrainingError(
             "shard is on, but there is only one process: start several with "
@@ -172,7 +172,7 @@ def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> _Open
     """Open an existing run at its saved state. This function does the first four steps of a resume:
 
     1. Lock the directory. Read run.json and apply the settings of this command.
-    2. Open the base if its weights are needed, the chat template and the tokenized text. Refuse
+    2. Open the chat template, the tokenized text and, if its weights are needed, the base. Refuse
        a --data that has changed.
     3. Rewind the directory to the step of the saved state, because later steps will be repeated:
        remove later metrics, samples and checkpoints, and incomplete files.

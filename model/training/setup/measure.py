@@ -29,7 +29,7 @@ MOST_MEASURED_STEPS = 40
 LONG_ENOUGH, LONGEST = 0.25, 0.4
 """Shares of the allowed time after which a measurement ends: LONG_ENOUGH if its two fastest steps
 agree, LONGEST in any case. A shorter measurement might coincide with a moment in which other
-programs use the processors, and the chosen model would be too small."""
+programs use the processors, and then the chosen model would be too small."""
 AGREEMENT = 1.05
 """Two step times agree if their ratio is at most this."""
 
@@ -45,9 +45,9 @@ def measure_machine(training: ResolvedTraining, placement: Placement, seconds: f
 
 
 def measure(candidate: ResolvedTraining, placement: Placement, seconds: float) -> float:
-    """Time several real steps on random ids. Returns the tokens per second of the fastest, because
-    it is the least disturbed by other programs. The first step is not timed. Measuring ends when it
-    has used its share of `seconds`, but at least one step is timed."""
+    """Time several real steps on random ids. Returns the tokens per second of the fastest step,
+    which other programs disturbed least. The first step is not timed. Measuring ends when it has
+    used its share of `seconds`, but at least one step is timed."""
     recipe, model = candidate.recipe, candidate.model
     generator = torch.Generator().manual_seed(recipe.seed)
     gpt = GPT(model)

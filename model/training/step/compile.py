@@ -38,8 +38,8 @@ class CompiledLoss:
     raises the error again.
 
     `peers` are processes that share a model and must compute together. If only one of them fell
-    back to eager, the others would wait forever. So each first tests its compiler on a small
-    function, and if one fails, all compute eagerly.
+    back to eager, the others would wait forever. So each process first tests its compiler on a
+    small function. If a test fails, all processes compute eagerly.
     """
 
     def __init__(

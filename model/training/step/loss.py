@@ -39,9 +39,9 @@ def cross_entropy(
     """The mean of -log p(target) in nats, a float32 scalar, differentiable with respect to
     `hidden`, `head` and `bias`.
 
-    The same as `F.cross_entropy` of `F.linear(hidden, head, bias)[..., :vocab_size]`, computed in
-    `dtype` and converted to float32, then limited to `softcap` as in `GPT.logits`. Rows of the head
-    from `vocab_size` on are ignored and get no gradient.
+    The same as `F.cross_entropy` of the logits `F.linear(hidden, head, bias)[..., :vocab_size]`.
+    The logits are computed in `dtype`, converted to float32, and then limited to `softcap` as in
+    `GPT.logits`. Rows of the head from `vocab_size` on are ignored and get no gradient.
     """
     loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden.flatten(0, 1), head, bias, targets.flatten(), vocab_size, softcap, dtype

@@ -66,8 +66,8 @@ class DivergenceMonitor:
         return self._since is not None
 
     def diagnosis(self, *, last: bool = False) -> str | None:
-        """The reason if the run has diverged, otherwise None. `last`: no steps are left in which
-        the run could recover."""
+        """Why the run has diverged; None if it has not. `last` is True if no steps are left in
+        which the run could recover."""
         if self._last is None:
             return None
         step, figures = self._last

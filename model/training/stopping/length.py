@@ -6,7 +6,7 @@ anew before each step: with time for n more steps, the next one completes 1/n of
 share never falls, the learning rate comes down in time even if the machine becomes slower, and the
 last step has the final learning rate. The plan is part of the counters, so a resumed run continues
 with it: seed, step and the recorded shares determine every bit. Only a run with a set number of
-steps can be repeated exactly.
+steps can be repeated exactly from its settings alone.
 """
 
 import math
@@ -20,7 +20,7 @@ over a fifth of the steps so far."""
 RESERVE = 1.5
 """Time reserved for saving the last step, as a multiple of the time that the latest save took."""
 MORE_FOR_SLOWER = 0.1
-"""Maximum share of the minutes that is additionally reserved if steps have become slower."""
+"""Maximum additional reserve, as a share of the run's minutes, if steps have become slower."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ class Counters:
 
     @property
     def slowdown(self) -> float:
-        """Time of a step relative to its time when `ending` was measured, at least 1."""
+        """Ratio of the current time per step to the time per step when `ending` was measured, at
+        least 1."""
         return max(1.0, self.pace / self.ending_pace) if self.ending_pace else 1.0
 
 

@@ -2,7 +2,7 @@
 
 In a `StopSignals` context the first SIGINT or SIGTERM only sets a flag, so that the step can
 finish; the second one raises KeyboardInterrupt. (Clusters send SIGTERM before they take a machine
-away.) Outside the main thread signals cannot be caught, and the context has no effect.
+away.) Outside the main thread, signals cannot be caught, and the context has no effect.
 """
 
 import os

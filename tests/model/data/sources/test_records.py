@@ -153,7 +153,7 @@ def test_field_can_be_named_and_byte_order_mark_is_skipped(tmp_path: Path) -> No
         ('{"text": true}', "the field 'text' is a boolean"),
         ('{"text": ["a"]}', "the field 'text' is an array"),
         ('{"text": {"a": 1}}', "the field 'text' is an object"),
-        ('{"text": "ab\\ud800"}', "line 2: character 2 is half a surrogate pair"),
+        ('{"text": "ab\\ud800"}', "line 2: character 2 is an unpaired surrogate"),
         ("[" * 100_000, "line 2 is"),
         (
             '{"id": "7", "messages": []}',
