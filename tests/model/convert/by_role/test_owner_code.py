@@ -13,6 +13,7 @@ from torch import nn
 from logitd.model.convert.by_role.owner_code import (
     owner_logits,
     parse_owner_code,
+    said_in,
 )
 from logitd.model.convert.by_role.read import RoleOptions, read_by_role, recognize_file
 from logitd.model.convert.foreign import ConvertError
@@ -52,6 +53,12 @@ def test_expression_may_hold_colons(tmp_path: Path) -> None:
     code = parse_owner_code(f"{tmp_path}/gpt.py: GPT({{'n_head': 4}}) ")
     assert (code.file.name, code.expression) == ("gpt.py", "GPT({'n_head': 4})")
     assert str(code) == "gpt.py:GPT({'n_head': 4})"
+
+
+def test_settings_choose_neither_device_nor_dropout() -> None:
+    """The settings of a nanoGPT checkpoint once chose the GPU of the training."""
+    said = said_in({"device": "cuda", "dropout": 0.1, "n_layer": 2}, {})
+    assert (said["device"], said["dropout"], said["n_layer"]) == ("cpu", 0.0, 2)
 
 
 def test_owner_code_answers_all_questions(write: Write) -> None:
