@@ -40,7 +40,7 @@ UNITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeOptions:
-    """Options of computing with a checkpoint. The defaults adapt to this machine.
+    """Options for computing with a checkpoint. The defaults adapt to this machine.
 
     threads     number of threads of torch and of the native decoder; 0: one per processor
     run_code    run the code of a checkpoint that is computed by its owner's code
@@ -116,8 +116,8 @@ TargetGap = float | DecodeSteps
 
 
 def parse_target_gap(text: str) -> TargetGap | None:
-    """Parse a gap: "4x" is four decode steps, "150ms" or "0.2s" a time, "none" is None. Raises
-    ValueError with the valid forms."""
+    """Parse a gap: "4x" means four decode steps, "150ms" and "0.2s" are times, and "none" gives
+    None. Raises ValueError with the valid forms."""
     stripped = text.strip().lower()
     if stripped == "none":
         return None
@@ -136,8 +136,8 @@ def parse_target_gap(text: str) -> TargetGap | None:
 
 
 def parse_target_ttft(text: str) -> float | None:
-    """Parse the time until a first token: "500ms" or "2s"; "none" is None. Raises ValueError with
-    the valid forms."""
+    """Parse the time until a first token, such as "500ms" or "2s"; "none" gives None. Raises
+    ValueError with the valid forms."""
     stripped = text.strip().lower()
     if stripped == "none":
         return None

@@ -31,8 +31,9 @@ from logitd.model.transformer.gpt import GPT
 FACTOR = 8.0
 """Factor by which the search lowers the threshold until enough parts are kept."""
 CLOSE = 2.0
-"""The search ends when the lowest threshold that keeps too few parts is at most this many times the
-highest threshold that keeps enough parts (or too many)."""
+"""The search ends when it has narrowed the threshold to a range whose upper end is at most this
+many times its lower end. The upper end keeps too few parts; the lower end keeps enough, or too
+many."""
 
 
 class Finding:

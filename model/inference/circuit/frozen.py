@@ -1,6 +1,7 @@
 """Frozen blocks: blocks whose attention weights, norm scales and gates are held at their values.
 
-With these held, a block is a linear map of its input, up to constants (biases, value embeddings):
+With these values held, a block is a linear map of its input, up to constants (biases, value
+embeddings):
 
     norm         x -> w (x - mean(x)) / s + b with the s of this forward pass (RMSNorm: no mean)
     attention    z_t = sum_s p_ts v_s with the weights p of this forward pass

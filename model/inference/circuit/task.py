@@ -118,8 +118,9 @@ class Circuit:
         )
 
     def surviving(self, difference: float) -> float | None:
-        """The share of (difference - without_all) that remains in an ablation whose difference is
-        `difference`; None if the two are equal, or if the circuit is empty."""
+        """The share of the effect of all parts that remains in an ablation. The argument is the
+        logit difference in that ablation. None if the parts have no effect, or if the circuit is
+        empty."""
         whole = self.difference - self.without_all
         return (difference - self.without_all) / whole if whole and self.nodes else None
 

@@ -314,8 +314,8 @@ class Runner:
         )
 
     def _copy_prefixes(self, chunks: Iterable[PrefillChunk]) -> None:
-        """Copy all shared prefixes first, in plan order: a later chunk may overwrite its source
-        slot after the common prefix."""
+        """Copy the shared prefixes of all chunks, in plan order. This comes before any chunk is
+        computed, because computing one may overwrite a slot that another copies from."""
         for chunk in chunks:
             if chunk.copy_from is not None:
                 self.cache.copy_prefix(chunk.copy_from, chunk.sequence.held_slot, chunk.start)

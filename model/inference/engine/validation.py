@@ -43,7 +43,8 @@ from logitd.model.transformer.stages import Stage
 
 
 def check_request(request: Request, config: ModelConfig) -> None:
-    """Raise InvalidRequest, with the request's id, if a model of this shape cannot compute it."""
+    """Raise InvalidRequest, with the request's id, if a model of this shape cannot compute the
+    request."""
     try:
         _check(request, config)
     except InvalidRequest as error:

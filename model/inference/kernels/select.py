@@ -76,9 +76,10 @@ def choose_dtype(
     *,
     log: Callable[[str], None] = lambda line: None,
 ) -> DTypeChoice:
-    """Choose the dtype. "auto" means bfloat16 on CUDA, and in the native decoder if the processor
-    or the kernel target has dot products of bfloat16; otherwise float32, because plain torch would
-    round the residual stream to bfloat16 too. `log` gets a line if kernels are built."""
+    """Choose the dtype. "auto" means bfloat16 on CUDA. On a CPU it means bfloat16 if the native
+    decoder can run and the processor or the kernel target has dot products of bfloat16; otherwise
+    float32, because plain torch would round the residual stream to bfloat16 too. `log` gets a line
+    if kernels are built."""
     if options.dtype != "auto":
         return DTypeChoice(options.dtype, "as requested")
     if device.type == "cuda":
@@ -119,9 +120,8 @@ def choose_decode_path(
 
     `threads` is the number of native threads. `batch_invariant` matters only on CUDA; on a CPU
     every decoder is batch-invariant. If a `kernel_target` is set, torch is no substitute for the
-    kernels, because its bits depend on the processor. Raises KernelError if no decoder satisfies
-    the options.
-    """
+    kernels, because the bits of torch depend on the processor. Raises KernelError if no decoder
+    satisfies the options."""
     weight, native_only = gpt.token_embedding.weight, _native_only_setting(options)
     if options.kernels == "torch" and native_only is not None:
         raise KernelError(

@@ -45,8 +45,8 @@ BUILD_SECONDS = 900
 """Time limit of a build. Half a minute is usual, but Zig's first build also compiles its own
 library, which took more than five minutes on busy cores."""
 ZIGS_NAMES = {"armv8-a": "generic"}
-"""Zig's names for processors, where they differ from GCC's by more than underscores instead of
-dashes."""
+"""Zig's names for processors, by GCC's names. A name that only has underscores for GCC's dashes is
+not listed."""
 
 Origin = Literal["compiled now", "compiled before", "prebuilt"]
 

@@ -63,7 +63,7 @@ remaining steps. On an H200, one sequence of GPT-2 124M decodes 4,600 tokens/s w
 with 4, 4,890 with 8."""
 
 Key = tuple[int | str, ...]
-"""Key of a recording: (kind, steps, rows, keys, several rows in a slot, sampling)."""
+"""Key of a recording: (kind, steps, rows, keys, whether a slot has several rows, sampling)."""
 NO_ROW = -1
 """Marks an uploaded row whose token the host knows. Otherwise this field holds the index of the row
 that samples the token."""
