@@ -44,7 +44,7 @@ class ComputeOptions:
 
     threads     number of threads of torch and of the native decoder; 0: one per processor
     run_code    run the code of a checkpoint that is computed by its owner's code
-    batch_code  let that code compute several sequences in one batch, whose bits may differ
+    batch_code  let that code compute several sequences in one batch, which may change the bits
     """
 
     device: str = "auto"
@@ -70,7 +70,8 @@ DEFAULTS = ComputeOptions()
 @dataclass(frozen=True, slots=True)
 class MemoryShare:
     """A share of a device's memory. On a GPU it is a share of all memory, including the memory of
-    weights and other processes; on a CPU, of the memory that the weights leave free."""
+    weights and other processes; on a CPU it is a share of the memory that the weights leave
+    free."""
 
     fraction: float
 
@@ -96,8 +97,8 @@ CODE_SLOTS = 8
 each sequence, so more slots would not add tokens per second but would delay every stream."""
 SERVED_SLOTS = SlotDefault(64, MemoryShare(0.25))
 """Default number of slots of a server. A quarter of the free memory leaves most of it to other
-programs; slots take memory only once they are used (`model/inference/kv_cache.py`). 64 limits the
-slowdown of a stream when all slots are in use."""
+programs; slots take memory only once they are used (`model/inference/kv_cache.py`). The maximum of
+64 limits the slowdown of a stream when all slots are in use."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,9 +120,9 @@ def _compared(passes: TextPasses, last: Tensor, task: CircuitTask) -> tuple[int,
 def _search(
     text: FrozenText, direction: Tensor, whole: float, nothing: Kept, task: CircuitTask
 ) -> Generator[None, None, Kept]:
-    """Find the highest threshold at which the kept parts explain the requested share of `whole`.
-    Returns these parts or, if the limit on parts allows no such threshold, the parts that explain
-    the most."""
+    """Find the highest threshold at which the kept parts explain the requested share of `whole`,
+    the difference to explain. Returns these parts or, if the limit on parts allows no such
+    threshold, the parts that explain the most."""
     best, most = nothing, -math.inf
     # `above` keeps too few parts, `below` enough or too many. A part may contribute more than the
     # whole difference if others have the opposite sign.

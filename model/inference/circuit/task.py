@@ -23,7 +23,7 @@ MOST_SEARCHES = 8
 class CircuitTask:
     """A circuit to find.
 
-    position  position in the prompt, from 0; its logits are for the next token
+    position  position in the prompt, from 0; its logits predict the next token
     token_id  token whose logit is explained; None: the likeliest next token
     minus_id  token whose logit is subtracted; None: the likeliest other token
     share     minimum share of the difference that the circuit explains

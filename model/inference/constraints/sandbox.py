@@ -10,9 +10,8 @@ cannot be sent between processes.
 The process of a `Sandbox` reads the vocabulary once and forks for each trial. A trial has limits on
 memory, stack size and processor time. It answers on its own socket, and ends when its client
 disconnects. Trials run in parallel. When a trial begins, the trials that have run for LONG_SECONDS
-get the lowest priority. The limit counts a trial's own processor time, so other trials do not
-affect whether a source is accepted.
-"""
+get the lowest priority. The limit on processor time counts only the trial's own time, so other
+trials do not affect whether a source is accepted."""
 
 import base64
 import contextlib

@@ -36,8 +36,8 @@ from logitd.model.transformer.config import BLOCK
 WINDOW = 9
 """Number of recent prompt parts over which the median cost of a unit of work is taken."""
 NEAREST = 3
-"""Number of decode steps whose median time is the cost of decoding: of the last RECENT decode
-steps, the steps with the closest row counts."""
+"""The cost of decoding is the median time of this many steps: among the last RECENT decode steps,
+the ones with the closest row counts."""
 RECENT = 32
 PROBE = 16
 """After this many steps with shared passes, one step only decodes. It measures the cost of

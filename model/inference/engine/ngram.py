@@ -35,9 +35,9 @@ RATE_STEP = 0.3
 RETRY_TOKENS = 64
 """Tokens between two attempts while guesses are wrong. Attempts then add at most 1.6 % of rows."""
 SEARCH_INTERVAL = 4
-"""After a search finds no repetition, the next one waits for this many tokens, unless guesses have
-mostly been right. Cache misses take most of the time of a search, because a forward pass evicts
-everything else from the CPU's caches."""
+"""After a search finds no repetition, the next search waits for this many tokens, unless guesses
+have been right often enough to be worth their rows. Cache misses take most of the time of a search,
+because a forward pass evicts everything else from the CPU's caches."""
 
 
 @dataclass(slots=True)

@@ -314,8 +314,8 @@ class Runner:
         )
 
     def _copy_prefixes(self, chunks: Iterable[PrefillChunk]) -> None:
-        """Copy the shared prefixes of all chunks, in plan order. This comes before any chunk is
-        computed, because computing one may overwrite a slot that another copies from."""
+        """Copy the shared prefixes of all chunks before any chunk is computed, and in plan order: a
+        later chunk may overwrite the slot from which an earlier chunk copies."""
         for chunk in chunks:
             if chunk.copy_from is not None:
                 self.cache.copy_prefix(chunk.copy_from, chunk.sequence.held_slot, chunk.start)

@@ -177,7 +177,7 @@ def _check_outputs(request: OutputsRequest, config: ModelConfig) -> None:
                 )
             if columns is not None:
                 if not columns:
-                    raise InvalidRequest("token_ids is empty; choose at least one", "token_ids")
+                    raise InvalidRequest("token_ids is empty; give at least one id", "token_ids")
                 check_token_ids("token_ids", columns, config.vocab_size)
             if processing is not None:
                 _check_params(processing, config)
