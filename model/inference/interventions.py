@@ -36,8 +36,8 @@ class Intervention:
     heads      ascending heads; None: all, or the stage has no heads
     units      ascending indices of the stage's last axis; None: all
     along      a direction: only the stage's coordinate along it changes, that is, the dot product
-               with the direction scaled to length 1. A NumPy array of float32 as long
-               as the stage's last axis; or one such row for each of the chosen `heads`. None: the
+               with the direction scaled to length 1. A NumPy array of float32 as long as
+               the stage's last axis, or one such row for each of the chosen `heads`. None: the
                units change
     operation  zero; scale by `factor`; add `factor` times `values`; set to `values`; clamp between
                `minimum` and `maximum` (None: no limit)

@@ -93,7 +93,7 @@ def divide_slots(
         each = ", ".join(f"{shape.name} {format_bytes(shape.weights)}" for shape in shapes)
         raise DeviceError(
             f"the weights of {len(shapes)} models take {format_bytes(weights)} together ({each}), "
-            f"but {free_of(memory)}: serve fewer, choose a narrower dtype, or free memory"
+            f"but {free_of(memory)}: serve fewer models, choose a narrower dtype, or free memory"
         )
     return slots_for(shapes, budget, replace(memory, free=memory.free - weights), gpu=gpu)
 

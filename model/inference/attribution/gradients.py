@@ -126,7 +126,7 @@ class TextPasses:
         return result
 
     def likeliest(self, x: Tensor, without: int | None = None) -> int:
-        """The id with the largest logit at `row`, except the id `without`, computed from the last
+        """The id with the largest logit at `row`, ignoring the id `without`, computed from the last
         stream (1, T, C). The lowest id wins a tie."""
         config = self._gpt.config
         weight, bias = self._gpt.head_parameters()

@@ -84,7 +84,8 @@ class Circuit:
 
     baseline             the difference if every part is set to its mean, with all else frozen
     left_out, left_out_attention
-                         sums over all other parts, through values and through attention weights
+                         total amounts that all other parts carry through values and through
+                         attention weights
     edge_count           number of edges, of which `edges` are the strongest
     circuit_alone        the difference if all other parts are set to their means
     without_circuit      the difference if the circuit is set to its means

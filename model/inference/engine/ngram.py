@@ -2,8 +2,8 @@
 
 If the last tokens of a text occurred before, the tokens that followed them are a good guess (prompt
 lookup decoding: Saxena, 2023; LLMA: Yang et al., 2023). A decode step verifies a guess: each
-guessed token costs a row, and each right one saves a step. Every token is still sampled as it would
-be without drafts, so a wrong guess costs its rows but changes no reply.
+guessed token costs a row, and each correct guess saves a step. Every token is still sampled as it
+would be without drafts, so a wrong guess costs its rows but changes no reply.
 
 Each sequence records how often its guesses were right, by the length of the repetition. It drafts
 as many tokens as are worth their rows; if none is, it tries a single token from time to time. The

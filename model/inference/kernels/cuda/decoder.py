@@ -1,4 +1,4 @@
-"""GraphDecoder: prompts, decode steps and sampling on a GPU, with one launch for a few steps.
+"""GraphDecoder: computes prompts, decodes and samples on a GPU. One launch covers several steps.
 
 A recording is made once for each combination of a number of steps, a number of rows and a number of
 keys, all rounded up to a few sizes (buckets). It is replayed on tensors at fixed addresses, which
