@@ -77,7 +77,8 @@ def load_model(
 
     `log` gets a line for the chosen checkpoint of a run, and a line if native kernels are built.
     Raises CheckpointError and KernelError. Also raises DeviceError, before it reads the weights, if
-    the weights and the `slots` do not fit into memory."""
+    the weights and the `slots` do not fit into memory.
+    """
     keep_freed_memory()
     checkpoint = read_checkpoint(path)
     if is_run(path):

@@ -3,7 +3,8 @@
 A piece is one forward or backward pass through one block, or one pass over the head. Between two
 pieces the engine can do other work, or drop the attribution. An attribution keeps the residual
 stream before each block and a few more tensors of that size (`kept_elements` in `task.py`),
-regardless of its number of steps."""
+regardless of its number of steps.
+"""
 
 from collections import defaultdict
 from collections.abc import Generator, Sequence

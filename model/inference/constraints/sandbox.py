@@ -11,7 +11,8 @@ The process of a `Sandbox` reads the vocabulary once and forks for each trial. A
 memory, stack size and processor time. It answers on its own socket, and ends when its client
 disconnects. Trials run in parallel. When a trial begins, the trials that have run for LONG_SECONDS
 get the lowest priority. The limit on processor time counts only the trial's own time, so other
-trials do not affect whether a source is accepted."""
+trials do not affect whether a source is accepted.
+"""
 
 import base64
 import contextlib

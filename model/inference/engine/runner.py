@@ -3,7 +3,8 @@ tensors.
 
 A decoder computes the passes (`model/inference/kernels/`). The arithmetic of a row depends on its
 phase (prefill or decode) and its position, never on other rows. The runner makes no decisions:
-queues and events are left to the scheduler and the engine."""
+queues and events are left to the scheduler and the engine.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -121,7 +121,8 @@ def choose_decode_path(
     `threads` is the number of native threads. `batch_invariant` matters only on CUDA; on a CPU
     every decoder is batch-invariant. If a `kernel_target` is set, torch is no substitute for the
     kernels, because the bits of torch depend on the processor. Raises KernelError if no decoder
-    satisfies the options."""
+    satisfies the options.
+    """
     weight, native_only = gpt.token_embedding.weight, _native_only_setting(options)
     if options.kernels == "torch" and native_only is not None:
         raise KernelError(

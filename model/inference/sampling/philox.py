@@ -6,7 +6,8 @@ restart.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). The
 tests compare this implementation with the known-answer vectors of the authors' Random123 library.
-Words are Python integers or uint64 arrays; both give the same bits."""
+Words are Python integers or uint64 arrays; both give the same bits.
+"""
 
 from typing import Any
 

@@ -102,7 +102,8 @@ def load_library(
     """Load the kernels for a target; "auto" loads the best ones for this processor. `log` gets a
     line before a build, which takes a while.
 
-    Raises KernelsUnavailable, or TargetRefused for a target that this processor cannot run."""
+    Raises KernelsUnavailable, or TargetRefused for a target that this processor cannot run.
+    """
     machine, features = platform.machine(), processor_features()
     wanted = None if target == "auto" else target_named(target)
     if wanted is not None and (reason := refusal(wanted, machine, features)):

@@ -11,7 +11,8 @@ These switches happen at random times, so they must not change any bits. On the 
 each of torch's threads computes different outputs of a product, so the number of threads does not
 change the bits. If a model's products change bits at some number of rows, the number of threads
 stays as it is. The native decoder's threads implement the same rule themselves
-(cpu/native/pool.h)."""
+(cpu/native/pool.h).
+"""
 
 import time
 from collections.abc import Callable, Iterator
