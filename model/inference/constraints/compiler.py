@@ -69,8 +69,8 @@ JSON_LAYOUT: Mapping[str, str | bool] = {
     "lenient": False,
 }
 """The layout is fixed, because a small model may generate white space without end. Each character
-has a fixed spelling, because llguidance would take the property `a`, written as a Unicode escape,
-for a different property."""
+has a fixed spelling, because a property `a` written as a Unicode escape would count as a different
+property."""
 
 WITHOUT_EFFECT = ("capture", "stop", "stop_capture", "temperature")
 """Rule attributes of llguidance's grammars that have no effect here, or a misleading effect."""
