@@ -31,12 +31,14 @@ class Intervention:
     """One change to a stage, in every pass that computes the stage.
 
     stage      name of a stage that may be changed
-    positions  ascending positions of the prompt, or all positions of a span
+    positions  ascending positions of the prompt; or the name of a span: all positions, the
+               positions of the prompt, or the generated ones
     heads      ascending heads; None: all, or the stage has no heads
     units      ascending indices of the stage's last axis; None: all
     along      a direction: only the stage's coordinate along it changes, that is, the dot product
-               with the direction scaled to length 1. A NumPy array of float32 with the stage's
-               last axis, or with the chosen `heads` before it. None: the units change
+               with the direction scaled to length 1. A NumPy array of float32 as long as
+               the stage's last axis, or one such row for each of the chosen `heads`. None: the
+               units change
     operation  zero; scale by `factor`; add `factor` times `values`; set to `values`; clamp between
                `minimum` and `maximum` (None: no limit)
     values     NumPy array of float32 (P, ...): P is 1 for the same values at every position, or

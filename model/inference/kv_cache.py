@@ -258,8 +258,8 @@ def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> 
 
 
 def _aligned(rows: Tensor) -> Tensor:
-    """A copy of (B, ...) in which every row begins on a cache line, because the bits of torch's
-    kernels may depend on alignment (float32, head_dim not a multiple of 4)."""
+    """A copy of a tensor (B, ...) in which every row begins on a cache line, because the bits of
+    torch's kernels may depend on alignment (float32, head_dim not a multiple of 4)."""
     width, line = rows[0].numel(), 64 // rows.element_size()
     copy = rows.new_empty(len(rows), -(-width // line) * line)[:, :width]
     return copy.unflatten(1, rows.shape[1:]).copy_(rows)

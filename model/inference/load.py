@@ -76,8 +76,8 @@ def load_model(
     (`use_threads`).
 
     `log` gets a line for the chosen checkpoint of a run, and a line if native kernels are built.
-    Raises CheckpointError and KernelError; DeviceError, before it reads the weights, if the weights
-    and the `slots` do not fit into memory.
+    Raises CheckpointError and KernelError. Also raises DeviceError, before it reads the weights, if
+    the weights and the `slots` do not fit into memory.
     """
     keep_freed_memory()
     checkpoint = read_checkpoint(path)
@@ -108,8 +108,8 @@ def load_model(
 def choose_computation(
     checkpoint: CheckpointInfo, options: ComputeOptions, *, log: Callable[[str], None]
 ) -> tuple[DTypeChoice, Placement]:
-    """Choose the dtype and the device. Raises KernelError and DeviceError; CheckpointError if the
-    checkpoint has code that the user has not allowed to run."""
+    """Choose the dtype and the device. Raises KernelError and DeviceError. Also raises
+    CheckpointError if the checkpoint has code that the user has not allowed to run."""
     config = checkpoint.shape
     if isinstance(config, CodeConfig):
         _check_code_options(checkpoint, config, options)
@@ -201,7 +201,7 @@ def load_replacement(
 ) -> Network:
     """Read another checkpoint of the served model, on the same device and in the same dtype. The
     served weights stay in memory. `log` gets the size of the new weights before they are read.
-    Raises CheckpointError; DeviceError if the new weights do not fit into memory."""
+    Raises CheckpointError. Also raises DeviceError if the new weights do not fit into memory."""
     checkpoint = read_checkpoint(path)
     if checkpoint.weights_sha256 != weights_sha256:
         raise CheckpointError(f"{path} was replaced while it was being loaded")

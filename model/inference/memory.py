@@ -64,8 +64,8 @@ class Shape:
 
 
 def slot_bytes(config: ModelConfig, item_bytes: int, kept: KVCacheDType = "auto") -> int:
-    """Bytes of the keys and values of all layers in one slot, and of its token ids if the model has
-    `smear`; of the token ids alone if the owner's code computes the model."""
+    """Bytes of one slot. It holds the keys and values of all layers, and also token ids if the
+    model has `smear`. If the owner's code computes the model, the slot holds only token ids."""
     if isinstance(config, CodeConfig):
         return config.context_length * ID_BYTES
     length = -(-config.context_length // BLOCK) * BLOCK
@@ -93,7 +93,7 @@ def divide_slots(
         each = ", ".join(f"{shape.name} {format_bytes(shape.weights)}" for shape in shapes)
         raise DeviceError(
             f"the weights of {len(shapes)} models take {format_bytes(weights)} together ({each}), "
-            f"but {free_of(memory)}: serve fewer, choose a narrower dtype, or free memory"
+            f"but {free_of(memory)}: serve fewer models, choose a narrower dtype, or free memory"
         )
     return slots_for(shapes, budget, replace(memory, free=memory.free - weights), gpu=gpu)
 

@@ -40,11 +40,11 @@ UNITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeOptions:
-    """Options of computing with a checkpoint. The defaults adapt to this machine.
+    """Options for computing with a checkpoint. The defaults adapt to this machine.
 
     threads     number of threads of torch and of the native decoder; 0: one per processor
     run_code    run the code of a checkpoint that is computed by its owner's code
-    batch_code  let that code compute several sequences in one batch, whose bits may differ
+    batch_code  let that code compute several sequences in one batch, which may change the bits
     """
 
     device: str = "auto"
@@ -70,7 +70,8 @@ DEFAULTS = ComputeOptions()
 @dataclass(frozen=True, slots=True)
 class MemoryShare:
     """A share of a device's memory. On a GPU it is a share of all memory, including the memory of
-    weights and other processes; on a CPU, of the memory that the weights leave free."""
+    weights and other processes; on a CPU it is a share of the memory that the weights leave
+    free."""
 
     fraction: float
 
@@ -96,8 +97,8 @@ CODE_SLOTS = 8
 each sequence, so more slots would not add tokens per second but would delay every stream."""
 SERVED_SLOTS = SlotDefault(64, MemoryShare(0.25))
 """Default number of slots of a server. A quarter of the free memory leaves most of it to other
-programs; slots take memory only once they are used (`model/inference/kv_cache.py`). 64 limits the
-slowdown of a stream when all slots are in use."""
+programs; slots take memory only once they are used (`model/inference/kv_cache.py`). The maximum of
+64 limits the slowdown of a stream when all slots are in use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +117,8 @@ TargetGap = float | DecodeSteps
 
 
 def parse_target_gap(text: str) -> TargetGap | None:
-    """Parse a gap: "4x" is four decode steps, "150ms" or "0.2s" a time, "none" is None. Raises
-    ValueError with the valid forms."""
+    """Parse a gap: "4x" means four decode steps, "150ms" and "0.2s" are times, and "none" gives
+    None. Raises ValueError with the valid forms."""
     stripped = text.strip().lower()
     if stripped == "none":
         return None
@@ -136,8 +137,8 @@ def parse_target_gap(text: str) -> TargetGap | None:
 
 
 def parse_target_ttft(text: str) -> float | None:
-    """Parse the time until a first token: "500ms" or "2s"; "none" is None. Raises ValueError with
-    the valid forms."""
+    """Parse the time until a first token, such as "500ms" or "2s"; "none" gives None. Raises
+    ValueError with the valid forms."""
     stripped = text.strip().lower()
     if stripped == "none":
         return None

@@ -3,7 +3,7 @@
 A piece is one forward or backward pass through one block, or one pass over the head. Between two
 pieces the engine can do other work, or drop the attribution. An attribution keeps the residual
 stream before each block and a few more tensors of that size (`kept_elements` in `task.py`),
-whatever its number of steps.
+regardless of its number of steps.
 """
 
 from collections import defaultdict
@@ -144,8 +144,9 @@ class _Prompt:
         self, x: Tensor, streams: list[Tensor] | None, rows: list[BlockRow] | None = None
     ) -> Generator[None, None, Tensor]:
         """Run `x`, the stream that enters the first block, through all blocks, one per piece.
-        Returns the last stream (1, T, C), after `backout`. If given, `streams` receives the input
-        of each block, and `rows` the values of each block at the task's position."""
+        Returns the last stream (1, T, C), after `backout`. Appends the input of each block to
+        `streams`, and the values of each block at the task's position to `rows`, if these lists are
+        given."""
         row = self._task.position
 
         def keep(layer: int, before: Tensor, tap: Tap) -> None:

@@ -117,8 +117,9 @@ def direct_parts(
 
 def through_norm(norm: nn.Module, x: Tensor, g: Tensor) -> tuple[Tensor, float | None]:
     """Propagate g (C,) back through a norm with the input x (C,), with the norm's scale held fixed.
-    The product of the returned float64 vector with x equals the product of g with the norm's output
-    without bias. Also returns the product of g with the bias, if there is one."""
+    The inner product of the returned float64 vector with x equals the inner product of g with the
+    norm's output without bias. Also returns the inner product of g with the bias, if there is
+    one."""
     bias = getattr(norm, "bias", None)
     return freeze_norm(norm, x.double()).backward(g), None if bias is None else _product(bias, g)
 

@@ -126,7 +126,7 @@ class TextPasses:
         return result
 
     def likeliest(self, x: Tensor, without: int | None = None) -> int:
-        """The id with the largest logit at `row`, except the id `without`, computed from the last
+        """The id with the largest logit at `row`, ignoring the id `without`, computed from the last
         stream (1, T, C). The lowest id wins a tie."""
         config = self._gpt.config
         weight, bias = self._gpt.head_parameters()
@@ -200,8 +200,8 @@ def threads_keep_bits(gpt: GPT, rows: int) -> bool:
 
 
 def mixture(gpt: GPT, layer: int) -> tuple[float, float]:
-    """The factors of the stream before the block and of the embedding in the sum that is the
-    block's input."""
+    """The block's input is a weighted sum of two vectors: the stream before the block, and the
+    embedding. Returns their weights, in this order."""
     if not gpt.config.residual_mix:
         return 1.0, 0.0
     return gpt.residual_scales[layer].item(), gpt.embedding_scales[layer].item()
@@ -226,8 +226,8 @@ def per_token(vectors: Tensor, gradient: Tensor) -> Tensor:
 
 def fused_attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
     """Causal attention within the text (1, H, T, D). On a GPU, this uses the only kernel whose
-    backward pass sums in a fixed order, although that kernel stores the block's attention
-    weights."""
+    backward pass sums in a fixed order, although that kernel keeps all attention weights of the
+    block in memory."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)  # (1, H, T, D)
     length = q.shape[2]

@@ -78,8 +78,9 @@ def block_gradients(
 
 
 def product(value: Tensor, row: int, direction: Tensor) -> Tensor:
-    """The inner product of `direction` with row `row` of `value` (T, ...). The axes over keys may
-    differ in length, because both contain all keys that the row sees. Scores of -inf count as 0."""
+    """The inner product of `direction` with row `row` of `value` (T, ...). If the last axis is over
+    keys, it may be longer in one of the two; the extra keys are ignored, because the row does not
+    see them. Scores of -inf count as 0."""
     keys = min(direction.shape[-1], value.shape[-1])
     at = value[row][..., :keys]
     return (torch.where(at.isneginf(), 0.0, at) * direction[..., :keys]).sum()

@@ -39,10 +39,10 @@ class Probe:
 class AttributionTask:
     """The target of an attribution and its methods.
 
-    position  position in the prompt, from 0; its logits are for the next token
+    position  position in the prompt, from 0; its logits predict the next token
     token_id  token whose logit is attributed; None: the likeliest next token
     minus_id  token whose logit is subtracted
-    probe     direction that is the target instead of a logit
+    probe     direction whose product with a stage is the target, instead of a logit
     stages    stages, by name, with respect to which the gradient of the target is returned
     methods   methods to apply, each at most once
     steps     number of steps of integrated gradients

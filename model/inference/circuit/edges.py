@@ -6,7 +6,7 @@ two vectors: the output of its source node, and the gradient with respect to the
 node. The edges that leave a node add up to the node's contribution. A head reads values, queries
 and keys; queries and keys determine where it attends.
 
-Neurons of one MLP at one position are one node.
+All chosen neurons of one MLP at one position form one node.
 
 Shapes: N nodes so far, M new nodes, C = d_model, D = head_dim, T positions.
 """

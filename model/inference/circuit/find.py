@@ -31,8 +31,9 @@ from logitd.model.transformer.gpt import GPT
 FACTOR = 8.0
 """Factor by which the search lowers the threshold until enough parts are kept."""
 CLOSE = 2.0
-"""The search ends when the lowest threshold that keeps too few parts is at most this many times the
-highest threshold that keeps enough parts (or too many)."""
+"""The search ends when it has narrowed the threshold to a range whose upper end is at most this
+many times its lower end. The upper end keeps too few parts; the lower end keeps enough, or too
+many."""
 
 
 class Finding:
@@ -119,9 +120,9 @@ def _compared(passes: TextPasses, last: Tensor, task: CircuitTask) -> tuple[int,
 def _search(
     text: FrozenText, direction: Tensor, whole: float, nothing: Kept, task: CircuitTask
 ) -> Generator[None, None, Kept]:
-    """Find the highest threshold at which the kept parts explain the requested share of `whole`.
-    Returns these parts or, if the limit on parts allows no such threshold, the parts that explain
-    the most."""
+    """Find the highest threshold at which the kept parts explain the requested share of `whole`,
+    the difference to explain. Returns these parts or, if the limit on parts allows no such
+    threshold, the parts that explain the most."""
     best, most = nothing, -math.inf
     # `above` keeps too few parts, `below` enough or too many. A part may contribute more than the
     # whole difference if others have the opposite sign.

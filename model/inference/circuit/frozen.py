@@ -1,11 +1,12 @@
 """Frozen blocks: blocks whose attention weights, norm scales and gates are held at their values.
 
-With these held, a block is a linear map of its input, up to constants (biases, value embeddings):
+With these values held, a block is a linear map of its input, up to constants (biases, value
+embeddings):
 
     norm         x -> w (x - mean(x)) / s + b with the s of this forward pass (RMSNorm: no mean)
     attention    z_t = sum_s p_ts v_s with the weights p of this forward pass
-    activation   act(u) = (act(u) / u) u with the ratio of this forward pass; in SwiGLU, gate and
-                 up get half of silu(gate) up each
+    activation   act(u) = (act(u) / u) u with the ratio of this forward pass; in SwiGLU, half
+                 of the product silu(gate) up counts for the gate and half for up
 
 These are the rules of RelP (Jafari et al., 2025), with which Arora et al. (2026, arXiv 2601.22594)
 trace single neurons. Unlike a slope, a ratio leaves no remainder.

@@ -23,7 +23,7 @@ MOST_SEARCHES = 8
 class CircuitTask:
     """A circuit to find.
 
-    position  position in the prompt, from 0; its logits are for the next token
+    position  position in the prompt, from 0; its logits predict the next token
     token_id  token whose logit is explained; None: the likeliest next token
     minus_id  token whose logit is subtracted; None: the likeliest other token
     share     minimum share of the difference that the circuit explains
@@ -84,7 +84,8 @@ class Circuit:
 
     baseline             the difference if every part is set to its mean, with all else frozen
     left_out, left_out_attention
-                         sums over all other parts, through values and through attention weights
+                         total amounts that all other parts carry through values and through
+                         attention weights
     edge_count           number of edges, of which `edges` are the strongest
     circuit_alone        the difference if all other parts are set to their means
     without_circuit      the difference if the circuit is set to its means
@@ -118,8 +119,9 @@ class Circuit:
         )
 
     def surviving(self, difference: float) -> float | None:
-        """The share of (difference - without_all) that remains in an ablation whose difference is
-        `difference`; None if the two are equal, or if the circuit is empty."""
+        """The share of the effect of all parts that remains in an ablation. The argument is the
+        logit difference in that ablation. None if the parts have no effect, or if the circuit is
+        empty."""
         whole = self.difference - self.without_all
         return (difference - self.without_all) / whole if whole and self.nodes else None
 

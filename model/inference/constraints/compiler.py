@@ -69,7 +69,8 @@ JSON_LAYOUT: Mapping[str, str | bool] = {
     "lenient": False,
 }
 """The layout is fixed, because a small model may generate white space without end. Each character
-has a fixed spelling, because a property `a` written as a Unicode escape would count as another."""
+has a fixed spelling, because a property `a` written as a Unicode escape would count as a different
+property."""
 
 WITHOUT_EFFECT = ("capture", "stop", "stop_capture", "temperature")
 """Rule attributes of llguidance's grammars that have no effect here, or a misleading effect."""
@@ -162,7 +163,8 @@ class Compiler:
 
     def matcher(self, source: Source, grammar: str) -> Any:
         """A new llguidance matcher, before the first token. It is not a copy of another matcher,
-        because copies share a lexer, whose states and costs would then depend on all of them."""
+        because copies share a lexer, so the state and cost of one copy would depend on the
+        others."""
         matcher = self._llguidance.LLMatcher(
             self._vocabulary, grammar, log_level=0, limits=self._limits
         )
@@ -199,7 +201,7 @@ class Compiler:
 
 
 class Constraint:
-    """A compiled constraint (the engine's `TokenConstraint`), shared by sequences."""
+    """A compiled constraint, shared by sequences. Implements the engine's `TokenConstraint`."""
 
     def __init__(
         self, source: Source, compiler: Compiler, grammar: str, allowed: np.ndarray, seconds: float
@@ -223,8 +225,8 @@ class Constraint:
         return Matcher(self)
 
     def without_starts(self) -> "Constraint":
-        """A copy of the constraint for one request. `prepare` compiles matchers for the sequences
-        of this request ahead of time."""
+        """A copy of the constraint for one request, without the matchers that `prepare` has
+        compiled ahead of time for other requests."""
         one = copy(self)
         one._starts = []
         return one
@@ -241,7 +243,7 @@ class Constraint:
 
 
 class Matcher:
-    """The state of one sequence (the engine's `TokenMatcher`)."""
+    """The progress of one sequence. Implements the engine's `TokenMatcher`."""
 
     def __init__(self, constraint: Constraint) -> None:
         self.complete = False

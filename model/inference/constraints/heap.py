@@ -1,4 +1,4 @@
-"""Heap: gives memory that was freed in small pieces back to the operating system.
+"""Heap: returns memory that was freed in small pieces to the operating system.
 
 glibc keeps freed memory, such as the memory of ended lexers, if it lies between pieces that are
 still in use. This module does nothing on systems without `malloc_trim` or `/proc`.

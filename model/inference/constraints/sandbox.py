@@ -3,15 +3,15 @@ memory.
 
 llguidance 1.9.1 does not bound the cost of every grammar: a chain of a thousand rules in brackets
 overflows the stack, a few kilobytes of `multipleOf` compile for minutes, and a few kilobytes of
-`.?` take a gigabyte. A thread cannot be stopped, and a crash in it ends the server. So each source
-is compiled twice: first on trial in a process, then in the server, because a matcher cannot be sent
-between processes.
+`.?` take a gigabyte of memory. A thread cannot be stopped, and a crash in it ends the server. So
+each source is compiled twice: first on trial in a process, then in the server, because a matcher
+cannot be sent between processes.
 
 The process of a `Sandbox` reads the vocabulary once and forks for each trial. A trial has limits on
 memory, stack size and processor time. It answers on its own socket, and ends when its client
 disconnects. Trials run in parallel. When a trial begins, the trials that have run for LONG_SECONDS
-get the lowest priority. The limit counts a trial's own processor time, so other trials do not
-affect whether a source is accepted.
+get the lowest priority. The limit on processor time counts only the trial's own time, so other
+trials do not affect whether a source is accepted.
 """
 
 import base64

@@ -1,4 +1,4 @@
-"""Attributions: chooses which attribution computes the next piece.
+"""Attributions: chooses the attribution whose next piece a step computes.
 
 Attributions need no slot of the cache. They wait in a separate queue, under the rules of the main
 queue. Up to AT_ONCE attributions run at a time. Further attributions, up to MOST_AT_ONCE in total,
@@ -22,7 +22,7 @@ caller that has none running."""
 
 
 class AttributionTurns:
-    """The attributions that wait, and the attributions that run, which take turns."""
+    """Queues waiting attributions, and lets running attributions take turns."""
 
     def __init__(self) -> None:
         self.waiting = WaitingQueue()
@@ -39,7 +39,7 @@ class AttributionTurns:
 
     def next(self, now: float) -> Sequence | None:
         """Start as many waiting attributions as the limits allow. Returns the running attribution
-        that computes the next piece."""
+        whose next piece is computed now."""
         while (first := self._first()) is not None:
             self.waiting.take(first)
             first.state = State.ATTRIBUTION

@@ -1,16 +1,16 @@
 """Budget: limits the prompt positions of a step while sequences decode, using measured costs.
 
-The next token of every stream waits for the whole step. `target_gap` limits the time of a step, in
-decode steps or in seconds. The time that decoding leaves goes to prompts, which get at least one
-whole block of positions. But short chunks are slow: each adds a decode step and multiplies few
-rows. If prompts then arrive faster than they are computed, all requests wait for them. So a chunk
-is never so short that a prompt takes more than MOST_DELAY times as long as in chunks of the maximum
-length.
+The next token of every stream waits for the whole step. `target_gap` limits the time of a step; it
+is in seconds, or a multiple of the time of a decode step. The time that decoding leaves goes to
+prompts, which get at least one whole block of positions. But short chunks are slow: each adds a
+decode step and multiplies few rows. If prompts then arrive faster than they are computed, all
+requests wait for them. So a chunk is never so short that a prompt takes more than MOST_DELAY times
+as long as in chunks of the maximum length.
 
 `target_ttft` is the time in which a first token should arrive, in addition to the time of its own
 prompt. If waiting prompts would miss it, steps become longer in proportion to the delay, up to
-STRETCH times the gap, or more if more sequences wait than decode. Otherwise a few streams with
-short steps would keep many prompts waiting.
+STRETCH times the gap. The limit is higher while the waiting sequences outnumber the decoding ones.
+Otherwise a few streams with short steps would keep many prompts waiting.
 
 The cost of decoding is the median time of NEAREST recent steps that decoded similar numbers of
 rows. The cost of a unit of work is the median over the last WINDOW prompt parts. So a single slow
@@ -36,8 +36,8 @@ from logitd.model.transformer.config import BLOCK
 WINDOW = 9
 """Number of recent prompt parts over which the median cost of a unit of work is taken."""
 NEAREST = 3
-"""Number of decode steps whose median time is the cost of decoding: of the last RECENT decode
-steps, the steps with the closest row counts."""
+"""The cost of decoding is the median time of this many steps: among the last RECENT decode steps,
+the ones with the closest row counts."""
 RECENT = 32
 PROBE = 16
 """After this many steps with shared passes, one step only decodes. It measures the cost of
@@ -48,7 +48,7 @@ slower. The value is an assumption; the measured cost of a block compensates for
 error."""
 MOST_DELAY = 1.75
 """Maximum time of a prompt, relative to its time in chunks of the maximum length. Chosen by
-simulation, not measured: a lower value lengthens gaps beyond the target, a higher one delays
+simulation, not measured: a lower value lengthens gaps beyond the target, and a higher value delays
 prompts too much."""
 UNNOTICED = 0.04
 """Minimum gap in seconds if the target is a multiple of decode steps. Small models have steps of a
@@ -103,9 +103,9 @@ class PrefillBudget:
             self.prefilled(lengths, max(0.0, seconds - self._decode_seconds(rows)))
 
     def positions(self, rows: int, waiting: Iterable[Waiting]) -> int:
-        """Prompt positions of the next step while `rows` sequences decode, in whole blocks.
-        `waiting` has the prompts in the order in which they are computed. Returns 0 if the step
-        should measure the cost of decoding."""
+        """Number of prompt positions that the next step may compute while `rows` sequences decode:
+        a whole number of blocks. `waiting` has the prompts in the order in which they are computed.
+        Returns 0 if the step should measure the cost of decoding."""
         if self._target is None:
             return self._chunk
         if self._shared_passes >= PROBE:

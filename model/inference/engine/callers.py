@@ -20,7 +20,8 @@ from logitd.model.inference.engine.sequence import Sequence, State
 from logitd.model.transformer.config import BLOCK
 
 COMPANY_SECONDS = 3600
-"""For this many seconds after a caller's request, other callers leave slots free for the caller."""
+"""For this many seconds after a caller's request, other callers leave slots free for that
+caller."""
 SPARE_DIVISOR = 8
 """The number of slots that a caller leaves free is the total number of slots divided by this."""
 

@@ -186,7 +186,7 @@ class Engine:
         self._swap_when_idle()
 
     def swapping(self) -> bool:
-        """True while a swap waits for the last request of the current weights."""
+        """True while a swap waits for the last request that uses the current weights."""
         return self._next is not None
 
     def has_work(self) -> bool:

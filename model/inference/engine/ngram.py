@@ -2,8 +2,8 @@
 
 If the last tokens of a text occurred before, the tokens that followed them are a good guess (prompt
 lookup decoding: Saxena, 2023; LLMA: Yang et al., 2023). A decode step verifies a guess: each
-guessed token costs a row, and each right one saves a step. Every token is still sampled as it would
-be without drafts, so a wrong guess costs its rows but changes no reply.
+guessed token costs a row, and each correct guess saves a step. Every token is still sampled as it
+would be without drafts, so a wrong guess costs its rows but changes no reply.
 
 Each sequence records how often its guesses were right, by the length of the repetition. It drafts
 as many tokens as are worth their rows; if none is, it tries a single token from time to time. The
@@ -35,9 +35,9 @@ RATE_STEP = 0.3
 RETRY_TOKENS = 64
 """Tokens between two attempts while guesses are wrong. Attempts then add at most 1.6 % of rows."""
 SEARCH_INTERVAL = 4
-"""Number of tokens between two searches after a search found no repetition, if a guess would be
-doubtful. Cache misses take most of the time of a search, because a forward pass evicts everything
-else from the CPU's caches."""
+"""After a search finds no repetition, the next search waits for this many tokens, unless guesses
+have been right often enough to be worth their rows. Cache misses take most of the time of a search,
+because a forward pass evicts everything else from the CPU's caches."""
 
 
 @dataclass(slots=True)

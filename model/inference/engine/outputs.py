@@ -1,8 +1,8 @@
 """Outputs: computes logits, hidden states, attention weights and named stages at requested
 positions.
 
-In the engine, only this file and `runner.py` handle tensors. Sequences whose stages are recorded or
-changed (tapped) are computed one by one (`TappedPasses`).
+In the engine, only this file and `runner.py` handle tensors. Tapped sequences, whose stages are
+recorded or changed, are computed one by one (`TappedPasses`).
 
 Shapes: P requested positions, T positions of a chunk, V = vocab_size.
 """
@@ -190,7 +190,8 @@ class OutputsComputer:
         self._tapped = tapped
 
     def compute(self, chunk: PrefillChunk, request: OutputsRequest) -> Outputs:
-        """Compute a chunk and its outputs, except those that were delivered before an eviction."""
+        """Compute a chunk and its outputs, except outputs that were delivered before an
+        eviction."""
         output, error = request.output, None
         positions = chunk.sequence.positions_in(chunk.start, chunk.end)
         offsets = [position - chunk.start for position in positions]

@@ -14,8 +14,8 @@ next ones. Then the runner computes the prompts of the plan and collects the tok
 
 The scheduler is not aware of this. Each plan decodes all running sequences, so the early steps
 always fit the next plan, and new prompts are computed after them. If a sequence ends, its later
-rows are discarded. That is safe: their keys are after the part of the slot that may be shared, and
-they run before the steps of the slot's next owner.
+rows are discarded. That is safe: the keys of these rows are after the part of the slot that may be
+shared, and the rows are computed before the steps of the slot's next owner.
 
 Nothing is launched early if a plan computes prompts, verifies drafts, or has a row that needs
 logits processing (penalties, logprobs, a mask). This module knows decoders only as `Launcher`.

@@ -100,7 +100,7 @@ class WaitingQueue:
                 return
 
     def take(self, sequence: Sequence) -> None:
-        """Remove a sequence of `firsts` and end its caller's turn."""
+        """Remove a sequence that `firsts` returned, and end its caller's turn."""
         lines, caller = self._lines[sequence.request.priority], sequence.request.caller
         lines[caller].take(sequence)
         lines.move_to_end(caller)

@@ -2,8 +2,8 @@
 tensors.
 
 A decoder computes the passes (`model/inference/kernels/`). The arithmetic of a row depends on its
-phase and position, never on other rows. The runner makes no decisions: queues and events are left
-to the scheduler and the engine.
+phase (prefill or decode) and its position, never on other rows. The runner makes no decisions:
+queues and events are left to the scheduler and the engine.
 """
 
 import time
@@ -314,8 +314,8 @@ class Runner:
         )
 
     def _copy_prefixes(self, chunks: Iterable[PrefillChunk]) -> None:
-        """Copy all shared prefixes first, in plan order: a later chunk may overwrite its source
-        slot after the common prefix."""
+        """Copy the shared prefixes of all chunks before any chunk is computed, and in plan order: a
+        later chunk may overwrite the slot from which an earlier chunk copies."""
         for chunk in chunks:
             if chunk.copy_from is not None:
                 self.cache.copy_prefix(chunk.copy_from, chunk.sequence.held_slot, chunk.start)

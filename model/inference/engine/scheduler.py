@@ -19,8 +19,8 @@ Outputs and interventions cost elements (`cost.py`). In one step the prompts may
 STEP_ELEMENTS, and so may the rows of tapped sequences, whose stages are recorded or changed; tapped
 sequences that do not fit decode in a later step, in turn. A step is heavy if it has LARGE elements
 or more, a tapped sequence, or a piece of an attribution. After a heavy step, no such work runs next
-to decoding for COOLDOWN times its duration. So heavy work at most about doubles the time per token
-of other sequences.
+to decoding for COOLDOWN times its duration. So heavy work at most roughly doubles the time per
+token of other sequences.
 
 Attributions take no slot (`attributions.py`). If attributions and other heavy work wait, each gets
 half of the time, so a short attribution does not wait for a queue of heavy prompts.

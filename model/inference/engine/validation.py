@@ -43,7 +43,8 @@ from logitd.model.transformer.stages import Stage
 
 
 def check_request(request: Request, config: ModelConfig) -> None:
-    """Raise InvalidRequest, with the request's id, if a model of this shape cannot compute it."""
+    """Raise InvalidRequest, with the request's id, if a model of this shape cannot compute the
+    request."""
     try:
         _check(request, config)
     except InvalidRequest as error:
@@ -176,7 +177,7 @@ def _check_outputs(request: OutputsRequest, config: ModelConfig) -> None:
                 )
             if columns is not None:
                 if not columns:
-                    raise InvalidRequest("token_ids is empty; choose at least one", "token_ids")
+                    raise InvalidRequest("token_ids is empty; give at least one id", "token_ids")
                 check_token_ids("token_ids", columns, config.vocab_size)
             if processing is not None:
                 _check_params(processing, config)

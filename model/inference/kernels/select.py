@@ -76,9 +76,10 @@ def choose_dtype(
     *,
     log: Callable[[str], None] = lambda line: None,
 ) -> DTypeChoice:
-    """Choose the dtype. "auto" means bfloat16 on CUDA, and in the native decoder if the processor
-    or the kernel target has dot products of bfloat16; otherwise float32, because plain torch would
-    round the residual stream to bfloat16 too. `log` gets a line if kernels are built."""
+    """Choose the dtype. "auto" means bfloat16 on CUDA. Elsewhere it means bfloat16 if the native
+    decoder can run and the processor or the kernel target has dot products of bfloat16; otherwise
+    float32, because plain torch would round the residual stream to bfloat16 too. `log` gets a line
+    if kernels are built."""
     if options.dtype != "auto":
         return DTypeChoice(options.dtype, "as requested")
     if device.type == "cuda":
@@ -101,7 +102,7 @@ def check_kv_cache_dtype(asked: KVCacheDType, device: torch.device) -> None:
     """Raise KernelError if the device cannot store keys and values in this dtype."""
     if asked != "auto" and device.type != "cpu":
         raise KernelError(
-            f"kv_cache_dtype is {asked}, which needs a CPU, and the device is {device}: "
+            f"kv_cache_dtype is {asked}, which needs a CPU, but the device is {device}: "
             "set kv_cache_dtype to auto"
         )
 
@@ -119,13 +120,13 @@ def choose_decode_path(
 
     `threads` is the number of native threads. `batch_invariant` matters only on CUDA; on a CPU
     every decoder is batch-invariant. If a `kernel_target` is set, torch is no substitute for the
-    kernels, because its bits depend on the processor. Raises KernelError if no decoder satisfies
-    the options.
+    kernels, because the bits of torch depend on the processor. Raises KernelError if no decoder
+    satisfies the options.
     """
     weight, native_only = gpt.token_embedding.weight, _native_only_setting(options)
     if options.kernels == "torch" and native_only is not None:
         raise KernelError(
-            f"{native_only}, which needs the native kernels, and kernels is torch: set kernels to "
+            f"{native_only}, which needs the native kernels, but kernels is torch: set kernels to "
             "auto"
         )
     if weight.is_cuda and native_only is None:
@@ -173,8 +174,8 @@ def cuda_path(
     if kernels == "torch":
         if batch_invariant:
             raise KernelError(
-                "kernels is torch, whose bits depend on the batch on CUDA, and batch_invariant is "
-                "set: set kernels to auto"
+                "batch_invariant is set, but kernels is torch, whose bits depend on the batch on "
+                "CUDA: set kernels to auto"
             )
         return DecodePath.plain(PlainDecoder, "torch")
     make = partial(make, batch_invariant=batch_invariant)

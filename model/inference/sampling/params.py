@@ -41,11 +41,11 @@ class SamplingParams:
     top_k              keep the k most likely tokens (0: all)
     top_p              keep the most likely tokens whose total probability reaches top_p
     min_p              keep tokens at least min_p times as likely as the most likely one
-    repetition_penalty, presence_penalty, frequency_penalty   off at 1, 0 and 0
+    repetition_penalty, presence_penalty, frequency_penalty   1, 0 and 0 turn them off
     logit_bias         values to add to the logits of some ids
     allowed_token_ids  the only ids that can be sampled (None: all)
-    constraint         pattern of the whole text; ends the sequence when no token may follow.
-                       max_tokens may cut the text short
+    constraint         pattern that the whole text must match; ends the sequence when no token
+                       may follow. max_tokens may cut the text short
     stop_token_ids     ids that end the sequence; the sampled one is its last token
     min_tokens         number of tokens that must be generated before a stop token
     logprobs           None: none; k: logprobs of each token and of the k most likely ones

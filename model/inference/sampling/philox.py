@@ -5,8 +5,8 @@ its sequence among the n sequences of its prompt. So it is the same in any batch
 restart.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). The
-tests compare this implementation with the known answers of the authors' Random123 library. Words
-are Python's integers, or arrays of integers in uint64, with the same bits.
+tests compare this implementation with the known-answer vectors of the authors' Random123 library.
+Words are Python integers or uint64 arrays; both give the same bits.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 FEW = 16
 """Maximum number of values that are computed one by one. An array of any size takes about 150 small
-operations, which together cost as much as this many single values."""
+operations, which together cost as much as computing this many values one by one."""
 
 Words = Any
 """An integer, or an array of uint64."""

@@ -21,8 +21,8 @@ from torch import Tensor
 from logitd.model.inference.sampling.philox import uniforms
 
 LARGEST_LOGIT = 1e30
-"""Largest accepted magnitude of a computed logit: up to it, no step of processing overflows
-float32, whatever the parameters."""
+"""Largest accepted magnitude of a computed logit: up to this magnitude, no step of processing
+overflows float32, whatever the parameters."""
 
 COLDEST = 1e-5
 """Smallest temperature used: lower ones, except 0, are raised to it. It prevents overflow and is

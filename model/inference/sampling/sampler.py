@@ -5,7 +5,7 @@ The definitions, in the order in which they are applied:
 1. logit_bias          l[i] += bias[i]                                            (OpenAI API)
 2. allowed_token_ids   l[i] = -inf for every other id
 3. constraint          l[i] = -inf for every id that its matcher does not allow here
-4. min_tokens          l[i] = -inf for stop tokens while fewer were generated
+4. min_tokens          l[i] = -inf for stop tokens while fewer than min_tokens were generated
 5. repetition_penalty  l[i] = l[i] / r if l[i] > 0 else l[i] * r, for ids in the prompt or the
                        completion so far                            (Keskar et al., 2019, CTRL)
 6. frequency_penalty, presence_penalty

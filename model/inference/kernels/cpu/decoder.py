@@ -2,8 +2,8 @@
 
 It calls native/decoder.cpp, which runs on a CPU in float32 and bfloat16, optionally with weights in
 int8 or int4, and supports every shape of `GPTConfig` whose head_dim is a multiple of 16
-(`not_covered`). Its plain twin is `PlainDecoder`. Because the residual stream is float32 here, the
-two agree only within the tolerance of the dtype.
+(`not_covered`). `PlainDecoder` computes the same in plain torch. Because the residual stream is
+float32 here, the two decoders agree only within the tolerance of the dtype.
 
 Prompts run through the same code, with the same bits as if they were decoded token by token. If the
 kernels lack the instructions that make this fast (`prefills_natively`), torch computes prompts

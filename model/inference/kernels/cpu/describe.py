@@ -186,8 +186,9 @@ class Description:
     def _matrix(
         self, weight: Tensor, bias: Tensor | None, quantize: Quantization
     ) -> tuple[Matrix, Restore | None]:
-        """Convert a matrix to the form that the native code computes with, and describe it. The
-        second result restores the original; None if the form is the original."""
+        """Convert a matrix to the form that the native code computes with. Returns the description
+        of the matrix, and a function that restores the original; None instead of the function if
+        the matrix is not converted."""
         rows, width = weight.shape
         described = Matrix(
             bias=None if bias is None else self._floats(bias), rows=rows, width=width

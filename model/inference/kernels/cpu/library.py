@@ -45,8 +45,8 @@ BUILD_SECONDS = 900
 """Time limit of a build. Half a minute is usual, but Zig's first build also compiles its own
 library, which took more than five minutes on busy cores."""
 ZIGS_NAMES = {"armv8-a": "generic"}
-"""Zig's names for processors, where they differ from GCC's by more than underscores instead of
-dashes."""
+"""Zig's names for processors, by GCC's names. By default, Zig's name is GCC's name with underscores
+instead of dashes."""
 
 Origin = Literal["compiled now", "compiled before", "prebuilt"]
 
@@ -102,7 +102,7 @@ def load_library(
     """Load the kernels for a target; "auto" loads the best ones for this processor. `log` gets a
     line before a build, which takes a while.
 
-    Raises KernelsUnavailable; TargetRefused for a target that this processor cannot run.
+    Raises KernelsUnavailable, or TargetRefused for a target that this processor cannot run.
     """
     machine, features = platform.machine(), processor_features()
     wanted = None if target == "auto" else target_named(target)

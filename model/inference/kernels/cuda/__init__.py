@@ -1,1 +1,2 @@
-"""The CUDA decoder: recorded steps, sampling on the device, transfers without waiting."""
+"""The CUDA decoder, which replays recorded steps, samples on the device, and queues copies without
+waiting for them."""

@@ -196,7 +196,8 @@ class StepForward:
         return x if pre else self._normed(x, block.mlp_norm, torch.float32)
 
     def _down(self, hidden: Tensor, down: nn.Linear, residual: Tensor) -> Tensor | Sums:
-        """The product at the end of a block, in parts if it is deep and computed in tiles."""
+        """The matrix product at the end of a block. It is divided into parts if `hidden` has at
+        least DEEP columns and the step is computed in tiles."""
         (rows, depth), weight = hidden.shape, down.weight
         if depth < DEEP or (rows <= FEW_ROWS and not self._invariant):
             return self._linear(hidden, weight, down.bias, residual=residual)

@@ -1,4 +1,5 @@
-"""Triton kernels of a decode step: few launches, and no row's sums depend on the other rows.
+"""Triton kernels of a decode step. A step needs few launches. A row's sums do not depend on other
+rows.
 
 Every kernel computes in float32 and reads weights, keys and values in the model's dtype. The
 residual stream stays in float32. `forward.py` chooses sizes and launches the kernels in order.
@@ -96,7 +97,8 @@ def _is_seen(part, position, PART: tl.constexpr, WINDOW: tl.constexpr):
 @triton.jit
 def _part(parts, scales, head, part, column, inside, position, D: tl.constexpr, P: tl.constexpr,
           PART: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
-    """One part of the heads' outputs: largest scores, sums of exponentials and outputs."""
+    """Load attention's results over one part of the keys: the largest scores, the sums of
+    exponentials and the outputs."""
     written = inside & (part < P) & _is_seen(part, position, PART, WINDOW)
     at = head * P + part
     most = tl.load(scales + at * 2, mask=written, other=float("-inf"))

@@ -1,11 +1,11 @@
 """Sampling on a device: the rows' parameters as integers, and the filters.
 
-Steps 8 to 10 of `model/inference/sampling/sampler.py`. The twin, `sampling/sample.py`, reads values
-from the device; here all rows take the same path with shapes known in advance, so that the path can
-be recorded. A row's uniform number is uploaded with its parameters (`pack`), because Philox would
-be seventy small kernels on the device. `sampling_kernels.py` chooses the tokens. A GPU adds in a
-different order from the twin, so a number within a rounding error of a threshold may fall on the
-other side of it.
+Computes steps 8 to 10 of `model/inference/sampling/sampler.py`. The plain version,
+`sampling/sample.py`, reads values from the device; here all rows take the same path with shapes
+known in advance, so that the path can be recorded. A row's uniform number is uploaded with its
+parameters (`pack`), because Philox would be seventy small kernels on the device.
+`sampling_kernels.py` chooses the tokens. A GPU adds in a different order from the plain version, so
+a number within a rounding error of a threshold may fall on the other side of it.
 
 Shapes: R rows, V vocabulary.
 """
@@ -64,8 +64,8 @@ def filter_rows(logits: Tensor, packed: Tensor) -> Tensor:
 
 def filtered_rows(logits: Tensor, top_k: Tensor, top_p: Tensor, floors: Tensor) -> Tensor:
     """Steps 8 to 10: logits (R, V) with -inf for the ids that the filters drop. `top_k`, `top_p`
-    and `floors`, which are the logarithms of min_p, are (R,). The arithmetic is the same as in the
-    twin's `filtered`."""
+    and `floors`, which are the logarithms of min_p, are (R,). The arithmetic is the same as in
+    `filtered` of `sampling/sample.py`."""
     width = logits.shape[-1]
     values, order = logits.sort(dim=-1, descending=True, stable=True)  # (R, V)
     count = top_k.masked_fill(top_k == 0, width).clamp(max=width)

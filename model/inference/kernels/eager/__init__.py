@@ -1,1 +1,1 @@
-"""Decoding in plain torch, one operation at a time: the twin of the faster decoders."""
+"""Decoding in plain torch, one operation at a time: the reference for the faster decoders."""

@@ -8,9 +8,10 @@ core. If the share is large, the thread computes alone for a while and then trie
 If that fails, it computes alone for twice as long.
 
 These switches happen at random times, so they must not change any bits. On the machines examined,
-torch divides a product over its threads by outputs, which keeps the bits. If a model's products
-change bits at some number of rows, the number of threads stays as it is. The native decoder's
-threads implement the same rule themselves (cpu/native/pool.h).
+each of torch's threads computes different outputs of a product, so the number of threads does not
+change the bits. If a model's products change bits at some number of rows, the number of threads
+stays as it is. The native decoder's threads implement the same rule themselves
+(cpu/native/pool.h).
 """
 
 import time

@@ -1,4 +1,4 @@
-"""PlainDecoder: prompts and decode steps in plain torch, on any device; the twin of the other
+"""PlainDecoder: prompts and decode steps in plain torch, on any device; the reference for the other
 decoders.
 
 The rows of a step are padded, and a large step is divided into groups of rows, so that the

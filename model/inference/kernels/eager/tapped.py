@@ -3,8 +3,8 @@
 It computes sequences whose stages are recorded or changed; another decoder computes all others on
 the same cache. It uses the same blocks and row groups as `TorchPrefill` and `PlainDecoder`, and its
 results have the same bits as theirs if nothing is changed. If a tap asks for attention scores or
-weights, they are computed in addition to the fused kernel, whose result is used unless the tap
-changes them.
+weights, they are computed separately from the fused kernel. The fused kernel's result is still used
+unless the tap changes the scores or weights.
 
 On a GPU a row's bits depend on the number of rows. There prompts are computed one block at a time,
 and decode steps one row at a time, so that the bits are the same in any batch.
@@ -132,7 +132,7 @@ class TappedDecoder:
 
 
 class _Shifted:
-    """The tap of a piece, adapted to the part of it that begins at `offset`."""
+    """Adapts the tap of a piece to the part of the piece that begins at `offset`."""
 
     def __init__(self, tap: PieceTap, offset: int) -> None:
         self._tap = tap

@@ -6,7 +6,7 @@ changes. `RowTaps` applies the changes of several sequences to a decode step wit
 sequence. A tap is used for one forward pass, `Changes` for a whole sequence.
 
 Features are computed from the stage that their autoencoder reads, after the changes of that stage.
-If features change, the difference times the decoder's matrix is added to the stage.
+If features change, the difference times the autoencoder's decoder matrix is added to the stage.
 
 Shapes: T positions of a piece, H heads, S keys.
 """
