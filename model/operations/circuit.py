@@ -108,14 +108,15 @@ class CircuitEdge(ReplyBody):
 
 
 class LeftOut(ReplyBody):
-    """Parts outside the circuit: the sum of their `values`, and the sum of their `attention`."""
+    """What the parts outside the circuit carry: the sum of their `values`, and the sum of their
+    `attention`."""
 
     values: float
     attention: float
 
 
 class Verification(ReplyBody):
-    """The difference of the logits when parts are set to their means over the positions, and
+    """The difference between the two logits when parts are set to their means over the positions, and
     everything else is computed again, including attention weights and norms. On the scale of a
     share, 0 is the difference with all parts set to their means, and 1 is the original difference.
     A share is null if there is nothing to explain."""

@@ -172,6 +172,7 @@ SCORE = Operation(
     form="record",
     summary="Logprobs of given texts",
     description="""\
-The logprob of each prompt, or of continuations of it, as a sum, as perplexity, as bits per byte,
-and on request token by token. A prompt with several continuations is computed once.""",
+How likely each prompt is, or each of its continuations: the sum of logprobs, the perplexity, the
+bits per byte, and on request the logprob of each token. A prompt with several continuations is
+computed once.""",
 )

@@ -253,8 +253,9 @@ def probs(prompt: Prompt, **fields: Unpack[ProbsFields]) -> Call[Probs]:
 
 
 def score(prompt: Prompt, **fields: Unpack[ScoreFields]) -> Call[Scores]:
-    """The logprob of each prompt, or of continuations of it, as a sum, as perplexity, as bits per
-    byte, and on request token by token. A prompt with several continuations is computed once."""
+    """How likely each prompt is, or each of its continuations: the sum of logprobs, the perplexity,
+    the bits per byte, and on request the logprob of each token. A prompt with several continuations
+    is computed once."""
     return record("/score", Scores, {"prompt": prompt, **fields})
 
 
@@ -298,11 +299,11 @@ def sweep(
 
 
 def lens(prompt: Prompt, **fields: Unpack[LensFields]) -> Call[LensReadings]:
-    """The final norm and the head, applied to the residual stream after each layer. Each layer has
-    the likeliest next tokens, the probability and rank of chosen tokens, the entropy, and the
-    divergence from the model's own prediction, which is the prediction of the last layer. In a
-    model with `backout`, the middle block's contribution is subtracted from the streams after later
-    blocks."""
+    """The final norm and the head are applied to the residual stream after each layer. For each
+    layer, the reply has the likeliest next tokens, the probability and rank of chosen tokens, the
+    entropy, and the divergence from the model's own prediction, which is the prediction of the last
+    layer. In a model with `backout`, the middle block's contribution is subtracted from the streams
+    after later blocks."""
     return record("/lens", LensReadings, {"prompt": prompt, **fields})
 
 

@@ -319,9 +319,10 @@ class PathSummary:
 
 @dataclass(frozen=True, slots=True)
 class DirectPart:
-    """`stage` is embedding, blocks.N.attention.heads (with `head`), blocks.N.attention.bias,
-    blocks.N.mlp.out, final_norm.bias or head.bias; if the model has norms after the residual
-    additions, also blocks.N.attention.norm.bias and blocks.N.mlp.norm.bias."""
+    """The share that one part of the model adds to the logit. `stage` is embedding,
+    blocks.N.attention.heads (with `head`), blocks.N.attention.bias, blocks.N.mlp.out,
+    final_norm.bias or head.bias; if the model has norms after the residual additions, also
+    blocks.N.attention.norm.bias and blocks.N.mlp.norm.bias."""
 
     stage: str
     head: int | None
@@ -368,7 +369,8 @@ class Attributions(Reply):
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Parts outside the circuit: the sum of their `values`, and the sum of their `attention`."""
+    """What the parts outside the circuit carry: the sum of their `values`, and the sum of their
+    `attention`."""
 
     values: float
     attention: float
@@ -376,7 +378,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The difference of the logits when parts are set to their means over the positions, and
+    """The difference between the two logits when parts are set to their means over the positions, and
     everything else is computed again, including attention weights and norms. On the scale of a
     share, 0 is the difference with all parts set to their means, and 1 is the original difference.
     A share is null if there is nothing to explain."""
