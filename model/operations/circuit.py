@@ -116,8 +116,8 @@ class LeftOut(ReplyBody):
 
 
 class Verification(ReplyBody):
-    """The difference between the two logits when parts are set to their means over the positions, and
-    everything else is computed again, including attention weights and norms. On the scale of a
+    """The difference between the two logits when parts are set to their means over the positions,
+    and everything else is computed again, including attention weights and norms. On the scale of a
     share, 0 is the difference with all parts set to their means, and 1 is the original difference.
     A share is null if there is nothing to explain."""
 

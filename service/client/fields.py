@@ -1,6 +1,6 @@
 """Fields of requests: the keyword arguments of the client's calls.
 
-These are only types, which let a type checker find a wrong name or value. The server has the
+These are only types, which let a type checker find a wrong name or type. The server has the
 defaults and refuses unknown fields. /docs describes each field.
 """
 
@@ -229,6 +229,4 @@ class TokenizeFields(TypedDict, total=False):
 class DetokenizeFields(TypedDict, total=False):
     model: str | None
     step: int | None
-
-
 # end: generated
