@@ -264,7 +264,9 @@ def hidden_states(  # type: ignore[overload-overlap]  # a text is a sequence of 
     prompt: OnePrompt, **fields: Unpack[HiddenStatesFields]
 ) -> Call[HiddenStates]: ...
 @overload
-def hidden_states(prompt: ManyPrompts, **fields: Unpack[HiddenStatesFields]) -> Call[list[HiddenStates]]: ...
+def hidden_states(
+    prompt: ManyPrompts, **fields: Unpack[HiddenStatesFields]
+) -> Call[list[HiddenStates]]: ...
 def hidden_states(prompt: Prompt, **fields: Unpack[HiddenStatesFields]) -> Call[Any]:
     """The residual stream (layers, positions, d_model). Layer 0 is the stream after the embeddings,
     layer i the stream after block i; the final norm is not applied."""
@@ -283,7 +285,12 @@ def attention(prompt: Prompt, **fields: Unpack[AttentionFields]) -> Call[Any]:
     return array("/attention", Attention, {"prompt": prompt, **fields})
 
 
-def sweep(prompt: Prompt, vary: Intervention, over: Sequence[Literal["layers", "heads", "positions"]], **fields: Unpack[SweepFields]) -> Call[Sweep]:
+def sweep(
+    prompt: Prompt,
+    vary: Intervention,
+    over: Sequence[Literal["layers", "heads", "positions"]],
+    **fields: Unpack[SweepFields],
+) -> Call[Sweep]:
     """Apply an intervention to one layer, head or position after another, and return a metric for
     each: a token's logit, probability or loss, the difference between the logits of two tokens, or
     the divergence of the distribution. For example, ablate each head in turn, or patch each layer
@@ -327,4 +334,6 @@ def circuit(prompt: Prompt, **fields: Unpack[CircuitFields]) -> Call[Circuit]:
     without freezing anything: `verification` has the difference with only the circuit, and with
     everything except the circuit. A step of the engine computes one block of one prompt."""
     return record("/circuit", Circuit, {"prompt": prompt, **fields})
+
+
 # end: generated

@@ -229,4 +229,6 @@ class TokenizeFields(TypedDict, total=False):
 class DetokenizeFields(TypedDict, total=False):
     model: str | None
     step: int | None
+
+
 # end: generated

@@ -187,8 +187,6 @@ class SweptToken(NamedToken):
     """A token whose logit enters the metric."""
 
 
-
-
 @dataclass(frozen=True, slots=True)
 class SweptPrompt(PromptResult):
     token: SweptToken | None  # null for metric kl.
@@ -302,7 +300,7 @@ class TargetToken(NamedToken):
 @dataclass(frozen=True, slots=True)
 class AttributedToken(NamedToken):
     """A token of the prompt, with its attribution by each requested method. Tokens after the
-        position of the logit have an attribution of 0."""
+    position of the logit have an attribution of 0."""
 
     gradient_times_input: float | None = None
     integrated_gradients: float | None = None
@@ -322,9 +320,9 @@ class PathSummary:
 @dataclass(frozen=True, slots=True)
 class DirectPart:
     """The share that one part of the model adds to the logit. `stage` is embedding,
-        blocks.N.attention.heads (with `head`), blocks.N.attention.bias, blocks.N.mlp.out,
-        final_norm.bias or head.bias; if the model has norms after the residual additions, also
-        blocks.N.attention.norm.bias and blocks.N.mlp.norm.bias."""
+    blocks.N.attention.heads (with `head`), blocks.N.attention.bias, blocks.N.mlp.out,
+    final_norm.bias or head.bias; if the model has norms after the residual additions, also
+    blocks.N.attention.norm.bias and blocks.N.mlp.norm.bias."""
 
     stage: str
     head: int | None
@@ -355,7 +353,9 @@ class PromptAttributions(PromptResult):
     @property
     def arrays(self) -> dict[str, npt.NDArray[np.float64]]:
         """The gradients as arrays, by stage."""
-        return {name: np.array(rows, dtype=np.float64) for name, rows in (self.gradients or {}).items()}
+        return {
+            name: np.array(rows, dtype=np.float64) for name, rows in (self.gradients or {}).items()
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +370,7 @@ class Attributions(Reply):
 @dataclass(frozen=True, slots=True)
 class LeftOut:
     """What the parts outside the circuit carry: the sum of their `values`, and the sum of their
-        `attention`."""
+    `attention`."""
 
     values: float
     attention: float
@@ -379,9 +379,9 @@ class LeftOut:
 @dataclass(frozen=True, slots=True)
 class Verification:
     """The difference between the two logits when parts are set to their means over the positions,
-        and everything else is computed again, including attention weights and norms. On the scale of a
-        share, 0 is the difference with all parts set to their means, and 1 is the original difference.
-        A share is null if there is nothing to explain."""
+    and everything else is computed again, including attention weights and norms. On the scale of a
+    share, 0 is the difference with all parts set to their means, and 1 is the original difference.
+    A share is null if there is nothing to explain."""
 
     circuit_alone: float  # All parts outside the circuit are set to their means.
     circuit_alone_share: float | None
@@ -400,7 +400,7 @@ class CircuitNeuron:
 @dataclass(frozen=True, slots=True)
 class CircuitNode:
     """A token's vector (`stage` is embedding), a head (blocks.N.attention.heads, with `head`) or
-        neurons (blocks.N.mlp.hidden, with `neurons`) at one position."""
+    neurons (blocks.N.mlp.hidden, with `neurons`) at one position."""
 
     stage: str
     head: int | None
@@ -416,7 +416,7 @@ class CircuitNode:
 @dataclass(frozen=True, slots=True)
 class CircuitEdge:
     """An edge from a node to another node or to the logits. The weights of all edges that leave a
-        node add up to the sum of the node's `values` and `attention`."""
+    node add up to the sum of the node's `values` and `attention`."""
 
     source: int  # Index of a node.
     target: int | None  # Index of a node; null for the logits.
@@ -613,7 +613,7 @@ class ModelStatus:
 @dataclass(frozen=True, slots=True)
 class QuantizationInfo:
     """The increase in loss from quantizing the weights, or the keys and values, measured when the
-        model was loaded. The figures are null if there was no text to measure on."""
+    model was loaded. The figures are null if there was no text to measure on."""
 
     kind: str  # Quantization of the weights: `int8`, `int4` or `none`.
     kv_cache_dtype: str  # Dtype of keys and values: `int8`, or `auto` for `dtype`.
@@ -712,6 +712,8 @@ class Health:
     @property
     def ok(self) -> bool:
         return self.status == "ok"
+
+
 # end: generated
 
 

@@ -136,9 +136,10 @@ def request_of(
 def said_in(
     settings: Mapping[str, Any], known: Mapping[str, Any], *, leave_out: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The values of the settings under all usual names in lower case. Dropout is 0, and the device
-    is the CPU. `known` values take precedence, except over a setting under its own name. For fields
-    in `leave_out`, no other names are added, because the tensors' shapes determine these fields."""
+    """The settings, in lower case, each also under all other usual names of its field. Dropout is 0,
+    and the device is the CPU. `known` values replace these other names, but no setting that the
+    source itself names so. Fields in `leave_out` get no other names, because the tensors' shapes
+    determine them."""
     said = dict(known)
     for field, keys in SETTINGS.items():
         if field not in leave_out and (value := setting(settings, field)[0]) is not None:

@@ -95,7 +95,7 @@ class Sandbox:
             ready = self._control.recv(1)
         if not ready:
             self.close()
-            raise ConstraintsUnavailable("the sandbox process for constraints does not start")
+            raise ConstraintsUnavailable("the sandbox process for constraints failed to start")
 
     @contextlib.contextmanager
     def begin(self) -> Iterator[socket.socket]:

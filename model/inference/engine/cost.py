@@ -49,7 +49,7 @@ from logitd.model.transformer.stages import match_stages, stages_of
 CHANGE_ELEMENTS = 2**14
 """Fixed cost of one change to one stage, in elements."""
 PART_ELEMENTS = 2**2
-"""Cost of each chosen unit of a stage, and of each number of a direction, in elements."""
+"""Cost, in elements, of each chosen unit of a stage and of each component of a direction."""
 PROCESSED_ELEMENTS = 2**6
 """Cost of each logit that the sampler filters, in elements."""
 LISTED_ELEMENTS = 2**7

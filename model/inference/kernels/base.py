@@ -113,7 +113,7 @@ class MixedPass(Protocol):
 
 
 class Decoder(Protocol):
-    """Computes a model on its KV cache. By default it has no threads, and nothing to restore or
+    """Runs a model on its KV cache. By default it has no threads, and nothing to restore or
     free."""
 
     has_threads: bool = False

@@ -1,5 +1,5 @@
-"""AdmissionController: its counts, its rejections, and the advised time until a retry.
-test_accounting.py tests with a real engine that each request's elements are released once.
+"""AdmissionController: its counts, its rejections, and the delay that it advises before a retry.
+test_accounting.py uses a real engine to test that each request's elements are released once.
 """
 
 import asyncio

@@ -67,7 +67,7 @@ async def test_reader_takes_events_without_waking_the_task() -> None:
 
 
 async def test_first_token_of_each_sequence_is_urgent() -> None:
-    """Later tokens wait for the end of a pause of the loop."""
+    """Later tokens wait until the pause between two deliveries ends."""
     driver = cast(EngineDriver, None)  # for aborts only
     submission = Submission(driver, ["a", "b"], 3, Usage())
     urgent = []

@@ -44,7 +44,7 @@ class TokenCache:
 
 
 class CodeDecoder(Decoder):
-    """Computes a model with its owner's code, in another process."""
+    """Runs a model with its owner's code, in another process."""
 
     def __init__(self, model: CodeModel, cache: TokenCache) -> None:
         self._model = model

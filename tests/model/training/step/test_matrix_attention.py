@@ -1,4 +1,4 @@
-"""Matrix attention and its plain twins: the fused kernel, and a softmax spelled out."""
+"""Matrix attention, compared with the fused kernel and with an explicit softmax."""
 
 import pytest
 import torch

@@ -267,8 +267,8 @@ def test_int8_keys_and_values_match_the_twin(
 ) -> None:
     """A prompt is followed by single steps. Values that differ by rounding may be stored as
     neighboring integers. In one block this is rare, but sharp attention and further blocks amplify
-    it. So the error may be up to half the effect of int8 itself, and with several blocks the
-    attention is nearly uniform."""
+    it. So the test allows an error of half the effect of int8 itself, and its models with
+    several blocks have nearly uniform attention."""
 
     def outcome(decoder: Decoder) -> tuple[Tensor, Tensor]:
         with torch.inference_mode():
