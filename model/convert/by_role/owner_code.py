@@ -136,7 +136,7 @@ def request_of(
 def said_in(
     settings: Mapping[str, Any], known: Mapping[str, Any], *, leave_out: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The settings, in lower case, each also under all other usual names of its field. Dropout is 0,
+    """The settings in lower case, each also under all other usual names of its field. Dropout is 0,
     and the device is the CPU. `known` values replace these other names, but no setting that the
     source itself names so. Fields in `leave_out` get no other names, because the tensors' shapes
     determine them."""
