@@ -61,9 +61,9 @@ class Attributing:
 
 
 class _Prompt:
-    """A prompt and its task. It is separate from `Attributing`, because a generator of
-    `Attributing` itself would create a reference cycle, and the tensors of a dropped attribution
-    would wait for the garbage collector."""
+    """A prompt and its task. It is separate from `Attributing`, because a generator that is a
+    method of `Attributing` would create a reference cycle. Then only the garbage collector would
+    free the tensors of a dropped attribution."""
 
     def __init__(
         self, gpt: GPT, token_ids: Sequence[int], task: AttributionTask, watched: Watch | None
@@ -170,7 +170,7 @@ class _Prompt:
         """Run the gradient back through all blocks, one per piece, and return the gradient (1, T,
         C) with respect to the stream that enters the first block. Empties `streams`. `direction` is
         the gradient of the target with respect to the final hidden state; None if the target is a
-        probe of an earlier stage. With `stages`, keeps the gradients with respect to the task's
+        probe of a stage before it. With `stages`, keeps the gradients with respect to the task's
         stages."""
         after = self._end(last, direction, keep=stages)
         gradient = after
@@ -220,8 +220,8 @@ class _Prompt:
         return found.of_input
 
     def _begin(self, embedding: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient with respect to the stream that enters the first block. If the probe is at
-        that stage, adds the probe's direction."""
+        """The gradient with respect to the stream that enters the first block. If the target is a
+        probe of this stream, adds the probe's direction."""
         if self._probe_at == (None, "embedding"):
             row, direction = self._task.position, self._direction()
             self._probed = product(embedding[0], row, direction).item()

@@ -20,8 +20,8 @@ replace h_v and c_v.
 
 With `residual_mix` the input of a block is a mixture of the stream and the embedding, so g splits
 into two vectors, and the embedding's contribution is a sum over all blocks. With `backout` the last
-stream is x_last - s x_middle, so -s g is added to the g of the middle block's output. If the model
-has `logit_softcap`, the parts add up to the logit before the cap.
+stream is x_last - k x_middle with a learned factor k, so -k g is added to the g of the middle
+block's output. If the model has `logit_softcap`, the parts add up to the logit before the cap.
 
 If a later block reads the output of a head, the effect counts as a contribution of the later block.
 The products are computed in float64 from the values of the forward pass, so that the sum loses no

@@ -183,8 +183,8 @@ class TextPasses:
 
 
 def threads_keep_bits(gpt: GPT, rows: int) -> bool:
-    """True if one block, forward and backward over this number of rows, gives the same bits on one
-    thread as on all of torch's threads."""
+    """True if a forward and backward pass of one block over this number of rows gives the same bits
+    on one thread as on all of torch's threads."""
     passes, layer = TextPasses(gpt, [0] * rows, 0), gpt.config.n_layer - 1
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, rows, gpt.config.d_model, generator=generator).to(passes.dtype)

@@ -79,8 +79,8 @@ def block_gradients(
 
 def product(value: Tensor, row: int, direction: Tensor) -> Tensor:
     """The inner product of `direction` with row `row` of `value` (T, ...). If the last axis is over
-    keys, it may be longer in one of the two; the extra keys are ignored, because the row does not
-    see them. Scores of -inf count as 0."""
+    keys, one of the two may have more keys; the extra keys are ignored, because the row does not
+    attend to them. Scores of -inf count as 0."""
     keys = min(direction.shape[-1], value.shape[-1])
     at = value[row][..., :keys]
     return (torch.where(at.isneginf(), 0.0, at) * direction[..., :keys]).sum()
@@ -110,8 +110,8 @@ class _Kept:
 
 
 class _Weighing:
-    """Causal attention that passes its scores and weights to a tap. If a query does not see a key,
-    the weight of the key stays 0 whatever the tap returns, so its gradient is 0."""
+    """Causal attention that passes its scores and weights to a tap. If a query may not attend to a
+    key, the weight of the key stays 0 whatever the tap returns, so its gradient is 0."""
 
     def __init__(self, tap: _Kept) -> None:
         self._tap = tap

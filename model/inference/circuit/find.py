@@ -1,11 +1,12 @@
 """Finding: computes the circuit of one prompt, piece by piece.
 
-A piece is one block of a forward pass, of a backward pass, or of an ablated forward pass. It runs
-on one thread: torch's threads wait for each other after each of its many small operations, so while
-other processes were busy, a piece took ten times as long on two threads as on one. On one thread,
-the bits do not depend on torch's number of threads. The search for the threshold of the parts
-begins high, because passes with a high threshold follow few parts and are fast. It divides the
-threshold by a constant factor until enough parts are kept, then it bisects.
+A piece is one block of a forward pass, of a backward pass, or of an ablated forward pass. Every
+piece runs on one thread. It has many small operations, and torch's threads wait for each other
+after each of them: while other processes were busy, a piece took ten times as long on two threads
+as on one. Another benefit of one thread is that the bits do not depend on torch's number of
+threads. The search for the threshold of the parts begins high, because passes with a high threshold
+follow few parts and are fast. It divides the threshold by a constant factor until enough parts are
+kept, then it bisects.
 """
 
 import math
@@ -31,9 +32,8 @@ from logitd.model.transformer.gpt import GPT
 FACTOR = 8.0
 """Factor by which the search lowers the threshold until enough parts are kept."""
 CLOSE = 2.0
-"""The search ends when it has narrowed the threshold to a range whose upper end is at most this
-many times its lower end. The upper end keeps too few parts; the lower end keeps enough, or too
-many."""
+"""The search ends when the upper bound of the threshold is at most this many times the lower bound.
+At the upper bound too few parts are kept; at the lower bound enough, or too many."""
 
 
 class Finding:

@@ -9,7 +9,7 @@ embeddings):
                  of the product silu(gate) up counts for the gate and half for up
 
 These are the rules of RelP (Jafari et al., 2025), with which Arora et al. (2026, arXiv 2601.22594)
-trace single neurons. Unlike a slope, a ratio leaves no remainder.
+trace single neurons. Unlike the slope act'(u), the ratio act(u) / u leaves no remainder.
 
 A part is a token's vector, a head or a neuron at one position. It carries the amount <g, o - m> of
 the target, where g is the gradient of the target with respect to the part's output o, and m is the
@@ -84,8 +84,8 @@ class Choice:
         self.chosen: dict[tuple[int, str], Chosen] = {}
 
     def keep(self, carried: Tensor) -> Tensor:
-        """Choose among parts. `carried` (G, ...) are the amounts that they carry. Returns the mask
-        (...) of the chosen parts."""
+        """Choose parts by the amounts `carried` (G, ...) that they carry. Returns the mask (...) of
+        the chosen parts."""
         kept = (carried.abs() > self.threshold).any(0)
         self.count += int(kept.sum())
         self.leave_out(carried * ~kept)
@@ -98,8 +98,8 @@ class Choice:
     def keep_sublayer(
         self, key: tuple[int, str], rows: Tensor, carried: Tensor, gradients: Tensor
     ) -> Tensor:
-        """Choose among a sublayer's parts at the positions `rows`. `carried` (G, n, parts) are the
-        amounts that they carry. Stores the chosen parts with their `gradients` (G, n, parts, ...),
+        """Choose parts of a sublayer at the positions `rows`, by the amounts `carried` (G, n,
+        parts) that they carry. Stores the chosen parts with their `gradients` (G, n, parts, ...),
         and returns the mask (n, parts) of the chosen parts."""
         kept = self.keep(carried)
         at, indices = kept.nonzero(as_tuple=True)

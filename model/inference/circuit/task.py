@@ -136,8 +136,9 @@ class Circuit:
 
 
 def explained_share(whole: float, left_out: float, left_out_attention: float) -> float | None:
-    """1 minus the relative error caused by the parts left out. The error is the larger of two: with
-    values alone, and with values and attention weights together."""
+    """1 minus the relative error caused by the parts left out. Two errors are computed, one for
+    their values alone and one for their values and attention weights together; the larger one
+    counts."""
     error = max(abs(left_out), abs(left_out + left_out_attention))
     return 1 - error / abs(whole) if whole else None
 
