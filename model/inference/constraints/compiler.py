@@ -5,9 +5,9 @@ The compiler turns a regular expression, a JSON Schema, a list of choices or a g
 each sample and advances by the sampled token. Matchers share no mutable state, so a mask depends
 only on the tokens of its sequence. The masks come from llguidance, which gets the checkpoint's
 vocabulary and split pattern. It is an optional dependency that only this module imports. Other
-modules apply masks (`model/inference/sampling/sampler.py`), protect the server from costly sources
-(`model/inference/constraints/sandbox.py`) and cache compiled constraints
-(`service/models/constraints.py`).
+modules apply masks (`model/inference/sampling/sampler.py`), protect the server from sources that
+are too expensive to compile (`model/inference/constraints/sandbox.py`) and cache compiled
+constraints (`service/models/constraints.py`).
 
 The four kinds:
 
@@ -19,9 +19,9 @@ json_schema  the text is one JSON value that the schema allows (`json_schema.py`
 choice       the text is one of a list
 grammar      the text is a sentence of a context-free grammar, in llguidance's dialect of Lark
 
-If a grammar allows only one continuation, the model must use the tokens that encoding this text
-yields. If the vocabulary lacks tokens for single bytes (its tokens are characters or words), any
-tokens that spell the text are allowed.
+If a grammar allows only one continuation, the model must generate exactly the tokens into which the
+tokenizer encodes it. If the vocabulary lacks tokens for single bytes (its tokens are characters or
+words), any tokens that spell the text are allowed.
 
 A constraint applies to text, so special tokens never match it. If the text is complete but could
 also continue, the end-of-text token is allowed too. If it cannot continue, the sequence ends
@@ -68,8 +68,8 @@ JSON_LAYOUT: Mapping[str, str | bool] = {
     "coerce_one_of": False,
     "lenient": False,
 }
-"""The layout is fixed, because a small model may generate white space without end. Each character
-has a fixed spelling, because a property `a` written as a Unicode escape would count as a different
+"""The layout is fixed, because a small model may generate endless whitespace. Each character has a
+fixed spelling, because a property `a` written as a Unicode escape would count as a different
 property."""
 
 WITHOUT_EFFECT = ("capture", "stop", "stop_capture", "temperature")
@@ -105,7 +105,7 @@ class Compiler:
     """Compiles constraints for one vocabulary. Thread-safe.
 
     Raises ConstraintsUnavailable if llguidance is missing or cannot read the vocabulary, or if the
-    model has no text.
+    model has no vocabulary.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -176,7 +176,8 @@ class Compiler:
 
     def look(self, matcher: Any) -> tuple[np.ndarray, bool]:
         """The mask of an llguidance matcher (read-only booleans over the vocabulary), and whether
-        only the end may follow. Raises ConstraintError if nothing may follow, not even the end."""
+        only the end of the text may follow. Raises ConstraintError if nothing may follow, not even
+        the end."""
         bits = matcher.compute_bitmask()
         if matcher.is_error():
             raise ConstraintError(_readable(matcher.get_error()))

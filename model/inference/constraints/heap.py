@@ -1,4 +1,4 @@
-"""Heap: returns memory that was freed in small pieces to the operating system.
+"""Heap: returns memory to the operating system after it was freed in many small pieces.
 
 glibc keeps freed memory, such as the memory of ended lexers, if it lies between pieces that are
 still in use. This module does nothing on systems without `malloc_trim` or `/proc`.
@@ -11,7 +11,8 @@ from pathlib import Path
 TRIM_BYTES = 2**25
 """Growth of the process, in bytes, that triggers a trim. A trim takes about 0.1 s per GiB."""
 ENDS = 64
-"""Number of ended lexers between two checks of the process's size while other lexers are in use."""
+"""While other lexers are in use, the size of the process is checked each time this many lexers have
+ended."""
 
 
 class Heap:

@@ -5,8 +5,8 @@ the bounds that README.md lists to a schema that lacks them.
 
 Every text that the bounded schema allows is allowed by the original. A schema with `allOf`, with an
 inner `$id`, or with `$ref`, `anyOf` or `oneOf` next to other keywords is left unchanged, because
-its parts may bound each other. Checking a schema is left to `json_schema.py`; unknown keywords are
-ignored.
+its parts may depend on each other. Unknown keywords are ignored here; `json_schema.py` checks the
+schema.
 """
 
 import re

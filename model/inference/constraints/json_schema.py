@@ -92,7 +92,7 @@ def _check_count(schema: Mapping[str, Any]) -> None:
 
 
 def _check_text(value: Any) -> None:
-    """Refuse a value that has a string with a character that cannot be written."""
+    """Refuse a value if any of its strings contains a character that cannot be written."""
     if isinstance(value, list):
         for item in value:
             _check_text(item)

@@ -40,16 +40,16 @@ STACK_BYTES = 2**20
 """Stack size of a trial. It is smaller than the stack of a server's thread."""
 MEMORY_BYTES = 2**24
 """Address space that a trial may add to its process. Ordinary sources need a tenth of it. For each
-sequence, the server needs as much memory as the trial. This also bounds the time of most sources,
-because slow sources need much memory."""
+sequence, the server needs as much memory as the trial. The limit also bounds the compile time of
+most sources, because slow ones need a lot of memory."""
 LONG_SECONDS = 0.25
 LOWEST_PRIORITY = 19
 TRIES, TRY_TOKENS = 2, 24
 """Number of random texts that a trial generates, and the number of tokens in each text."""
 ANSWER_BYTES = 2**16
 SLOW = bytes([signal.SIGPROF])
-"""First byte of the answer of a trial that ran out of time. The operating system writes it when it
-signals the timeout, because Python code cannot run until the compiler returns."""
+"""First byte of the answer of a trial that ran out of time. The interpreter's signal handler writes
+it, because no Python code can run until the compiler returns."""
 
 
 class TooSlow(ConstraintError):
@@ -193,7 +193,7 @@ def _answer(compiler: Compiler, connection: socket.socket, held: int) -> None:
         kind, text, seconds = json.loads(requests.readline())
         connection.setblocking(False)
         signal.signal(signal.SIGPROF, lambda *_: os._exit(1))
-        signal.set_wakeup_fd(connection.fileno())  # the system writes the signal's number: SLOW
+        signal.set_wakeup_fd(connection.fileno())  # a signal writes its number: SLOW
         signal.setitimer(signal.ITIMER_PROF, seconds)
         error = None
         try:
