@@ -79,7 +79,7 @@ class Intervention:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The stages to change, and the heads to change in each (None: all heads, or stages without
+    """The stages to change, and the heads to change in each (None: all heads, if the stages have
     heads)."""
 
     stages: tuple[Stage, ...]
@@ -165,7 +165,8 @@ def _check_direction(name: str, direction: Any, stage: Stage, shape: tuple[int, 
     """Check a direction. `shape` is the shape of the chosen heads of its stage at one position."""
     if stage.kind.axes[-1] == "T":
         raise InvalidRequest(
-            f"the last axis of {stage.name} is the keys and has no directions: list keys in units"
+            f"the last axis of {stage.name} is over keys, so it takes no direction: "
+            "list keys in units"
         )
     if direction.shape not in (shape, shape[-1:]):
         raise InvalidRequest(

@@ -1,8 +1,8 @@
 """Attributions: chooses the attribution whose next piece a step computes.
 
-Attributions need no slot of the cache. They wait in a separate queue, under the rules of the main
-queue. Up to AT_ONCE attributions run at a time. Further attributions, up to MOST_AT_ONCE in total,
-start only for callers that have none running. Callers get equal shares of the time. The
+Attributions need no slot of the cache. They wait in a separate queue with the same rules as the
+main queue. Up to AT_ONCE attributions run at a time. Further attributions, up to MOST_AT_ONCE in
+total, start only for callers that have none running. Callers get equal shares of the time. The
 attributions of one caller take turns, one piece each, so that a long one does not delay a short
 one. A step computes at most one piece, after everything else. Then the engine only decodes for a
 while (`scheduler.py`).

@@ -1,8 +1,8 @@
 """Budget: limits the prompt positions of a step while sequences decode, using measured costs.
 
 The next token of every stream waits for the whole step. `target_gap` limits the time of a step; it
-is in seconds, or a multiple of the time of a decode step. The time that decoding leaves goes to
-prompts, which get at least one whole block of positions. But short chunks are slow: each adds a
+is in seconds, or a multiple of the time of a decode step. The time that remains after decoding goes
+to prompts, which get at least one whole block of positions. But short chunks are slow: each adds a
 decode step and multiplies few rows. If prompts then arrive faster than they are computed, all
 requests wait for them. So a chunk is never so short that a prompt takes more than MOST_DELAY times
 as long as in chunks of the maximum length.
@@ -13,12 +13,12 @@ STRETCH times the gap. The limit is higher while the waiting sequences outnumber
 Otherwise a few streams with short steps would keep many prompts waiting.
 
 The cost of decoding is the median time of NEAREST recent steps that decoded similar numbers of
-rows. The cost of a unit of work is the median over the last WINDOW prompt parts. So a single slow
-step changes neither. A step computes its chunks in one pass, whose work is the number of blocks in
-the chunks plus PASS_WORK. If one pass computed both the chunks and the decode rows, the chunks are
-charged the time that it took in excess of a step that only decodes. After PROBE such steps, a step
-without prompts measures the decode time again. A wrong cost changes the duration of steps but no
-bits (`model/inference/kernels/README.md`).
+rows. The cost of a unit of work is the median over the chunks of the last WINDOW steps that had
+any. So a single slow step changes neither. A step computes its chunks in one pass, whose work is
+the number of blocks in the chunks plus PASS_WORK. If one pass computed both the chunks and the
+decode rows, the cost of the chunks is the time by which the pass exceeded a step that only decodes.
+After PROBE such steps, a step without prompts measures the decode time again. A wrong cost changes
+the duration of steps but no bits (`model/inference/kernels/README.md`).
 
 The budget has no clock and knows no sequences; its callers pass seconds and lengths. Outputs are
 limited by their elements (`scheduler.py`) and are not part of these costs.
@@ -34,7 +34,7 @@ from logitd.model.inference.options import DecodeSteps, TargetGap
 from logitd.model.transformer.config import BLOCK
 
 WINDOW = 9
-"""Number of recent prompt parts over which the median cost of a unit of work is taken."""
+"""The cost of a unit of work is the median over the chunks of this many recent steps."""
 NEAREST = 3
 """The cost of decoding is the median time of this many steps: among the last RECENT decode steps,
 the ones with the closest row counts."""

@@ -50,8 +50,8 @@ class CallerTurns:
     def leaves_slots(
         self, sequence: Sequence, running: Many[Sequence], slots: int, now: float
     ) -> bool:
-        """False if this sequence would take a slot that its caller leaves to others. Sequences
-        whose readers are behind do not count, because they can be evicted."""
+        """False if this sequence would take a slot that its caller leaves to others. Slots of
+        sequences whose readers are behind count as free, because these sequences can be evicted."""
         spare, caller = slots // SPARE_DIVISOR, sequence.request.caller
         others = (at for name, at in reversed(self._arrivals.items()) if name != caller)
         if not spare or next(others, -math.inf) <= now - COMPANY_SECONDS:

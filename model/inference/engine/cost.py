@@ -55,7 +55,7 @@ PROCESSED_ELEMENTS = 2**6
 LISTED_ELEMENTS = 2**7
 """Cost of each listed logprob of a prompt, in elements."""
 PRODUCTS_PER_ELEMENT = 2**5
-"""Number of multiplications in a matrix product that take as long as one element."""
+"""This many multiplications in a matrix product take as long as one element."""
 TAPPED_PASSES = 2
 """Time of a tapped pass, not counting its changes, as a multiple of the time of a plain pass."""
 TAPPED_TOKEN = 12
@@ -66,7 +66,7 @@ SHORTEST_PASS = 128
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Work for one position of a sequence in a step, in elements, without the model's own pass.
+    """Work of a step for one position of a sequence, in elements, in addition to the model's pass.
 
     output    for the outputs of a requested position
     position  for interventions and listed logprobs at a position of the prompt
@@ -121,8 +121,8 @@ def prices(request: Request, config: ModelConfig) -> list[int]:
 
 
 def _products(config: ModelConfig) -> int:
-    """Multiplications for one token, without the head. For a model computed by its owner's code,
-    the number of parameters, which is an upper bound."""
+    """Number of multiplications for one token, not counting the head. If the owner's code computes
+    the model, this is the number of parameters, which is an upper bound."""
     if isinstance(config, CodeConfig):
         return max(1, config.parameters)
     return count_elements(config).block_matrices

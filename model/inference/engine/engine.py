@@ -5,9 +5,9 @@ results into events. A sequence ends at a stop token, a complete constraint, max
 deadline or an error, or if its reader is too far behind. The last event of each accepted sequence
 is its only `FinishEvent`.
 
-A drafted token is accepted if it equals the token sampled at the position before it. Then the
-sample at the drafted token is the one that the next step would have made. So drafts change how many
-tokens a step yields, but never which tokens.
+A drafted token is accepted if it equals the token sampled at the position before it. Then the token
+sampled after it is the one that the next step would have sampled. So drafts change how many tokens
+a step yields, but never which tokens.
 """
 
 import math

@@ -87,8 +87,8 @@ class CircuitEvent:
 
 @dataclass(frozen=True, slots=True)
 class SequenceTimes:
-    """Times of a sequence in seconds of the engine's clock; None for stages that it did not
-    reach."""
+    """Times of events in the life of a sequence, in seconds on the engine's clock; None for events
+    that did not occur."""
 
     arrived: float
     admitted: float | None
@@ -114,8 +114,8 @@ class FinishEvent:
 
     @property
     def counts_prompt(self) -> bool:
-        """True for the first sequence of a prompt: usage counts a prompt once for all of its
-        sequences."""
+        """True for the first sequence of a prompt. The reported usage counts a prompt only once,
+        however many sequences it has."""
         return self.index == 0
 
 

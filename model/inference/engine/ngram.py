@@ -19,8 +19,8 @@ SHORTEST, LONGEST = 2, 4
 CANDIDATES = 16
 """Number of earlier occurrences compared with the end of a text, the latest first."""
 TOKEN_BITS = 32
-"""Bits of a token id. A pair of ids is packed into one integer, whose look-up is faster than a
-tuple's."""
+"""Bits of a token id. A pair of ids is packed into one integer, which is faster to look up than a
+tuple."""
 MOST_TOKENS = 7
 """Longest draft. Together with the last token it makes 8 rows, for which native matrix products
 read the weights once (`STREAM_ROWS` in kernels/cpu/native/linear.h)."""
@@ -29,11 +29,12 @@ FIXED_ROWS = 2
 FIXED_ROWS times; with more sequences it must be right more often. The value is below the fixed cost
 of every measured model, to avoid doubtful guesses."""
 FIRST_RATES = {2: 0.3, 3: 0.4, 4: 0.5}
-"""Initial rates of right guesses, by the length of the repetition."""
+"""Initial rates of correct guesses, by the length of the repetition."""
 RATE_STEP = 0.3
-"""Weight of the newest verified token in the rate of right guesses."""
+"""Weight of the newest verified token in the rate of correct guesses, a moving average."""
 RETRY_TOKENS = 64
-"""Tokens between two attempts while guesses are wrong. Attempts then add at most 1.6 % of rows."""
+"""While guesses are wrong, a sequence tries one only after this many tokens. These attempts add at
+most 1.6 % to the number of rows."""
 SEARCH_INTERVAL = 4
 """After a search finds no repetition, the next search waits for this many tokens, unless guesses
 have been right often enough to be worth their rows. Cache misses take most of the time of a search,
@@ -53,9 +54,9 @@ class Draft:
 class Repeats:
     """Finds earlier occurrences of the end of a growing text.
 
-    The occurrences of each pair of tokens form a chain, latest first. A longer run is searched for
-    among the latest occurrences of its last pair. So a search takes one look-up if the last pair is
-    new, and at most CANDIDATES more otherwise, however long the text is. Between two calls,
+    The occurrences of each pair of tokens form a chain, latest first. To find a longer run, `find`
+    compares only the latest occurrences of its last pair. So a search takes one look-up if the last
+    pair is new, and at most CANDIDATES more otherwise, however long the text is. Between two calls,
     `tokens` may only grow at its end.
     """
 

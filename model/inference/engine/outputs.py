@@ -134,8 +134,8 @@ class TappedGPT:
 
 
 class TappedCode:
-    """Computes tapped sequences of a model with its owner's code. Each pass computes the whole
-    sequence."""
+    """Computes tapped sequences of a model by running its owner's code. Each pass computes the
+    whole sequence."""
 
     def __init__(self, config: CodeConfig, decoder: CodeDecoder) -> None:
         self._config = config
@@ -331,8 +331,8 @@ def middle_layer(config: ModelConfig) -> int | None:
 
 
 def _streams(output: HiddenStates | Lens, config: ModelConfig) -> tuple[int, ...]:
-    """The layers whose streams an output needs. With `backout`, a lens also needs the stream that
-    is subtracted, which comes last."""
+    """The layers whose streams an output needs. With `backout`, a lens also needs the layer whose
+    stream is subtracted; it is listed last."""
     middle = middle_layer(config) if isinstance(output, Lens) else None
     return output.layers if middle is None else (*output.layers, middle + 1)
 

@@ -8,9 +8,9 @@ already. So the host launches N + 1 while N runs, and then waits for N:
     host     plan N | launch N + 1 | wait for N | events of N | plan N + 1 | launch N + 2 | wait ...
     device   N ...........................| N + 1 .............................| N + 2 ...........
 
-With few rows, the device computes a step faster than the host prepares one, so a launch has several
-steps. For each plan, `begin` returns the steps that were launched early for it and launches the
-next ones. Then the runner computes the prompts of the plan and collects the tokens.
+With few rows, the device computes a step faster than the host prepares one, so one launch covers
+several steps. For each plan, `begin` returns the steps that were launched early for it and launches
+the next ones. Then the runner computes the prompts of the plan and collects the tokens.
 
 The scheduler is not aware of this. Each plan decodes all running sequences, so the early steps
 always fit the next plan, and new prompts are computed after them. If a sequence ends, its later

@@ -1,8 +1,9 @@
 """WaitingQueue: sequences that wait for a slot, in the order of admission.
 
-Lower priorities are admitted first. Within a priority the callers take turns, one sequence each, so
-that no caller waits behind a thousand requests of another: a new caller waits for at most one turn
-of each other caller. The sequences of one caller are admitted in the order of arrival.
+Sequences with lower priority values are admitted first. Within a priority the callers take turns,
+one sequence each, so that no caller waits behind a thousand requests of another: a new caller waits
+for at most one turn of each other caller. The sequences of one caller are admitted in the order of
+arrival.
 
 Each caller has a line with three lanes: new sequences, evicted sequences that resume
 (`scheduler.py`), and sequences held until new weights are in place. New and evicted sequences

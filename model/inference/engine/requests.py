@@ -48,7 +48,7 @@ class GenerationRequest(SlotFields):
     """Generate `n` sequences after one prompt.
 
     prompt_logprobs  None: none; k: raw logprobs of the prompt's tokens and of the k most likely
-                     tokens at each position. The whole prompt is then computed
+                     tokens at each position; then no prefix is copied
     """
 
     params: SamplingParams

@@ -118,9 +118,9 @@ class _RowsToSample:
 
 @dataclass(frozen=True, slots=True)
 class ForwardModel:
-    """A model's weights, and the objects that compute with them on one cache. `contention` limits
-    the blocks of attributions to one thread while other processes use the cores; None if the
-    owner's code computes the model, which has no attributions."""
+    """A model's weights, and the objects that compute with them on one cache. While other processes
+    use the cores, `contention` makes attributions run on one thread. It is None if the owner's code
+    computes the model, because such a model has no attributions."""
 
     network: Network
     decoder: Decoder
@@ -471,8 +471,8 @@ def _masks(
 def _contexts(
     sequence: Sequence, mask: Any, draft: Draft | None, logits: Tensor
 ) -> Iterator[RowContext]:
-    """The contexts of a sequence's rows: after its last token, and after each token of its
-    draft."""
+    """The sampling context of each row of a sequence: one after its last token, and one after each
+    token of its draft."""
     request = sequence.generation
     assert request is not None
     drafted = [] if draft is None else draft.token_ids

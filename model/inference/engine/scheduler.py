@@ -18,9 +18,9 @@ longest are ended.
 Outputs and interventions cost elements (`cost.py`). In one step the prompts may cost up to
 STEP_ELEMENTS, and so may the rows of tapped sequences, whose stages are recorded or changed; tapped
 sequences that do not fit decode in a later step, in turn. A step is heavy if it has LARGE elements
-or more, a tapped sequence, or a piece of an attribution. After a heavy step, no such work runs next
-to decoding for COOLDOWN times its duration. So heavy work at most roughly doubles the time per
-token of other sequences.
+or more, a tapped sequence, or a piece of an attribution. After a heavy step, no such work runs
+alongside decoding for COOLDOWN times its duration. So heavy work increases the time per token of
+other sequences to at most about twice its usual value.
 
 Attributions take no slot (`attributions.py`). If attributions and other heavy work wait, each gets
 half of the time, so a short attribution does not wait for a queue of heavy prompts.
@@ -53,7 +53,7 @@ STEP_ELEMENTS = 2**21
 """Limit of a step's elements, for its prompts and for its tapped rows. A single block of positions
 or a single row may exceed it."""
 LARGE = 2**20
-"""Number of elements that makes a step heavy."""
+"""A step with at least this many elements is heavy."""
 COOLDOWN = 2
 """Duration of a cooldown, as a multiple of the heavy step. It limits the mean time between two
 tokens to 1 + 1 / COOLDOWN times the usual value; writing the reply takes additional processor
@@ -311,8 +311,8 @@ class Scheduler:
 
     def _next(self, now: float) -> tuple[Sequence, int, int] | None:
         """The next sequence to admit, the slot to copy its prefix from, and the length of the
-        prefix. A sequence that must wait for others (`callers.py`) is skipped, together with its
-        caller."""
+        prefix. A sequence that must wait for others (`callers.py`) is skipped, together with all
+        other sequences of its caller."""
         slots, running = self.slots.total, self.running
         for sequence in self.waiting.firsts():
             if self._callers.leaves_slots(sequence, running, slots, now) and leaves_rows(
@@ -412,9 +412,9 @@ class Scheduler:
         return tuple(s for s in decode if not s.tapped or s.decoded_step == self._step)
 
     def _reserve(self, chunk: PrefillChunk) -> None:
-        """Charge a chunk's elements to the step. After the first chunk of a prompt, its slot counts
-        as holding only the copied prefix. That is valid because chunks run in the order of the
-        plan."""
+        """Charge a chunk's elements to the step. If the prompt has not begun, also record that its
+        slot now holds only the prefix to copy. This is safe even if an earlier chunk of the plan
+        copies the slot's old contents, because copies are made in the order of the plan."""
         sequence = chunk.sequence
         self._reserved_elements += _elements(sequence, chunk.start, chunk.end)
         if sequence.computed == 0:

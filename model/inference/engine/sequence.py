@@ -1,8 +1,8 @@
 """Sequence: the state of one generation, or of one prompt whose outputs or attributions are
 computed.
 
-It holds the tokens, the number of tokens in the cache, and the times of the stages. The engine owns
-and changes it; `scheduler.py` makes the decisions.
+It holds the tokens, the number of tokens in the cache, and the times of its arrival, admission and
+prefill. The engine owns and changes it; `scheduler.py` makes the decisions.
 """
 
 import bisect
@@ -55,7 +55,7 @@ class Scoring:
 @dataclass(eq=False, slots=True)
 class Group:
     """The data shared by all sequences of a request. `weights` is the version of the weights that
-    computes them."""
+    they are computed with."""
 
     request: Request
     weights: int = 0

@@ -304,7 +304,7 @@ def _check_gradients(task: AttributionTask, length: int, config: ModelConfig) ->
     if (shape := stage.shape(config, length)) != probe.direction.shape:
         raise InvalidRequest(
             f"direction.values have the shape {list(probe.direction.shape)}; {stage.name} has "
-            f"{list(shape)} at a position",
+            f"{list(shape)} at each position",
             "direction",
         )
 
@@ -328,7 +328,8 @@ def _check_activations(
     stages = _check_stages(names, config)
     if heads is not None and resolve_heads(heads, stages, config) != heads:
         raise InvalidRequest(
-            f"heads {list(heads[:20])} has negative numbers; number the heads from 0", "heads"
+            f"heads {list(heads[:20])} contains negative numbers; heads are numbered from 0",
+            "heads",
         )
 
 
