@@ -55,16 +55,16 @@ class Prefilled:
 
 
 Collect = Callable[[], list[list[int | None]]]
-"""Waits for a launch, but not for later launches, and returns the tokens of each of its steps. The
-token of a row that is not finite is None. Must be called before the second launch after this
-one."""
+"""Waits for a launch, but not for later launches, and returns the tokens of each of its steps. None
+stands for the token of a row whose logits are not finite. Must be called before the second launch
+after this one."""
 
 
 class Launcher(Protocol):
-    """Launches decode steps, including sampling, without waiting for their end. A launch is one or
-    more steps of the same rows; each step is one position further than the step before it. Two
-    launches may be in flight. A slot has at most one row. `positions` are the rows' positions in
-    the first step. `sampling` has the rows of the first step, then of the second, and so on;
+    """Launches decode steps, including sampling, without waiting for them to finish. A launch is
+    one or more steps of the same rows; each step is one position further than the step before it.
+    Two launches may be in flight. A slot has at most one row. `positions` are the rows' positions
+    in the first step. `sampling` has the rows of the first step, then of the second, and so on;
     `sampling` is read before the call returns."""
 
     def most_steps(self, rows: int) -> int:
@@ -88,8 +88,8 @@ class Launcher(Protocol):
         sampling: SamplingRows,
     ) -> Collect:
         """Launch steps before the tokens of the first one are known. The last step of the previous
-        launch samples these tokens, in its rows `rows`. If such a row gets no token, the results of
-        the row that continues it are undefined."""
+        launch samples these tokens, in the rows with the indices `rows`. If such a row gets no
+        token, the results of the row that continues it are undefined."""
 
 
 DecodeRows = tuple[Sequence[int], Sequence[int], Sequence[int]]
@@ -113,8 +113,8 @@ class MixedPass(Protocol):
 
 
 class Decoder(Protocol):
-    """Runs a model on its KV cache. By default it has no threads, and nothing to restore or
-    free."""
+    """Runs a model on its KV cache. The defaults suit a decoder without its own threads and with
+    nothing to restore or free."""
 
     has_threads: bool = False
     """True if the decoder computes with its own threads instead of torch's."""

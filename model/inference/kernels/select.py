@@ -65,7 +65,7 @@ class DecodePath:
     def plain(
         cls, make: Callable[[GPT, KVCache], Decoder], name: str, note: str | None = None
     ) -> "DecodePath":
-        """The path of a decoder that never frees weights."""
+        """The DecodePath of a decoder that never frees weights."""
         return cls(make, make, name, note)
 
 
@@ -146,8 +146,8 @@ def choose_decode_path(
 
 
 def code_path(name: str) -> DecodePath:
-    """The path of a model that its owner's code computes. `model/inference/engine/runner.py`
-    creates its decoder, so the functions of this path are never called."""
+    """The DecodePath of a model that its owner's code computes. Its functions are never called,
+    because `model/inference/engine/runner.py` creates the decoder of such a model."""
     return DecodePath.plain(PlainDecoder, name)
 
 
@@ -201,8 +201,8 @@ def cuda_path(
 def _native_path(
     library: NativeLibrary, dtype: torch.dtype, options: ComputeOptions, threads: int
 ) -> DecodePath:
-    """The path of these native kernels. They also compute prompts if they are fast at it or if the
-    user chose their target."""
+    """The DecodePath with these native kernels. They also compute prompts if they are fast at it or
+    if the user chose their target."""
     quantize, named = options.quantize, options.kernel_target != "auto"
     prefills = named or prefills_natively(dtype, quantize=quantize, features=library.features)
 

@@ -17,14 +17,14 @@ SIDE, STEP = 16, 32
 """Rows and columns of a block."""
 STRIP_ROWS = 2 * SIDE
 WORTH_IT = 0.9
-"""A matrix is stored compressed if its compressed size, relative to its original size, is at most
-this."""
+"""A matrix is stored compressed only if its size shrinks to at most this fraction."""
 
 
 @dataclass(frozen=True)
 class CompressedMatrix:
     """A compressed matrix (rows, width). `stored` holds its strips, uint8 (bytes,). `strips` holds
-    the first cache line of each strip and the end of the last one, int32 (strips + 1,)."""
+    the index of each strip's first cache line, and the end of the last strip, int32 (strips +
+    1,)."""
 
     stored: Tensor
     strips: Tensor

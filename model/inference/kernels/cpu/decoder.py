@@ -219,8 +219,8 @@ class NativeDecoder:
         return logits
 
     def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
-        """Sample a token from each row of `logits` (R, V), float32, as `sample_tokens` does except
-        for the rounding of a sum."""
+        """Sample a token from each row of `logits` (R, V), float32, with the same result as
+        `sample_tokens` except for the rounding of a sum."""
         count = len(sampling)
         where = (logits.data_ptr(), logits.stride(0), computed.data_ptr(), computed.stride(0))
         rows = self._sample_rows

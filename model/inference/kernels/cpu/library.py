@@ -1,9 +1,9 @@
 """Library: builds and loads the native kernels.
 
 The sources in native/ are compiled for this machine's processor, or for the requested target
-(`targets.py`), by the machine's compiler or, if it has none, by the Zig compiler. The first
-build takes seconds. The file name contains a hash of the sources, the compiler, its flags and the
-processor's features, so a change of any of them causes a new build. If prebuilt/ holds kernels, as
+(`targets.py`), by the machine's compiler or, if it has none, by the Zig compiler. The first build
+takes seconds. The file name contains a hash of the sources, the compiler, its flags and the
+processor's features, so a change to any of them causes a new build. If prebuilt/ holds kernels, as
 in the container image, nothing is compiled: the most capable target that the processor can run is
 loaded. If no kernels can be built or loaded, KernelsUnavailable has the reason, and callers fall
 back to plain torch.
@@ -237,7 +237,7 @@ def _build(compiler: tuple[str, ...], flags: tuple[str, ...], target: Path) -> N
                 f"the compiler did not finish within {BUILD_SECONDS} seconds"
             ) from error
         except OSError as error:
-            raise KernelsUnavailable(f"the compiler does not run: {error}") from error
+            raise KernelsUnavailable(f"the compiler failed to start: {error}") from error
         if result.returncode:
             first = next((line for line in result.stderr.splitlines() if "error" in line), "")
             raise KernelsUnavailable(f"the compiler rejected the kernels: {first[:300]}")

@@ -5,10 +5,10 @@ This module defines the formats, their layout in memory for native/dot.h and
 native/int8_strips.h, and the conversion back to weights. native/quantize.h does the rounding.
 `describe.py` chooses the format of each matrix.
 
-Both formats are symmetric. In int8 the largest magnitude of a row becomes 127. In int4 the weight
-with the largest magnitude among sixteen becomes -8 whatever its sign, as in llama.cpp's q4_0. This
-determines the scale of the sixteen, which is itself an integer times the scale of the row. So sums
-of products stay integers until the end, as in int8.
+Both formats are symmetric. In int8 the largest magnitude of a row becomes 127. In int4 sixteen
+weights share a scale: the one with the largest magnitude becomes -8 whatever its sign, as in
+llama.cpp's q4_0. The shared scale is itself an integer times the scale of the row. So sums of
+products stay integers until the end, as in int8.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ STEP = 64
 """Number of weights of a row that one step of a product multiplies. Rows of int4 and of strips are
 padded with zeros to whole steps."""
 SIDE = 16
-"""Number of a strip's rows that one register holds."""
+"""Number of rows of a strip that one register holds."""
 STRIP_ROWS = 2 * SIDE
 TOGETHER = 4
 """Number of columns of a row that are adjacent in a strip."""
@@ -52,7 +52,8 @@ class QuantizedMatrix:
     stored   the integers:
              int8         int8 (rows, width)
              int8_strips  int8 (strips, steps, 2, STEP / TOGETHER, SIDE, TOGETHER), the layout of
-                          native/int8_strips.h: half of a strip, group of columns, row, column
+                      native/int8_strips.h. The last four axes are the half of the strip, the
+                      group of columns, the row and the column
              int4         uint8 (rows, int4_row_bytes(width)), the layout of `I4` in native/dot.h
     scale    float32 (rows,)
     row_sum  int32 (rows,): the sum of each row's integers; in int4, of integers times their scales
@@ -95,7 +96,8 @@ def round_matrix(
     library: ctypes.CDLL, weight: Tensor, form: Format, stored: Tensor
 ) -> QuantizedMatrix:
     """Round a matrix (rows, width) in place to the values of a format, in native code. Writes the
-    integers to `stored`, which must be zeros of `stored_shape`."""
+    integers to `stored`, which must have the shape and dtype of `stored_shape` and be filled with
+    zeros."""
     library.logitd_quantize.argtypes = (
         c_int32, c_void_p, *(c_int32,) * 3, *(c_void_p,) * 3
     )  # fmt: skip

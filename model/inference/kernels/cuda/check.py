@@ -26,7 +26,7 @@ POSITIONS = 160
 """Length of a slot. It is short, so that the check needs little memory even if the context is
 long."""
 GREEDY, RANDOM, FILTERED = (0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (1.0, 20, 0.9, 0.01)
-"""Sampling parameters: temperature, top_k, top_p and min_p."""
+"""The sampling parameters that are checked, each a tuple of temperature, top_k, top_p and min_p."""
 
 
 class CheckFailed(Exception):

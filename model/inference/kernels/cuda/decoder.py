@@ -10,9 +10,9 @@ A step takes the tokens of the step before it from the device. The host knows ev
 because a random number is a function of its position. So a launch may have several steps, and the
 next one can be launched before the host reads their tokens.
 
-Positions of prompts are rows of steps too. With batch invariance, every row's sums have the same
-order for any number of rows, so prompts, decoded tokens and drafts have the same bits in any batch.
-The self-check on the device (`check.py`) verifies this.
+Positions of prompts are computed as rows of steps too. With batch invariance, every row's sums have
+the same order for any number of rows, so prompts, decoded tokens and drafts have the same bits in
+any batch. The self-check on the device (`check.py`) verifies this.
 
 Shapes: K steps of a launch, R rows of a step, C = d_model, V = vocab_size.
 """
@@ -144,8 +144,8 @@ class GraphDecoder:
 
     @torch.inference_mode()
     def prefill(self, pieces: Sequence[PrefillInput]) -> list[Prefilled]:
-        """Prefill pieces. Positions of prompts are rows of steps. Torch computes additional outputs
-        and, without batch invariance, long prompts."""
+        """Prefill pieces. Each position of a prompt is computed as a row of a step. Torch computes
+        additional outputs and, without batch invariance, long prompts."""
         plain = all(piece.plain for piece in pieces)
         ends = [piece.start + len(piece.token_ids) for piece in pieces]
         if plain and (self.batch_invariant or max(ends) <= LONGEST_PROMPT):
@@ -192,7 +192,8 @@ class GraphDecoder:
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
-        """Sample a token for each row, as `sample_tokens` does except for the rounding of sums."""
+        """Sample a token for each row, with the same result as `sample_tokens` except for the
+        rounding of sums."""
         packed = torch.from_numpy(pack(sampling)).to(logits.device)
         out = torch.empty_like(packed[:, 0])
         sample = self._forward_of(len(packed)).sample
@@ -216,8 +217,9 @@ class GraphDecoder:
         sampled_in: Sequence[int] | int,
         sampling: SamplingRows | None,
     ) -> Collect:
-        """Start a step, or with `sampling` as many steps as it has rows for. The tokens of the
-        first step are `token_ids`, or the last launch samples them in its rows `sampled_in`."""
+        """Start one step or, with `sampling`, as many steps as it has rows for. The tokens of the
+        first step are either `token_ids` or the samples of the last launch in the rows with the
+        indices `sampled_in`."""
         count = len(slots)
         steps = 1 if sampling is None else len(sampling) // count
         given = np.empty((steps, count, 4 + FIELDS), dtype=np.int64)
@@ -258,8 +260,9 @@ class GraphDecoder:
         return [Prefilled(part) for part in parts]
 
     def _prefill_apart(self, piece: PrefillInput) -> Prefilled:
-        """Prefill a piece with additional outputs. A step writes each block's keys and values again
-        after torch, so that the cache has the same bits as if steps had computed the piece."""
+        """Prefill a piece with additional outputs. Torch computes each block; then a step writes
+        the block's keys and values again, so that the cache has the same bits as if steps had
+        computed the piece."""
         outputs = list[Prefilled]()
         for offset in range(0, len(piece.token_ids), BLOCK):
             ids = piece.token_ids[offset : offset + BLOCK]

@@ -5,10 +5,10 @@ Every shape of a `GPTConfig` is covered. Value embeddings and nanochat's other f
 windows, are computed by torch operations between the launches. `decoder.py` records the whole
 forward pass.
 
-Up to FEW_ROWS rows, a program holds some rows of a matrix and multiplies every row of the step by
-them; norms and attention's parts are computed in the same launch. More rows are multiplied in
-tiles. With batch invariance all steps use tiles, whose sums have the same order for any number of
-rows.
+In a step of up to FEW_ROWS rows, each program holds some rows of a matrix and multiplies every row
+of the step by them; the same launch computes norms and combines the parts of attention. Larger
+steps are multiplied in tiles. With batch invariance all steps use tiles, whose sums have the same
+order for any number of rows.
 
 Shapes: R rows, C = d_model, H = n_head, K = n_kv_head, D = head_dim, V = vocab_size.
 """
@@ -37,7 +37,8 @@ PART_CELLS = 2**13
 """Number of elements of the keys in a part. A program holds them in registers, together with the
 same number of elements of the values."""
 WRITTEN_ROWS = 16
-"""Maximum number of rows whose keys and values attention itself writes."""
+"""Maximum number of rows of a step in which the attention kernel also writes the keys and
+values."""
 HELD = 2**14
 """Number of elements of a matrix that a program holds in registers."""
 TILES = ((32, 64, 64, 256, 3), (16, 32, 32, 512, 3), (0, 16, 32, 512, 4))
@@ -87,7 +88,7 @@ class Parts:
 @dataclass(frozen=True, slots=True)
 class Sums:
     """A residual stream (R, C) to which a product in parts (S, R, C) and its bias are still to be
-    added. The next norm writes it into `stream`."""
+    added. The next norm writes the sum into `stream`."""
 
     residual: Tensor
     parts: Tensor

@@ -404,8 +404,8 @@ def attend(
 
     WINDOW: number of keys that a position attends to, its own included; L if all.
 
-    WRITE: the row's own key and value come from `qkv` and are written into the slot; else they are
-    there already.
+    WRITE: if true, the row's own key and value come from `qkv` and are written into the slot;
+    otherwise the slot already holds them.
     """
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     G: tl.constexpr = H // HK

@@ -3,7 +3,7 @@
 Computes steps 8 to 10 of `model/inference/sampling/sampler.py`. The plain version,
 `sampling/sample.py`, reads values from the device; here all rows take the same path with shapes
 known in advance, so that the path can be recorded. A row's uniform number is uploaded with its
-parameters (`pack`), because Philox would be seventy small kernels on the device.
+parameters (`pack`), because Philox would need seventy small kernels on the device.
 `sampling_kernels.py` chooses the tokens. A GPU adds in a different order from the plain version, so
 a number within a rounding error of a threshold may fall on the other side of it.
 
@@ -25,7 +25,7 @@ FIELDS = 6
 _GREEDY, _DIVISOR, _FLOOR, _TOP_K, _TOP_P, _UNIFORM = range(FIELDS)
 
 NO_TOKEN = -1
-"""Token of a row that is not finite."""
+"""Stands for the token of a row whose logits are not finite."""
 
 
 def has_filters(sampling: SamplingRows) -> bool:

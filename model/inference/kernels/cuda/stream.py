@@ -18,7 +18,8 @@ WARM_UP = 2
 workspace."""
 
 IN_FLIGHT = 4
-"""Maximum number of queued copies in each direction. A further copy waits for the first of them."""
+"""Maximum number of queued copies in each direction. A further copy waits until the oldest of them
+has finished."""
 
 Compute = Callable[[], None]
 Integers = npt.NDArray[np.int64]
@@ -32,8 +33,8 @@ class Stream(Protocol):
 
     def record(self, compute: Compute, undo: Compute) -> Compute:
         """Return a function that queues the work of `compute`, which uses tensors at fixed
-        addresses and reads no number from the device. `compute` may run before this returns, and
-        `undo` after each run, so that running both has no effect on the next run."""
+        addresses and reads no number from the device. `record` may already run `compute`, each time
+        followed by `undo`, which restores the inputs that `compute` overwrote."""
 
     def upload(self, values: Integers, target: Tensor) -> None:
         """Queue the copy of integers into a flat tensor of the device. The caller may change the

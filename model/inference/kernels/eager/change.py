@@ -22,7 +22,8 @@ from torch import Tensor
 from logitd.model.inference.interventions import Intervention
 
 Axis = slice | Tensor
-"""Indices along one axis: a slice, which copies nothing, if they are consecutive."""
+"""Indices along one axis. Consecutive indices are a slice, because indexing with a slice copies
+nothing."""
 
 
 class AppliedChange:

@@ -121,8 +121,9 @@ class TorchPrefill:
 
 @dataclass(frozen=True, slots=True)
 class PaddedPiece:
-    """Pieces of prompts, padded to whole blocks: (1, N) each. The keys and token ids of the padding
-    are overwritten before any position reads them; the caller drops the results of the padding."""
+    """One or more pieces of prompts, padded to whole blocks. Each tensor is (1, N). The keys and
+    token ids of the padding are overwritten before any position reads them; the caller drops the
+    results of the padding."""
 
     ids: Tensor
     positions: Tensor

@@ -27,7 +27,7 @@ from logitd.model.transformer.config import GPTConfig, ModelConfig
 from logitd.model.transformer.stages import HEADS_FIRST, Key, match_stages
 
 OVER_KEYS = frozenset(("attention.scores", "attention.probs"))
-"""Stages whose last axis is the keys. They are computed in blocks of positions."""
+"""Stages whose last axis is over keys. They are computed in blocks of positions."""
 Readers = Mapping[Key, Sequence[tuple[Key, Autoencoder]]]
 """The autoencoders that read a stage, each with the stage of its features."""
 NO_READERS: Readers = MappingProxyType({})
