@@ -71,7 +71,8 @@ class Cells:
             self.numbers[index], self.scales[index] = quantized_rows(rows)
 
     def read(self, index: Index) -> Tensor:
-        """Rows (..., D) in the dtype of attention: a view, or a converted copy of int8."""
+        """Rows (..., D) in the dtype of attention. They are a view or, if the cache is int8, a
+        converted copy."""
         numbers = self.numbers[index]
         if self.scales is None:
             return numbers
@@ -246,7 +247,7 @@ def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> 
     """Zeros that, on a CPU, take memory only when they are written to. `torch.zeros` writes all of
     them: with it, a server of GPT-2 with 64 slots took 2.3 GiB before its first request.
 
-    The memory is on small pages. Large pages would make a step 1 to 2 % faster (7 % for a small
+    The memory uses small pages. Large pages would make a step 1 to 2 % faster (7 % for a small
     model), but the first prompt in a slot 50 % slower.
     """
     if device.type != "cpu":

@@ -1,8 +1,8 @@
 """Load a checkpoint and choose its dtype and decoder. Engine and cache are created elsewhere.
 
 The order matters. First the shape is checked against the header of the weights and the free memory,
-so that nothing is allocated for a wrong size. Then the dtype is chosen, the weights are read, and
-the decoder is chosen.
+so that no memory is allocated for weights of the wrong size. Then the dtype is chosen, the weights
+are read, and the decoder is chosen.
 """
 
 from collections.abc import Callable

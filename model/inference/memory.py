@@ -2,8 +2,8 @@
 weights.
 
 These are computed from shapes. `model/memory.py` computes the memory of a device and of a model.
-Buffers of libraries and of single kernels are not counted; on a GPU the unused share of memory must
-hold them.
+Buffers of libraries and of single kernels are not counted; on a GPU they must fit into the share of
+memory that is left unused.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ from logitd.model.owner_code.config import CodeConfig
 from logitd.model.transformer.config import BLOCK, ModelConfig
 
 MAX_SLOTS = 4096
-"""Maximum number of slots that an amount of memory is divided into."""
+"""Maximum number of slots of a model if the setting is an amount of memory."""
 SAMPLING_BYTES = 48
-"""Bytes per logit while a GPU samples a row: the row in float32, its filtered copy, its sorted
-order, probabilities and their sums in float64, and masks."""
+"""Bytes that a GPU needs per logit to sample a row: for the row in float32, its filtered copy, its
+sorted order, its probabilities and their sums in float64, and masks."""
 ID_BYTES = 8
 """Bytes of a token id in a slot."""
 SCALE_BYTES = 4
@@ -87,7 +87,8 @@ def divide_slots(
 ) -> tuple[int, ...]:
     """Number of slots of each model. `memory.free` is the free memory before any model is loaded.
 
-    Raises DeviceError if the models do not fit together, or if a model has no room for a slot."""
+    Raises DeviceError if the models do not all fit into memory, or if a model has no room for a
+    slot."""
     weights = sum(shape.weights for shape in shapes)
     if weights > memory.free:
         each = ", ".join(f"{shape.name} {format_bytes(shape.weights)}" for shape in shapes)
@@ -149,9 +150,9 @@ def _default_slots(default: SlotDefault, slot: int, free: int) -> int:
 def _slots_in_equal_parts(
     shapes: Sequence[Shape], amount: MemorySize, memory: Available, *, gpu: bool
 ) -> tuple[int, ...]:
-    """Slots of each model for an amount of memory. An amount in bytes is the size of the caches
-    alone. On a GPU a share includes the weights and all other used memory; on a CPU it is a share
-    of the free memory."""
+    """Number of slots of each model if the setting is an amount of memory. An amount in bytes is
+    the size of the caches alone. On a GPU a share includes the weights and all other used memory;
+    on a CPU it is a share of the free memory."""
     is_share = isinstance(amount, MemoryShare)
     if not isinstance(amount, MemoryShare):
         whole = amount
