@@ -236,8 +236,8 @@ class _Prompt:
         return torch.from_numpy(self._task.probe.direction).to(weight.device, self._passes.dtype)
 
     def _arrays(self) -> dict[str, Any]:
-        """The kept gradients as arrays. Their first axis is the tokens of the prompt; values after
-        the task's position are 0."""
+        """The kept gradients as arrays. Their first axis is over the tokens of the prompt; values
+        after the task's position are 0."""
         arrays = {}
         for stage in self._stages:
             shape = self._length, *stage.shape(self._gpt.config, self._length)

@@ -28,8 +28,8 @@ the prompt."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """A direction at a stage: a NumPy array with the stage's shape at one position. An axis over
-    keys is as long as the prompt."""
+    """A direction at a stage: a NumPy array with the stage's shape at one position. If the stage
+    has an axis over keys, that axis is as long as the prompt."""
 
     stage: str
     direction: Any
@@ -61,7 +61,8 @@ class AttributionTask:
 
     @property
     def computes_weights(self) -> bool:
-        """True if the gradients need attention's scores and weights."""
+        """True if the gradients need explicit attention scores and weights, which fused attention
+        does not compute."""
         probed = () if self.probe is None else (self.probe.stage,)
         return any(name.endswith(OVER_KEYS) for name in (*self.stages, *probed))
 

@@ -25,7 +25,7 @@ from logitd.model.inference.circuit.text import FrozenText, Kept
 
 READINGS: tuple[Reading, ...] = get_args(Reading)
 MOST_FOUND = 2**18
-"""If more edges than this have been collected, only the strongest are kept."""
+"""Number of collected edges above which all but the strongest are dropped."""
 
 
 class Graph:

@@ -245,8 +245,8 @@ class FrozenBlock:
         return result
 
     def through_units(self, of_hidden: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """The gradients (..., n, C) with respect to the MLP's input, from the gradients `of_hidden`
-        (..., n, columns) with respect to some of its neurons."""
+        """The gradients (..., n, C) with respect to the MLP's input, computed from the gradients
+        `of_hidden` (..., n, columns) with respect to some of the neurons."""
         parts = [
             (of_hidden * ratio[rows][:, columns])
             @ self.weight(self.block.mlp_up, columns + index * self.config.d_ff)

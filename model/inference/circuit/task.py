@@ -120,8 +120,8 @@ class Circuit:
 
     def surviving(self, difference: float) -> float | None:
         """The share of the effect of all parts that remains in an ablation. The argument is the
-        logit difference in that ablation. None if the parts have no effect, or if the circuit is
-        empty."""
+        logit difference in that ablation. The result is None if the parts have no effect, or if the
+        circuit is empty."""
         whole = self.difference - self.without_all
         return (difference - self.without_all) / whole if whole and self.nodes else None
 
