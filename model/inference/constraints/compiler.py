@@ -76,13 +76,13 @@ WITHOUT_EFFECT = ("capture", "stop", "stop_capture", "temperature")
 """Rule attributes of llguidance's grammars that have no effect here, or a misleading effect."""
 
 LOCATION = re.compile(r"at \d+\(\d+\): ")
-"""Line and column at the start of a compiler's message."""
+"""Matches the line and column at the start of a compiler's message."""
 
 QUICK_SECONDS = 0.002
 """Longest compile time of a constraint that may be compiled between two steps of the engine."""
 
 MASK_CACHE_SIZE = 256
-"""Number of unpacked masks in the cache. Most masks within a string are equal."""
+"""Number of unpacked masks to cache. While a string is generated, most masks are equal."""
 
 NOTHING_FOLLOWS = "no text matches from here on"
 

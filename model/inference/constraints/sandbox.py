@@ -99,9 +99,9 @@ class Sandbox:
 
     @contextlib.contextmanager
     def begin(self) -> Iterator[socket.socket]:
-        """Begin a trial and return its socket. The trial reads a request (`request_of`) from it,
-        writes an answer (`check`), and ends when the context exits. Raises OSError if the process
-        has ended."""
+        """A context that begins a trial and provides its socket. The trial reads a request
+        (`request_of`) from the socket, writes an answer (`check`) to it, and ends when the context
+        exits. Raises OSError if the process has ended."""
         assert self._control is not None
         ours, theirs = socket.socketpair()
         held, holds = os.pipe()
