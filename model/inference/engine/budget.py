@@ -114,7 +114,7 @@ class PrefillBudget:
         return max(BLOCK, min(self._chunk, blocks * BLOCK))
 
     def work(self, rows: int, waiting: Iterable[Waiting] = ()) -> float:
-        """Work, in blocks, that fits into a step; 0 until the costs are known."""
+        """The work, in blocks, that fits into the next step; 0 until the costs are known."""
         if self._target is None or not self._decoded or not self._work_seconds:
             return 0.0
         decode, each = self._decode_seconds(rows), statistics.median(self._work_seconds)

@@ -35,7 +35,7 @@ from logitd.model.inference.sampling.state import SamplingState
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """Launched decode steps, in which each of the sequences has one row."""
+    """Launched decode steps. Each of the sequences has one row in every step."""
 
     sequences: tuple[Sequence, ...]
     steps: int

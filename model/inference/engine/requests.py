@@ -17,7 +17,7 @@ from logitd.model.inference.sampling.params import SamplingParams
 class CommonFields:
     """The fields of all requests.
 
-    priority  lower values are admitted first
+    priority  requests with lower values are admitted first
     caller    callers of one priority take turns; the requests of one caller are admitted in the
               order of arrival
     deadline  time, on the engine's clock, at which the request is ended if unfinished
@@ -112,7 +112,7 @@ class Lens:
 
     @property
     def named(self) -> int:
-        """Number of named ids at each position."""
+        """Number of named ids at each position, including the following token."""
         return len(self.token_ids) + self.following
 
 

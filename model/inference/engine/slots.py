@@ -72,7 +72,7 @@ class SlotPool:
         self._slots[index].last_used = step
 
     def forget(self) -> None:
-        """Drop all shared blocks, after new weights or a failed step."""
+        """Forget which blocks the slots hold, because the weights changed or a step failed."""
         for slot in self._slots:
             slot.blocks = []
 
