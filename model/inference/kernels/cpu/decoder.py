@@ -45,7 +45,7 @@ PREFILL_ROWS = 256
 """Maximum number of prompt positions computed together, which is the size of the buffers. The
 number does not affect any bits."""
 FAST_PRODUCTS = {"float32": "avx512f", "bfloat16": "avx512_bf16", "quantized": "avx512_vnni"}
-"""By dtype, the processor feature with which native products of many rows are at least as fast as
+"""For each dtype, the processor feature that makes native products of many rows at least as fast as
 torch's: 32 registers of 16 floats, or dot products of narrow dtypes."""
 
 

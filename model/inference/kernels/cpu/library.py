@@ -84,7 +84,7 @@ class NativeLibrary:
 
     @property
     def instructions(self) -> str:
-        """Name of the widest instructions that the kernels use."""
+        """Name of the most capable instruction set that the kernels use."""
         function = self.functions.logitd_instructions
         function.restype = ctypes.c_char_p
         name: bytes = function()

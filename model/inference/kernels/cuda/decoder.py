@@ -46,7 +46,7 @@ from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.gpt import GPT
 
 SHORTEST = 256
-"""The smallest bucket of keys."""
+"""The smallest bucket size for numbers of keys."""
 PROMPT_ROWS = 256
 """Maximum number of prompt positions in a recorded step."""
 FEWEST_PROMPT_ROWS = 32
@@ -68,7 +68,7 @@ NO_ROW = -1
 """Marks an uploaded row whose token the host knows. Otherwise this field holds the index of the row
 that samples the token."""
 FORWARD, GREEDY, FILTERED = range(3)
-"""Kinds of sampling in a recording: none, without filters, with filters."""
+"""How a recording samples: not at all, without filters, or with filters."""
 
 
 class Forward(Protocol):

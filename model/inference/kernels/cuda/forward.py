@@ -76,7 +76,7 @@ def forwards(gpt: GPT, cache: KVCache, *, batch_invariant: bool) -> Callable[[in
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Attention's outputs over parts of the keys, not yet added up."""
+    """Attention's outputs over parts of the keys, which are still to be combined."""
 
     out: Tensor  # (R, H, P, D) float32
     scales: Tensor  # (R, H, P, 2) float32

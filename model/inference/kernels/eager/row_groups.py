@@ -70,7 +70,7 @@ def prefill_rows(gpt: GPT) -> int:
 
 
 class _Probed:
-    """A matrix product, tried with different numbers of copies of one row."""
+    """A matrix product that is tested with different numbers of copies of one row."""
 
     def __init__(self, product: Product, row: Tensor, shape: tuple[int, int]) -> None:
         self._product = product

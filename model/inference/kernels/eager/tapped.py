@@ -32,7 +32,7 @@ from logitd.model.transformer.config import BLOCK
 from logitd.model.transformer.gpt import GPT
 
 ONE_OF_FOUR = RowGroups(multiple=4, most=1)
-"""Row groups on a GPU: each row by itself, padded to four rows."""
+"""Row groups on a GPU: each row is computed separately, padded to four rows."""
 
 
 class TappedDecoder:
