@@ -3,9 +3,10 @@
 A caller should not hold all slots for long, because running sequences are never preempted:
 
 - If another caller sent a request in the last COMPANY_SECONDS, a caller leaves an eighth of the
-slots free. - Of its sequences that generate with interventions, a caller runs only as many as can
-compute in one step. More of them would only occupy slots and wait. - A sequence waits while another
-sequence of its request computes a prefix that it can copy.
+  slots free.
+- Of its sequences that generate with interventions, a caller runs only as many as can compute in
+  one step. More of them would only occupy slots and wait.
+- A sequence waits while another sequence of its request computes a prefix that it can copy.
 
 Callers take turns with the prompts of a step. The rules see sequences and slot counts; the
 scheduler decides and keeps all other state.
