@@ -20,8 +20,8 @@ class EngineConfig:
     prefill_chunk  maximum number of prompt positions in a step, a multiple of 32
     target_gap     time limit of a step while sequences decode, and so of the gap between two tokens
                    (`model/inference/engine/budget.py`). None: only `prefill_chunk` bounds a step,
-                   for the most tokens per second. Supported only on a CPU, because on other devices
-               the time of a prompt is not yet known at the end of its step
+                   for the most tokens per second. A gap is supported only on a CPU, because on
+                   other devices the time of a prompt is not yet known at the end of its step
     target_ttft    seconds within which first tokens should arrive, not counting the time of their
                    own prompts. If they would arrive later, steps may take longer than `target_gap`.
                    Requires `target_gap`

@@ -112,7 +112,7 @@ class Lens:
 
     @property
     def named(self) -> int:
-        """Number of named ids at each position, including the following token."""
+        """Number of named ids at each position, with the following token if requested."""
         return len(self.token_ids) + self.following
 
 

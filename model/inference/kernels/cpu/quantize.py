@@ -52,8 +52,8 @@ class QuantizedMatrix:
     stored   the integers:
              int8         int8 (rows, width)
              int8_strips  int8 (strips, steps, 2, STEP / TOGETHER, SIDE, TOGETHER), the layout of
-                      native/int8_strips.h. The last four axes are the half of the strip, the
-                      group of columns, the row and the column
+                          native/int8_strips.h. The last four axes are the half of the strip, the
+                          group of columns, the row and the column
              int4         uint8 (rows, int4_row_bytes(width)), the layout of `I4` in native/dot.h
     scale    float32 (rows,)
     row_sum  int32 (rows,): the sum of each row's integers; in int4, of integers times their scales
