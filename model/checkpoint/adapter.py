@@ -77,8 +77,8 @@ def save_adapter(
     chat_template: str | None = None,
 ) -> None:
     """Write an adapter atomically. `weights` are the `trained_weights` of an adapted GPT;
-    `training.base` describes the base checkpoint. Raises CheckpointError if `path` exists, and
-    OSError if it cannot be written."""
+    `training.base` describes the base checkpoint. Raises CheckpointError if `path` already exists,
+    and OSError if the adapter cannot be written."""
     if path.exists():
         raise CheckpointError(f"{path} already exists: choose another path, or remove it")
     if training.base is None:

@@ -1,7 +1,7 @@
 """Card and curve: reads a checkpoint's card, and the loss curve, progress and samples of its run,
 for display.
 
-The curve comes from the log of the checkpoint's run or, if the log has no losses, from the table in
+The losses are read from the log of the checkpoint's run or, if the log has none, from the table in
 the card. All files may be missing, edited or damaged. Their contents are only displayed, so
 unreadable parts are skipped.
 """
@@ -24,7 +24,7 @@ SAMPLES = "samples.txt"
 SAMPLE = re.compile(r"^=== step (\d+)$", re.MULTILINE)
 """Matches the first line of a sample."""
 METRICS_BYTES = 2**23
-"""Maximum number of bytes read from the end of a log, enough for 25,000 reports."""
+"""Maximum number of bytes read from the end of a log. That is enough for 25,000 reports."""
 TAIL_BYTES = 2**16
 """Maximum number of bytes read from the end of the log for the newest report, and from the end of
 the samples file for the newest samples."""
@@ -131,7 +131,7 @@ def read_progress(path: Path) -> Progress | None:
 
 
 def read_samples(run: Path) -> tuple[int | None, tuple[str, ...]]:
-    """The last step for which a run wrote samples, and those samples; None and () if there are
+    """The last step at which a run wrote samples, and these samples; None and () if there are
     none."""
     parts = SAMPLE.split(_tail(run / SAMPLES, TAIL_BYTES)[1].decode(errors="replace"))[1:]
     if not parts:

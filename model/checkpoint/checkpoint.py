@@ -78,7 +78,7 @@ class TrainingRecord:
     base: Mapping[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as a JSON object, without `base` if that is None."""
+        """The record as a JSON object. `base` is omitted if it is None."""
         record = asdict(self)
         if self.base is None:
             del record["base"]
@@ -124,9 +124,9 @@ class CheckpointInfo:
 
     @property
     def special_ids(self) -> bool:
-        """True if the name of a special token in a text is encoded as the token's id, as it was in
-        training. If the training record does not say how the names were encoded, the result is True
-        for a checkpoint with a chat template."""
+        """True if names of special tokens in a text are encoded as the tokens' ids, because
+        training encoded them so. If the training record does not say how it encoded them, the
+        result is True for a checkpoint with a chat template."""
         default = "text" if self.chat_template is None else "ids"
         return bool(self.training.data.get("special_tokens", default) == "ids")
 
@@ -266,8 +266,8 @@ def read_checkpoint(path: Path) -> CheckpointInfo:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Convert errors to CheckpointError if they occur while the file `path` of a checkpoint is
-    read."""
+    """Convert errors that occur in the `with` block, which reads a checkpoint's file `path`, to
+    CheckpointError."""
     try:
         yield
     except FileNotFoundError as error:

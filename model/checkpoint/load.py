@@ -91,8 +91,9 @@ def load_weights(info: CheckpointInfo, *, device: torch.device, dtype: torch.dty
 
 def check_header(info: CheckpointInfo) -> None:
     """Raise CheckpointError unless the weights have the names and shapes of the configuration. Only
-    the header is read; nothing is checked if the owner's code defines the shapes. This is for
-    callers that rely on the configured sizes before `load_weights`, which checks again."""
+    the header is read. If the owner's code defines the shapes, nothing is checked. This function is
+    for callers that need the configured sizes before they call `load_weights`, which repeats the
+    check."""
     if isinstance(info.shape, GPTConfig):
         with _open_weights(info, whole=False) as file:
             _shape_of(file, info.shape)
@@ -137,8 +138,9 @@ def _open_weights(info: CheckpointInfo, *, whole: bool) -> Iterator[HashedFile]:
 
 
 def _shape_of(file: HashedFile, config: GPTConfig) -> tuple[GPT, tuple[StoredTensor, ...]]:
-    """Build the model on the meta device, where it takes no memory, and compare its names and
-    shapes with the header of a newly opened file. Returns the model and the stored tensors."""
+    """Build the model on the meta device, where it takes no memory, and compare the names and
+    shapes of its tensors with the header of a newly opened file. Returns the model and the stored
+    tensors."""
     stored = read_header(file)
     _check_sizes(file.path, config, stored)
     gpt = empty_gpt(config, torch.device("meta"))

@@ -2,9 +2,10 @@
 
 A running model may hold its weights in another form (quantized, compressed, on a GPU), so they are
 read from the file each time. Only the needed rows are in memory. In addition to the stored tensors
-there are derived tensors, which the rest of the code does not use: the matrices of each head, in
-the orientation of the literature (a row vector times the matrix). They are computed from the
-weights alone: norms, rotation and biases are not part of them.
+there are derived tensors, which clients can read but the rest of the code does not use: the
+embedding, the unembedding and the matrices of each head, in the orientation that is usual in the
+literature (a row vector times the matrix). They are computed from the weights alone: norms,
+rotation and biases are not part of them.
 
     W_E   (vocab_size, d_model)        embedding             W_U  (d_model, vocab_size)  head
     blocks.N.attention.
@@ -39,7 +40,7 @@ READ_BYTES = 2**22
 
 Floats = npt.NDArray[np.float32]
 Part = tuple[range, ...]
-"""A part of a weight: the indices along each axis, in steps of 1."""
+"""A part of a weight: for each axis, a range of consecutive indices."""
 EMBEDDING, HEAD = "token_embedding.weight", "head.weight"
 
 
@@ -158,7 +159,8 @@ class StoredWeights:
 
 def parse_part(text: str | None, shape: Sequence[int]) -> tuple[Part, tuple[int, ...]]:
     """Parse a slice such as "3,:,0:64", in NumPy's syntax but without step sizes. Returns the part,
-    and the shape of the result, which has no axis for a single index. Raises ValueError."""
+    and the shape of the result. As in NumPy, an axis with a single index is dropped from the shape.
+    Raises ValueError."""
     pieces = [] if text is None else text.split(",")
     if len(pieces) > len(shape):
         raise ValueError(f"slice has {len(pieces)} axes; the weight has {len(shape)}")

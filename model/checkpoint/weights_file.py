@@ -2,8 +2,8 @@
 
 The safetensors library would hold the whole file in memory and copy it, or map it, so that a
 running model would see changes to the file. Here at most two pieces are in memory
-(`model/checkpoint/hashed_file.py`). As in the library, the length and the JSON of the header are
-checked, and gaps between tensors are refused. Files are written with the library.
+(`model/checkpoint/hashed_file.py`). Like the library, this module checks the length and the JSON of
+the header, and refuses gaps between tensors. Files are written with the library.
 """
 
 import math
@@ -27,8 +27,8 @@ LARGEST_HEADER = 16 * 2**20
 times as large, which take gigabytes to parse."""
 MOST_DIMENSIONS = 8
 SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
-"""Matches the operating system's error number in an error message of the safetensors library, which
-gives the number nowhere else."""
+"""Matches the operating system's error number in an error of the safetensors library. Only the text
+of the message contains the number."""
 
 DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -132,8 +132,8 @@ def read_elements(
     into: Tensor,  # of the tensor's shape, contiguous; any dtype and device
     see: Callable[[Tensor], None],
 ) -> None:
-    """Read the elements of the next tensor. `see` is called with each part before it is copied.
-    Raises WeightsFileError if the file ends within the tensor."""
+    """Read the elements of the next tensor. They are read in parts, and `see` is called with each
+    part before it is copied. Raises WeightsFileError if the file ends within the tensor."""
     flat, done, width = into.view(-1), 0, tensor.dtype.itemsize
     while done < tensor.elements:
         count = min(PIECE // width, tensor.elements - done)
@@ -177,7 +177,7 @@ def _stored(name: str, entry: Any) -> StoredTensor:
     ):
         raise WeightsFileError(
             f"{name} has the shape {str(shape)[:100]} and the bytes {str(start)[:20]} to "
-            f"{str(end)[:20]}; expected whole numbers, at most {MOST_DIMENSIONS} in a shape"
+            f"{str(end)[:20]}; expected whole numbers and at most {MOST_DIMENSIONS} dimensions"
         )
     tensor = StoredTensor(name, DTYPES[dtype], tuple(shape), start)
     if tensor.end != end:

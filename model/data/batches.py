@@ -2,10 +2,10 @@
 
 Each pass over the text puts its documents into a different order, divides the tokens into windows
 of the context length that begin at a different offset, and visits the windows in a different order.
-All three depend only on (seed, pass). So a resumed run needs no stored state, and other random
-numbers cannot disturb the order. A step has the same B * A sequences whether it is computed as one
-batch of B * A or as A batches of B, in one process or in several. The seed of dropout also depends
-only on (seed, sequence number).
+All three depend only on (seed, pass). So a resumed run needs no stored state, and random numbers
+drawn elsewhere do not affect the order. A step has the same B * A sequences whether it is computed
+as one batch of B * A or as A batches of B, in one process or in several. The seed of dropout also
+depends only on (seed, sequence number).
 
 The text is not copied: a window is read from the shard, document by document. Each document takes 8
 bytes of memory, plus 16 for each pass in memory, of which there are at most two. Opening scans the
@@ -32,8 +32,8 @@ SCANNED = 2**22
 
 @dataclass(frozen=True)
 class _Pass:
-    """One pass over a text. A place is the index of a token when the documents are in the order of
-    this pass."""
+    """One pass over a text. A place is the index of a token in the text after its documents have
+    been put into the order of this pass."""
 
     offset: int  # place of the first window
     windows: npt.NDArray[np.int64]  # order of the windows

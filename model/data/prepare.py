@@ -6,8 +6,8 @@
   data/data.json            description of the text and of the tokenizer, without its ranks
 
 END_OF_TEXT separates documents. The vocabulary is learned only from the training side. The text is
-streamed three times: to plan the split, to learn a vocabulary, and to tokenize it. Each document
-adds a few bytes of memory.
+read as a stream three times: to plan the split, to learn a vocabulary, and to tokenize the text.
+Memory grows by a few bytes per document.
 """
 
 import hashlib

@@ -1,8 +1,9 @@
 """Reuse: trains on shards that another run wrote, without tokenizing the text again.
 
 A shard named val.tokens is validation text and all others are training text, as in the run that
-wrote them. If there is no val.tokens, documents (each ends with END_OF_TEXT) are held out by the
-rule of `split.py`, applied to their ids instead of their bytes. Every id is checked first.
+wrote them. If there is no val.tokens, documents are held out by the rule of `split.py`, applied to
+their ids instead of their bytes; END_OF_TEXT ends a document. Every id is checked before it is
+copied.
 """
 
 import hashlib

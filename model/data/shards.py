@@ -90,8 +90,8 @@ def outside(token_ids: npt.NDArray[Any], first: int, vocab_size: int, name: str)
 
 
 def text_bytes_of(path: Path) -> int:
-    """Number of bytes of text that a shard encodes, whichever tokenizer wrote it. Raises
-    DataError."""
+    """Number of bytes of text that a shard encodes. The shard may be written by any tokenizer.
+    Raises DataError."""
     return _header(path)[2]
 
 

@@ -3,8 +3,8 @@
 The held-out share is measured in bytes. A document larger than the whole held-out share is divided,
 and its end is held out. Every other document is either trained on or held out as a whole, depending
 on its lot: a number derived from the sha256 of its content. The documents with the lowest lots are
-held out. So two equal documents are treated in the same way, and adding documents moves few others
-to the other side. (For Python's own text the lot is computed from the file's name, because contents
+held out. So two equal documents are on the same side, and when documents are added, few others
+change sides. (For Python's own text the lot is computed from the file's name, because contents
 change between Python versions. That text has three pairs of equal files, 700 bytes in all; the two
 files of a pair may end up on different sides.)
 """
@@ -90,7 +90,7 @@ def lot(document: Document) -> int:
 
 
 def lot_of(parts: Iterable[bytes]) -> int:
-    """The lot of a document whose content is passed in parts."""
+    """The lot of a document, computed from its content, which is passed in parts."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)

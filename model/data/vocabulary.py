@@ -58,7 +58,7 @@ def encode(tokenizer: Tokenizer, piece: str, *, special_ids: bool = False) -> li
 
 def check(tokenizer: Tokenizer, piece: str) -> None:
     """Raise DataError unless decoding returns the encoded text. A word-level vocabulary loses white
-    space, so its decoded text need only encode to the same ids."""
+    space, so for it the decoded text only has to encode to the same ids."""
     ids = encode(tokenizer, piece)
     text = tokenizer.decode(ids)
     if encode(tokenizer, text) != ids if tokenizer.kind == "words" else text != piece:

@@ -90,7 +90,7 @@ def rolling_windows(
 
 
 def byte_lengths(tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
-    """Number of bytes of each id's text (V,), 0 for special tokens."""
+    """The number of bytes (V,) of the text of each id; 0 for special tokens."""
     return np.array(
         [
             0 if tokenizer.is_special(token_id) else len(tokenizer.token_bytes(token_id))

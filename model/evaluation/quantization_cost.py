@@ -21,7 +21,7 @@ WARN_ABOVE = 0.005
 """A warning is shown if quantization increases the loss by more than this fraction."""
 
 GENTLER: Mapping[Quantization, Quantization] = {"int4": "int8", "int8": "none"}
-"""For each setting of `quantize`, the next setting that loses less."""
+"""For each setting of `quantize`, the setting that is one step less lossy."""
 
 
 @dataclass(frozen=True)

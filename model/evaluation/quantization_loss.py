@@ -74,7 +74,7 @@ def decode_nats(
     make_decoder: MakeDecoder,
     kept: KVCacheDType = "auto",
 ) -> float:
-    """Compute `step_nats` with a new decoder."""
+    """Call `step_nats` with a new decoder."""
     rows, length = inputs.shape
     with new_decoder(gpt, make_decoder, rows, length, kept) as decoder:
         return step_nats(decoder, inputs, targets)
@@ -97,8 +97,8 @@ def new_decoder(
 
 
 def step_nats(decoder: Decoder, inputs: Tensor, targets: Tensor) -> float:
-    """The loss in nats, summed over all targets. Every input takes one decode step. Targets of -100
-    are not counted. The decoder's cache may be longer than the windows."""
+    """The loss in nats, summed over all targets. One decode step computes one position of all
+    windows. Targets of -100 are not counted. The decoder's cache may be longer than the windows."""
     rows, length = inputs.shape
     nats = 0.0
     with torch.inference_mode(), one_thread() if decoder.has_threads else nullcontext():

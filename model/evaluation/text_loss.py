@@ -181,8 +181,8 @@ def _text(
     text, tokenizer = open_text(data, reading), checkpoint.tokenizer
     if text.shards:
         raise DataError(
-            f"{text.name} contains token ids of a run: name the text that was tokenized, or remove "
-            "--data to use the run's held-out text"
+            f"{text.name} contains token ids, not text: name the text that was tokenized, or "
+            "remove --data to use the run's held-out text"
         )
     identity, vocab_size = tokenizer_sha256(tokenizer), tokenizer.vocab_size
     with tempfile.TemporaryDirectory(prefix="logitd-eval-") as folder:
@@ -205,7 +205,7 @@ def _as_in_training(loaded: LoadedModel, windows: Windows, placement: Placement)
 
 
 Part = tuple[float, Tensor]
-"""The loss of a part of the text, in nats, and the targets of that part."""
+"""A part of the text: its loss in nats, and its targets."""
 
 
 def _summed(parts: Iterable[Part], windows: Windows) -> ValidationLoss:
@@ -219,8 +219,8 @@ def _summed(parts: Iterable[Part], windows: Windows) -> ValidationLoss:
 
 
 def _as_served(loaded: LoadedModel, windows: Windows, batch_size: int) -> Iterator[Part]:
-    """Compute each batch with one prefill. A window is a prompt in a separate slot, and its tokens
-    are scored as in the engine, in blocks of rows, in float64."""
+    """Compute each batch with one prefill. Each window is a prompt in its own slot. Its tokens are
+    scored as the engine scores them: in blocks of rows and in float64."""
     make, context = loaded.decode_path.make_decoder, loaded.gpt.config.context_length
     with new_decoder(loaded.gpt, make, batch_size, context, "auto") as decoder:
         for inputs, targets in windows:

@@ -31,8 +31,8 @@ from logitd.model.inference.options import ComputeOptions, SlotDefault
 from logitd.model.transformer.config import BLOCK
 
 SLOTS = SlotBudget(default=SlotDefault(EngineConfig().prefill_chunk // BLOCK))
-"""The default number of slots is one for each block of rows in a step, so that short prompts can
-fill a step."""
+"""By default there are as many slots as blocks of rows in a step, so that short prompts can fill a
+step."""
 PREFILL_CHUNK = 1024
 """Number of positions in a step on a CPU: more than in a server, because no client waits for a
 token. On a GPU the results may depend on this number, so the server's default is used there."""
@@ -44,9 +44,9 @@ Counted = Callable[[int], None]
 
 
 class ShardComputer:
-    """An engine for one checkpoint and one quantity, for use by one thread. `computation`
-    has the device, the dtype and whatever else in the computation affects the results; the index
-    stores it."""
+    """An engine for one checkpoint and one quantity, for use by one thread. `computation` has the
+    device, the dtype and everything else about the computation that affects the results. The index
+    stores `computation`."""
 
     def __init__(
         self, loaded: LoadedModel, quantity: Quantity, computation: Mapping[str, Any]
@@ -71,8 +71,8 @@ class ShardComputer:
             yield group, self.shard(group, tell)
 
     def shard(self, units: Group, tell: Counted = lambda tokens: None) -> bytes:
-        """The content of the file for these units. `tell` is called with the number of counted
-        tokens of each finished unit. Raises ExtractionError if the model fails."""
+        """The content of the file for these units. Each time a unit is finished, `tell` is called
+        with the number of its counted tokens. Raises ExtractionError if the model fails."""
         chunks = self.chunks(units, self._quantity.request, tell)
         return self._quantity.file(units, [c for unit in chunks for c in unit], self._config)
 

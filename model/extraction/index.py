@@ -193,7 +193,8 @@ class ExtractionFolder:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Describe each entry of `now` that has a different value in `before`, with both values."""
+    """Describe each entry of `now` whose value in `before` is different. The descriptions have both
+    values."""
     for name, value in now.items():
         old = before.get(name)
         if isinstance(value, Mapping) and isinstance(old, Mapping):

@@ -87,7 +87,7 @@ def choose_windows(context_length: int, stride: int | None, *, predicts: bool) -
 
 
 class DataReader:
-    """Reads all documents once, in order, and computes their survey on the way. Comparing the
+    """Reads all documents once, in order, and computes their survey at the same time. Comparing the
     surveys of two readings shows whether the data changed in between."""
 
     def __init__(self, documents: Iterable[Document]) -> None:
@@ -163,7 +163,7 @@ def document_units(
         if start + len(held) > MOST_POSITIONS:
             raise ExtractionError(
                 f"{source} has more than {MOST_POSITIONS:,} tokens, but positions are stored in 32 "
-                "bits: cut it into several documents"
+                "bits: split it into several documents"
             )
         while len(held) >= windows.length:
             token_ids = tuple(held[: windows.length])

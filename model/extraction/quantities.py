@@ -1,8 +1,9 @@
 """Quantities: the values that are extracted for each token.
 
 A quantity is logprobs (`Logprobs`), the values of stages (`Stages`) or the figures of the logit
-lens (`LensFigures`). Its class makes the engine's request for a unit, and the file of a shard from
-the chunks of the reply. A request that the model cannot compute is refused before any text is read.
+lens (`LensFigures`). Its class creates the request to the engine for each unit, and builds a
+shard's file from the chunks of the replies. A request that the model cannot compute is refused
+before any text is read.
 """
 
 import math
@@ -108,8 +109,8 @@ class Stages:
     """The values of named stages at each token, or at a sample of tokens.
 
     dtype  dtype of the stored values
-    share  expected share of the tokens in the sample. A token's random number depends only on
-           `seed`, document and position, so the sample does not depend on windows and shards
+    share  expected share of the tokens that are sampled. Whether a token is sampled depends only on
+           `seed`, its document and its position, not on windows or shards
     """
 
     names: tuple[str, ...]

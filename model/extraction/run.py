@@ -56,7 +56,8 @@ class ExtractionRequest:
                   lens
     lens          extract the lens instead of logprobs
     stride        tokens between the starts of two windows; None: as many as possible
-    shard_tokens  maximum number of tokens in a shard, before sampling; None: the quantity's default
+    shard_tokens  maximum number of tokens per shard, counted before sampling; None: the quantity's
+                  default
     stored_dtype  dtype of the values of stages
     sample        share of the tokens whose stages are written; `sample_seed` chooses them
     """
@@ -211,7 +212,7 @@ def _open_data(data: Sequence[str], reading: ReadOptions, tell: Tell) -> Text:
     text = open_text(data, reading, report=tell)
     if text.shards:
         raise ExtractionError(
-            f"{text.name} contains token ids of a run: name the text that was tokenized"
+            f"{text.name} contains token ids, not text: name the text that was tokenized"
         )
     return text
 

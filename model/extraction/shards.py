@@ -1,8 +1,8 @@
 """Shards: writes a shard's file, Parquet or safetensors. Equal values always result in equal bytes.
 
 Logprobs and the lens are written as Parquet with one row per token, stages as safetensors with one
-tensor per stage. A row of the lens has lists with one entry per layer, so all layers of a token are
-in one row, as for logprobs. Parquet needs pyarrow, an optional dependency.
+tensor per stage. A row of the lens has lists with one entry per layer, so the lens too has only one
+row per token. Parquet needs pyarrow, an optional dependency.
 """
 
 from collections.abc import Mapping, Sequence

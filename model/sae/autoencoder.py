@@ -5,7 +5,7 @@ features into an approximation of the values. Changing features moves the values
 the decoder; the part of the values that the features do not explain stays unchanged.
 
 Every matrix product is computed by one thread and has a fixed number of rows, BLOCK or one. So the
-bits of a row do not depend on the number of rows around it. `files.py` reads and writes the
+bits of a row do not depend on how many rows are computed with it. `files.py` reads and writes the
 files.
 
 Shapes: T positions, D = width of the stage, F features.
@@ -61,7 +61,7 @@ class Autoencoder:
         return _by_blocks(self._encode, x.float())
 
     def decode(self, features: Tensor) -> Tensor:
-        """Values (T, D) of features (T, F)."""
+        """The values (T, D) that the features (T, F) stand for."""
         return _by_blocks(lambda rows: rows @ self.decoder + self.decoder_bias, features)
 
     def moved(self, x: Tensor, difference: Tensor) -> Tensor:

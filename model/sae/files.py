@@ -93,8 +93,8 @@ class StoredAutoencoder:
         return self.autoencoder.decoder[index].numpy()
 
     def features(self, name: str, config: GPTConfig) -> Features:
-        """The features as a stage of a model, under this name. Raises AutoencoderError if the model
-        lacks the autoencoder's stage, or if the stage has another width."""
+        """A stage with this name whose values are the features. Raises AutoencoderError if the
+        model lacks the autoencoder's stage, or if the stage has another width."""
         named = {stage.name: stage for stage in stages_of(config)}
         host = lens_stages(config).get(self.hook) or named.get(self.hook)
         if host is None or not host.kind.changes or len(host.kind.axes) != 1:
@@ -106,8 +106,8 @@ class StoredAutoencoder:
         (width,) = host.shape(config, 1)
         if reads != width:
             raise AutoencoderError(
-                f"{self.path}: the autoencoder reads {reads} numbers, but {host.name} has {width}: "
-                "it was trained on another model"
+                f"{self.path}: the autoencoder has width {reads}, but {host.name} has width "
+                f"{width}: it was trained on another model"
             )
         return Features(name, host.layer, host.kind.name, self.autoencoder.features, width)
 

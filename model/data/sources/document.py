@@ -28,7 +28,7 @@ class Document:
     drawn_by_name: bool = False  # its name, not its content, decides whether it is held out
 
     def count_bytes(self) -> int:
-        """Number of bytes in the document. Reads it if its size is unknown."""
+        """Number of bytes in the document. The document is read only if its size is unknown."""
         return self.size if self.size is not None else sum(map(_size, self.pieces()))
 
 

@@ -114,7 +114,7 @@ def _stream(address: httpx.URL, file: IO[bytes], limit: int, report: Report) -> 
     client = httpx.Client(follow_redirects=True, timeout=TIMEOUT, headers=headers)
     with client, client.stream("GET", address) as reply:
         if reply.status_code != 200:
-            raise DataError(f"{reply.url} answers {reply.status_code} {reply.reason_phrase}")
+            raise DataError(f"{reply.url} answered {reply.status_code} {reply.reason_phrase}")
         length = reply.headers.get("content-length", "")
         plain = length.isdecimal() and "content-encoding" not in reply.headers
         total = int(length) if plain else None

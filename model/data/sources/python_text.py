@@ -22,7 +22,8 @@ STDLIB_WITHOUT = frozenset(
         *("ensurepip", "encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"),
     )
 )
-"""Folders of little use for training: tests, tables, and packages outside the standard library."""
+"""Folders that are left out because they are of little use for training: mainly tests, tables, and
+packages outside the standard library."""
 
 
 def python_text(stdlib: Path) -> Text:

@@ -29,7 +29,7 @@ KINDS = {
     list: "an array",
     dict: "an object",
 }
-"""JSON's name for each type that Python's parser returns."""
+"""The name of each JSON type, by the Python type to which it is parsed."""
 
 
 def json_lines(file: TextIO, name: str, field: str | None) -> Iterator[Document]:
@@ -161,7 +161,7 @@ def _known(problem: str, field: str | None, known: list[str]) -> str:
         names = ", ".join(map(repr, known[:8])) or "none"
         way_out = "name another one with --text-field, or '' to read the file as it is"
         raise DataError(
-            f"{problem} {name!r}, but {names}: {way_out if field else 'no other field is read'}"
+            f"{problem} {name!r}; it has {names}: {way_out if field else 'no other field is read'}"
         )
     return name
 

@@ -32,15 +32,16 @@ CONFIG_NAMES = ("config", "cfg", "conf", "args", "params", "hparams", "model_arg
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The owner's code, and values from the checkpoint under all usual names in lower case.
+    """The owner's code, and values from the checkpoint. Each value is given under every name that
+    is usual for it, in lower case.
 
     file, expression   the owner's file, and a name in it or an expression that uses the file's
                        names
     said               values from the checkpoint's settings and from the user
     shape              values that follow from the shapes of the tensors
     flags              guesses about which parts have a bias
-    call               expression with `model`, `ids` and names of the file that returns logits;
-                       None means `model(ids)`
+    call               expression that returns logits; it may use `model`, `ids` and names of the
+                       file. None means `model(ids)`
     chosen             values of the attempt that created the model earlier; None tries all attempts
     """
 
@@ -87,11 +88,11 @@ class Values(dict[str, Any]):
 class Attempt:
     """One way to create the model.
 
-    top     values that override global names of the file
+    top     values that override global variables of the file
     over    values that override the defaults of parameters
     values  values for parameters without a default
-    asked   names that the code looked up in all attempts so far
-    names   values for assignments that fail, by exact names
+    asked   names that the code has looked up in any attempt so far
+    names   values of variables whose assignment fails; names have their exact case
     """
 
     top: Mapping[str, Any]
@@ -230,8 +231,8 @@ def config_class(parameter: inspect.Parameter, module: types.ModuleType) -> type
 
 
 def is_used_as_object(name: str, made: Callable[..., Any], module: types.ModuleType) -> bool:
-    """True if the code reads attributes or items of a parameter, as code does with a
-    configuration."""
+    """True if the code reads attributes or items of a parameter, so that the parameter is probably
+    a configuration."""
     called = getattr(made, "__name__", "")
     return any(
         isinstance(node, ast.Attribute | ast.Subscript)
@@ -244,9 +245,9 @@ def is_used_as_object(name: str, made: Callable[..., Any], module: types.ModuleT
 
 
 def config_object(named: type | None, module: types.ModuleType, attempt: Attempt) -> Any:
-    """A configuration object with the known values. Its class is `named`; if that is None, it is
-    the only class in the file with a configuration's name, or `Values` if there is not exactly one
-    such class."""
+    """A configuration object with the known values. Its class is `named`. If that is None, the
+    class is the only one in the file that is named like a configuration; if there are none or
+    several, it is `Values`."""
     classes = [named] if named else [
         value for name, value in vars(module).items()
         if isinstance(value, type) and is_config_name(name) and not issubclass(value, nn.Module)

@@ -43,8 +43,8 @@ class Caller:
         self, token_ids: Tensor, rows: int, first: int = 0, *, seeded: bool = True
     ) -> Tensor:
         """Logits (B, T - first, rows) of ids (B, T), from position `first` on. If the model returns
-        only the last position, it is also called for every prefix. Each pass starts from the same
-        random seed unless `seeded` is False. Raises Problem."""
+        logits for the last position only, it is also called for every prefix. Every call starts
+        from the same random seed unless `seeded` is False. Raises Problem."""
         length = token_ids.shape[1]
         logits = self._returned(token_ids, rows, seeded=seeded)
         if logits.dim() == 2 and len(logits) == token_ids.numel() and length > 1:
@@ -122,8 +122,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def compare(caller: Caller, rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Random ids (2, T), their logits (2, T, rows), and the logits after the last ids were
-    replaced."""
+    """Random ids (2, T), their logits (2, T, rows), and the logits of the same ids with another
+    last id."""
     token_ids = random_ids(2, length, rows)
     changed = caller.logits(with_other_last_id(token_ids, rows), rows)
     return token_ids, caller.logits(token_ids, rows), changed

@@ -1,7 +1,7 @@
 """Define: runs the definitions in an owner's file, but not the rest of the script.
 
-Only the imports, classes, functions and assignments that the model's expression needs are executed,
-but not a training loop, for example. If an assignment fails, such as `len(chars)` for a text file
+Only the imports, classes, functions and assignments that the model's expression needs are executed.
+A training loop, for example, is not. If an assignment fails, such as `len(chars)` for a text file
 that is missing, its name gets the value that it had when the model was imported (`record`), or else
 a value from the checkpoint. If there is no such value, the assignment is skipped. If an import
 statement fails, the error is reported when the imported name is first used.
@@ -37,9 +37,9 @@ def run_definitions(
     """Run those definitions of a file that the expressions need. Returns a module with the defined
     names.
 
-    values    values for assignments that fail, by names in lower case
-    override  numbers that replace the values of global variables, by names in lower case
-    recorded  values for assignments that fail, by exact names; they take precedence
+    values    values for variables whose assignment fails; names are in lower case
+    override  numbers that replace the values of global variables; names are in lower case
+    recorded  the same, but names have their exact case; these values take precedence
 
     Raises Problem.
     """

@@ -41,8 +41,8 @@ def visiting(model: nn.Module, names: Sequence[str], visit: Visit) -> Iterator[N
 
 
 def _replaced(name: str, visit: Visit, module: nn.Module, *passed: Any) -> Any:
-    """A torch hook. The last value that torch passes is the module's input or output. Visits the
-    first tensor in that value, and returns the value with this tensor replaced; None if there is no
+    """A torch hook. The last argument that torch passes is the module's input or output. Visits the
+    first tensor in it, and returns the input or output with that tensor replaced; None if it has no
     tensor."""
     value = passed[-1]
     if isinstance(value, Tensor):

@@ -148,7 +148,7 @@ def difference(first: Tensor, second: Tensor) -> float:
 
 def state_difference(caller: Caller, ids: Tensor, logits: Tensor) -> float | None:
     """The difference between the logits with and without the model's own cache; None if the model
-    has no cache. With the cache, the first half of the ids is computed at once, and the other ids
+    has no cache. With the cache, the first half of the ids is passed in one call, and the others
     one at a time."""
     if not hasattr(caller.model, STATE_METHOD):
         return None
@@ -204,8 +204,8 @@ def find_streams(
     lens: Sequence[str] | None,
 ) -> list[str]:
     """The stages that a lens reads: the input of the first block and the output of each block. The
-    blocks are the longest list of numbered stages. Raises Problem unless the norm and the head
-    compute the model's logits from the output of the last block."""
+    blocks are assumed to be the longest list of numbered stages. Raises Problem unless the norm and
+    the head compute the model's logits from the output of the last block."""
     if lens is None:
         return []
     for flag, name in zip(("--lens-norm", "--lens-head"), lens, strict=True):

@@ -30,7 +30,8 @@ HELD_OUT = 32
 SHUFFLED_WINDOWS = 2048
 SHUFFLED_POSITIONS = 2**15
 SHUFFLED_BYTES = 2**28
-"""Size limit in bytes of the buffer of positions. It always holds at least two batches."""
+"""Size, in bytes, at which the buffer that shuffles positions is full. It is filled with at least
+two batches, even if they are larger."""
 WINDOWS_AT_ONCE = 32
 SHORTEST = 8
 """Minimum number of tokens of a held-out window."""

@@ -143,7 +143,8 @@ class _Learner:
         return float(loss.detach())
 
     def _decoded(self, indices: Tensor, values: Tensor) -> Tensor:
-        """Values (B, D) that features with these indices decode to, without the bias."""
+        """The values (B, D) to which the features with these indices are decoded, without the
+        bias."""
         return F.embedding_bag(indices, self._decoder, per_sample_weights=values, mode="sum")
 
     def _auxiliary(self, before: Tensor, error: Tensor) -> Tensor:

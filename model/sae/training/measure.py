@@ -62,8 +62,8 @@ class Figures:
 def measure(
     autoencoder: Autoencoder, activations: Activations, windows: Iterator[Unit], length: Length
 ) -> tuple[Figures, FeatureFacts]:
-    """Measure the figures on the held-out windows, and the facts on `windows` until `length` is
-    reached."""
+    """Measure the figures on the held-out windows. Measure the facts on `windows`, until `length`
+    is reached."""
     facts = _facts(autoencoder, activations, windows, length)
     units = activations.held_out
     values = [torch.from_numpy(rows) for rows in activations.of_windows(units)]
@@ -98,8 +98,8 @@ def measure(
 
 
 def _loss(activations: Activations, changes: Sequence[tuple[Intervention, ...]]) -> float:
-    """Nats per token on the held-out windows. Each window is computed with the entry of `changes`
-    at the same index."""
+    """Nats per token on the held-out windows. The entry of `changes` at a window's index is applied
+    when that window is computed."""
 
     def request(request_id: str, unit: Unit) -> ScoreRequest:
         return ScoreRequest(

@@ -31,8 +31,8 @@ from logitd.model.transformer.stages import Stage
 EXPANSION = 8
 """Default ratio of the number of features to the stage's width."""
 TRAINED, MEASURED = 0.7, 0.9
-"""Shares of the minutes after which the training ends and the measurement of features ends. The
-rest is for the figures."""
+"""Shares of the minutes after which the training and the measurement of features end. The remaining
+time is for the figures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def train_autoencoder(
     text = open_text(data, reading, report=tell)
     if text.shards:
         raise AutoencoderError(
-            f"{text.name} contains token ids of a run: name the text that was tokenized"
+            f"{text.name} contains token ids, not text: name the text that was tokenized"
         )
     with closing(open_computer(checkpoint.path, Stages((stage.name,)), options, log)) as computer:
         activations = Activations.of(computer, stage.name, checkpoint, text)

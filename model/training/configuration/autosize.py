@@ -5,9 +5,9 @@ largest of SIZES that can see enough tokens in that time. `autosize` resolves th
 had set the chosen values, so run.json stores them and a resumed run measures nothing. Values that
 the user set are kept.
 
-A size is allowed if the run has at least TOKENS_PER_PARAMETER tokens for each parameter of the
-block matrices. A larger model sees fewer tokens in the same time, so the chosen size grows with the
-square root of the operations that the time allows, as in Hoffmann et al. (2022).
+A size is allowed if the run can train on at least TOKENS_PER_PARAMETER tokens for each parameter of
+the block matrices. A larger model sees fewer tokens in the same time, so the chosen size grows with
+the square root of the operations that the time allows, as in Hoffmann et al. (2022).
 
 A model that sees a text six times overfits: the validation loss rises while the training loss
 falls. So if the text is short, the recipe gets dropout, and a smaller vocabulary, because a rare
@@ -37,7 +37,7 @@ MEASURING_SECONDS = 10.0
 MEASURED_STEPS = 3
 """Minimum number of timed steps in a measurement, which begins with an untimed step."""
 SHORT = 45.0
-"""Length of a run in seconds below which the smallest size is measured first."""
+"""In runs of fewer seconds than this, the smallest size is measured first."""
 CHOSEN_BY_HAND = frozenset(
     (
         *("preset", "from_checkpoint", "n_layer", "n_head", "n_kv_head", "head_dim", "d_model"),
@@ -47,7 +47,7 @@ CHOSEN_BY_HAND = frozenset(
 """Setting any of these disables autosizing."""
 
 FEW = 3.5
-"""Maximum number of passes over the text for which the recipe for long texts is best."""
+"""Up to this number of passes over the text, the recipe for long texts is best."""
 MANY = 4.0
 """Number of passes above which a preset without dropout causes a warning; `small` makes exactly 4
 passes."""
@@ -169,8 +169,8 @@ def autosize(
     config: TrainingConfig, choice: Choice, text_bytes: float
 ) -> tuple[ResolvedTraining, str]:
     """Determine the settings of a run of the chosen size, with a recipe that suits its text and
-    length. Also returns a notice about the run. `text_bytes` is the size of the text; any value
-    above `choice.enough_bytes` has the same effect.
+    length. Also returns a notice about the run. `text_bytes` is the size of the text; all values
+    above `choice.enough_bytes` have the same effect.
 
     The run gets seven evaluations, each less than a hundredth of the time, and writes samples and a
     checkpoint three times."""

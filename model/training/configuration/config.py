@@ -27,8 +27,8 @@ RECIPE_FIELDS = tuple(field.name for field in fields(Recipe))
 
 
 class TrainingError(RuntimeError):
-    """Raised if training cannot start or continue; the message states the reason and what is safe
-    on disk."""
+    """Raised if training cannot start or continue; the message states the reason and what has been
+    saved."""
 
 
 class _RunFields(BaseModel):

@@ -33,8 +33,8 @@ LORA_RATE = 1e-3
 
 RATES = ("matrix_lr", "embedding_lr", "head_lr", "scalar_lr")
 CHANGEABLE = frozenset({"dropout", "context_length", "rope_scaling"})
-"""Fields of the shape that no weight depends on. `context_length` may change unless positions are
-learned."""
+"""Fields of the shape that may change because no weight depends on them; `context_length` only if
+positions are not learned."""
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,8 @@ NEEDS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "keep_every": ("lora", (None,)),  # adapters cannot be served
     "save_dtype": ("lora", (None,)),  # adapters are saved in float32
 }
-"""Each of these fields has no effect unless the other field has one of the listed values, of which
-the usual one comes first."""
+"""Fields that depend on another field: for each, the name of the other field, and the values of the
+other field with which it has an effect. The first of these values is the usual one."""
 RESUMABLE = frozenset(
     (
         *("resume", "out", "minutes", "device", "threads", "shard", "steps", "log_every"),
@@ -64,9 +64,10 @@ REWARMING = 0.05
 LONG_MINUTES, LONG_BY_CLOCK, LONG_OPERATIONS = 15.0, 1e14, 1.5e14
 """On a CPU, `compile` "auto" means "on" for long runs. A run is long if it has at least
 LONG_OPERATIONS operations or, if only the clock ends it, LONG_BY_CLOCK operations. If it has a time
-limit, the limit must also be at least LONG_MINUTES. In a run of two thirds of LONG_BY_CLOCK, or
-about half of LONG_OPERATIONS, compiling takes as much time as it saves, measured on two AVX-512
-cores in bfloat16. The unit is operations because a slower machine also compiles more slowly."""
+limit, the limit must also be at least LONG_MINUTES. On two AVX-512 cores in bfloat16, compiling
+took as much time as it saved in a run of two thirds of LONG_BY_CLOCK or about half of
+LONG_OPERATIONS. The length is measured in operations because a slower machine also compiles more
+slowly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,8 +169,8 @@ def resolve(config: TrainingConfig, base: Base | None = None) -> ResolvedTrainin
         model = finetuned_model(given, base.opened.config, lora)
         if config.exportable and (found := objections(model)):
             raise TrainingError(
-                "--exportable: the checkpoint's shape cannot change, and cannot be exported: "
-                + "; ".join(map(str, found))
+                "--exportable: the checkpoint's shape cannot be exported, and fine-tuning cannot "
+                "change it: " + "; ".join(map(str, found))
             )
     resolved = ResolvedTraining(config=config, recipe=recipe, model=model, lora=lora, base=base)
     _refuse_idle(given, resolved)
@@ -253,14 +254,14 @@ def _refuse_ended(given: Mapping[str, Any], length: Length, saved: Counters) -> 
     for name, other in (("steps", "minutes"), ("minutes", "steps")):
         if name in given and other not in given and over[other]:
             raise TrainingError(
-                f"--{name} {given[name]:g} cannot be reached: the run has "
+                f"--{name} {given[name]:g} cannot be reached: the run has done "
                 f"{pluralize(saved.step, 'step')} in {saved.seconds / 60:.1f} minutes, and "
                 f"--{other} {getattr(length, other):g} limits the whole run. Increase --{other} too"
             )
 
 
 def _written(value: Any) -> str:
-    """A value, formatted as a user would write it."""
+    """Format a value as a user would write it."""
     if isinstance(value, tuple):
         return ", ".join(map(str, value)) or "not set"
     return "not set" if value is None else str(value)

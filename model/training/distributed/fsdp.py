@@ -78,7 +78,7 @@ class ParamShard:
 
 def worth_sharding(config: GPTConfig, device: torch.device, ranks: Ranks, *, adapted: bool) -> bool:
     """True if a whole copy of the model in each process would leave too little memory for
-    activations. `adapted`: only adapters are trained."""
+    activations. If `adapted`, only adapters are trained."""
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
@@ -155,7 +155,7 @@ def all_gather(
     tensors: Sequence[Tensor], shards: Sequence[ParamShard], ranks: Ranks
 ) -> list[Tensor]:
     """Gather whole tensors of one dtype on all processes. Every process must call it. Each process
-    sets the rows of the others to zero, so the sum over all processes has exactly the bits of the
+    sets the rows of the others to zero, so that the sum over all processes has the same bits as the
     rows."""
     if not any(shard.divided for shard in shards):
         return list(tensors)

@@ -29,8 +29,8 @@ from logitd.model.training.configuration.config import TrainingError
 NO_LIMIT = timedelta(days=365)
 """Time limit of the control group. It is effectively unlimited, but gloo requires a number."""
 BUCKET = 2**24
-"""Number of gradient elements per message. They take 64 MB, large enough to make the fixed cost of
-a message negligible."""
+"""Number of gradient elements in a message. A full message takes 64 MB, so large that its fixed
+cost is negligible."""
 
 
 @dataclass(frozen=True)

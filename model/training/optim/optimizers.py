@@ -203,8 +203,9 @@ class Optimizers:
         state: Mapping[str, Any],
         change: Callable[[Tensor, ParamShard], Tensor],
     ) -> dict[str, Any]:
-        """An optimizer's state, with `change` applied to the entries of divided parameters:
-        moments, which have the parameter's rows, and counts of steps, which are scalars."""
+        """An optimizer's state in which the tensors of divided parameters are replaced by the
+        results of `change`. These tensors are moments, which have the parameter's rows, and counts
+        of steps, which are scalars."""
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         shards = [self._shards.get(tensor) for tensor in tensors]
         changed = {
@@ -219,7 +220,8 @@ class Optimizers:
 
 
 def _maps(gpt: GPT) -> Iterator[_View]:
-    """Views of the maps that the block matrices consist of."""
+    """Views of the maps in the block matrices: several views of a matrix that fuses maps, otherwise
+    one."""
     fused = {str(target): heights for target, heights in gpt.config.maps().items()}
     for name, whole in gpt.named_parameters():
         if kind_of(gpt, name) != "matrix":

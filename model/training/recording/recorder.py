@@ -2,7 +2,7 @@
 
     state  ->  evaluation  ->  samples  ->  checkpoint  ->  history
 
-The state comes first, so that a resumed run can repeat anything that fails after it. The checkpoint
+The state comes first, so that a resumed run can repeat any later task that failed. The checkpoint
 comes last, because it records the validation loss, and its card shows the samples. A checkpoint is
 written with every state and after every evaluation that is the best so far.
 
@@ -198,8 +198,8 @@ class RunRecorder:
         return len(losses) - 1 - losses.index(min(losses))
 
     def seconds_per_step(self) -> float:
-        """Average time in seconds that the tasks between two steps take, assuming that each takes
-        as long as last time and that every evaluation is a new best."""
+        """Average time in seconds that tasks take per training step, assuming that each task takes
+        as long as it did last time and that every evaluation is the best so far."""
         recipe, seconds = self._run.training.recipe, self.seconds
         saves = recipe.checkpoint_every
         evaluations = _frequency(saves, recipe.eval_every)
@@ -239,8 +239,8 @@ class RunRecorder:
         self._state_step = counters.step
 
     def _require_finite(self, step: int) -> None:
-        """Raise TrainingError if the last update made weights non-finite. No loss has been computed
-        with them yet."""
+        """Raise TrainingError if the last update made weights non-finite, which no loss shows
+        yet."""
         ranks = self._run.ranks
         named = self._gpt.named_parameters()
         spoiled = next((name for name, p in named if not bool(local(p).isfinite().all())), None)

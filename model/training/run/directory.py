@@ -118,7 +118,8 @@ class RunDirectory:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Convert an OSError before the first step to a TrainingError."""
+        """Convert an OSError that occurs in the `with` block, before the first step, to a
+        TrainingError."""
         try:
             yield
         except OSError as error:
@@ -130,7 +131,8 @@ class RunDirectory:
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
-        """Convert an OSError to a TrainingError that says how to continue."""
+        """Convert an OSError that occurs in the `with` block to a TrainingError that says how to
+        continue."""
         try:
             yield
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Run: a training run, as opened by one of its processes."""
+"""Run: an open training run, as one of its processes sees it."""
 
 from dataclasses import dataclass
 

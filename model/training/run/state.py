@@ -1,10 +1,11 @@
 """State: saves the state of a run, so that a resumed run continues exactly.
 
 The file `state/state.pt` holds the float32 weights (with `--lora` only the adapters'), their
-average, the states of all optimizers, the counters, and the states of the step log and divergence
-monitor. The file needs no position in the data and no random state, because batches and dropout are
-functions of the seed and the step (`model/data/batches.py`). It is written under a temporary name,
-synced and renamed, and read with `weights_only=True`, so reading never executes code.
+average, the states of all optimizers, the counters, and the states of the step log and of the
+divergence monitor. The file needs no position in the data and no random state, because batches and
+dropout are functions of the seed and the step (`model/data/batches.py`). It is written under a
+temporary name, synced and renamed, and read with `weights_only=True`, so reading never executes
+code.
 
 A resumed run has the same bits as an uninterrupted one if its environment equals the recorded one;
 `differences` lists what changed. Checkpoints, which are for serving, are in
@@ -109,7 +110,7 @@ def load_state(
 
 
 def read_state(path: Path, *, mapped: bool = False) -> dict[str, Any]:
-    """The contents of the state file. `mapped` leaves tensors on the disk until they are read.
+    """The contents of the state file. If `mapped`, tensors stay on the disk until they are used.
     Raises TrainingError."""
     try:
         require_regular(path)

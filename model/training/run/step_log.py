@@ -1,6 +1,7 @@
 """StepLog: collects the figures of the steps since the last report.
 
-Losses stay on the device until a report is due, so that a step does not wait for the previous one.
+Losses stay on the device until a report is due, because copying them would make each step wait for
+the previous one.
 """
 
 import time

@@ -18,7 +18,8 @@ FOLDER = "tensorboard"
 
 
 class TensorBoard:
-    """An event handler that passes each event to `report` and, after `Started`, also writes it."""
+    """An event handler that passes each event to `report`. From `Started` on, it also writes the
+    events for TensorBoard."""
 
     def __init__(self, report: EventHandler) -> None:
         self._report = report

@@ -1,7 +1,7 @@
 """Base: opens the checkpoint to fine-tune, and builds the initial model of any run.
 
-The rules of fine-tuning are in `model/training/configuration/finetune.py`; adapters are written by
-`model/checkpoint/adapter.py`.
+`model/training/configuration/finetune.py` has the rules of fine-tuning;
+`model/checkpoint/adapter.py` writes adapters.
 """
 
 from dataclasses import replace

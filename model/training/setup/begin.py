@@ -228,7 +228,7 @@ def _join(config: TrainingConfig) -> _Opened:
 
 
 def _share(training: ResolvedTraining, ranks: Ranks) -> tuple[Placement, RankBatch]:
-    """This process's device and its part of each batch. Raises DeviceError, or DataError if the
+    """This process's device and its part of each step. Raises DeviceError, or DataError if the
     processes cannot divide a step evenly."""
     config, recipe = training.config, training.recipe
     device, threads = str(ranks.device(config.device)), ranks.threads(config.threads)

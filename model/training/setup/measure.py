@@ -28,8 +28,8 @@ from logitd.model.transformer.gpt import GPT
 MOST_MEASURED_STEPS = 40
 LONG_ENOUGH, LONGEST = 0.25, 0.4
 """Shares of the allowed time after which a measurement ends: LONG_ENOUGH if its two fastest steps
-agree, LONGEST in any case. A shorter measurement might coincide with a moment in which other
-programs use the processors, and then the chosen model would be too small."""
+agree, LONGEST otherwise. If a measurement were shorter, other programs might use the processors
+from its start to its end, and the chosen model would be too small."""
 AGREEMENT = 1.05
 """Two step times agree if their ratio is at most this."""
 

@@ -1,1 +1,2 @@
-"""One training step: forward, loss and their compilation; validation; operation counts."""
+"""The parts of a training step (forward pass, loss, compilation), validation, and operation
+counts."""

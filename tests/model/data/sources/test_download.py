@@ -156,7 +156,7 @@ def test_downloaded_compressed_file_keeps_its_suffix(server: Server) -> None:
 @pytest.mark.parametrize(
     ("path", "reason"),
     [
-        ("/nothing.txt", "answers 404 Not Found"),
+        ("/nothing.txt", "answered 404 Not Found"),
         ("/circle.txt", "TooManyRedirects"),
         ("/ftp.txt", "UnsupportedProtocol"),
         ("/cut.txt", "RemoteProtocolError"),
