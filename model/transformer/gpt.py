@@ -1,9 +1,9 @@
 """GPT: one forward pass for training, prefill and decode.
 
 `GPT.transform` takes token ids at explicit positions and returns the final hidden states. Its
-argument `attend` adds the keys and values of earlier positions, from the batch
-(`model/transformer/attention.py`) or from the cache (`model/inference/kv_cache.py`). `GPT.forward`
-runs `transform` over whole sequences and can return intermediate results.
+argument `attend` computes attention, with keys and values from the call alone
+(`model/transformer/attention.py`) or also from the cache (`model/inference/kv_cache.py`).
+`GPT.forward` runs `transform` over whole sequences and can return intermediate results.
 
 This one class covers every shape of a `GPTConfig`; no family of models has a subclass.
 
@@ -104,8 +104,9 @@ class GPT(nn.Module):
 
         If `states` is given, the residual stream after the embeddings and after each block is
         appended to it, before the final norm. `tap` is called with every stage and may change it,
-        except scores and attention weights, which `attend` computes. `previous_ids` are the tokens
-        before `token_ids`, for `smear`; None: the call has whole sequences from position 0.
+        except scores and attention weights, which `attend` computes. `previous_ids` has the token
+        before each of `token_ids`, for `smear`; None means that the call has whole sequences from
+        position 0.
         """
         config = self.config
         x = self.embed(token_ids, positions, previous_ids)

@@ -46,7 +46,7 @@ class StageKind:
     lens      TransformerLens' name, without `blocks.N.`; None if there is no such hook
     changes   True if interventions may change the stage
     in_block  True if every block has the stage
-    has       whether a model with this configuration has the stage
+    has       a function: True if a model with this configuration has the stage
     """
 
     name: str
@@ -390,8 +390,8 @@ def _matching(pattern: str, names: Iterable[str], config: ModelConfig) -> list[s
 
 
 def _named(name: str, config: ModelConfig) -> Stage | None:
-    """The stage with this name. It is found without listing all stages: a request may name
-    thousands, one by one."""
+    """The stage with this name. It is found without listing all stages, because a request may name
+    thousands of stages, one by one."""
     if isinstance(config, CodeConfig):
         return next((stage for stage in stages_of(config) if stage.name == name), None)
     if isinstance(config, GPTWithFeatures):
