@@ -81,7 +81,8 @@ def _require_regular_mode(path: Path, mode: int) -> None:
 
 
 def forbidden(path: Path) -> str:
-    """A sentence for messages: why this path cannot be read, and how its owner can change that."""
+    """A sentence for messages that says why this path cannot be read, and how its owner can make it
+    readable."""
     for folder in reversed(path.absolute().parents):
         if not os.access(folder, os.X_OK):
             return f"this user may not enter {folder}: run chmod a+rx {folder} as its owner"
@@ -139,9 +140,9 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def whole_file(path: Path, aside: Path | None = None) -> Iterator[BinaryIO]:
-    """Yield a new file next to `path`, at `aside` or under a random name. At the end of the block
-    it is synced and renamed to `path`; if the block raises, it is removed. Unlike a file made by
-    `tempfile`, its permissions follow the umask. Raises OSError."""
+    """Yield a new file at the path `aside` or, if that is None, next to `path` under a random name.
+    At the end of the block it is synced and renamed to `path`; if the block raises, it is removed.
+    Unlike a file made by `tempfile`, its permissions follow the umask. Raises OSError."""
     aside = aside or _name_aside(path)
     try:
         with aside.open("wb") as file:
@@ -171,8 +172,8 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextmanager
 def written_to(destination: Path) -> Iterator[None]:
-    """Convert an OSError raised in the block to a FileError. The block itself writes `destination`,
-    and removes it after an error."""
+    """Convert an OSError raised in the block to a FileError. The block must write `destination`,
+    and must remove it after an error."""
     try:
         yield
     except OSError as error:
