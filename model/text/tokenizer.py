@@ -354,7 +354,8 @@ class Tokenizer:
         return b"".join(map(self.token_bytes, token_ids))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one id. The bytes of a special token are its name."""
+        """The bytes of the token with this id. The bytes of a special token are its name in
+        UTF-8."""
         if not 0 <= token_id < self.vocab_size:
             raise TokenizerError(
                 f"token id {token_id} is outside the vocabulary of {self.vocab_size} ids "
@@ -363,7 +364,8 @@ class Tokenizer:
         return self._bytes[token_id]
 
     def token_text(self, token_id: int) -> str:
-        """The text of one id, for display. Bytes that are not UTF-8 become U+FFFD."""
+        """The text of the token with this id, for display. Bytes that are not UTF-8 become
+        U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def is_special(self, token_id: int) -> bool:

@@ -34,8 +34,8 @@ blocks of the cache."""
 
 Number = Annotated[float, Field(ge=1e-6, le=1e12)]
 Count = Annotated[int, Field(ge=1, le=10**12)]
-"""Types of the numbers in `RopeScaling`. The limits are far beyond any real model, but all angles
-within them are finite."""
+"""Types of the numbers in `RopeScaling`. Their limits are far beyond the values of any real model,
+but low enough that all angles are finite."""
 Window = Annotated[int, Field(ge=1)] | None
 """Number of positions that a position attends to in one layer, including itself; None: all."""
 

@@ -190,8 +190,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw GPT-2's initial weights: N(0, 0.02), projections into the residual stream divided by
-        sqrt(2 * n_layer), biases 0. The trainer draws different weights
+        """Draw GPT-2's initial weights from N(0, 0.02). Projections into the residual stream are
+        divided by sqrt(2 * n_layer), and biases are 0. The trainer draws different weights
         (`model/training/optim/optimizers.py`). Learned scales begin at nanochat's values."""
         if self.config.smear:
             self.smear_scale.zero_()
@@ -375,9 +375,9 @@ def _norm(config: GPTConfig) -> nn.Module:
 def _full_precision(x: Tensor, weight: Tensor) -> Tensor:
     """Float32 logits (..., V), computed from x (..., C) and a weight (V, C) in bfloat16 or float16.
 
-    If logits were rounded to bfloat16, the two likeliest tokens would have equal logits at one
-    position in a hundred. On a GPU, torch can multiply such dtypes and return float32; on a CPU it
-    cannot, so the weight is converted.
+    If logits were rounded to bfloat16, the two likeliest tokens would have equal logits at about
+    one position in a hundred. On a GPU, torch can multiply such dtypes and return float32; on a CPU
+    it cannot, so the weight is converted.
     """
     if x.is_cuda:
         product = torch.mm(x.flatten(0, -2), weight.T, out_dtype=torch.float32)
