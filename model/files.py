@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 CONFIG_BYTES = 4 * 2**20
 """Maximum size, in bytes, of a JSON file of settings: a hundred times the usual size, but small
-enough that even a file full of tiny objects takes little memory."""
+enough that parsing takes little memory even if the file is full of tiny objects."""
 VOCABULARY_BYTES = 64 * 2**20
 """Maximum size, in bytes, of a vocabulary file: ten times the size of the largest published one."""
 TEXT_BYTES = 2**30
@@ -186,8 +186,8 @@ def written_to(destination: Path) -> Iterator[None]:
 
 
 def share_files(folder: Path) -> None:
-    """Give the files in a folder the folder's permissions: safetensors makes its files readable
-    only by their owner."""
+    """Give the files in a folder the folder's permissions, because safetensors makes its files
+    readable only by their owner."""
     mode = folder.stat().st_mode & 0o666
     for file in folder.iterdir():
         if file.is_file():

@@ -31,8 +31,8 @@ QUANTIZED_ROW_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Bytes to read, and number of operations in matrix products. `operations` is None for int8 and
-    int4, because the machine's rate for them is not measured."""
+    """The number of bytes to read, and the number of operations in matrix products. `operations` is
+    None for int8 and int4, because the machine's rate for them is not measured."""
 
     read_bytes: float
     operations: float | None

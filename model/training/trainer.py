@@ -59,7 +59,7 @@ written before the first and after the last step."""
 MOST_FOR_A_MILESTONE = 0.02
 """Maximum share of the run's minutes that a checkpoint at a milestone may take."""
 CLOCK = ("seconds", "setup", "ending", "pace", "ending_pace", "share")
-"""Counters that the main process sets for all processes."""
+"""Counters whose values in the main process replace the values in all other processes."""
 SHORTER = 0.8
 """A notice is given if the minutes suffice for less than this share of the expected steps."""
 

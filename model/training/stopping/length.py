@@ -100,7 +100,7 @@ class Length:
         return replace(counters, share=planned, minutes=self.minutes)
 
     def clock_left(self, counters: Counters) -> float:
-        """Seconds left for steps; infinite if no minutes are set."""
+        """Seconds left for further steps; infinite if no minutes are set."""
         if self.minutes is None:
             return math.inf
         return self.minutes * 60 - self.reserved(counters) - counters.seconds

@@ -12,7 +12,7 @@ from typing import Any
 from logitd.model.plural import pluralize
 
 EVALUATIONS = 2
-"""Number of consecutive evaluations without a new best that cause a notice."""
+"""Number of consecutive evaluations without a new best after which a notice is given."""
 Record = Mapping[str, Any]
 """A line of metrics.jsonl."""
 
