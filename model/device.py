@@ -51,8 +51,8 @@ def choose_placement(
     device: str = "auto", dtype: FloatName = "float32", threads: int = 0
 ) -> Placement:
     """Resolve the device "auto", which prefers CUDA, and 0 threads, which means one thread for each
-    processor of this process. Raises DeviceError for more threads than processors, because such
-    threads would wait for each other at every operation."""
+    processor of this process. Raises DeviceError if there are more threads than processors, because
+    the threads would then wait for each other at every operation."""
     processors = available_processors()
     if not 0 <= threads <= processors:
         raise DeviceError(
@@ -91,9 +91,9 @@ def use_threads(threads: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let this process reuse freed memory instead of returning it to the system. Getting the pages
-    from the system again took half the prefill time of a model with 30 million parameters. Has an
-    effect only with the GNU C library."""
+    """Let this process reuse freed memory instead of returning it to the system. Without this, a
+    model with 30 million parameters spent half of its prefill time getting memory pages from the
+    system again. Has an effect only with the GNU C library."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
         set_option(M_MMAP_THRESHOLD, KEPT_BYTES)
@@ -108,17 +108,17 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def for_autograd(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor, detached from autograd's graph and converted to a dtype. Tensors made in inference
-    mode are copied, because autograd rejects them."""
+    """Detach a tensor from autograd's graph and convert it to a dtype. A tensor made in inference
+    mode is copied, because autograd rejects such tensors."""
     wide = tensor.detach().to(dtype)
     return wide.clone() if wide.is_inference() else wide
 
 
 def disable_cudnn_attention() -> None:
     """Disable cuDNN's attention in this process, for serving. Since version 2.11, torch prefers it
-    on Hopper GPUs, where it takes tens of milliseconds to plan for every new length of a prompt or
-    step. Training keeps it, because all training steps have the same shape. Has no effect without
-    CUDA."""
+    on Hopper GPUs, where it spends tens of milliseconds on a plan for every new length of a prompt
+    or step. Training keeps it, because all training steps have the same shape. Has no effect
+    without CUDA."""
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -173,8 +173,8 @@ def free_memory(groups: Sequence[Path] | None = None, meminfo: Path = MEMINFO) -
 
 def memory_groups(own: Path = OWN_GROUPS, root: Path = GROUPS) -> tuple[Path, ...]:
     """The folders of the control groups that may limit this process: its own group and the groups
-    above it, in versions 1 and 2 of control groups. In a container, a group's name may differ from
-    the path of its folder; then the root folder is the folder of the process's own group."""
+    above it, in versions 1 and 2 of control groups. In a container, the name of the process's own
+    group may not be the path of a folder; then the root folder belongs to this group."""
     folders = [root, root / "memory"]
     try:
         lines = own.read_text(encoding="utf-8").splitlines()

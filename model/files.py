@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 CONFIG_BYTES = 4 * 2**20
 """Maximum size, in bytes, of a JSON file of settings: a hundred times the usual size, but small
-enough that even a file full of tiny objects takes little memory."""
+enough that parsing takes little memory even if the file is full of tiny objects."""
 VOCABULARY_BYTES = 64 * 2**20
 """Maximum size, in bytes, of a vocabulary file: ten times the size of the largest published one."""
 TEXT_BYTES = 2**30
@@ -81,7 +81,8 @@ def _require_regular_mode(path: Path, mode: int) -> None:
 
 
 def forbidden(path: Path) -> str:
-    """A sentence for messages: why this path cannot be read, and how its owner can change that."""
+    """A sentence for messages that says why this path cannot be read, and how its owner can make it
+    readable."""
     for folder in reversed(path.absolute().parents):
         if not os.access(folder, os.X_OK):
             return f"this user may not enter {folder}: run chmod a+rx {folder} as its owner"
@@ -139,9 +140,9 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def whole_file(path: Path, aside: Path | None = None) -> Iterator[BinaryIO]:
-    """Yield a new file next to `path`, at `aside` or under a random name. At the end of the block
-    it is synced and renamed to `path`; if the block raises, it is removed. Unlike a file made by
-    `tempfile`, its permissions follow the umask. Raises OSError."""
+    """Yield a new file at the path `aside` or, if that is None, next to `path` under a random name.
+    At the end of the block it is synced and renamed to `path`; if the block raises, it is removed.
+    Unlike a file made by `tempfile`, its permissions follow the umask. Raises OSError."""
     aside = aside or _name_aside(path)
     try:
         with aside.open("wb") as file:
@@ -171,8 +172,8 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextmanager
 def written_to(destination: Path) -> Iterator[None]:
-    """Convert an OSError raised in the block to a FileError. The block itself writes `destination`,
-    and removes it after an error."""
+    """Convert an OSError raised in the block to a FileError. The block must write `destination`,
+    and must remove it after an error."""
     try:
         yield
     except OSError as error:
@@ -185,8 +186,8 @@ def written_to(destination: Path) -> Iterator[None]:
 
 
 def share_files(folder: Path) -> None:
-    """Give the files in a folder the folder's permissions: safetensors makes its files readable
-    only by their owner."""
+    """Give the files in a folder the folder's permissions, because safetensors makes its files
+    readable only by their owner."""
     mode = folder.stat().st_mode & 0o666
     for file in folder.iterdir():
         if file.is_file():

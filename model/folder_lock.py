@@ -16,8 +16,8 @@ from pathlib import Path
 NOTE_BYTES = 4096
 """Maximum size, in bytes, of the note in a lock file. The note names the owner."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Error numbers that mean that a file system has no locks. A folder on such a file system can be
-written but is not protected."""
+"""Error numbers that mean that a file system does not support locks. A folder on such a file system
+can be written but is not protected."""
 
 
 class FolderLocked(Exception):

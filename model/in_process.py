@@ -38,8 +38,8 @@ class GenerationError(Exception):
 
 
 class Operations:
-    """Runs operations of a checkpoint in an engine. Only one thread may use it. This thread may
-    read several generations alternately."""
+    """Runs operations of a checkpoint in an engine. Only one thread may use this object, but it may
+    switch between several generations while it reads them."""
 
     def __init__(self, engine: Engine, checkpoint: CheckpointInfo) -> None:
         self._engine = engine
@@ -47,8 +47,8 @@ class Operations:
         self._mailboxes: dict[str, deque[Event]] = {}  # of unfinished requests
 
     def plan(self, name: str, /, **fields: Any) -> Plan:
-        """Make the plan of a request. Engine requests whose results the plan needs are computed
-        first."""
+        """Make the plan of a request. If the plan depends on results of other engine requests,
+        these are computed first."""
         refuse(fields, *SERVER_FIELDS)
         operation = BY_NAME[name]
         body = parse(operation.body, fields)
@@ -99,8 +99,8 @@ class Operations:
     def _run(self, requests: Sequence[Request]) -> Generator[Event]:
         """Yield the events of requests until all have ended. Closing the generator aborts them.
 
-        A step of the engine also computes the requests of other streams, and keeps the events of
-        each stream in its mailbox."""
+        A step of the engine also computes the requests of other streams. Each stream has a mailbox,
+        in which its events are kept until it yields them."""
         mailbox: deque[Event] = deque()
         running = sum(len(sequence_lengths(request)) for request in requests)
         try:

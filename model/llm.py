@@ -136,15 +136,15 @@ class Score:
 
 
 class LLM:
-    """A loaded checkpoint. Only one thread may use it. This thread may read several streams
-    alternately.
+    """A loaded checkpoint. Only one thread may use it, but that thread may switch between several
+    streams while it reads them.
 
     checkpoint          directory of a checkpoint, or of a run, whose best checkpoint is loaded
     device, dtype, threads, kernels, kernel_target, quantize, kv_cache_dtype
                         as for `logitd serve`. `threads` sets the size of torch's thread pool for
                         the whole process
-    slots               number of sequences that are computed together; default 16, a size at which
-                        batches are fast
+    slots               number of sequences that are computed together; default 16, because batches
+                    of this size are fast
     run_code            run the model's own code, if the checkpoint comes with such code; default:
                         True if LOGITD_RUN_CODE is 1
     batch_code          let that code compute sequences in batches; the last bits may differ
@@ -380,7 +380,7 @@ class LLM:
     def hooked(self) -> HookedGPT:
         """The model with TransformerLens' interface (`model/hooked/model.py`). Its weights are a
         float32 copy or, if the model is in float32, the model's own. Raises InvalidRequest if the
-        owner's code computes the model."""
+        model runs its owner's code."""
         gpt_only(self.checkpoint.shape, "hook points of TransformerLens")
         return HookedGPT(self._engine.whole_gpt(), self.tokenizer, self.checkpoint.name)
 
@@ -438,8 +438,8 @@ class LLM:
     def _completions(
         self, prompts: Prompts, params: SamplingParams | None, fields: dict[str, Any]
     ) -> Completions:
-        """The plan of a generation. A constraint in `params` is already compiled, so it is put
-        directly into the engine's requests instead of the fields."""
+        """The plan of a generation. A constraint in `params` is already compiled, so it is not
+        passed as a field but is put directly into the engine's requests."""
         given: dict[str, Any] = {}
         constraint = None
         if params is not None:
@@ -470,7 +470,7 @@ class LLM:
         return replace(plan, requests=requests)
 
     def _arrays(self, name: str, /, **fields: Any) -> dict[str, Floats]:
-        """The arrays of one prompt, by default at all positions."""
+        """The arrays that an operation computes for one prompt, by default at all positions."""
         plan, computed = self._computed(name, **{"positions": "all", **fields})
         (rows,) = computed.rows.values()
         return {
@@ -501,8 +501,8 @@ def _check_types(function: Callable[..., Any], arguments: Mapping[str, Any]) -> 
 
 
 def _tokens(**named: Any) -> dict[str, Any]:
-    """The fields for tokens, such as `token` for a string and `token_id` for an id. A value may
-    also be a list, with a token for each prompt."""
+    """The fields that name tokens: `token` for a string, `token_id` for an id, and so on. A value
+    may also be a list, with a token for each prompt."""
     fields = {}
     for name, value in named.items():
         if value is not None:

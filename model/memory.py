@@ -14,8 +14,8 @@ from logitd.model.transformer.config import GPTConfig, ModelConfig
 from logitd.model.transformer.size import parameter_count, table_elements
 
 TABLE_BYTES = 12
-"""Bytes for each element of a position table, including the copies: the table in float32, a copy in
-the model's dtype, and a copy for the decoder."""
+"""Bytes that an element of a position table takes in total: in the table itself (float32), in its
+copy in the model's dtype, and in the decoder's copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,5 +66,5 @@ def format_bytes(count: int) -> str:
 
 
 def free_of(memory: Available) -> str:
-    """The free and the total memory, as a clause for messages."""
+    """A clause for messages that gives the free and the total memory."""
     return f"{memory.name} has {format_bytes(memory.free)} free of {format_bytes(memory.total)}"

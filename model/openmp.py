@@ -15,8 +15,8 @@ SHORT_SPIN: Mapping[str, str] = {
 
 
 def spin_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The OpenMP variables for a process that imports torch: the variables set in `environment`,
-    and a short spin unless OMP_WAIT_POLICY is set there."""
+    """The OpenMP variables for a process that imports torch: the variables set in `environment`
+    and, unless it sets OMP_WAIT_POLICY, variables that make the spin short."""
     policy = "OMP_WAIT_POLICY"
     names = (policy, *SHORT_SPIN)
     given = {name: environment[name] for name in names if name in environment}

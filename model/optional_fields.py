@@ -1,7 +1,7 @@
 """Optional fields: makes fields of a pydantic model from the fields of a dataclass, so that they
 are declared only once.
 
-A field of the dataclass has its description and limits in its annotation: `Annotated[int,
+The annotation of each field of the dataclass contains its description and limits: `Annotated[int,
 Field(ge=1, description="blocks")]`.
 """
 
@@ -14,8 +14,8 @@ from pydantic import BaseModel, create_model
 def with_optional_fields(
     base: type[BaseModel], dataclass: type, names: Iterable[str]
 ) -> type[BaseModel]:
-    """A model with the fields of `base`, then the named fields of a dataclass, each None by
-    default."""
+    """Make a pydantic model that has the fields of `base`, then the named fields of a dataclass,
+    which are None by default."""
     hints = get_type_hints(dataclass, include_extras=True)
     kinds = {name: get_args(hints[name]) for name in names}
     fields: dict[str, Any] = {

@@ -1,1 +1,2 @@
-"""The rates of the engine, and the machine's limits on them, for `logitd bench`."""
+"""Measures the rates of the engine and compares them with the machine's limits, for `logitd
+bench`."""

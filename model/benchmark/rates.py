@@ -66,8 +66,8 @@ class Workload:
 @dataclass(frozen=True, slots=True)
 class Rate:
     """Tokens per second of a batch (median of the rounds), and the share of the machine's limit
-    that this rate reaches. The share is None if the owner's code computes the model, because the
-    work of that code is unknown."""
+    that this rate reaches. The share is None if the model runs its owner's code, because the work
+    of that code is unknown."""
 
     batch: int
     tokens_per_second: float
@@ -76,7 +76,8 @@ class Rate:
 
     @classmethod
     def of(cls, batch: int, rate: float, work: Work | None, tokens: int, machine: Machine) -> Self:
-        """Compare a rate with the machine's limit. `work` is the work for `tokens` tokens."""
+        """Compare a rate with the machine's limit. `work` is the work needed to process `tokens`
+        tokens; None if it is unknown."""
         if work is None:
             return cls(batch, rate, None, None)
         seconds, limited_by = limit(work, machine)

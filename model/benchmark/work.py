@@ -1,11 +1,11 @@
 """Work: lower bounds on the bytes that a step reads and on the matrix products that it computes.
 
-Dividing them by the peak rates of the machine (`model/machine.py`) gives a lower bound on the time.
-Norms, activations, softmax and sampling are small and not counted. A decode step reads every weight
-once, and the keys and values of all positions that are attended to. Only the embedding
-rows that are looked up are counted, and the head is counted without its padding. A prefill computes
-the head only for the last position of each prompt. A model that fits into the processor's caches
-can be faster than the bound.
+Divided by the peak rates of the machine (`model/machine.py`), they give lower bounds on the
+duration of the step. Norms, activations, softmax and sampling are small and not counted. A decode
+step reads every weight once, and the keys and values of all positions that are attended to. Only
+the embedding rows that are looked up are counted, and the head is counted without its padding. A
+prefill computes the head only for the last position of each prompt. A model that fits into the
+processor's caches can be faster than the bound.
 """
 
 from collections.abc import Mapping
@@ -31,8 +31,8 @@ QUANTIZED_ROW_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Bytes to read, and number of operations in matrix products. `operations` is None for int8 and
-    int4, because the machine's rate for them is not measured."""
+    """The number of bytes to read, and the number of operations in matrix products. `operations` is
+    None for int8 and int4, because the machine's rate for them is not measured."""
 
     read_bytes: float
     operations: float | None

@@ -168,8 +168,8 @@ class ActivationCache:
         pos_slice: Where = None,
         apply_ln: bool = False,
     ) -> Any:
-        """The outputs of all heads before `layer` (heads, B, T, C), labeled L0H0 and so on.
-        `incl_remainder` appends the rest of the stream."""
+        """The outputs (heads, B, T, C) of all heads in the blocks before `layer`, labeled L0H0 and
+        so on. `incl_remainder` appends the rest of the stream."""
         last, heads = self._layer(layer), self.model.cfg.n_heads
         self.compute_head_results()
         parts = [take(self["result", at], pos_slice, -3).movedim(-2, 0) for at in range(last)]
@@ -266,8 +266,8 @@ class ActivationCache:
     def _neurons_before(
         self, last: int, chosen: Where, pos_slice: Where, reading: Reading
     ) -> tuple[list[Tensor], list[str]]:
-        """The vectors that the units of the MLPs before a layer write to the stream, after
-        `reading` is applied to them, and their labels."""
+        """The vectors that the units of the MLPs before a layer write to the stream, with `reading`
+        applied to them, and the labels of the units."""
         parts = [
             reading.scaled(self._neurons(at, chosen, pos_slice, reading).movedim(-2, 0))
             for at in range(last)

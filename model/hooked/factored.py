@@ -1,8 +1,8 @@
 """FactoredMatrix: a product of two matrices that is computed only on request.
 
 The circuits of a head are such products: `W_Q W_K^T` (QK) and `W_V W_O` (OV) have d_model rows and
-columns, but at most d_head of them are independent. Names and results are the same as for
-TransformerLens' class: eigenvalues, singular values and further products come from the factors.
+columns, but a rank of at most d_head. Names and results are the same as for TransformerLens' class:
+eigenvalues, singular values and further products come from the factors.
 
 Shapes: A (..., L, M), B (..., M, R), with leading axes that broadcast.
 """
@@ -149,9 +149,9 @@ class FactoredMatrix:
 
 
 def composition_scores(left: FactoredMatrix, right: FactoredMatrix) -> Tensor:
-    """|left right| / (|left| |right|) (layers, heads, layers, heads) for each head of the circuit
-    `left` with each head of the circuit `right`, both (layers, heads, C, C). A score is 0 unless
-    the head of `right` is in a later layer. Source: Elhage et al., "A Mathematical Framework for
+    """|left right| / (|left| |right|) (layers, heads, layers, heads) for each pair of a head of
+    `left` and a head of `right`. Both are circuits (layers, heads, C, C). A score is 0 unless the
+    head of `right` is in a later layer. Source: Elhage et al., "A Mathematical Framework for
     Transformer Circuits" (2021)."""
     first, second = left.collapse_l(), right.collapse_r()
     norms = torch.stack([torch.linalg.matrix_norm(each[:, None, None] @ second) for each in first])
@@ -162,5 +162,5 @@ def composition_scores(left: FactoredMatrix, right: FactoredMatrix) -> Tensor:
 
 
 def _kept(index: Any) -> Any:
-    """The index, with an integer replaced by a slice, so that its axis is kept."""
+    """Replace an index that is an integer by a slice, so that its axis is kept."""
     return slice(index, index + 1 or None) if isinstance(index, int) else index

@@ -25,10 +25,11 @@ def fold_weights(
     fold_value_biases: bool,
     refactor: bool,
 ) -> None:
-    """Move the factors and biases of pre-norms into the matrices that read them, center the
-    matrices that write to the stream (with LayerNorm) and the head, so that their outputs have mean
-    0, and move the biases of values into the bias of attention. With `refactor`, also replace the
-    factors of each QK and OV circuit by the factors of its singular value decomposition."""
+    """Move the factors and biases of pre-norms into the matrices that read the norms' outputs.
+    Center the head and, with LayerNorm, the matrices that write to the stream, so that their
+    outputs have mean 0. Move the biases of values into the bias of attention. With `refactor`, also
+    replace the factors of each QK and OV circuit by the factors of its singular value
+    decomposition."""
     config = gpt.config
     before = config.norm_position == "pre"
     if fold_ln and before:

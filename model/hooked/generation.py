@@ -1,7 +1,7 @@
 """Generation by a hooked GPT, with the hooks in place. The whole text is computed again for each
 new token.
 
-`LLM.generate` is many times faster. Random numbers are torch's.
+`LLM.generate` is many times faster. Tokens are sampled with torch's global random generator.
 
 Shapes: B sequences, T positions, V = vocab_size.
 """
@@ -26,9 +26,9 @@ def continued(
     context: int,
 ) -> Tensor:
     """The ids of the batch and of its continuations (B, T + tokens); fewer columns if all sequences
-    end earlier. A sequence that has ended is filled with the first of `ends`. In the batch, padding
-    comes first in each row. At temperature 0 or below, each token is the likeliest; otherwise it is
-    sampled from the `top_k` likeliest (None: all)."""
+    end earlier. A sequence that has ended is filled with the first of `ends`. Each row of the batch
+    is padded at its beginning. At temperature 0 or below, each token is the likeliest; otherwise it
+    is sampled from the `top_k` likeliest (None: all)."""
     ids, real = batch.ids, batch.real
     ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     for _ in range(tokens):

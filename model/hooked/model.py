@@ -322,7 +322,8 @@ class HookedGPT:
         self._weights = HookedWeights(self._gpt, self._unembed, self.hook_dict)
 
     def tokens_to_residual_directions(self, tokens: Any) -> Tensor:
-        """The columns (..., d_model) of `W_U` for a token, given as a string or id, or for ids."""
+        """The columns (..., d_model) of `W_U` for one token (a string or an id) or for several
+        ids."""
         ids = self.to_single_token(tokens) if isinstance(tokens, str) else tokens
         ids = torch.as_tensor(ids, device=self.cfg.device)
         return self.W_U[:, ids.reshape(()) if ids.numel() == 1 else ids].movedim(0, -1)

@@ -22,7 +22,8 @@ Points = Mapping[str, HookPoint]
 
 class Norm(nn.Module):
     """A LayerNorm or RMSNorm with hook points for its scale, its input divided by the scale, and
-    its output. `entry` is the hook point of the copy of the stream that only this norm reads."""
+    its output. `entry` is the hook point of its input, a copy of the stream that only this norm
+    reads."""
 
     def __init__(
         self, norm: nn.Module, name: str, points: Points, entry: HookPoint | None = None
@@ -62,8 +63,8 @@ class Norm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """An embedding whose rows pass through a hook point. If autograd is on, the graph begins here,
-    with a copy that hooks may change in place."""
+    """An embedding whose rows pass through a hook point. If autograd is on, its graph begins with
+    these rows, and the hooks get a copy that they may change in place."""
 
     def __init__(self, weight: Tensor, point: HookPoint) -> None:
         super().__init__()

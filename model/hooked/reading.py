@@ -17,8 +17,8 @@ several indices; or None, which selects everything."""
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
     """Division by the scale of a norm, and projection onto directions. Both are linear, so a unit's
-    row of W_out is projected once and then multiplied by the unit's value at each position; the
-    full vectors at all positions are never computed.
+    row of W_out is projected once and then multiplied by the unit's value at each position. The
+    vectors (C,) that the units write at each position are never computed.
 
     scale     (..., 1); None: no norm
     centered  True if the norm subtracts the mean

@@ -1,7 +1,7 @@
 """PointTap: calls the hook points inside a forward pass of a hooked copy.
 
-`run` is the forward pass. The taps of `GPT.transform` call most points, in the axes of
-TransformerLens; norms and embeddings call their own points (`network.py`).
+`run` is the forward pass. In it, `GPT.transform` calls a `PointTap`, which calls most points, with
+the axes in the order of TransformerLens; norms and embeddings call their own points (`network.py`).
 
 Shapes: B sequences, T positions, H = n_head, K = n_kv_head, D = head_dim, C = d_model, S keys.
 """
@@ -26,11 +26,12 @@ class StopForward(Exception):
 
 
 class PointTap:
-    """A tap that passes every stage through its hook points, in the axes of TransformerLens.
+    """A tap that passes every stage through its hook points, with the axes in the order of
+    TransformerLens.
 
     ids   token ids (B, T)
     real  (B, T), False for padding that attention must not see; None: no such padding
-    stop  raise StopForward before this block, or after the last; None: compute everything
+    stop  raise StopForward before this block, or after the last block; None: compute everything
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class PointTap:
     def _from_own_inputs(self, layer: int, stage: str, value: Tensor) -> Tensor:
         """Queries, keys or values (B, heads, T, D), computed from the heads' own copies of the
         stream after hooks have changed them. Returns `value` if those copies have no hooks. The
-        norms' hook points are called only for the shared stream."""
+        hook points of the norm are called only when it reads the shared stream."""
         name, part = _OWN_INPUTS[stage]
         own = self._points[f"blocks.{layer}.{name}"]
         shared = self._points[f"blocks.{layer}.hook_attn_in"]
@@ -186,7 +187,7 @@ def run(
     stop: int | None = None,
 ) -> Tensor:
     """Logits (B, T, V) of ids (B, T), or the stream (B, T, C) before the block `stop`. If `real` is
-    given, padding is skipped when the positions of tokens are counted."""
+    given, padding does not count in the positions of tokens."""
     tap = PointTap(gpt, points, ids, real=real, stop=stop)
     if real is None:
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)

@@ -44,8 +44,7 @@ class HookedWeights:
 
     @property
     def ln_final(self) -> Norm | None:
-        """The final norm, which can be called with a stream; None if the model has no final
-        norm."""
+        """The final norm, a function of the stream; None if the model has no final norm."""
         norm = self._gpt.final_norm
         return norm if isinstance(norm, Norm) else None
 

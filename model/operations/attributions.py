@@ -145,7 +145,7 @@ class PathSummary(ReplyBody):
 
 
 class DirectPart(ReplyBody):
-    """The share that one part of the model adds to the logit. `stage` is embedding,
+    """The contribution of one part of the model to the logit. `stage` is embedding,
     blocks.N.attention.heads (with `head`), blocks.N.attention.bias, blocks.N.mlp.out,
     final_norm.bias or head.bias; if the model has norms after the residual additions, also
     blocks.N.attention.norm.bias and blocks.N.mlp.norm.bias."""

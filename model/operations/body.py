@@ -91,8 +91,8 @@ class RequestBody(BaseModel):
 
     @property
     def queued(self) -> tuple[int, str]:
-        """The number of sequences that the request adds to the queue, and the field that determines
-        this number."""
+        """The number of sequences that the request adds to the queue, and the name of the field on
+        which this number depends."""
         return 1, "prompt"
 
 

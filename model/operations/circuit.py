@@ -1,4 +1,5 @@
-"""Circuit: the tokens, heads and neurons that carry a difference of logits, as a graph."""
+"""Circuit: the tokens, heads and neurons that account for the difference between two logits, as a
+graph."""
 
 from dataclasses import asdict
 from typing import Any, ClassVar, Literal
@@ -24,9 +25,10 @@ from logitd.model.text.tokenizer import Tokenizer
 
 
 class CircuitRequest(ComparedTokens, PromptBody):
-    """The tokens, heads and neurons that carry the difference between two logits; the edges that
-    connect these parts; and the difference that remains without them or with only them. By default,
-    the two likeliest next tokens are compared. Computed in float32 from the served weights."""
+    """The tokens, heads and neurons that account for the difference between two logits; the edges
+    that connect these parts; and the difference that remains without them or with only them. By
+    default, the two likeliest next tokens are compared. Computed in float32 from the served
+    weights."""
 
     examples: ClassVar[Examples] = {
         "Why the likeliest next token rather than the second": {"prompt": "for i in range(10"},
@@ -108,8 +110,8 @@ class CircuitEdge(ReplyBody):
 
 
 class LeftOut(ReplyBody):
-    """What the parts outside the circuit carry: the sum of their `values`, and the sum of their
-    `attention`."""
+    """The contribution of the parts outside the circuit: the sum of their `values`, and the sum of
+    their `attention`."""
 
     values: float
     attention: float
@@ -117,9 +119,9 @@ class LeftOut(ReplyBody):
 
 class Verification(ReplyBody):
     """The difference between the two logits when parts are set to their means over the positions,
-    and everything else is computed again, including attention weights and norms. On the scale of a
-    share, 0 is the difference with all parts set to their means, and 1 is the original difference.
-    A share is null if there is nothing to explain."""
+    and everything else is computed again, including attention weights and norms. A share of 0 means
+    that this difference is the same as with all parts set to their means, and a share of 1 that it
+    is the original difference. A share is null if there is nothing to explain."""
 
     circuit_alone: float = Field(
         description="All parts outside the circuit are set to their means."

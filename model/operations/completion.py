@@ -178,8 +178,8 @@ class GrowingReply:
 
     def push(self, event: Event) -> bool:
         """Add an event. Returns True if its sequence has reached a stop string; the caller then
-        aborts the sequence. Before adding a FinishEvent, the caller checks it for errors unless the
-        choice `is_finished`."""
+        aborts the sequence. The caller must check a FinishEvent for errors before adding it, unless
+        the event's choice `is_finished`."""
         if isinstance(event, TokenEvent):
             return self._completions[event.request_id, event.index].push(event)
         if isinstance(event, PromptEvent):

@@ -48,7 +48,7 @@ class Computed:
 
 
 def logprobs_of(tokens: Sequence[ScoredToken]) -> list[float]:
-    """The logprobs of tokens, without the first token of a prompt, which has none."""
+    """The logprobs of the tokens that have one: the first token of a prompt has none."""
     return [token.chosen.logprob for token in tokens if token.chosen is not None]
 
 

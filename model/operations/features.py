@@ -1,4 +1,4 @@
-"""Features: facts about the features of a served autoencoder, and the logits that a feature
+"""Features: facts about the features of a served autoencoder, and the tokens that a feature
 promotes.
 
 The direction of a feature, its row of the decoder, takes the place of the last residual stream. The

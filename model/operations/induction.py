@@ -22,7 +22,7 @@ from logitd.model.operations.prompts import encode_all
 
 
 class InductionRequest(PromptBody):
-    """Induction scores of all heads, for sequences that are given to the model twice in a row."""
+    """Induction scores of all heads, computed on prompts that are each repeated once."""
 
     examples: ClassVar[Examples] = {
         "Scores for unrelated tokens": {"prompt": [17, 203, 94, 41, 160, 8, 77, 129]},

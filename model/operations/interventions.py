@@ -78,7 +78,7 @@ RowsOfHeads = Annotated[list[Rows], Field(min_length=1, fail_fast=True)]
 
 
 class Source(RequestBody):
-    """Another prompt, from which the intervention takes the values of its stage. This prompt is
+    """Another prompt. The intervention takes the values that its stage has in this prompt, which is
     computed as part of the request."""
 
     prompt: Text | TokenIds
@@ -175,7 +175,7 @@ def _check_bounds(minimum: float | None, maximum: float | None) -> None:
     if minimum is None and maximum is None:
         raise ValueError("'clamp' needs minimum, maximum or both")
     if minimum is not None and maximum is not None and minimum > maximum:
-        raise ValueError(f"minimum is {minimum}, above maximum, which is {maximum}")
+        raise ValueError(f"minimum ({minimum}) is above maximum ({maximum})")
 
 
 Interventions = Annotated[
@@ -197,9 +197,9 @@ Positions = tuple[int, ...] | Span
 class _Change:
     """An intervention from a body, for all prompts.
 
-    field       its place in the body
+    field       the name of its field in the body
     positions   its positions in each prompt
-    units       its units, for each length that the last axis of its stages has
+    units       its units, keyed by the size of the stage's last axis
     values      the values, or the prompts from which they are taken
     directions  the directions, by their fields
     """
@@ -340,7 +340,7 @@ def _intervention(
             if len(values) != length:
                 raise InvalidRequest(
                     f"there are values for {pluralize(len(values), 'position')}, but the prompt "
-                    f"has {length}: choose as many positions as values"
+                    f"has {length}: give values for {length}, or choose {len(values)} positions"
                 )
             positions = tuple(range(length))
     return EngineIntervention(

@@ -91,8 +91,8 @@ class Subject:
             )
 
     def check_listed(self, count: int, what: str, param: str) -> None:
-        """Raise InvalidRequest if a reply may not list this many tokens. `what` is the word for
-        them in the message, `param` the field that asks for them."""
+        """Raise InvalidRequest if a reply may not list this many tokens. `what` is the noun for
+        them in the message; `param` is the field that asks for them."""
         limit = self.max_elements
         if limit is not None and count * LISTED_ELEMENTS > limit:
             raise InvalidRequest(
@@ -242,7 +242,7 @@ class Series:
     event     name of a part in a stream
     members   makes the other members of the reply from all parts
     held      number of elements of the values that the jobs share
-    tokens    price of all jobs together, in tokens (`model/inference/engine/cost.py`)
+    tokens    cost of all jobs together, in tokens (`model/inference/engine/cost.py`)
     """
 
     head: Mapping[str, Any]

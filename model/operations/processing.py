@@ -1,4 +1,4 @@
-"""Processing: logits as the sampler changes them before it draws a token.
+"""Processing: the changes that the sampler makes to logits before it draws a token.
 
 In a body, `Processing` is a nested object, because the body's own `top_k` is something else: the
 number of tokens that a reply lists.

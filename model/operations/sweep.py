@@ -53,7 +53,7 @@ from logitd.model.plural import pluralize
 from logitd.model.text.tokenizer import Tokenizer
 
 AT_ONCE = 8
-"""Number of prompts whose logits without `vary` are computed at a time."""
+"""Number of prompts whose logits without the intervention `vary` are computed together."""
 OneOrManyTexts = Text | Annotated[list[Text], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
 
@@ -155,7 +155,7 @@ class SweepRequest(PromptBody):
 
 
 class SweptToken(NamedToken):
-    """A token whose logit enters the metric."""
+    """A token whose logit is used by the metric."""
 
 
 class SweptPrompt(PromptReply):
@@ -215,8 +215,8 @@ class _Parts:
 
 
 def plan(body: SweepRequest, subject: Subject) -> Planning:
-    """Plan a sweep, with one grid of cells for each prompt. The logits without `vary` are computed
-    before any cell."""
+    """Plan a sweep. There is one grid of cells for each prompt. The logits without the intervention
+    `vary` are computed before any cell."""
     prompts = encode_all(body.prompts, "prompt", subject)
     constant = yield from resolve_interventions(body.interventions, prompts, subject)
     varied = yield from resolve_interventions([body.vary], prompts, subject, field="vary")
@@ -284,7 +284,7 @@ def _check_alike(grids: Sequence[Grid], prompts: Sequence[Sequence[int]]) -> Non
 def _measures(
     body: SweepRequest, rows: Sequence[OutputsRequest], subject: Subject
 ) -> Generator[Compute, Computed, tuple[list[Measure], list[float]]]:
-    """The metric of each prompt, and its value without `vary`."""
+    """The metric of each prompt, and the metric's value without the intervention `vary`."""
     named = [body.named(name, subject.tokenizer) for name in ("token", "minus")]
     for name, ids in zip(("token_id", "minus_id"), named, strict=True):
         check_token_ids(name, [each for each in ids if each is not None], subject.config.vocab_size)

@@ -1,8 +1,8 @@
 """Tokenize texts and decode token ids. Only the vocabulary is needed.
 
-The model computes nothing, so nothing is queued. Evaluation programs with a "remote tokenizer" can
-read these replies. Texts may be longer than the model's context; only the sizes of the body and of
-the reply are limited.
+The model computes nothing, so nothing is queued. Evaluation tools that support a "remote tokenizer"
+can read these replies. Texts may be longer than the model's context; only the sizes of the body and
+of the reply are limited.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,8 @@ from logitd.model.operations.tokens import NamedToken, token_json
 from logitd.model.text.tokenizer import NO_VOCABULARY, Tokenizer, TokenizerError
 
 MAX_PIECES = 2**14
-"""Maximum number of tokens that one reply describes one by one. Their JSON takes about 1.5 MB."""
+"""Maximum number of tokens that one reply describes one by one. The JSON of so many tokens takes
+about 1.5 MB."""
 
 MAX_UNKNOWN = 2**17
 """Maximum length of a text, in characters, if the vocabulary's split pattern is not known to take
@@ -226,8 +227,8 @@ def _detokenized(lists: Sequence[Sequence[int]], subject: Subject) -> list[dict[
 
 
 def _one_or_many(results: Sequence[Mapping[str, Any]], *, many: bool) -> dict[str, Any]:
-    """The members of the reply: the members of the only result or, if `many`, all results as
-    `prompts`."""
+    """The members of the reply. If `many`, the only member is `prompts`, a list of all results;
+    otherwise they are the members of the single result."""
     if not many:
         return dict(results[0])
     return {"prompts": [{"index": index, **result} for index, result in enumerate(results)]}

@@ -101,5 +101,5 @@ def scored_json(tokenizer: Tokenizer, token: ScoredToken | TokenEvent) -> dict[s
 
 
 def first_likeliest(token: ScoredToken, count: int) -> ScoredToken:
-    """A token with only the first `count` of its likeliest tokens."""
+    """A copy of a scored token whose list of likeliest tokens is cut to the first `count`."""
     return ScoredToken(token.token_id, token.chosen, token.top[:count])

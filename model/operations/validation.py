@@ -1,7 +1,7 @@
 """Validation: messages for wrong fields of a body, the same in process and over HTTP.
 
 There is one sentence for each wrong field. It names the field, its value and what the value must
-be. It repeats at most the beginning of a value, and only the name of an unknown field.
+be. It repeats at most the beginning of a value; for an unknown field it repeats only the name.
 """
 
 import dataclasses
@@ -21,15 +21,15 @@ from logitd.model.operations.prompts import clip
 MAX_REPORTED = 5
 """Maximum number of wrong fields that a message names."""
 MAX_PROBLEMS = 1000
-"""Maximum number of errors described; others are only counted, because describing each would block
-the event loop."""
+"""Maximum number of errors of a body that are described. For a body with more errors, the message
+only gives their number, because describing so many would block the event loop."""
 
 MAX_REPEATED = 40
 """Maximum number of characters of a wrong value, or digits of a wrong number, that a message
 repeats."""
 MAX_GUESSED = 40
-"""A similar field is suggested for an unknown field only if the unknown name is at most this
-long."""
+"""A message suggests a similar field only if the name of the unknown field has at most this many
+characters."""
 COMMON_NAMES = {
     "inputs": "prompt",
     "text": "prompt",

@@ -84,7 +84,7 @@ class AddedTokens:
 
     def split(self, text: str, written: str = "") -> Iterator[Cut]:
         """The added tokens of a text and the texts between them, in order. White space that a token
-        strips belongs to the token's cut.
+        strips belongs to that token's `Cut`.
 
         A special token is recognized only where `written` has the same characters at the same place
         as `text`. So all special tokens are recognized if `written` is `text` itself, and none if

@@ -46,7 +46,8 @@ _DEADLINE = "the deadline"
 _TIMED = "timed items"
 
 _CUT = "\ud800"
-"""A mark at the end of the final message, if it is to be continued. No message can contain it."""
+"""A mark that is put at the end of the final message if that message is to be continued. No message
+can contain the mark."""
 
 Message = Mapping[str, str]
 Part = str | int

@@ -101,7 +101,7 @@ def _hidden(answer: Any, table: Hidden) -> Any:
 
 
 def _in_all_cases(characters: Iterable[str]) -> set[str]:
-    """The given characters, and all characters that changes of case can turn them into."""
+    """The given characters, and all characters into which a change of case can turn them."""
     known: set[str] = set()
     new = set(characters)
     while new:

@@ -40,7 +40,8 @@ SPACED_CUTS = (
     r"\S+",
 )
 """Patterns for vocabularies without white space: the first separates words and punctuation marks;
-the second separates only the marks of a common list; the third splits only at white space."""
+the second splits at white space and separates only some common marks; the third splits only at
+white space."""
 
 WORDS_AND_MARKS = r"\w+|[^\w\s]+"
 CUTS = frozenset((*JOINED_CUTS, *SPACED_CUTS, WORDS_AND_MARKS))
@@ -48,8 +49,8 @@ CUTS = frozenset((*JOINED_CUTS, *SPACED_CUTS, WORDS_AND_MARKS))
 
 
 def whole_first(several: Collection[str]) -> str:
-    """The beginning of a pattern. It matches the tokens in `several`, which consist of more than
-    one word each, and tries the longest first."""
+    """The beginning of a pattern. It matches the tokens in `several`, each of which consists of
+    more than one word. Longer tokens are tried first."""
     if not several:
         return ""
     longest_first = sorted(several, key=lambda word: (-len(word), word))
@@ -118,8 +119,8 @@ class PieceEncoder:
         yield from cut_in_time(self._bounded, text)
 
     def _check_left_out(self, between: str, end: int) -> None:
-        """Check the text between two pieces, which ends at character `end`. Raises UnknownPiece
-        unless it is empty or, with spaced words, white space."""
+        """Raise UnknownPiece unless the text between two pieces is empty or, with spaced words,
+        white space. `end` is the index in the whole text at which this text ends."""
         left = between.lstrip() if self._spaced else between
         if left:
             raise self._unknown(left[:1], end - len(left))

@@ -1,4 +1,4 @@
-"""Published vocabularies: one of tiktoken's encodings by name, or a ranks file by path.
+"""Published vocabularies, given by the name of a tiktoken encoding or by the path of a ranks file.
 
 A ranks file lacks the split pattern and the special tokens. For published files, both are looked up
 by the file's hash.

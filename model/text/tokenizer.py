@@ -69,14 +69,14 @@ NO_VOCABULARY = (
 )
 
 MOST_IDS = 2**24
-"""Maximum size of a vocabulary, sixty times the largest published vocabulary."""
+"""Maximum size of a vocabulary in ids: sixty times the size of the largest published vocabulary."""
 
 TRIED_LENGTH = 4096
-"""A text of at most this many characters is encoded without first trying an unknown pattern on it.
-A quadratic pattern takes at most a second for such a text."""
+"""An unknown pattern is tried on a text before encoding only if the text has more characters than
+this. For shorter texts, a quadratic pattern takes at most a second."""
 
 PROBE = "A word, 2 numbers (1.5)\n\tand\u00e9\u4e16."
-"""A text on which every new pattern is tried."""
+"""A text that each new tokenizer of the kind `bpe` encodes once, to test its pattern."""
 
 _CONTINUATION = bytes(range(0x80, 0xC0))
 """Bytes that continue a character in UTF-8; every other byte begins one."""
@@ -166,7 +166,7 @@ class Tokenizer:
         self.pattern = pattern
         self.end_of_text_name = end_of_text_name
         self.tokens = {token: rank for token, rank in self.ranks.items() if rank < beyond}
-        """Ordinary tokens and their ids: all ranks except the ranks of bytes that the vocabulary
+        """Ordinary tokens and their ids: all `ranks`, without the bytes that the vocabulary
         lacks."""
         if kind == "none":
             if ranks or named or vocab_size is None or vocab_size < 1:
@@ -354,7 +354,8 @@ class Tokenizer:
         return b"".join(map(self.token_bytes, token_ids))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one id. The bytes of a special token are its name."""
+        """The bytes of the token with this id. The bytes of a special token are its name in
+        UTF-8."""
         if not 0 <= token_id < self.vocab_size:
             raise TokenizerError(
                 f"token id {token_id} is outside the vocabulary of {self.vocab_size} ids "
@@ -363,7 +364,8 @@ class Tokenizer:
         return self._bytes[token_id]
 
     def token_text(self, token_id: int) -> str:
-        """The text of one id, for display. Bytes that are not UTF-8 become U+FFFD."""
+        """The text of the token with this id, for display. Bytes that are not UTF-8 become
+        U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def is_special(self, token_id: int) -> bool:
@@ -462,8 +464,8 @@ def _check_ranks(
     *,
     every_byte: bool,
 ) -> None:
-    """Raise TokenizerError for ranks with which tiktoken would panic or encode wrongly. If
-    `every_byte`, each of the 256 bytes needs a rank."""
+    """Raise TokenizerError for ranks with which tiktoken would panic or encode wrongly. With
+    `every_byte`, also raise it unless each of the 256 bytes has a rank."""
     if every_byte and (missing := [byte for byte in range(256) if bytes([byte]) not in ranks]):
         raise TokenizerError(
             f"{len(missing)} of the 256 single bytes have no rank (first: {missing[0]}); "

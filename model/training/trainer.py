@@ -51,14 +51,15 @@ from logitd.model.training.stopping.worsening import ended_worse
 
 Reason = Literal["finished", "time is up", "no improvement", "interrupted"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
-"""All reasons to stop. If processes have different reasons, the last one in this order counts."""
+"""All reasons to stop. If processes have different reasons, the run stops for the one that comes
+last in this list."""
 MILESTONES = (0.01, 0.03, 0.1, 0.3)
 """Shares of a run after which an additional checkpoint and samples are written. Both are also
 written before the first and after the last step."""
 MOST_FOR_A_MILESTONE = 0.02
 """Maximum share of the run's minutes that a checkpoint at a milestone may take."""
 CLOCK = ("seconds", "setup", "ending", "pace", "ending_pace", "share")
-"""Counters that the main process sets for all processes."""
+"""Counters whose values in the main process replace the values in all other processes."""
 SHORTER = 0.8
 """A notice is given if the minutes suffice for less than this share of the expected steps."""
 
@@ -85,7 +86,8 @@ def train(
     monotonic clock, from which `minutes` count (None: now).
 
     Raises TrainingError (options, runs, divergence), DataError, ConfigError and DeviceError, all
-    with messages for the user. Restores the caller's random state and thread count at the end.
+    with messages for the user. At the end, restores the random state and the number of threads that
+    the caller had.
     """
     began = time.monotonic() if began is None else began
     with ExitStack() as stack:
@@ -270,8 +272,8 @@ class Trainer:
         self.counters = replace(counters, seconds=now)  # the pace does not include the tasks
 
     def _between_steps(self) -> bool:
-        """Report and do the tasks that are due after a step, unless it is the last. Returns True if
-        there were any."""
+        """After a step that is not the last, report and do the tasks that are due. Returns True if
+        any were due."""
         due = self._due()
         if not self._reports(due):
             return False
@@ -307,7 +309,8 @@ class Trainer:
         return any(self.done_before < milestone <= done for milestone in MILESTONES)
 
     def _reports(self, due: Due) -> bool:
-        """True if a report is due: with any other task, and every `log_every` steps."""
+        """True if a report is due. It is due together with any other task, and every `log_every`
+        steps."""
         logs = self.counters.step % self.run.training.config.log_every == 0
         return due.state or due.evaluation or due.samples or due.history or logs
 

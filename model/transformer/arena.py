@@ -33,8 +33,8 @@ class Arena:
 
     @classmethod
     def around(cls, tensors: Sequence[Tensor]) -> "Arena | None":
-        """The arena that consists of exactly these tensors, in this order and with the
-        layout of `place`; None if there is no such arena."""
+        """The arena that contains exactly these tensors, in this order and at the places that
+        `place` would give them; None if there is no such arena."""
         memory, start = tensors[0].untyped_storage(), tensors[0].data_ptr()
         end = start
         for tensor in tensors:
@@ -90,8 +90,8 @@ def move_to_arena(module: nn.Module) -> Arena:
 
 
 def allocate_in_arena(module: nn.Module) -> None:
-    """Replace the parameters of a module on the meta device with zeros in an arena, in the order of
-    `move_to_arena`. The new parameters have no gradients."""
+    """Replace the parameters of a module, which are on the meta device, with zeros in an arena, in
+    the same order as `move_to_arena`. The new parameters have no gradients."""
     arena = Arena(sum(map(room_for, module.parameters())))
     placed = {
         parameter: nn.Parameter(arena.make_room(parameter), requires_grad=False)

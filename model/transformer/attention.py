@@ -139,8 +139,8 @@ def attend_piece(
 ) -> Tensor:
     """Causal attention (1, H, T, D) of a piece of a prompt in one operation.
 
-    It suits devices that compute blocks faster than the host can launch them. The last bits of a
-    row depend on the piece that contains it.
+    It is meant for devices that would compute single blocks faster than the host can launch them.
+    The last bits of a row depend on the piece that contains it.
     """
     key_heads, length, width = keys.shape
     # Most kernels accept no bias for grouped heads. So the G queries that share a key head are put

@@ -25,7 +25,7 @@ RopeKind = Literal["linear", "llama3", "yarn"]
 Target = Literal["qkv", "attention_out", "mlp_up", "mlp_down"]
 
 TARGETS: tuple[Target, ...] = get_args(Target)
-"""Names of a block's matrices, which are the names of their modules."""
+"""Names of a block's matrices. The modules that hold the matrices have the same names."""
 STRICT = ConfigDict(strict=True)
 BLOCK = 32
 """Number of positions in a block. Prefill computes whole blocks, and prefix reuse copies whole
@@ -34,8 +34,8 @@ blocks of the cache."""
 
 Number = Annotated[float, Field(ge=1e-6, le=1e12)]
 Count = Annotated[int, Field(ge=1, le=10**12)]
-"""Types of the numbers in `RopeScaling`. The limits are far beyond any real model, but all angles
-within them are finite."""
+"""Types of the numbers in `RopeScaling`. Their limits are far beyond the values of any real model,
+but low enough that all angles are finite."""
 Window = Annotated[int, Field(ge=1)] | None
 """Number of positions that a position attends to in one layer, including itself; None: all."""
 
@@ -156,8 +156,8 @@ def read_rope_scaling(value: Any) -> RopeScaling | None:
 
 
 def read_windows(value: Any) -> Any:
-    """Read `windows` from JSON or from the words of a flag, in which "all" is None. Other values
-    are returned unchanged, for the validator to refuse."""
+    """Read `windows` from JSON or from the arguments of a command-line flag, where "all" means
+    None. Other values are returned unchanged, for the validator to refuse."""
     if not isinstance(value, list | tuple):
         return value
     return tuple(_read_window(item) for item in value)
@@ -179,8 +179,8 @@ class GPTConfig:
     With rotary positions, channel i is paired with channel i + head_dim / 2 for any rotary_dim. The
     first rotary_dim / 2 pairs are rotated; the angle of the others is 0. Other programs pair the
     first rotary_dim channels with each other. So an import reorders the rows of queries and keys,
-    and the weights of their norms, within each head. `residual` "parallel" is x +
-    attention(attention_norm(x)) + mlp(mlp_norm(x)), as in GPT-NeoX. The fields of `WITHOUT_PARTS`
+    and the weights of their norms, within each head. With `residual` "parallel", a block computes x
+    + attention(attention_norm(x)) + mlp(mlp_norm(x)), as in GPT-NeoX. The fields of `WITHOUT_PARTS`
     are parts of nanochat's shape.
     """
 
@@ -407,7 +407,8 @@ def read_config(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def _implied(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values for absent keys. Each value describes how models behaved before its key existed."""
+    """Values for keys that a configuration may lack. Each value describes how models behaved before
+    its key existed."""
     return {
         "final_norm": values.get("norm_position") == "pre",
         "residual": "sequential",
@@ -419,7 +420,7 @@ def _implied(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapters(dataclass: type) -> dict[str, TypeAdapter[Any]]:
-    """A strict validator of each field of a dataclass."""
+    """A strict validator for each field of a dataclass."""
     hints = get_type_hints(dataclass, include_extras=True)
     return {name: TypeAdapter(hint, config=STRICT) for name, hint in hints.items()}
 
@@ -429,7 +430,7 @@ _UNLIMITED: dict[str, TypeAdapter[Any]] = {
     "rope_theta": TypeAdapter(float, config=STRICT),
     "rotary_dim": TypeAdapter(int, config=STRICT),
 }
-"""Validators of fields that have limits only with rotary positions."""
+"""Validators without limits, for fields whose limits apply only with rotary positions."""
 
 
 def _check(name: str, value: Any, adapter: TypeAdapter[Any]) -> None:

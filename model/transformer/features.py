@@ -51,8 +51,8 @@ class GPTWithFeatures(GPTConfig):
 
 
 def with_features(config: ModelConfig, features: tuple[Features, ...]) -> ModelConfig:
-    """A model's shape, with these features added. Raises ConfigError if the owner's code computes
-    the model."""
+    """A model's shape, with these features added. Raises ConfigError if the model runs its owner's
+    code."""
     if not features:
         return config
     if isinstance(config, CodeConfig):

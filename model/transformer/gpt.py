@@ -1,9 +1,9 @@
 """GPT: one forward pass for training, prefill and decode.
 
 `GPT.transform` takes token ids at explicit positions and returns the final hidden states. Its
-argument `attend` adds the keys and values of earlier positions, from the batch
-(`model/transformer/attention.py`) or from the cache (`model/inference/kv_cache.py`). `GPT.forward`
-runs `transform` over whole sequences and can return intermediate results.
+argument `attend` computes attention, with keys and values from the call alone
+(`model/transformer/attention.py`) or also from the cache (`model/inference/kv_cache.py`).
+`GPT.forward` runs `transform` over whole sequences and can return intermediate results.
 
 This one class covers every shape of a `GPTConfig`; no family of models has a subclass.
 
@@ -104,8 +104,9 @@ class GPT(nn.Module):
 
         If `states` is given, the residual stream after the embeddings and after each block is
         appended to it, before the final norm. `tap` is called with every stage and may change it,
-        except scores and attention weights, which `attend` computes. `previous_ids` are the tokens
-        before `token_ids`, for `smear`; None: the call has whole sequences from position 0.
+        except scores and attention weights, which `attend` computes. `previous_ids` has the token
+        before each of `token_ids`, for `smear`; None means that the call has whole sequences from
+        position 0.
         """
         config = self.config
         x = self.embed(token_ids, positions, previous_ids)
@@ -189,8 +190,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw GPT-2's initial weights: N(0, 0.02), projections into the residual stream divided by
-        sqrt(2 * n_layer), biases 0. The trainer draws different weights
+        """Draw GPT-2's initial weights from N(0, 0.02). Projections into the residual stream are
+        divided by sqrt(2 * n_layer), and biases are 0. The trainer draws different weights
         (`model/training/optim/optimizers.py`). Learned scales begin at nanochat's values."""
         if self.config.smear:
             self.smear_scale.zero_()
@@ -374,9 +375,9 @@ def _norm(config: GPTConfig) -> nn.Module:
 def _full_precision(x: Tensor, weight: Tensor) -> Tensor:
     """Float32 logits (..., V), computed from x (..., C) and a weight (V, C) in bfloat16 or float16.
 
-    If logits were rounded to bfloat16, the two likeliest tokens would have equal logits at one
-    position in a hundred. On a GPU, torch can multiply such dtypes and return float32; on a CPU it
-    cannot, so the weight is converted.
+    If logits were rounded to bfloat16, the two likeliest tokens would have equal logits at about
+    one position in a hundred. On a GPU, torch can multiply such dtypes and return float32; on a CPU
+    it cannot, so the weight is converted.
     """
     if x.is_cuda:
         product = torch.mm(x.flatten(0, -2), weight.T, out_dtype=torch.float32)

@@ -95,7 +95,8 @@ def adapt(gpt: GPT, shape: LoraShape, generator: torch.Generator) -> None:
 
 
 def check_rank(config: GPTConfig, shape: LoraShape) -> None:
-    """Raise LoraError if the rank exceeds the full rank of one of the adapted maps."""
+    """Raise LoraError if the rank of the adapters exceeds the full rank of one of the adapted
+    linear maps."""
     maps = config.maps()
     for target in shape.targets:
         full = min(*maps[target], config.d_model)

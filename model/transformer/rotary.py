@@ -85,16 +85,17 @@ def _llama3(angles: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(angles: Tensor, scaling: RopeScaling, config: GPTConfig) -> Tensor:
-    """Interpolate as for llama3, but linearly by the index of the channel, from the channel that
-    makes `beta_fast` turns within the original context to the channel that makes `beta_slow`
-    turns."""
+    """Scale angles as in YaRN. As in `_llama3`, fast angles do not change and slow angles are
+    divided by the factor. The angles in between are interpolated linearly by their index, from the
+    angle that makes `beta_fast` turns within the original context to the angle that makes
+    `beta_slow` turns."""
     fast, slow, original = scaling.beta_fast, scaling.beta_slow, scaling.original_context_length
     assert fast is not None
     assert slow is not None
     assert original is not None
 
     def index(turns: float) -> float:
-        """The index of the channel that makes this many turns within the original context."""
+        """The index of the angle that makes this many turns within the original context."""
         rotations = math.log(original / (turns * 2 * math.pi))
         return config.rotary_dim * rotations / (2 * math.log(config.rope_theta))
 

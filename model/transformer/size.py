@@ -79,10 +79,11 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def table_elements(config: ModelConfig) -> int:
-    """Number of elements of the tables that are computed instead of stored. The tables are the
-    sinusoids, or the cosines and sines, and one mask per window size for a block of queries.
-    An element of a mask takes one byte instead of four, so it counts as a quarter. The number is 0
-    if the owner's code computes the model, because the tables of that code are not known."""
+    """Number of elements of the tables that a checkpoint does not contain because they are
+    computed. The tables are the sinusoids, or the cosines and sines, and one mask per window size
+    for a block of queries. An element of a mask takes one byte instead of four, so it counts as a
+    quarter. The number is 0 if the model runs its owner's code, because the tables of that code are
+    not known."""
     if isinstance(config, CodeConfig):
         return 0
     width = {"sinusoidal": config.d_model, "rotary": config.head_dim, "learned": 0}

@@ -4,9 +4,9 @@
 value of each. The stages of a model depend on its `GPTConfig`: without rotary positions and QK-norm
 there is no `q_raw`, and with norms after the residual addition there is no `attention.norm`.
 
-The stages of a model computed by its owner's code are its submodules, under their own names. In a
-model that is served with sparse autoencoders, the features of each autoencoder are a stage. It
-comes after the stage that the autoencoder reads.
+The stages of a model that runs its owner's code are the submodules of that code, under their own
+names. In a model that is served with sparse autoencoders, the features of each autoencoder are a
+stage. It comes after the stage that the autoencoder reads.
 
 Axes: T tokens of the prompt; the others as in `GPTConfig`. The axis of positions comes first and is
 not listed. The TransformerLens names are the hook names of TransformerBridge in its version 4.
@@ -46,7 +46,7 @@ class StageKind:
     lens      TransformerLens' name, without `blocks.N.`; None if there is no such hook
     changes   True if interventions may change the stage
     in_block  True if every block has the stage
-    has       whether a model with this configuration has the stage
+    has       a function: True if a model with this configuration has the stage
     """
 
     name: str
@@ -325,7 +325,7 @@ def _feature_kind(features: Features) -> StageKind:
 
 @lru_cache(maxsize=8)
 def _module_stages(modules: tuple[ModuleStage, ...]) -> tuple[Stage, ...]:
-    """The stages of a model that its owner's code computes: its submodules, then the logits. A
+    """The stages of a model that runs its owner's code: its submodules, then the logits. A
     submodule in a numbered list belongs to the layer of the first number in its name."""
     stages, kinds = [], dict[StageKind, StageKind]()
     for module in modules:
@@ -390,8 +390,8 @@ def _matching(pattern: str, names: Iterable[str], config: ModelConfig) -> list[s
 
 
 def _named(name: str, config: ModelConfig) -> Stage | None:
-    """The stage with this name. It is found without listing all stages: a request may name
-    thousands, one by one."""
+    """The stage with this name. It is found without listing all stages, because a request may name
+    thousands of stages, one by one."""
     if isinstance(config, CodeConfig):
         return next((stage for stage in stages_of(config) if stage.name == name), None)
     if isinstance(config, GPTWithFeatures):

@@ -184,7 +184,7 @@ class Scores(Reply):
 
 @dataclass(frozen=True, slots=True)
 class SweptToken(NamedToken):
-    """A token whose logit enters the metric."""
+    """A token whose logit is used by the metric."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +319,7 @@ class PathSummary:
 
 @dataclass(frozen=True, slots=True)
 class DirectPart:
-    """The share that one part of the model adds to the logit. `stage` is embedding,
+    """The contribution of one part of the model to the logit. `stage` is embedding,
     blocks.N.attention.heads (with `head`), blocks.N.attention.bias, blocks.N.mlp.out,
     final_norm.bias or head.bias; if the model has norms after the residual additions, also
     blocks.N.attention.norm.bias and blocks.N.mlp.norm.bias."""
@@ -369,8 +369,8 @@ class Attributions(Reply):
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """What the parts outside the circuit carry: the sum of their `values`, and the sum of their
-    `attention`."""
+    """The contribution of the parts outside the circuit: the sum of their `values`, and the sum of
+    their `attention`."""
 
     values: float
     attention: float
@@ -379,9 +379,9 @@ class LeftOut:
 @dataclass(frozen=True, slots=True)
 class Verification:
     """The difference between the two logits when parts are set to their means over the positions,
-    and everything else is computed again, including attention weights and norms. On the scale of a
-    share, 0 is the difference with all parts set to their means, and 1 is the original difference.
-    A share is null if there is nothing to explain."""
+    and everything else is computed again, including attention weights and norms. A share of 0 means
+    that this difference is the same as with all parts set to their means, and a share of 1 that it
+    is the original difference. A share is null if there is nothing to explain."""
 
     circuit_alone: float  # All parts outside the circuit are set to their means.
     circuit_alone_share: float | None

@@ -4,8 +4,8 @@ With `--compile auto`, the loss is compiled on CUDA unless `--minutes` is less t
 SHORTEST_MINUTES. On a CPU compiling takes almost a minute and makes a step of the presets `tiny`
 and `small` an eighth faster (`python -m benchmarks.train_throughput`), so only runs with many
 operations are compiled there. run.json stores the decision (`ResolvedTraining.with_vocabulary`), so
-that a resumed run uses the same kernels and has the same bits. Evaluation, samples and optimizers
-are not compiled.
+that a resumed run uses the same kernels and computes the same bits. Evaluation, samples and
+optimizers are not compiled.
 """
 
 import logging
@@ -34,12 +34,13 @@ class CompiledLoss:
     failure.
 
     The first call compiles: it runs forward and backward once, drops the gradients, and then
-    computes the result. If that run fails for a reason other than compiling, computing the result
-    raises the error again.
+    computes the result. If that run fails, the result is computed eagerly; an error that was not
+    caused by compiling occurs again then.
 
     `peers` are processes that share a model and must compute together. If only one of them fell
     back to eager, the others would wait forever. So each process first tests its compiler on a
-    small function. If a test fails, all processes compute eagerly.
+    small function. If a test fails, all processes compute eagerly. If the loss then fails to
+    compile in one of them, the run ends with an error.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class CompiledLoss:
             failure = self._try(compiled, token_ids, targets)
             if several and failure is not None:
                 raise TrainingError(
-                    f"the training step does not compile ({failure}), and the other processes are "
+                    f"the training step failed to compile ({failure}), and the other processes are "
                     "waiting for this one: train with --compile off"
                 )
         if failure is None:
@@ -90,8 +91,8 @@ class CompiledLoss:
         return None
 
     def _try_alone(self, device: torch.device) -> str | None:
-        """Compile a function without collective calls. Returns the reason if compiling failed here
-        or in another process, else None."""
+        """Compile a small function that makes no collective calls. Returns the reason if compiling
+        it failed here or in another process, else None."""
         failure = None
         try:
             values = torch.ones(8, device=device, requires_grad=True)

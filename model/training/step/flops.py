@@ -4,7 +4,7 @@ The count includes the matrix products of the model's definition: for every toke
 matrices, the head, and attention over the positions before it. The backward pass counts twice the
 forward pass. Norms, activations, softmax, the optimizer and discarded results (such as attention to
 masked positions) do not count. So the reported share of the machine's rate measures useful work,
-not the load of the machine.
+not how busy the machine is.
 
 A common convention (Chowdhery et al., 2022, appendix B; nanoGPT) counts attention over the whole
 window instead, so it reports larger shares at long contexts.
@@ -16,8 +16,8 @@ from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.size import attention_operations, count_elements, seen_pairs
 
 RATE_WIDTH = 512
-"""Width of the square matrices with which a CPU's rate is measured: wide enough for the full rate,
-small enough to finish before another process takes the core."""
+"""Width of the square matrices with which a CPU's rate is measured. They are wide enough for the
+full rate, and small enough that a product ends before another process takes the core."""
 
 
 def flops_per_token(config: GPTConfig) -> float:

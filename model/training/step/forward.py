@@ -67,8 +67,9 @@ class Forward:
 
 
 def training_placement(device: str, dtype: TrainingDType, threads: int) -> Placement:
-    """The device, dtype and threads of training. The dtype "auto" means bfloat16 if the device
-    multiplies it natively, which is several times faster, otherwise float32."""
+    """The device, dtype and threads of training. The dtype "auto" means bfloat16 if the device has
+    instructions that multiply it, which makes training several times faster; otherwise it means
+    float32."""
     placement = choose_placement(device, "float32", threads)
     if dtype == "auto":
         dtype = "bfloat16" if native_bfloat16(placement.device) else "float32"

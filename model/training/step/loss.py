@@ -20,10 +20,11 @@ from torch.autograd.function import once_differentiable
 
 CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**28}
 """Number of logits per chunk. On a CPU they take 8 MB in float32, about the size of a processor's
-cache. On a GPU they take 1 GB, because each chunk updates the gradient of the whole head; that
-value is chosen, not measured."""
+cache. On a GPU they take 1 GB, so that there are few chunks: each chunk updates the gradient of the
+whole head. The value for GPUs was chosen without measurements."""
 MIN_ROWS = 512
-"""Minimum number of rows of a chunk, because each chunk updates the gradient of the whole head."""
+"""Minimum number of rows of a chunk. It limits the number of chunks, because each chunk updates the
+gradient of the whole head."""
 
 
 def cross_entropy(

@@ -3,8 +3,9 @@
 On such a CPU torch's fused kernel takes about twice as long, forward and backward, as two products
 with a softmax between them. Queries are processed in blocks. A block uses the keys from the first
 one visible to its first query up to the end of the block, so most masked positions are never
-computed. At 512 positions this takes three fifths of the time that it takes without blocks. The
-cost is memory: the probabilities of every head and layer are kept for the backward pass.
+computed. In a window of 512 positions, this takes three fifths of the time of attention without
+blocks. The cost is memory: the attention weights of every head and layer are kept for the backward
+pass.
 
 Shapes: B sequences, H query heads, K key/value heads, G = H / K, T positions, D head width; a block
 is positions [a, e).
@@ -20,7 +21,8 @@ from torch.autograd.function import once_differentiable
 from logitd.model.transformer.attention import causal_bias, first_visible
 
 QUERIES = 128
-"""Positions per block. 64 and 256 were slower at windows of 256 and 512."""
+"""Positions per block. Blocks of 64 and of 256 positions were slower, in windows of 256 and of 512
+positions."""
 
 
 class MatrixAttend:

@@ -44,7 +44,7 @@ class DivergenceMonitor:
         self._since, self._reports = state["since"], state["reports"]
 
     def start(self, loss: float) -> None:
-        """Record the loss of the first step, before any update."""
+        """Record the loss of the first step, which is computed before any update of the weights."""
         self._first = self._best = loss
 
     def observe(self, step: int, figures: Figures) -> None:

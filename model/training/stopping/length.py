@@ -3,7 +3,7 @@
 The minutes include set-up and saving the last step. The learning rate depends on the completed
 share of the run (`model/training/optim/schedule.py`). If the clock ends a run, the share is planned
 anew before each step: with time for n more steps, the next one completes 1/n of the rest. So the
-share never falls, the learning rate comes down in time even if the machine becomes slower, and the
+share never falls. Even if the machine becomes slower, the learning rate decays in time, and the
 last step has the final learning rate. The plan is part of the counters, so a resumed run continues
 with it: seed, step and the recorded shares determine every bit. Only a run with a set number of
 steps can be repeated exactly from its settings alone.
@@ -28,7 +28,7 @@ class Counters:
     """Progress of a run, over all commands that trained it.
 
     seconds      wall-clock time
-    setup        part of `seconds` before the second step of each command: text, measuring,
+    setup        part of `seconds` spent before the second step of each command: text, measuring,
                  compiling
     ending       seconds reserved for saving the last step
     pace         seconds of a recent step, without the tasks between steps; 0 if unknown
@@ -100,7 +100,7 @@ class Length:
         return replace(counters, share=planned, minutes=self.minutes)
 
     def clock_left(self, counters: Counters) -> float:
-        """Seconds left for steps; infinite if no minutes are set."""
+        """Seconds left for further steps; infinite if no minutes are set."""
         if self.minutes is None:
             return math.inf
         return self.minutes * 60 - self.reserved(counters) - counters.seconds

@@ -12,13 +12,13 @@ from typing import Any
 from logitd.model.plural import pluralize
 
 EVALUATIONS = 2
-"""Number of consecutive evaluations without a new best that cause a notice."""
+"""Number of consecutive evaluations without a new best after which a notice is given."""
 Record = Mapping[str, Any]
 """A line of metrics.jsonl."""
 
 
 def worsening(metrics: Sequence[Record], patience: int | None) -> str | None:
-    """The notice that is due after the last evaluation, if any."""
+    """The notice that is due after the latest evaluation; None if none is due."""
     since_best = _since_best(metrics)
     if len(since_best) != 1 + EVALUATIONS or since_best[0]["step"] == 0:
         return None
@@ -53,7 +53,7 @@ def ended_worse(metrics: Sequence[Record]) -> str | None:
 
 
 def _since_best(metrics: Sequence[Record]) -> list[Record]:
-    """The best evaluation and the later ones."""
+    """The best evaluation and all later evaluations."""
     evaluations = [record for record in metrics if record["kind"] == "eval"]
     losses = [record["val_loss"] for record in evaluations]
     return evaluations[losses.index(min(losses)) :] if losses else []
