@@ -34,8 +34,8 @@ def checkpoint_at(path: Path, follow: str | None = None) -> Path:
     """The folder of the checkpoint to serve: the path itself, the best checkpoint of a run, or the
     checkpoint to which a run's link `follow` points.
 
-    Three kinds of path are returned unchanged: a followed run that has no checkpoint yet, for which
-    the server waits, an unreadable path, and a path that may be a model of another program.
+    Three kinds of path are returned unchanged: a followed run whose first checkpoint the server
+    will wait for; an unreadable path; and a path that may be another program's model.
 
     Raises NotServable and NotFollowed.
     """
