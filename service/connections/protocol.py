@@ -334,7 +334,7 @@ class Connection(HttpToolsProtocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Write nothing more, and discard further bytes from the client."""
+        """Stop writing, and discard further bytes from the client."""
         if self.transport.is_closing():
             return
         self._reading.stop()

@@ -101,7 +101,8 @@ def _adapter(path: Path, base: str) -> str:
 
 
 def _base_of(run: Path) -> str:
-    """The path of the checkpoint that a run adapts, as given on the run's command line."""
+    """The path of the checkpoint that a run adapts, as given on the run's command line; "BASE" if
+    it cannot be read."""
     try:
         document = json.loads(read_regular(run / RUN, CONFIG_BYTES))
         return str(document["config"]["from_checkpoint"] or "BASE")
