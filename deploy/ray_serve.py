@@ -121,7 +121,7 @@ class RaySettings(ServeSettings):
     def _is_a_fixed_port(cls, value: int) -> int:
         if value == 0:
             raise ValueError(
-                "0 is not possible, because Ray's proxies need a fixed port: choose a port"
+                "it cannot be 0, because Ray's proxies need a fixed port: choose a port number"
             )
         return value
 
@@ -178,9 +178,9 @@ class _StartedWhenLoaded:
 
 
 def application(settings: RaySettings) -> serve.Application:
-    """The deployment for these settings. A replica computes with `settings.threads` threads and
-    reserves as many processors. If `threads` is 0, this machine's processors are divided among the
-    replicas."""
+    """The deployment for these settings. Each replica computes with `settings.threads` threads and
+    reserves the same number of processors. If `threads` is 0, this machine's processors are divided
+    among the replicas."""
     threads = settings.threads or max(1, available_processors() // settings.max_replicas)
     ours = {name: getattr(settings, name) for name in ServeSettings.model_fields}
     sources = tuple(replace(one, path=one.path.resolve()) for one in settings.checkpoint)
@@ -270,8 +270,8 @@ def _start(settings: RaySettings) -> None:
 
 
 def _reason() -> str:
-    """The reason why no replica starts: the last error line in a deployment's message; "" if no
-    message has an error line."""
+    """The reason why no replica could be started: the last line of a deployment's message that
+    reports an error. Returns "" if there is no such line."""
     for deployment in serve.status().applications[NAME].deployments.values():
         lines = [line for line in deployment.message.splitlines() if "Error: " in line]
         if lines:

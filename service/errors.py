@@ -149,8 +149,8 @@ def raise_failure(event: FinishEvent) -> None:
             )
         case FinishReason.UNREAD:
             raise unavailable(
-                "the reply was read too slowly while others waited for its slot; request fewer "
-                "positions at a time, or read faster"
+                "the client read the reply too slowly while other requests waited for its slot; "
+                "request fewer positions at a time, or read faster"
             )
         case FinishReason.REPLACED:
             raise unavailable(REPLACED)

@@ -294,7 +294,8 @@ def _frame_method(name: str) -> str:
 
 
 def _commented(line: str, description: str | None) -> list[str]:
-    """The lines of a member, with its description as a comment after it or above it."""
+    """The source lines of a member. Its description is a comment at the end of the line or above
+    it."""
     if description is None:
         return [line]
     if len(line) + len(description) + 8 <= WIDTH:

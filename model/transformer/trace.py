@@ -18,8 +18,8 @@ from logitd.model.transformer.stages import HEADS_FIRST, Stage, stages_of
 @dataclass(frozen=True, slots=True)
 class TracedStage:
     """A stage, computed for a whole text: the mean and the standard deviation of its finite values.
-    `axes` are the names of the axes: T for positions, and for keys in scores and probs; the others
-    as in `GPTConfig`."""
+    `axes` has the names of the axes. T stands for positions, and in scores and probs also for keys;
+    the other names are those of `GPTConfig`."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,9 +1,10 @@
 """Value maps: trains value embeddings as linear maps of the tokens' embeddings.
 
-A value embedding depends only on the token, and so does a linear map of the token's embedding. A
-model in training has such a map instead of a table in each block. A checkpoint has the tables,
-which are the products of the embedding matrix and the maps (`with_tables`). Maps reach fewer bits
-per byte than tables, whose rows are trained separately (benchmarks/LAB.md).
+A value embedding depends only on the token, so it can be a linear map of the token's embedding.
+During training, each block has such a map instead of a table. A checkpoint has the tables, each of
+which is the product of the embedding matrix and a map (`with_tables`). A model trained with maps
+reaches fewer bits per byte than one trained with tables, whose rows are trained separately
+(benchmarks/LAB.md).
 
 Shapes: C = d_model, R = padded_vocab_size rows, W = kv_width.
 """
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from logitd.model.transformer.gpt import GPT
 
 MAP, TABLE = "value_embedding.map", "value_embedding.weight"
-"""Names of the value embeddings' parameter in a block: in the trainer, and in a checkpoint."""
+"""Names of the parameter with a block's value embeddings: MAP in the trainer, TABLE in a
+checkpoint."""
 
 
 class ValueMap(nn.Module):

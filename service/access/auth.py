@@ -132,8 +132,8 @@ class ApiKeyCheck:
 
 
 def is_public(path: str, public: Collection[str]) -> bool:
-    """True if a path needs no API key: /health, /admin (which has its own key), each path in
-    `public`, and all paths below these (except below /)."""
+    """True if a path needs no API key. The public paths are /health, /admin (which has its own
+    key), the paths in `public`, and all paths below one of these other than /."""
     return any(
         path == prefix or (prefix != "/" and path.startswith(f"{prefix}/"))
         for prefix in ("/health", ADMIN, *public)

@@ -69,7 +69,7 @@ class HostCheck:
 
 
 def host_check(settings: ServeSettings) -> dict[str, Any]:
-    """The arguments with which a server creates its HostCheck."""
+    """The arguments of HostCheck that follow from the settings."""
     hosts = settings.allowed_hosts
     keyless = settings.api_keys is None and settings.api_key_file is None
     loopback = binds_loopback(settings.host)

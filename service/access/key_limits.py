@@ -17,7 +17,7 @@ from logitd.service.engine.admission import Limit
 from logitd.service.errors import queue_full
 
 KEY_LIMIT = "rate_limit_exceeded"
-"""Error code of the refusals."""
+"""Error code of the replies to rejected requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class KeyLimit:
 
 @dataclass(slots=True)
 class _Spent:
-    """The requests of a key: `used` is the level of its leaky bucket at the time `moment`; `open`
-    is the number of requests being answered."""
+    """How much a key has used: `used` is the level of its leaky bucket at the time `moment`; `open`
+    is the number of its requests that are being answered."""
 
     used: float
     moment: float
@@ -70,8 +70,8 @@ class KeyLimits:
 
     @contextmanager
     def request(self, name: str) -> Iterator[None]:
-        """Count a request of a key while the request is being answered. Raises ApiError (429) if
-        the request would exceed a limit; it is then not counted."""
+        """In this context, a request of a key counts as being answered. Raises ApiError (429) if
+        the request would exceed a limit; rejected requests are not counted."""
         (per_minute, at_once), spent = self.of(name), self._as_of_now(name)
         if at_once and spent.open >= at_once:
             raise queue_full(

@@ -59,8 +59,9 @@ async def load(state: ServiceState) -> None:
     """Load the models one after another. Pass to `state` the loaded models, or the reason why none
     could be loaded.
 
-    No engine may compute before all models are loaded: when a thread first computes, torch fixes
-    how many threads it may use, and during loading that number is one.
+    No engine may compute before all models are loaded: when a Python thread first computes, torch
+    fixes the number of threads that its computations use, and while models are loaded that number
+    is one.
     """
     settings = state.settings
     steps = StepThread() if settings.history or len(settings.models) > 1 else None
@@ -174,7 +175,7 @@ def _engine(
 
 def _no_history(path: Path, settings: ServeSettings) -> str | None:
     """The reason why a path has no history to serve; None if it has one, or if it is a followed
-    run, which may still begin a history."""
+    run, whose history may begin later."""
     if not is_run(path):
         return f"{path} is not a run, so it has no history: serve a run, or leave out --history"
     if settings.follow is None and not checkpoints_in(path / HISTORY):

@@ -159,8 +159,7 @@ class BugAnswer:
 
 
 def _work(ended: Ended) -> dict[str, Any]:
-    """Tokens and times of the engine's work for a request; empty if the engine did no work for
-    it."""
+    """The token counts and times of the engine's work for a request; empty if there was none."""
     usage = ended.usage
     if usage is None or not usage.sequences:
         return {}

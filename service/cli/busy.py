@@ -7,7 +7,8 @@ from pathlib import Path
 
 LOAD = Path("/proc/loadavg")
 SAMPLES, INTERVAL = 5, 0.01
-"""How many times the number of runnable threads is read, and the seconds between two readings."""
+"""How many times the number of runnable threads is read, and the interval between two readings in
+seconds."""
 
 
 def busy_notice(file: Path = LOAD) -> str | None:

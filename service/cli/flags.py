@@ -130,7 +130,7 @@ def _help(settings: type[CommandSettings], name: str, field: FieldInfo, position
 
 
 def _written(default: Any) -> str | None:
-    """A default as written on a command line; None if there is nothing to show."""
+    """How the help writes a default value; None if the help does not mention it."""
     if default is None or default is False or default is PydanticUndefined:
         return None
     if isinstance(default, tuple):

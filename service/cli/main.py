@@ -240,8 +240,8 @@ def _suggestion(settings: "CommandSettings") -> str:
 
 
 def _settings(words: list[str]) -> "CommandSettings | int":
-    """The settings that a command line gives, or the exit code of a command without settings, such
-    as `help`. Raises ClickException."""
+    """The settings in a command line. A command without settings, such as `help`, is run, and its
+    exit code is returned. Raises ClickException."""
     settings = logitd.main(words, "logitd", complete_var=COMPLETE, standalone_mode=False) or 0
     if not isinstance(settings, int):
         from logitd.service.cli.variables import check_variables
@@ -253,8 +253,8 @@ def _settings(words: list[str]) -> "CommandSettings | int":
 def import_command(name: str) -> ModuleType:
     """Import the module of a command, which takes seconds if it imports torch.
 
-    Garbage collection is off during the import, which saves an eighth of the time. Later
-    collections ignore the imported modules, because they stay until the process ends.
+    Garbage collection is off during the import, which saves an eighth of the time. The imported
+    modules are excluded from later collections, because they stay until the process ends.
     """
     collecting = gc.isenabled()
     gc.disable()

@@ -80,8 +80,8 @@ class SettingsCommand(click.Command):
             raise click.UsageError(message, ctx) from error
 
     def _quoted(self, ctx: click.Context, args: list[str]) -> str | None:
-        """The command line with its arguments quoted as one prompt; None unless a prompt is the
-        command's only argument."""
+        """The command line with all words of the prompt quoted as one argument; None unless the
+        prompt is the command's only positional argument."""
         arguments = [each.name for each in self.get_params(ctx) if isinstance(each, click.Argument)]
         if arguments != ["prompt"] or "--" in args:
             return None

@@ -1,4 +1,5 @@
-"""Start of `logitd`. From the first import on, an interrupt ends it without a traceback."""
+"""Entry point of `logitd`. Even during the first imports, an interrupt ends it without a
+traceback."""
 
 import importlib
 

@@ -22,4 +22,4 @@ NAMES = [
     if name in (*_ALIASES, *_FUNCTIONS)
     or (isinstance(value, type) and value.__module__.startswith(__name__))
 ]
-"""Public names: all classes of the client, type aliases and functions."""
+"""Public names: all classes of the client, and the type aliases and functions listed above."""

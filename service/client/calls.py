@@ -49,7 +49,7 @@ class Request:
 
     @property
     def target(self) -> str:
-        """The path, and the query of a GET."""
+        """The path, followed by the query if this is a GET."""
         query = urlencode(self.fields or {}) if self.method == "GET" else ""
         return f"{self.path}?{query}" if query else self.path
 
@@ -108,9 +108,10 @@ def record(path: str, form: type[Result], fields: Mapping[str, object]) -> Call[
 
 
 def array(path: str, form: Any, fields: Mapping[str, Any]) -> Call[Any]:
-    """A call of an operation that replies with one array per prompt, under the operation's name.
+    """A call of an operation that replies with one array per prompt, named after the operation.
 
-    The result is a `form`; for a list of prompts, it is a list with a `form` for each.
+    The result is an instance of `form`; for a list of prompts, it is a list with one instance for
+    each.
     """
     name = path.removeprefix("/")
 
@@ -150,8 +151,8 @@ def tensors(path: str, fields: Mapping[str, Any], read_prompt: Callable[..., Any
 
 
 def post(path: str, fields: Mapping[str, object], accept: str = JSON, **decided: object) -> Request:
-    """A POST request with the caller's fields, and with the fields that the client has `decided`.
-    Raises TypeError if the caller sets `stream`."""
+    """A POST request with the caller's fields, and with the fields in `decided`, which the client
+    sets itself. Raises TypeError if the caller sets `stream`."""
     if "stream" in fields:
         raise TypeError(
             f"stream is {fields['stream']!r}, but calls to {path} do not stream. Remove `stream`; "

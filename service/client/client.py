@@ -46,7 +46,8 @@ def _blocking(
 def _awaited(
     build: Callable[P, Call[Result]],
 ) -> Callable[Concatenate["AsyncClient", P], Coroutine[Any, Any, Result]]:
-    """An async method that sends a call. It has the parameters of `build`, which builds a call."""
+    """An async method that sends a call and returns its result. It has the parameters of `build`,
+    which builds the call."""
 
     async def method(self: "AsyncClient", /, *args: P.args, **kwargs: P.kwargs) -> Result:
         return await run(self._wire, self._settings, build(*args, **kwargs))
@@ -113,7 +114,7 @@ class Client:
 
     def run_with_hooks(self, input: Input, fwd_hooks: Changes = (), **fields: Any) -> Floats:
         """Logits (B, T, V), computed with changes to stages: `fwd_hooks=[("blocks.0.hook_mlp_out",
-        {"operation": "zero"})]`. Functions are refused: a server runs no code of its clients."""
+        {"operation": "zero"})]`. Functions are refused: a server does not run its clients' code."""
         return finish(self._hooked.run_with_hooks(input, fwd_hooks, **fields))
 
     generate = _blocking(endpoints.generate)

@@ -218,8 +218,8 @@ def _one_or_many(request: Request, form: type[Result], *, many: bool) -> Call[An
 
 
 def _health(answer: Answer) -> Health:
-    """The server's state, from a reply with status 200 or 503. If a 503 does not give the state, it
-    is a refusal, and its error is raised."""
+    """The server's state, from a reply with status 200 or 503. If a 503 reply does not contain the
+    state, the error that it reports is raised."""
     try:
         return answer.read(Health)
     except WrongShape:

@@ -32,8 +32,8 @@ class LogitdError(Exception):
         return self.message + named
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Unpickle without the constructor, because the arguments of subclasses differ from
-        `args`."""
+        """Make unpickling bypass the constructor, because subclasses' constructors do not take
+        `args` as their arguments."""
         return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 

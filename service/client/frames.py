@@ -1,10 +1,10 @@
 """Frames: results as pandas data frames, and heat maps drawn with matplotlib. Both packages are
 optional.
 
-The frame of a record has one row for each innermost part, such as the tokens of the prompts. Its
-columns are the scalar values of the part, and the scalar values of the enclosing parts under
-prefixed names (`prompt_index`). The frame of an array has a column for each index of the array's
-last axis.
+The frame of a record has one row for each of its innermost parts, such as the tokens of the
+prompts. Its columns are the scalar values of the part, and the scalar values of the enclosing parts
+under prefixed names (`prompt_index`). The frame of an array has a column for each index of the
+array's last axis.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

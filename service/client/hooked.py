@@ -1,4 +1,4 @@
-"""HookedCalls: a served model with the part of TransformerLens' interface that needs no functions.
+"""HookedCalls: calls a served model through TransformerLens' interface, but without hook functions.
 
     with Client() as client:
         logits, cache = client.run_with_cache("def main():", ["blocks.0.attn.hook_pattern"])
@@ -148,9 +148,9 @@ class HookedCalls:
         return self._model
 
     async def _tokens(self, input: str | Sequence[str], prepend_bos: bool | None) -> Ids:
-        """Token ids (texts, tokens) of texts that all have the same number of tokens. If
-        `prepend_bos` is True, the token that begins a text is put before each text. If it is None,
-        this is done only if the vocabulary has such a token."""
+        """The token ids of texts, as an array (texts, tokens). All texts must have the same number
+        of tokens. If `prepend_bos` is True, the token that begins a text is put before each text.
+        If it is None, this is done only if the vocabulary has such a token."""
         texts = [input] if isinstance(input, str) else list(input)
         first = (await self._facts()).beginning if prepend_bos is not False else None
         if prepend_bos and first is None:
@@ -237,7 +237,7 @@ def _interventions(own: Mapping[str, str], changes: Changes) -> list[dict[str, A
     for place, (name, change) in enumerate(changes):
         if callable(change) or callable(name):
             raise TypeError(
-                f"fwd_hooks[{place}] has a function, and a server runs no code of its clients: "
+                f"fwd_hooks[{place}] has a function, but a server does not run its clients' code: "
                 "send a change, such as {'operation': 'zero', 'heads': [3]}, or run functions "
                 "in process with LLM"
             )

@@ -21,15 +21,16 @@ KINDS: Mapping[Any, str] = {
     tuple: "a list",
     dict: "an object",
 }
-"""Names of types, as error messages give them."""
+"""Names of types in error messages."""
 
 
 class WrongShape(ValueError):
-    """The JSON does not have the expected form. The message gives the place."""
+    """Raised if JSON does not have the expected form. The message gives the place in the reply."""
 
 
 def read(form: Any, value: Any, where: str = "") -> Any:
-    """Convert the parsed JSON `value` to a `form`; `where` is its place in the reply."""
+    """Convert the parsed JSON `value` to an instance of `form`. `where` is its place in the
+    reply."""
     if is_dataclass(form):
         return _object(form, value, where)
     match get_origin(form):

@@ -62,7 +62,7 @@ class _Tail:
 
 
 class StreamState:
-    """The received part of a stream. `ended` is True after the server's last event."""
+    """The part of a stream received so far. `ended` is True after the server's last event."""
 
     def __init__(self) -> None:
         self.request_id = ""
@@ -266,7 +266,7 @@ class AsyncStream:
         return self._exchange.request_id
 
     async def _open(self) -> Reply:
-        """The reply. The first call sends the request."""
+        """Return the reply. The first call sends the request."""
         if self._reply is None:
             self._reply = await begin(self._wire, self._exchange)
             self._state.request_id = self._exchange.request_id
@@ -292,7 +292,7 @@ class AsyncStream:
 
 
 class Stream:
-    """`AsyncStream` without `await`, within a `with` block."""
+    """The blocking counterpart of `AsyncStream`, for use in a `with` block."""
 
     def __init__(self, stream: AsyncStream) -> None:
         self._stream = stream

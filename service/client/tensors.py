@@ -66,7 +66,7 @@ class TensorFile:
             array = flat.reshape(place.shape)
         except (ValueError, OverflowError) as error:  # more than 64 axes, or [0, 2**64]
             raise WrongShape(
-                f"{name}.shape has {len(place.shape)} axes; NumPy has no array of this shape"
+                f"{name}.shape has {len(place.shape)} axes; NumPy cannot create such an array"
             ) from error
         return _widened(array) if place.dtype == "BF16" else array
 

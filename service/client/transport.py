@@ -33,10 +33,11 @@ DEFAULT_BASE_URL = "http://127.0.0.1:8000"
 CONNECT_SECONDS = 10.0
 """Time limit for making a connection, even if `timeout` is longer."""
 MAX_WAIT_SECONDS = 60.0
-"""Longest wait that a Retry-After header may ask for. If it asks for a longer wait, the call
-fails."""
+"""Longest wait in seconds that a client accepts from a Retry-After header. If the header asks for
+more, the call fails."""
 MAX_TIMEOUT_SECONDS = 2**21
-"""Longest timeout in seconds, 24 days: sockets store milliseconds in 31 bits."""
+"""Longest timeout in seconds: 24 days, because sockets store a timeout as milliseconds in 31
+bits."""
 FIRST_WAIT_SECONDS = 0.5
 """Wait before the second try if the refusal has no Retry-After header. The wait doubles before each
 further try."""
@@ -155,7 +156,7 @@ class Exchange:
         self._began = time.monotonic()
 
     def next_try(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
-        """The request to send."""
+        """Begin the next try, and return the request to send."""
         self._tries += 1
         return http.build_request(
             self._request.method,

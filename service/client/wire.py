@@ -1,7 +1,7 @@
 """Wire: sends calls for both clients, over httpx's blocking or asynchronous client.
 
-The code is written once, as coroutines over a `Wire`. Coroutines over a `BlockingWire` never
-suspend, so `finish` runs them without an event loop.
+The code is written once, as coroutines that use a `Wire`. With a `BlockingWire` they never suspend,
+so `finish` can run them without an event loop.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ Wire = BlockingWire | AsyncWire
 
 
 def finish(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine over a `BlockingWire`, and return its result."""
+    """Run a coroutine that uses a `BlockingWire`, and return its result."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -98,7 +98,7 @@ async def run(wire: Wire, settings: Settings, call: Call[Result]) -> Result:
 
 async def begin(wire: Wire, exchange: Exchange) -> Reply:
     """Send the request, and retry until a reply that is not a refusal begins. `Exchange` decides
-    about retries, and raises the error if none is left."""
+    whether to retry, and raises the error if no retry is left."""
     while True:
         try:
             reply = await wire.send(exchange.next_try(wire.http))
@@ -112,7 +112,8 @@ async def begin(wire: Wire, exchange: Exchange) -> Reply:
 
 
 async def _refusal_body(reply: Reply) -> bytes:
-    """The part of a refusal's body that arrives, up to about MAX_REFUSAL_BYTES."""
+    """The body of a refusal, up to about MAX_REFUSAL_BYTES. If the connection fails, this is the
+    part that arrived."""
     body = bytearray()
     try:
         with suppress(httpx.RequestError):  # the status alone is enough for an error

@@ -50,7 +50,7 @@ class Connection(HttpToolsProtocol):
                    |        |                   (its turn)       |
                 _held    _refuse ------> _refusal ----------> _answer -> _linger -> closed
 
-    Bytes and cycles that come ahead of their turn wait in `_held` and in uvicorn's `pipeline`.
+    Bytes that arrive ahead of their turn wait in `_held`; cycles wait in uvicorn's `pipeline`.
     """
 
     def __init__(
@@ -334,7 +334,7 @@ class Connection(HttpToolsProtocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Write nothing more, and discard further bytes from the client."""
+        """Stop writing, and discard further bytes from the client."""
         if self.transport.is_closing():
             return
         self._reading.stop()

@@ -48,8 +48,8 @@ class Reading:
         REQUEST --first byte--> HEAD --headers complete--> BODY --message complete--> REQUEST
         any of them --stop--> NOTHING
 
-    `since` is the event loop's time at which the server began to wait for the client's next bytes.
-    `received` counts all bytes.
+    `since` is the time, on the event loop's clock, when the server began to wait for the client's
+    next bytes. `received` counts all bytes.
     """
 
     def __init__(self, now: float) -> None:
@@ -97,9 +97,9 @@ class Reading:
         return self._unfinished > allowed
 
     def is_body_slow(self, now: float, timeout: float, *, answered: bool, paused: bool) -> bool:
-        """True if too little of a body came within `timeout` seconds. Unless the request is already
-        answered, these seconds start again after enough progress, and when the server resumes
-        reading."""
+        """True if too little of a body arrived within `timeout` seconds. Unless the request is
+        already answered, the timeout starts again whenever enough has arrived, and does not run
+        while the server has paused reading."""
         since, received = self._body_mark
         enough = self.received - received >= timeout * MIN_BYTES_PER_SECOND
         if not answered and (enough or paused):

@@ -152,8 +152,8 @@ class AdmissionController:
         """Raise QueueFull if there is no room for a caller's `load` now, or InvalidRequest if there
         never will be.
 
-        `param` is the field that sets the number of sequences. An empty queue admits any possible
-        request, because it is computed next.
+        `param` is the field that sets the number of sequences. If the queue is empty, any possible
+        request is admitted, because the engine computes it next.
         """
         self.check_possible(load, param)
         limits, present = self.limits, self._open.total
@@ -162,7 +162,8 @@ class AdmissionController:
         waiting = max(0, self.sequences - self.slots)
 
         def check(limit: Limit, holds: int, queued: int, own: int, present: str) -> None:
-            """Check one limit. `own` is the caller's part of the amount `queued`."""
+            """Check one limit. `queued` is the amount that would be in the queue, and `own` is the
+            caller's part of it."""
             in_its_share = own <= holds // callers and queued <= FULLEST * holds
             if queued > holds and not in_its_share:
                 raise QueueFull(present, holds, self._pace.seconds_for(waiting + 1), limit)
@@ -300,7 +301,8 @@ def _sequences(count: int, param: str | None) -> str:
 
 
 class _Pace:
-    """Smoothed time between the ends of two successive sequences while other sequences wait."""
+    """The average time between the ends of two successive sequences, measured while other sequences
+    wait."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

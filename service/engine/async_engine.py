@@ -106,7 +106,7 @@ class AsyncEngine:
         return self._weights
 
     def end_hold(self, version: WeightsVersion) -> None:
-        """End a hold: nothing else will be submitted to this version."""
+        """End a hold. Nothing else will be submitted to this version."""
         version.holds -= 1
         self._changed.set()
 

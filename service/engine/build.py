@@ -84,7 +84,7 @@ class Computation:
     kernels        description of the loaded native kernels; None if there are none
     quantization   None if nothing is quantized
     slots_why      why there are this many slots; None if a setting gives the number
-    target_gap     target gap in effect, written as for --target-gap; likewise `target_ttft`
+    target_gap     target gap in effect, in the form of --target-gap; `target_ttft` likewise
     """
 
     weights_sha256: str

@@ -30,12 +30,12 @@ Command = Callable[[], Sequence[Event] | None]
 """A call to the engine between two steps. Returns the resulting events."""
 
 WeightsLoader = Callable[[Path, str], Network]
-"""Reads the weights of the checkpoint at a path. The weights must have this SHA-256. Raises an
-exception if they cannot be served."""
+"""Reads the weights of the checkpoint at a path. The second argument is the SHA-256 that the
+weights must have. Raises an exception if they cannot be served."""
 
 OnCompute = Callable[[], None]
-"""Called when a step begins to compute or waits for its turn, so that other threads can use the
-interpreter meanwhile."""
+"""Called when a step begins to compute or to wait for its turn. From then on, other threads can use
+the interpreter."""
 
 
 @dataclass(frozen=True, slots=True)

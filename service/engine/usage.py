@@ -49,7 +49,7 @@ class Usage:
     _when_settled: Callable[[], None] | None = None
 
     def begin(self, requests: Sequence[Request], sequences: int) -> None:
-        """Count requests with this many sequences as submitted."""
+        """Count requests as submitted. `sequences` is the number of their sequences."""
         self.first = self.first or requests[0]
         self.open += sequences
         for request in requests:
@@ -67,7 +67,7 @@ class Usage:
         self._close(1)
 
     def lose(self, sequences: int) -> None:
-        """Count sequences that the failed engine left open."""
+        """Count the sequences that were still open when the engine failed."""
         self.lost = self.lost or sequences > 0
         self._close(sequences)
 
@@ -102,7 +102,8 @@ class Usage:
 
     def phases(self) -> Iterator[tuple[str, float, float]]:
         """Name, start and end of each phase that was reached. `queue` lasts from the first arrival
-        to the first admission, `prefill` to the first computed prompt, `decode` to the last end."""
+        to the first admission, `prefill` from there until the first prompt is computed, and
+        `decode` until the last sequence ends."""
         if self.sequences:
             moments = (self.arrived, self.admitted, self.prefilled, self.finished)
             for name, begin, end in zip(PHASES, moments, moments[1:], strict=False):

@@ -68,7 +68,7 @@ class WakeupThrottle:
         self._urgent |= urgent
 
     def wake(self) -> None:
-        """Wake the loop if there are items, unless it pauses and no item is urgent."""
+        """Wake the loop if there are items. During a pause, wake it only if an item is urgent."""
         urgent, self._urgent = self._urgent, False
         if self._items and time.monotonic() >= self._quiet_until:
             self._quiet_until = math.inf
@@ -105,8 +105,8 @@ class WakeupThrottle:
             self._set_timer(pause)
 
     def _pause_ended(self) -> None:
-        """Deliver the items that came during the pause: the thread may have no further item that
-        would wake the loop."""
+        """Deliver the items that came during the pause, because the thread may not add another item
+        that would wake the loop."""
         self._timer = None
         left = self._quiet_until - time.monotonic()
         if left <= 0:

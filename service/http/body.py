@@ -21,8 +21,8 @@ MAX_VALUES = MAX_IDS + 2**14
 """Maximum number of JSON values in a body: enough for the longest list of ids and the other
 fields."""
 MAX_PARTS = 2**14
-"""Maximum number of lists, objects and keys in a body. Parsing one takes as long as parsing ten
-numbers."""
+"""Maximum number of lists, objects and keys in a body. Parsing one of these takes as long as
+parsing ten numbers."""
 UNCOUNTED_BYTES = 2**14
 """Bodies up to this size are parsed without counting their values first, in at most a few ms."""
 
@@ -83,8 +83,8 @@ def described_by(model: type[RequestBody]) -> dict[str, Any]:
 
 
 async def _bounded_body(request: Request) -> bytes:
-    """Read the body of a request. Raises ApiError if the body exceeds the limit; if its declared
-    length does, nothing is read."""
+    """Read the body of a request. Raises ApiError if the body exceeds the limit. If its declared
+    length already exceeds the limit, nothing is read."""
     limit: int = request.app.state.service.settings.max_body_bytes
     # The HTTP parser has checked that the header is a number.
     if int(request.headers.get("content-length", "0")) > limit:

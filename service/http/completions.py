@@ -92,8 +92,8 @@ class Generation:
         return orjson.dumps(reply if self._format is None else self._format.reply(reply))
 
     async def events(self, write: BodyWriter | None) -> AsyncIterator[bytes]:
-        """The events of a stream. If `write` is given, it receives new events directly while this
-        iterator waits and the client keeps up, so that no task has to wake."""
+        """The events of a stream. While this iterator waits, new events are passed directly to
+        `write`, if it is given and the client keeps up, so that no task has to wake."""
         self._sent = time.monotonic()
         if write is not None:
             self._submission.reader = partial(self._write_new, write)

@@ -41,8 +41,8 @@ from logitd.service.models.state import Ready
 
 THREAD_BYTES = 8_192
 """The texts of bodies up to this size are tokenized on the event loop. This takes at most 20 ms,
-even with GPT-NeoX's vocabulary, whose runs of spaces are added tokens. The texts of larger bodies
-are tokenized in a thread."""
+even with GPT-NeoX's vocabulary, in which runs of spaces are added tokens. The texts of larger
+bodies are tokenized in a thread."""
 THREAD_INTERVENTIONS = 256
 """Maximum number of interventions, summed over the sequences of a request, that are resolved on the
 event loop. A larger number is resolved in a thread."""
@@ -177,9 +177,9 @@ async def _pieces(content: bytes) -> AsyncIterator[bytes]:
 
 
 async def _look_up(operation: Operation, body: Any, context: RequestContext) -> Response:
-    """Reply to a request that needs only the vocabulary. Long texts are processed one at a time:
-    each briefly takes many times its size in memory, and other endpoints need the pool's threads
-    too."""
+    """Reply to a request that needs only the vocabulary. Long texts are processed one at a time,
+    because each briefly needs many times its size in memory, and because other endpoints need the
+    pool's threads too."""
     one_at_a_time = context.request.app.state.service.long_texts
     async with one_at_a_time if _is_long(context) else nullcontext():
         plan = await _advance(operation.plan(body, context.subject), None, in_thread=False)

@@ -32,8 +32,8 @@ def checkpoint_metadata(checkpoint: CheckpointInfo) -> dict[str, str]:
 
 def timings(finishes: Sequence[FinishEvent], completion_tokens: int) -> dict[str, float]:
     """The members of `Timings` for a request. The queue phase lasts from the arrival of the first
-    sequence to the first admission, the prefill phase to the first computed prompt, and the decode
-    phase to the end of the last sequence."""
+    sequence to the first admission, the prefill phase from there until the first prompt is
+    computed, and the decode phase until the last sequence ends."""
     phases = _phases(finishes)
     decoding = phases["decode"] / 1e3
     return {

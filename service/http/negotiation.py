@@ -66,8 +66,8 @@ def _accepted(accept: str, forms: Sequence[str]) -> str | None:
         ranges.setdefault(media_range, (_weight(weight), -place))
 
     def preference(form: str) -> tuple[float, int]:
-        """The weight of the most specific range in `Accept` that matches, and the negated position
-        of that range in `Accept`."""
+        """The weight and the negated position of the range in `Accept` that matches `form` most
+        specifically."""
         of_type = f"{form.partition('/')[0]}/*"
         return next((ranges[name] for name in (form, of_type, "*/*") if name in ranges), (0.0, 0))
 

@@ -99,7 +99,7 @@ class OutputsWriter:
         return self._json() if self._media_type == JSON else self._file()
 
     def _check_held(self) -> int:
-        """The number of elements, counted as float32, in the outputs of the largest prompt. Raises
+        """The size of the outputs of the largest prompt, as a number of float32 elements. Raises
         InvalidRequest if all prompts together have too many elements."""
         sizes = [
             sum(

@@ -63,9 +63,9 @@ class OutputsReader:
 
 
 async def paced(parts: Iterator[bytes], context: RequestContext) -> AsyncIterator[bytes]:
-    """Pass on the parts of a reply, with pauses while the engine decodes tokens. Making a part, for
-    example converting rows to JSON, keeps the interpreter busy, which the engine's thread needs
-    too. A pause lasts PAUSE_FACTOR times as long as making the part."""
+    """Yield the parts of a reply, pausing after each part while the engine decodes tokens. Making a
+    part, for example converting rows to JSON, keeps the interpreter busy, which the engine's thread
+    needs too. A pause lasts PAUSE_FACTOR times as long as making the part."""
     while True:
         began = time.perf_counter()
         part = next(parts, None)

@@ -1,8 +1,8 @@
 """Series: computes the many requests (jobs) of one reply, a few at a time.
 
 Jobs are submitted gradually, so that other clients' requests can run between them. A sweep of a
-thousand cells takes only a few places in the queue; the cells that do not have a place wait here,
-even while the queue is full.
+thousand cells takes only a few places in the queue; its other cells wait here, even while the queue
+is full.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from logitd.service.models.context import RequestContext, gather
 AT_ONCE = 8
 """Maximum number of jobs of one series that are queued or running."""
 FULL_SECONDS = 0.2
-"""Wait in seconds before a job that found the queue full is submitted again."""
+"""Seconds to wait before a job is submitted again after the queue was full."""
 
 
 async def respond(
@@ -46,8 +46,8 @@ async def respond(
 
 
 class RunningSeries:
-    """The jobs of one reply. Values that the jobs share count against the reply budget until `end`
-    is called."""
+    """The jobs of one reply. The memory for values that all jobs share counts against the reply
+    budget until `end` is called."""
 
     def __init__(self, reply_id: str, plan: Series, context: RequestContext) -> None:
         self._plan = plan
@@ -107,8 +107,8 @@ class RunningSeries:
         self._held = 0
 
     async def _submit(self, job: Any) -> Submission | None:
-        """Submit a job. Returns None if the queue is full while another job of this series is
-        running."""
+        """Submit a job. If the queue is full, returns None while another job of this series is
+        running, and otherwise waits for room."""
         while True:
             try:
                 return self._context.session.submit([job], more=True)

@@ -47,7 +47,8 @@ def run(settings: BenchSettings) -> int:
 
 
 def measure(settings: BenchSettings) -> dict[str, Any]:
-    """Measure, and return the report. Later versions may add members. Raises one of ERRORS."""
+    """Measure, and return the report, to which later versions may add members. May raise any of
+    ERRORS."""
     loaded = load_model(settings.checkpoint, ComputeOptions.of(settings), log=_log)
     placement = loaded.placement
     check_kv_cache_dtype(settings.kv_cache_dtype, placement.device)
@@ -115,9 +116,9 @@ async def measure_server(url: str, workload: Workload, context: int) -> list[dic
                     tokens = min(2 * tokens, most)
                 else:
                     raise BenchmarkError(
-                        f"{batch} streams of {tokens} tokens never ran at once, and the context of "
-                        f"{context} has no room for more: lower --batches or --prompt-tokens, or "
-                        "give the server more --slots"
+                        f"{batch} streams of {tokens} tokens never all ran at the same time, and "
+                        f"the context of {context} tokens has no room for longer streams: lower "
+                        "--batches or --prompt-tokens, or give the server more --slots"
                     )
             row = {"batch": batch, "tokens_per_second": statistics.median(rates)}
             rows.append({**row, "first_token_seconds": statistics.median(first_tokens)})
@@ -136,8 +137,8 @@ async def stream(client: AsyncClient, prompt: Sequence[int], tokens: int) -> Arr
 
 
 def whole_batch_rate(streams: Sequence[Arrivals]) -> float | None:
-    """Tokens per second while all streams ran: from the time when every stream has received its
-    first token until the first stream ends. None if they never all ran at once."""
+    """Tokens per second while all streams were running, that is, after each had received its first
+    token and before any had ended. None if there was no such time."""
     begin = max(arrivals[1][0] for arrivals in streams)
     end = min(arrivals[-1][0] for arrivals in streams)
     if end <= begin:

@@ -38,7 +38,8 @@ class Reporter:
     @contextlib.contextmanager
     def interrupts(self) -> Iterator[None]:
         """In this context, SIGINT raises KeyboardInterrupt. The extraction's next event raises it
-        again, because Python drops exceptions raised in finalizers, and Ray has many finalizers."""
+        again, in case it was first raised in a finalizer: Python ignores exceptions there, and Ray
+        has many finalizers."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self.interrupted = True

@@ -53,7 +53,7 @@ def run(settings: ImportSettings) -> int:
 
 
 def _flags(settings: ImportSettings) -> list[str]:
-    """The flags on this command line that `logitd serve` has too, with their values."""
+    """The flags of both `logitd import` and `logitd serve` that are set, with their values."""
     values = {"--tokenizer": settings.tokenizer, "--code": settings.code,
               "--code-call": settings.code_call}  # fmt: skip
     return [word for flag, value in values.items() if value is not None for word in (flag, value)]
@@ -155,7 +155,7 @@ def for_serving(
             again = command("serve", source, *_flags(settings), "--run-code")
             raise NotServable(f"{error}\n\n{BY_CODE}\n\n  {again}") from error
         raise NotServable(
-            f"{error}\n\n`serve` has few flags for the import; if the model needs others, run\n\n  "
+            f"{error}\n\n`import` has flags that `serve` lacks. If the model needs one, run\n\n  "
             f"{importing} ...\n  {serving}"
         ) from error
     return destination

@@ -34,8 +34,8 @@ def checkpoint_at(path: Path, follow: str | None = None) -> Path:
     """The folder of the checkpoint to serve: the path itself, the best checkpoint of a run, or the
     checkpoint to which a run's link `follow` points.
 
-    Three kinds of path are returned unchanged: a followed run that has no checkpoint yet, for which
-    the server waits, an unreadable path, and a path that may be a model of another program.
+    Three kinds of path are returned unchanged: a followed run whose first checkpoint the server
+    will wait for; an unreadable path; and a path that may be another program's model.
 
     Raises NotServable and NotFollowed.
     """
@@ -101,7 +101,8 @@ def _adapter(path: Path, base: str) -> str:
 
 
 def _base_of(run: Path) -> str:
-    """The path of the checkpoint that a run adapts, as given on the run's command line."""
+    """The path of the checkpoint that a run adapts, as given on the run's command line; "BASE" if
+    it cannot be read."""
     try:
         document = json.loads(read_regular(run / RUN, CONFIG_BYTES))
         return str(document["config"]["from_checkpoint"] or "BASE")

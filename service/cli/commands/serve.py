@@ -68,8 +68,8 @@ def _servable(source: ModelSource, settings: ServeSettings) -> ModelSource | Non
             for name in ("code", "tokenizer"):
                 if getattr(settings, name) is not None:
                     raise NotServable(
-                        f"{checkpoint} is a checkpoint, and --{name} is for the import of other "
-                        f"models: remove --{name}"
+                        f"{checkpoint} is a checkpoint, but --{name} applies only to models that "
+                        f"must be imported: remove --{name}"
                     )
             return source
         # Most servers do not read models of other programs, so import this only now.
@@ -90,7 +90,7 @@ def _servable(source: ModelSource, settings: ServeSettings) -> ModelSource | Non
 
 
 def _perhaps_a_path(source: ModelSource) -> str:
-    """A hint if NAME=PATH is itself an existing path; otherwise ""."""
+    """A hint if the argument NAME=PATH as a whole is an existing path; otherwise ""."""
     whole = f"{source.name}={source.path}"
     if source.name is None or not Path(whole).exists():
         return ""
@@ -99,8 +99,8 @@ def _perhaps_a_path(source: ModelSource) -> str:
 
 def print_banner(models: Models, port: int, busy: str | None = None) -> None:
     """Print the models, their weights, the addresses, and a command to try. `busy` is the notice
-    that the machine is busy. It was determined when the command started, because loading keeps the
-    processors busy too."""
+    that the machine is busy. It dates from the start of the command, because loading a model keeps
+    the processors busy too."""
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
     first = models.served[0]
     settings = first.settings
@@ -129,9 +129,9 @@ def print_banner(models: Models, port: int, busy: str | None = None) -> None:
 
 
 def _suitable_prompt(checkpoint: CheckpointInfo) -> str | list[int]:
-    """A prompt that suits the vocabulary: the prompt of the sample in the checkpoint's card (the
-    prompt is held-out text). If the card has no sample, or the vocabulary has no text, this is the
-    token that begins a document."""
+    """A prompt that suits the model. It is the held-out text from which the sample in the
+    checkpoint's card was generated. If the card has no sample, or the vocabulary has no text, it is
+    the token that begins a document."""
     prompt = sampled_prompt(read_card(checkpoint.path))
     if prompt and checkpoint.tokenizer.has_text:
         return prompt

@@ -75,7 +75,7 @@ class _Form:
 )
 async def weights(context: AtStep, state: State) -> dict[str, Any]:
     """Every tensor of the checkpoint, then the derived tensors: embedding `W_E`, unembedding `W_U`,
-    and the matrices of each head, which row vectors multiply from the left."""
+    and the matrices of each head, by which row vectors are multiplied (`x @ W`)."""
     async with state.weight_reads:
         listed = await asyncio.to_thread(_list, context.checkpoint)
     return {

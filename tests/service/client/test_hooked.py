@@ -115,5 +115,5 @@ def test_asynchronous_client_has_the_same_calls(server: Serving, client: Client)
 
 def test_function_is_refused_with_the_reason(client: Client) -> None:
     hook: Any = lambda value, hook: value  # noqa: E731
-    with pytest.raises(TypeError, match=r"fwd_hooks\[0\].*runs no code.*LLM"):
+    with pytest.raises(TypeError, match=r"fwd_hooks\[0\].*does not run.*LLM"):
         client.run_with_hooks(TEXT, fwd_hooks=[("blocks.0.hook_mlp_out", hook)])

@@ -106,4 +106,6 @@ def test_streams_that_never_run_at_once_generate_more_up_to_the_context(
         assert run(["bench", str(checkpoint_path), *SMALL, "--url", running.url]) == 1
         assert running.finished("length") == 1 + 3 + 3
     message = capsys.readouterr().err.splitlines()[-1]
-    assert "3 streams of 108 tokens never ran at once, and the context of 128" in message
+    assert (
+        "3 streams of 108 tokens never all ran at the same time, and the context of 128" in message
+    )
