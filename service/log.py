@@ -35,8 +35,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(level: str, *, json: bool = False) -> None:
-    """Log logitd's messages of at least `level`, and uvicorn's messages of at least the level
-    WARNING."""
+    """Log messages of `level` and above; of uvicorn's messages, only those of WARNING and above."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         JsonFormatter()

@@ -157,8 +157,9 @@ class StreamedResponse(Response):
         self._sending_since = None
 
     def _look(self, writing: asyncio.Future[None]) -> None:
-        """End the reply if the client has not read a piece in time; otherwise check again at the
-        earliest possible timeout. A timer per piece would take as long as writing the piece."""
+        """End the reply if the client has not read a piece in time. Otherwise check again at the
+        earliest time at which the timeout can expire. Setting a timer for each piece would take as
+        long as writing the piece."""
         loop = asyncio.get_running_loop()
         now, since = loop.time(), self._sending_since
         begun = now if since is None else since

@@ -61,9 +61,9 @@ def count_structure(text: bytes) -> Structure:
 
 
 def _escaped(backslashes: Flags, *, first: bool) -> tuple[Flags, bool]:
-    """For each byte, whether it is escaped, that is, follows an odd number of backslashes; and the
-    same for the first byte after the block. `first` tells whether the block's first byte is
-    escaped."""
+    """Return which bytes of the block are escaped, that is, follow an odd number of backslashes,
+    and whether the first byte after the block is escaped. `first` tells whether the block's first
+    byte is escaped."""
     places = np.arange(1, len(backslashes) + 1)
     # For each place, the number of backslashes that end there, not counting an escaped first one.
     starts = np.where(backslashes, 0, places)

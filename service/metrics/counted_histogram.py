@@ -1,7 +1,8 @@
 """CountedHistogram: a Prometheus histogram that counts any number of equal values at once.
 
-All sequences of a step have the same few latencies. `Histogram.observe` takes a microsecond for
-each latency, as long as everything else that the event loop does for a token.
+The sequences of a step have only a few different latencies, so equal ones are counted together.
+Calling `Histogram.observe` for each token would take a microsecond, as long as everything else that
+the event loop does for the token.
 """
 
 from bisect import bisect_left

@@ -118,7 +118,8 @@ class Metrics:
         return generate_latest(self.registry)
 
     def know_callers(self, names: Iterable[str]) -> None:
-        """Create the series of these callers, so that alerts can refer to them."""
+        """Create the series of these callers now, so that alerts can refer to them before the first
+        request."""
         for name in names:
             self.key_requests.labels(name)
 

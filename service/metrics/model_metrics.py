@@ -198,8 +198,8 @@ class ModelMetrics:
         self._last_token: dict[tuple[str, int], float] = {}
 
     def serving(self, checkpoint: CheckpointInfo, admission: AdmissionController) -> None:
-        """Report that the model is loaded. The output elements of waiting and running requests are
-        read at each scrape, because they also change between steps."""
+        """Report that the model is loaded. The number of output elements of waiting and running
+        requests is read at each scrape, because it also changes between steps."""
         self.served(checkpoint)
         self.slots.set(admission.slots)
         self.queue_limit.set(admission.limits.sequences)
@@ -216,7 +216,7 @@ class ModelMetrics:
         self._checkpoints.labels(*self._checkpoint).set(1)
 
     def observe_step(self, report: StepReport) -> None:
-        """Count one step, and report the sequences of its engine."""
+        """Count one step, and report how many sequences are running, waiting and paused."""
         self.running.set(report.stats.running)
         self.waiting.set(report.stats.waiting)
         self.paused.set(report.stats.paused)

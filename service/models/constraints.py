@@ -33,8 +33,8 @@ from logitd.service.errors import ApiError, bad_request, queue_full
 from logitd.service.metrics.model_metrics import ModelMetrics
 
 MAX_COMPILING = 8
-"""Maximum number of constraints compiled at the same time. A caller with less than an equal share
-of the running compilations may exceed this limit, up to twice this number in total."""
+"""Maximum number of constraints compiled at the same time. Callers that have less than an equal
+share of the running compilations may exceed this limit, until twice this number are running."""
 MAX_CACHED = 32
 MAX_PREPARED = 64
 """A slow constraint is prepared in advance once for each sequence of a request, but at most this

@@ -50,8 +50,8 @@ class RequestContext:
 
     @property
     def checkpoint(self) -> CheckpointInfo:
-        """The checkpoint with which the request is computed; before the first submission, the
-        newest checkpoint."""
+        """The checkpoint that answers the request. Before the first submission, this is the newest
+        checkpoint."""
         return self.model.checkpoints[self.session.version]
 
     @property

@@ -46,9 +46,9 @@ class History:
         return checkpoints_in(self._folder)
 
     async def open(self, step: int) -> "ServedModel":
-        """The model at a step, which stays in memory until this use is ended with `close`. Raises
-        EngineStopped, and ApiError: 400 if the step was not kept, 429 if requests use all models in
-        memory, 503 if the step cannot be loaded."""
+        """Return the model at a step, and keep it in memory until `close` is called for this use.
+        Raises EngineStopped, and ApiError: 400 if the step was not kept, 429 if requests are using
+        all models in memory, 503 if the step cannot be loaded."""
         self._uses[step] += 1
         try:
             if (model := self._ready(step)) is not None:

@@ -34,10 +34,10 @@ ModelStatus = Literal["ok", "stalled", "failed"]
 class ReplyBudget:
     """Limits the number of array elements that all replies together keep in memory.
 
-    Most replies are written while they are computed. Only arrays whose first axis is not the
-    positions (hidden states, attention weights) and the values of a sweep are kept. Elements count
-    as float32. The limit of a single reply is checked in its plan
-    (`model/operations/operation.py`).
+    Most replies are sent piece by piece while they are computed. Only two kinds of values are kept
+    in memory: arrays whose first axis is not the position (hidden states, attention weights), and
+    the values of a sweep. Elements count as float32. The limit of a single reply is checked in its
+    plan (`model/operations/operation.py`).
     """
 
     def __init__(self, limit: int) -> None:
@@ -68,7 +68,7 @@ class ServedModel:
     checkpoints   the checkpoint of each version of the engine's weights
     settings      the settings of this model
     reply_budget  the budget that all models share
-    autoencoders  the sparse autoencoders; the key of each is the stage of features that it adds
+    autoencoders  the sparse autoencoders; each key is the stage that the autoencoder adds
     history       the steps of the model's run; None unless the server serves them
     """
 

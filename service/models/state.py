@@ -48,8 +48,8 @@ class ServiceState:
     def serve(
         self, models: Sequence[ServedModel | NotLoaded], steps: StepThread | None = None
     ) -> None:
-        """Serve these models, at least one of which is loaded. `steps` is the thread that computes
-        their steps, if they share a thread."""
+        """Serve these models, at least one of which is loaded. `steps` is the thread that runs the
+        steps of all engines, if they share one."""
         self.models = Models(models, any_name=self.settings.any_model_name)
         self._steps = steps
         for source, model in zip(self.settings.models, models, strict=True):
@@ -71,7 +71,7 @@ class ServiceState:
         return self.keys.names
 
     def leave(self) -> None:
-        """Report that the server is draining, and keep answering requests until `drain` is
+        """Report that the server is draining, although it still answers requests until `drain` is
         called."""
         self._leaving = True
 
@@ -142,7 +142,7 @@ State = Annotated[ServiceState, Depends(service_state)]
 
 
 async def model_choice(request: Request, state: State) -> AsyncIterator[ModelChoice]:
-    """The models, for a request that has not chosen one yet."""
+    """Provide the models that a request can choose from."""
     choice = ModelChoice(state.ready(), request)
     try:
         yield choice

@@ -53,7 +53,7 @@ def _render(body: ChatRequest, subject: Subject) -> tuple[int, ...]:
         else:
             ids += encode_within(piece, "messages", subject)
     if not ids:
-        raise bad_request("the chat template writes nothing for these messages", "messages")
+        raise bad_request("the chat template produces no text for these messages", "messages")
     return tuple(ids)
 
 

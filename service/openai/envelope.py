@@ -38,7 +38,8 @@ def named_seed(given: int | None, used: int) -> int:
 
 
 def usage_member(options: StreamOptions | None, counts: dict[str, int]) -> dict[str, Any]:
-    """The member `usage` of a chunk with choices, if the request's options include the usage."""
+    """The member `usage` of a chunk with choices: the usage so far with `continuous_usage_stats`,
+    null with only `include_usage`, otherwise absent."""
     if options is not None and options.continuous_usage_stats:
         return {"usage": usage(counts)}
     if options is not None and options.include_usage:

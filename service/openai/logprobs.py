@@ -81,8 +81,8 @@ class ShownTokens:
         return placed
 
     def _reached(self) -> int:
-        """Number of collected tokens that begin in the shown text. A token without bytes counts as
-        well."""
+        """Number of collected tokens that begin in the shown text. A token without bytes is counted
+        as soon as all tokens before it are."""
         count = 0
         for held in self._held:
             if held.offset >= self._shown and held.token["bytes"]:

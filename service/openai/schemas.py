@@ -1,10 +1,10 @@
 """Bodies and replies of /v1/completions and /v1/models, and the definitions that they share with
 chats.
 
-Fields shared with /generate take their bounds and descriptions from it. null is the default of
-every optional field, because OpenAI's clients send it. Unsupported fields are accepted with a
-neutral value; other values are refused with a message that names the field. Replies have the format
-that OpenAI's clients expect.
+Fields that /generate also has take their bounds and descriptions from it. Every optional field
+accepts null and defaults to it, because OpenAI's clients send null. Unsupported fields are accepted
+with a neutral value; other values are refused with a message that names the field. Replies have the
+format that OpenAI's clients expect.
 """
 
 from collections.abc import Mapping, Sequence
@@ -69,8 +69,8 @@ def unsupported() -> Any:
 
 
 def unsupported_fields(neutral: Mapping[str, Sequence[Any]]) -> Any:
-    """Definitions of unsupported fields, from the neutral values of each. null is always
-    neutral."""
+    """Definitions of unsupported fields. `neutral` maps each name to the values that are accepted
+    besides null."""
     return {
         name: (Annotated[Any, only(*values)], unsupported()) for name, values in neutral.items()
     }
@@ -177,7 +177,8 @@ class StructuredOutputs(RequestBody):
 
 
 def _optional(name: str, field: FieldInfo) -> Any:
-    """A field's type and default, with null for the native default."""
+    """The type and default of a field of /generate, except that it also accepts null, which means
+    the native default."""
     return field.annotation | None, native(name)  # type: ignore[operator]
 
 

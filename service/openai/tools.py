@@ -1,6 +1,6 @@
 """Tools: the constraint that makes an answer a function call, and the parser of that call.
 
-The text that the model writes under the constraint:
+Under the constraint, the model's text depends on the number of functions:
 
 one function       the arguments, as JSON that fits the function's schema
 several functions  `{"name": "f", "arguments": {...}}`, in this layout
@@ -80,8 +80,8 @@ class GrowingCall:
         return {**opening, "function": {**named, "arguments": arguments}}
 
     def _known(self) -> str | None:
-        """The called function's name; None if the text does not have it yet. Removes the name from
-        the text if it is there."""
+        """The called function's name; None if it is not known yet. If there are several functions,
+        the text begins with the name, which is then removed."""
         if not self._wrapped:
             return self._names[0]
         for name in self._names:

@@ -145,8 +145,8 @@ def _tools(body: CompletionRequest | ChatRequest) -> Iterator[Constraint]:
 
 @contextmanager
 def param_names(constraint: Constraint | None, **names: str) -> Iterator[None]:
-    """Make errors in this context name the client's field instead of the native one. `names` maps
-    native names to the client's; the constraint's field is added."""
+    """Within this context, make errors name the client's field instead of the native field. `names`
+    maps native names to the client's names; it need not include the constraint's field."""
     if constraint is not None:
         names[constraint.native] = constraint.field
     try:

@@ -1,5 +1,5 @@
-"""Settings of the commands: one model per command defines flags, environment variables, .env keys
-and --help.
+"""Settings of the commands: one pydantic class per command defines its flags, environment
+variables, .env keys and --help.
 
 A value on the command line takes precedence over a `LOGITD_*` variable in the environment, then
 over `.env`, then over the default. Defaults are only here and in the trainer's `TrainingConfig`.

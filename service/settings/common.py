@@ -30,11 +30,11 @@ class CommandSettings(BaseSettings):
     the default. So one .env can give two commands different values of a flag.
 
     command     name of the command
-    groups      titles of the groups of flags in the help, in their order. A key is the first field
-                of a group; a group in two parts has two keys
+    groups      titles of the groups of flags in the help, in their order. Each key is the first
+    field of a group; if a group is split into two parts, each part has a key
     flag_names  additional flags of fields, without dashes
     needs       fields that have an effect only with some values of earlier fields. Each has a test
-                of the earlier values, and the message if the test fails
+                of the earlier values, and a message for users if the test fails
     """
 
     model_config = SettingsConfigDict(

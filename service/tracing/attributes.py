@@ -84,7 +84,8 @@ def attributes(ended: Ended) -> dict[str, Value]:
 
 
 def _computed(ended: Ended, usage: Usage) -> dict[str, Value | None]:
-    """Attributes of the model, the sampling parameters including defaults, and the tokens."""
+    """Attributes for the model, the sampling parameters (including defaults) and the token
+    counts."""
     state, request = ended.scope["state"], usage.first
     body, context = state.get(BODY), state[CONTEXT]
     found: dict[str, Value | None] = {
@@ -114,8 +115,7 @@ def _computed(ended: Ended, usage: Usage) -> dict[str, Value | None]:
 
 
 def _has_several_seeds(body: object) -> bool:
-    """True if there are several prompts, each with its own seed, because the request does not set a
-    seed."""
+    """True if the request has several prompts but sets no seed, so that each prompt has its own."""
     return (
         isinstance(body, PromptBody)
         and len(body.prompts) > 1

@@ -1,9 +1,9 @@
 """OTLP: sends spans with OpenTelemetry's SDK, which is an optional dependency.
 
-A span is created after the reply, from times that the server measures in any case. A thread of the
+A span is created after the reply, from times that the server measures anyway. A thread of the
 SDK sends spans in batches from a bounded queue. The SDK reads its own variables
-(OTEL_EXPORTER_OTLP_HEADERS, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES). `attributes.py` makes the
-attributes.
+(OTEL_EXPORTER_OTLP_HEADERS, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES). `attributes.py` computes
+the attributes.
 
 `opentelemetry-instrumentation-asgi` 0.66b2 is unsuitable: it ends a span before the engine has
 reported the end of an aborted sequence, it sends addresses, queries and messages of exceptions, and
@@ -44,11 +44,11 @@ SEND_SECONDS = 1.0
 
 
 class OtlpTraces:
-    """Makes and sends spans between `open` and `close`. Use it only on the event loop."""
+    """Creates and sends spans between `open` and `close`. Use it only on the event loop."""
 
     def __init__(self, endpoint: str, ratio: float) -> None:
-        """`endpoint` is the collector's base address. `ratio` is the share of requests that are
-        traced when a request's trace context does not decide this."""
+        """`endpoint` is the collector's base address. The trace context of a request decides
+        whether the request is traced. Of the requests without one, the share `ratio` is traced."""
         self._url = f"{endpoint.rstrip('/')}/v1/traces"
         self._sampler = ParentBased(TraceIdRatioBased(ratio))
         self._tracer: Tracer | None = None
@@ -83,8 +83,8 @@ class OtlpTraces:
             SDK.propagate = True
 
     def record(self, ended: Ended) -> str | None:
-        """Make the spans of a request once the engine has reported the end of all its sequences,
-        which may be after this call returns. Returns the id of the trace; None if the request is
+        """Create the spans of a request once the engine has reported the end of all its sequences.
+        This may happen after the call returns. Returns the id of the trace; None if the request is
         not traced."""
         if self._tracer is None or endpoint_label(ended.scope["path"]) in POLLED:
             return None

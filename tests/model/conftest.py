@@ -34,9 +34,9 @@ def story(sentences: int, seed: int = 0) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def small_products() -> Iterator[None]:
-    """Shrink the matrices of the speed measurement at the start of a run. Products of 512 x 512
-    matrices take a quarter of a short run, or seconds in bfloat16 where torch has no fast bfloat16
-    products. No test here uses the measured speed."""
+    """Shrink the matrices of the speed measurement at the start of a run. The usual 512 x 512
+    matrices would take a quarter of the time of a short run. In bfloat16 they would take seconds on
+    machines where torch has no fast bfloat16 products. No test here uses the measured speed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flops, "RATE_WIDTH", 64)
         yield
@@ -76,7 +76,7 @@ def configuration(story_file: Path, out: Path, **given: Any) -> TrainingConfig:
 
 @pytest.fixture
 def configure(story_file: Path, tmp_path: Path) -> Configure:
-    """Make a configuration of a very small model; keyword arguments replace its values."""
+    """A function that makes a configuration of a very small model; its arguments replace values."""
 
     def make(*, out: Path = tmp_path / "run", **given: Any) -> TrainingConfig:
         return configuration(story_file, out, **given)
@@ -111,7 +111,8 @@ repeats the tests of native code for these targets."""
     params=["auto", *(pytest.param(name, marks=pytest.mark.slow) for name in LESSER)],
 )
 def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
-    """Skips if there is no compiler, or if the processor cannot run the target."""
+    """The native kernels for one target. Skips the test if there is no compiler, or if the
+    processor cannot run them."""
     try:
         return load_library(target=request.param).functions
     except KernelsUnavailable as reason:

@@ -12,9 +12,9 @@ import pytest
 
 
 def combinations(*choices: Sequence[Any]) -> list[Any]:
-    """All combinations of three or more parameters, for `pytest.mark.parametrize`; combinations
-    whose indices have an odd sum are slow. With only two parameters, some pairs of values would run
-    only in the slow set."""
+    """All combinations of three or more parameters, for `pytest.mark.parametrize`. A combination is
+    marked as slow if the sum of its indices is odd. With only two parameters, some pairs of values
+    would run only in the slow set."""
     assert len(choices) > 2
     assert all(len(choice) > 1 for choice in choices)
     return _marked(choices, lambda indices: sum(indices) % 2 == 0)
@@ -22,8 +22,9 @@ def combinations(*choices: Sequence[Any]) -> list[Any]:
 
 def values(*choices: Sequence[Any]) -> list[Any]:
     """All combinations of parameters, for `pytest.mark.parametrize`. The first parameter must have
-    the most values. For each of its values one combination is quick; across the quick combinations
-    the other parameters cycle through their values. The remaining combinations are slow."""
+    the most values. The quick set has one combination for each of its values; from one to the next,
+    the other parameters count up like the digits of a number. All other combinations are marked as
+    slow."""
     longest, *others = map(len, choices)
     assert longest >= max(others)
     quick = set()

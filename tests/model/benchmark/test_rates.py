@@ -30,8 +30,8 @@ def gpt() -> GPT:
 
 
 def ahead(batch: int, prompt: int) -> int:
-    """Number of tokens by which the first sequence is ahead of the last one when the last prefill
-    ends, if a step computes 64 prompt positions."""
+    """How many tokens the first sequence is ahead of the last one when the last prefill ends, if
+    each step computes 64 prompt positions."""
     blocks = -(-prompt // 32)
     return -(-batch * blocks // 2) - -(-blocks // 2)
 

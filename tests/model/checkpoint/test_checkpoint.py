@@ -218,7 +218,7 @@ def test_checkpoint_is_never_overwritten(saved: Path) -> None:
 
 
 class FailingTokenizer(Tokenizer):
-    """Fails in the middle of a save: the weights are written, the ranks only in part."""
+    """A tokenizer that makes a save fail after the weights and a part of the ranks are written."""
 
     def __init__(self, error: BaseException) -> None:
         whole = byte_tokenizer()

@@ -86,7 +86,7 @@ def test_nearest_shape_is_exportable_and_changes_only_objections(
 
 @given(shapes())
 def test_every_objection_matters(shape: dict[str, Any]) -> None:
-    """If the causes of all objections but one are removed, that one still prevents an export."""
+    """If all objections but one are resolved, the remaining one still prevents an export."""
     config = config_of(shape)
     found = objections(config)
     assume(len(found) > 1 and all(each.instead is not None for each in found))

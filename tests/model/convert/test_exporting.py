@@ -267,7 +267,7 @@ def test_words_become_a_vocabulary_of_words(joined: bool, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("room", [0, 1000, 30_000])
 def test_full_disk_is_reported_and_leaves_nothing(room: int, tmp_path: Path) -> None:
-    """The smaller files of the folder may fit on the disk; its weights do not."""
+    """The small files of the export may fit on the disk, but the weights do not."""
     save_theirs(tmp_path / "theirs", "llama")
     reason = r" cannot be written: .*File too large\. No partial copy is left\. Free space"
     with files_of_at_most(room), pytest.raises(FileError, match=f"ours{reason}"):

@@ -1,4 +1,5 @@
-"""What every import does after reading the weights: it adapts rows, padding and names."""
+"""The steps that every import takes after reading the weights: it adapts rows, padding and
+names."""
 
 import gzip
 from pathlib import Path

@@ -35,7 +35,7 @@ def state() -> dict[str, torch.Tensor]:
 
 
 def packed_again(path: Path, change: Callable[[str, bytes], bytes], kind: int) -> Path:
-    """The archive with changed contents, repacked as a zip program would."""
+    """Change the contents of an archive, and pack it again as a zip program would."""
     with zipfile.ZipFile(path) as old:
         contents = {entry.filename: old.read(entry) for entry in old.infolist()}
     with zipfile.ZipFile(path, "w", kind) as new:

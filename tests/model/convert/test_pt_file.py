@@ -134,7 +134,8 @@ def test_dictionaries_of_other_classes_are_refused_by_name(value: Any, tmp_path:
 def test_class_of_a_configuration_is_not_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its module exists, and would write a file if it were imported."""
+    """The module of the configuration's class exists, and would write a file if it were
+    imported."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     module = types.ModuleType("gone_project")

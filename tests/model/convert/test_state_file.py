@@ -151,7 +151,7 @@ def test_models_section_has_precedence() -> None:
 
 
 def test_vocabulary_is_not_read_as_settings(tmp_path: Path) -> None:
-    """Words of a vocabulary may look like settings."""
+    """A vocabulary may contain words that are also names of settings."""
     stoi = {"n_head": 3, "dropout": 7} | {f"word {n}": n for n in range(300)}
     value = {"model": STATE, "stoi": stoi, "config": {"n_head": 4}}
     assert read_state_file(saved(tmp_path / "m.pt", value)).settings == {"n_head": 4}

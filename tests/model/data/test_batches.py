@@ -58,8 +58,8 @@ def test_passes_differ_in_order_and_offset() -> None:
 def test_windows_of_a_pass_equal_windows_of_the_shuffled_documents(
     lengths: list[int], unfinished: bool, epoch: int
 ) -> None:
-    """The windows read from the shard equal the windows of a copy of the text that has the
-    documents in the order of that pass."""
+    """In each pass, the windows read from the shard equal the windows of a copy of the text with
+    its documents in the order of that pass."""
     documents = [np.append(np.full(length - 1, 1 + i), END) for i, length in enumerate(lengths)]
     documents += [np.full(20, 100)] if unfinished or sum(lengths) < 17 else []
     tokens = np.concatenate(documents).astype(np.uint16)

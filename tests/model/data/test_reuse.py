@@ -65,8 +65,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_documents_stay_whole_and_on_one_side(
     folder: Path, documents: list[bytes], ended: bool, chunk: int
 ) -> None:
-    """Short documents repeat, and all copies of a document are on the same side. If one text makes
-    up most of the data, all of its copies are cut at the same place."""
+    """The drawn documents are short, so some are equal. All copies of a document are on the same
+    side. If one text makes up most of the data, all of its copies are cut at the same place."""
     path = write(folder / "a.tokens", documents, ended=ended or documents[-1] == b"")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "CHUNK", chunk)

@@ -36,7 +36,7 @@ def write(path: Path, size: int) -> Path:
 
 
 def texts(windows: module.HeldOutWindows, checkpoint: CheckpointInfo) -> list[bytes]:
-    """Each window with the token that follows it."""
+    """The text of each window, including the token that follows it."""
     (batch,) = windows.windows
     inputs, targets = batch
     return [

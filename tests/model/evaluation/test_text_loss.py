@@ -137,7 +137,7 @@ def test_text_loss_refuses_an_impossible_request(tiny: Path, short: Path, tmp_pa
 
 
 def test_whole_held_out_part_of_pythons_text_is_measured(tmp_path: Path) -> None:
-    """`serve` measures only a sample of it."""
+    """`logitd serve` measures the loss only on a sample of this text."""
     data: dict[str, Any] = {"name": "x", "licence": "y", "built_in": True, "val_bytes": 300_000}
     gpt = tiny_gpt(tiny_config(context_length=512, n_layer=1, d_model=8, n_head=1, vocab_size=259))
     info = save_tiny_checkpoint(

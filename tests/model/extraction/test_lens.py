@@ -1,5 +1,5 @@
-"""`--lens` of real checkpoints equals `LLM.lens` and `LLM.score` bit for bit, and its columns are
-added to the rows of `--logprobs`."""
+"""With real checkpoints, the values of `--lens` equal those of `LLM.lens` and `LLM.score` bit for
+bit, and its columns are added to the rows of `--logprobs`."""
 
 from dataclasses import replace
 from pathlib import Path

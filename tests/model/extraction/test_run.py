@@ -183,7 +183,7 @@ def test_stages_equal_activations_to_the_bit(
 def test_sample_is_rows_of_the_whole_in_the_stored_dtype(
     extracting: Extract, tmp_path: Path, dtype: Any
 ) -> None:
-    """The same tokens are sampled if the windows and shards have different sizes."""
+    """The same tokens are sampled even if the windows and shards have different sizes."""
     stage = "blocks.1.output"
 
     def tokens(name: str, **asked: Any) -> dict[tuple[int, int], Any]:
@@ -375,7 +375,7 @@ def test_one_process_writes_a_folder(extracting: Extract, tmp_path: Path) -> Non
 
 
 def test_full_disk_is_explained_and_shards_stay(extracting: Extract, tmp_path: Path) -> None:
-    """The limit on the size of files is too small for the largest shard."""
+    """The file size limit is one byte too small for the largest file, so writing it fails."""
     straight = contents(extracting(tmp_path / "straight", top_k=20, **ASKED).path)
     largest = max(map(len, straight.values()))
     refusal = pytest.raises(ExtractionError, match=r"out .*--out.* repeat the command to continue")

@@ -28,8 +28,8 @@ def hooked(gpt: GPT) -> HookedGPT:
 
 
 def family_gpt(family: str) -> GPT:
-    """A GPT in float64, because with these large weights float32 errors grow with depth. Without
-    gradients, activations are rounded to float32, so the tests leave gradients on."""
+    """A GPT in float64, because with its large weights the errors of float32 would grow with depth.
+    The tests leave gradients enabled, because without them activations are rounded to float32."""
     return tiny_gpt(tiny_config(**FAMILIES[family])).double()
 
 

@@ -55,8 +55,8 @@ def train(model: Lecture, ids: Tensor, length: int, steps: int = 200) -> None:
 
 @pytest.fixture(scope="session")
 def trained() -> Trained:
-    """The lecture's model after 200 steps. Its attention scores are divided by the square root of
-    the whole width."""
+    """The model of `textbook/lecture.py` after 200 training steps. Its attention scores are divided
+    by the square root of the whole width."""
     torch.manual_seed(3)
     model = Lecture(whole_width=True, vocab=len(LETTERS), width=32, heads=4, length=24)
     train(model, encode(sums(3000, seed=1)), 24)

@@ -141,7 +141,8 @@ def state_file(
 
 
 def built_from(scheme: Scheme, model: nn.Module, **changes: Any) -> Built:
-    """The GPT built from a file's tensors, with the right computation or with `changes` to it."""
+    """The GPT built from a model's tensors with the scheme's computation and these `changes` to
+    it."""
     how = Computation(**{**USUAL, **scheme.how, **changes})
     return build(mapped(model), how)
 

@@ -31,8 +31,8 @@ from tests.model.convert.by_role.textbook.nanogpt import Nano, NanoConfig
 
 
 def logits_in_float64(built: Built, ids: Tensor) -> Tensor:
-    """The model's logits in float64, with the head's bias added here. Gradients stay on, because
-    without them activations are rounded to float32."""
+    """The logits of the built model in float64. The head's bias is added here, not by the model.
+    Gradients stay enabled, because without them the model rounds activations to float32."""
     weights = {name: weight.double() for name, weight in built.weights.items()}
     bias = weights.pop("head.bias", torch.zeros(VOCAB, dtype=torch.float64))
     gpt = GPT(replace(built.config, head_bias=False)).double()

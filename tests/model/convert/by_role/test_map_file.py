@@ -187,7 +187,8 @@ def test_incomplete_layers_are_refused(old: str, new: str, sentence: str, tmp_pa
 
 
 def test_map_without_tensors_answers_and_ignores(tmp_path: Path) -> None:
-    """The roles are recognized without the map file, which adds only what the user alone knows."""
+    """The map file answers questions and lists tensors to ignore. It gives no roles: they are
+    recognized from the names."""
     path = tmp_path / "few.toml"
     path.write_text(
         '[computation]\nn_head = 4\nactivation = "gelu"\nscore_scale = "head_dim"\n'

@@ -184,8 +184,8 @@ def test_text_of_another_model_is_refused(trained: Trained) -> None:
 
 
 def test_short_text_leaves_questions_open(trained: Trained) -> None:
-    """Three predicted tokens make one window, which gives no error bar, so score scale and
-    activation stay open."""
+    """Three predicted tokens make only one window. The error cannot be estimated from one window,
+    so score scale and activation stay undecided."""
     tensors = mapped(trained.model)
     objective = words(trained.token_ids[:4])
     assert len(objective.windows) == 1
@@ -194,7 +194,7 @@ def test_short_text_leaves_questions_open(trained: Trained) -> None:
 
 
 def test_undecided_values_are_asked(trained: Trained) -> None:
-    """Three windows settle the scale but not the activation."""
+    """Three windows of text suffice to decide the score scale, but not the activation."""
     tensors = mapped(trained.model)
     objective = words(trained.token_ids[:75])
     given = answer(findings(tensors), {"score_scale": "d_model", "norm_position": "pre"})

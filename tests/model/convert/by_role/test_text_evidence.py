@@ -139,7 +139,7 @@ def test_measured_value_is_not_reported_as_convention(trained: Trained) -> None:
 
 
 def test_lines_are_samples_after_their_start(trained: Trained) -> None:
-    """A model trained on names predicts each line from a leading id 0, without the previous
+    """A model trained on a list of names sees the id 0 before each line, but not the previous
     line."""
     ids = torch.tensor(trained.token_ids[: 7 * FEWEST_LINES]).view(-1, 7)
     lines = [row[: 3 + index % 4].tolist() for index, row in enumerate(ids)]

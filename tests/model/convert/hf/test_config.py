@@ -92,7 +92,7 @@ def test_weights_in_pickles_are_the_same(family: str, shards: int, tmp_path: Pat
 def test_pickles_of_anything_else_are_refused(
     gpt2_folder: Path, tmp_path: Path, state: Any, sentence: str
 ) -> None:
-    """Of a pickled object, only the attributes are read, and none of its code runs."""
+    """A pickled object is read as a dictionary of its attributes, and none of its code runs."""
     folder = shutil.copytree(gpt2_folder, tmp_path / "pickled")
     (folder / "model.safetensors").unlink()
     torch.save(state, folder / "pytorch_model.bin")

@@ -19,7 +19,7 @@ BYTES = {bytes([byte]): byte for byte in range(256)}
 
 @given(st.lists(st.text("abc", min_size=2, max_size=5), unique=True, max_size=25), st.text("abc"))
 def test_merges_of_any_ranks_encode_alike(tokens: list[str], piece: str) -> None:
-    """The tokens are random, not learned, and in any order. A token that no merge produces is found
+    """The tokens are random, not learned, and in any order. A token that no merge produces is used
     only if it is the whole piece."""
     ranks = BYTES | {token.encode(): 256 + rank for rank, token in enumerate(tokens)}
     tokenizer = Tokenizer(ranks=ranks, pattern=r"[\s\S]+", special_tokens={})

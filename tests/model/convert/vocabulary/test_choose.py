@@ -422,7 +422,7 @@ def test_list_of_lines_may_hold_a_line_break(tmp_path: Path) -> None:
 
 def test_list_of_characters_may_be_a_sorted_text(tmp_path: Path) -> None:
     """A file with one character per line may be a list of tokens, or a text whose sorted characters
-    are numbered by id."""
+    are the tokens. If both are possible and give different ids, the import is refused."""
     path = tmp_path / "vocab.txt"
     path.write_text("b\nc\n\n\na\n", encoding="utf-8")
     sentence = r"fit the model's 4 rows and disagree: \S+vocab\.txt, characters:\S+vocab\.txt\."

@@ -77,8 +77,8 @@ def test_direct_parts_are_each_head_bias_and_mlp(gpt: GPT) -> None:
 
 
 def test_each_part_is_the_drop_in_the_logit_without_it(gpt: GPT) -> None:
-    """Every norm's scale is frozen. Each part is computed by hand from the stages of the
-    forward."""
+    """The scale of every norm is held constant. The expected parts are computed by hand from the
+    stages of the forward."""
     gpt = copy.deepcopy(gpt).double()
     config, stages, blocks = gpt.config, plain_stages(gpt, IDS), [*map(_block, gpt.blocks)]
     position = len(IDS) - 1
@@ -91,8 +91,9 @@ def test_each_part_is_the_drop_in_the_logit_without_it(gpt: GPT) -> None:
         return scaled
 
     def to_logit(part: Tensor, layer: int, after: str) -> float:
-        """Apply the mixtures and norms that follow the sublayer `after` of a block. If `after` is
-        "embedding", start before the block."""
+        """The amount that a part adds to the logit, computed with the mixtures and norms that
+        follow the sublayer `after` of a block. If `after` is "embedding", start before the
+        block."""
         embedding = part if after == "embedding" else torch.zeros_like(part)
         middle = torch.zeros_like(part)
         for later in range(layer, config.n_layer):

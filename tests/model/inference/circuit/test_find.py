@@ -276,8 +276,8 @@ def test_ablations_are_those_of_the_plain_forward(gpt: GPT) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "modern", "multi-query", "neox", "scaled"])
 def test_tokens_carry_the_whole_effect_of_attention_weights(family: str) -> None:
-    """In a model of one block, the effect is computed from two sets of attention weights: the
-    text's weights and the weights for the mean input."""
+    """In a model of one block, the expected effect is computed from the difference between two sets
+    of attention weights: the text's weights and the weights for the mean input."""
     gpt = tiny_gpt(tiny_config(**{**FAMILIES[family], "n_layer": 1})).double()
     text, kept, _ = search(gpt, IDS, TOKEN, MINUS)
     (block,), chosen = text.blocks, kept.choice.chosen[0, "heads"]

@@ -121,8 +121,8 @@ HOSTILE: dict[str, Source] = {
 }
 MULTIPLES = [{"type": "integer", "multipleOf": 99_991 - i} for i in range(10)]
 SLOW = Source("json_schema", json.dumps({"allOf": [{"anyOf": MULTIPLES}]}))
-"""A schema that takes twenty seconds on a fast core to fill the memory of `roomy`. With the
-compiler's own bounds it would compile fast, but the compiler adds none to a schema that uses
+"""A schema whose compilation fills the memory of `roomy`, after twenty seconds on a fast core. With
+the compiler's own bounds it would compile fast, but the compiler adds none to a schema that uses
 allOf."""
 
 
@@ -168,7 +168,7 @@ def test_sandbox_uses_a_vocabulary_without_all_bytes(
 
 LONG = {"large"}
 """Names of the sources in HOSTILE that take seconds to compile. Here they are compiled only in the
-slow set; a fast test of the server sends it the same sources."""
+slow set, because a fast test already sends the same sources to a server."""
 
 
 @pytest.mark.parametrize(
@@ -216,8 +216,8 @@ def test_sandbox_refuses_a_source_that_fails_at_its_first_tokens(sandbox: Sandbo
 
 
 def test_trial_ends_after_its_own_processor_time(roomy: Sandbox) -> None:
-    """The limit counts processor time, so the trial of GOOD may wait for its request longer than
-    the limit."""
+    """The limit counts processor time. So the trial of GOOD succeeds, although it first waits
+    longer than the limit for its request."""
     roomy.start()
     with roomy.begin() as waits:
         with pytest.raises(TooSlow):

@@ -133,8 +133,8 @@ def score_request(
 
 @dataclass(frozen=True)
 class Steps:
-    """A constraint without text: the id of a token must equal the token's index in the completion,
-    modulo `by`. The constraint is complete after `length` tokens."""
+    """A constraint on token ids, not on text: each id must equal the token's index in the
+    completion, modulo `by`. The constraint is complete after `length` tokens."""
 
     vocab_size: int
     by: int = 2
@@ -386,8 +386,8 @@ def run(gpt: GPT, *requests: Request, **config: Any) -> dict[tuple[str, int], Ou
 
 
 def skip_unless_rows_depend_on_their_number() -> None:
-    """Skip if this machine's matrix products give a row the same bits alone and in a batch: padding
-    rows then make no difference that a test could find."""
+    """Skip the test if this machine's matrix products give a row the same bits alone and in a
+    batch. On such a machine, no test can detect that padding rows are missing."""
     x = torch.randn(4, 48, generator=torch.Generator().manual_seed(0))
     weight = torch.randn(96, 48, generator=torch.Generator().manual_seed(1))
     if torch.equal(x[:1] @ weight.T, (x @ weight.T)[:1]):

@@ -89,7 +89,7 @@ prompts = st.builds(
 
 @dataclass(frozen=True)
 class Ask:
-    """A request that is sent later and gets its name then."""
+    """A description of a request, which gets its name when it is sent."""
 
     kind: str
     prompt: tuple[int, ...]

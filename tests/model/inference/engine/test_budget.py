@@ -41,9 +41,9 @@ pass may cost more or less than PASS_WORK."""
 
 @dataclass
 class Machine:
-    """A scheduler on a machine whose steps have these costs, in seconds. `slower` is a factor for
-    one step. For each step with decoding sequences, `spent` lists the time of the step and the part
-    of that time that decoding takes."""
+    """A scheduler on a machine whose steps have these costs, in seconds. `slower` multiplies the
+    time of every step. For each step with decoding sequences, `spent` lists the time of the step
+    and the part of that time that decoding takes."""
 
     target: TargetGap | None
     chunk: int = 8 * BLOCK
@@ -148,9 +148,9 @@ def seconds_of_a_prompt(target: TargetGap | None, decode: float, block: float) -
 
 @given(decode=st.floats(1e-4, 10.0), block=st.floats(1e-4, 1.0))
 def test_short_target_delays_no_prompt_beyond_the_limit(decode: float, block: float) -> None:
-    """With a target of one nanosecond and no limit, each step would compute only one block of a
-    prompt next to a decode step. The test allows one extra step, because the last chunk may be
-    short."""
+    """The target is one nanosecond. Without the limit MOST_DELAY, each step would compute only one
+    block of a prompt next to its decode step. The test allows one extra step, because the last
+    chunk may be short."""
     bounded = seconds_of_a_prompt(1e-9, decode, block)
     step = decode + PASS_WORK * block
     assert bounded - step <= MOST_DELAY * seconds_of_a_prompt(None, decode, block) * (1 + 1e-9)
@@ -221,8 +221,8 @@ def test_budget_accepts_steps_that_cost_nothing() -> None:
 
 
 def test_prompts_in_a_pass_cost_its_time_beyond_a_decode_step() -> None:
-    """Decoding leaves 0.16 seconds of the gap. A chunk in the same pass saves the time of reading
-    the weights again, so more than two blocks fit."""
+    """Decoding leaves 0.16 seconds of the gap. A chunk computed in the same pass as decoding does
+    not read the weights again. This saves time, so more than two blocks fit."""
     apart, together = Machine(DecodeSteps(3)), Machine(DecodeSteps(3), saved=0.06)
     for machine in (apart, together):
         machine.streams()

@@ -273,8 +273,9 @@ def test_lexer_limits_apply_to_each_sequence() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Ending(Steps):
-    """A constraint whose matchers fail after some tokens or turn out to be complete, either when a
-    token is accepted or when a mask is made."""
+    """A constraint whose matchers end after some tokens: they raise `error`, or are complete if
+    there is none. They do so when they accept the last token or, if `late`, when the next mask is
+    made."""
 
     after: int = 3
     error: Exception | None = None

@@ -164,7 +164,7 @@ def differences(
     make_decoder: DecoderMaker = PlainDecoder,
     **config: Any,
 ) -> int:
-    """Number of sequences that have one outcome in a batch and another when they run alone."""
+    """Number of sequences whose outcome in a batch differs from their outcome alone."""
     rng = random.Random(str(seed))
     pool = pool_of_requests(rng, gpt, pool_size, max_tokens)
     expected = alone(gpt, pool, make_decoder, **config)

@@ -23,8 +23,8 @@ tokens_of_a_text = st.lists(st.integers(0, 1) | st.integers(0, 3), max_size=90)
 
 
 def searched(tokens: list[int]) -> tuple[int, int]:
-    """`Repeats.find` by its definition: of the latest earlier places where the last pair of tokens
-    occurs, the place with the longest matching run."""
+    """The definition of `Repeats.find`. Of the latest earlier places where the last two tokens
+    occur, take the one with the longest matching run; return the run's length and end."""
     ends = [end for end in range(len(tokens) - 1, 1, -1) if tokens[end - 2 : end] == tokens[-2:]]
     for length in range(LONGEST, SHORTEST - 1, -1):
         for end in ends[:CANDIDATES]:
@@ -151,7 +151,7 @@ def test_draft_has_the_rows_that_pay(rate: float, sequences: int) -> None:
 @pytest.mark.parametrize("sequences", [1, 8])
 @pytest.mark.parametrize("alphabet", [10, 50, 500])
 def test_random_text_has_few_wrong_rows(alphabet: int, sequences: int) -> None:
-    """Runs of ids repeat all the time, but a different id follows each time."""
+    """In a random text, runs of ids repeat often, but the id that follows a run is random."""
     rng = random.Random(alphabet)
     text = [rng.randrange(alphabet) for _ in range(4000)]
     drafts = drafts_over(text, known=100, sequences=sequences)

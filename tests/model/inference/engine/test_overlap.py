@@ -195,8 +195,8 @@ def test_new_prompt_does_not_wait_for_the_step_in_flight() -> None:
 
 @pytest.mark.parametrize("ends_by", ["abort", "stop", "deadline"])
 def test_next_sequence_of_a_slot_sees_no_step_in_flight(ends_by: str) -> None:
-    """The token in flight lies far beyond the end of the next prompt, and its numbers are not
-    finite. They must be erased, not only masked, before the slot's next sequence reaches that
+    """The keys and values of the token in flight are not finite, and lie far beyond the end of the
+    next prompt. They must be erased, not only masked, before the slot's next sequence reaches that
     position."""
     prompt = random_prompt(random.Random(11), 50)
     text = generate(OLD, prompt, params(4))

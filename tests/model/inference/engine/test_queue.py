@@ -112,8 +112,8 @@ def test_held_sequences_come_next_after_release() -> None:
 
 
 def test_computed_prompts_take_turns() -> None:
-    """All slots hold long prompts of one caller. If one of them ends, a prompt of another caller
-    takes its slot. It waits for one more long prompt only, not for all of them."""
+    """All slots hold long prompts of one caller. When one of them ends, a prompt of another caller
+    takes its slot. From then on, the prompts of the two callers are computed in turn."""
     scheduler = Scheduler(EngineConfig(slots=7, prefill_chunk=32))
     long = [waiting(f"long {i}", "long", length=96) for i in range(12)]
     for sequence in long:

@@ -1,8 +1,8 @@
 """Scheduler: fair, bounded, and always right about the contents of a cache row.
 
-The plans are carried out on a cache of words instead of tensors: each cell remembers the tokens
-that it was computed from. So an overwritten row, a skipped position or a prefix that was never
-there shows at the first step that would compute with it.
+The plans are carried out on a simulated cache: instead of tensors, each cell stores the tokens that
+it was computed from. So an overwritten row, a skipped position or a prefix that was never in the
+cache is noticed in the first step that would use it.
 """
 
 import itertools
@@ -233,7 +233,7 @@ def rows_in(chunk: PrefillChunk) -> int:
 
 
 def blocks(*tokens: int, rest: int = 0) -> list[int]:
-    """For each of the `tokens` a whole block of copies, followed by `rest` zeros."""
+    """One block for each of the `tokens`, filled with that token, and then `rest` zeros."""
     return list(itertools.chain.from_iterable([token] * BLOCK for token in tokens)) + [0] * rest
 
 
@@ -597,7 +597,7 @@ class Mix:
 )
 def test_random_mixes(seed: int, share_decoded: bool) -> None:
     """Every rule of `Simulation.step` holds in every step, and all requests end. If decoded tokens
-    are shared, some prompts continue from what others have generated."""
+    are shared, some prompts begin with text that other requests have generated."""
     rng = random.Random(seed)
     simulation = Simulation(
         slots=rng.randint(1, 6),

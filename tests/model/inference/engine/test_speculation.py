@@ -1,8 +1,8 @@
 """Speculation: an engine that verifies drafts gives the same bits as one without, in fewer steps.
 
-Texts of few ids repeat all the time and continue differently half of the time: drafts are right,
-wrong, and partly right. With `counting_gpt` drafts are always right, so the result of a step is
-known.
+The texts have few different ids. Runs of ids repeat all the time, but half of the time they
+continue differently, so drafts are right, wrong, or partly right. With `counting_gpt` drafts are
+always right, so the result of a step is known.
 """
 
 import dataclasses

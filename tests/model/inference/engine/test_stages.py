@@ -166,7 +166,7 @@ def covered(intervention: Intervention, length: int, prompt_length: int) -> Sequ
 
 
 def changed_by_hand(change: Intervention, numbers: Tensor, values: Tensor | None) -> Tensor:
-    """Apply the operation of `change` to the chosen numbers of one head at one position."""
+    """Apply the operation of `change` to the chosen elements of one head at one position."""
     match change.operation:
         case "zero":
             return torch.zeros_like(numbers)
@@ -187,8 +187,8 @@ def change_by_hand(interventions: Sequence[Intervention], prompt_length: int) ->
         return torch.nn.functional.normalize(torch.from_numpy(row).to(like.dtype), dim=0)
 
     def of_row(change: Intervention, place: int, index: int | None, row: Tensor) -> Tensor:
-        """The changed row of a stage; `index` is the position of its head among the chosen
-        heads."""
+        """Apply `change` to a row of a stage. `index` is the position of the row's head among the
+        chosen heads."""
         values = change.values
         if values is not None:
             given = values[place % len(values)]
@@ -424,8 +424,8 @@ def test_patching_a_prompt_with_itself_changes_no_bit(gpt: GPT, count: int | Non
 
 @cache
 def changed_and_plain() -> tuple[GPT, list[Any], dict[tuple[str, int], Outcome]]:
-    """Generations, rows and scores, with and without changes, and the result of each request when
-    it runs alone in the largest possible pieces."""
+    """A model, requests for generations and for rows, with and without changes, and the outcomes of
+    each request when it runs alone in the largest possible pieces."""
     gpt = tiny_gpt(tiny_config())
     rng = random.Random(3)
     requests: list[Any] = []

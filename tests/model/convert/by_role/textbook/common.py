@@ -58,7 +58,8 @@ def steps(ids: Tensor) -> Tensor:
 
 
 def waves(length: int, width: int, *, halves: bool = False) -> Tensor:
-    """Sinusoidal positions (length, width): sine and cosine in turn, or all sines first."""
+    """Sinusoidal positions (length, width). Sines and cosines alternate; with `halves`, all sines
+    come first."""
     table = torch.zeros(length, width, dtype=torch.float64)
     for position in range(length):
         for pair in range(width // 2):

@@ -21,7 +21,7 @@ from tests.model.convert.by_role.textbook.common import (
 
 
 class Waves(nn.Module):
-    """Adds a table of sines, which is in the state dict if `kept`."""
+    """Adds sinusoidal positions. If `kept`, their table is part of the state dict."""
 
     pe: Tensor
 

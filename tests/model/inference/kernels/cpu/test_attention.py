@@ -119,8 +119,9 @@ def test_token_that_is_not_finite_spoils_no_earlier_one(
 def test_subnormal_and_huge_values_keep_the_bits(
     library: ctypes.CDLL, width: int, scale: float
 ) -> None:
-    """Products of these values are subnormal. Tiles flush them to zero; vector instructions do so
-    only if told to. The next matrix scales them up again, so a difference would show."""
+    """With the small scale, products are subnormal. AMX tiles flush these to zero; vector
+    instructions do so only if they are set to. The next matrix undoes the scale, so a difference
+    would show."""
     gpt, ids = gpt_of(width, 3, 3), random_ids(60).tolist()
     with torch.no_grad():
         for name, parameter in gpt.named_parameters():
