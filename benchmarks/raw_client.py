@@ -10,7 +10,7 @@ A `Dialect` defines the requests and events of one kind of server; `NATIVE` is t
 /generate. A stream of any dialect ends in `[DONE]`.
 
 TLS, proxies and retries are not supported. For a server on another machine, use `AsyncClient`,
-which then takes no time from the server.
+which then does not compete with the server for processors.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class Dialect(Protocol):
         """Return a body that requests exactly `tokens` tokens after a prompt."""
 
     def counter(self, prompt: Sequence[int]) -> Counter:
-        """Return a counter for the tokens of one reply."""
+        """Return a counter of the tokens in one reply to this prompt."""
 
 
 class _Native:
@@ -165,7 +165,7 @@ class _Reply:
         self._refusal = bytearray()
 
     def lost(self, why: str) -> None:
-        """Record that the connection has ended."""
+        """End the stream with an error that says why, unless the reply is complete."""
         if not self.complete:
             message = f"the stream broke off after {self._tokens} tokens: {why}"
             self._fail(StreamError(message, self._tokens, self._request_id))
@@ -200,7 +200,7 @@ class _Reply:
         return self._headers.get("x-request-id", "")
 
     def _fail(self, error: Exception) -> None:
-        """End the stream: no more events are counted."""
+        """End the stream with this error, unless it has already ended."""
         if not self.ended.done():
             self.ended.set_exception(error)
 

@@ -58,7 +58,7 @@ class Ask(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StreamRecord:
-    """One stream: the time of its request, and its arrivals."""
+    """One stream: when it was requested, its arrivals, and its failure if it has one."""
 
     sent: float
     arrivals: tuple[Arrival, ...]

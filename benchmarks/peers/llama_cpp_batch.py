@@ -121,8 +121,8 @@ class LlamaCpp:
 
 
 def new_sampler(seed: int) -> Any:
-    """A sampler that draws from the whole distribution. It is in a chain, because only chains keep
-    their buffer."""
+    """A sampler that draws from the whole distribution. The sampler is in a chain, because only a
+    chain keeps its buffer between calls."""
     chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
     api.llama_sampler_chain_add(chain, api.llama_sampler_init_dist(seed))
     return chain
