@@ -55,8 +55,8 @@ PAIRED = [
     pytest.param(name, marks=case.marks)
     for name, case in zip(COMBINATIONS, combinations(*CHOICES), strict=True)
 ]
-"""The names of all combinations, as parameters of slow tests. Half of them run only in the slow
-set."""
+"""The names of all combinations, as parameters of tests. Half of them run only with the slow
+tests."""
 
 
 PARTS: dict[str, Mapping[str, Any]] = {
