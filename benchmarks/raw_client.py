@@ -3,7 +3,7 @@
 `AsyncClient` parses each chunk into dataclasses, which takes Python longer than the server takes to
 write it. If both run on the same processors, that slows down what is measured. Here httptools,
 whose parser is in C, parses the reply, and a callback counts the tokens of each event as soon as
-the event arrives: no task wakes before the end of a stream. It raises the same errors as
+the event arrives: no task wakes before the end of a stream. Errors have the same names as with
 `AsyncClient`.
 
 A `Dialect` defines the requests and events of one kind of server; `NATIVE` is the dialect of
@@ -98,7 +98,7 @@ class RawClient:
     async def __call__(
         self, prompt: Sequence[int], tokens: int, seed: int, arrived: Arrived
     ) -> None:
-        """Return at the end of the stream. Raises StreamFailed."""
+        """Request a stream, and return when it ends. Raises StreamFailed."""
         connection = None
         try:
             connection = await self._connected()

@@ -53,7 +53,7 @@ class Ask(Protocol):
     async def __call__(
         self, prompt: Sequence[int], tokens: int, seed: int, arrived: Arrived
     ) -> None:
-        """Return at the end of the stream. Raises StreamFailed."""
+        """Request a stream, and return when it ends. Raises StreamFailed."""
 
 
 @dataclass(frozen=True, slots=True)

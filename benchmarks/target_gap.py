@@ -63,7 +63,7 @@ class Figures:
 
 @dataclass(slots=True)
 class Stream:
-    """A client's current request: when it was sent, and when its last token arrived."""
+    """A client's current request: when it was sent, and when its latest token arrived."""
 
     client: int
     asked: float

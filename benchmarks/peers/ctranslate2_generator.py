@@ -64,7 +64,7 @@ def convert(source: Path, target: Path, computed: str) -> None:
 
 
 class CTranslate2:
-    """One model."""
+    """A model loaded by CTranslate2."""
 
     def __init__(self, generator: Any, vocabulary: list[str]) -> None:
         self._generator = generator

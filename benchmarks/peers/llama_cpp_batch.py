@@ -53,7 +53,7 @@ def make_q4_0(whole: Path, path: Path, threads: int) -> None:
 
 
 class LlamaCpp:
-    """One model, with a new context for each call."""
+    """A model loaded by llama.cpp. Each call gets a new context."""
 
     def __init__(self, model: Any, vocab_size: int, threads: int) -> None:
         self._model = model
