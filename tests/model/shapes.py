@@ -37,7 +37,8 @@ ORDERS: Mapping[str, Mapping[str, Any]] = {
 CHOICES: tuple[list[Any], ...] = (
     [*ORDERS], [False, True], [False, True], [False, True], [6, 16], [*SCALINGS],
 )  # fmt: skip
-"""Order, final norm, tied head, bias of the head, rotary channels and scaling."""
+"""The possible values of six options: order, final norm, tied head, head bias, rotary channels and
+scaling."""
 
 COMBINATIONS: dict[str, Mapping[str, Any]] = {
     "-".join(
