@@ -25,7 +25,7 @@ from benchmarks.streams import gaps_between
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 6.0
-"""Duration in seconds of each of the two parts: before and during the ablations."""
+"""Duration in seconds of each of the two measurements: before and during the ablations."""
 MAX_TOKENS = 400
 
 

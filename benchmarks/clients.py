@@ -4,10 +4,10 @@
 
 serves a copy of the bundled checkpoint with a chat template, and lets each PYTHON run the clients
 that are installed in its environment. Several environments are needed, because the clients'
-requirements contradict each other and the requirements of logitd; `service/openai/README.md` says
-how to create them. Only the loopback network is used. A check tests whether the client gets the
-kind of reply that it requests, not whether the reply is good. Open WebUI is not run: this script
-sends the same calls.
+requirements conflict with each other and with those of logitd; `service/openai/README.md` says how
+to create them. Only the loopback network is used. A check tests whether the client gets the kind of
+reply that it requests, not whether the reply is good. Open WebUI itself is not run: this script
+sends the calls that Open WebUI would send.
 """
 
 import contextlib

@@ -3,10 +3,10 @@
     python -m benchmarks.constraints [--checkpoint DIRECTORY] [--threads N] [--dtype D]
 
 Steps: 1, 8 and 32 sequences that all write JSON matching a schema are compared with the same number
-of sequences without a constraint; the two alternate in one process. The time in the matchers is
-printed as a share of a step. Masks: the time to advance by one token and compute the next mask,
-with the checkpoint's vocabulary and with a made-up vocabulary of 50,000 tokens. Run it on an idle
-machine. The last line is JSON.
+of sequences without a constraint. The two kinds of step alternate in one process. The time spent in
+the matchers is printed as a share of the time of a step. Masks: the time to advance by one token
+and compute the next mask, with the checkpoint's vocabulary and with a made-up vocabulary of 50,000
+tokens. Run it on an idle machine. The last line is JSON.
 """
 
 import json

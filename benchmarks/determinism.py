@@ -79,7 +79,8 @@ class NativePrice:
 
     @property
     def products(self) -> float:
-        """Cost of batch invariance in products, as a share of the step. 0 or less means no cost."""
+        """Cost of batch invariance in products, as a share of the step. It is at most 0 if torch is
+        not faster."""
         return (sum(self.ours.values()) - sum(self.fastest.values())) / self.step
 
     @property
@@ -89,13 +90,14 @@ class NativePrice:
 
     @property
     def whole(self) -> float:
-        """The cost of products and sampling together."""
+        """Cost of batch invariance in products and sampling together, as a share of the step."""
         return self.products + (self.sampling - self.fastest_sampling) / self.step
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPrice:
-    """Costs of `attention` and `activation`, as shares of the prompt's time."""
+    """Costs of batch invariance in attention and in the activation, as shares of the prompt's
+    time."""
 
     seconds: float
     attention: float
@@ -122,7 +124,7 @@ def by_vector(weight: Tensor, row: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def one_pass(gpt: GPT, product: Product) -> dict[str, float]:
-    """Seconds of all products of a step of one row, by kind of product."""
+    """Seconds that each kind of product takes in a step of one row."""
     seconds = dict.fromkeys(PRODUCTS, 0.0)
     rows = {
         width: torch.randn(width).to(gpt.token_embedding.weight.dtype)
@@ -153,7 +155,7 @@ def fastest_products(gpt: GPT) -> dict[str, float]:
 
 @torch.inference_mode()
 def fastest_sampling(gpt: GPT) -> float:
-    """Seconds of torch's sampling of one row."""
+    """Seconds that torch takes to sample one row."""
     logits = torch.randn(1, gpt.config.vocab_size)
     return median_seconds(lambda: torch.multinomial(logits.softmax(-1), 1))
 
@@ -192,7 +194,8 @@ def in_stage(profile: Profile, stage: str) -> float:
 
 
 def workload(gpt: GPT) -> Workload:
-    """A workload of one sequence for as many steps as the profile watches."""
+    """A workload of one sequence, long enough to watch STEPS of its steps if the context has room
+    for them."""
     prompt = prompt_length(gpt)
     return Workload(
         batches=(1,),

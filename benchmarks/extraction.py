@@ -4,9 +4,10 @@
 
 Measures three kinds of work, which take turns in one process: prompts as `logitd bench` measures
 them (8 together, of 256 ids), prompts as long as the model's context, like the windows of long
-documents, and an extraction of standard library sources after the model was loaded and the data
-read once. An extraction does more work than prompts: the head computes a row for each token instead
-of one for each prompt. Then the softmax is computed, and the rows are encoded and written to files.
+documents, and an extraction from standard library sources, after the model has been loaded and the
+data has been read once. An extraction does more work than prompts: the head computes a row for each
+token instead of one for each prompt. Then the softmax is computed, and the rows are encoded and
+written to files.
 
 Each is measured in processor time of all threads and in wall-clock time. If other jobs run, trust
 the processor time measured with `--threads 1`: with several threads, all spin while they wait for a
@@ -184,9 +185,9 @@ def best(rounds: list[dict[str, Cost]], name: str, kind: str) -> Cost:
 
 
 def report(rounds: list[dict[str, Cost]], loaded: LoadedModel) -> dict[str, Any]:
-    """Report the token rate of the extraction as a share of the token rate of each kind of prompt:
-    the median over the rounds, and the share computed from the lowest costs of all rounds, which
-    other jobs disturb least."""
+    """Report the token rate of the extraction as a share of the token rate of each kind of prompt.
+    Each share is given twice: as the median over the rounds, and computed from the lowest costs of
+    all rounds, which other jobs disturb least."""
     return {
         "surroundings": asdict(surroundings(loaded.placement)),
         "checkpoint": loaded.checkpoint.name,

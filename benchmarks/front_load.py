@@ -21,7 +21,7 @@ Server = tuple[str, Sequence[int]]
 """The URL of a server and the ids of its processes."""
 PROMPT_TOKENS = 32
 SHORT = 1
-"""Number of tokens of a short request, which measures the network and a prefill."""
+"""Number of tokens in a short request. Its time is mainly that of the network and of a prefill."""
 
 
 @dataclass(frozen=True, slots=True)

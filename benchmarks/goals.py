@@ -1,5 +1,5 @@
-"""Measures every target of speed and size, and prints whether it is reached. One command for all
-tables.
+"""Measures speed and size, and prints for each target whether it is reached. This one command
+measures everything in the tables.
 
     python -m benchmarks.goals [--threads N] [--peer-python [NAME=]PYTHON ...]
                                [--peer SERVER ...] [--folder runs/goals]
@@ -41,8 +41,8 @@ FLAGS = {
     "int8": ("--dtype", "bfloat16", "--quantize", "int8"),
     "int4": ("--dtype", "bfloat16", "--quantize", "int4"),
 }
-"""Flags of logitd for a dtype. With int8 and int4 only the matrices are quantized; the rest is
-bfloat16."""
+"""logitd's flags for each dtype. With int8 and int4, only the matrices are quantized; everything
+else is in bfloat16."""
 DTYPES = tuple(FLAGS)
 CLOSED_LOOP = "124m"
 """The shape with which other servers are measured in a closed loop."""
@@ -55,7 +55,7 @@ STRONGEST = {
 """The strongest peers for each dtype. logitd is compared with the best peer only if all of these
 were measured."""
 OVER_HTTP = "bfloat16"
-"""The dtype in which `logitd serve` is measured too."""
+"""The dtype in which `logitd serve` is also measured, over HTTP."""
 
 DECODE_OVER_OTHERS = {
     ("124m", "bfloat16", 8): 1.7,

@@ -2,10 +2,10 @@
 
     python -m benchmarks.large_reply [--threads N]
 
-Serves a synthetic model with a vocabulary of 50,257 in a separate process, streams tokens from
-it, and meanwhile requests the logits of all 1,024 positions of a prompt (206 MB as float32). Prints
-how much memory the server took for the reply, and the time between two tokens of the stream before
-and during the reply. The last line is JSON.
+Serves a synthetic model with a vocabulary of 50,257 in a separate process, streams tokens from it,
+and meanwhile requests the logits of all 1,024 positions of a prompt (206 MB as float32). Prints by
+how much the reply increased the server's memory, and the time between two tokens of the stream
+before and during the reply. The last line is JSON.
 """
 
 import json

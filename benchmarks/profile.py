@@ -76,8 +76,9 @@ class Timeline:
         return seconds
 
     def mark(self, stage: str, timed: Callable[[], Mapping[str, float]] | None = None) -> None:
-        """Attribute the time since the last mark to `stage`, except the parts that `timed` returns
-        under their own names. The call to `timed` itself belongs to no stage."""
+        """Attribute the time since the last mark to `stage`, except the times that `timed` returns,
+        which are attributed to the stages that it names. The time of calling `timed` belongs to no
+        stage."""
         if self.seconds is None:
             return
         now = time.perf_counter()
@@ -160,8 +161,8 @@ class Watch:
 
     @contextmanager
     def step(self) -> Iterator[dict[str, float]]:
-        """Watch the one step that runs in the block. After the block, the yielded dict contains the
-        seconds of the step's stages."""
+        """Watch the single step that runs in the block. After the block, the yielded dict contains
+        the seconds of the step's stages."""
         assert self._decoder is not None, "create the engine before watching it"
         seconds: dict[str, float] = {}
         self._decoder.native.time_stages(True)
@@ -187,7 +188,7 @@ class WatchedStep:
 @dataclass(frozen=True, slots=True)
 class Profile:
     """Times of a decode step of `batch` sequences, or of a prompt, in microseconds. `watching` is
-    the share by which watched steps took longer than the others."""
+    the cost of watching: 0.01 if watched steps took 1 % longer than the others."""
 
     case: str
     batch: int

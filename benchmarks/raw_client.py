@@ -3,14 +3,14 @@
 `AsyncClient` parses each chunk into dataclasses, which takes Python longer than the server takes to
 write it. If both run on the same processors, that slows down what is measured. Here httptools,
 whose parser is in C, parses the reply, and a callback counts the tokens of each event as soon as
-the event arrives: no task wakes before the end of a stream. It raises the same errors as
+the event arrives: no task wakes before the end of a stream. Errors have the same names as with
 `AsyncClient`.
 
 A `Dialect` defines the requests and events of one kind of server; `NATIVE` is the dialect of
 /generate. A stream of any dialect ends in `[DONE]`.
 
 TLS, proxies and retries are not supported. For a server on another machine, use `AsyncClient`,
-which then takes no time from the server.
+which then does not compete with the server for processors.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class Dialect(Protocol):
         """Return a body that requests exactly `tokens` tokens after a prompt."""
 
     def counter(self, prompt: Sequence[int]) -> Counter:
-        """Return a counter for the tokens of one reply."""
+        """Return a counter of the tokens in one reply to this prompt."""
 
 
 class _Native:
@@ -98,7 +98,7 @@ class RawClient:
     async def __call__(
         self, prompt: Sequence[int], tokens: int, seed: int, arrived: Arrived
     ) -> None:
-        """Return at the end of the stream. Raises StreamFailed."""
+        """Request a stream, and return when it ends. Raises StreamFailed."""
         connection = None
         try:
             connection = await self._connected()
@@ -165,7 +165,7 @@ class _Reply:
         self._refusal = bytearray()
 
     def lost(self, why: str) -> None:
-        """Record that the connection has ended."""
+        """End the stream with an error that says why, unless the reply is complete."""
         if not self.complete:
             message = f"the stream broke off after {self._tokens} tokens: {why}"
             self._fail(StreamError(message, self._tokens, self._request_id))
@@ -200,7 +200,7 @@ class _Reply:
         return self._headers.get("x-request-id", "")
 
     def _fail(self, error: Exception) -> None:
-        """End the stream: no more events are counted."""
+        """End the stream with this error, unless it has already ended."""
         if not self.ended.done():
             self.ended.set_exception(error)
 

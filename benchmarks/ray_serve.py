@@ -38,7 +38,8 @@ REQUESTS, STREAMS, TOKENS = 100, 8, 128
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One way to serve: the clients' figures, its processes and their memory."""
+    """Results of one way to serve: the clients' figures, the number of processes, and their
+    memory."""
 
     felt: Felt
     processes: int

@@ -52,7 +52,7 @@ class Row:
 
 
 def best_seconds(work: Callable[[], object], rounds: int) -> float:
-    """The shortest of several times."""
+    """The shortest time that `work` takes in `rounds` runs."""
     taken = []
     for _ in range(rounds):
         began = time.perf_counter()

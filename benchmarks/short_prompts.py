@@ -7,8 +7,9 @@ Prompts of random ids, one for each slot, arrive at the same time, and each asks
 Measures positions per second if the prompts of a step go through the model together, as the engine
 does it, and if each goes through the model by itself. Both are measured alternately in one process;
 the ratio is the median of the rounds' ratios. The time is the processor time of all threads of this
-process. So with one thread, other work on the machine hardly counts; several threads spin while
-they wait for one another. Both must generate the same tokens. The last line is JSON.
+process. So with one thread, other work on the machine hardly affects it. With several threads,
+other work does, because the threads spin while they wait for one another. Both must generate the
+same tokens. The last line is JSON.
 """
 
 import json

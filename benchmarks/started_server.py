@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class ServerError(Exception):
-    """Raised if the server did not start. The message has its output."""
+    """Raised if the server did not start. The message contains the server's output."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,12 +53,12 @@ class Ask(Protocol):
     async def __call__(
         self, prompt: Sequence[int], tokens: int, seed: int, arrived: Arrived
     ) -> None:
-        """Return at the end of the stream. Raises StreamFailed."""
+        """Request a stream, and return when it ends. Raises StreamFailed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamRecord:
-    """One stream: the time of its request, and its arrivals."""
+    """One stream: when it was requested, its arrivals, and its failure if it has one."""
 
     sent: float
     arrivals: tuple[Arrival, ...]

@@ -10,7 +10,7 @@ thread. So other work on the machine hardly counts, and all targets are measured
 conditions. `closed_loop.py` measures over HTTP, in wall-clock time and with all threads.
 
 The first streams have different lengths, so that later prompts do not arrive together. Counting
-begins when all of these have ended. The last line is JSON.
+begins when all of these first streams have ended. The last line is JSON.
 """
 
 import argparse
@@ -41,8 +41,8 @@ from logitd.model.transformer.gpt import GPT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Number of concurrent clients, and number of counted requests per client. With fewer slots
-    than clients, some clients wait."""
+    """Size of the load. Each client completes a first stream and then, on average, `requests` more.
+    If there are fewer slots than clients, some clients wait."""
 
     clients: int
     slots: int
@@ -63,7 +63,7 @@ class Figures:
 
 @dataclass(slots=True)
 class Stream:
-    """A client's current request: when it was sent, and when its last token arrived."""
+    """A client's current request: when it was sent, and when its latest token arrived."""
 
     client: int
     asked: float
@@ -93,8 +93,9 @@ class Loop:
         self.engine.add(GenerationRequest(request_id=name, token_ids=prompt, params=params))
 
     def run(self) -> float:
-        """Run until all clients together have completed the number of requests to count. Returns
-        the seconds from the start of counting to the end."""
+        """Run until the clients have completed all streams: on average, each client completes its
+        first stream and `requests` more. Returns the seconds from the start of counting to the
+        end."""
         clients, tokens = self.question.clients, self.question.tokens
         self.ended = [0] * clients
         for client in range(clients):

@@ -25,7 +25,8 @@ class Reply:
 
 
 def overhead_of(url: str, times: StepTimes, load: Load) -> float:
-    """Seconds from a lone request to its first token, minus the time of its steps."""
+    """Seconds from sending a lone request to its first token, minus the predicted time of its
+    steps."""
     replies = asyncio.run(_one_by_one(url, load))
     steps = load.prompt_tokens * times.prefill_token
     return max(0.0, statistics.median(reply.first_token for reply in replies) - steps)

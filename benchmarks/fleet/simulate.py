@@ -1,11 +1,11 @@
 """Simulation of N servers under a load, step by step, from step times.
 
 Requests arrive at random (a Poisson process) and go to the server with the fewest open requests, as
-with a least-connections load balancer. A server works like logitd's engine in outline: sequences
-get free slots in order of arrival; a step computes at most `prefill_chunk` tokens of prompts, the
-oldest first, and decodes a token for each sequence whose prompt is computed; the last chunk of a
-prompt also computes the first token. The time of a step is the time of its prompt tokens plus the
-time of its decode batch.
+with a least-connections load balancer. A server is a simplified version of logitd's engine:
+sequences get free slots in order of arrival; a step computes at most `prefill_chunk` tokens of
+prompts, the oldest first, and decodes a token for each sequence whose prompt is computed; the last
+chunk of a prompt also computes the first token. The time of a step is the time of its prompt tokens
+plus the time of its decode batch.
 
 The simulation leaves out cached prefixes, drafts, other endpoints, the network and HTTP, except for
 `overhead`, a constant time for each request.
@@ -204,7 +204,7 @@ def _plan(replica: _Replica, times: StepTimes, server: Server) -> float:
 
 
 def _account(replica: _Replica, now: float) -> list[_Sequence]:
-    """Finish a step: record first and further tokens, and return the sequences that have ended."""
+    """Finish a step: record the new tokens, and return the sequences that have ended."""
     for sequence in replica.decoding:
         sequence.tokens_left -= 1
     for sequence, some in replica.prefilling:

@@ -6,8 +6,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The device to run on. With `tiny`, sizes are so small that any machine can run them, and
-    times are not comparable."""
+    """The device to run on. With `tiny`, sizes are small enough for any machine, and times are not
+    meaningful."""
 
     device: str
     tiny: bool
@@ -16,7 +16,8 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A case of a part with its figures; `holds` is None for a measurement."""
+    """A result of a part: a case and its figures. `holds` is True or False for a check, and None
+    for a measurement."""
 
     case: str
     figures: dict[str, Any]

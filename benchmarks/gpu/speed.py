@@ -40,7 +40,7 @@ from logitd.model.transformer.gpt import GPT
 
 ROOT = Path(__file__).parents[2]
 STEPS = ((1, 300), (8, 300), (32, 300), (128, 300), (256, 300), (256, 500), (256, 900))
-"""Decode steps to measure: the number of rows, and the position of all rows."""
+"""Decode steps to measure, as pairs: the number of rows, and the position that all of them have."""
 ROUNDS, REPLAYS = 3, 50
 CLIENTS = (1, 8, 32, 128)
 TINY_MODEL = ("--n-layer=1", "--n-head=2", "--d-model=32", "--context-length=64", "--batch-size=2",
@@ -63,7 +63,7 @@ def machine(setting: Setting) -> Iterator[Finding]:
 
 def steps(setting: Setting) -> Iterator[Finding]:
     """Measure a decode step with greedy sampling, on the device alone and driven by the engine.
-    `limit` is the rate at which the step reads memory, as a share of the device's best rate."""
+    `limit` is the rate at which the step reads memory, divided by the device's best rate."""
     placement = choose_placement(setting.device, "bfloat16")
     sizes = {"nbytes": 2**24, "width": 256} if setting.tiny else {}
     memory_rate = measure_machine(placement, **sizes).read_bandwidth

@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
 SAMPLED: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {}, {"top_k": 20}, {"top_p": 0.9})
 PROCESSED: tuple[dict[str, Any], ...] = ({"logprobs": 1}, {"frequency_penalty": 0.5})
-"""Requests whose logits are processed before sampling."""
+"""Parameters of requests whose logits are processed before sampling."""
 MEMORY_SECONDS = 12.0
 
 
@@ -55,7 +55,7 @@ def checked(setting: Setting) -> Iterator[Finding]:
 @torch.inference_mode()
 def logits(setting: Setting) -> Iterator[Finding]:
     """Compare the logits of a text, computed in one pass and in decode steps, with the CPU's
-    float32 logits. The distance is in standard deviations of a row."""
+    float32 logits. The distance is given in standard deviations of a row of logits."""
     ids = torch.tensor(text())[None, : 16 if setting.tiny else 256]
     exact = {name: gpt(ids).logits[0] for name, gpt in models(CPU_ONLY, torch.float32).items()}
     for dtype in DTYPES:
@@ -148,7 +148,7 @@ CPU_ONLY = Setting("cpu", tiny=False, train_seconds=0)
 
 
 def tested(gpt: GPT, cache: KVCache, **options: Any) -> Decoder:
-    """The decoder under test. On a CPU, which only serves to try out the parts, it is the plain
+    """The decoder under test. On a CPU, where the parts are only tried out, it is the plain
     decoder."""
     on_gpu = gpt.token_embedding.weight.is_cuda
     return GraphDecoder(gpt, cache, **options) if on_gpu else PlainDecoder(gpt, cache)

@@ -38,8 +38,8 @@ MODULES = {
     "ctranslate2": "ctranslate2_generator",
 }
 BY_NAME = {"transformers-continuous"}
-"""Peers that are measured only if they are named, because the prompts of 32 sequences take them a
-long time."""
+"""Peers that are measured only if they are named, because they take a long time to compute the
+prompts of 32 sequences."""
 FOREIGN = {"llama.cpp", "openvino", "ctranslate2"}
 """Peers that run in the interpreter given by --peer-python."""
 FROM_HUGGINGFACE = {"openvino", "ctranslate2"}
@@ -69,7 +69,7 @@ needs a lot of memory for long prompts."""
 WARM_UP = 4
 """Number of steps at the start of each round that are not counted."""
 MOST_TIMES = 4
-"""Maximum number of rounds, as a multiple of the number of rounds with the largest batch."""
+"""A batch size gets at most this many times as many rounds as the largest batch size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +133,8 @@ def start(name: str, dtype: str, plan: Plan, folder: Path) -> PeerProcess:
 
 
 class Comparison:
-    """Times of the peers of one dtype. A peer that fails is reported and left out, except logitd:
-    without it there is nothing to compare."""
+    """Checks and measures the peers of one dtype. A peer that fails is reported and left out. If
+    logitd fails, the comparison ends, because there is nothing to compare with."""
 
     def __init__(self, plan: Plan, dtype: str, folder: Path) -> None:
         self._plan = plan
@@ -187,8 +187,8 @@ class Comparison:
 
 
 def rounds_of(plan: Plan, batch: int) -> int:
-    """Number of rounds of a batch size. Smaller batches have more rounds: they take less time, so a
-    busy moment of the machine affects a larger part of their time."""
+    """Number of rounds of a batch size. Smaller batches have more rounds, because they take less
+    time, so a brief load on the machine distorts them more."""
     return plan.rounds * min(math.isqrt(max(plan.batches) // batch), MOST_TIMES)
 
 

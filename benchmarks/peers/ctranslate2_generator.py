@@ -1,9 +1,9 @@
 """CTranslate2's `Generator`, called for the whole batch, with its own decoding loop and sampler.
 
 CTranslate2's own converter reads the Hugging Face folder, in a separate process, so that this
-process does not load torch. One call computes all ids of each prompt except its last id, which goes
-through the first decoding step. For every token, CTranslate2 calls a Python function, which reads
-the clock: a step ends with the call for the last sequence.
+process does not load torch. One call computes all ids of every prompt except the last id of each,
+which is the input of the first decoding step. For every token, CTranslate2 calls a Python function,
+which reads the clock: a step ends with the call for the last sequence.
 
 With float32, arithmetic and cache are float32. "int8" is its `int8_float32`: 8-bit products,
 activations rounded row by row, and float32 for everything else, including the cache. CTranslate2
@@ -64,7 +64,7 @@ def convert(source: Path, target: Path, computed: str) -> None:
 
 
 class CTranslate2:
-    """One model."""
+    """A model loaded by CTranslate2."""
 
     def __init__(self, generator: Any, vocabulary: list[str]) -> None:
         self._generator = generator

@@ -18,7 +18,8 @@ whether the server is ready; time limit for the server to end."""
 
 
 class ServerMissing(Exception):
-    """Raised if the server did not start. The message has the end of its output."""
+    """Raised if the server did not start. If the server exited, the message contains the end of its
+    output."""
 
 
 def free_port() -> int:

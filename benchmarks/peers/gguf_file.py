@@ -96,8 +96,8 @@ def named(shape: Shape, tensors: Tensors) -> Iterator[tuple[str, NDArray[np.floa
 
 
 def neighbors(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Reorder rows (heads * D, d_model) so that channels that rotate together are adjacent instead
-    of in separate halves."""
+    """Reorder rows (heads * D, d_model) so that channels that rotate together are adjacent. In the
+    original order, they are in separate halves of a head."""
     halves = rows.reshape(heads, 2, -1, rows.shape[1])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
 

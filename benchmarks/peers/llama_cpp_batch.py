@@ -53,7 +53,7 @@ def make_q4_0(whole: Path, path: Path, threads: int) -> None:
 
 
 class LlamaCpp:
-    """One model, with a new context for each call."""
+    """A model loaded by llama.cpp. Each call gets a new context."""
 
     def __init__(self, model: Any, vocab_size: int, threads: int) -> None:
         self._model = model
@@ -121,8 +121,8 @@ class LlamaCpp:
 
 
 def new_sampler(seed: int) -> Any:
-    """A sampler that draws from the whole distribution. It is in a chain, because only chains keep
-    their buffer."""
+    """A sampler that draws from the whole distribution. The sampler is in a chain, because only a
+    chain keeps its buffer between calls."""
     chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
     api.llama_sampler_chain_add(chain, api.llama_sampler_init_dist(seed))
     return chain

@@ -1,7 +1,7 @@
 """logitd in this process, measured by whole steps of its engine.
 
-Prefill is the time for a queue of prompts, each with one generated token. For decode, the same
-prompts are added again; most of their keys and values are copied, which is not measured.
+Prefill is the time to compute all prompts and generate one token for each. For decode, the same
+prompts are added again. Most of their keys and values are then copied, which is not measured.
 """
 
 import time

@@ -75,7 +75,7 @@ def properties(dtype: str, threads: int) -> dict[str, Any]:
 
 
 class OpenVino:
-    """One model, with a pipeline for the last requested size."""
+    """A model loaded by OpenVINO GenAI, with a pipeline for the size that was requested last."""
 
     def __init__(self, exported: Path, vocab_size: int, properties: dict[str, Any]) -> None:
         self._exported = exported

@@ -59,7 +59,7 @@ class PeerServer:
 
     @property
     def option(self) -> str:
-        """The option from which `of_option` makes this server."""
+        """The option that `of_option` parses into this server."""
         return f"{self.kind}:{self.dtype}={self.program}"
 
     @property

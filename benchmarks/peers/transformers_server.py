@@ -1,9 +1,9 @@
 """`transformers serve`: a folder that it can serve, its process, and its streams.
 
-It takes texts instead of ids, and returns the number of generated tokens only at the end of a
-stream. So the folder has a vocabulary in which every id is one word: a prompt has as many tokens as
-words, and each piece of text in a stream is one token. Both are compared with the counts at the
-end.
+The server takes texts instead of ids, and returns the number of generated tokens only at the end of
+a stream. So the folder has a vocabulary in which every id is one word: a prompt has as many tokens
+as words, and each piece of text in a stream is one token. Both numbers are compared with the
+server's counts at the end of the stream.
 
 An option names the Python interpreter that runs the server. That interpreter needs
 `transformers[serving]` and accelerate, which nothing else here needs.
@@ -111,8 +111,8 @@ def asking_transformers(http: httpx.AsyncClient, url: str) -> Ask:
 
 
 def tokens_in(line: str, usage: dict[str, int] | None) -> tuple[int, dict[str, int] | None]:
-    """Number of tokens in a line of the stream, and the server's final token counts. The counts are
-    `usage` unless the line contains them."""
+    """Number of tokens in a line of the stream, and the server's token counts. If the line has no
+    counts, `usage` is returned."""
     data = re.fullmatch(r"data: (\{.*\})", line)
     if data is None:
         return 0, usage

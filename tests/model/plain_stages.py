@@ -1,7 +1,8 @@
-"""Oracle for the inside of a forward pass: every stage of one text, by its definition.
+"""Oracle for the intermediate values of a forward pass: every stage of one text, by its definition.
 
 It takes the model's weights, rotary tables and configuration, but none of its code. `change` is
-called with each stage, positions first, and its result is used from there on.
+called with the name and the value of each stage, whose first dimension is the positions. The rest
+of the pass uses what `change` returns.
 """
 
 import copy

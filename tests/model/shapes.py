@@ -37,7 +37,8 @@ ORDERS: Mapping[str, Mapping[str, Any]] = {
 CHOICES: tuple[list[Any], ...] = (
     [*ORDERS], [False, True], [False, True], [False, True], [6, 16], [*SCALINGS],
 )  # fmt: skip
-"""Order, final norm, tied head, bias of the head, rotary channels and scaling."""
+"""The possible values of six options: order, final norm, tied head, head bias, rotary channels and
+scaling."""
 
 COMBINATIONS: dict[str, Mapping[str, Any]] = {
     "-".join(
@@ -55,8 +56,8 @@ PAIRED = [
     pytest.param(name, marks=case.marks)
     for name, case in zip(COMBINATIONS, combinations(*CHOICES), strict=True)
 ]
-"""The names of all combinations, as parameters of slow tests. Half of them run only in the slow
-set."""
+"""The names of all combinations, as parameters of tests. Half of them run only with the slow
+tests."""
 
 
 PARTS: dict[str, Mapping[str, Any]] = {

@@ -1,4 +1,5 @@
-"""Device, dtype and threads: the words of an option become torch's objects, or are refused."""
+"""Device, dtype and threads: the values of options are converted to torch's objects, or are
+refused."""
 
 import os
 import re

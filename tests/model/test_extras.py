@@ -27,7 +27,7 @@ def test_printed_command_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_text_installs_logitd_from_an_index() -> None:
-    """On a package index, the name could belong to another package or not exist."""
+    """On a package index, the name may belong to another package, or may not exist."""
     texts = [
         path
         for folder in ("model", "service", "logitd", "checkpoints", "benchmarks")

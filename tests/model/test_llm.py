@@ -176,7 +176,7 @@ def test_stream_that_is_closed_ends_its_requests(llm: LLM) -> None:
 
 
 def test_closed_llm_refuses_to_compute(checkpoint_path: Path) -> None:
-    """Native code once received a null pointer."""
+    """A closed LLM once passed a null pointer to native code."""
     with LLM(checkpoint_path, device="cpu", threads=1) as closed:
         stream = closed.stream(PROMPT, max_tokens=5)
         next(stream)

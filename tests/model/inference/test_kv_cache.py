@@ -96,8 +96,8 @@ def decode(
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
-    """The tolerance is meant for logits with a magnitude of about 5 and for sharp attention, which
-    amplifies rounding errors."""
+    """The tolerance suits logits with a magnitude of about 5 and sharp attention, which amplifies
+    rounding errors."""
     assert_close(actual, expected, atol=2e-3, rtol=1e-3)
 
 
@@ -199,8 +199,9 @@ def test_int8_row_that_is_not_finite_has_such_a_scale(lost: float) -> None:
 
 
 def test_int8_cells_hold_rounded_values(gpt: GPT) -> None:
-    """The first block reads no rounded cells. Prompts and single steps store the same values,
-    copying a prefix copies its scales, and clearing cells clears their scales."""
+    """Only the first block is compared with exact values, because its keys and values do not depend
+    on rounded cells. Prompts and single steps store the same values up to one step of rounding, and
+    copying a prefix copies its scales."""
     length = min(40, gpt.config.context_length)
     ids = random_ids(length, vocab_size=gpt.config.vocab_size)
     exact = new_cache(gpt)

@@ -1,5 +1,5 @@
-"""Loading: every option is passed on to the choice that it controls, and the shape is checked
-before the weights are read."""
+"""Loading: every option reaches the code that it configures, and the shape is checked before the
+weights are read."""
 
 from collections.abc import Iterator
 from pathlib import Path

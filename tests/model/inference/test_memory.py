@@ -153,8 +153,8 @@ def served(free: int, **budget: Any) -> int:
     ],
 )
 def test_default_slots_take_a_quarter_of_free_memory(free: int, count: int) -> None:
-    """With 16 slots fixed, half of 32 clients once waited for the other half, and a machine with no
-    room for 16 slots could not serve."""
+    """When the default was always 16 slots, half of 32 clients waited for the other half, and a
+    machine with no room for 16 slots could not serve."""
     assert served(free) == count
 
 

@@ -8,8 +8,8 @@ from tests.model.factories import tiny_config
 
 
 def test_grid_makes_its_cells_on_demand() -> None:
-    """The grid once made all 9,216 cells in advance. Each searched all stages for its layer, and
-    together this took half a minute."""
+    """The grid once made all 9,216 cells in advance. For each cell, all stages were searched for
+    its layer, which took half a minute in total."""
     config = tiny_config(n_layer=48)
     varied = [
         Intervention(stage=f"blocks.{layer}.output", operation="zero", positions="all")

@@ -132,7 +132,8 @@ class Remembering(Recurrent):
 
 
 class Forgetful(Recurrent):
-    """A GRU whose cache method computes different logits than its forward."""
+    """A GRU whose `logits_and_state` ignores the state, so its logits differ from those of its
+    forward."""
 
     def logits_and_state(self, ids, state):
         return self.head(self.gru(self.embed(ids))[0]), None

@@ -192,7 +192,8 @@ class Positions(nn.Module):
 
 
 def test_package_that_imports_itself_by_its_name_keeps_its_folder(tmp_path: Path) -> None:
-    """The folder's name was once lost, so the served code did not find its own package."""
+    """The import once dropped the folder's name, so the served code did not find its own
+    package."""
     (tmp_path / "gpt").mkdir()
     for name, text in PACKAGE.items():
         (tmp_path / name).write_text(text)

@@ -50,8 +50,8 @@ def recorded(*stages: str, interventions: tuple[Intervention, ...] = (), **confi
 
 
 def changed_by_hand(feature: int, change: Any) -> dict[str, Tensor]:
-    """Every stage if one feature of MINE changes while the other features and the error stay the
-    same."""
+    """Every stage of a forward pass in which `change` is applied to one feature of MINE. The other
+    features and the error stay the same."""
 
     def hook(name: str, value: Tensor) -> Tensor:
         if name != HOST:

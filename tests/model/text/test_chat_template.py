@@ -242,7 +242,7 @@ def ids(pieces: Sequence[str | int]) -> list[int]:
 def test_special_tokens_come_from_the_template_alone(
     special_tokens: list[str], contents: list[str], form: str
 ) -> None:
-    """The messages yield the same special tokens as harmless messages of the same length. The
+    """The messages result in the same special tokens as harmless messages of the same length. The
     harmless messages have the same white space, because templates trim it."""
     harmless = ["".join(c if c.isspace() else "\u4e00" for c in content) for content in contents]
     source = source_of(form)
@@ -366,7 +366,7 @@ def test_long_conversation_is_rendered() -> None:
 
 
 def test_too_many_hidden_characters_are_refused() -> None:
-    """No real vocabulary makes it necessary to hide this many characters."""
+    """No real vocabulary requires this many characters to be hidden."""
     names = [chr(0x4E00 + i) for i in range(1025)]
     content = "".join(names)
     with pytest.raises(ChatTemplateError, match=r"1025.*1024"):

@@ -1,4 +1,4 @@
-"""Stop strings are found however the text is split, and no part of them is shown."""
+"""Stop strings are found no matter how the text is split, and no part of them is shown."""
 
 import itertools
 

@@ -112,8 +112,8 @@ Kill = Callable[[int], tuple[Path, Path]]
 def kill_at(
     configure: Configure, tmp_path: Path, processes: ForkServerContext
 ) -> tuple[list[str], Kill]:
-    """The kinds of the changes that a run makes, and a function that runs it and kills it before a
-    given change."""
+    """The kinds of the changes that a run makes, and a function that starts such a run and kills it
+    before a given change."""
     straight = tmp_path / "straight"
 
     def start(out: Path, change: int, record: Path | None) -> int | None:
@@ -156,9 +156,9 @@ def test_run_killed_before_a_change_of_its_folder_ends_in_the_same_bits(
 def test_run_killed_before_each_kind_of_change_ends_in_the_same_bits(
     kill_at: tuple[list[str], Kill],
 ) -> None:
-    """The kills alternate between the first change of one kind and the last change of the next. So
-    some come when the run is still empty, others when there are checkpoints to replace and to
-    remove."""
+    """One run is killed before the first change of one kind, another before the last change of the
+    next kind, and so on. So some kills come when the run is still empty, and others when there are
+    checkpoints to replace and remove."""
     kinds, kill = kill_at
     first = {kind: number for number, kind in reversed(list(enumerate(kinds, start=1)))}
     last = {kind: number for number, kind in enumerate(kinds, start=1)}

@@ -220,8 +220,8 @@ def test_history_keeps_the_weights_of_its_steps(configure: Configure, tmp_path: 
 
 
 def test_run_stopped_at_a_report_reports_as_one_run(configure: Configure, tmp_path: Path) -> None:
-    """Ctrl-C in step 4, before a report was due, once left that report out, and the smoothed loss
-    differed from there on."""
+    """If Ctrl-C came in step 4, just before a report was due, the report was once left out, and the
+    smoothed loss was different from there on."""
     shared = {"steps": 8, "log_every": 2, "eval_every": 5, "sample_every": 1000}
     train(configure(out=tmp_path / "straight", **shared))
     reported = [each for each in _losses(tmp_path / "straight") if each[0] == "train"]
@@ -434,7 +434,7 @@ def test_minutes_count_from_the_start_of_the_command(
 def test_lengthened_run_reports_and_keeps_the_rise_of_its_learning_rate(
     configure: Configure,
 ) -> None:
-    """The warmup itself is tested in configuration/test_resolve.py."""
+    """How the new warmup is determined is tested in configuration/test_resolve.py."""
     first = train(configure(steps=4, log_every=1, sample_tokens=1)).run
     events: list[Event] = []
     train(TrainingConfig(out=first, resume=True, steps=24), events.append)
@@ -542,7 +542,8 @@ def test_default_recipe_learns_the_built_in_text(tmp_path: Path) -> None:
 
 
 def test_exploding_loss_ends_the_run_without_a_bad_state(configure: Configure) -> None:
-    """The loss explodes but stays finite. Nothing is saved while it is far above its best."""
+    """The loss explodes but stays finite. Nothing is saved while the loss is far above its lowest
+    value."""
     events: list[Event] = []
     config = configure(
         optimizer="adamw",

@@ -1,6 +1,6 @@
 """The whole GPT compared with GPT-2, GPT-NeoX, OPT, Llama and Qwen3 of `transformers`, in float32,
 without downloads. The weights, biases and norms of their models are imported into ours. They are
-random, and so large that attention is selective."""
+random, and large enough to make attention selective."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -27,7 +27,8 @@ SHAPE = LoraShape(rank=3, alpha=6.0, targets=TARGETS)
 
 
 def adapted(gpt: GPT, shape: LoraShape = SHAPE, *, b: float = 0.0) -> GPT:
-    """A GPT with adapters; with `b`, the matrices that start as zero are random too."""
+    """A GPT with adapters. If `b` is not 0, it is the standard deviation of the matrices that would
+    otherwise start as zero."""
     draw = torch.Generator().manual_seed(1)
     adapt(gpt, shape, draw)
     with torch.no_grad():

@@ -84,7 +84,7 @@ def test_rotation_keeps_the_other_channels(kind: str) -> None:
 
 
 def test_unscaled_tables_keep_their_bits() -> None:
-    """cos and sin of position * theta^(-2i / D), computed in float64."""
+    """The tables are cos and sin of position * theta^(-2i / D), computed in float64."""
     config = tiny_config(positions="rotary", head_dim=12, rope_theta=700.0)
     exponents = torch.arange(0, 12, 2, dtype=torch.float64) / 12
     angles = torch.arange(128)[:, None] * 700.0**-exponents

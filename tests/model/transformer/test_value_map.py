@@ -27,7 +27,7 @@ def _mapped(**shape: Any) -> GPT:
 @pytest.mark.parametrize("count", [8, 400])
 @pytest.mark.parametrize("shape", [{}, {"tied_head": True, "embedding_norm": True}])
 def test_model_with_tables_computes_the_same(shape: dict[str, Any], count: int) -> None:
-    """A batch has fewer or more tokens than the table has rows."""
+    """One batch has fewer tokens than the table has rows, and the other has more."""
     gpt = _mapped(**shape)
     served = GPT(gpt.config).double()
     served.load_state_dict(with_tables(gpt.state_dict()))

@@ -1,5 +1,5 @@
 """A simulated late device: a stream that does its work, in order, only when a caller waits for it.
-So a result that is read without waiting is stale on a CPU too."""
+So on a CPU too, a caller that reads a result without waiting gets a stale one."""
 
 from collections import deque
 from collections.abc import Sequence

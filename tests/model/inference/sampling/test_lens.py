@@ -68,7 +68,7 @@ def test_lens_of_rows_matches_the_definitions(data: st.DataObject) -> None:
 
 
 def test_lens_of_a_large_vocabulary_is_as_defined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each group has three rows, but the last group has one row."""
+    """The rows are computed in groups of three, and the last group has a single row."""
     monkeypatch.setattr(under_test, "GROUP_ELEMENTS", 3 * 50_257)
     generator = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(4, 50_257, generator=generator)

@@ -38,7 +38,7 @@ VOCAB = 13
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """A common form for sampling results of every type."""
+    """A common form for all types of sampling results."""
 
     token_id: int
     chosen: TokenLogprob | None = None
@@ -171,7 +171,7 @@ BEST_STOPS = [float(i == 3) for i in range(VOCAB)]
 
 
 def may_just_end(temperature: float) -> RowContext:
-    """A row with exactly `min_tokens` generated tokens: from here on stop token 3 is allowed."""
+    """A row with exactly `min_tokens` generated tokens, so stop token 3 is now allowed."""
     stopping = params(temperature=temperature, stop_token_ids=frozenset({3}), min_tokens=1)
     return row(stopping, (0,), 1)
 
@@ -375,8 +375,8 @@ def test_row_is_the_same_alone_and_in_a_batch(
 def test_scored_rows_have_the_bits_of_each_alone_and_the_order_of_the_definition(
     logits: list[list[float]], count: int, data: st.DataObject
 ) -> None:
-    """Ranks and the likeliest ids are compared with Python lists. Ties are ordered by id, and
-    dropped ids are left out."""
+    """Ranks and the most likely ids are compared with those found in Python lists. Ties are ordered
+    by id, and dropped ids are left out."""
     ids = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=len(logits), max_size=len(logits)))
     together = score(torch.tensor(logits), ids, count)
     arrays = score_rows(torch.tensor(logits), ids, count)

@@ -128,8 +128,8 @@ class _Clock:
         self._now, self._looks, self._step_seconds = 0.0, 0, step_seconds
 
     def __call__(self) -> float:
-        """Return the time. Starting with the fourth reading, every third reading comes after a
-        step."""
+        """Return the time. A step takes place before the fourth reading, and before every third
+        reading after that."""
         self._looks += 1
         if self._looks > 1 and self._looks % 3 == 1:
             step = self._looks // 3

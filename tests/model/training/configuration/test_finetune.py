@@ -1,4 +1,4 @@
-"""Fine-tuning of whole models and with adapters: the start, the changes that are allowed, and the
+"""Fine-tuning of whole models and of adapters: the start, the changes that are allowed, and the
 files."""
 
 import json

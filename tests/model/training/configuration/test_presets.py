@@ -57,7 +57,7 @@ def test_small_preset_stays_below_the_size_limit_of_the_bundled_checkpoint() -> 
 
 
 def test_nanogpt_char_preset_is_the_published_command() -> None:
-    """With its 65 characters, nanoGPT counts 0.80 M parameters, not including position
+    """For a vocabulary of 65 characters, nanoGPT reports 0.80 M parameters, not including position
     embeddings."""
     start = PRESETS["nanogpt-char"]
     gpt = GPT(start.config(65, padded_vocab_size=65))

@@ -265,8 +265,8 @@ def _divide(rank: int, port: int, folder: Path) -> None:
 def test_three_processes_train_what_one_trains(
     tmp_path: Path, processes: ForkServerContext
 ) -> None:
-    """Runs with Muon in bfloat16 and with AdamW in float32, both with clipping: the sums over three
-    processes equal the sums in one process, up to their order."""
+    """Runs use Muon in bfloat16 and AdamW in float32, both with clipping. Sums over three processes
+    differ from sums in one process only by the order of addition."""
     _start(processes, _divide, SIZE, tmp_path)
     files = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(SIZE)]
     for optimizer in OPTIMIZERS:

@@ -82,7 +82,7 @@ def test_one_process_needs_no_rendezvous() -> None:
 
 
 def _environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """The environment of one process on this machine, which torch reads as well."""
+    """The environment variables of one process on this machine. torch reads them too."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

@@ -34,7 +34,7 @@ def _move(gpt: GPT) -> None:
 
 
 def test_average_is_exponential_in_the_share_of_the_run(gpt: GPT) -> None:
-    """The steps are different shares of the run, as happens when the clock changes the planned
+    """Each step is a different share of the run, as happens when the clock changes the planned
     length."""
     average, expected = Average(gpt, 0.1), gpt.token_embedding.weight.detach().clone()
     for share in (0.01, 0.05, 0.002):
@@ -68,8 +68,8 @@ def test_last_checkpoint_has_the_better_weights(
 ) -> None:
     """With a high constant learning rate, the last weights are worse than their average. With a
     tiny rate, at which the model still improves steadily, the last weights are better. The state
-    keeps the last weights in both cases. The checkpoint, with tables instead of maps, has the loss
-    that the trainer measured."""
+    keeps the last weights in both cases. The checkpoint, which has tables instead of value maps,
+    gives the loss that the trainer measured."""
     rates = {"matrix_lr": rate, "embedding_lr": rate, "head_lr": rate, "scalar_lr": rate}
     events: list[Event] = []
     config = configure(

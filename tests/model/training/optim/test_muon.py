@@ -12,8 +12,8 @@ from logitd.model.training.distributed.ranks import ALONE
 from logitd.model.training.optim import muon
 
 SHAPES = [(24, 24), (24, 40), (40, 24), (24, 24), (24, 40), (8, 24), (150, 160), (150, 160)]
-"""Square, tall and wide matrices. Some shapes occur only once, and the largest is not stacked on a
-CPU."""
+"""Square, tall and wide matrices. Some shapes occur only once, and the largest matrices are not
+stacked on a CPU."""
 TORCH, EPS = ((3.4445, -4.7750, 2.0315),) * 5, 1e-7
 """Coefficients of torch's five iterations, and torch's epsilon."""
 

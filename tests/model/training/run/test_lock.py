@@ -57,8 +57,8 @@ def test_lock_with_a_damaged_note_keeps_others_out(tmp_path: Path) -> None:
 
 
 def test_lock_of_a_removed_run_does_not_lock_a_new_one(tmp_path: Path) -> None:
-    """If a run is deleted and created again after a process opened its lock file, the old file
-    locks nothing."""
+    """A run may be deleted and created again after a process opened its lock file. A lock on the
+    old file then does not lock the new run."""
     path = tmp_path / "run"
     first = RunDirectory.create(path)
     (path / LOCK).rename(tmp_path / "aside")

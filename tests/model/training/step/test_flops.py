@@ -55,8 +55,8 @@ def test_flops_equal_the_count_of_torch(shape: dict[str, Any], length: int) -> N
 
 
 def test_flops_of_gpt2_small_are_as_published() -> None:
-    """The count agrees within the rounding of "6 N", where N is 124 M parameters, of which 0.8 M
-    are position embeddings."""
+    """Without attention, the count agrees up to rounding with the published "6 N", where N does not
+    include the 0.8 M parameters of position embeddings."""
     config = gpt2_shape(vocab_size=50_257, context_length=1024, n_layer=12, n_head=12, d_model=768)
     attention = 12 * 12 * 768 * (1024 + 1) / 2
     assert flops_per_token(config) - attention == pytest.approx(6 * 123.65e6, rel=0.001)

@@ -114,8 +114,8 @@ def test_rolling_windows_count_every_token_once_with_enough_context(
 
 
 def test_rolling_windows_of_whole_strides_are_the_trainers() -> None:
-    """The results have the same bits if the text fills its windows; otherwise the trainer leaves
-    out the end of the text."""
+    """The results have the same bits if the text fills a whole number of windows. Otherwise the
+    trainer leaves out the end of the text."""
     ids = [index % 256 for index in range(81)]
     shard = Shard(Path("memory"), np.array(ids, dtype=np.uint16), 0)
     gpt = _gpt()

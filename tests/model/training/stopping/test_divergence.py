@@ -43,7 +43,7 @@ def test_infinite_number_ends_a_run_at_once(loss: float, norm: float) -> None:
 
 
 def test_loss_that_stays_above_half_the_way_back_has_exploded() -> None:
-    """The best loss is 4 and the first was 8, so losses above 6 are far above the best."""
+    """The first loss is 8 and the best is 4, so a loss above 6 is more than halfway back."""
     down = [8 - 0.2 * index for index in range(21)]
     assert _first(_watch([*down, *[6.1] * 50])) == len(down) + REPORTS
     assert _first(_watch([*down, *[5.9] * 200])) == -1

@@ -59,9 +59,10 @@ class Simulated:
 def simulate(
     length: Length, recipe: Recipe, times: list[float], *, setup: float = 0.0, saving: float = 0.0
 ) -> Simulated:
-    """Run by the trainer's rules, repeating the given step times. An evaluation after every 20th
-    step takes a fifth of the step's time. Saving takes `saving` seconds before the first step. At
-    the end, saving takes longer by the factor by which steps have become slower."""
+    """Simulate a run by the trainer's rules, with the given step times over and over. An evaluation
+    after every 20th step takes a fifth of the step's time. Saving before the first step takes
+    `saving` seconds. If steps have become slower by some factor, the last save is slower by the
+    same factor."""
     counters = Counters(seconds=setup, setup=setup).saved(saving)
     tasks, scales, expected = 0.2 * times[0] / 20, list[float](), list[tuple[float, float]]()
     while not length.is_over(counters):

@@ -26,8 +26,8 @@ def test_first_signal_asks_and_the_second_stops(first: int, second: int) -> None
 
 
 def test_error_in_flight_is_printed_before_sigterm_ends_the_process() -> None:
-    """torchrun ends the other processes of a run when one has died. A process that was raising the
-    error about its lost peer once ended without printing it."""
+    """torchrun ends the other processes of a run when one has died. A process that was raising an
+    error because of the dead process once ended without printing the error."""
     before = signal.getsignal(signal.SIGTERM)
     said = []
     with errors_outlive_sigterm(KeyError):

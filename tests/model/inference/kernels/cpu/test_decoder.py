@@ -52,7 +52,7 @@ def native_config(family: str, **overrides: Any) -> GPTConfig:
 
 
 def quantization(kind: str) -> Quantization:
-    """The quantization of a kind of decoder."""
+    """The quantization that `kind` names; "none" if it names no quantization."""
     return next((name for name in QUANTIZATIONS if name == kind), "none")
 
 
@@ -67,7 +67,7 @@ def kept_in(kind: str) -> KVCacheDType:
 
 
 def same_cells(one: KVCache, slot: int, other: KVCache, there: int, length: int) -> bool:
-    """True if two slots keep the same bits up to `length`."""
+    """True if the first `length` positions of two slots hold the same bits."""
     pairs = [(one.keys, other.keys), (one.values, other.values)]
     if one.key_scales is not None and one.value_scales is not None:
         assert other.key_scales is not None
@@ -126,8 +126,8 @@ def test_every_combination_matches_the_twin(library: ctypes.CDLL, name: str) -> 
 
 
 def test_softcap_limits_logits_and_keeps_nan(library: ctypes.CDLL) -> None:
-    """Logits are near 0 and at the limit. Several threads divide the vocabulary, whose size is not
-    a multiple of the vector width."""
+    """Some logits are near 0 and some are near the limit. Several threads share the vocabulary,
+    whose size is not a multiple of the vector width."""
     config = tiny_config(**COMBINED, vocab_size=9001, tied_head=False)
     gpt = tiny_gpt(config)
     hidden = torch.randn(3, 44, generator=torch.Generator().manual_seed(0))
@@ -300,9 +300,9 @@ def test_int8_keys_and_values_match_the_twin(
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompt_has_the_bits_of_decoding_it(library: ctypes.CDLL, family: str, kind: str) -> None:
-    """Chunk sizes vary: some chunks have more rows than a tile holds, or than attention computes
-    together. Each head fills an odd number of vectors; in narrow dtypes its last vector is half
-    filled."""
+    """Chunk sizes vary: some chunks have more rows than a tile holds, or more than attention
+    computes at once. Each head fills an odd number of vectors. In narrow dtypes, its last vector is
+    only half filled."""
     overrides: dict[str, int] = {"d_model": 520, "d_ff": 530} if family == "modern" else {}
     overrides |= {"n_layer": 2, "head_dim": 48 if family == "llama" else 16}
     gpt = tiny_gpt(native_config(family, **overrides))
@@ -360,8 +360,8 @@ def test_mixed_pass_has_the_bits_of_prompts_and_steps(
 def test_engine_computes_prompts_and_steps_in_one_pass(
     library: ctypes.CDLL, prefill_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tokens are the same even if a prompt chunk leaves no room in a step for rows of decoding
-    sequences."""
+    """The tokens are the same even if a prompt chunk fills a step so that decoding sequences have
+    no room in it."""
     passes: list[int] = []
     mixed = NativeDecoder.mixed
 
@@ -398,7 +398,7 @@ def test_engine_computes_prompts_and_steps_in_one_pass(
 def test_prompts_together_have_the_bits_of_each_alone(
     library: ctypes.CDLL, family: str, kind: str
 ) -> None:
-    """Together the prompts have more rows than the buffers hold, so one prompt is divided."""
+    """In total, the prompts have more rows than the buffers hold, so one prompt is split."""
     gpt = tiny_gpt(native_config(family, n_layer=2))
     gpt = gpt.to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
     cache, lengths = new_cache(gpt, 8, kept_in(kind)), (1, 120, 17, 126, 100)
@@ -441,7 +441,7 @@ def test_prompt_longer_than_the_buffers_is_divided(library: ctypes.CDLL) -> None
 def test_slot_hides_the_leftovers_of_an_earlier_text(
     library: ctypes.CDLL, dtype: torch.dtype, kept: KVCacheDType
 ) -> None:
-    """Leftovers may be NaN, and loads of keys extend beyond the last key."""
+    """Leftovers may be NaN or infinite, and vector loads of keys read beyond the last key."""
     gpt = tiny_gpt(native_config("llama", head_dim=48)).to(dtype)
     cache, text = new_cache(gpt, kept=kept), random_ids(45).tolist()
     native = NativeDecoder(library, gpt, cache, threads=2)
@@ -459,8 +459,8 @@ def test_slot_hides_the_leftovers_of_an_earlier_text(
 
 @pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf])
 def test_key_that_is_not_finite_survives_int8(library: ctypes.CDLL, lost: float) -> None:
-    """The sequence ends with an error, as without int8. A maximum computed by comparisons would
-    skip NaN."""
+    """The logits are not finite, so the sequence ends with an error, as without int8. If the scale
+    came from a maximum computed by comparisons, NaN would be lost."""
     gpt = tiny_gpt(native_config("gpt2"))
     with torch.no_grad():
         gpt.token_embedding.weight[5, 3] = lost
@@ -500,7 +500,7 @@ def test_step_beyond_the_buffers_is_refused(library: ctypes.CDLL) -> None:
 def test_head_of_many_rows_has_the_bits_of_one_thread(
     library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For the rows of a prompt, torch computes the head with all threads if that keeps the bits."""
+    """For the rows of a prompt, torch uses all threads for the head if the bits stay the same."""
     gpt = tiny_gpt(tiny_config(vocab_size=2048, d_model=256, head_dim=64, n_layer=1))
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=2, prefills=False)
     assert native.torch_head is not None

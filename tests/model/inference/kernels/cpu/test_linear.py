@@ -19,11 +19,12 @@ from tests.model.inference.kernels.cpu.plain_forms import quantized_matrix
 from tests.profiles import examples
 
 READ_BEHIND = 64
-"""Finite numbers after the weights: the last vector may extend beyond the end of a row."""
+"""Number of zeros placed after the weights, because the last vector load may extend beyond the end
+of a row."""
 
 
 def moved(weights: Tensor, offset: int) -> Tensor:
-    """A copy that starts `offset` numbers into its memory, with room after it."""
+    """A copy that starts `offset` elements into its memory, followed by READ_BEHIND zeros."""
     room = torch.zeros(offset + weights.numel() + READ_BEHIND, dtype=weights.dtype)
     placed = room[offset : offset + weights.numel()].view(weights.shape)
     return placed.copy_(weights)
@@ -32,7 +33,7 @@ def moved(weights: Tensor, offset: int) -> Tensor:
 def placed_matrix(
     weights: Tensor, kind: str, offset: int = 0, bias: Tensor | None = None
 ) -> Matrix:
-    """A matrix of this kind, which keeps its memory alive. The weights start `offset` numbers into
+    """A matrix of this kind, which keeps its memory alive. The weights start `offset` elements into
     that memory."""
     rows, width = weights.shape
     matrix = Matrix(kind=KINDS[kind], rows=rows, width=width)

@@ -1,7 +1,7 @@
 """Native sampling against its twin: the same tokens.
 
-Sums have different orders, so an id within a rounding error of a filter's edge may be on either
-side. Then the token must be the twin's for a slightly wider or narrower filter.
+The two add numbers in different orders, so an id within a rounding error of a filter's edge may be
+on either side of it. Then the token must be the twin's for a slightly wider or narrower filter.
 """
 
 import ctypes

@@ -35,7 +35,7 @@ def bfloat16_gpt(seed: int = 0) -> GPT:
 
 
 def in_other_form(gpt: GPT, library: ctypes.CDLL, quantize: Quantization) -> int:
-    """Number of a GPT's matrices that its decoder does not read."""
+    """Number of a GPT's matrices that its decoder holds in another form."""
     compresses = quantize == "none" and bool(library.logitd_has_tiles())
     return len(list(matrices(gpt))) if compresses or quantize != "none" else 0
 

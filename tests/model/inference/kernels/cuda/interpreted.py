@@ -2,8 +2,8 @@
 
     TRITON_INTERPRET=1 python -m tests.model.inference.kernels.cuda.interpreted FAMILY...
 
-Triton reads the variable when it is imported, so this is a separate process. The interpreter cannot
-multiply bfloat16 matrices.
+Triton reads the variable when it is imported, so the checks run in a separate process. The
+interpreter cannot multiply bfloat16 matrices.
 """
 
 import math
@@ -67,7 +67,8 @@ def check_family(name: str, dtype: torch.dtype, *, whole: bool) -> None:
 
 
 def prepared(gpt: GPT) -> KVCache:
-    """A cache with prompts; all other cells hold values that would spoil any sum."""
+    """A cache with computed prompts. All other cells hold NaN or infinity, which would spoil any
+    sum."""
     cache = KVCache(gpt.config, len(LENGTHS), device=torch.device("cpu"), dtype=gpt_dtype(gpt))
     decoder = PlainDecoder(gpt, cache)
     for slot, length in enumerate(LENGTHS):

@@ -37,7 +37,7 @@ class Refusing(DirectStream):
 
 
 class Stale(DirectStream):
-    """A stream whose recordings compute nothing when they are replayed."""
+    """A stream whose recordings do nothing when they are replayed."""
 
     def record(self, compute: Compute, undo: Compute) -> Compute:
         compute()

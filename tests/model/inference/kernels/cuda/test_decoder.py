@@ -168,7 +168,7 @@ def test_tokens_are_sampled_from_the_decoded_logits(batch_invariant: bool) -> No
 
 
 def test_collecting_waits_for_one_step_and_launching_for_none() -> None:
-    """A row that is not finite gets no token and does not affect others."""
+    """A row whose logits are not finite gets no token and does not affect other rows."""
     gpt, device, sampling = tiny_gpt(), LateDevice(), sampling_rows([GREEDY] * 2)
     cache = KVCache(gpt.config, 6, device=torch.device("cpu"), dtype=torch.float32)
     decoder, slots, prompts = LateDecoder(device, gpt, cache), [0, 4], ([1, 2, 3], [5, 6, 7])

@@ -29,7 +29,8 @@ GPT = tiny_gpt()
 
 
 class Machine:
-    """A clock that a test advances, and how long a thread has run on its core, both in seconds."""
+    """A clock that a test advances, and the time that a thread has spent on its core, both in
+    seconds."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -166,8 +167,9 @@ def test_native_threads_notice_contention_and_keep_the_bits(library: ctypes.CDLL
 
 
 def alone_until(library: ctypes.CDLL, waits: list[tuple[float, float]]) -> float:
-    """Time in milliseconds until which a thread of the native pool computes alone after these
-    waits; 0 if it never does. Each wait is a pair of start and length in milliseconds."""
+    """The time in milliseconds at which the native pool stops computing with a single thread after
+    these waits; 0 if it never computes with a single thread. Each wait is a pair (start, length) in
+    milliseconds."""
     library.logitd_contention_alone_until.restype = ctypes.c_int64
     since = [round(1000 * start) for start, _ in waits]
     until = [round(1000 * (start + length)) for start, length in waits]
