@@ -80,7 +80,7 @@ def test_defaults_of_the_engine_are_the_engines() -> None:
 
 
 def test_queue_holds_any_request_for_logits_of_gpt_2() -> None:
-    """The largest request has the allowed number of prompts, each as long as the context."""
+    """The largest request has the maximum number of prompts, each as long as the context."""
     settings = serve()
     assert settings.max_sequences * 1024 * 50_257 <= settings.max_queue_elements
 
