@@ -65,7 +65,7 @@ def clone(tmp_path: Path) -> Path:
 def interpreter(
     clone: Path, version: str, *, without_pip: bool = False, index_gone: bool = False
 ) -> None:
-    """Put a fake Python on the path. `index_gone`: torch cannot be downloaded."""
+    """Put a fake Python on the path. If `index_gone`, torch cannot be downloaded."""
     script = clone / "tools" / f"python{version}"
     numbers = tuple(map(int, version.split(".")))
     script.write_text(

@@ -222,7 +222,8 @@ def test_keys_are_read_from_all_sources_and_hidden(
 
 
 def test_empty_keys_differ_from_missing_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty variable was meant to set keys, so the server must not be open."""
+    """Whoever sets the variable wants keys, so the server must not be open even if the variable is
+    empty."""
     assert serve().api_keys is None
     monkeypatch.setenv("LOGITD_API_KEYS", "")
     assert serve().api_keys is not None
