@@ -1,4 +1,5 @@
-"""Trade-off: a chart of the time to the first token against gaps, from results of `closed_loop.py`.
+"""Draws a chart of the time to the first token against the gaps between tokens, from results of
+`closed_loop.py`.
 
     python -m benchmarks.trade_off RESULTS.json CHART.svg
 

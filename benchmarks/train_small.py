@@ -11,10 +11,10 @@ plays in two minutes. Its last tenth is held out, as in `logitd train`. The side
     long           the same with the recipe for long texts
     nanogpt-char   nanoGPT's model for a CPU and its recipe, on bytes (the preset of that name)
 
-With `--size N --passes P` the clock does not matter: `adapted` and `long` have the N-th size of
-`model/training/configuration/autosize.py` (from 0) and as many steps as `long` needs for P passes
-over the text, so the figures are the same on a busy machine. A step of `adapted` needs less
-arithmetic for its head and more for its dropout.
+With `--size N --passes P` a busy machine gives the same figures as an idle one: `adapted` and
+`long` have the N-th size of `model/training/configuration/autosize.py` (from 0) and train for as
+many steps as `long` needs for P passes over the text. A step of `adapted` needs less arithmetic for
+its head and more for its dropout.
 
 Each run is a real `train()` in a separate process, and the sides take turns. After the run, bits
 per byte are measured on the whole validation text, both with the last weights and with the weights
@@ -71,8 +71,8 @@ def of_passes(side: str, asked: TrainingConfig, size: int, passes: float) -> Tra
 
 
 def fewer(outcomes: Mapping[str, Sequence[Outcome]], other: str) -> tuple[float, float]:
-    """Two percentages: by how much the adapted recipe's last weights need fewer bits per byte than
-    the last weights of `other`, and than the best weights of `other`."""
+    """By how many percent the adapted recipe's last weights reduce the bits per byte: compared with
+    the last weights of `other`, and compared with the best weights of `other`."""
     ours = statistics.mean(each.last for each in outcomes["adapted"])
     last = statistics.mean(each.last for each in outcomes[other])
     best = statistics.mean(each.best for each in outcomes[other])

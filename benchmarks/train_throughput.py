@@ -64,8 +64,8 @@ def own_step(gpt: GPT, recipe: Recipe, placement: Placement, *, compiled: bool =
 
 
 def _refuse_eager(notice: str) -> None:
-    """Raise if compiling fails: the trainer would continue without compiling, and the figure would
-    be wrong."""
+    """Raise an exception if compiling fails. Otherwise the trainer would continue without
+    compiling, and the figure would be wrong."""
     if notice.startswith("not compiled"):
         raise RuntimeError(notice)
 

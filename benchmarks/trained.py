@@ -96,7 +96,7 @@ def train_here(config: TrainingConfig) -> Outcome:
 
 
 def block_matrices(config: GPTConfig) -> int:
-    """Number of parameters in block matrices, as the recipe counts them."""
+    """Number of parameters in the tensors that the recipe classifies as matrices."""
     with torch.device("meta"):
         gpt = GPT(config)
     return sum(p.numel() for name, p in gpt.named_parameters() if kind_of(gpt, name) == "matrix")

@@ -20,10 +20,10 @@ register_profiles()
 share_vocabularies()
 
 SLOW = re.compile(r"^pytestmark = .*pytest\.mark\.slow", re.MULTILINE)
-"""Line that marks a module whose tests are all slow."""
+"""Pattern of the line that marks a module whose tests are all slow."""
 
 MATPLOTLIB = "matplotlib.figure"
-"""Module that draws the curves of a run, if it is installed."""
+"""Name of the module that draws the curves of a run, if it is installed."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -127,9 +127,9 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out cases with two slow values; each slow value is still combined with the other
-    parameters' quick values. Start with the longest tests, so that no worker waits for another at
-    the end."""
+    """Leave out cases in which two or more parameters have slow values; each slow value is still
+    combined with quick values of the other parameters. Start with the longest tests, so that no
+    worker waits for another at the end."""
     items[:] = [
         item
         for item in items

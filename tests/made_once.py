@@ -1,8 +1,9 @@
 """Cached objects that take tens of milliseconds to make and that hundreds of tests need.
 
 These are compiled vocabularies (20 ms per opened checkpoint, 40 ms more for constraints) and the
-certificates that httpx reads for each client (40 ms, for plain HTTP too). Equal arguments return
-the same object, which is real and never modified. Processes that tests start are unaffected.
+certificates that httpx reads for each client (40 ms, for plain HTTP too). With equal arguments,
+tests get the same object, which is a real one and is never modified. Processes that tests start are
+unaffected.
 """
 
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ def share_vocabularies() -> None:
 
 
 class SharedForConstraints:
-    """The part of `llguidance.LLTokenizer` that a `Compiler` uses."""
+    """Replaces `llguidance.LLTokenizer`, with only the method that a `Compiler` uses."""
 
     @staticmethod
     def from_tiktoken(
@@ -47,7 +48,8 @@ class SharedForConstraints:
 
 
 def share_certificates(path: Path) -> None:
-    """Let httpx trust a single authority, written to `path`: all servers of tests are local."""
+    """Let httpx trust a single certificate authority, whose certificate is written to `path`. No
+    test needs more, because all servers are local."""
     authorities = Path(certifi.where()).read_text(encoding="utf-8")
     first = authorities.partition(END_OF_CERTIFICATE)[0] + END_OF_CERTIFICATE
     path.write_text(first, encoding="utf-8")
@@ -55,7 +57,8 @@ def share_certificates(path: Path) -> None:
 
 
 def _shared(ranks: Mapping[bytes, int], special_tokens: Mapping[str, int], pattern: str) -> Any:
-    """The encoding for the arguments of `CoreBPE`. Errors are not cached."""
+    """Take the arguments of `CoreBPE`, and return the same encoding for equal ones. Errors are not
+    cached."""
     return _compiled(frozenset(ranks.items()), frozenset(special_tokens.items()), pattern)
 
 

@@ -1,5 +1,6 @@
-"""The documents: all folders and files are introduced; links, paths, commands and flags exist.
-tests/e2e/test_readme.py runs curl lines and Python blocks."""
+"""The documents: every folder is listed, and every file begins with a sentence that describes it;
+links, paths, commands and flags exist. tests/e2e/test_readme.py runs curl lines and Python
+blocks."""
 
 import re
 import shlex
@@ -146,7 +147,7 @@ def test_changelog_starts_with_this_version() -> None:
 
 
 def test_sources_name_files_that_exist() -> None:
-    """Docstrings name files by their paths, which may move."""
+    """Docstrings refer to files by path, and the files may move."""
     folders = ("model", "service", "logitd", "benchmarks", "deploy", "tests")
     sources = (path for folder in folders for path in (ROOT / folder).rglob("*"))
     paths = [

@@ -185,7 +185,7 @@ ROOMS: dict[str, set[str]] = {
     "logitd": {"model.llm", "service.cli.start", "service.client"},
 }  # fmt: skip
 """Each room, a folder or a single module, with the rooms that it may import. A room imports only
-earlier rooms of this list. Names are paths in the repository."""
+earlier rooms of this list. Names are paths in the repository, with dots in place of slashes."""
 ORDER = {room: place for place, room in enumerate(ROOMS)}
 ONE_ROOM = {
     "torch": {"model"},
@@ -312,7 +312,7 @@ def test_rooms_are_listed_after_their_imports() -> None:
 
 
 def test_serving_imports_nothing_of_the_trainer() -> None:
-    """Follow all imports of the command."""
+    """The test follows the imports of `logitd serve` from module to module."""
     sources = {name: imported for package in PACKAGES for name, imported in modules(package)}
     loaded: set[str] = set()
     ahead = {"service.cli.commands.serve"}

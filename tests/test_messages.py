@@ -186,8 +186,8 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 
 
 def provoked(folder: Path) -> Iterator[str]:
-    """Messages, keyed by the name of the function that provokes them, without paths or hashes of
-    this run."""
+    """Messages, each after the name of the function that provokes it. Paths and hashes, which
+    differ in each run, are replaced."""
 
     def message(provoke: Callable[[], Any]) -> str:
         with pytest.raises((ValueError, ConstraintError)) as caught:

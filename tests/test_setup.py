@@ -65,7 +65,7 @@ def clone(tmp_path: Path) -> Path:
 def interpreter(
     clone: Path, version: str, *, without_pip: bool = False, index_gone: bool = False
 ) -> None:
-    """Put a fake Python on the path. `index_gone`: torch cannot be downloaded."""
+    """Put a fake Python on the path. If `index_gone`, torch cannot be downloaded."""
     script = clone / "tools" / f"python{version}"
     numbers = tuple(map(int, version.split(".")))
     script.write_text(
@@ -155,7 +155,7 @@ def test_unfinished_environments_are_created_again(clone: Path, left: str) -> No
 
 
 def test_python_without_pip_leaves_nothing_behind(clone: Path) -> None:
-    """Debian's Python names the missing python3-venv itself."""
+    """Debian's Python itself reports that python3-venv is missing."""
     interpreter(clone, "3.11", without_pip=True)
     done = make(clone, "setup", "PYTHON=python3.11")
     assert done.returncode == 2

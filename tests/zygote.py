@@ -38,7 +38,7 @@ FORKS.set_forkserver_preload([PRELOADED])
 
 
 class Descriptor:
-    """An open descriptor, which a fork gets as its own."""
+    """An open descriptor. When it is sent to a fork, the fork gets its own duplicate."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -69,7 +69,7 @@ class Command:
 
 
 class ForkedProcess:
-    """A command with the interface of `subprocess.Popen`."""
+    """A forked command with the interface of `subprocess.Popen`."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ def completed(
 
 
 def written(file: IO[str]) -> str:
-    """The output of a process in an open file."""
+    """The output that a process has written to an open file."""
     file.seek(0)
     return file.read()
 

@@ -29,8 +29,8 @@ def stream(sent: float, *times: float) -> StreamRecord:
 
 
 def test_observed_counts_the_measured_interval_alone() -> None:
-    """In the interval from 10 to 20 s, a stream of the warm-up contributes tokens and gaps, but no
-    first token."""
+    """In the interval from 10 to 20 s, a stream that began during the warm-up contributes tokens
+    and gaps, but no first token."""
     observed = Observed()
     records = [
         stream(8.0, 9.0, 10.5, 11.0),
@@ -51,7 +51,7 @@ def test_observed_counts_the_measured_interval_alone() -> None:
 
 
 def test_good_requests_keep_both_limits() -> None:
-    """A good request may have one long gap in a hundred."""
+    """A request is still good if one in a hundred of its gaps is too long."""
     steady = [11.0 + 0.1 * index for index in range(202)]
     one_long = [*steady, steady[-1] + 9.0]
     records = [

@@ -35,7 +35,8 @@ MARK = "MARK_OF_A_TEST"
 TOKENS = 2500
 LONG = {"prompt": "a", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
 START_SECONDS = 120.0
-"""Time limit of a start. Ray's processes import their modules one after another."""
+"""Time limit for startup. Startup is slow, because Ray's processes import their modules one after
+another."""
 
 
 class OnRay:
@@ -174,8 +175,8 @@ def test_killed_replica_breaks_only_its_streams(on_ray: OnRay, client: httpx.Cli
     """The killed replica's streams break off. Later requests are answered as soon as Ray has
     noticed the failure, and another replica replaces the killed one.
 
-    Each replica has four slots, so both have some of the six streams. Ray may send all six requests
-    that do not stream to one replica; in one run, all six failed.
+    Each replica has four slots, so each serves at least two of the six streams. Ray may send all
+    six requests that do not stream to one replica; in one run, all six failed.
     """
     long = LONG | {"max_tokens": 2 * TOKENS}  # long enough to be running when it is killed
     ended: list[str] = []

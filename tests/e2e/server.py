@@ -17,7 +17,7 @@ import httpx
 from tests.zygote import ForkedProcess
 
 STARTUP_SECONDS = 60
-"""Time limit of a start, long enough for a busy machine."""
+"""Time limit for startup, long enough for a busy machine."""
 
 
 class ServedProcess:

@@ -47,7 +47,8 @@ def commands(block: str) -> list[str]:
 
 @dataclass
 class Walk:
-    """What a reader of the tutorial has: a folder, running servers, and the output so far."""
+    """The state of a walk through the tutorial: its folder, running servers, and the output so
+    far."""
 
     folder: Path
     servers: ExitStack

@@ -69,7 +69,7 @@ def test_server_takes_little_more_than_weights_and_cache(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_quantizing_takes_no_second_copy(gpt2_124m: Path, kind: str) -> None:
-    """Rounding the whole head in one operation used to take 0.9 GB more memory during the start."""
+    """Rounding the whole head in one operation once took 0.9 GB of additional memory at startup."""
     flags = ["--dtype", "bfloat16", "--slots", "4", "--checkpoint", str(gpt2_124m)]
     with ServedProcess(*flags, "--quantize", kind, cold=True) as process:
         with httpx.Client(base_url=process.url, trust_env=False, timeout=60) as http:

@@ -32,7 +32,7 @@ RAY = ("--ray", "local", "--ray-workers", "2")
 
 
 class Started:
-    """Extractions of a text into neighboring folders."""
+    """Starts extractions of one text, each into its own folder."""
 
     def __init__(self, folder: Path, checkpoint: Path) -> None:
         self.folder = folder

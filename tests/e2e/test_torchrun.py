@@ -186,8 +186,9 @@ def losses(run: Path) -> list[tuple[str, int, float]]:
 
 
 def assert_same_losses(one: Path, other: Path) -> None:
-    """Check that the reports are equal, and that the losses are equal at every step that both runs
-    evaluated. Losses at early steps depend on the length of the run."""
+    """Check that the training losses are equal at all steps, and the validation losses at every
+    step that both runs evaluated. The length of a run decides which of its early steps are
+    evaluated."""
     both = losses(one), losses(other)
     steps = {each[:2] for each in both[0]} & {each[:2] for each in both[1]}
     shared = [[each for each in found if each[:2] in steps] for found in both]
@@ -229,7 +230,7 @@ def test_two_processes_continue_where_one_stopped(text: Path) -> None:
 
 def test_batch_is_divided_if_accumulation_is_not(text: Path) -> None:
     """One process computes 8 sequences in one pass; two processes compute 4 each. The tokens are
-    the same, but the sums have a different order."""
+    the same, but sums are computed in a different order."""
     given = {"batch_size": 8, "accumulate": 1, "dropout": 0.0, "steps": 4}
     one, two = configuration(text, "one", **given), configuration(text, "two", **given)
     train(one)
@@ -298,10 +299,10 @@ def states_equal(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("given", [{"dtype": "bfloat16"}, {"optimizer": "adamw"}])
 def test_shared_model_has_the_bits_of_a_whole_one(text: Path, given: dict[str, Any]) -> None:
-    """Each of two processes makes one pass per step, so that all sums have the same order. Clipping
-    has no effect, because two processes sum the gradient norm in a different order. The runs use
-    dropout, and either Muon in bfloat16 or AdamW. One process continues the run of two, and two
-    continue the run of one."""
+    """Each of two processes makes one pass per step, so that all sums are computed in the same
+    order. Clipping is set so high that it has no effect, because two processes sum the gradient
+    norm in a different order. The runs use dropout, and either Muon in bfloat16 or AdamW. One
+    process continues the run of two, and two continue the run of one."""
     given = given | {"clip": 1000.0}
     one = configuration(text, "one", steps=6, **given)
     two = configuration(text, "two", steps=3, shard="on", **given)

@@ -129,7 +129,8 @@ def test_generate_command_agrees_with_the_server(
 
 
 def test_classroom_model_is_served(tmp_path: Path) -> None:
-    """decoder-8x64: post-LN, sinusoids, and a context of 16, shorter than a cache block."""
+    """The model is decoder-8x64. It has post-LN, sinusoidal positions, and a context of 16 tokens,
+    which is shorter than a cache block."""
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     flags = "--preset decoder-8x64 --data text.txt --out run --vocab-size 300 --threads 1 --steps 4"
     command = ["train", *flags.split(), "--sample-tokens", "4"]
@@ -150,8 +151,8 @@ def test_classroom_model_is_served(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("run")  # starts the process from which later ones are forked
 def test_minutes_hold_next_to_busy_programs(tmp_path: Path) -> None:
-    """A run of one minute once took more than two minutes. Generating the sample texts of a single
-    step took two thirds of that time."""
+    """A run with `--minutes 1` once took more than two minutes, and two thirds of that time were
+    spent generating the sample texts of a single step."""
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     spin = [sys.executable, "-c", "while True: pass"]
     busy = [subprocess.Popen(spin) for _ in range(2 * (os.cpu_count() or 1))]

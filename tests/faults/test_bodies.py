@@ -72,7 +72,7 @@ while not select.select([sys.stdin], [], [], 0.001)[0]:
     longest = max(longest, time.perf_counter() - started)
 print(longest)
 """
-"""Program of a client that runs in its own process, so that only the server can delay it."""
+"""Source code of a client. It runs in its own process, so that only the server can delay it."""
 
 
 @pytest.fixture(scope="module")

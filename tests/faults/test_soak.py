@@ -28,7 +28,7 @@ ADMIN = "the-key-of-the-admin"
 BETWEEN_RELOADS = 0.3
 ALLOWED_GROWTH = 48.0
 """Maximum growth of memory, in MiB, from the end of the first quarter of the run to the end of the
-run. Allocators and caches, which are bounded, may still fill in this time."""
+run. Allocators and caches, which are bounded, may still be filling up during this time."""
 QUESTION = {"prompt": "the same", "max_tokens": 24, "seed": 7, "temperature": 0.9}
 
 ABLATION = {"stage": "blocks.0.attention.heads", "heads": [1], "operation": "zero"}

@@ -46,8 +46,8 @@ def no_settings_from_outside() -> None:
 
 @pytest.fixture(autouse=True)
 def same_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give requests without a seed the same seeds in every run. With random seeds, sixteen samples
-    of three words were all the same in one run of forty, and a test failed."""
+    """Give requests without a seed the same seeds in every run. With random seeds, a test failed in
+    one run of forty, because its sixteen samples from three words were all the same."""
     rng = random.Random(0)
     monkeypatch.setattr(generate, "new_seed", lambda: rng.getrandbits(53))
 

@@ -47,7 +47,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 def logits_of(model: nn.Module, ids: Sequence[int]) -> Any:
-    """Logits (T, V) of the class itself, as NumPy."""
+    """Logits (T, V) of the class itself, as a NumPy array."""
     with torch.no_grad():
         out = model(torch.tensor([list(ids)]))
     return (out[0] if isinstance(out, tuple) else out)[0].numpy()

@@ -150,8 +150,8 @@ def test_streams_without_a_client_do_not_block_others(server: Serving) -> None:
 
 @pytest.mark.slow
 def test_many_clients_leave_at_random_moments(server: Serving) -> None:
-    """Clients leave streams, texts and arrays at random moments; afterwards the server is idle
-    again."""
+    """Clients of streams, texts and arrays disconnect at random moments; afterwards the server is
+    idle again."""
     chance = random.Random(0)
     fields = [
         ("/generate", {"prompt": "a", "max_tokens": 300, "ignore_eos": True, "stream": True}),

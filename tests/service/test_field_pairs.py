@@ -145,7 +145,7 @@ VALUES_OF = {path: values_of(path) for path in BODIES}
 def bodies(path: str, name: str) -> list[dict[str, Any]]:
     """Bodies with each value of a field: first the value alone, then together with one value of
     each later field. With two values per field, a pair of fields takes two bodies instead of four,
-    and each of its values still occurs."""
+    and each value of both fields still occurs."""
     base, values = BASE.get(path, {"prompt": PROMPT}), VALUES_OF[path]
     assert values[name], f"VALUES has none for {name}, and its schema states none"
     fields = list(values)
@@ -172,7 +172,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 def answer(server: Serving, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-    """Status and reply, without the parts that differ from one time to the next."""
+    """Status and reply, without the parts that differ each time."""
     response = server.post(path, body)
     if response.status_code == 200:
         REPLIES[path].model_validate(response.json())
@@ -202,7 +202,7 @@ def streamed(server: Serving, path: str, body: dict[str, Any]) -> tuple[int, Any
 
 
 def grown(chunks: Sequence[Any]) -> Any:
-    """Choices and prompts joined from chunks; a reply is one chunk."""
+    """Choices and prompts joined from chunks; a reply that was not streamed counts as one chunk."""
     for chunk in chunks:
         for choice in chunk["choices"]:
             choice |= choice.pop("delta", None) or choice.pop("message", None) or {}

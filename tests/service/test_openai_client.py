@@ -121,7 +121,8 @@ def test_chat_equals_the_messages_of_the_endpoint(chatty: openai.OpenAI) -> None
 
 
 def test_chat_stream_helper_works(chatty: openai.OpenAI) -> None:
-    """The helper joins the chunks by its own rules."""
+    """The helper of `openai` joins chunks by its own rules, which the server's chunks must
+    satisfy."""
     fields: dict[str, Any] = {
         "model": "chatty",
         "messages": MESSAGES,

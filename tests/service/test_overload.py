@@ -131,7 +131,7 @@ def test_request_keeps_its_place_during_compilation(
 
 
 def test_later_prompts_of_a_reply_have_room_from_the_start(spelling_path: Path) -> None:
-    """A full queue cannot break off a reply that has begun."""
+    """A reply that has begun is completed even if the queue is full."""
     with (
         serving(spelling_path, slots=2, max_queue=1, slow_reader_timeout=TEST_TIMEOUT) as server,
         server.connect(receive_buffer=4096) as raw,

@@ -45,7 +45,8 @@ def expected(folder: Path, umask: int) -> dict[str, str]:
 
 
 def test_training_writes_files_by_the_umask(umask: int, tmp_path: Path) -> None:
-    """Checkpoints, shards, the trainer's state and lock, adapters, and merged checkpoints."""
+    """Checks checkpoints, shards, the trainer's state and lock, adapters, and merged
+    checkpoints."""
     story_file = tmp_path / "story.txt"
     story_file.write_text(story(400), encoding="utf-8")
     base, lora = tmp_path / "run", tmp_path / "tuned"

@@ -80,7 +80,7 @@ def test_defaults_of_the_engine_are_the_engines() -> None:
 
 
 def test_queue_holds_any_request_for_logits_of_gpt_2() -> None:
-    """The largest request has the allowed number of prompts, each as long as the context."""
+    """The largest request has the maximum number of prompts, each as long as the context."""
     settings = serve()
     assert settings.max_sequences * 1024 * 50_257 <= settings.max_queue_elements
 
@@ -222,7 +222,8 @@ def test_keys_are_read_from_all_sources_and_hidden(
 
 
 def test_empty_keys_differ_from_missing_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty variable was meant to set keys, so the server must not be open."""
+    """Whoever sets the variable wants keys, so the server must not be open even if the variable is
+    empty."""
     assert serve().api_keys is None
     monkeypatch.setenv("LOGITD_API_KEYS", "")
     assert serve().api_keys is not None

@@ -1,5 +1,5 @@
 """Speculation over HTTP: a server with drafts gives the same replies as one without. A step yields
-several tokens, so stop strings, ends and counts could differ."""
+several tokens, so stop strings, the ends of texts and token counts could differ."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack

@@ -15,7 +15,8 @@ from benchmarks.shapes import SMALL
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A folder of weights, some ids, and the log-probabilities (V,) of the token after them."""
+    """A folder of weights, the ids of a prompt, and the expected log-probabilities (V,) of the next
+    token."""
 
     folder: Path
     ids: list[int]

@@ -1,4 +1,4 @@
-"""A browser, servers for it to visit, and pages that must not fail."""
+"""A browser, servers for it to visit, and its pages. Errors on a page fail the test."""
 
 import shutil
 from collections.abc import Iterator
@@ -82,7 +82,7 @@ def film(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
 
 @pytest.fixture
 def new_page(browser: Any) -> Iterator[NewPage]:
-    """Open pages; they must not fail and must not request other hosts."""
+    """Open pages. An error on a page, or a request to another host, fails the test."""
     contexts, problems = [], []
 
     def opened(url: str, *, quiet: bool = True, **options: Any) -> Page:

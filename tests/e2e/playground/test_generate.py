@@ -185,7 +185,7 @@ def test_refused_requests_leave_no_branch_and_are_reported_once(
 
 
 def test_message_of_a_refused_prompt_stays(server: ServedProcess, new_page: NewPage) -> None:
-    """The page reacts to an edit a moment later; that reaction once removed the message."""
+    """The page reacts to an edit after a short delay. That reaction once removed the message."""
     page = ready(new_page(f"{server.url}/#prompt=import", quiet=False))
     page.fill("#prompt", "")
     page.click("#go")

@@ -1,4 +1,5 @@
-"""Callers: a caller has the same name in all of its requests."""
+"""Callers: requests with the same key, or without a key from the same network, have the same
+caller."""
 
 from typing import Any
 

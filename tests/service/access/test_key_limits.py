@@ -127,8 +127,7 @@ def test_replaced_limits_keep_spent_tokens(clock: Clock) -> None:
 
 @given(st.integers(1, 100), st.lists(st.floats(0, 30), max_size=80))
 def test_minute_has_at_most_twice_its_number(per_minute: int, pauses: list[float]) -> None:
-    """A client can use up a full bucket, and within a minute the same number of tokens returns to
-    it."""
+    """A client can empty a full bucket, and the bucket is refilled within a minute."""
     clock = Clock()
     limits = KeyLimits(KeyLimit(per_minute=per_minute), {}, clock)
     taken: list[float] = []

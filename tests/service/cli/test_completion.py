@@ -53,7 +53,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def at_a_terminal(folder: Path, shell: list[str], typed: list[str]) -> list[str]:
-    """The output of a shell with completion enabled, after each of these sequences of keys."""
+    """The output of a shell after each of these key sequences. Completion is enabled."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         shell, stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, env=environment(folder),
@@ -124,7 +124,7 @@ def test_fish_offers_words(folder: Path) -> None:
 def test_all_flags_are_offered(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The program makes the suggestions, and all shells ask it."""
+    """All shells get their suggestions from the program, so the test asks the program."""
     asked = {"COMP_WORDS": f"logitd {command} -", "COMP_CWORD": "2"}
     for name, value in {**asked, COMPLETE: "bash_complete"}.items():
         monkeypatch.setenv(name, value)

@@ -279,7 +279,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_imports_of_commands_run_no_garbage_collection(tmp_path: Path) -> None:
-    """Later collections do not search the imported modules either."""
+    """Later garbage collections skip the imported modules too."""
     done = python(
         "import gc, sys\n"
         "from logitd.service.cli.main import run\n"

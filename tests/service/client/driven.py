@@ -13,7 +13,7 @@ def driven(runner: asyncio.Runner, client: AsyncClient) -> Client:
 
 
 class _Driven:
-    """An AsyncClient or an AsyncStream with the methods of its blocking twin."""
+    """An AsyncClient or an AsyncStream with the methods of its blocking counterpart."""
 
     def __init__(self, runner: asyncio.Runner, driven: Any) -> None:
         self._runner = runner

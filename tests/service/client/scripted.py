@@ -28,7 +28,7 @@ class Script:
 
 
 class ScriptedServer:
-    """Answers each request with the next script; closes the connection after the last.
+    """Answers each request with the next script, and closes the connection after the last script.
 
     requests     whole requests that have arrived
     connections  number of connections so far

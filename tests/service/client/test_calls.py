@@ -88,7 +88,7 @@ def test_values_outside_json_are_refused(value: Any, error: type[Exception]) -> 
 
 @given(st.text() | st.lists(st.text()))
 def test_texts_arrive_unchanged(prompt: Any) -> None:
-    """A lone surrogate is not text, and the service refuses it."""
+    """Texts with lone surrogates are not tried, because the service refuses them."""
     body = endpoints.generate(prompt).request.body or b""
     assert GenerateRequest.model_validate_json(body).prompt == prompt
 

@@ -20,7 +20,8 @@ from logitd.service.client_methods import PROPERTIES
 from logitd.service.generate_client import FACTS, FOLDER, result_name, sources
 
 DECIDED = {"logits": {"top_k", "stream"}}
-"""Fields that a method sets itself; methods of operations not listed set only `stream`."""
+"""Fields that the client's methods set themselves, by operation. Methods of operations that are not
+listed set only `stream`."""
 
 
 def tree(source: str) -> str:

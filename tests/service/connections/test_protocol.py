@@ -125,7 +125,7 @@ def test_endless_head_is_answered_431(server: Serving, name: str) -> None:
 
 @pytest.mark.parametrize("extra", [0, 1])
 def test_bound_of_the_headers_is_exact(server: Serving, extra: int) -> None:
-    """The address, the header lines and their separators all count."""
+    """The address, the header lines and their separators all count toward the limit."""
     headers = [(b"host", b"localhost"), (b"connection", b"close"), (b"x-b", b"c" * 5000)]
     headers += [(b"x-%d" % i, b"") for i in range(100)]
     room = MAX_HEADER_BYTES - head_size(len(b"/version"), headers) - 4 - len(b"x-a")
@@ -238,7 +238,8 @@ def test_requests_ahead_of_their_turn_stay_with_the_client(speller: Serving) -> 
 
 
 def test_refusal_waits_for_its_turn(speller: Serving) -> None:
-    """An invalid request that arrives while another one is answered is refused after it."""
+    """An invalid request that arrives while another one is being answered is refused after that
+    answer."""
     first = request_bytes("/generate", {"prompt": "a", "max_tokens": 200, "ignore_eos": True})
     for wrong, status in ((b"nonsense\r\n\r\n", 400), (b"GET /" + b"a" * 300_000, 431)):
         with speller.connect() as raw:
@@ -392,7 +393,8 @@ HALVES = {
 @pytest.mark.parametrize("reason", HALVES)
 @pytest.mark.parametrize("pause", [None, 0.2])
 def test_half_a_request_is_answered_408(hurried: Serving, reason: str, pause: float | None) -> None:
-    """A byte now and then is not enough, because a body must keep an average rate."""
+    """An occasional byte does not prevent the timeout, because a body must keep a minimum average
+    rate."""
     before = ended(hurried, reason)
     with in_time(), hurried.connect() as raw:
         raw.sendall(HALVES[reason])

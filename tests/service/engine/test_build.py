@@ -80,8 +80,8 @@ def test_automatic_slots_are_logged_with_their_reason(
 
 
 def test_parameters_are_the_models_whatever_of_them_is_in_memory(tmp_path: Path) -> None:
-    """The weights that the decoder holds in int8 are freed in the model. The banner once did not
-    count them."""
+    """Weights that the decoder holds in int8 are removed from the model. The parameter count in the
+    banner once left them out."""
     try:
         load_library()
     except KernelsUnavailable as reason:

@@ -40,7 +40,7 @@ class Recording(StepThread):
 def test_step_releases_the_interpreter(
     steps_of: Callable[[list[str]], StepThread | None], expected: list[str]
 ) -> None:
-    """Other threads can run Python code from the entry "free" on."""
+    """The entry "free" marks the moment from which other threads can run Python code."""
     order: list[str] = []
     engine = Engine(TINY, EngineConfig(slots=1))
     plan, run = engine._scheduler.plan, engine._runner.run

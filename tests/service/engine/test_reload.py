@@ -80,8 +80,8 @@ async def test_session_open_after_the_timeout_is_refused() -> None:
 
 
 async def test_reload_timeout_ends_running_requests() -> None:
-    """No request is submitted to weights that are about to be dropped. Such a request once ended
-    the engine."""
+    """A request cannot be submitted to weights that are about to be dropped. Such a request once
+    ended the engine."""
 
     gated = engine()
     async with running(gated, load=load) as (owner, _):

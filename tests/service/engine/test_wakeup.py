@@ -121,7 +121,7 @@ def test_pause_is_a_multiple_of_the_delivery(bench: Bench) -> None:
 
 
 def test_urgent_item_does_not_wait_for_the_end_of_a_pause(bench: Bench) -> None:
-    """The items queued with the urgent one wait, even if the thread puts nothing more."""
+    """The other items still wait until the pause ends."""
     bench.put(1)
     bench.loop.run()
     end = bench.loop.now + PAUSE_FACTOR * bench.cost
@@ -136,7 +136,8 @@ def test_urgent_item_does_not_wait_for_the_end_of_a_pause(bench: Bench) -> None:
 
 
 def test_urgent_wakeup_that_comes_after_the_pause_delivers_all(bench: Bench) -> None:
-    """The timer of the pause may have fired before the items came."""
+    """The timer of the pause may have fired before the items came, so this wake-up must deliver all
+    of them."""
     bench.put(1)
     bench.loop.run()
     bench.put(2, urgent=True)

@@ -144,8 +144,9 @@ def test_star_changes_each_layer(server: Serving) -> None:
 
 
 def test_setting_another_prompts_stream_continues_its_forward(server: Serving) -> None:
-    """If a layer's whole stream comes from another prompt, the rest of the forward pass equals the
-    other prompt's. If a single position comes from it, only that position and later ones change."""
+    """If a layer's output is replaced by another prompt's at all positions, the rest of the forward
+    pass equals that of the other prompt. If it is replaced at a single position, only that position
+    and later ones change."""
     other = npy(server, "/logits", prompt=OTHER, positions="all")
     patch = {"stage": "blocks.0.output", "operation": "set", "from": {"prompt": OTHER}}
     close(npy(server, "/logits", positions="all", interventions=[patch]), other)

@@ -29,7 +29,7 @@ LONG: dict[str, Any] = {
     "methods": ["integrated_gradients"],
     "steps": 512,
 }
-"""Minutes of work for the spelling model."""
+"""A request that keeps the spelling model busy for minutes."""
 
 
 def attributions(server: Serving, **fields: Any) -> list[PromptAttributions]:

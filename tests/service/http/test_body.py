@@ -84,8 +84,8 @@ LARGE = {
     "unknown names": (BAD_JSON["many names"], 100_001, 100_001),
     "ids": (b'{"prompt": [' + b"1," * 150_000 + b"1]}", 150_003, 3),
 }  # fmt: skip
-"""Bodies of nothing but structure, with the number of their values (an empty list counts as one)
-and of their lists, objects and keys."""
+"""Bodies that consist almost only of structure. Each comes with its number of values (an empty list
+counts as one) and its number of lists, objects and keys."""
 
 
 @pytest.mark.parametrize("name", LARGE)

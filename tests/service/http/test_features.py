@@ -167,7 +167,7 @@ def test_unknown_features_get_404(featured: Serving, path: str, expected: str) -
 def test_wrong_path_or_query_has_the_form_of_other_errors(
     featured: Serving, path: str, param: str
 ) -> None:
-    """FastAPI's own answer is a 422 with another body."""
+    """By default, FastAPI would answer with a 422 and a different body."""
     refused = featured.client.get(path)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == param

@@ -36,7 +36,8 @@ def test_last_layer_equals_probs(server: Serving) -> None:
 
 
 def test_earlier_layer_equals_the_head_on_its_residual_stream(server: Serving) -> None:
-    """An intervention copies the layer's output into the last layer."""
+    """The expected logits come from an intervention that copies the layer's output to the last
+    layer's output."""
     (prompt,) = lens(server, layers=[1], positions=[-1], top_k=2)
     body = {"prompt": PROMPT, "layers": [1], "positions": [-1]}
     stream = server.json("/hidden_states", body)["prompts"][0]["hidden_states"][0][0]
@@ -52,7 +53,7 @@ def test_earlier_layer_equals_the_head_on_its_residual_stream(server: Serving) -
 
 
 def test_reply_is_written_in_groups_of_layers(server: Serving) -> None:
-    """Only a few tokens at a time are converted to JSON, even if a position lists many."""
+    """If a position lists many tokens, each piece of the reply has the tokens of only one layer."""
     body = {"prompt": PROMPT, "positions": [-2, -1], "top_k": 200}
     with server.connect() as raw:
         raw.sendall(request_bytes("/lens", body, "Connection: close"))

@@ -158,7 +158,7 @@ def test_largest_of_several_chunks_in_safetensors_are_those_of_json(speller: Ser
 
 
 def test_replies_share_one_budget(speller: Serving) -> None:
-    """If a reader stops, its reply stays in memory and counts toward the budget."""
+    """If a client stops reading, its reply stays in memory and counts toward the budget."""
     path = speller.served.checkpoint.path
     with serving(path, slots=4, max_reply_elements=3 * 2**18) as small:
         body: dict[str, Any] = {"prompt": long_prompt(8000), "positions": {"from": 3000}}

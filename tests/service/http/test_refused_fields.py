@@ -453,7 +453,7 @@ def test_intervention_is_named_by_its_place(server: Serving) -> None:
 def test_intervention_that_makes_logits_infinite_is_named(
     server: Serving, llm: LLM, name: str
 ) -> None:
-    """Such a request once got a 500. Later, /probs and /score answered it with false ranks."""
+    """Such a request once got a 500. Later, /probs and /score answered it with wrong ranks."""
     blown: Any = {"interventions": [{**EVERY_LAYER, "factor": 1e30}]}
     error = server.refused(f"/{name}", {**SMALLEST[name], **blown})
     assert (error.param, error.code) == ("interventions", "intervention_failed")

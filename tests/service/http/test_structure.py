@@ -20,7 +20,7 @@ VALUES = st.recursive(
 
 
 def counted(value: Any) -> Structure:
-    """The structure of a value, by walking through it."""
+    """The structure of a value, counted by visiting all of its parts."""
     match value:
         case list():
             inner, keys = [counted(item) for item in value], 0

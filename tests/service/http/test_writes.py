@@ -80,7 +80,7 @@ async def test_first_token_of_each_sequence_is_urgent() -> None:
 
 
 async def test_failing_reader_ends_only_its_own_submission() -> None:
-    """The reader is called during the delivery to all submissions."""
+    """The failing reader is called while events are delivered to all submissions."""
     async with running(tiny()) as (owner, _):
         bad, good = owner.submit([generation("a", 20)]), owner.submit([generation("b", 20)])
 

@@ -103,7 +103,8 @@ async def error_of(work: Awaitable[Constraint]) -> ApiError:
 
 
 async def test_equal_sources_are_compiled_once() -> None:
-    """On a busy machine a constraint may count as slow, and each request then gets a copy."""
+    """On a busy machine a constraint may count as slow. Each request then gets its own copy, so the
+    test compares the sources, not the objects."""
     async with bench() as b:
         found = await asyncio.gather(*(b.constraints.compiled(GOOD) for _ in range(20)))
         assert all(one.source is GOOD for one in found)
@@ -140,7 +141,7 @@ async def test_least_recently_used_constraint_is_dropped(monkeypatch: pytest.Mon
 async def test_slow_constraint_is_prepared_for_each_sequence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The threads that generate therefore need not compile it."""
+    """So the threads that generate do not have to compile it."""
     monkeypatch.setattr(compiler_module, "QUICK_SECONDS", 0.0)
     monkeypatch.setattr(module, "MAX_PREPARED", 5)
     async with bench() as b:

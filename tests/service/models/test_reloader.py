@@ -204,7 +204,8 @@ def test_refused_checkpoint_changes_nothing(
 
 
 def damage(run: Path) -> None:
-    """Add checkpoints that no server of this run can serve."""
+    """Add checkpoints that a server of this run must refuse: a damaged one, one with a wider model,
+    and one with a different tokenizer."""
     shutil.copytree(run / "step-2", run / "damaged")
     with (run / "damaged" / "model.safetensors").open("r+b") as file:
         file.seek(-3, 2)

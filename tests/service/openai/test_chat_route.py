@@ -312,8 +312,8 @@ def test_error_in_a_stream_is_its_last_event(parrot: Serving) -> None:
 
 
 def test_full_queue_refuses_before_anything_is_rendered(parrot: Serving) -> None:
-    """The template would refuse these messages. On a busy machine, the stream that fills the queue
-    may end before the messages arrive; then the test tries again."""
+    """The status is 429, although the template would refuse these messages. On a busy machine, the
+    stream that fills the queue may end before the messages arrive; then the test tries again."""
     body = {"messages": ask("a"), "stream": True, "ignore_eos": True}
     for _ in range(20):
         with parrot.client.stream("POST", PATH, json=body) as running:

@@ -184,8 +184,9 @@ def test_logprobs_are_those_of_generate(
 
 
 def test_lm_eval_scoring_call_is_answered(server: Serving, gpt: GPT) -> None:
-    """The call has prompts as ids, echo, and one token after the prompt. Logprobs are listed by
-    position; a token is greedy if its logprob is the largest at its position."""
+    """The call sends prompts as ids, sets `echo`, and requests one token after each prompt.
+    Logprobs are listed by position; a token counts as greedy if its logprob is the largest at its
+    position."""
     prompts = [[72, 105, 32, 116, 104, 101], [1, 2, 3, 200, 201], [256, 9, 9, 9]]
     (likely,) = server.generate([72, 105, 32], max_tokens=3, temperature=0)["choices"]
     prompts.append([72, 105, 32, *likely["token_ids"]])
@@ -207,7 +208,7 @@ def test_lm_eval_scoring_call_is_answered(server: Serving, gpt: GPT) -> None:
 
 
 def test_stop_token_is_in_the_lists_but_not_in_the_text(speller: Serving) -> None:
-    """lm-eval expects one entry more than the prompt has, and removes the last one."""
+    """lm-eval expects one entry more than the prompt has tokens, and removes the last entry."""
     (choice,) = complete(speller, ".", max_tokens=1, logprobs=1, echo=True)["choices"]
     assert (choice["text"], choice["finish_reason"]) == (".", "stop")
     assert choice["logprobs"]["tokens"] == [".", "<|endoftext|>"]

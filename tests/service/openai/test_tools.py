@@ -90,7 +90,7 @@ def test_required_function_is_called(chatter: Serving) -> None:
 
 
 def test_one_of_the_functions_is_called(chatter: Serving) -> None:
-    """The model samples the name: another bias gives another function."""
+    """The model samples the function's name, so different biases lead to different functions."""
     names = set()
     for letters in ("l_", 'l"', "n"):
         bias = {str(ord(letter)): 20.0 for letter in letters}

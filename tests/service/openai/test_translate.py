@@ -41,7 +41,7 @@ SHARED: dict[str, Any] = {
     "priority": -3,
     "timeout": 5.0,
 }
-"""A value of each field that both endpoints share with /generate; none is a default."""
+"""For each field that both endpoints share with /generate, a value that is not the default."""
 
 
 def completion(**fields: Any) -> GenerateRequest:

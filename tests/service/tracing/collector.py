@@ -19,7 +19,7 @@ from tests.service.serving import eventually
 SERVER, INTERNAL = 2, 1
 """Kinds of spans."""
 ERROR = 2
-"""Status of a span with an error; 0 is unset."""
+"""Status code of a span with an error. The code 0 means that the status is not set."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`logitd bench`: rates of a tiny checkpoint in process and over HTTP, and refused loads."""
+"""`logitd bench`: rates of a tiny checkpoint in process and over HTTP, and refused workloads."""
 
 import json
 from collections.abc import Iterator
@@ -82,7 +82,8 @@ def test_unmeasurable_load_is_refused(
 def test_default_prompt_leaves_room_for_the_tokens(
     checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The context of 128 tokens has no room for the usual prompt and 64 generated tokens."""
+    """The context of 128 tokens is too short for the usual prompt together with 64 generated
+    tokens."""
     assert run(["bench", str(checkpoint_path), "--threads=1", "--batches=2", "--rounds=1"]) == 0
     workload = json.loads(capsys.readouterr().out.splitlines()[-1])["workload"]
     assert (workload["prompt_tokens"], workload["tokens"]) == (64, 64)
@@ -100,7 +101,7 @@ def test_rate_is_that_of_the_whole_batch() -> None:
 def test_streams_that_never_run_at_once_generate_more_up_to_the_context(
     checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With one slot the streams follow each other. The context has 128 tokens, so 108 are left
+    """With one slot the streams run one after another. The context has 128 tokens, so 108 are left
     after the prompt."""
     with serving(checkpoint_path, slots=1) as running:
         assert run(["bench", str(checkpoint_path), *SMALL, "--url", running.url]) == 1

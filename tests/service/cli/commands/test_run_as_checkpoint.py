@@ -42,7 +42,8 @@ def mine(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("path", ["mine", "mine/best"])
 def test_runs_mean_their_best_checkpoint(path: str, mine: Path) -> None:
-    """The checkpoint is named by its folder, because the link moves while the run trains."""
+    """The reported path is the checkpoint's folder, not the link `best`, which moves while the run
+    trains."""
     info = read_checkpoint(Path(path))
     assert (info.path, info.name, info.training.step) == (Path("mine/step-1"), "mine", 1)
     (mine / "best").unlink()

@@ -199,7 +199,8 @@ def test_info(server: Serving) -> None:
 def test_info_and_log_say_why_cuda_graphs_do_not_serve(
     checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The server chooses its decoder as on a GPU whose driver refuses to capture CUDA graphs."""
+    """The test makes the server choose its decoder as it would on a GPU whose driver refuses to
+    capture CUDA graphs."""
 
     def broken(*_: Any, **__: Any) -> Decoder:
         raise RuntimeError("operation not permitted when stream is capturing")
