@@ -1,6 +1,7 @@
 """The structure of JSON, counted without a parser and compared with a parser's tree."""
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -70,3 +71,14 @@ def test_valid_values_repeat_no_key(value: Any) -> None:
 
 def test_empty_text_has_no_structure() -> None:
     assert count_structure(b"") == Structure(0, 0, 0)
+
+
+def test_repeated_key_takes_no_memory_for_escapes() -> None:
+    """A regular expression that could backtrack once took 50 bytes for each escape."""
+    body = b'{"prompt": "' + b"\\n" * 100_000 + b'"}'
+    tracemalloc.start()
+    try:
+        assert repeated_key(body) is None
+        assert tracemalloc.get_traced_memory()[1] < 2 * len(body)
+    finally:
+        tracemalloc.stop()
