@@ -78,7 +78,8 @@ def _aside(destination: Path) -> Iterator[Path]:
 
 
 def _stored_dtype(checkpoint: Path) -> torch.dtype:
-    """The dtype that all weights of a checkpoint have. Raises CheckpointError."""
+    """The dtype of a checkpoint's weights, which all have the same dtype. Raises CheckpointError if
+    there is no weight file."""
     try:
         require_regular(checkpoint / WEIGHTS)
     except OSError as error:

@@ -83,8 +83,9 @@ def _check_mergeable(entries: list[_Entry], pieces: dict[int, bytes], where: str
     merged = {i: text for i, text in pieces.items() if len(text.decode(errors="replace")) > 1}
     if mixed := [text for text in merged.values() if not text.isascii()]:
         raise ConvertError(
-            f"{where}: the token {mixed[0].decode(errors='replace')!r} joins a character of "
-            f"several bytes with others, which ranks of bytes cannot merge. {WITHOUT_TEXT}"
+            f"{where}: the token {mixed[0].decode(errors='replace')!r} joins a "
+            "multi-byte character with other characters, which byte-level ranks cannot express. "
+            f"{WITHOUT_TEXT}"
         )
     scores = [entries[token_id][0] for token_id in merged]
     if scores != sorted(scores, reverse=True) or len(set(pieces.values())) < len(pieces):
