@@ -50,7 +50,9 @@ def export_model(
     info = read_checkpoint(checkpoint)
     again = "; train it again with --exportable" if shape_objections(info.config) else ""
     if to == "hf":
-        require(hf_objections(info.config, info.tokenizer), f"; it cannot be exported{again}")
+        require(
+            hf_objections(info.config, info.tokenizer), f"; the model cannot be exported{again}"
+        )
         family = folder_family_of(info.config, info.tokenizer.pattern)
     else:
         require(gguf_objections(info.config, info.tokenizer, pre), again)

@@ -175,7 +175,7 @@ def _is_qwen2(config: GPTConfig) -> bool:
 
 def _require(found: Sequence[Objection]) -> None:
     if found:
-        raise ConvertError(f"{_listed(found)}; it cannot be exported")
+        raise ConvertError(f"{_listed(found)}; the model cannot be exported")
 
 
 def _listed(found: Sequence[Objection]) -> str:

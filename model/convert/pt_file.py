@@ -191,10 +191,7 @@ def _unreadable(path: Path, keep: str, error: Exception) -> ConvertError:
         )
     what = f"is truncated or damaged ({type(error).__name__})"
     if head and head.isascii() and b"\0" not in head:
-        what = (
-            "and is a text. Expected a file of weights (.pt, .pth, .bin, .safetensors) or its "
-            "folder"
-        )
+        what = "and is a text. Expected a weight file (.pt, .pth, .bin, .safetensors) or its folder"
     return ConvertError(f"{size} is not a file of torch.save: it begins with {begins!r}, {what}")
 
 

@@ -60,7 +60,8 @@ class ComputeOptions:
 
     @classmethod
     def of(cls, settings: object) -> "ComputeOptions":
-        """The options among the attributes of `settings`."""
+        """Options from the attributes of `settings` with the same names. The others keep their
+        defaults."""
         names = (field.name for field in fields(cls))
         return cls(**{name: getattr(settings, name) for name in names if hasattr(settings, name)})
 

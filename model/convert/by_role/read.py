@@ -63,7 +63,7 @@ KIND = "its own code"
 class RoleOptions:
     """The user's answers about a model.
 
-    answers    values of fields of `Computation`
+    answers    the user's values for fields of a `Computation`
     code       FILE.py:NAME, the owner's class
     code_call  the call that returns logits, if it is not `model(ids)`
     draft      path for a draft of a map file, which is written if roles are unknown or questions

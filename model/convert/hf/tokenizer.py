@@ -145,7 +145,7 @@ def _check_normalizer(document: Mapping[str, Any], path: Path, skip: bool) -> li
     kind = normalizer.get("type") if isinstance(normalizer, dict) else normalizer
     if not skip:
         raise ConvertError(
-            f"{path} has a normalizer ({kind}), which changes texts before they are encoded, but "
+            f"{path} has the normalizer {kind}, which changes texts before they are encoded, but "
             "logitd has none. --skip-normalizer imports the tokenizer without it; texts that the "
             "normalizer changes then get different ids"
         )
@@ -246,7 +246,10 @@ def _pattern(document: Mapping[str, Any], path: Path) -> str:
     if split is None:
         return GPT2_PATTERN if level.get("use_regex", True) else WHOLE_TEXT
     if level.get("use_regex", True):
-        raise ConvertError(f"{path} splits texts twice: by a Split and by ByteLevel's own pattern")
+        raise ConvertError(
+            f"{path} splits texts twice, by a Split and by ByteLevel's own pattern; only one of "
+            "them can be imported"
+        )
     behavior = (split.get("behavior"), split.get("invert", False))
     if behavior not in (("Isolated", False), ("Removed", True)):
         raise ConvertError(

@@ -2,8 +2,8 @@
 
 Everything in a record except the position is known when a sequence begins to decode. So records are
 written once, and a step sets only the positions. If the same sequences decode as in the last step,
-which is usual, its array is reused: rebuilding it would be slow, because a forward pass leaves the
-CPU's caches cold.
+which is usual, the array of the last step is reused. Rebuilding it would be slow, because a forward
+pass leaves the CPU's caches cold.
 """
 
 import numpy as np
