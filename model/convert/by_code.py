@@ -63,7 +63,7 @@ class CodeOptions:
     """The user's choices for importing a model with its owner's code.
 
     code            the owner's class, and the call that returns logits
-    answers         values of fields of a `Computation`
+    answers         the user's values for fields of a `Computation`
     tokenizer, dtype, skip_normalizer, unused_rows
                     as for `import_model`
     context_length  number of positions to keep; None means the number in the settings, or else the

@@ -93,8 +93,8 @@ def _encoded_lines(tokenizer: Tokenizer, text: str) -> Iterator[list[int]]:
 
 
 def _starts(tokenizer: Tokenizer) -> Iterator[int]:
-    """Yield the ids that may come before a line: the id of the line break, 0, and the id of the
-    end-of-text token."""
+    """Yield the ids that may come before a line. They are the id of the line break, the id 0, and
+    the id of the end-of-text token, in this order."""
     with contextlib.suppress(TokenizerError):
         yield from tokenizer.encode("\n")[:1]
     yield 0

@@ -73,7 +73,7 @@ def _holds_arrays(path: Path) -> bool:
 
 
 def read_npz(path: Path) -> dict[str, Any]:
-    """Read the arrays of an `.npz` as tensors. Raises ConvertError."""
+    """Read the arrays of an `.npz` file as tensors. Raises ConvertError."""
     try:
         with zipfile.ZipFile(path) as archive:
             unpacked = sum(entry.file_size for entry in archive.infolist())
@@ -118,7 +118,7 @@ def read_json_weights(path: Path) -> dict[str, Any]:
     if not any(isinstance(value, Tensor) and value.dim() > 1 for value in flat.values()):
         raise ConvertError(
             f"{path} is JSON without weights: no member is a list of lists of numbers. Expected a "
-            "file of weights (.pt, .pth, .bin, .npz, .safetensors) or its folder"
+            "weight file (.pt, .pth, .bin, .npz, .safetensors) or its folder"
         )
     return _as_state(flat) | {
         name: value for name, value in document.items() if _is_text(value) or not _nested(value)

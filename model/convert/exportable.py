@@ -39,7 +39,7 @@ NAMES: Mapping[str, str] = {
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
 }
-"""Names of the architectures, as messages spell them."""
+"""Names of the architectures in messages."""
 
 GGUF_ENDS = 3
 """Maximum number of end tokens in a GGUF file: one each for the end of a text, a turn and a

@@ -50,7 +50,9 @@ def export_model(
     info = read_checkpoint(checkpoint)
     again = "; train it again with --exportable" if shape_objections(info.config) else ""
     if to == "hf":
-        require(hf_objections(info.config, info.tokenizer), f"; it cannot be exported{again}")
+        require(
+            hf_objections(info.config, info.tokenizer), f"; the model cannot be exported{again}"
+        )
         family = folder_family_of(info.config, info.tokenizer.pattern)
     else:
         require(gguf_objections(info.config, info.tokenizer, pre), again)
@@ -78,7 +80,8 @@ def _aside(destination: Path) -> Iterator[Path]:
 
 
 def _stored_dtype(checkpoint: Path) -> torch.dtype:
-    """The dtype that all weights of a checkpoint have. Raises CheckpointError."""
+    """The dtype of a checkpoint's weights, which all have the same dtype. Raises CheckpointError if
+    there is no weight file."""
     try:
         require_regular(checkpoint / WEIGHTS)
     except OSError as error:

@@ -20,14 +20,14 @@ from logitd.model.transformer.config import WITHOUT_PARTS, GPTConfig, parts_of
 GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3 = "gpt2", "gpt_neox", "llama", "qwen2", "qwen3"
 
 NARROWER = 2 / 3
-"""Ratio of the width of a gated feed-forward to the width of a feed-forward without a gate that has
+"""Width of a gated feed-forward divided by the width of a feed-forward without a gate, if both have
 the same number of parameters."""
 MULTIPLE = 32
 """The widths that `nearest` chooses are multiples of this."""
 
 _Rule = tuple[bool, str, str, Any]
-"""A flag, a key, a reason and another value. The flag is True if the key prevents the export; with
-the other value, it would not."""
+"""A flag, a key, a reason and another value. The flag is True if the key's value prevents the
+export. The other value would not prevent it; None if no value would help."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def _is_qwen2(config: GPTConfig) -> bool:
 
 def _require(found: Sequence[Objection]) -> None:
     if found:
-        raise ConvertError(f"{_listed(found)}; it cannot be exported")
+        raise ConvertError(f"{_listed(found)}; the model cannot be exported")
 
 
 def _listed(found: Sequence[Objection]) -> str:

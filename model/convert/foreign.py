@@ -138,7 +138,7 @@ def common_dtype(dtypes: Collection[torch.dtype]) -> torch.dtype:
 
 
 class StateDictReader:
-    """The tensors of a file or folder. It records which of them have been used."""
+    """Reads the tensors of a file or folder, and records which of them have been used."""
 
     def __init__(self, where: str, tensors: Mapping[str, Tensor]) -> None:
         self._where = where

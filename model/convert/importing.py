@@ -231,8 +231,8 @@ def record_of_import(
     tokens: int = 0,
     val_loss: float | None,
 ) -> TrainingRecord:
-    """The training record of an imported checkpoint: the source, further facts, and how far the
-    model was trained according to the source. `tokenizer` is the value of --tokenizer."""
+    """The training record of an imported checkpoint: the source, further facts, and the training
+    step, tokens and loss that the source states. `tokenizer` is the value of --tokenizer."""
     return TrainingRecord(
         step=step,
         tokens=tokens,
@@ -335,8 +335,8 @@ def _ask_together(
     checked: bool,
 ) -> None:
     """Raise one error about everything that the user must answer: settings that are not understood,
-    open fields, and the vocabulary. If there is a text, it may answer the open fields, so they are
-    omitted until the text can be encoded."""
+    open fields, and the vocabulary. A text given with --check may decide the open fields, so the
+    error omits them as long as the text cannot be encoded."""
     asked = [OpenQuestions(f"{where}: {question(unknown)}", list(unknown))] if unknown else []
     if not asked and vocabulary is None:
         return

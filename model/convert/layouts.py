@@ -1,4 +1,4 @@
-"""Layouts: how other programs name, order and orient a GPT's weights, and name its sizes.
+"""Layouts: how other programs name, order and orient a GPT's weights, and what they call its sizes.
 
 A `Layout` maps this project's modules and sizes to the modules and sizes of another program, for
 reading (`read_weights`, `read_sizes`) and writing (`write_weights`, `write_sizes`). `hf/config.py`,
@@ -24,8 +24,8 @@ LAYER = ("attention_norm", "qkv", "attention_out", "mlp_norm", "mlp_up", "mlp_do
 """The modules of a layer, except the norms of query and key."""
 
 Rows = Mapping[str, Tensor]
-"""For each module whose rows have a different order in the other program: for each row here, the
-index of the row there."""
+"""Orders of rows, by the names of the modules whose rows are ordered differently in the other
+program. A tensor has, for each row here, the index of that row in the other program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,8 +209,8 @@ def _split(name: str) -> tuple[str, str, str]:
 
 
 def _sizes(config: GPTConfig, part: str, rows: int, count: int) -> list[int]:
-    """If one module here corresponds to `count` modules in the other program, the number of rows of
-    each of them."""
+    """The numbers of rows of the `count` modules in the other program that correspond to one module
+    here."""
     if part == "qkv" and count == 3:
         return [rows - 2 * config.kv_width, config.kv_width, config.kv_width]
     return [rows // count] * count

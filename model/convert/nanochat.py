@@ -82,7 +82,7 @@ _TURNS = ("<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<
 
 @dataclass(frozen=True)
 class _Version:
-    """Constants of a version of nanochat, which its checkpoints do not store.
+    """Constants of a version of nanochat. Checkpoints do not contain them.
 
     theta       base of the rotary frequencies
     sharpness   factor by which queries and keys are multiplied after their norms
@@ -175,8 +175,8 @@ def with_conversation(vocabulary: ForeignTokenizer) -> ForeignTokenizer:
 
 
 def _is_nanochat(names: Collection[str]) -> bool:
-    """True if these are the tensor names of nanochat or a program derived from it. Later, tensors
-    that only a derived program has are refused, and the error names them."""
+    """True if these are the tensor names of nanochat or a program derived from it. If the derived
+    program has additional tensors, they are refused later; the error names them."""
     derived = any(re.fullmatch(_SCALES, name) for name in names)
     return "transformer.wte.weight" in names and (derived or all(map(_NAMES.fullmatch, names)))
 

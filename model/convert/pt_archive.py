@@ -3,8 +3,8 @@
 A zip archive stores the values of each tensor in a separate file, but the shapes of all tensors in
 one other file. torch maps the values into memory without checking that their file is uncompressed
 and long enough for the shape. If the file is too short, the tensor contains the bytes that follow
-it in the archive. A shape may also repeat a few values billions of times. `pt_file.py` reads the
-pickles.
+it in the archive. A tensor's shape and strides may also repeat a few stored values billions of
+times. `pt_file.py` reads the pickles.
 """
 
 import zipfile

@@ -100,8 +100,8 @@ def _archive(path: Path, keep: str) -> Archive:
     if archive.unpacked > PACKED_TIMES * size + PICKLE_BYTES:
         raise ConvertError(
             f"{path} has {size:,} bytes, but would unpack to {archive.unpacked:,} bytes: it is "
-            "damaged, or was compressed later. Load it where it was created, and save it with "
-            "torch.save"
+            "damaged, or was compressed after it was saved. Load it with the program that created "
+            "it, and save it again with torch.save"
         )
     return archive
 
@@ -117,7 +117,7 @@ def _load_with_attributes(
     path: Path, keep: str, archive: Archive | None, refused: pickle.UnpicklingError
 ) -> Any:
     """Load a file with `Attributes` in place of its classes. Raises ConvertError if the file
-    contains more than configuration objects, such as a module or calls of functions."""
+    contains anything besides configuration objects, such as a module or a function call."""
     names = pickled_names(path)
     if not (archive is not None or names.holds_module or names.foreign):
         raise _unreadable(path, keep, refused) from refused
@@ -191,10 +191,7 @@ def _unreadable(path: Path, keep: str, error: Exception) -> ConvertError:
         )
     what = f"is truncated or damaged ({type(error).__name__})"
     if head and head.isascii() and b"\0" not in head:
-        what = (
-            "and is a text. Expected a file of weights (.pt, .pth, .bin, .safetensors) or its "
-            "folder"
-        )
+        what = "and is a text. Expected a weight file (.pt, .pth, .bin, .safetensors) or its folder"
     return ConvertError(f"{size} is not a file of torch.save: it begins with {begins!r}, {what}")
 
 

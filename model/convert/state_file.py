@@ -24,7 +24,7 @@ from logitd.model.convert.source_file import source_json
 from logitd.model.convert.unknown_settings import unknown_settings
 
 LOOKED_FOR = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".npz")
-"""Suffixes by which weight files are found in a folder."""
+"""In a folder, files with these suffixes count as weight files."""
 SUFFIXES = (*LOOKED_FOR, ".pkl", ".pickle", ".json", ".tar", ".model")
 """Suffixes of files that can be imported if the user gives the path of the file."""
 
@@ -101,14 +101,12 @@ def find_state_file(folder: Path) -> Path:
                 return candidates[0]
             if candidates:
                 raise ConvertError(
-                    f"{folder} holds {len(candidates)} files of weights: "
+                    f"{folder} has {len(candidates)} weight files: "
                     f"{', '.join(str(p.relative_to(folder)) for p in candidates[:8])}; import one "
                     "of them by its path"
                 )
     held = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
-    raise ConvertError(
-        f"{folder} has no file of weights ({', '.join(LOOKED_FOR)}); it holds {held}"
-    )
+    raise ConvertError(f"{folder} has no weight file ({', '.join(LOOKED_FOR)}); it holds {held}")
 
 
 def holds_weights(path: Path) -> bool:

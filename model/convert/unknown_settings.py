@@ -51,8 +51,8 @@ _NEUTRAL: Mapping[str, object] = {
     **dict.fromkeys(("parallel_residual", "use_parallel_residual", "add_cross_attention"), False),
     **dict.fromkeys(("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"), False),
 }
-"""For other settings that may change logits: the value with which the source computes the same as
-this project's GPT."""
+"""Other settings that may change logits, each with the value that makes the source compute the same
+logits as this project's GPT."""
 
 
 def unknown_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

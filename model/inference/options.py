@@ -26,8 +26,8 @@ KVCacheDType = Literal["auto", "int8"]
 """Dtype of keys and values: the model's, or int8 with a scale for each head and position."""
 Speculation = Literal["none", "ngram"]
 DRAFTED_ROWS = 16
-"""Maximum number of rows of a decode step with drafts. With more, a draft costs as much as it
-saves."""
+"""Maximum number of rows of a decode step that includes drafts. With more rows, a draft would cost
+as much time as it saves."""
 SECONDS = {"ms": 1e-3, "s": 1.0}
 """Units of time, in seconds."""
 UNITS = {
@@ -43,8 +43,9 @@ class ComputeOptions:
     """Options for computing with a checkpoint. The defaults adapt to this machine.
 
     threads     number of threads of torch and of the native decoder; 0: one per processor
-    run_code    run the code of a checkpoint that is computed by its owner's code
-    batch_code  let that code compute several sequences in one batch, which may change the bits
+    run_code    allow the owner's code to run, if it computes the checkpoint's model
+    batch_code  let that code compute several sequences in one batch, which may change the bits of
+                the logits
     """
 
     device: str = "auto"
@@ -59,7 +60,8 @@ class ComputeOptions:
 
     @classmethod
     def of(cls, settings: object) -> "ComputeOptions":
-        """The options among the attributes of `settings`."""
+        """Options from the attributes of `settings` with the same names. The others keep their
+        defaults."""
         names = (field.name for field in fields(cls))
         return cls(**{name: getattr(settings, name) for name in names if hasattr(settings, name)})
 
@@ -85,16 +87,18 @@ MemorySize = int | MemoryShare
 
 @dataclass(frozen=True, slots=True)
 class SlotDefault:
-    """Number of slots if the user sets none: `most` or, with a `share`, as many as fit into this
-    share of the memory that the weights leave free, but at least 1 and at most `most`."""
+    """Number of slots if the user sets none. Without a `share`, it is `most`. With a `share`, it is
+    the number of slots that fit into this share of the memory that the weights leave free, but at
+    least 1 and at most `most`."""
 
     most: int
     share: MemoryShare | None = None
 
 
 CODE_SLOTS = 8
-"""Default number of slots of a served model that its owner's code computes. A step needs a pass for
-each sequence, so more slots would not add tokens per second but would delay every stream."""
+"""Default number of slots for serving a model that its owner's code computes. Each step runs a
+separate pass for each sequence, so more slots would not increase the tokens per second but would
+slow down every stream."""
 SERVED_SLOTS = SlotDefault(64, MemoryShare(0.25))
 """Default number of slots of a server. A quarter of the free memory leaves most of it to other
 programs; slots take memory only once they are used (`model/inference/kv_cache.py`). The maximum of
@@ -112,8 +116,8 @@ class DecodeSteps:
 
 
 TargetGap = float | DecodeSteps
-"""Time limit of a step with prompts while sequences decode, in seconds or in decode steps
-(`model/inference/engine/budget.py`)."""
+"""Maximum duration of a step that processes prompts while other sequences are decoding, in seconds
+or in decode steps (`model/inference/engine/budget.py`)."""
 
 
 def parse_target_gap(text: str) -> TargetGap | None:
@@ -131,7 +135,7 @@ def parse_target_gap(text: str) -> TargetGap | None:
     number = float(match[1])
     if match[2] == "x":
         if not 1 < number <= 1000:
-            raise ValueError(f"{text} leaves no time for prompts: use more than 1x, at most 1000x")
+            raise ValueError(f"{text} is out of range: use more than 1x, at most 1000x")
         return DecodeSteps(number)
     return _in_seconds(text, number, match[2])
 

@@ -25,9 +25,9 @@ def resolve_indices(
     from_end: bool = True,
 ) -> tuple[int, ...]:
     """Resolve indices into a list of `count` items; None: all of them. With `from_end`, negative
-    indices count from the end. In messages, `what` states the number of items. Raises
-    InvalidRequest unless there is at least one index and all are in range, ascending and
-    distinct."""
+    indices count from the end. `what` is the part of an error message that states the number of
+    items. Raises InvalidRequest unless there is at least one index and all are in range, ascending
+    and distinct."""
     if indices is None:
         return tuple(range(count))
     if indices and indices[0] >= 0 and indices[-1] < count and _ascends(indices):  # much faster

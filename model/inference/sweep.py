@@ -33,7 +33,9 @@ class Grid:
     """A grid over some axes.
 
     axes    the layers, heads or positions along each axis, in the requested order
-    varied  the interventions of each layer; the key None holds the interventions of all layers"""
+    varied  the interventions by layer; the key None has the interventions of all layers, which are
+            used if layers are not swept
+    """
 
     axes: Mapping[Axis, tuple[int, ...]]
     varied: Mapping[int | None, Sequence[Intervention]]
@@ -54,9 +56,10 @@ class Grid:
 def make_grid(
     varied: Sequence[Intervention], over: Sequence[Axis], prompt_length: int, config: ModelConfig
 ) -> Grid:
-    """The grid of an intervention over some axes. `varied` holds the intervention once for each
-    layer. Every cell changes the whole of each axis that is not swept. Raises InvalidRequest if an
-    intervention cannot be applied, or if its stage lacks a swept axis."""
+    """The grid of an intervention over some axes. `varied` has a copy of the intervention for each
+    layer. If an axis is not swept, every cell changes all layers, heads or positions that the
+    intervention selects. Raises InvalidRequest if an intervention cannot be applied, or if its
+    stage lacks a swept axis."""
     check_interventions(varied, config, prompt_length)
     if not over or len(set(over)) < len(over):
         raise InvalidRequest(f"over is {list(over)}; name at least one axis, each once", "over")
@@ -76,8 +79,8 @@ def _places(
     prompt_length: int,
     config: ModelConfig,
 ) -> tuple[int, ...]:
-    """The layers, heads or positions along an axis. The interventions differ only in their
-    stage."""
+    """The layers, heads or positions along an axis. `first` is the intervention at the first of
+    `stages`; the interventions at the other stages are otherwise equal to it."""
     match axis:
         case "layers":
             if stages[0].layer is None:

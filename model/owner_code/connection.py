@@ -30,8 +30,8 @@ from logitd.model.owner_code.process.wire import Wire, floats
 MODULE = "logitd.model.owner_code.process"
 ROOT = Path(__file__).parents[3]
 START_SECONDS, PASS_SECONDS = 300.0, 60.0
-"""Time limits, in seconds, for the start of the process and for a pass. After that, the process is
-killed."""
+"""Time limits, in seconds, for starting the process and for a pass. If a limit is exceeded, the
+process is killed."""
 STDERR, STDERR_LINES, STDERR_BYTES = "stderr", 3, 2**20
 """The name of the file with the process's stderr, the number of its last lines that an error
 message contains, and the size in bytes above which the file is emptied."""
@@ -230,7 +230,7 @@ class CodeModel:
             self.close()
             raise CodeError(
                 f"{self.config.code} did not answer within {seconds:.0f} seconds; its process was "
-                "killed and starts again with the next request"
+                "killed and will be restarted by the next request"
             ) from error
         except (EOFError, OSError, ValueError) as error:
             raise self._ended() from error
@@ -251,8 +251,8 @@ class CodeModel:
             os.truncate(stderr, 0)
 
     def _ended(self) -> CodeError:
-        """The error to raise after the process has ended or broken the protocol. If the process
-        still runs, it is killed."""
+        """Kill the process if it is still running. Returns the error to raise after the process has
+        ended or broken the protocol."""
         assert self._process is not None
         assert self._scratch is not None
         folder = Path(self._scratch.name)

@@ -43,7 +43,7 @@ class Built:
     """A model in this project's form.
 
     folds      descriptions of the changes to weights
-    rescaled   True if some weights were scaled, so a narrow dtype would round them again
+    rescaled   True if some weights were scaled, so saving them in 16 bits would round them again
     """
 
     config: GPTConfig

@@ -47,9 +47,10 @@ UNUSUAL: Mapping[str, Any] = {
 """Values that few models use, by field. On some texts, such a value had the lowest loss only
 because no candidate computed what the model computes."""
 FEWEST_CHANNELS = 8
-"""Smallest number of channels that a head usually has."""
+"""A head with fewer channels than this is unusual."""
 SAME_LOGITS = 0.01
-"""Variants with the same loss count as equal if their logits differ by at most this."""
+"""If variants have about the same loss, they count as equal if no logit differs by more than
+this."""
 
 
 class ByText:
@@ -113,8 +114,8 @@ class ByText:
         )
 
     def _won(self, best: Computation) -> dict[str, str]:
-        """For each unambiguous field whose value differs from the convention, the reason for the
-        value."""
+        """The reason for each value that is not the conventional one, by field. Ambiguous fields,
+        which have no conventional value, are omitted."""
         return {
             name: f"the lowest loss on {self._text.name}, against the convention"
             for name in self._search.open
@@ -228,9 +229,9 @@ class ByText:
     def _decision(
         self, best: Computation, name: str, near: Sequence[Alternative]
     ) -> tuple[str, bool]:
-        """The reason for the chosen value of an ambiguous field, and whether the choice stays open.
-        It stays open if the values in `near` have about the same loss on the text but different
-        logits."""
+        """The reason for the chosen value of an ambiguous field, and whether the field stays open.
+        `near` are the other values that have about the same loss. The field stays open if one of
+        them gives different logits."""
         if not near:
             return f"clearly the lowest loss on {self._text.name}", False
         apart = max(self._distance(best, replace(best, **{name: each.value})) for each in near)

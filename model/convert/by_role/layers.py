@@ -85,8 +85,8 @@ def _twin(
 
 
 def module_name(name: str) -> tuple[str, ...]:
-    """The parts of a tensor's name that form the name of its module. A bare parameter is a separate
-    module."""
+    """The name of a tensor's module, split into its parts. A bare parameter counts as a module of
+    its own."""
     parts = name.split(".")
     if joined := re.fullmatch(r"(.*\{N\})_(.+)", parts[-1]):  # `block_{N}_Wq`
         parts[-1:] = joined.groups()

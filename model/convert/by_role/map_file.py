@@ -152,9 +152,9 @@ def _validated(where: str, model: type[_Model], values: Mapping[str, Any]) -> _M
 
 
 def tensor_map(file: MapFile, tensors: Mapping[str, Tensor], ignored: Iterable[str]) -> TensorMap:
-    """The TensorMap that a map file describes. The tensors' names determine the numbers of layers
-    and heads. `ignored` are tensors that are known not to be weights. Raises ConvertError if a name
-    in the file matches no tensor.
+    """The TensorMap that a map file describes. The layers and heads are counted in the tensors'
+    names. `ignored` are tensors that are known not to be weights. Raises ConvertError if a name in
+    the file matches no tensor.
     """
     weights = {role for role, part in file.names if part == "weight"}
     attention = () if "qkv" in weights else SEPARATE
@@ -262,7 +262,7 @@ def _pattern(pattern: str) -> re.Pattern[str]:
 
 
 def _numbers(file: MapFile, tensors: Mapping[str, Tensor], mark: str) -> set[int]:
-    """The numbers that a placeholder, N for layers or M for heads, matches in the tensors'
+    """The numbers of the layers (if `mark` is N) or of the heads (if it is M) in the tensors'
     names."""
     numbers: set[int] = set()
     for (role, part), pattern in file.names.items():

@@ -30,8 +30,8 @@ class NgramNats:
     trigram: float
 
     def at(self, position: int) -> float:
-        """The lowest n-gram loss for a prediction with `position` + 1 tokens before it. The trigram
-        loss counts only if there are at least two such tokens."""
+        """The lowest n-gram loss for a token with `position` + 1 tokens before it. The trigram loss
+        is considered only if there are at least two tokens before it."""
         pairs = min(self.unigram, self.bigram)
         return pairs if position == 0 else min(pairs, self.trigram)
 

@@ -84,7 +84,7 @@ class TextObjective:
     distinct   number of predicted tokens; a token in several windows counts once
     counts     losses of unigram, bigram and trigram counts; None if the text has too few tokens
     stated     loss that the file states
-    tokens     number of predictions, by effort
+    tokens     maximum number of predictions, by effort; at least one window is used
     """
 
     name: str

@@ -23,7 +23,8 @@ from logitd.model.owner_code.job import TIMEOUT_SECONDS, compare
 from logitd.model.owner_code.process.build import Request
 
 TOKENS = 24
-"""Number of ids in each of the two sequences, or the context length if that is smaller."""
+"""Length of each of the two sequences of ids. If the context length is smaller, it is used
+instead."""
 CAUSAL_TOLERANCE = 1e-3
 """If a different last id changes the logits of earlier positions by at most this, the change is
 attributed to rounding."""
@@ -136,10 +137,10 @@ def request_of(
 def said_in(
     settings: Mapping[str, Any], known: Mapping[str, Any], *, leave_out: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The settings in lower case, each also under all other usual names of its field. Dropout is 0,
-    and the device is the CPU. `known` values replace these other names, but no setting that the
-    source itself names so. Fields in `leave_out` get no other names, because the tensors' shapes
-    determine them."""
+    """The settings under keys in lower case. A setting also appears under all other usual names of
+    its field, unless the field is in `leave_out`, because the tensors' shapes determine those
+    fields. The values in `known` take precedence over these additional names, but not over the
+    source's own keys. Dropout is 0, and the device is the CPU."""
     said = dict(known)
     for field, keys in SETTINGS.items():
         if field not in leave_out and (value := setting(settings, field)[0]) is not None:

@@ -39,7 +39,7 @@ the model's output is poor at positions beyond those that it was trained on."""
 FIELDS: tuple[str, ...] = tuple(field.name for field in fields(Computation))
 
 WHOLE_WIDTH = "rotary positions over the whole width, before heads are split"
-"""Describes a computation in which each head is rotated with different frequencies. No GPTConfig
+"""Describes a computation in which every head has its own rotary frequencies. No GPTConfig
 expresses it."""
 NOT_SAID = "names and shapes do not show it"
 CONVENTION = "convention"

@@ -1,4 +1,4 @@
-"""Read: reads a model that was written in arbitrary code, by the roles of its tensors.
+"""Read: reads a model of any code by finding the roles of its tensors.
 
 The steps are: recognize the tensors' roles, or take them from a map file; find evidence in the
 file; resolve what is open; build a `ForeignModel`; report. The report lists the tensor name and
@@ -63,7 +63,7 @@ KIND = "its own code"
 class RoleOptions:
     """The user's answers about a model.
 
-    answers    values of fields of `Computation`
+    answers    the user's values for fields of a `Computation`
     code       FILE.py:NAME, the owner's class
     code_call  the call that returns logits, if it is not `model(ids)`
     draft      path for a draft of a map file, which is written if roles are unknown or questions

@@ -177,8 +177,8 @@ def _choose_head(tables: Sequence[Module], embedding: Module) -> Module | None:
 
 
 def _choose_final_norm(modules: Sequence[Module], width: int) -> Module | None:
-    """The final norm, which is a vector as wide as the stream. Vectors that are named like a final
-    norm are preferred. None unless this leaves exactly one vector."""
+    """The final norm: the only vector with the width of the stream that is named like a final norm
+    or, if none is, the only vector with this width. None if there is not exactly one."""
     vectors = [m for m in modules if m.shape == (width,)]
     norms = [m for m in vectors if m.named(words.FINAL_NORM)] or vectors
     return norms[0] if len(norms) == 1 else None
@@ -219,8 +219,8 @@ def _layer_roles(where: str, modules: Sequence[Module], width: int, names: Names
 
 
 def _home_of_attention(modules: Sequence[Module]) -> tuple[str, ...]:
-    """The path of the attention module, whatever its name is: the common beginning of the paths of
-    query, key and value. Empty if all other matrices have the same beginning."""
+    """The path of the attention module, whatever its name is: the common prefix of the paths of
+    query, key and value. Empty if the paths of all other matrices have this prefix, too."""
     projections = [m for m in modules if projection_of(m.weight) is not None]
     others = [m for m in modules if len(m.shape) >= 2 and m not in projections]
     paths = [m.path[: m.path.index("{M}")] if "{M}" in m.path else m.path[:-1] for m in projections]
@@ -278,8 +278,9 @@ def _feed_forward_roles(where: str, matrices: Sequence[Module], names: Names) ->
 
 
 def _up_and_down(matrices: Sequence[Module]) -> Sequence[Module]:
-    """The two matrices of an MLP, up first. They are ordered by their numbers in a Sequential, or
-    else by their names, or else as in the file."""
+    """The two matrices of an MLP, up first. They are ordered by their numbers if they are in a
+    Sequential, otherwise by their names. If the names do not help, the order in the file is
+    kept."""
     first, second = matrices
     if first.last.isdigit() and second.last.isdigit():
         return sorted(matrices, key=lambda module: int(module.last))

@@ -81,7 +81,7 @@ def _by_logits(
         fields = ", ".join(f"{flag(name)} {getattr(best, name)}" for name in search.open)
         raise ConvertError(
             f"{tensors.where}: no variant that this project can compute matches the logits of "
-            f"{objective.name}: the nearest variant{f', with {fields},' if fields else ''} differs "
+            f"{objective.name}: the closest variant{f', with {fields},' if fields else ''} differs "
             f"by {difference:.3g}, but the limit is {objective.tolerance:.1g}. The owner's code "
             "computes something that a GPTConfig does not express, or the weights do not belong to "
             "this code"

@@ -32,9 +32,9 @@ search changes one field at a time."""
 CLEAR_NATS, CLEAR_ERRORS = 0.005, 2.0
 """A variant is clearly worse if its loss is higher by more than the first number, in nats per
 token, and by more than the second, in standard errors of the mean difference. The standard error
-alone does not suffice: for a model that had learned little, a wrong activation was better by 0.004
-nats per token on any number of tokens. For trained models, the right variants were better by 0.02
-to 0.8 nats per token."""
+alone does not suffice: for a model that had learned little, a wrong activation had a loss lower by
+0.004 nats per token, however many tokens were measured. For trained models, the right variants had
+losses lower by 0.02 to 0.8 nats per token."""
 
 
 class Search:

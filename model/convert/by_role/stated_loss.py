@@ -17,9 +17,9 @@ MOST_NATS = 20.0
 """A stated loss of this or more is ignored: programs store a large number before the first
 evaluation."""
 ALLOWED_NATS, ALLOWED_SHARE = 0.1, 0.1
-"""The loss on a text may exceed the largest stated loss by the first number, in nats per token, or
-by the second, as a share of the stated loss, whichever is more. The losses differ because the text
-is a different part of the data, and because its windows of 128 tokens may be shorter than in
+"""The loss on a text may exceed the largest stated loss by the first number (in nats per token) or
+by the second (a share of the stated loss), whichever allows more. The losses differ because the
+text is a different part of the data, and because its windows of 128 tokens may be shorter than in
 training."""
 DEPTH = 3
 

@@ -40,8 +40,8 @@ LAYER_ROLES: tuple[LayerRole, ...] = get_args(LayerRole)
 SEPARATE: tuple[Role, ...] = ("query", "key", "value")
 QKV: tuple[Role, ...] = ("qkv", *SEPARATE)
 IDENTITY = "identity"
-"""Stands for the name of a matrix that the source lacks. The identity matrix is used in its
-place."""
+"""Takes the place of a tensor's name if the source has no such matrix. An identity matrix is used
+instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +102,8 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class MappedTensors:
-    """The tensors of a file, read by role. If each head has its own tensor, these tensors are
-    stacked.
+    """Reads the tensors of a file by role. If each head has its own tensor, the tensors of the
+    heads are joined into one.
 
     tensors   tensors by name, each of a float dtype and finite (see `check`)
     """

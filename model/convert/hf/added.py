@@ -1,10 +1,11 @@
 """Added tokens of a Hugging Face folder, and the tokens that end a text.
 
-The files have the same meaning as in transformers. `tokenizer.json` lists added tokens.
-`tokenizer_config.json` lists more added tokens, and changes flags (`added_tokens_decoder`). Older
-folders list these tokens in `added_tokens.json` instead. Tokens with a role, such as `eos_token`,
-are special; roles may also be in `special_tokens_map.json`. `eos_token_id` is a number or a list.
-For this key, `generation_config.json` takes precedence over `config.json`.
+The files have the same meaning as in transformers. `tokenizer.json` lists added tokens. The key
+`added_tokens_decoder` of `tokenizer_config.json` may list more of them, and may change the flags of
+those in `tokenizer.json`. Older folders list these tokens in `added_tokens.json` instead. Tokens
+with a role, such as `eos_token`, are special; roles may also be in `special_tokens_map.json`.
+`eos_token_id` is a number or a list. For this key, `generation_config.json` takes precedence over
+`config.json`.
 
 A member of `tokenizer_config.json` is refused, and the error names it, unless it is read here or in
 `chat_template.py` or is known not to affect ids.
@@ -175,7 +176,7 @@ def _further(
 
 def _named(config: Mapping[str, Any], where: str) -> Iterator[tuple[str, tuple[str, Any]]]:
     """Yield each token that has a role, with its role and its members. If a token has several
-    roles, the first counts, and `eos_token` comes before all other roles."""
+    roles, it is yielded only with the first. `eos_token` comes before all other roles."""
     roles = [role for role in config if role.endswith("_token") and not role.startswith("add_")]
     found = [(role, config[role]) for role in sorted(roles, key="eos_token".__ne__)]
     for name in LISTS:

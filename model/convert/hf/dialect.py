@@ -5,7 +5,7 @@ syntax. These constructs in split patterns differ between the two:
 
   X{1,2}+   in fancy-regex: one or two, without backtracking; in Ruby: one or two, repeated
   $ and ^   in fancy-regex: the ends of the text; in Ruby: the ends of each line
-  (?s: (?m: different letters for "the dot matches any character"
+  (?s: (?m: the dot matches line breaks, too: (?s: in fancy-regex, (?m: in Ruby
 
 A translated pattern has the same meaning as the original. Patterns that cannot be translated are
 refused. The engines use different versions of Unicode, so a recently added character may be a

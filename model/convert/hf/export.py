@@ -228,8 +228,9 @@ def _split(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _between(tokenizer: Tokenizer) -> dict[str, int]:
-    """Added tokens with ids between the ids of ordinary tokens. They must be in the vocabulary,
-    because the tokenizers library assigns ids after the vocabulary to all other added tokens."""
+    """Added tokens with ids between the ids of ordinary tokens. They must be listed in the
+    vocabulary, because the tokenizers library gives all other added tokens ids after the end of the
+    vocabulary."""
     ordinary = set(tokenizer.tokens.values())
     named = tokenizer.special_tokens | tokenizer.added_tokens
     return {name: i for name, i in named.items() if i < max(ordinary) and i not in ordinary}

@@ -11,7 +11,8 @@ from logitd.model.convert.state_file import named_tensors, read_tensors
 
 CONFIG, WEIGHTS, PICKLE = "config.json", "model.safetensors", "pytorch_model.bin"
 INDEX = ".index.json"
-"""Suffix of the file that lists the shards. It follows the name that a single file would have."""
+"""Suffix of the file that lists the shards. It is appended to the name of an unsharded weight
+file."""
 
 
 def open_state_dict(folder: Path, named: str = WEIGHTS) -> StateDictReader:

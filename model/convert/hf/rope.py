@@ -131,8 +131,8 @@ def rope_parameters(config: GPTConfig) -> dict[str, Any]:
 
 
 def _share(config: GPTConfig) -> float:
-    """The share of a head's channels that is rotated. It is rounded so that int(head_dim * share)
-    equals rotary_dim."""
+    """The share of a head's channels that is rotated. If necessary, it is rounded up, so that
+    int(head_dim * share) equals rotary_dim."""
     share = config.rotary_dim / config.head_dim
     if int(config.head_dim * share) < config.rotary_dim:  # rounded down
         share = math.nextafter(share, 1.0)

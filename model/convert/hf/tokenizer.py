@@ -6,8 +6,8 @@ white space, into words and punctuation, or by one regular expression. SentenceP
 models, several splits in a row, normalizers, and unknown members are refused, because they could
 change ids. The imported BPE is compared with the definition of BPE on a text.
 
-Ids do not change unless an id below the last ordinary token has no token. Then the gaps are closed,
-and `ForeignTokenizer.order` has the source's ids.
+Ids stay the same unless the source leaves ids below the last ordinary token unused. In that case,
+the gaps are closed, and `ForeignTokenizer.order` has the source's ids.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -53,7 +53,7 @@ CUT_MEMBERS = {
     "Split": ("type", "pattern", "behavior", "invert"),
 }
 AROUND = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
-"""Post-processors that add special tokens to each text."""
+"""Types of post-processors that add special tokens before or after each text."""
 MOST_TOKEN_BYTES = 2048
 """Maximum number of bytes of a token. The time to find a token's merges grows with the square of
 its length. Tokens of published vocabularies have at most 128 bytes."""
@@ -145,9 +145,9 @@ def _check_normalizer(document: Mapping[str, Any], path: Path, skip: bool) -> li
     kind = normalizer.get("type") if isinstance(normalizer, dict) else normalizer
     if not skip:
         raise ConvertError(
-            f"{path} changes texts before it encodes them (normalizer {kind}), but logitd does "
-            "not. --skip-normalizer imports it without the normalizer; texts that the normalizer "
-            "changes then get different ids"
+            f"{path} has the normalizer {kind}, which changes texts before they are encoded, but "
+            "logitd has none. --skip-normalizer imports the tokenizer without it; texts that the "
+            "normalizer changes then get different ids"
         )
     return [f"the source's normalizer {kind} is not imported: texts are encoded unchanged"]
 
@@ -240,11 +240,16 @@ def _pattern(document: Mapping[str, Any], path: Path) -> str:
             f"{path} decodes with {decoder.get('type')}; byte-level BPE needs the decoder ByteLevel"
         )
     if level.get("add_prefix_space"):
-        raise ConvertError(f"{path} puts a space before each text (add_prefix_space)")
+        raise ConvertError(
+            f"{path} adds a space before each text (add_prefix_space), which is not supported"
+        )
     if split is None:
         return GPT2_PATTERN if level.get("use_regex", True) else WHOLE_TEXT
     if level.get("use_regex", True):
-        raise ConvertError(f"{path} splits texts twice: by a Split and by ByteLevel's own pattern")
+        raise ConvertError(
+            f"{path} splits texts twice, by a Split and by ByteLevel's own pattern; only one of "
+            "them can be imported"
+        )
     behavior = (split.get("behavior"), split.get("invert", False))
     if behavior not in (("Isolated", False), ("Removed", True)):
         raise ConvertError(

@@ -45,8 +45,8 @@ CUTS = {
     ),
     "text without white space, with the white space before it": r"\s*\S+|\s+",
 }
-"""Split patterns by their descriptions. If none is stored, the first that splits no token is
-assumed."""
+"""Split patterns by their descriptions. If a vocabulary has no stored pattern, the first of these
+that splits no token is assumed."""
 
 WORD_END = "</w>"
 

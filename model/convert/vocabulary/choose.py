@@ -80,7 +80,8 @@ def choose_vocabulary(
     skip_normalizer  ignore the normalizer of a tokenizer.json
     unused_rows      allow a vocabulary with fewer ids than rows
     text             value of --check: if there is no vocabulary, and the text has exactly as many
-                     different characters as the model has ids, they are the vocabulary
+                     different characters as the model has ids, the characters become the
+                     vocabulary
 
     Raises ConvertError if no vocabulary is found, if several vocabularies disagree, or if the
     number of ids does not fit the rows.

@@ -104,8 +104,8 @@ def vocabularies_beside(
     file that was read but is no vocabulary.
 
     `dataset` is the name of nanoGPT's data folder, if it is known. Raises ConvertError if a
-    `tokenizer.json`, or a vocabulary with merges, is damaged or not supported. Any other file is
-    perhaps not meant as a vocabulary, so its error is returned as a sentence.
+    `tokenizer.json`, or a vocabulary with merges, is damaged or not supported. Any other file might
+    not be a vocabulary at all, so its error is only returned as a sentence.
     """
     in_vain: list[str] = []
     for places in _places(folder, dataset):

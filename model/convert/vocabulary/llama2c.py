@@ -2,9 +2,9 @@
 
 llama2.c starts from whole characters and repeatedly merges the two neighbors whose joined text has
 the highest score. A character without a token is encoded as single bytes. For characters of one
-byte, tiktoken's algorithm gives the same result if the ids are in the order of the scores. Each
-character of several bytes becomes a separate piece. This gives the same ids unless a longer token
-contains such a character; then the vocabulary is refused.
+byte, tiktoken's algorithm gives the same result if the ids are in the order of the scores. The
+imported split pattern makes each character of several bytes a separate piece. This gives the same
+ids unless a longer token contains such a character; then the vocabulary is refused.
 """
 
 import re
@@ -60,8 +60,8 @@ def llama2c_tokenizer(raw: bytes, where: str) -> ForeignTokenizer:
 
 
 def _entries(raw: bytes, where: str) -> list[_Entry]:
-    """The tokens with their scores. The file begins with the length of the longest token. A score,
-    a length and the bytes follow for each token."""
+    """The tokens with their scores. The file begins with the length of the longest token. Then,
+    it has the score, the length and the bytes of each token."""
     incomplete = ConvertError(f"{where} is not llama2.c's tokenizer.bin, or is incomplete")
     entries: list[_Entry] = []
     at = 4
@@ -83,8 +83,9 @@ def _check_mergeable(entries: list[_Entry], pieces: dict[int, bytes], where: str
     merged = {i: text for i, text in pieces.items() if len(text.decode(errors="replace")) > 1}
     if mixed := [text for text in merged.values() if not text.isascii()]:
         raise ConvertError(
-            f"{where}: the token {mixed[0].decode(errors='replace')!r} joins a character of "
-            f"several bytes with others, which ranks of bytes cannot merge. {WITHOUT_TEXT}"
+            f"{where}: the token {mixed[0].decode(errors='replace')!r} joins a "
+            "multi-byte character with other characters, which byte-level ranks cannot express. "
+            f"{WITHOUT_TEXT}"
         )
     scores = [entries[token_id][0] for token_id in merged]
     if scores != sorted(scores, reverse=True) or len(set(pieces.values())) < len(pieces):

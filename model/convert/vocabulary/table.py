@@ -24,7 +24,8 @@ _DATA = frozenset(("tokens", "words"))
 """Names of lists that may be training data. Such a list is used only if there is no other
 vocabulary."""
 _OWNER = re.compile(r"^(tokenizer|tok|model|text|data)(?=.)")
-"""First word of a key that only tells what the vocabulary belongs to, as in `tokenizer_chars`."""
+"""First word of a key, if it only says what the vocabulary belongs to, such as `tokenizer` in
+`tokenizer_chars`."""
 _RANKS = frozenset(("mergeableranks", "ranks"))
 _ALPHABETS = frozenset(("chars", "characters", "alphabet", "charset"))
 _NAMED = frozenset(("vocab", "vocabulary", "vocabdict", "invvocab", "tokenizer"))

@@ -13,9 +13,10 @@ token, because `for c in text` never produces it.
 
 Vocabularies of words: the split pattern is seldom known. A few patterns are tried. The first that
 leaves every token whole is assumed, and a note says so. For texts whose words are all in the
-vocabulary, the ids are the same as with `re.findall` or `str.split` and a dictionary. If there is
-white space among the tokens, tokens are concatenated unchanged. Otherwise, white space separates
-words and has no ids; in the checkpoint, each token has one space before it (kind "words").
+vocabulary, the ids are the same as with `re.findall` or `str.split` and a dictionary. If white
+space has tokens of its own, decoding concatenates tokens unchanged. Otherwise, white space only
+separates words and has no ids; in the checkpoint, each token has one space before it (kind
+"words").
 
 A text with an unknown word is refused. Vocabularies of parts of words are not supported, because
 the rules that divide words are unknown. Such vocabularies are recognized by marks of parts
@@ -41,7 +42,7 @@ PARTS = {
     "\u2581": "SentencePiece's mark of a space",
     "\u0120": "byte-level BPE's mark of a space",
 }
-"""Marks in tokens that are parts of words, with their meanings."""
+"""Marks that show that a token is only a part of a word, with their meanings."""
 WITHOUT_TEXT = "--tokenizer none imports the model without a vocabulary"
 
 _LOOK = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]|\{[^\s{}]+\}|__[^\W_]\w*__")

@@ -8,8 +8,8 @@ rows at once. `model/inference/engine/outputs.py` computes the streams and the l
 
 Figures are logprobs, because float32 rounds probabilities near 1 to 1 and small ones to 0. Sums are
 in float64, because float32 sums over a large vocabulary lose the small divergences of late layers.
-A row's bits do not depend on the number of rows: torch would split a single sum between threads, so
-three sums are always computed together.
+A row's bits do not depend on the number of rows: torch would split a single sum between threads,
+which changes its bits, so the three sums of a row are always computed together.
 
 Shapes: P rows, G rows of a group, V ids, K most likely ids, N named ids.
 """

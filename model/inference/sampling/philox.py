@@ -19,8 +19,8 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 FEW = 16
-"""Maximum number of values that are computed one by one. An array of any size takes about 150 small
-operations, which together cost as much as computing this many values one by one."""
+"""Maximum number of values that are computed one by one. Computing an array of any size takes about
+150 small NumPy operations, which together take as long as computing this many values one by one."""
 
 Words = Any
 """An integer, or an array of uint64."""

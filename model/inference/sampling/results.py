@@ -25,7 +25,8 @@ class ScoredRows:
     of creating an object for each token.
 
     logprobs  (R,), float64
-    counts    (R,), number of each row's most likely ids in `top_ids` and `top_logprobs` (N,)
+    counts    (R,), number of most likely ids of each row. `top_ids` and `top_logprobs` have the
+              ids of all rows, one row after another
     """
 
     logprobs: Any

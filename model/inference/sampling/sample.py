@@ -2,8 +2,8 @@
 
 It computes steps 7 to 11 of `model/inference/sampling/sampler.py` in plain torch, for all rows
 together; at temperature 0 the token is the argmax. The native decoder has its own implementation
-(`model/inference/kernels/cpu/native/sample.h`). The sampler computes the steps before these, which
-depend on the text.
+(`model/inference/kernels/cpu/native/sample.h`). The sampler computes steps 1 to 6, which depend on
+the text.
 
 The parameters of all rows are one structured array with a record per row. From one token of a
 sequence to the next only the position changes, so records are reused instead of being rebuilt.
@@ -25,8 +25,8 @@ LARGEST_LOGIT = 1e30
 overflows float32, whatever the parameters."""
 
 COLDEST = 1e-5
-"""Smallest temperature used: lower ones, except 0, are raised to it. It prevents overflow and is
-practically greedy."""
+"""Smallest temperature that is used. Lower temperatures, except 0, are raised to it. This prevents
+overflow, and sampling at this temperature is practically greedy."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,7 +197,7 @@ def _bias_and_penalize(values: Tensor, row: RowContext) -> None:
 
 def score(logits: Tensor, token_ids: Sequence[int], count: int) -> list[ScoredToken]:
     """Logprobs of one given token per row of logits (R, V), and of the `count` most likely ids of
-    each row, ties in the order of their ids. The bits of a row do not depend on other rows."""
+    each row. Ties are in the order of their ids. The bits of a row do not depend on other rows."""
     logprobs, own = _logprobs(logits, token_ids)
     ranks = (logprobs > own).sum(dim=1) + 1
     ids = largest_ids(logprobs, count)

@@ -2,8 +2,8 @@
 
 Everything in a record except the position is known when a sequence begins to decode. So records are
 written once, and a step sets only the positions. If the same sequences decode as in the last step,
-which is usual, its array is reused: rebuilding it would be slow, because a forward pass leaves the
-CPU's caches cold.
+which is usual, the array of the last step is reused. Rebuilding it would be slow, because a forward
+pass leaves the CPU's caches cold.
 """
 
 import numpy as np
@@ -34,8 +34,9 @@ class SamplingState:
         self._last_slots = None
 
     def rows(self, slots: list[int], positions: list[int]) -> tuple[SamplingRows, tuple[int, ...]]:
-        """The records of a step's rows, each of which is a position in a slot, and the indices of
-        the rows that need logits processing. The next call may change the array."""
+        """The sampling records of a step's rows, and the indices of the rows that need logits
+        processing. Each row is given by its slot and its position. The next call may overwrite the
+        returned array."""
         if self._last_slots != slots:
             processed = tuple(row for row, slot in enumerate(slots) if self._processed[slot])
             self._last_slots, self._last_rows = slots, (self._records[slots], processed)

@@ -87,8 +87,8 @@ class Answerer:
 
     def _alone(self, ids: Tensor, first: int, slot: int) -> Tensor:
         """Logits (T - first, rows) of one sequence. If several positions are requested, the logits
-        of the whole sequence are kept until the next sequence, because the logits of a long prompt
-        are requested in several parts."""
+        of the whole sequence are kept until those of another sequence are requested, because the
+        logits of a long prompt are requested in several parts."""
         listed: list[int] = ids.tolist()
         if self._has_state:
             return self._continued(ids, listed, first, slot)
@@ -118,8 +118,8 @@ class Answerer:
 
     def _visited(self, ids: Tensor, first: int, names: Sequence[str]) -> Tensor:
         """Logits (T - first, rows) of a pass in which the other process may read and change stages.
-        If the model returns only the last position, it is also called for prefixes; these calls use
-        the same stage values."""
+        If the model returns logits only for the last position, it is also called for prefixes of
+        the sequence. These calls reuse the stage values of the call for the whole sequence."""
         met: dict[str, Tensor] = {}
 
         def visit(name: str, value: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class Answerer:
         with visiting(self._caller.model, names, visit):
             logits = self._caller.logits(ids[None], self._rows, first)[0]
         if missing := sorted(set(names) - met.keys()):
-            raise Problem(f"{missing[0]} was not called in a pass over {len(ids)} ids")
+            raise Problem(f"submodule {missing[0]} was not called in a pass over {len(ids)} ids")
         return logits
 
     def _lens_of(self, header: dict[str, Any], payload: bytearray) -> Tensor:

@@ -107,7 +107,7 @@ def test_export_error_lists_all_objections(tmp_path: Path) -> None:
     assert str(caught.value) == (
         "value_embeddings is True: no other architecture adds embeddings to values; head_bias is "
         "True: the heads of GPT-2 and Llama have none; activation is 'gelu_tanh': Llama's "
-        "feed-forward is swiglu; it cannot be exported; train it again with --exportable"
+        "feed-forward is swiglu; the model cannot be exported; train it again with --exportable"
     )
     with pytest.raises(ConvertError) as caught:
         export_model(tmp_path / "ours", tmp_path / "theirs.gguf", to="gguf")

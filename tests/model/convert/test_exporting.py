@@ -164,7 +164,7 @@ def test_unexportable_shape_is_refused_by_its_key(
     save_tiny_checkpoint(tmp_path / "ours", gpt=tiny_gpt(tiny_config(n_layer=1, **shape)))
     with pytest.raises(
         ConvertError,
-        match=f"^{sentence}: .* it cannot be exported; train it again with --exportable$",
+        match=f"^{sentence}: .* the model cannot be exported; train it again with --exportable$",
     ):
         export_model(tmp_path / "ours", tmp_path / "theirs", to="hf")
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]

@@ -248,12 +248,12 @@ def test_nearest_file_has_precedence(tmp_path: Path) -> None:
 def test_several_files_raise_a_question(tmp_path: Path) -> None:
     (tmp_path / "b.pt").touch()
     (tmp_path / "a.ckpt").touch()
-    with pytest.raises(ConvertError, match=r"holds 2 files of weights: a\.ckpt, b\.pt; import one"):
+    with pytest.raises(ConvertError, match=r"has 2 weight files: a\.ckpt, b\.pt; import one"):
         find_state_file(tmp_path)
 
 
 def test_folder_without_weights_is_described(tmp_path: Path) -> None:
-    with pytest.raises(ConvertError, match=r"no file of weights \(\.pt, .*\); it holds nothing"):
+    with pytest.raises(ConvertError, match=r"no weight file \(\.pt, .*\); it holds nothing"):
         find_state_file(tmp_path)
     (tmp_path / "train.py").touch()
     with pytest.raises(ConvertError, match=r"it holds train\.py"):

@@ -107,7 +107,7 @@ def test_endless_code_is_stopped(write: Write, book: nn.Module) -> None:
     code = write(
         "import time\n\n\nclass GPT(Base):\n    def __init__(self, cfg):\n        time.sleep(600)\n"
     )
-    with pytest.raises(ConvertError, match=r"gpt\.py:GPT did not return logits within 3 seconds"):
+    with pytest.raises(ConvertError, match=r"gpt\.py:GPT did not finish within 3 seconds"):
         owner_logits(code, tensors, findings(tensors, SETTINGS), SETTINGS, timeout=3)
 
 

@@ -100,7 +100,7 @@ def test_logits_that_no_variant_gives_are_refused() -> None:
     model = scheme.model()
     model.activation = torch.nn.functional.silu  # type: ignore[assignment]
     sentence = (
-        r"no variant .* the logits of its class: the nearest variant, .*--activation .* differs"
+        r"no variant .* the logits of its class: the closest variant, .*--activation .* differs"
     )
     with pytest.raises(ConvertError, match=sentence):
         resolved_by_logits(scheme, model)

@@ -311,7 +311,7 @@ def test_path_without_a_model_is_refused(llama_folder: Path, tmp_path: Path) -> 
     ):
         import_model(llama_folder, tmp_path / "ours")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConvertError, match=r"empty has no file of weights .*; it holds nothing"):
+    with pytest.raises(ConvertError, match=r"empty has no weight file .*; it holds nothing"):
         import_model(tmp_path / "empty", tmp_path / "again")
     with pytest.raises(ConvertError, match="nowhere does not exist"):
         import_model(tmp_path / "nowhere", tmp_path / "again")

@@ -51,7 +51,7 @@ def test_import_and_export_round_trip(tmp_path: Path, capsys: pytest.CaptureFixt
         (
             ("export", "own", "x"),
             "export: norm_position is 'post': GPT-2 and Llama normalize before each sublayer; "
-            "final_norm is False: GPT-2 and Llama end with a norm; it cannot be exported; "
+            "final_norm is False: GPT-2 and Llama end with a norm; the model cannot be exported; "
             "train it again with --exportable",
         ),
     ],
