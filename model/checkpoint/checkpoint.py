@@ -89,7 +89,7 @@ class TrainingRecord:
 class CheckpointInfo:
     """A checkpoint without its weights. Reading it is fast.
 
-    shape  the model's configuration; `config` returns it only if logitd computes the model
+    shape  the model's configuration; `config` returns it only if logitd itself runs the model
     """
 
     path: Path

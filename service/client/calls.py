@@ -108,7 +108,7 @@ def record(path: str, form: type[Result], fields: Mapping[str, object]) -> Call[
 
 
 def array(path: str, form: Any, fields: Mapping[str, Any]) -> Call[Any]:
-    """A call of an operation that replies with one array per prompt, named after the operation.
+    """A call to an operation whose reply has one array per prompt, named after the operation.
 
     The result is an instance of `form`; for a list of prompts, it is a list with one instance for
     each.

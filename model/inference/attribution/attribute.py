@@ -143,10 +143,10 @@ class _Prompt:
     def _forward(
         self, x: Tensor, streams: list[Tensor] | None, rows: list[BlockRow] | None = None
     ) -> Generator[None, None, Tensor]:
-        """Run `x`, the stream that enters the first block, through all blocks, one per piece.
-        Returns the last stream (1, T, C), after `backout`. Appends the input of each block to
-        `streams`, and the values of each block at the task's position to `rows`, if these lists are
-        given."""
+        """Run `x`, the stream that enters the first block, through all blocks, one block in each
+        piece. Returns the last stream (1, T, C), after `backout`. Appends the input of each block
+        to `streams`, and what each block computes at the task's position to `rows`, if these lists
+        are given."""
         row = self._task.position
 
         def keep(layer: int, before: Tensor, tap: Tap) -> None:

@@ -47,9 +47,9 @@ PASS_WORK = 0.5
 slower. The value is an assumption; the measured cost of a block compensates for most of its
 error."""
 MOST_DELAY = 1.75
-"""Maximum time of a prompt, relative to its time in chunks of the maximum length. Chosen by
-simulation, not measured: a lower value lengthens gaps beyond the target, and a higher value delays
-prompts too much."""
+"""Maximum time that a prompt may take, relative to the time that it would take in chunks of the
+maximum length. Chosen by simulation, not measured: a lower value lengthens gaps beyond the target,
+and a higher value delays prompts too much."""
 UNNOTICED = 0.04
 """Minimum gap in seconds if the target is a multiple of decode steps. Small models have steps of a
 millisecond; shorter chunks would delay prompts to save time that no reader notices."""

@@ -87,7 +87,7 @@ def leaves_rows(sequence: Sequence, running: Many[Sequence], step_elements: int)
 
 def sibling_computes_more(sequence: Sequence, length: int, running: Many[Sequence]) -> bool:
     """True if another sequence of the same request is computing blocks of the same prompt, so that
-    this sequence can soon copy more positions than the `length` that are available now. Waiting
+    this sequence will soon be able to copy more than the `length` positions available now. Waiting
     costs nothing, because prompts are computed one by one anyway."""
     shareable = sequence.first_needed // BLOCK * BLOCK
     return length < shareable and any(

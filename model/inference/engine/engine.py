@@ -203,7 +203,7 @@ class Engine:
         called after planning: most of the remaining work is native code, during which other threads
         can use the interpreter."""
         if self._closed:
-            raise RuntimeError("the engine is closed and computes no more requests")
+            raise RuntimeError("the engine is closed and accepts no more requests")
         # 1) End sequences past their deadline, so that their slots are free for this step.
         events = self._expire()
         # 2) Choose the work.

@@ -1,2 +1,2 @@
-"""Decoders, which compute prompts and decode steps: plain torch, native CPU code, and CUDA
+"""Decoders, which run prefill and decode steps, in plain torch, in native CPU code, and as CUDA
 graphs."""

@@ -164,8 +164,8 @@ def test_full_server_answers_health_only(narrow: Serving) -> None:
 
 
 def test_connection_above_the_limit_replaces_an_idle_one(narrow: Serving) -> None:
-    """While all four allowed connections are busy, more than four may be open. Idle ones are closed
-    later, and no request gets 503."""
+    """The limit is four connections. While all four are busy, a new connection is still accepted.
+    The server closes connections once they are idle, and no request gets 503."""
     with ExitStack() as stack:
         tokens = {"prompt": "a", "ignore_eos": True, "max_tokens": 1000}
         at_work = [stack.enter_context(narrow.connect()) for _ in range(4)]

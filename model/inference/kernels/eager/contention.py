@@ -33,8 +33,8 @@ LATE = 0.002
 """A thread that was off its core for at most this many seconds never counts as late. This tolerates
 interruptions by the system."""
 SHORTEST, LONGEST = 0.1, 1.6
-"""Seconds for which a thread computes alone: the first time, and at most. The time doubles whenever
-trying all threads again fails."""
+"""Seconds for which a single thread computes alone, at first and at most. The time doubles whenever
+another attempt to use all threads fails."""
 
 
 class ContentionMonitor:
