@@ -11,10 +11,10 @@ and CTranslate2 are run by PYTHON, an interpreter of another environment
 For each dtype, all peers get the same random weights and the same prompts. First they must agree
 with logitd's plain float32 forward pass about the next token. Then they are measured in turn, each
 in its own process, which sleeps while the others are measured. A round computes the prompts from
-scratch, and then runs STEPS decode steps. Prefill is the time from sending a batch of prompts until the last of them has
-its first token. Decode is the median of the steps after that, without the first few. Both are
-medians over the rounds. All peers draw at temperature 1 from the whole vocabulary, with their own
-samplers. Run it on an idle machine. The last line is JSON.
+scratch, and then runs STEPS decode steps. Prefill is the time from sending a batch of prompts until
+the last of them has its first token. Decode is the median of the steps after that, without the
+first few. Both are medians over the rounds. All peers draw at temperature 1 from the whole
+vocabulary, with their own samplers. Run it on an idle machine. The last line is JSON.
 """
 
 import json

@@ -222,7 +222,8 @@ def _inside(usual: Mapping[str, Mapping[str, Shape]], prefixes: Iterable[str]) -
 
 def _single_block(where: str, shapes: Mapping[str, Shape]) -> Layers:
     """The layers of a model whose only block has no number. A tensor belongs to the block unless
-    it has a name that is normally used outside a block. Raises ConvertError if there is no such block."""
+    it has a name that is normally used outside a block. Raises ConvertError if there is no such
+    block."""
     outside = {name: shape for name, shape in shapes.items() if _is_outside(name)}
     rest = {name: shape for name, shape in shapes.items() if name not in outside}
     if not _is_block(rest, others=1):
