@@ -275,7 +275,7 @@ DAMAGED: dict[str, tuple[bool, Callable[[bytes], bytes], str]] = {
     ),
     "a text": (
         False, lambda raw: b"checkpoint of a small model\ntrained in May\nand never again\n",
-        r"is not a file of torch\.save: it begins with b'chec', and is a text\. Expected a file",
+        r"is not a file of torch\.save: it begins with b'chec', and is a text\. Expected",
     ),
 }  # fmt: skip
 

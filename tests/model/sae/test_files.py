@@ -214,7 +214,7 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
     [
         ("blocks.9.hook_resid_post", 32, "hook_name.*blocks.9"),
         ("blocks.1.attn.hook_z", 32, "one axis"),
-        ("blocks.1.hook_resid_post", 64, "32 numbers.*64"),
+        ("blocks.1.hook_resid_post", 64, "width 32.*64"),
     ],
 )
 def test_autoencoders_of_other_models_are_refused(

@@ -247,7 +247,7 @@ def test_operation_is_one_file(checkpoint_path: Path) -> None:
             ({"token_ids": [1] * 101}, 400, "token_ids", "101 ranks, but the limit is 100"),
             ({"token_ids": [1], "prompt": [999]}, 400, "prompt", "vocabulary of 257 ids"),
             ({"token_ids": [1], "model": "b"}, 404, "model", "'tiny' is"),
-            ({"token_ids": [1], "timeout": 1e-9}, 504, "timeout", "passed"),
+            ({"token_ids": [1], "timeout": 1e-9}, 504, "timeout", "expired"),
         ):
             error = running.refused("/rank", {"prompt": "x", **fields}, status)
             assert error.param == param

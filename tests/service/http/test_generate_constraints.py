@@ -119,7 +119,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
         "allowed_token_ids",
         "allowed_token_ids and regex together could forbid every token",
     ),
-    "empty regex": ({"regex": ""}, "regex", "only the empty text matches"),
+    "empty regex": ({"regex": ""}, "regex", "only the empty text"),
     "bad schema": ({"json_schema": {"type": 5}}, "json_schema", "json_schema: "),
     "a list": ({"json_schema": []}, "json_schema", "json_schema"),
     "text": ({"json_schema": "{}"}, "json_schema", "json_schema"),

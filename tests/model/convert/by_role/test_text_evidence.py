@@ -103,7 +103,7 @@ def test_loss_in_the_file_must_agree(trained: Trained) -> None:
     assert loss is not None
     agreed = resolved(trained, StatedLoss("val_loss", loss))
     assert f"the file states val_loss {loss:.4f}" in agreed.verified
-    with pytest.raises(ConvertError, match=r"the file states best_loss .*not like its training"):
+    with pytest.raises(ConvertError, match=r"the file states best_loss .*training data"):
         resolved(trained, StatedLoss("best_loss", loss - 0.2))
 
 

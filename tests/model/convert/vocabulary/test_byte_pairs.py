@@ -184,7 +184,7 @@ def test_pickled_tiktoken_encoding_is_read(tmp_path: Path) -> None:
         ({(97, 98): 256, (97, 99): 256}, "the id 256 is created twice"),
         (
             {(98, 99): 256, (97, 98): 257, (257, 99): 258},
-            "merged from b'ab' and b'c', but by",
+            "merged from b'ab' and b'c', but with",
         ),
     ],
 )

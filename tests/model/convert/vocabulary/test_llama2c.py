@@ -64,7 +64,7 @@ def test_ids_equal_those_of_run_c(text: str) -> None:
 @pytest.mark.parametrize(
     ("entries", "sentence"),
     [
-        ([*SMALL, (-200.0, "a’")], "joins a character of several bytes"),
+        ([*SMALL, (-200.0, "a’")], "joins a multi-byte character"),
         ([*SMALL, (1.0, "bb")], "not in the order of its scores"),
     ],
 )

@@ -264,5 +264,5 @@ def test_sandbox_ends_with_its_parent() -> None:
 
 def test_failing_process_makes_constraints_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(ConstraintsUnavailable, match="does not start"):
+    with pytest.raises(ConstraintsUnavailable, match="failed to start"):
         Sandbox(byte_tokenizer()).start()
