@@ -1,4 +1,4 @@
-"""How a classroom of clients that ablate heads slows down other clients, which read streams.
+"""Measures the slowdown of streams while a classroom of other clients ablates heads.
 
     python -m benchmarks.ablating_class [--threads N] [--checkpoint DIR] [--clients 20]
 

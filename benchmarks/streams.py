@@ -3,7 +3,7 @@
 An `Ask` sends the requests: logitd's `AsyncClient` (`asking`), `raw_client.py`, which needs a
 fraction of the processor time of `AsyncClient`, or a client of another kind of server. Nothing is
 retried, so rejections are seen. A chunk may carry several tokens; they are counted by their ids. A
-gap is the time between two successive chunks with tokens, whatever their number of tokens.
+gap is the time between two successive chunks that have any tokens.
 """
 
 import asyncio

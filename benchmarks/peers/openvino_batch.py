@@ -5,8 +5,8 @@ load torch. Each step is one call to `step()`, including reading its tokens. Pre
 time of requests for one token each. For decode, the same prompts are submitted again, and
 measurement begins once all of them are decoding. Nothing is reused between prompts.
 
-Some defaults are replaced: OpenVINO would keep keys and values in 8 bits, whatever the dtype of the
-weights. Here, keys and values are in float32 for float32 weights, in 16 bits for "bfloat16" (whose
+Some defaults are replaced: OpenVINO would keep keys and values in 8 bits for weights of any dtype.
+Here, keys and values are in float32 for float32 weights, in 16 bits for "bfloat16" (whose
 weights the exporter writes in float16), and in 8 bits, the default, for quantized weights.
 Arithmetic is in bfloat16 if the processor has instructions for it and the dtype is not float32,
 otherwise in float32. "int8" weights have 8 bits, with a scale and a zero point for each channel.

@@ -73,7 +73,7 @@ class PeerServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What a server must provide: concurrent streams, positions of each stream, threads."""
+    """The capacity that a server must provide: concurrent streams, positions of each, threads."""
 
     slots: int
     positions: int

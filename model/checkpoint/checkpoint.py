@@ -56,7 +56,7 @@ class CheckpointError(ValueError):
     frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid")
 )
 class TrainingRecord:
-    """Where the weights come from. The service reports this record to its clients. Raises
+    """The origin of the weights. The service reports this record to its clients. Raises
     ValidationError if a field is invalid.
 
     step               number of optimizer steps

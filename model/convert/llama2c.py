@@ -54,7 +54,7 @@ class _Header:
         return HEADER_BYTES if self.version else FIRST_VERSION_BYTES
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes by name, in the order of the file. A name with {N} stands for the tensors of all
+        """Shapes by name, in the order of the file. A name with {N} denotes the tensors of all
         layers, which are stacked along the first axis."""
         layers, width, hidden = self.layers, self.width, self.hidden
         size = width // self.heads

@@ -1,5 +1,4 @@
-"""State files: reads the tensors, settings and other contents of weight files, whatever code saved
-them.
+"""State files: reads the tensors, settings and other contents of weight files saved by any code.
 
 It finds the state dict in a .pt, .pth, .bin, .ckpt or .safetensors file, even if the state dict is
 nested. It finds the configuration in the same file or in a JSON file next to it. Pickles are read

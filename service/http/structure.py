@@ -84,7 +84,8 @@ def repeated_key(text: bytes) -> str | None:
         elif token[0] == b"}":
             objects.pop()
         elif token[1] is not None:
-            key: str = json.loads(token[0][: -len(token[1])])
+            written = token[0][: -len(token[1])]
+            key: str = json.loads(written) if b"\\" in written else written[1:-1].decode()
             if key in objects[-1]:
                 return key
             objects[-1].add(key)

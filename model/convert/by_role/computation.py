@@ -14,7 +14,7 @@ ScoreScale = Literal["head_dim", "d_model", "none"]
 """Attention scores are divided by the square root of this width. With "none", they are not
 divided."""
 Positions = Literal["learned", "rotary", "sinusoidal", "sinusoidal_halves", "none"]
-"""How positions enter the computation. In a table of type "sinusoidal_halves", the sines fill the
+"""The kinds of position encoding. In a table of type "sinusoidal_halves", the sines fill the
 first half of the channels and the cosines fill the second half."""
 RotaryLayout = Literal["half", "interleaved"]
 """Which channels of a head (of width D) are rotated together: i and i + D / 2, or 2i and 2i + 1."""

@@ -219,7 +219,7 @@ def _layer_roles(where: str, modules: Sequence[Module], width: int, names: Names
 
 
 def _home_of_attention(modules: Sequence[Module]) -> tuple[str, ...]:
-    """The path of the attention module, whatever its name is: the common prefix of the paths of
+    """The path of the attention module, which may have any name: the common prefix of the paths of
     query, key and value. Empty if the paths of all other matrices have this prefix, too."""
     projections = [m for m in modules if projection_of(m.weight) is not None]
     others = [m for m in modules if len(m.shape) >= 2 and m not in projections]

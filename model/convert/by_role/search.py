@@ -74,8 +74,8 @@ class Search:
     def compare(
         self, other: Computation, best: Computation, effort: Effort = "full"
     ) -> tuple[float, bool]:
-        """How much the mean penalty of `other` exceeds the mean penalty of `best`, and whether
-        `other` is clearly worse."""
+        """The difference of mean penalties, `other` minus `best`, and True if `other` is clearly
+        worse."""
         penalties, base = self.score(other, effort), self.score(best, effort)
         if penalties is None or not torch.isfinite(penalties).all():
             return math.inf, True

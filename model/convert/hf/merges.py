@@ -78,5 +78,5 @@ def written(token: bytes) -> str:
 
 
 def unwritten(spelled: str) -> bytes:
-    """The token with this spelling. Raises KeyError if a character stands for no byte."""
+    """The token with this spelling. Raises KeyError if a character does not represent a byte."""
     return bytes(map(_BYTES.__getitem__, spelled))
