@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,14 +22,10 @@ from logitd.model.checkpoint.checkpoint import CONFIG, RANKS, WEIGHTS
 from logitd.model.checkpoint.load import load_checkpoint
 from logitd.model.device import choose_placement
 from logitd.model.inference.attribution.task import AttributionTask
-from logitd.model.inference.circuit.task import CircuitTask
 from logitd.model.inference.constraints.compiler import Compiler, Source
 from logitd.model.inference.engine.config import EngineConfig
 from logitd.model.inference.engine.requests import (
-    Activations,
-    AttentionWeights,
     AttributionRequest,
-    CircuitRequest,
     HiddenStates,
     Lens,
     Logits,
@@ -46,6 +43,9 @@ from logitd.model.inference.options import (
     parse_target_ttft,
 )
 from logitd.model.inference.sampling.params import SamplingParams
+from logitd.model.inference.selection import resolve_stages
+from logitd.model.operations.outputs import resolve_layers
+from logitd.model.operations.prompts import resolve_in_prompt
 from logitd.model.text.chat_template import ChatTemplate
 from logitd.model.text.published import published_tokenizer
 from logitd.model.text.tokenizer import SPLIT_PATTERN, Tokenizer
@@ -88,11 +88,6 @@ def attribute(**fields: Any) -> None:
     ask(AttributionRequest(request_id="a", token_ids=(1, 2), task=task))
 
 
-def trace(**fields: Any) -> None:
-    task = CircuitTask(**({"position": 1} | fields))
-    ask(CircuitRequest(request_id="a", token_ids=(1, 2), task=task))
-
-
 def compiled(kind: Any, text: str) -> None:
     Compiler(BYTES).compile(Source(kind, text))
 
@@ -133,26 +128,19 @@ MESSAGES: dict[str, Callable[[], Any]] = {
     "prompt, id": lambda: ask(generation("a", [0, 40])),
     "prompt, length": lambda: ask(generation("a", [1] * 30, max_tokens=99)),
     "prompt, whole context": lambda: ask(generation("a", [1] * 128, max_tokens=1)),
-    "n": lambda: ask(generation("a", [1], n=0)),
     "logprobs": lambda: ask(generation("a", [1], logprobs=41)),
-    "positions": lambda: ask(outputs_request("a", [1, 2], [2])),
-    "positions, order": lambda: ask(outputs_request("a", [1, 2], [1, 0])),
+    "positions": partial(resolve_in_prompt, "positions", [2], 2),
+    "positions, order": partial(resolve_in_prompt, "positions", [1, 0], 2),
     "columns": lambda: ask(outputs_request("a", [1, 2], [0], output=Logits(columns=(40,)))),
     "continuations": lambda: ask(
         ScoreRequest(request_id="a", token_ids=(1,), continuations=((2,) * 128,))
     ),
-    "layers": lambda: rows(HiddenStates(layers=(5,))),
-    "heads": lambda: rows(AttentionWeights(layers=(0,), heads=(2,))),
-    "stages": lambda: rows(Activations(stages=("blocks.9.output",))),
+    "layers": partial(resolve_layers, [5], 3),
+    "stages": lambda: resolve_stages(["blocks.9.output"], GPT.config),
     "lens, top_k": lambda: rows(Lens(layers=(0,), top_k=41)),
     "intervention, heads": partial(change, heads=(0,)),
-    "intervention, positions": partial(change, positions=(9,)),
-    "intervention, values": partial(change, operation="set"),
-    "attribution, position": partial(attribute, position=2),
-    "attribution, steps": partial(attribute, steps=0),
+    "intervention, values": partial(change, operation="set", values=np.zeros((1, 3), np.float32)),
     "attribution, tokens": partial(attribute, token_id=7, minus_id=7),
-    "circuit, share": partial(trace, share=1.5),
-    "circuit, parts": partial(trace, parts=0),
     "regex": partial(compiled, "regex", "(?=a)a"),
     "schema": partial(compiled, "json_schema", '{"type": "array", "uniqueItems": true}'),
     "schema, control character": partial(compiled, "json_schema", '{"const": "\\u001f"}'),

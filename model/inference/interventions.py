@@ -3,10 +3,10 @@
 An intervention names the part of the stage that changes (positions, heads, and units or the
 coordinate along a direction) and the operation on this part.
 
-`check_interventions` checks interventions against the model's shape; `AppliedChange`
-(`model/inference/kernels/eager/change.py`) applies them. The caller computes the values of an
-intervention (from another prompt, or as the difference of two prompts) before it submits the
-request.
+The caller resolves the stage, the heads and the units (`resolve_target`, `resolve_units`) and
+computes the values of an intervention (from another prompt, or as the difference of two prompts)
+before it submits the request. `check_interventions` checks the shapes of the arrays;
+`AppliedChange` (`model/inference/kernels/eager/change.py`) applies the interventions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.selection import resolve_heads, resolve_indices
-from logitd.model.plural import pluralize
 from logitd.model.transformer.config import ModelConfig
 from logitd.model.transformer.stages import Stage, UnknownStage, match_stages
 
@@ -124,36 +123,22 @@ def about(field: str) -> Iterator[None]:
         raise InvalidRequest(f"{field}: {error}", param, error.code) from error
 
 
-def resolve_units(
-    units: Sequence[int], stage: Stage, width: int, **options: bool
-) -> tuple[int, ...]:
-    """Resolve indices of a stage's last axis, which has `width` units. `options` are passed on to
-    `resolve_indices`."""
-    return resolve_indices("units", units, width, f"{stage.name} has {width}", **options)
+def resolve_units(units: Sequence[int], stage: Stage, width: int) -> tuple[int, ...]:
+    """Resolve indices of a stage's last axis, which has `width` units."""
+    return resolve_indices("units", units, width, f"{stage.name} has {width}")
 
 
 def _check_intervention(intervention: Intervention, config: ModelConfig, length: int) -> None:
-    heads, positions, units = intervention.heads, intervention.positions, intervention.units
-    stages = resolve_target(intervention.stage, None, config).stages
-    if len(stages) > 1:
-        raise InvalidRequest(f"{intervention.stage!r} matches {len(stages)} stages; name one")
-    (stage,) = stages
-    if not isinstance(positions, str):
-        what = f"the prompt has {pluralize(length, 'token')}"
-        resolve_indices("positions", positions, length, what, from_end=False)
+    heads, units = intervention.heads, intervention.units
+    (stage,) = match_stages([intervention.stage], config)
     shape = stage.shape(config, length)
     if heads is not None:
         if stage.heads_axis is None:
             raise InvalidRequest(f"{stage.name} has no heads: remove heads")
-        what = f"{stage.name} has {pluralize(shape[0], 'head')}"
-        resolve_indices("heads", heads, shape[0], what, from_end=False)
         shape = (len(heads), *shape[1:])
     for name, direction in intervention.directions.items():
         _check_direction(name, direction, stage, shape)
     if units is not None:
-        if intervention.along is not None:
-            raise InvalidRequest("units and along are alternatives; give one of them")
-        resolve_units(units, stage, shape[-1], from_end=False)
         shape = (*shape[:-1], len(units))
     if intervention.along is not None:
         shape = (*shape[:-1], 1)
@@ -182,8 +167,6 @@ def _check_values(intervention: Intervention, shape: tuple[int, ...]) -> None:
     one position."""
     values, positions = intervention.values, intervention.positions
     rows = {1} if isinstance(positions, str) else {1, len(positions)}
-    if values is None:
-        raise InvalidRequest(f"{intervention.operation!r} needs values")
     if values.shape[0] not in rows or values.shape[1:] != shape:
         each = f"{max(rows)} or 1" if max(rows) > 1 else "1"
         raise InvalidRequest(

@@ -17,25 +17,22 @@ from logitd.model.transformer.stages import Stage, UnknownStage, match_stages
 
 
 def resolve_indices(
-    param: str,
-    indices: Sequence[int] | None,
-    count: int,
-    what: str,
-    *,
-    from_end: bool = True,
+    param: str, indices: Sequence[int] | None, count: int, what: str
 ) -> tuple[int, ...]:
-    """Resolve indices into a list of `count` items; None: all of them. With `from_end`, negative
-    indices count from the end. `what` is the part of an error message that states the number of
-    items. Raises InvalidRequest unless there is at least one index and all are in range, ascending
-    and distinct."""
+    """Resolve indices into a list of `count` items; None: all of them. Negative indices count from
+    the end. `what` is the part of an error message that states the number of items. Raises
+    InvalidRequest unless there is at least one index and all are in range, ascending and
+    distinct."""
     if indices is None:
         return tuple(range(count))
     if indices and indices[0] >= 0 and indices[-1] < count and _ascends(indices):  # much faster
         return tuple(indices)
     for index in indices:
-        if not (-count if from_end else 0) <= index < count:
-            more = f", or -{count} to -1 from the end" if from_end else ""
-            raise InvalidRequest(f"{param} has {index}; {what} (0 to {count - 1}{more})", param)
+        if not -count <= index < count:
+            raise InvalidRequest(
+                f"{param} has {index}; {what} (0 to {count - 1}, or -{count} to -1 from the end)",
+                param,
+            )
     resolved = tuple(index % count for index in indices)
     if not resolved or list(resolved) != sorted(set(resolved)):
         raise InvalidRequest(

@@ -61,8 +61,6 @@ def make_grid(
     intervention selects. Raises InvalidRequest if an intervention cannot be applied, or if its
     stage lacks a swept axis."""
     check_interventions(varied, config, prompt_length)
-    if not over or len(set(over)) < len(over):
-        raise InvalidRequest(f"over is {list(over)}; name at least one axis, each once", "over")
     stages = [match_stages([change.stage], config)[0] for change in varied]
     axes = {axis: _places(axis, varied[0], stages, prompt_length, config) for axis in over}
     by_layer: defaultdict[int | None, list[Intervention]] = defaultdict(list)

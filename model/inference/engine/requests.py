@@ -103,7 +103,8 @@ class Lens:
     """Rows (P, layers, numbers): figures of the logits that the head computes from the stream after
     each of `layers` (numbered as in HiddenStates). `model/inference/sampling/lens.py` defines them.
     They cover the `top_k` most likely ids and the named `token_ids`; `following` adds the next
-    token of the prompt as the last named id."""
+    token of the prompt as the last named id; the prompt's last position, which has none, must not
+    be requested."""
 
     layers: tuple[int, ...]
     top_k: int

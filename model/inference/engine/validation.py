@@ -1,26 +1,24 @@
 """Validation: checks each request against the model's shape once, before it is queued.
 
-Checks the context length, token ids, counts, and lists of positions, layers and heads. Every error
-is an `InvalidRequest` with the field, the numbers and the fix. `Engine.add` calls `check_request`;
-callers of `Engine.accept` call it themselves, in their own thread. The other checks are for callers
-that have only a part of a request. Other modules resolve indices and patterns
+Checks the context length, token ids and counts. Every error is an `InvalidRequest` with the field,
+the numbers and the fix. `Engine.add` calls `check_request`; callers of `Engine.accept` call it
+themselves, in their own thread. The other checks are for callers that have only a part of a
+request. Other modules resolve positions, layers, heads and stages, which are not checked again
 (`model/inference/selection.py`), check the bounds of sampling parameters
-(`model/inference/sampling/params.py`) and enforce the limits of the queue (admission).
+(`model/inference/sampling/params.py`) and of other fields (`model/operations/`), and enforce the
+limits of the queue (admission).
 """
 
 from collections import Counter
 from collections.abc import Collection
 
-from logitd.model.inference.attribution.task import METHODS, AttributionTask
+from logitd.model.inference.attribution.task import AttributionTask
 from logitd.model.inference.circuit.task import CircuitTask
 from logitd.model.inference.engine.requests import (
     LARGEST_LENS_VOCABULARY,
-    Activations,
-    AttentionWeights,
     AttributionRequest,
     CircuitRequest,
     GenerationRequest,
-    HiddenStates,
     Lens,
     Logits,
     OutputsRequest,
@@ -30,16 +28,9 @@ from logitd.model.inference.engine.requests import (
 from logitd.model.inference.errors import ContextLengthExceeded, InvalidRequest
 from logitd.model.inference.interventions import check_interventions
 from logitd.model.inference.sampling.params import SamplingParams
-from logitd.model.inference.selection import (
-    gpt_only,
-    lens_layers,
-    resolve_heads,
-    resolve_indices,
-    resolve_stages,
-)
 from logitd.model.plural import pluralize
 from logitd.model.transformer.config import ModelConfig
-from logitd.model.transformer.stages import Stage
+from logitd.model.transformer.stages import match_stages
 
 
 def check_request(request: Request, config: ModelConfig) -> None:
@@ -67,7 +58,7 @@ def _check(request: Request, config: ModelConfig) -> None:
         case AttributionRequest(task=task):
             _check_attribution(task, len(request.token_ids), config)
         case CircuitRequest(task=circuit):
-            _check_circuit(circuit, len(request.token_ids), config)
+            _check_target(circuit, len(request.token_ids), config)
 
 
 def check_generation_fits(length: int, max_tokens: int, context_length: int) -> None:
@@ -130,7 +121,6 @@ def _check_generation(request: GenerationRequest, config: ModelConfig) -> None:
     check_generation_fits(len(request.token_ids), params.max_tokens, config.context_length)
     if params.seed < 0:
         raise InvalidRequest(f"seed is {params.seed}; it must be from 0 to 2^64 - 1", "seed")
-    _check_positive("n", request.n)
     _check_params(params, config)
     check_count("logprobs", params.logprobs, config.vocab_size)
     check_count("prompt_logprobs", request.prompt_logprobs, config.vocab_size)
@@ -165,9 +155,6 @@ def _check_params(params: SamplingParams, config: ModelConfig) -> None:
 def _check_outputs(request: OutputsRequest, config: ModelConfig) -> None:
     length = len(request.token_ids)
     check_prompt_fits(length, config.context_length)
-    _check_indices(
-        "positions", request.positions, length, f"the prompt has {pluralize(length, 'token')}"
-    )
     match request.output:
         case Logits(columns=columns, processing=processing, completion_start=start):
             if start is not None and start > length:
@@ -175,36 +162,11 @@ def _check_outputs(request: OutputsRequest, config: ModelConfig) -> None:
                     f"completion_start is {start}; the prompt has {pluralize(length, 'token')}",
                     "processing",
                 )
-            if columns is not None:
-                if not columns:
-                    raise InvalidRequest("token_ids is empty; give at least one id", "token_ids")
-                check_token_ids("token_ids", columns, config.vocab_size)
+            check_token_ids("token_ids", columns or (), config.vocab_size)
             if processing is not None:
                 _check_params(processing, config)
-        case HiddenStates(layers=layers):
-            states = gpt_only(config, "hidden states").n_layer + 1
-            _check_indices("layers", layers, states, f"there are {states} hidden states")
-        case AttentionWeights(layers=layers, heads=heads):
-            config = gpt_only(config, "attention weights")
-            _check_indices(
-                "layers",
-                layers,
-                config.n_layer,
-                f"the model has {pluralize(config.n_layer, 'layer')}",
-            )
-            _check_indices(
-                "heads", heads, config.n_head, f"the model has {pluralize(config.n_head, 'head')}"
-            )
         case Lens() as lens:
             _check_lens(lens, config)
-            if lens.following and request.positions[-1] == length - 1:
-                raise InvalidRequest(
-                    f"positions end with {length - 1}, the prompt's last token, which has no "
-                    "following token: leave it out, or do not request the following token",
-                    "positions",
-                )
-        case Activations(stages=stages, heads=heads):
-            _check_activations(stages, heads, config)
 
 
 def _check_scores(request: ScoreRequest, config: ModelConfig) -> None:
@@ -221,8 +183,6 @@ def _check_scores(request: ScoreRequest, config: ModelConfig) -> None:
 
 
 def _check_lens(lens: Lens, config: ModelConfig) -> None:
-    states = lens_layers(config)
-    _check_indices("layers", lens.layers, states, f"there are {states} hidden states")
     check_count("top_k", lens.top_k, config.vocab_size, least=1)
     check_token_ids("token_ids", lens.token_ids, config.vocab_size)
     if config.vocab_size > LARGEST_LENS_VOCABULARY:
@@ -234,36 +194,15 @@ def _check_lens(lens: Lens, config: ModelConfig) -> None:
 
 
 def _check_attribution(task: AttributionTask, length: int, config: ModelConfig) -> None:
-    gpt_only(config, "attributions")
     _check_target(task, length, config)
     if task.baseline is not None:
         check_token_ids("baseline", (task.baseline,), config.vocab_size)
     _check_gradients(task, length, config)
-    methods = set(task.methods)
-    if not methods or len(methods) < len(task.methods) or not methods.issubset(METHODS):
-        raise InvalidRequest(
-            f"methods is {list(task.methods[:20])}; it must be at least one of {list(METHODS)}, "
-            "each at most once",
-            "methods",
-        )
-    _check_positive("steps", task.steps)
-
-
-def _check_circuit(task: CircuitTask, length: int, config: ModelConfig) -> None:
-    gpt_only(config, "circuits")
-    _check_target(task, length, config)
-    if not 0 < task.share <= 1:
-        raise InvalidRequest(f"share is {task.share}; it must be above 0 and at most 1", "share")
-    _check_positive("max_parts", task.parts)
-    _check_positive("max_edges", task.edges)
 
 
 def _check_target(task: AttributionTask | CircuitTask, length: int, config: ModelConfig) -> None:
-    """Check the position and the compared tokens of a task."""
+    """Check the length of the prompt and the compared tokens of a task."""
     check_prompt_fits(length, config.context_length)
-    _check_indices(
-        "position", (task.position,), length, f"the prompt has {pluralize(length, 'token')}"
-    )
     for param in ("token_id", "minus_id"):
         token_id = getattr(task, param)
         check_token_ids(param, () if token_id is None else (token_id,), config.vocab_size)
@@ -276,8 +215,8 @@ def _check_target(task: AttributionTask | CircuitTask, length: int, config: Mode
 def _check_gradients(task: AttributionTask, length: int, config: ModelConfig) -> None:
     """Check the stages whose gradients are requested, and the probe."""
     probe = task.probe
-    stages = _check_stages(task.stages, config) if task.stages else ()
-    probed = resolve_stages([probe.stage], config) if probe is not None else ()
+    stages = match_stages(task.stages, config) if task.stages else ()
+    probed = match_stages([probe.stage], config) if probe is not None else ()
     for stage in (*stages, *probed):
         if stage.has_features:
             raise InvalidRequest(
@@ -292,8 +231,6 @@ def _check_gradients(task: AttributionTask, length: int, config: ModelConfig) ->
         )
     if probe is None:
         return
-    if task.token_id is not None or task.minus_id is not None:
-        raise InvalidRequest("direction and token are alternatives; give one of them", "direction")
     if not {"gradient_times_input"}.issuperset(task.methods):
         raise InvalidRequest(
             f"methods is {list(task.methods)}; with a direction only gradient_times_input is "
@@ -307,36 +244,3 @@ def _check_gradients(task: AttributionTask, length: int, config: ModelConfig) ->
             f"{list(shape)} at each position",
             "direction",
         )
-
-
-def _check_stages(names: tuple[str, ...], config: ModelConfig) -> tuple[Stage, ...]:
-    """The stages with these names. Raises InvalidRequest unless the names are distinct and in the
-    order of computation."""
-    stages = resolve_stages(names, config)
-    if tuple(stage.name for stage in stages) != names:
-        raise InvalidRequest(
-            f"stages {list(names[:20])} must be stage names, each at most once, in the order of "
-            "GET /stages",
-            "stages",
-        )
-    return stages
-
-
-def _check_activations(
-    names: tuple[str, ...], heads: tuple[int, ...] | None, config: ModelConfig
-) -> None:
-    stages = _check_stages(names, config)
-    if heads is not None and resolve_heads(heads, stages, config) != heads:
-        raise InvalidRequest(
-            f"heads {list(heads[:20])} contains negative numbers; heads are numbered from 0",
-            "heads",
-        )
-
-
-def _check_indices(param: str, indices: tuple[int, ...], count: int, what: str) -> None:
-    resolve_indices(param, indices, count, what, from_end=False)
-
-
-def _check_positive(param: str, value: int) -> None:
-    if value < 1:
-        raise InvalidRequest(f"{param} is {value}; it must be at least 1", param)

@@ -72,6 +72,8 @@ POSITIONS: list[Row] = [
 ARRAYS: list[Row] = [({"dtype": "int8"}, "dtype", "'float32', 'float16' or 'bfloat16'")]
 INTERVENTIONS: list[Row] = [
     ({"stage": "logits", "operation": "zero"}, "interventions", "use logit_bias"),
+    ({"stage": "blocks.0.attention.head_out", "operation": "zero"}, "interventions",
+     "use attention.heads"),
     ({"stage": "blocks.9.output", "operation": "zero"}, "interventions", "'blocks.9.output'"),
     ({"stage": "embedding", "operation": "scale"}, "interventions", "'scale' needs a factor"),
     ({**ZERO, "factor": 2}, "interventions", "'zero' takes no factor"),

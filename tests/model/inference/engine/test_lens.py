@@ -343,14 +343,6 @@ def test_cost_counts_logits_and_figures(lens: Lens) -> None:
 # Refusals
 
 
-def test_following_token_of_the_last_position_is_refused() -> None:
-    lens = Lens(layers=(0,), top_k=1, following=True)
-    check_request(ask(lens, range(LENGTH - 1)), tiny_config())
-    with pytest.raises(InvalidRequest, match=f"{LENGTH - 1}") as refused:
-        check_request(ask(lens, range(LENGTH)), tiny_config())
-    assert refused.value.param == "positions"
-
-
 @pytest.mark.parametrize(("size", "fits"), [(2**24, True), (2**24 + 1, False)])
 def test_vocabulary_beyond_float32_is_refused(size: int, fits: bool) -> None:
     config = tiny_config(vocab_size=size)
