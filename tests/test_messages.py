@@ -117,7 +117,6 @@ MESSAGES: dict[str, Callable[[], Any]] = {
     "gap": partial(parse_target_gap, "0ms"),
     "ttft": partial(parse_target_ttft, "3x"),
     "slots": partial(EngineConfig, slots=0),
-    "prefill chunk": partial(EngineConfig, prefill_chunk=48),
     "kernels": lambda: choose_decode_path(tiny_gpt(), ComputeOptions(kernels="native"), threads=1),
     "temperature": partial(sampling, temperature=math.nan),
     "top_p": partial(sampling, top_p=0.0),
