@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from logitd.model.owner_code.process.answer import Answerer
 from logitd.model.owner_code.process.build import Request, build_model
 from logitd.model.owner_code.process.call import Caller, compare
-from logitd.model.owner_code.process.measure import PACKAGES, Asked, measure
+from logitd.model.owner_code.process.measure import PACKAGES, measure
 from logitd.model.owner_code.process.network import leave_network
 from logitd.model.owner_code.process.problem import Problem
 from logitd.model.owner_code.process.wire import Wire
@@ -71,7 +71,7 @@ def main(folder: Path, end: socket.socket | None) -> int:
 
 def _run(job: Job, request: Request, folder: Path, wire: Wire | None) -> None:
     built = build_model(request, load_file(job.weights or folder / WEIGHTS))
-    caller = Caller.of(built, request.call)
+    caller = Caller(built.model, built.module, request.call)
     options = dict(job.options)
     match job.kind:
         case "compare":
@@ -79,7 +79,7 @@ def _run(job: Job, request: Request, folder: Path, wire: Wire | None) -> None:
             answer = compare(caller, options["rows"], options["length"])
             save_file(dict(zip(names, answer, strict=True)), folder / ANSWER)
         case "measure":
-            facts = measure(caller, Asked(**options), Path(request.file))
+            facts = measure(caller, Path(request.file), **options)
             chosen = {"chosen": built.attempt.chosen}
             (folder / FACTS).write_text(json.dumps(facts | chosen), encoding="utf-8")
         case _:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from logitd.model.owner_code.process.build import Built
 from logitd.model.owner_code.process.problem import Problem
 
 TARGETS = frozenset(
@@ -33,10 +32,6 @@ class Caller:
         self.length = 0
         self._names = {} if module is None else vars(module)
         self._code = None if expression is None else compile(expression, "<--code-call>", "eval")
-
-    @classmethod
-    def of(cls, built: Built, expression: str | None) -> "Caller":
-        return cls(built.model, built.module, expression)
 
     @torch.no_grad()
     def logits(

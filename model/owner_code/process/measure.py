@@ -8,7 +8,6 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,23 +37,17 @@ PROGRAM = Path(__file__).resolve().parent
 STAGE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,80}")
 
 
-@dataclass(frozen=True)
-class Asked:
-    """Options of a measurement.
-
-    context      context length to check; None finds the longest context that works
-    lens         names of the final norm and of the head; None if there is no lens
-    """
-
-    context: int | None = None
-    lens: Sequence[str] | None = None
-
-
-def measure(caller: Caller, asked: Asked, file: Path) -> dict[str, Any]:
+def measure(
+    caller: Caller, file: Path, *, context: int | None = None, lens: Sequence[str] | None = None
+) -> dict[str, Any]:
     """The measured facts, as values that JSON can express. A difference is the largest absolute
-    difference between logits. Raises Problem."""
-    rows = vocabulary_rows(caller)
-    context = context_length(caller, rows, asked.context)
+    difference between logits. Raises Problem.
+
+    context  context length to check; None finds the longest context that works
+    lens     names of the final norm and of the head; None if there is no lens
+    """
+    rows, given = vocabulary_rows(caller), context
+    context = context_length(caller, rows, given)
     length = min(TOKENS, context)
     ids = random_ids(2, length, rows)
     logits = caller.logits(ids, rows)
@@ -71,7 +64,7 @@ def measure(caller: Caller, asked: Asked, file: Path) -> dict[str, Any]:
     facts = {
         "rows": rows,
         "context_length": context,
-        "context_is_known": context < LONGEST_TRIED or asked.context is not None,
+        "context_is_known": context < LONGEST_TRIED or given is not None,
         "only_last": only_last,
         "not_causal": difference(changed[:, :-1], logits[:, :-1]),
         "not_deterministic": noise,
@@ -83,7 +76,7 @@ def measure(caller: Caller, asked: Asked, file: Path) -> dict[str, Any]:
         "state": state_difference(caller, ids[:1], logits[:1]),
         "parameters": sum(p.numel() for p in caller.model.parameters()),
         "stages": stages,
-        "streams": find_streams(caller, rows, ids[:1], stages, asked.lens),
+        "streams": find_streams(caller, rows, ids[:1], stages, lens),
     }
     return facts | owner_files(file) | timed(caller, rows, context)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from logitd.model.owner_code.process.call import Caller
-from logitd.model.owner_code.process.measure import Asked, measure
+from logitd.model.owner_code.process.measure import measure
 from logitd.model.owner_code.process.problem import Problem
 from tests.model.owner_code import classes
 from tests.model.owner_code.classes import CONTEXT, VOCABULARY, WIDTH, made
@@ -15,7 +15,7 @@ FILE = Path(classes.__file__)
 
 
 def test_facts_of_a_causal_model() -> None:
-    facts = measure(Caller(made("ResidualAttention")), Asked(), FILE)
+    facts = measure(Caller(made("ResidualAttention")), FILE)
     assert (facts["rows"], facts["context_length"]) == (VOCABULARY, CONTEXT)
     assert (facts["not_causal"], facts["not_deterministic"]) == (0, 0)
     assert facts["padding"] < 1e-5
@@ -28,36 +28,36 @@ def test_facts_of_a_causal_model() -> None:
 
 
 def test_experts_that_see_some_tokens_are_no_stages() -> None:
-    facts = measure(Caller(made("Mixture")), Asked(), FILE)
+    facts = measure(Caller(made("Mixture")), FILE)
     names = [stage["name"] for stage in facts["stages"]]
     assert "h.0.mlp" in names
     assert not [name for name in names if "experts" in name]
 
 
 def test_model_that_returns_only_the_last_position_has_the_same_stages() -> None:
-    every, last = (measure(Caller(made(kind)), Asked(), FILE) for kind in ("Mixture", "LastOnly"))
+    every, last = (measure(Caller(made(kind)), FILE) for kind in ("Mixture", "LastOnly"))
     assert (every["only_last"], last["only_last"]) == (False, True)
     assert last["stages"] == every["stages"]
-    lens = measure(Caller(made("LastOnly")), Asked(lens=("norm", "head")), FILE)
+    lens = measure(Caller(made("LastOnly")), FILE, lens=("norm", "head"))
     assert lens["streams"] == ["h.0:input", "h.0", "h.1"]
 
 
 def test_facts_of_models_that_break_a_rule() -> None:
-    assert measure(Caller(made("Bidirectional")), Asked(64), FILE)["not_causal"] > 1e-3
-    noisy = measure(Caller(made("Noisy")), Asked(64), FILE)
+    assert measure(Caller(made("Bidirectional")), FILE, context=64)["not_causal"] > 1e-3
+    noisy = measure(Caller(made("Noisy")), FILE, context=64)
     assert not noisy["deterministic"]
     assert noisy["not_causal"] == 0  # each pass has the same seed
-    assert measure(Caller(made("Remembering")), Asked(64), FILE)["state"] < 1e-5
-    assert measure(Caller(made("Forgetful")), Asked(64), FILE)["state"] > 1e-2
+    assert measure(Caller(made("Remembering")), FILE, context=64)["state"] < 1e-5
+    assert measure(Caller(made("Forgetful")), FILE, context=64)["state"] > 1e-2
 
 
 @pytest.mark.parametrize(("asked", "found"), [(40, 40), (48, 48), (49, 48), (None, 48)])
 def test_context_length_is_the_longest_that_works(asked: int | None, found: int) -> None:
-    assert measure(Caller(made("Mixture")), Asked(asked), FILE)["context_length"] == found
+    assert measure(Caller(made("Mixture")), FILE, context=asked)["context_length"] == found
 
 
 def test_lens_reads_the_input_of_the_first_block_and_each_output() -> None:
-    facts = measure(Caller(made("Mixture")), Asked(lens=("norm", "head")), FILE)
+    facts = measure(Caller(made("Mixture")), FILE, lens=("norm", "head"))
     assert facts["streams"] == ["h.0:input", "h.0", "h.1"]
 
 
@@ -76,13 +76,13 @@ def test_lens_reads_the_input_of_the_first_block_and_each_output() -> None:
 )
 def test_invalid_lens_is_refused(kind: str, lens: tuple[str, str], sentence: str) -> None:
     with pytest.raises(Problem, match=sentence):
-        measure(Caller(made(kind)), Asked(64, lens=lens), FILE)
+        measure(Caller(made(kind)), FILE, context=64, lens=lens)
 
 
 def test_missing_argument_is_named_and_given_by_an_expression() -> None:
     model = made("Masked")
     with pytest.raises(Problem, match=r"needs `mask`: give the call with --code-call"):
-        measure(Caller(model), Asked(64), FILE)
+        measure(Caller(model), FILE, context=64)
     caller = Caller(model, expression="model(ids, torch.ones_like(ids))")
     ids = torch.arange(6)[None]
     assert torch.equal(caller.logits(ids, VOCABULARY), made("Recurrent")(ids))

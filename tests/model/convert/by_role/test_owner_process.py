@@ -57,7 +57,7 @@ def logits_here(
     built = build_model(request, tensors.tensors)
     assert not built.model.training
     rows = tensors.shape("token_embedding")[0]
-    token_ids, logits, _ = compare(Caller.of(built, request.call), rows, 12)
+    token_ids, logits, _ = compare(Caller(built.model, built.module, request.call), rows, 12)
     return token_ids, logits
 
 
