@@ -57,15 +57,25 @@ LENS_TOP_K = 5
 """Default number of likeliest tokens that the lens lists per layer, as in POST /lens."""
 
 
+class Predictions:
+    """A quantity with a row for each token, which is predicted from the tokens before it. The first
+    token has no prediction."""
+
+    __slots__ = ()
+    suffix = ".parquet"
+    share = 1.0
+    predicts = True
+
+    def rows(self, units: Sequence[Unit]) -> int:
+        """Number of rows in the file for the units."""
+        return sum(unit.counted for unit in units)
+
+
 @dataclass(frozen=True, slots=True)
-class Logprobs:
+class Logprobs(Predictions):
     """The logprob of each token, and the `top_k` likeliest tokens at its position."""
 
     top_k: int = 0
-
-    suffix = ".parquet"
-    share = 1.0
-    predicts = True  # each token is predicted from those before it, so the first has no logprob
 
     def shard_tokens(self, config: ModelConfig) -> int:
         return SHARD_TOKENS
@@ -95,10 +105,6 @@ class Logprobs:
             ):
                 columns[name] = list_column(_joined(chunks, attribute, kind), counts, predicted)
         return parquet_file(units, columns)
-
-    def rows(self, units: Sequence[Unit]) -> int:
-        """Number of rows in the file for the units."""
-        return sum(unit.counted for unit in units)
 
     def settings(self) -> dict[str, Any]:
         return {"kind": "logprobs", "top_k": self.top_k}
@@ -174,17 +180,13 @@ class Stages:
 
 
 @dataclass(frozen=True, slots=True)
-class LensFigures:
+class LensFigures(Predictions):
     """The logit lens at each token: the head predicts the token from the residual stream of the
     previous token, after each layer. A row has the logprob and rank of the token, the `top_k`
     likeliest tokens, entropy and divergence. There are as many rows as for `Logprobs`."""
 
     layers: int  # from 0, after the embeddings, to the last block
     top_k: int
-
-    suffix = ".parquet"
-    share = 1.0
-    predicts = True
 
     def shard_tokens(self, config: ModelConfig) -> int:
         return _shard_tokens(self.row_bytes)
@@ -228,10 +230,6 @@ class LensFigures:
             for name, value in values.items()
         }
         return parquet_file(units, columns)
-
-    def rows(self, units: Sequence[Unit]) -> int:
-        """Number of rows in the file for the units."""
-        return sum(unit.counted for unit in units)
 
     def settings(self) -> dict[str, Any]:
         return {"kind": "lens", "top_k": self.top_k}
