@@ -2,14 +2,12 @@
 vocabulary. Requests with text are refused with advice.
 """
 
-import io
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import openai
 import pytest
 
@@ -85,18 +83,6 @@ def test_numbers_are_those_of_the_same_weights(
     assert without_text(reply) == without_text(expected)
     assert all(text in ("", []) for text in texts_in(reply))
     assert any(text not in ("", []) for text in texts_in(expected)) or "top_k" not in body
-
-
-def test_arrays_are_those_of_the_same_weights(ids: Serving, server: Serving) -> None:
-    for endpoint in ("/logits", "/hidden_states", "/attention"):
-        found = [
-            np.load(
-                io.BytesIO(one.post(endpoint, {"prompt": IDS}, Accept="application/x-npy").content)
-            )
-            for one in (ids, server)
-        ]
-        assert found[0].size
-        assert np.array_equal(*found)
 
 
 def test_stream_yields_ids_on_arrival(ids: Serving) -> None:

@@ -201,17 +201,6 @@ def test_stop_strings(
     assert after == (before[0] + 1, *before[1:]), "it ended as requested, and does not continue"
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_beginning_of_a_stop_string_is_sent_at_the_end(speller: Serving, streamed: bool) -> None:
-    fields: dict[str, Any] = {"stop": ["fgX", "yz é€😀.!"]}
-    if streamed:
-        choice = joined(stream(speller, "w", **fields))
-    else:
-        (choice,) = speller.generate("w", **fields)["choices"]
-    assert choice["text"] == "xyz é€😀."
-    assert choice["stop_reason"] == END_OF_TEXT_ID
-
-
 def test_each_of_several_sequences_stops_by_itself(speller: Serving) -> None:
     before = speller.finished("stop"), speller.finished("length")
     choices = speller.generate(["a", "p", "w"], stop=["d", "rs"], max_tokens=8)["choices"]

@@ -99,15 +99,6 @@ def test_prompt_may_fill_the_context(server: Serving) -> None:
     assert npy(server, "/logits", prompt="x" * 128, positions="all").shape == (128, 257)
 
 
-def test_largest_logits_come_in_safetensors(server: Serving, rows: Rows) -> None:
-    found = tensors(server, "/logits", positions=[2, -1], top_k=4)
-    assert found.keys() == {"token_ids", "positions", "top_ids", "top_logits"}
-    for row, ids, values in zip(rows[[2, -1]], found["top_ids"], found["top_logits"], strict=True):
-        best = np.argsort(-row, kind="stable")[:4]
-        assert ids.tolist() == best.tolist()
-        assert np.array_equal(values.numpy(), row[best])
-
-
 # Processed
 
 

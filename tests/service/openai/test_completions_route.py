@@ -242,12 +242,6 @@ def test_prompt_is_scored_without_generating(server: Serving, prompt: Any, strea
     assert usage["total_tokens"] == usage["prompt_tokens"] == one_more["usage"]["prompt_tokens"]
 
 
-def test_prompt_that_the_end_of_text_follows_is_scored_too(speller: Serving) -> None:
-    (choice,) = complete(speller, "z.", max_tokens=0, echo=True, logprobs=0)["choices"]
-    assert (choice["text"], choice["finish_reason"]) == ("z.", "length")
-    assert choice["logprobs"]["tokens"] == ["z", "."]
-
-
 # Streams
 
 
