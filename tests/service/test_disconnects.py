@@ -138,16 +138,6 @@ def test_client_leaves_before_its_request_is_complete(server: Serving, sent: flo
     server.wait_idle()
 
 
-def test_streams_without_a_client_do_not_block_others(server: Serving) -> None:
-    """A stream with endless data once blocked the event loop."""
-    rawest = [begin(server, "/generate", LONG | {"n": 1, "stream": True}) for _ in range(3)]
-    for raw in rawest:
-        raw.close()
-    assert server.client.get("/health").status_code == 200
-    server.wait_idle()
-    assert server.finished("abort") == 3
-
-
 @pytest.mark.slow
 def test_many_clients_leave_at_random_moments(server: Serving) -> None:
     """Clients of streams, texts and arrays disconnect at random moments; afterwards the server is
