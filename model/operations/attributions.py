@@ -247,6 +247,7 @@ def _attribution_json(
     attribution: Attribution, request: AttributionRequest, tokenizer: Tokenizer
 ) -> dict[str, Any]:
     task, path = request.task, attribution.integrated_gradients
+    assert isinstance(task, AttributionTask)
     by_method = {
         "gradient_times_input": attribution.gradient_times_input,
         "integrated_gradients": None if path is None else path.values,

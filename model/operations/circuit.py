@@ -13,7 +13,7 @@ from logitd.model.inference.circuit.task import (
     Circuit,
     CircuitTask,
 )
-from logitd.model.inference.engine.requests import CircuitRequest as EngineRequest
+from logitd.model.inference.engine.requests import AttributionRequest
 from logitd.model.inference.selection import gpt_only
 from logitd.model.operations.attributions import TargetToken
 from logitd.model.operations.body import Examples, Place, PromptBody, PromptReply, Reply, ReplyBody
@@ -162,7 +162,7 @@ def plan(body: CircuitRequest, subject: Subject) -> Planning:
     prompts = encode_all(body.prompts, "prompt", subject)
     token, minus = body.compared(subject.tokenizer)
     requests = [
-        EngineRequest(
+        AttributionRequest(
             request_id=new_id("circuit"),
             token_ids=prompt,
             task=CircuitTask(

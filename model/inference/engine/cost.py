@@ -19,13 +19,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from logitd.model.inference.attribution.task import kept_elements
-from logitd.model.inference.circuit.task import circuit_elements
+from logitd.model.inference.attribution.task import AttributionTask, kept_elements
+from logitd.model.inference.circuit.task import CircuitTask, circuit_elements
 from logitd.model.inference.engine.requests import (
     Activations,
     AttentionWeights,
     AttributionRequest,
-    CircuitRequest,
     GenerationRequest,
     HiddenStates,
     Lens,
@@ -103,7 +102,7 @@ def step_cost(request: Request, config: ModelConfig) -> StepCost:
 def prices(request: Request, config: ModelConfig) -> list[int]:
     """The price of each sequence of a request: the length of a plain prompt that takes the same
     time."""
-    if isinstance(request, AttributionRequest | CircuitRequest):
+    if isinstance(request, AttributionRequest):
         return [max(SHORTEST_PASS, request.task.position + 1) * request.task.passes]
     lengths = sequence_lengths(request)
     if not is_tapped(request) and not _is_processed(request):
@@ -237,9 +236,9 @@ def _computed_elements(request: Request, config: ModelConfig) -> int:
             return len(positions) * position_elements(request, config)
         case GenerationRequest(prompt_logprobs=None):
             return 0
-        case AttributionRequest(task=task):
+        case AttributionRequest(task=AttributionTask() as task):
             return kept_elements(task, gpt_only(config, "attributions"))
-        case CircuitRequest(task=circuit):
+        case AttributionRequest(task=CircuitTask() as circuit):
             return circuit_elements(circuit, gpt_only(config, "circuits"))
         case ScoreRequest(continuations=continuations) if continuations:
             scored = sum(map(len, continuations))

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from logitd.model.inference.attribution.task import AttributionTask
 from logitd.model.inference.circuit.task import Circuit
 from logitd.model.inference.constraints.protocol import TokenMatcher
 from logitd.model.inference.engine.config import EngineConfig
@@ -34,7 +35,7 @@ from logitd.model.inference.engine.events import (
     TokenEvent,
 )
 from logitd.model.inference.engine.ngram import Draft
-from logitd.model.inference.engine.requests import AttributionRequest, Request
+from logitd.model.inference.engine.requests import Request
 from logitd.model.inference.engine.runner import (
     DecoderMaker,
     ForwardModel,
@@ -342,8 +343,9 @@ class Engine:
             return []
         if not attribution.is_finite:
             message = "the model's logits or their gradients are not finite"
-            request = sequence.request
-            probed = isinstance(request, AttributionRequest) and request.task.probe is not None
+            request = sequence.attribution
+            task = None if request is None else request.task
+            probed = isinstance(task, AttributionTask) and task.probe is not None
             return [self._finish_with_error(sequence, message, "direction" if probed else None)]
         if isinstance(attribution, Circuit):
             event: Event = CircuitEvent(sequence.request_id, sequence.index, attribution)

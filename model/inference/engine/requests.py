@@ -154,31 +154,19 @@ class ScoreRequest(SlotFields):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlotlessFields(CommonFields):
-    """The fields of requests that need no slot and share no prefix."""
+class AttributionRequest(CommonFields):
+    """Attributions of a logit to the parts of a prompt or of the model
+    (`model/inference/attribution/`), returned as one `AttributionEvent`, or the circuit of a
+    difference of logits (`model/inference/circuit/`), returned as one `CircuitEvent`. A step
+    computes one piece (`attributions.py`), which needs no slot and shares no prefix."""
 
     prefix_reuse: ClassVar[bool] = False
     interventions: ClassVar[tuple[Intervention, ...]] = ()
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttributionRequest(SlotlessFields):
-    """Attributions of a logit to the parts of a prompt or of the model
-    (`model/inference/attribution/`), returned as one `AttributionEvent`. A step computes one piece
-    of the attributions (`attributions.py`)."""
-
-    task: AttributionTask
+    task: AttributionTask | CircuitTask
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CircuitRequest(SlotlessFields):
-    """The circuit of a difference of logits (`model/inference/circuit/`), returned as one
-    `CircuitEvent`. It is computed like an AttributionRequest."""
-
-    task: CircuitTask
-
-
-Request = GenerationRequest | OutputsRequest | ScoreRequest | AttributionRequest | CircuitRequest
+Request = GenerationRequest | OutputsRequest | ScoreRequest | AttributionRequest
 
 
 def sequence_lengths(request: Request) -> list[int]:

@@ -24,7 +24,7 @@ from logitd.model.inference.attribution import gradients
 from logitd.model.inference.attribution.attribute import Attributing
 from logitd.model.inference.attribution.task import Attribution
 from logitd.model.inference.circuit.find import Finding
-from logitd.model.inference.circuit.task import Circuit
+from logitd.model.inference.circuit.task import Circuit, CircuitTask
 from logitd.model.inference.engine.ngram import Draft
 from logitd.model.inference.engine.outputs import (
     Outputs,
@@ -37,7 +37,6 @@ from logitd.model.inference.engine.outputs import (
     prefill_input,
 )
 from logitd.model.inference.engine.overlap import OverlapScheduler
-from logitd.model.inference.engine.requests import CircuitRequest
 from logitd.model.inference.engine.scheduler import PrefillChunk, StepPlan
 from logitd.model.inference.engine.sequence import Scoring, Sequence
 from logitd.model.inference.errors import ConstraintError
@@ -253,7 +252,7 @@ class Runner:
         assert contention is not None
         if sequence not in self._attributing:
             begun: Attributing | Finding
-            if isinstance(request, CircuitRequest):
+            if isinstance(request.task, CircuitTask):
                 begun = Finding(gpt, request.token_ids, request.task)
             else:
                 begun = Attributing(gpt, request.token_ids, request.task, contention.watched)

@@ -15,7 +15,6 @@ from logitd.model.inference.engine.cost import StepCost
 from logitd.model.inference.engine.ngram import Drafter
 from logitd.model.inference.engine.requests import (
     AttributionRequest,
-    CircuitRequest,
     GenerationRequest,
     OutputsRequest,
     Request,
@@ -131,10 +130,9 @@ class Sequence:
         return self.request if isinstance(self.request, OutputsRequest) else None
 
     @property
-    def attribution(self) -> AttributionRequest | CircuitRequest | None:
-        """The request if it asks for attributions or a circuit, else None."""
-        request = self.request
-        return request if isinstance(request, AttributionRequest | CircuitRequest) else None
+    def attribution(self) -> AttributionRequest | None:
+        """The request if it is an AttributionRequest, else None."""
+        return self.request if isinstance(self.request, AttributionRequest) else None
 
     @property
     def changes_rows(self) -> bool:

@@ -17,7 +17,6 @@ from logitd.model.inference.circuit.task import CircuitTask
 from logitd.model.inference.engine.requests import (
     LARGEST_LENS_VOCABULARY,
     AttributionRequest,
-    CircuitRequest,
     GenerationRequest,
     Lens,
     Logits,
@@ -55,9 +54,9 @@ def _check(request: Request, config: ModelConfig) -> None:
             _check_outputs(request, config)
         case ScoreRequest():
             _check_scores(request, config)
-        case AttributionRequest(task=task):
+        case AttributionRequest(task=AttributionTask() as task):
             _check_attribution(task, len(request.token_ids), config)
-        case CircuitRequest(task=circuit):
+        case AttributionRequest(task=CircuitTask() as circuit):
             _check_target(circuit, len(request.token_ids), config)
 
 

@@ -23,7 +23,7 @@ from logitd.model.inference.engine import runner
 from logitd.model.inference.engine.attributions import AT_ONCE
 from logitd.model.inference.engine.cost import SHORTEST_PASS, output_elements, prices
 from logitd.model.inference.engine.events import FinishReason
-from logitd.model.inference.engine.requests import AttributionRequest, CircuitRequest, Request
+from logitd.model.inference.engine.requests import AttributionRequest, Request
 from logitd.model.inference.kernels.cpu.decoder import NativeDecoder
 from logitd.model.inference.options import Quantization
 from logitd.model.transformer.gpt import GPT
@@ -46,6 +46,10 @@ STAGES = ("blocks.0.attention.probs", "blocks.1.attention.heads")
 EVERYTHING: dict[str, Any] = {"methods": METHODS, "steps": 2, "stages": STAGES}
 
 
+def asked(length: int = len(PROMPT), **fields: Any) -> AttributionTask:
+    return AttributionTask(**({"position": length - 1} | fields))
+
+
 def ask(
     request_id: str = "why",
     prompt: Iterable[int] = PROMPT,
@@ -59,7 +63,7 @@ def ask(
     return AttributionRequest(
         request_id=request_id,
         token_ids=token_ids,
-        task=AttributionTask(**({"position": len(token_ids) - 1} | fields)),
+        task=asked(len(token_ids), **fields),
         deadline=deadline,
         caller=caller,
         priority=priority,
@@ -88,7 +92,7 @@ def others() -> list[Request]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attribution_of_the_engine_has_the_bits_of_attribute(family: str) -> None:
     gpt = tiny_gpt(tiny_config(**FAMILIES[family]))
-    expected = attribute(gpt, PROMPT, ask(**EVERYTHING).task)
+    expected = attribute(gpt, PROMPT, asked(**EVERYTHING))
     outcome = run(gpt, ask(**EVERYTHING))["why", 0]
     assert outcome.attribution == expected
     assert outcome.ended.reason is FinishReason.STOP
@@ -100,11 +104,11 @@ def test_circuit_of_the_engine_has_the_bits_of_find_circuit(family: str) -> None
     gpt = tiny_gpt(tiny_config(**FAMILIES[family]))
     task = CircuitTask(position=len(PROMPT) - 1, parts=30)
     expected = find_circuit(gpt, PROMPT, task)
-    request = CircuitRequest(request_id="circuit", token_ids=tuple(PROMPT), task=task)
+    request = AttributionRequest(request_id="circuit", token_ids=tuple(PROMPT), task=task)
     outcomes = run(gpt, request, *others(), ask())
     assert outcomes["circuit", 0].circuit == expected
     assert outcomes["circuit", 0].ended.reason is FinishReason.STOP
-    assert outcomes["why", 0].attribution == attribute(gpt, PROMPT, ask().task)
+    assert outcomes["why", 0].attribution == attribute(gpt, PROMPT, asked())
 
 
 @pytest.mark.parametrize("native", [False, True])
@@ -117,7 +121,7 @@ def test_attribution_and_batch_change_no_bit_of_each_other(
     if native:
         how["make_decoder"] = partial(NativeDecoder, library, threads=2)
     without = run(copy.deepcopy(gpt), *others(), **how)
-    alone = attribute(copy.deepcopy(gpt), PROMPT, ask(**EVERYTHING).task)
+    alone = attribute(copy.deepcopy(gpt), PROMPT, asked(**EVERYTHING))
     requests = [ask("why", **EVERYTHING), *others(), ask("and why", **EVERYTHING)]
     random.Random(2).shuffle(requests)
     together = run(copy.deepcopy(gpt), *requests, **how)
@@ -136,12 +140,12 @@ def test_attribution_uses_quantized_weights(library: ctypes.CDLL, quantize: Quan
     """The decoder quantizes the model's weights in place, so torch computes the attribution with
     quantized weights."""
     gpt = small_gpt(d_model=48, head_dim=16)
-    exact = attribute(copy.deepcopy(gpt), PROMPT, ask().task)
+    exact = attribute(copy.deepcopy(gpt), PROMPT, asked())
     decoder = partial(NativeDecoder, library, threads=1, quantize=quantize)
     driven = Driven(gpt, make_decoder=decoder)
     driven.add(ask())
     outcome = driven.drain()["why", 0]
-    assert outcome.attribution == attribute(gpt, PROMPT, ask().task) != exact
+    assert outcome.attribution == attribute(gpt, PROMPT, asked()) != exact
 
 
 def test_attribution_lets_others_decode_in_every_step(gpt: GPT) -> None:
@@ -273,7 +277,7 @@ def test_failing_model_leaves_attribution_alone(gpt: GPT, monkeypatch: pytest.Mo
     monkeypatch.setattr(driven.engine._runner, "run", fail)
     outcomes = driven.drain()
     assert outcomes["stream", 0].ended.reason is FinishReason.ERROR
-    assert outcomes["why", 0].attribution == attribute(gpt, PROMPT, ask().task)
+    assert outcomes["why", 0].attribution == attribute(gpt, PROMPT, asked())
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -288,7 +292,7 @@ def test_circuit_that_is_not_finite_is_an_error() -> None:
     gpt = small_gpt()
     gpt.token_embedding.weight[PROMPT[3]] = float("nan")
     task = CircuitTask(position=len(PROMPT) - 1)
-    request = CircuitRequest(request_id="circuit", token_ids=tuple(PROMPT), task=task)
+    request = AttributionRequest(request_id="circuit", token_ids=tuple(PROMPT), task=task)
     assert "not finite" in (run(gpt, request)["circuit", 0].ended.error or "")
 
 
@@ -304,7 +308,7 @@ def test_attributions_end_before_weights_are_swapped() -> None:
     outcomes = driven.drain()
     for name in (*names, "late"):
         weights = new if name == "late" else old
-        assert outcomes[name, 0].attribution == attribute(weights, PROMPT, ask().task)
+        assert outcomes[name, 0].attribution == attribute(weights, PROMPT, asked())
 
 
 def test_price_is_the_passes_over_the_text(gpt: GPT) -> None:
@@ -317,9 +321,9 @@ def test_price_is_the_passes_over_the_text(gpt: GPT) -> None:
     ):
         assert prices(request, gpt.config) == [passes * counted]
         assert run(gpt, request)["why", 0].ended.price == passes * counted
-    task = ask().task
+    task = asked()
     circuit = CircuitTask(position=text - 1)
-    traced = CircuitRequest(request_id="circuit", token_ids=tuple(PROMPT), task=circuit)
+    traced = AttributionRequest(request_id="circuit", token_ids=tuple(PROMPT), task=circuit)
     assert prices(traced, gpt.config) == [circuit.passes * counted]
     assert output_elements(traced, gpt.config) == circuit_elements(circuit, gpt.config)
     assert output_elements(ask(), gpt.config) == kept_elements(task, gpt.config)

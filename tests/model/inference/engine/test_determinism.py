@@ -21,7 +21,6 @@ from logitd.model.inference.engine.events import OutputsChunk
 from logitd.model.inference.engine.requests import (
     AttentionWeights,
     AttributionRequest,
-    CircuitRequest,
     GenerationRequest,
     HiddenStates,
     OutputsRequest,
@@ -110,7 +109,7 @@ def pool_of_requests(rng: random.Random, gpt: GPT, count: int, max_tokens: int) 
             n = rng.choice([1, 1, 1, 3])
             pool.append(generation(str(i), prompt, n=n, sampling=sampling))
         request = pool[-1]
-        if i % 7 == 2 and not isinstance(request, AttributionRequest | CircuitRequest):
+        if i % 7 == 2 and not isinstance(request, AttributionRequest):
             pool[-1] = replace(request, interventions=CHANGES)
     return pool
 
