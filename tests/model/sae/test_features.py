@@ -14,6 +14,7 @@ from logitd.model.inference.engine.cost import split_activations, step_cost
 from logitd.model.inference.engine.requests import Activations, Logits, Request
 from logitd.model.inference.errors import InvalidRequest
 from logitd.model.inference.interventions import Intervention
+from logitd.model.inference.selection import resolve_stages
 from logitd.model.sae.autoencoder import Autoencoder
 from logitd.model.transformer.features import Features, with_features
 from logitd.model.transformer.stages import match_stages, stages_of
@@ -174,7 +175,7 @@ def test_wrong_values_of_features_are_refused() -> None:
     with pytest.raises(InvalidRequest, match=rf"values.*{COUNT - 1}.*{COUNT}"):
         driven.add(generation("a", PROMPT, interventions=(short,)))
     with pytest.raises(InvalidRequest, match=r"output\.sae\.mine"):
-        driven.add(outputs_request("b", PROMPT, None, output=Activations(stages=("nope",))))
+        resolve_stages(["nope"], driven.engine.model_config)
 
 
 def test_rows_alone_and_in_blocks_agree() -> None:
