@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from logitd.model.sae.autoencoder import Autoencoder
+
 BATCH = 1024
 RATE = 4e-3
 """Adam's learning rate for 2^11 features. The rate is inversely proportional to the square root of
@@ -61,14 +63,6 @@ class Fitting:
     seconds_left: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Fitted:
-    """The weights, keyed by SAELens' names, and the number of training tokens."""
-
-    tensors: Mapping[str, Tensor]
-    tokens: int
-
-
 def fit(
     batches: Iterator[Tensor],
     features: int,
@@ -77,9 +71,10 @@ def fit(
     *,
     seed: int,
     tell: Callable[[Fitting], None] = lambda event: None,
-) -> Fitted:
-    """Train on batches (B, D) until the length is reached. If the length is in tokens, the result
-    is a function of the batches and the seed."""
+) -> tuple[Mapping[str, Tensor], int]:
+    """Train on batches (B, D) until the length is reached. Returns the weights, keyed by SAELens'
+    names, and the number of training tokens. If the length is in tokens, the weights are a function
+    of the batches and the seed."""
     batch = next(batches)
     center = batch.mean(dim=0)
     scale = (batch - center).square().mean().sqrt().clamp(min=1e-12)
@@ -95,7 +90,18 @@ def fit(
             left = (now - length.began) * (1 - share) / max(share, 1e-9)
             tell(Fitting(tokens, share, 1 - error, learner.dead_share, rate, left))
         batch = next(batches)
-    return Fitted(learner.tensors(center, scale), tokens)
+    return learner.tensors(center, scale), tokens
+
+
+def with_weights(tensors: Mapping[str, Tensor], k: int) -> Autoencoder:
+    """The autoencoder with the weights that `fit` returns."""
+    return Autoencoder(
+        encoder=tensors["W_enc"],
+        encoder_bias=tensors["b_enc"] - tensors["b_dec"] @ tensors["W_enc"],
+        decoder=tensors["W_dec"],
+        decoder_bias=tensors["b_dec"],
+        k=k,
+    )
 
 
 class _Learner:

@@ -20,10 +20,9 @@ from logitd.model.extraction.quantities import Stages
 from logitd.model.files import written_to
 from logitd.model.inference.options import DEFAULTS, ComputeOptions
 from logitd.model.inference.selection import resolve_stages
-from logitd.model.sae.autoencoder import Autoencoder
 from logitd.model.sae.files import AutoencoderError, write_autoencoder
 from logitd.model.sae.training.activations import Activations
-from logitd.model.sae.training.fit import BATCH, Fitting, Length, fit
+from logitd.model.sae.training.fit import BATCH, Fitting, Length, fit, with_weights
 from logitd.model.sae.training.measure import Figures, measure
 from logitd.model.transformer.config import GPTConfig
 from logitd.model.transformer.stages import Stage
@@ -99,7 +98,7 @@ def train_autoencoder(
     with closing(open_computer(checkpoint.path, Stages((stage.name,)), options, log)) as computer:
         activations = Activations.of(computer, stage.name, checkpoint, text)
         windows = activations.windows(request.seed)
-        fitted = fit(
+        tensors, tokens = fit(
             activations.batches(windows, BATCH, request.seed),
             features,
             request.k,
@@ -107,14 +106,7 @@ def train_autoencoder(
             seed=request.seed,
             tell=tell,
         )
-        tensors = fitted.tensors
-        autoencoder = Autoencoder(
-            encoder=tensors["W_enc"],
-            encoder_bias=tensors["b_enc"] - tensors["b_dec"] @ tensors["W_enc"],
-            decoder=tensors["W_dec"],
-            decoder_bias=tensors["b_dec"],
-            k=request.k,
-        )
+        autoencoder = with_weights(tensors, request.k)
         length = Length(request.tokens, began, 60 * MEASURED * request.minutes)
         figures, facts = measure(autoencoder, activations, windows, length)
     record = {
@@ -122,7 +114,7 @@ def train_autoencoder(
         "weights_sha256": checkpoint.weights_sha256,
         "stage": stage.name,
         "data": text.name,
-        "tokens": fitted.tokens,
+        "tokens": tokens,
         "seed": request.seed,
         "figures": figures.to_dict(),
     }
@@ -136,7 +128,7 @@ def train_autoencoder(
             facts=facts,
         )
     seconds = time.monotonic() - began
-    return Trained(out, stage.name, features, request.k, fitted.tokens, seconds, figures)
+    return Trained(out, stage.name, features, request.k, tokens, seconds, figures)
 
 
 def _stage(request: TrainingRequest, config: GPTConfig) -> tuple[Stage, int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from logitd.model.sae.autoencoder import Autoencoder
 from logitd.model.sae.training import fit as module
 from logitd.model.sae.training.activations import _shuffled
-from logitd.model.sae.training.fit import Length, fit
+from logitd.model.sae.training.fit import Length, fit, with_weights
 from logitd.model.sae.training.measure import AFTER, BEFORE, EXAMPLES, _Examples
 
 WIDTH, COUNT, ACTIVE = 16, 32, 3
@@ -37,15 +37,8 @@ def sums(seed: int, size: int = 512) -> Iterator[Tensor]:
 
 @pytest.fixture(scope="module")
 def fitted() -> Autoencoder:
-    result = fit(sums(0), COUNT, ACTIVE, Length(TOKENS, 0, 1), seed=0)
-    tensors = result.tensors
-    return Autoencoder(
-        encoder=tensors["W_enc"],
-        encoder_bias=tensors["b_enc"] - tensors["b_dec"] @ tensors["W_enc"],
-        decoder=tensors["W_dec"],
-        decoder_bias=tensors["b_dec"],
-        k=ACTIVE,
-    )
+    tensors, _ = fit(sums(0), COUNT, ACTIVE, Length(TOKENS, 0, 1), seed=0)
+    return with_weights(tensors, ACTIVE)
 
 
 def test_known_dictionary_is_recovered(fitted: Autoencoder) -> None:
@@ -63,8 +56,7 @@ def test_reconstruction_is_in_the_units_of_the_stage(fitted: Autoencoder) -> Non
 
 def test_same_seed_gives_the_same_bits() -> None:
     first, second, other = (
-        fit(sums(0), COUNT, ACTIVE, Length(4096, 0, 1), seed=seed).tensors["W_enc"]
-        for seed in (3, 3, 4)
+        fit(sums(0), COUNT, ACTIVE, Length(4096, 0, 1), seed=seed)[0]["W_enc"] for seed in (3, 3, 4)
     )
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
