@@ -9,7 +9,6 @@ text, they come from the held-out part of that text. Only the needed part of a t
 import sys
 import sysconfig
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -36,17 +35,9 @@ READ_BYTES = 2**18
 over them."""
 
 
-@dataclass(frozen=True)
-class HeldOutWindows:
-    """A single batch of windows, and the name of their text."""
-
-    name: str
-    windows: Windows
-
-
-def held_out_windows(checkpoint: CheckpointInfo, path: Path | None = None) -> HeldOutWindows:
-    """Windows of the text at `path`, or of the text that the checkpoint's training held out. Raises
-    DataError if there is no such text, or too little of it."""
+def held_out_windows(checkpoint: CheckpointInfo, path: Path | None = None) -> tuple[str, Windows]:
+    """The name of the text at `path`, or of the text that the checkpoint's training held out, and a
+    single batch of its windows. Raises DataError if there is no such text, or too little of it."""
     if path is None:
         name, shard = held_out_text(checkpoint, READ_BYTES)
     else:
@@ -63,7 +54,7 @@ def held_out_windows(checkpoint: CheckpointInfo, path: Path | None = None) -> He
     windows = validation_windows(
         shard, checkpoint.tokenizer, window=window, batch_size=WINDOW_TOKENS // window, batches=1
     )
-    return HeldOutWindows(name, windows)
+    return name, windows
 
 
 def held_out_text(checkpoint: CheckpointInfo, at_most: int = sys.maxsize) -> tuple[str, Shard]:

@@ -91,7 +91,7 @@ def measure_quantization(
             )
         return None
     try:
-        text_windows = held_out_windows(model.checkpoint, text)
+        name, windows = held_out_windows(model.checkpoint, text)
     except DataError as error:
         if text is not None:
             raise
@@ -102,16 +102,16 @@ def measure_quantization(
         threads = model.placement.threads
         options = replace(model.options, kernels="native", quantize="none")
         exact = choose_decode_path(model.gpt, options, threads=threads)
-    (batch,) = text_windows.windows
+    (batch,) = windows
     loss = quantization_loss(
         model.gpt,
         *batch,
-        text_windows.windows.byte_lengths,
+        windows.byte_lengths,
         exact=exact.make_decoder,
         quantized=model.decode_path.make_decoder,
         kept=kv_cache_dtype,
     )
-    cost = QuantizationCost(kind, loss, text_windows.name, kv_cache_dtype=kv_cache_dtype)
+    cost = QuantizationCost(kind, loss, name, kv_cache_dtype=kv_cache_dtype)
     if not loss.relative <= parse_loss_limit(at_most):  # also refuses NaN
         kept = kv_cache_dtype != "auto"
         gentler = "kv_cache_dtype to auto" if kept else f"quantize to {GENTLER[kind]}"

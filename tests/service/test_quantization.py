@@ -72,7 +72,7 @@ def measured_loss(
     covered: CheckpointInfo, text: Path, kind: Quantization, **options: str
 ) -> QuantizationLoss:
     gpt = load_checkpoint(covered.path, device=torch.device("cpu"), dtype=torch.float32)[1]
-    windows = held_out_windows(covered, text).windows
+    _, windows = held_out_windows(covered, text)
     (batch,) = windows
     return quantization_loss(
         gpt,

@@ -16,6 +16,7 @@ from logitd.model.data.prepare import read_prepared
 from logitd.model.data.sources.document import text_document
 from logitd.model.data.sources.python_text import python_text
 from logitd.model.data.split import sides, split_text
+from logitd.model.data.windows import Windows
 from logitd.model.evaluation import held_out as module
 from logitd.model.evaluation.held_out import MIN_TOKENS, WINDOW_TOKENS, held_out_windows
 from logitd.model.training.trainer import train
@@ -35,10 +36,9 @@ def write(path: Path, size: int) -> Path:
     return path
 
 
-def texts(windows: module.HeldOutWindows, checkpoint: CheckpointInfo) -> list[bytes]:
+def texts(windows: Windows, checkpoint: CheckpointInfo) -> list[bytes]:
     """The text of each window, including the token that follows it."""
-    (batch,) = windows.windows
-    inputs, targets = batch
+    ((inputs, targets),) = windows
     return [
         checkpoint.tokenizer.decode_bytes([*row.tolist(), int(last)])
         for row, last in zip(inputs, targets[:, -1], strict=True)
@@ -47,8 +47,8 @@ def texts(windows: module.HeldOutWindows, checkpoint: CheckpointInfo) -> list[by
 
 def test_windows_are_spread_over_a_named_text(checkpoint: CheckpointInfo, tmp_path: Path) -> None:
     path = write(tmp_path / "text.txt", 10_000)
-    held_out = held_out_windows(checkpoint, path)
-    assert held_out.name == str(path)
+    name, held_out = held_out_windows(checkpoint, path)
+    assert name == str(path)
     content = path.read_bytes()
     windows = texts(held_out, checkpoint)
     assert [len(window) for window in windows] == [129] * 16
@@ -60,7 +60,7 @@ def test_windows_are_spread_over_a_named_text(checkpoint: CheckpointInfo, tmp_pa
 def test_short_context_has_shorter_windows(tmp_path: Path) -> None:
     gpt = tiny_gpt(tiny_config(context_length=16))
     info = save_tiny_checkpoint(tmp_path / "classroom", gpt=gpt)
-    (batch,) = held_out_windows(info, write(tmp_path / "text.txt", 10_000)).windows
+    (batch,) = held_out_windows(info, write(tmp_path / "text.txt", 10_000))[1]
     assert batch[0].shape == (WINDOW_TOKENS // 16, 16)
 
 
@@ -80,9 +80,9 @@ def test_named_text_may_be_compressed_or_json_lines(
     (tmp_path / "a.txt").write_text(content)
     (tmp_path / "a.gz").write_bytes(gzip.compress(content.encode()))
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": content}) + "\n")
-    expected = texts(held_out_windows(checkpoint, tmp_path / "a.txt"), checkpoint)
+    expected = texts(held_out_windows(checkpoint, tmp_path / "a.txt")[1], checkpoint)
     for name in ("a.gz", "a.jsonl"):
-        assert texts(held_out_windows(checkpoint, tmp_path / name), checkpoint) == expected
+        assert texts(held_out_windows(checkpoint, tmp_path / name)[1], checkpoint) == expected
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_unusable_named_text_is_refused(
 def test_text_with_just_enough_tokens_is_accepted(
     checkpoint: CheckpointInfo, tmp_path: Path
 ) -> None:
-    (batch,) = held_out_windows(checkpoint, write(tmp_path / "text.txt", MIN_TOKENS)).windows
+    (batch,) = held_out_windows(checkpoint, write(tmp_path / "text.txt", MIN_TOKENS))[1]
     assert batch[0].numel() == MIN_TOKENS
 
 
@@ -120,12 +120,12 @@ def test_run_has_its_own_held_out_text(configure: Configure, tmp_path: Path) -> 
     config = configure(data=(str(data),), val_fraction=0.3, steps=6)
     train(config)
     assert config.out is not None
-    for name in ("latest", "best"):
-        info = read_checkpoint(config.out / name)
-        windows = held_out_windows(info)
-        assert windows.name == "the run's validation text"
+    for link in ("latest", "best"):
+        info = read_checkpoint(config.out / link)
+        name, windows = held_out_windows(info)
+        assert name == "the run's validation text"
         val = read_prepared(config.out / "data").val.tokens
-        (batch,) = windows.windows
+        (batch,) = windows
         assert np.array_equal(batch[0][0].numpy(), val[: batch[0].shape[1]])
     other = replace(info, tokenizer=read_checkpoint(BUNDLED).tokenizer)
     with pytest.raises(DataError, match="another tokenizer"):
@@ -161,8 +161,8 @@ def test_held_out_part_of_pythons_text_is_the_trainers(tmp_path: Path, val_fract
     size = sum(map(len, expected))
     data: dict[str, Any] = {"name": "x", "licence": "y", "built_in": True, "val_bytes": size}
     info = save_tiny_checkpoint(tmp_path / "python", training=training_record(data=data))
-    windows = held_out_windows(info)
-    assert windows.name == "the validation part of Python's own text"
+    name, windows = held_out_windows(info)
+    assert name == "the validation part of Python's own text"
     whole = b"<|endoftext|>".join(expected)
     for window in texts(windows, info):
         for piece in window.split(b"<|endoftext|>"):

@@ -87,7 +87,7 @@ def test_windows_without_text_bytes_are_refused() -> None:
 def bundled() -> tuple[GPT, Windows]:
     """The bundled checkpoint, and a text of its kind that it was not trained on."""
     info, gpt = load_checkpoint(BUNDLED, device=torch.device("cpu"), dtype=torch.float32)
-    return gpt, held_out_windows(info, Path(__file__).with_name("*.py")).windows
+    return gpt, held_out_windows(info, Path(__file__).with_name("*.py"))[1]
 
 
 def test_rounding_to_three_bits_shows(bundled: tuple[GPT, Windows]) -> None:

@@ -232,10 +232,10 @@ def test_bfloat16_loses_less_than_two_permille(library: ctypes.CDLL) -> None:
     the bundled checkpoint are within 0.2 % of float32's, both prefilled by torch and decoded by the
     kernels."""
     try:
-        text = held_out_windows(read_checkpoint(BUNDLED))
+        _, windows = held_out_windows(read_checkpoint(BUNDLED))
     except DataError as reason:
         pytest.skip(str(reason))
-    ((inputs, targets),) = text.windows
+    ((inputs, targets),) = windows
     inputs, targets = inputs[:4], targets[:4]
     prefilled, decoded = [], []
     for dtype in (torch.float32, torch.bfloat16):
