@@ -14,6 +14,7 @@ from pydantic import Field
 
 from logitd.model.inference.engine.requests import AttentionWeights, OutputsRequest
 from logitd.model.inference.errors import InvalidRequest
+from logitd.model.inference.interventions import PARAM
 from logitd.model.inference.selection import gpt_only
 from logitd.model.operations.body import Examples, PromptBody, PromptReply, Reply
 from logitd.model.operations.interventions import Interventions, resolve_interventions
@@ -77,6 +78,7 @@ def plan(body: InductionRequest, subject: Subject) -> Planning:
         )
         for token_ids, interventions in zip(twice, changes, strict=True)
     ]
+    changed = bool(body.interventions)
     held = sum(config.n_layer * config.n_head * 2 * len(prompt) ** 2 for prompt in prompts)
     if subject.max_elements is not None and held > subject.max_elements:
         raise InvalidRequest(
@@ -87,6 +89,9 @@ def plan(body: InductionRequest, subject: Subject) -> Planning:
 
     def reply(computed: Any) -> dict[str, Any]:
         scores = [induction_scores(np.stack(computed.rows[each.request_id])) for each in requests]
+        if changed and not all(np.isfinite(of_heads).all() for of_heads in scores):
+            message = f"{PARAM}: the attention weights are not finite"
+            raise InvalidRequest(message, PARAM, "intervention_failed")
         return {
             "prompts": [
                 {"index": index, "token_ids": prompt, "scores": of_heads.tolist()}

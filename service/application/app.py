@@ -136,13 +136,17 @@ def _serve_docs(app: FastAPI) -> None:
     headers = _page_headers(f"'sha256-{digest}'")
     app.mount("/docs/assets", StaticFiles(directory=assets), name="docs-assets")
 
+    once = asyncio.Lock()  # several threads would each create the document
+
     @cache
     def written() -> bytes:
         return bytes(JSONResponse(app.openapi()).body)
 
     @app.get("/openapi.json", include_in_schema=False)
-    def document() -> Response:  # in a thread: takes a quarter of a second at first
-        return Response(written(), media_type="application/json")
+    async def document() -> Response:
+        async with once:  # in a thread: takes a quarter of a second at first
+            content = await asyncio.to_thread(written)
+        return Response(content, media_type="application/json")
 
     @app.get("/docs", include_in_schema=False)
     def docs_page() -> Response:

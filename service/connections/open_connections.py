@@ -32,6 +32,10 @@ MOST_CONNECTIONS = 4096
 SURPLUS = 16
 """Number of connections that are accepted above the limit, so that /health is still answered."""
 
+HELD_BYTES = 2**28
+"""Maximum number of bytes of all replies that clients are still reading. Above it, replies that
+take more than their share are broken off, first those that have been read for the longest time."""
+
 QUIET_SECONDS = 10.0
 """Minimum time between two log lines about ended connections."""
 
@@ -154,7 +158,19 @@ class OpenConnections:
         now = asyncio.get_running_loop().time()
         for connection in list(self._open):
             connection.check(now)
+        self._limit_held()
         self.reports.flush()
+
+    def _limit_held(self) -> None:
+        held = {each: size for each in self._open if (size := each.held())}
+        excess = sum(held.values()) - HELD_BYTES
+        if excess <= 0:
+            return
+        share = HELD_BYTES // len(held)
+        for connection in sorted(held, key=lambda each: each.reads_since()):
+            if excess > 0 and held[connection] > share:
+                excess -= held[connection]
+                self._end(connection, ConnectionEnd.HELD)
 
 
 class Reports:
@@ -178,6 +194,7 @@ class Reports:
             ConnectionEnd.SLOW_HEAD: f"the headers were not complete after {sending:g} s",
             ConnectionEnd.SLOW_BODY: f"too little of a request's body came within {sending:g} s",
             ConnectionEnd.UNREAD: f"too little of a reply was read within {reading:g} s",
+            ConnectionEnd.HELD: f"unread replies took more than {HELD_BYTES >> 20} MiB together",
             ConnectionEnd.TOO_LARGE: "the headers or chunk headers of a request were too large",
             ConnectionEnd.NOT_HTTP: "the request was not HTTP",
             ConnectionEnd.MADE_ROOM: f"idle for the longest time {full}; see --max-connections",

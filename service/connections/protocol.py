@@ -13,6 +13,7 @@ Differences from uvicorn's protocol based on httptools:
 """
 
 import asyncio
+import math
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +68,7 @@ class Connection(HttpToolsProtocol):
         self._settings = connections.settings
         self._reading = Reading(self.loop.time())
         self._progress = ReplyProgress()
+        self._largest = 0  # bytes of the largest write since all was sent
         self._running: RequestResponseCycle | None = None  # its reply is incomplete
         self._held = bytearray()  # received ahead of its turn
         self._served = False  # at least one reply was written
@@ -102,6 +104,17 @@ class Connection(HttpToolsProtocol):
 
     def unsent(self) -> int:
         return self.transport.get_write_buffer_size()
+
+    def held(self) -> int:
+        """Number of bytes in memory for replies that the client is reading. The bytes of one write
+        stay in memory until all of them are sent."""
+        unsent = self.unsent()
+        return max(unsent, self._largest) if unsent else 0
+
+    def reads_since(self) -> float:
+        """The time since which the client has been reading. Valid after `check`, while bytes are
+        held."""
+        return math.inf if self._progress.since is None else self._progress.since
 
     def check(self, now: float) -> None:
         """End the connection, or refuse its request, if a deadline has passed or the client has
@@ -155,7 +168,7 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         # uvicorn closes this transport after a connection's last reply.
         self.cycle.transport = SimpleNamespace(  # type: ignore[assignment]
-            write=self.transport.write,
+            write=self._write,
             is_closing=self.transport.is_closing,
             close=partial(self._close_after, self.cycle),
         )
@@ -202,6 +215,10 @@ class Connection(HttpToolsProtocol):
             self._answer(self._refusal)
         elif not self._held and not self.pipeline:
             self.flow.resume_reading()
+
+    def _write(self, data: bytes) -> None:
+        self._largest = max(self._largest, len(data)) if self.unsent() else len(data)
+        self.transport.write(data)
 
     def _write_piece(self, cycle: RequestResponseCycle, piece: bytes) -> bool:
         """Write a piece of a cycle's chunked body. Bound to a cycle, this is the cycle's

@@ -109,9 +109,11 @@ class Reading:
 
 
 class ReplyProgress:
-    """Tracks how much of its replies a client has read."""
+    """Tracks how much of its replies a client has read. `since` is the time, on the event loop's
+    clock, since which a part of them is unsent."""
 
     def __init__(self) -> None:
+        self.since: float | None = None
         self._mark: tuple[float, int] | None = None  # (time, bytes read at that time)
 
     def is_too_slow(
@@ -122,8 +124,9 @@ class ReplyProgress:
         (`service/http/sse.py`). If `acknowledged` is None, a client is too slow only if it reads
         nothing."""
         if not unsent:
-            self._mark = None
+            self._mark = self.since = None
             return False
+        self.since = now if self.since is None else self.since
         read, enough = acknowledged, timeout * MIN_BYTES_PER_SECOND
         if read is None:
             read, enough = unsent, 1

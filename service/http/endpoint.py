@@ -7,7 +7,6 @@ Room in the queue is reserved before any text is encoded, so a full queue answer
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
-from contextlib import nullcontext
 from functools import partial
 from typing import Annotated, Any, cast
 
@@ -177,11 +176,11 @@ async def _pieces(content: bytes) -> AsyncIterator[bytes]:
 
 
 async def _look_up(operation: Operation, body: Any, context: RequestContext) -> Response:
-    """Reply to a request that needs only the vocabulary. Long texts are processed one at a time,
-    because each briefly needs many times its size in memory, and because other endpoints need the
-    pool's threads too."""
-    one_at_a_time = context.request.app.state.service.long_texts
-    async with one_at_a_time if _is_long(context) else nullcontext():
+    """Reply to a request that needs only the vocabulary. One long and one short text are processed
+    at a time. Each long text briefly needs many times its size in memory, and more threads of
+    Python code would keep the event loop from running."""
+    state = context.request.app.state.service
+    async with state.long_texts if _is_long(context) else state.short_texts:
         plan = await _advance(operation.plan(body, context.subject), None, in_thread=False)
         content = await _written(operation, plan, Computed(), context)
     return Response(content, media_type="application/json")

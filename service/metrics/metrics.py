@@ -52,6 +52,7 @@ class ConnectionEnd(StrEnum):
     SLOW_HEAD = "slow_head"
     SLOW_BODY = "slow_body"
     UNREAD = "unread"
+    HELD = "held"  # unread replies took too much memory, and this one had been read for longest
     TOO_LARGE = "too_large"  # the headers, chunk sizes or trailers of a request were too large
     NOT_HTTP = "not_http"
     MADE_ROOM = "made_room"  # a new connection came at the limit --max-connections

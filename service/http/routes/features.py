@@ -1,8 +1,11 @@
 """GET /features and GET /features/{index}: the sparse autoencoders of a model, and one feature."""
 
+import asyncio
 from typing import Annotated, Any
 
+import orjson
 from fastapi import APIRouter, Path, Query
+from starlette.responses import Response
 
 from logitd.model.inference.engine.validation import check_request
 from logitd.model.operations.computed import Computed
@@ -14,7 +17,7 @@ from logitd.service.errors import ApiError, errors
 from logitd.service.http.query import KNOWN_QUERY, PlainInt
 from logitd.service.http.schemas import FeatureReply, FeaturesReply
 from logitd.service.models.context import RequestContext
-from logitd.service.models.state import Chosen
+from logitd.service.models.state import Chosen, State
 
 router = APIRouter(dependencies=[KNOWN_QUERY])
 
@@ -30,14 +33,21 @@ Sae = Annotated[
     summary="The sparse autoencoders, and figures of all features of one of them",
     tags=["outputs"],
 )
-def features(context: Chosen, sae: Sae = None) -> dict[str, Any]:
+async def features(context: Chosen, state: State, sae: Sae = None) -> Response:
     """The autoencoders that the server was started with (`--sae`). For the one that `sae` names
     (default: the first), the reply also lists each feature's density, its strongest activation, and
     the token where that activation occurred. The lists are null if the file `features.safetensors`
-    is missing."""
+    is missing. One reply is written at a time."""
     autoencoders = context.model.autoencoders
     chosen = _chosen(context, sae) if autoencoders or sae is not None else None
-    return {"model": context.model.name, **summary(autoencoders, chosen, context.subject.tokenizer)}
+
+    def write() -> bytes:
+        facts = summary(autoencoders, chosen, context.subject.tokenizer)
+        return orjson.dumps({"model": context.model.name, **facts})
+
+    async with state.feature_lists:
+        content = await asyncio.to_thread(write)
+    return Response(content, media_type="application/json")
 
 
 @router.get(

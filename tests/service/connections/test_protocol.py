@@ -459,6 +459,24 @@ def test_trickling_reader_is_ended_and_slow_one_is_not(hurried: Serving, large_s
     assert ended(hurried, "unread") == before + 1
 
 
+def test_oldest_large_replies_are_ended_if_unread_replies_take_too_much(
+    server: Serving, large_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that reads 2 KiB/s may take an hour for one reply."""
+    monkeypatch.setattr(
+        "logitd.service.connections.open_connections.HELD_BYTES", large_size * 5 // 2
+    )
+    before = ended(server, "held")
+    with contextlib.ExitStack() as stack:
+        readers = [stack.enter_context(server.connect(receive_buffer=4096)) for _ in range(4)]
+        for number, raw in enumerate(readers):
+            raw.sendall(request_bytes(*LARGE, "Connection: close"))
+            assert raw.recv(10) == b"HTTP/1.1 2"
+            time.sleep(1.2)  # the timer checks connections every second
+            eventually(lambda n=number: ended(server, "held") == before + max(0, n - 1))  # type: ignore[misc]
+        assert [len(drained(raw)) >= large_size for raw in readers] == [False, False, True, True]
+
+
 def drained(raw: socket.socket) -> bytes:
     """All bytes until the end or a reset."""
     received = b""

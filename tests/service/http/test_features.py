@@ -1,8 +1,10 @@
 """Sparse autoencoders over HTTP: GET /features, GET /features/{index}, and their stages."""
 
+import asyncio
 import logging
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from tests.model.sae.dictionaries import (
     write_random_autoencoder,
 )
 from tests.service.serving import (
+    TEST_TIMEOUT,
     Serving,
     error_of,
     eventually,
@@ -71,6 +74,20 @@ def test_features_lists_the_autoencoders(featured: Serving) -> None:
     assert reply.tokens is not None
     assert (reply.density[0], reply.strongest[0], reply.tokens[0]) == (0.25, 2.5, "b")
     assert (reply.density[7], reply.strongest[7], reply.tokens[7]) == (0, 0, None)
+
+
+def test_lists_of_features_are_written_one_at_a_time(featured: Serving) -> None:
+    """Several threads would keep the event loop from running."""
+    lock = featured.state.feature_lists
+    asyncio.run_coroutine_threadsafe(lock.acquire(), featured.loop).result(TEST_TIMEOUT)
+    with ThreadPoolExecutor(1) as clients:
+        try:
+            waiting = clients.submit(featured.client.get, "/features")
+            with pytest.raises(AssertionError, match="not within"):
+                eventually(waiting.done, timeout=0.5)
+        finally:
+            featured.loop.call_soon_threadsafe(lock.release)
+        assert waiting.result().json()["sae"] == "mine"
 
 
 def test_features_are_a_listed_stage(featured: Serving, checkpoint: CheckpointInfo) -> None:

@@ -49,6 +49,17 @@ def test_head_that_is_indifferent_scores_as_uniform(server: Serving, gpt: GPT) -
     assert torch.tensor(prompt["scores"]).numpy() == pytest.approx(expected.numpy(), rel=1e-5)
 
 
+def test_intervention_that_makes_weights_infinite_is_named(server: Serving) -> None:
+    """The reply once had null instead of scores."""
+    blown = [
+        {"stage": f"blocks.*.attention.{name}", "operation": "scale", "factor": 1e30}
+        for name in ("q", "k")
+    ]
+    error = server.refused("/induction", {"prompt": IDS, "interventions": blown})
+    assert (error.param, error.code) == ("interventions", "intervention_failed")
+    assert "not finite" in error.message
+
+
 def test_prompt_has_to_fit_twice(server: Serving) -> None:
     most = server.served.checkpoint.shape.context_length // 2
     assert server.post("/induction", {"prompt": [1] * most}).status_code == 200

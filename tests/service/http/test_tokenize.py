@@ -159,6 +159,21 @@ def test_text_of_megabytes_is_tokenized(merging: Serving) -> None:
     assert merging.json("/detokenize", {"tokens": reply["tokens"][:MAX_IDS]})["prompt"] in text
 
 
+def test_short_texts_wait_only_for_each_other(merging: Serving) -> None:
+    """Several threads that describe tokens would keep the event loop from running."""
+    lock = merging.state.short_texts
+    asyncio.run_coroutine_threadsafe(lock.acquire(), merging.loop).result(TEST_TIMEOUT)
+    try:
+        waiting = Poster(merging.url, "/tokenize", {"prompt": "the"})
+        assert merging.json("/tokenize", LONG_WORK["/tokenize"])["count"]
+        assert merging.generate("a", max_tokens=1, seed=1)["choices"]
+        with pytest.raises(AssertionError, match="not within"):
+            eventually(lambda: waiting.answered, timeout=0.5)
+    finally:
+        merging.loop.call_soon_threadsafe(lock.release)
+    assert waiting.response().status_code == 200
+
+
 LONG_WORK: dict[str, Any] = {
     "/tokenize": {"prompt": "x" * 100_000},
     "/detokenize": {"tokens": [120] * 120_000},
