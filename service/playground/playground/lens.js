@@ -20,7 +20,7 @@ export class Lens {
       const from = this.#app.placeIn(tokens) - MOST_POSITIONS / 2;
       this.#first = Math.max(0, Math.min(from, tokens.length - MOST_POSITIONS));
       const positions = [...tokens.keys()].slice(this.#first, this.#first + MOST_POSITIONS);
-      const reply = await post("/lens", { prompt, positions, top_k: 6, interventions }, signal);
+      const reply = await post("/lens", { prompt, positions: positions.length ? positions : "all", top_k: 6, interventions }, signal);
       return this.#render(reply.prompts[0].positions, tokens);
     }, this.#app.place);
     const cell = find("lens").querySelector("td[aria-pressed=true]");

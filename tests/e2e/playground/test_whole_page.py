@@ -121,13 +121,25 @@ def test_link_pasted_into_an_open_page_is_opened(server: ServedProcess, page: Pa
     page.wait_for_function(f"document.getElementById('prompt').value === {PROMPT!r}")
 
 
+def test_empty_prompt_is_reported_in_every_view(server: ServedProcess, new_page: NewPage) -> None:
+    page = ready(new_page(f"{server.url}/#tab=tokens&prompt=", quiet=False))
+    for tab in ("attention", "lens", "circuit", "inside"):
+        page.click(f"#tab-{tab}")
+        page.wait_for_selector("#prompt-problem .problem")
+        assert "the prompt is empty" in page.inner_text("#prompt-problem")
+        assert not page.locator(f"#panel-{tab} .problem").count()
+
+
 def test_text_of_charts_keeps_its_size_on_a_telephone(
     server: ServedProcess, new_page: NewPage
 ) -> None:
     page = ready(new_page(f"{server.url}/#tab=model", viewport={"width": 390, "height": 800}))
     page.wait_for_selector("#training .chart")
     chart = "document.querySelector('#training .chart')"
-    assert page.evaluate(f"{chart}.getBoundingClientRect().width / {chart}.viewBox.baseVal.width") > 0.9
+    assert (
+        page.evaluate(f"{chart}.getBoundingClientRect().width / {chart}.viewBox.baseVal.width")
+        > 0.9
+    )
     assert page.locator("#training .chart text").first.is_visible()
     keys = page.locator("#training .chart tspan").all_text_contents()
     assert keys[1] == "validation"
