@@ -135,6 +135,7 @@ export class Features {
     this.#detail();
     if (!draw) return;
     this.#text();
+    find("feature").scrollTop = 0;
     if (find("feature").getBoundingClientRect().top > innerHeight) find("feature").scrollIntoView(); // on a narrow page it is below the list
   }
 
