@@ -90,6 +90,8 @@ Floats = npt.NDArray[np.float32]
 Change = Intervention | dict[str, Any]
 """An intervention: an object, or a dict with the same fields as in a request."""
 
+_ABSENT: Any = object()
+"""Default of a prompt that is not given."""
 RUN_CODE = "LOGITD_RUN_CODE"
 """Environment variable that allows a checkpoint's own code to run, like --run-code."""
 logger = logging.getLogger("logitd")
@@ -356,7 +358,7 @@ class LLM:
         _, computed = self._computed("score", **given)
         return [_score(tokens) for _, tokens in sorted(computed.tokens.items())]
 
-    def run(self, operation: str, **fields: Any) -> Any:
+    def run(self, operation: str, prompt: Prompt = _ABSENT, **fields: Any) -> Any:
         """Run any operation whose reply is a JSON object. Returns the reply that a server would
         send, with its members as attributes."""
         chosen = BY_NAME.get(operation)
@@ -364,7 +366,8 @@ class LLM:
             raise InvalidRequest(
                 f"there is no operation {operation!r}; use one of {', '.join(BY_NAME)}", "operation"
             )
-        plan = self._operations.plan(operation, **fields)
+        given = fields if prompt is _ABSENT else {"prompt": prompt, **fields}
+        plan = self._operations.plan(operation, **given)
         if isinstance(plan, Record):
             members = plan.reply(self._operations.compute(plan.requests))
         elif isinstance(plan, Series):
@@ -389,7 +392,7 @@ class LLM:
         return self.hooked(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """The operations that have no method above, such as `llm.tokenize(prompt="def")`, and the
+        """The operations that have no method above, such as `llm.tokenize("def")`, and the
         names of TransformerLens, such as `llm.run_with_cache("def")`."""
         if name in BY_NAME:
             return partial(self.run, name)

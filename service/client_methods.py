@@ -55,6 +55,7 @@ FRAMES: Mapping[str, tuple[str, ...]] = {
     "Sweep": ("cells",),
     "LensReadings": ("prompts.positions.layers.top", "prompts.positions.layers.tokens"),
     "Attributions": ("prompts.tokens", "prompts.direct.parts"),
+    "Circuit": ("prompts.nodes", "prompts.edges"),
     "Stages": ("stages",),
     "Weights": ("weights",),
 }

@@ -50,7 +50,7 @@ SEVERAL_FORMS = {
     "continuations": f"a list of strings and of lists of {IDS}",
     "stop": f"a string of 1 to {MAX_STOP_LENGTH} characters or a list of such strings "
     f"({MAX_STOP_STRINGS} at most)",
-    "positions": f"'last', 'all', a list of integers ({MAX_IDS} at most) or "
+    "positions": f"'last', 'all', a list of integers (1 to {MAX_IDS} of them) or "
     "{'from': start, 'to': stop}",
     "tokens": f"a list of {IDS}, or a list of such lists ({MAX_PROMPTS} at most)",
     "baseline": "'zero' or a token id",

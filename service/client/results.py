@@ -447,6 +447,10 @@ class PromptCircuit(PromptResult):
 class Circuit(Reply):
     prompts: tuple[PromptCircuit, ...]
 
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame with one row for each entry of `nodes` and `edges`."""
+        return record_frame(self, "prompts.nodes", "prompts.edges")
+
 
 @dataclass(frozen=True, slots=True)
 class Piece(NamedToken):
@@ -766,6 +770,14 @@ class TopLogits(ArrayResult):
     top_ids: Integers
     top_logits: Floats
     stage: str
+
+    def to_dataframe(self) -> Any:
+        """A pandas DataFrame with one row for each position and rank (from 1)."""
+        ranks = range(1, self.top_ids.shape[1] + 1)
+        frame = array_frame(self.top_logits, {"position": self.positions, "rank": ranks})
+        frame.columns = ["logit"]
+        frame.insert(0, "id", self.top_ids.ravel())
+        return frame
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -102,6 +102,7 @@ def test_methods_return_the_numbers_of_replies(llm: LLM) -> None:
     for own, score in zip(llm.score(PROMPT, continuations), scored.continuations, strict=True):
         assert (own.token_ids, own.logprob) == (tuple(score.token_ids), score.logprob)
         assert own.logprobs.tolist() == [token.logprob for token in score.tokens]
+    assert llm.induction(PROMPT).prompts == llm.run("induction", prompt=PROMPT).prompts
     (found,) = llm.run("attributions", prompt=PROMPT, token_id=97).prompts
     tokens = tuple(token.gradient_times_input for token in found.tokens)
     assert llm.attributions(PROMPT, 97).gradient_times_input == tokens

@@ -4,6 +4,7 @@ folder.
 The folder is written at the end, atomically. The caller gets events; nothing is printed.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -106,6 +107,8 @@ def train_autoencoder(
             seed=request.seed,
             tell=tell,
         )
+        if not tokens:
+            raise _too_short(request.minutes, time.monotonic() - began)
         autoencoder = with_weights(tensors, request.k)
         length = Length(request.tokens, began, 60 * MEASURED * request.minutes)
         figures, facts = measure(autoencoder, activations, windows, length)
@@ -129,6 +132,16 @@ def train_autoencoder(
         )
     seconds = time.monotonic() - began
     return Trained(out, stage.name, features, request.k, tokens, seconds, figures)
+
+
+def _too_short(minutes: float, seconds: float) -> AutoencoderError:
+    """The error of a training that ran out of time before its first batch."""
+    least = math.ceil(seconds / (60 * TRAINED) * 10) / 10
+    return AutoencoderError(
+        f"minutes is {minutes:g}, of which training gets {60 * TRAINED * minutes:.0f} seconds, but "
+        f"its first batch was ready only after {seconds:.0f}: use many more --minutes than "
+        f"{least:g}, or --tokens"
+    )
 
 
 def _stage(request: TrainingRequest, config: GPTConfig) -> tuple[Stage, int]:

@@ -1,6 +1,9 @@
 // Line charts in SVG.
 
+import { find } from "./dom.js";
+
 const NS = "http://www.w3.org/2000/svg";
+const DASHES = ["━━", "━━", "╍╍", "┅┅"]; // each series' line, in the legend
 
 export function shape(tag, attributes, ...children) {
   const made = document.createElementNS(NS, tag);
@@ -27,9 +30,10 @@ export function lossSeries({ training, validation }) {
 }
 
 // series: [{ name, points: [[x, y], ...] }]. now: x to mark. ends: x values that the chart must include.
-// names: the side of the series' names.
-export function lineChart({ label, series, x, y, width = 640, height = 280, now = null, ends = [], names = "end" }) {
-  const left = 52, right = 12, top = 14, bottom = 40;
+// widest: the width, or less on a narrow page, so that the text keeps its size.
+export function lineChart({ label, series, x, y, widest = 640, height = 280, now = null, ends = [] }) {
+  const width = Math.min(widest, find("page").clientWidth);
+  const left = 60, right = 12, top = 28, bottom = 40;
   const all = series.flatMap(({ points }) => points);
   const places = [...all.map(([value]) => value), ...ends];
   const [lowX, highX] = [Math.min(...places), Math.max(...places)];
@@ -51,12 +55,13 @@ export function lineChart({ label, series, x, y, width = 640, height = 280, now 
     shape("text", { x: 12, y: (height - bottom + top) / 2, "text-anchor": "middle", transform: `rotate(-90 12 ${(height - bottom + top) / 2})` }, y),
   );
   if (now !== null) svg.append(shape("line", { x1: across(now), x2: across(now), y1: top, y2: height - bottom, class: "now" }));
-  for (const [index, { name, points }] of series.entries()) {
+  const legend = shape("text", { x: left, y: 16 });
+  svg.append(legend);
+  for (const [place, { name, points }] of series.entries()) {
+    const index = series.length === 1 ? 1 : place; // the second series has the strongest color
     const path = points.map(([px, py], at) => `${at ? "L" : "M"}${across(px).toFixed(1)} ${down(py).toFixed(1)}`).join("");
     svg.append(shape("path", { d: path, class: `line of-${index}` }));
-    const [side, line] = [names === "end" ? width - right : left + 30, top + 6 + 16 * index];
-    if (names === "start") svg.append(shape("path", { d: `M${left + 6} ${line - 4}h18`, class: `line of-${index}` }));
-    svg.append(shape("text", { x: side, y: line, "text-anchor": names, class: `name of-${index}` }, name));
+    legend.append(shape("tspan", { class: `key of-${index}`, dx: place ? "1.2em" : 0 }, DASHES[index]), shape("tspan", { dx: ".4em" }, name));
     if (points.length < 40) {
       for (const [px, py] of points) svg.append(shape("circle", { cx: across(px), cy: down(py), r: 2.5, class: `dot of-${index}` }));
     }

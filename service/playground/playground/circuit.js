@@ -100,7 +100,7 @@ export class Circuit {
 
   #detail(index, nodes, edges, named, toggle) {
     const node = nodes[index];
-    const line = ({ reads, weight }, other) => [`${other === null ? "the logits" : named(nodes[other])}, ${reads}`, signed(weight)];
+    const line = ({ reads, weight }, other) => [other === null ? "the logits" : `${named(nodes[other])}, ${reads}`, signed(weight)];
     const strongest = (list) => list.sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight)).slice(0, LISTED);
     const into = strongest(edges.filter(({ target }) => target === index)).map((edge) => line(edge, edge.source));
     const from = strongest(edges.filter(({ source }) => source === index)).map((edge) => line(edge, edge.target));

@@ -115,7 +115,7 @@ export class Features {
       const all = [...density.keys()].filter((index) => density[index] > 0 && (wanted === "" || `${index}` === wanted || tokens[index]?.includes(wanted)));
       all.sort((a, b) => sign * (by[a] - by[b]));
       const rows = all.slice(0, LISTED).map((index) => [index, `${(100 * density[index]).toPrecision(2)} %`]);
-      found.replaceChildren(this.#table(rows, "density"), hint(`${all.length} features; ${density.filter((share) => share === 0).length} are dead.`));
+      found.replaceChildren(this.#table(rows, "density"), hint(`${all.length.toLocaleString("en")} features; ${density.filter((share) => share === 0).length.toLocaleString("en")} are dead. Next to the number of a feature: the token at which it is strongest.`));
     };
     const form = element("form", { class: "row", oninput: show, onsubmit: (event) => event.preventDefault() }, labeled("search", field), labeled("order", order));
     place.replaceChildren(heading("All features"), form, found);
@@ -133,7 +133,10 @@ export class Features {
   #pick(index, draw = false) {
     this.#index = index;
     this.#detail();
-    if (draw) this.#text();
+    if (!draw) return;
+    this.#text();
+    find("feature").scrollTop = 0;
+    if (find("feature").getBoundingClientRect().top > innerHeight) find("feature").scrollIntoView(); // on a narrow page it is below the list
   }
 
   #detail() {

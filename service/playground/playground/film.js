@@ -194,19 +194,19 @@ export class Film {
     const { curve, steps } = this.#history;
     const losses = lossSeries(curve);
     const others = this.#ranked(this.#step(steps.length - 1)).filter((head) => nameOf(head) !== nameOf(this.#head)).slice(0, CURVES - 1);
-    const heads = [...others.slice(0, 1), this.#head, ...others.slice(1)]; // the second series has the strongest color
+    const heads = [...others.slice(0, 1), this.#head, ...others.slice(1)];
     const scored = steps.filter(({ step }) => this.#scores.has(step));
     const series = heads.map(({ layer, head }) => ({
       name: nameOf({ layer, head }),
       points: scored.map(({ step }) => [step, this.#scores.get(step)[layer][head]]),
     }));
     const end = Math.max(this.#step(steps.length - 1), ...curve.training.map(({ step }) => step));
-    const common = { x: "step", width: 560, height: 210, now: this.#step(), ends: [0, end] };
+    const common = { x: "step", widest: 560, height: 210, now: this.#step(), ends: [0, end] };
     return [
       heading("Loss"),
       losses.length ? lineChart({ label: "Loss by step", series: losses, y: "nats per token", ...common }) : hint("The run has no log of its loss."),
       heading("Induction score"),
-      lineChart({ label: "Induction score of heads by step", series, y: "score", ...common, names: "start" }),
+      lineChart({ label: "Induction score of heads by step", series, y: "score", ...common }),
     ];
   }
 

@@ -20,7 +20,7 @@ export class Lens {
       const from = this.#app.placeIn(tokens) - MOST_POSITIONS / 2;
       this.#first = Math.max(0, Math.min(from, tokens.length - MOST_POSITIONS));
       const positions = [...tokens.keys()].slice(this.#first, this.#first + MOST_POSITIONS);
-      const reply = await post("/lens", { prompt, positions, top_k: 6, interventions }, signal);
+      const reply = await post("/lens", { prompt, positions: positions.length ? positions : "all", top_k: 6, interventions }, signal);
       return this.#render(reply.prompts[0].positions, tokens);
     }, this.#app.place);
     const cell = find("lens").querySelector("td[aria-pressed=true]");
@@ -33,7 +33,7 @@ export class Lens {
     const detail = element("div", { "aria-live": "polite" });
     const cell = ({ position, layers }, layer) => {
       const [best] = layers[layer].top;
-      const title = `after layer ${layer}, at ${named(tokens[position])} (${position}): ${named(best)}, ${percent(best.prob)}`;
+      const title = `after ${name(layer)}, at ${named(tokens[position])} (${position}): ${named(best)}, ${percent(best.prob)}`;
       return tokenElement("td", title, best.prob, () => show(position, layer), named(best));
     };
     const show = (position, layer) => {
@@ -47,7 +47,7 @@ export class Lens {
       );
     };
     const depth = positions[0].layers.length;
-    const name = (layer) => (layer === 0 ? "the embeddings" : `block ${layer - 1}`);
+    const name = (layer) => (layer === 0 ? "embedding" : `block ${layer - 1}`);
     const line = (layer) => element("tr", {}, element("th", { scope: "row" }, name(layer)), ...positions.map((position) => cell(position, layer)));
     // The last layer is at the top, so the model computes upwards.
     const lines = Array.from({ length: depth }, (_, index) => line(depth - 1 - index));

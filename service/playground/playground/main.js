@@ -40,7 +40,7 @@ class App {
     this.vocabulary = new Vocabulary(info.vocabulary === "none");
     this.interventions = new Interventions(find("changes"), () => this.#changed());
     this.restore(restored);
-    this.remember = debounced(200, () => history.replaceState(null, "", this.link()));
+    this.remember = debounced(200, () => this.keep("replaceState"));
     const models = info.models.filter(({ status }) => status !== "failed").map(({ model }) => model);
     this.tabs = {
       generate: new Generate(this),
@@ -128,9 +128,17 @@ class App {
     return `${location.origin}${location.pathname}#${new URLSearchParams(given)}`;
   }
 
-  open(name) {
-    if (this.tab !== null) this.tabs[this.tab].close?.();
+  // Put the state of the page into the address. The time marks entries of the history that this page has made.
+  keep = (how) => history[how](performance.timeOrigin, "", this.link());
+
+  // Open a tab. The button Back of the browser returns to the earlier tab unless `back`.
+  open(name, back = false) {
+    const earlier = this.tab;
+    const added = earlier !== null && !back; // to the history of the browser
+    if (added) this.keep("replaceState");
+    if (earlier !== null) this.tabs[earlier].close?.();
     this.tab = name;
+    if (added) this.keep("pushState");
     for (const button of document.querySelectorAll("[role=tab]")) {
       const chosen = button.id === `tab-${name}`;
       button.setAttribute("aria-selected", chosen);
@@ -201,6 +209,10 @@ class App {
     const opened = ({ target }) => target.matches("[role=tab]:not([aria-selected=true])") && this.open(target.id.slice(4));
     for (const kind of ["click", "focusin"]) list.addEventListener(kind, opened);
     roving(list, "[role=tab]:not([hidden])", () => 1);
+    window.addEventListener("popstate", ({ state }) => {
+      if (state !== performance.timeOrigin) return location.reload(); // another address, such as a link that was pasted
+      this.open(new URLSearchParams(location.hash.slice(1)).get("tab"), true);
+    });
     document.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
       event.preventDefault();
@@ -224,7 +236,7 @@ async function firstPrompt(info) {
 function describe(info) {
   const loss = info.checkpoint.val_loss === null ? "" : `, validation loss ${info.checkpoint.val_loss.toFixed(3)}`;
   const size = `${(info.parameters / 1e6).toFixed(1)} M parameters`;
-  find("model-line").textContent = `${info.model}: ${size}, step ${info.checkpoint.step}${loss}, ${info.dtype} on ${info.device}`;
+  find("model-line").textContent = `${info.model}: ${size}, step ${info.checkpoint.step.toLocaleString("en")}${loss}, ${info.dtype} on ${info.device}`;
   if (info.vocabulary === "none") find("prompt-label").textContent = "Prompt: token ids, because this model has no vocabulary";
 }
 

@@ -26,6 +26,8 @@ export function clock(seconds) {
   return hours ? `${hours}:${two(minutes)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`;
 }
 
+const counted = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
+
 export class ModelTab {
   #app;
   #timer = null;
@@ -69,8 +71,8 @@ export class ModelTab {
   #facts() {
     const { info } = this.#app;
     const { config, checkpoint } = info;
-    const heads = config.n_kv_head && config.n_kv_head !== config.n_head ? `${config.n_head} heads, ${config.n_kv_head} for keys and values` : `${config.n_head} heads`;
-    const shape = config.kind === "code" ? `computed by its owner's code, ${checkpoint.code}` : `${config.n_layer} layers, ${heads}, width ${config.d_model}`;
+    const heads = config.n_kv_head && config.n_kv_head !== config.n_head ? `${counted(config.n_head, "head")}, ${config.n_kv_head} for keys and values` : counted(config.n_head, "head");
+    const shape = config.kind === "code" ? `computed by its owner's code, ${checkpoint.code}` : `${counted(config.n_layer, "layer")}, ${heads}, width ${config.d_model}`;
     const loss = checkpoint.val_loss === null ? "unknown" : `${checkpoint.val_loss.toFixed(4)} nats per token`;
     return [
       heading(info.model),

@@ -8,6 +8,7 @@ import pytest
 
 from logitd.model.text.tokenizer import Tokenizer
 from tests.e2e.playground.page import (
+    PROMPT,
     TABS,
     NewPage,
     Page,
@@ -94,6 +95,54 @@ def test_page_works_without_a_mouse(page: Page) -> None:
     page.locator("#tab-generate").focus()
     page.keyboard.press("ArrowRight")
     assert page.get_attribute("#tab-attention", "aria-selected") == "true"
+
+
+def test_back_returns_to_the_earlier_tab_and_keeps_the_prompt(page: Page) -> None:
+    chosen = "document.querySelector('[role=tab][aria-selected=true]').id"
+    page.click("#tab-tokens")
+    page.fill("#prompt", "import re")
+    page.wait_for_function("location.href.includes('import+re')")
+    page.click("#tab-model")
+    page.go_back()
+    page.wait_for_function(f"{chosen} === 'tab-tokens'")
+    page.go_back()
+    page.wait_for_function(f"{chosen} === 'tab-generate'")
+    page.go_forward()
+    page.wait_for_function(f"{chosen} === 'tab-tokens'")
+    assert page.input_value("#prompt") == "import re"
+    assert "tab=tokens" in page.evaluate("location.href")
+
+
+def test_link_pasted_into_an_open_page_is_opened(server: ServedProcess, page: Page) -> None:
+    page.goto(f"{server.url}/#tab=tokens&prompt=import+re")
+    page.wait_for_function("document.querySelectorAll('#pieces li').length > 0")
+    assert page.input_value("#prompt") == "import re"
+    page.go_back()
+    page.wait_for_function(f"document.getElementById('prompt').value === {PROMPT!r}")
+
+
+def test_empty_prompt_is_reported_in_every_view(server: ServedProcess, new_page: NewPage) -> None:
+    page = ready(new_page(f"{server.url}/#tab=tokens&prompt=", quiet=False))
+    for tab in ("attention", "lens", "circuit", "inside"):
+        page.click(f"#tab-{tab}")
+        page.wait_for_selector("#prompt-problem .problem")
+        assert "the prompt is empty" in page.inner_text("#prompt-problem")
+        assert not page.locator(f"#panel-{tab} .problem").count()
+
+
+def test_text_of_charts_keeps_its_size_on_a_telephone(
+    server: ServedProcess, new_page: NewPage
+) -> None:
+    page = ready(new_page(f"{server.url}/#tab=model", viewport={"width": 390, "height": 800}))
+    page.wait_for_selector("#training .chart")
+    chart = "document.querySelector('#training .chart')"
+    assert (
+        page.evaluate(f"{chart}.getBoundingClientRect().width / {chart}.viewBox.baseVal.width")
+        > 0.9
+    )
+    assert page.locator("#training .chart text").first.is_visible()
+    keys = page.locator("#training .chart tspan").all_text_contents()
+    assert keys[1] == "validation"
 
 
 def test_first_prompt_is_text_of_the_model(server: ServedProcess, new_page: NewPage) -> None:

@@ -37,6 +37,8 @@ def test_frames_of_records_have_a_row_for_each_part(client: Client) -> None:
     assert parts[parts["part"] == "parts"]["value"].sum() == pytest.approx(
         parts["prompt_value"][0], abs=1e-3
     )
+    circuit = client.circuit(PROMPT).to_dataframe()
+    assert set(circuit["part"]) == {"nodes", "edges"}
     for result in (client.stages(), client.weights(), client.generate("a", max_tokens=1)):
         assert len(result.to_dataframe()) > 0
 
@@ -44,6 +46,9 @@ def test_frames_of_records_have_a_row_for_each_part(client: Client) -> None:
 def test_frames_of_arrays_name_their_rows(client: Client) -> None:
     logits = client.logits(PROMPT, positions=[3, 5])
     assert np.array_equal(logits.to_dataframe().loc[5], logits.logits[1])
+    top = client.logits(PROMPT, positions=[3, 5], top_k=2)
+    rows = top.to_dataframe()
+    assert rows.loc[5, 2].tolist() == [top.top_ids[1, 1], top.top_logits[1, 1]]
     states = client.hidden_states(PROMPT, positions=[3, 5])
     assert np.array_equal(states.to_dataframe().loc[2, 5], states.hidden_states[2, 1])
     weights = client.attention(PROMPT, positions=[5])

@@ -68,6 +68,16 @@ def test_training_writes_a_folder_and_its_figures(
         assert first == second, f"{name} must be determined by the seed"
 
 
+def test_minutes_that_end_before_the_first_batch_are_refused(
+    checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--stage", "blocks.0.output", "--data", str(text), "--out", str(tmp_path / "mine")]
+    sizes = ["--features", "64", "-k", "4", "--minutes", "0.00001", "--threads", "1"]
+    assert run(["sae", "train", str(checkpoint), *flags, *sizes, "--device", "cpu"]) == 1
+    assert re.search(r"minutes is 1e-05.*--minutes.*--tokens", capsys.readouterr().err, re.DOTALL)
+    assert not (tmp_path / "mine").exists()
+
+
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
