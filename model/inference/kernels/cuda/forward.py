@@ -5,15 +5,15 @@ Every shape of a `GPTConfig` is covered. Value embeddings and nanochat's other f
 windows, are computed by torch operations between the launches. `decoder.py` records the whole
 forward pass.
 
-In a step of up to FEW_ROWS rows, each program holds some rows of a matrix and multiplies every row
-of the step by them; the same launch computes norms and combines the parts of attention. Larger
-steps are multiplied in tiles. With batch invariance all steps use tiles, whose sums have the same
-order for any number of rows.
+In a step of up to FEW_ROWS rows, each warp holds rows of a matrix and multiplies every row of the
+step by them. Larger steps are multiplied in tiles. In both, programs of a step of up to JOINED_ROWS
+rows also compute the norm before the product. With batch invariance all steps use tiles, whose sums
+have the same order for any number of rows.
 
 Shapes: R rows, C = d_model, H = n_head, K = n_kv_head, D = head_dim, V = vocab_size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,22 +31,36 @@ from logitd.model.transformer.gpt import GPT, Block, softcap
 
 LINKED_ROWS = 64
 """Maximum number of rows of a step whose kernels overlap."""
-FEW_ROWS = 2
-"""Maximum number of rows of a step that are multiplied without tiles."""
 PART_CELLS = 2**13
 """Number of elements of the keys in a part. A program holds them in registers, together with the
 same number of elements of the values."""
-WRITTEN_ROWS = 16
+WRITTEN_ROWS = 32
 """Maximum number of rows of a step in which the attention kernel also writes the keys and
 values."""
-HELD = 2**14
-"""Number of elements of a matrix that a program holds in registers."""
-TILES = ((32, 64, 64, 256, 3), (16, 32, 32, 512, 3), (0, 16, 32, 512, 4))
-"""Tiles. Each entry has the number of rows that a step must exceed, the tile's rows and columns,
-the bytes of a row that are loaded at a time, and the loads in flight (two for SwiGLU's two
-matrices). A tile takes at most 96 KiB of shared memory, which any recent GPU has."""
-NARROW = 1024
-"""Number of columns up to which narrower tiles are used, so that there are more programs."""
+FEW_ROWS, WIDEST = 2, 4096
+"""Maximum number of rows of a step that are multiplied without tiles, and maximum number of columns
+of x in such a product."""
+WARPS, COLUMNS, HELD, LARGE = 8, 4, 24, 2048
+"""Without tiles: a program's warps, and the number of columns of the product that each warp
+computes, as long as it then holds at most HELD chunks of the matrix. In products with up to LARGE
+columns a warp computes one. With several, fewer warps normalize x, and the next kernels have room
+to load their weights."""
+JOINED_ROWS, JOINED_BYTES = 8, 2048
+"""Maximum number of rows of a step, and of bytes in a row of the matrix, that are multiplied in one
+tile of rows after its programs have normalized x themselves. SwiGLU has two matrices, so half the
+bytes."""
+JOINED_TILES: Sequence[tuple[int, ...]] = ((4, 8, 128), (0, 4, 64))
+"""These tiles. Each entry has the number of rows that a step must exceed, the warps of a program,
+each of which normalizes one row, and the columns of the tile, divided by the bytes of a weight."""
+TILES: Sequence[tuple[int, ...]] = (
+    (32, 64, 64, 256, 3, 4), (16, 32, 16, 512, 3, 2), (0, 16, 16, 512, 4, 1)
+)  # fmt: skip
+"""All other tiles. Each entry has the number of rows that a step must exceed, the tile's rows and
+columns, the bytes of a row that are loaded at a time, the loads in flight (two for SwiGLU's two
+matrices) and the warps. A tile takes at most 96 KiB of shared memory, which any recent GPU has."""
+NARROW, NARROW_COLUMNS = 1024, 32
+"""In products of up to NARROW columns, a tile has at most so many, so that there are more
+programs."""
 DEEP, DEEP_PARTS = 2048, 4
 """The minimum number of columns of x at which the product at the end of a block is divided into
 parts, and the number of parts. Different programs compute the parts."""
@@ -55,9 +69,6 @@ SPAN = 256
 tile loads at a time."""
 SURVEYED = 4096
 """Number of logits that each program of `survey` reads."""
-PROGRAMS = 256
-"""Number of programs for one row: about two for each multiprocessor of a large GPU. Steps of more
-rows have proportionally fewer programs, each of which computes all rows."""
 ACTIVATIONS = {
     "gelu_tanh": kernels.GELU_TANH, "gelu": kernels.GELU, "relu": kernels.RELU,
     "relu2": kernels.RELU2, "swiglu": kernels.SWIGLU,
@@ -72,17 +83,6 @@ def forwards(gpt: GPT, cache: KVCache, *, batch_invariant: bool) -> Callable[[in
     make = partial(StepForward, gpt, cache, batch_invariant=batch_invariant)
     linked, apart = make(linked=capable), make(linked=False)
     return lambda rows: linked if rows <= LINKED_ROWS else apart
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Attention's outputs over parts of the keys, which are still to be combined."""
-
-    out: Tensor  # (R, H, P, D) float32
-    scales: Tensor  # (R, H, P, 2) float32
-    count: int
-    length: int
-    window: int  # keys that a position attends to
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +185,8 @@ class StepForward:
             x = x.stream
         if config.has_value_embedding(block.layer):
             self._add_value_embedding(block, qkv, x, given)
-        parts = self._attend(block, qkv, given, keys, several)
-        after = self._linear(parts, out.weight, out.bias, residual=x, given=given)
+        heads = self._attend(block, qkv, given, keys, several)
+        after = self._linear(heads, out.weight, out.bias, residual=x)
         if not pre:
             after = self._normed(after, block.attention_norm, torch.float32)
         hidden = self._linear(
@@ -200,10 +200,12 @@ class StepForward:
         """The matrix product at the end of a block. It is divided into parts if `hidden` has at
         least DEEP columns and the step is computed in tiles."""
         (rows, depth), weight = hidden.shape, down.weight
-        if depth < DEEP or (rows <= FEW_ROWS and not self._invariant):
+        if depth < DEEP or self._is_small(rows, depth):
             return self._linear(hidden, weight, down.bias, residual=residual)
         parts = torch.empty(DEEP_PARTS, *residual.shape, device=hidden.device)
-        self._tiles(hidden, weight, None, parts)
+        width = _parts(parts, depth)[1] * weight.itemsize
+        joined = rows <= JOINED_ROWS and width <= JOINED_BYTES
+        (self._joined if joined else self._tiles)(hidden, weight, None, parts)
         return Sums(residual, parts, down.bias, torch.empty_like(residual))
 
     def _embedded(self, given: Tensor, sampled: Tensor) -> Tensor:
@@ -246,46 +248,44 @@ class StepForward:
         if (cap := self._gpt.config.logit_softcap) is not None:
             logits.copy_(softcap(logits, cap))
 
+    def _is_small(self, rows: int, width_in: int) -> bool:
+        """True if a step is multiplied without tiles."""
+        return rows <= FEW_ROWS and width_in <= WIDEST and not self._invariant
+
     def _linear(
         self,
-        x: Tensor | Parts | Sums,
+        x: Tensor | Sums,
         weight: Tensor,
         bias: Tensor | None,
         *,
         norm: nn.Module | None = None,
         residual: Tensor | None = None,
         activation: int = kernels.IDENTITY,
-        given: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """activation(norm(x) @ weight.T + bias) + residual: (R, N), in float32 with a residual."""
         width_in = weight.shape[1]
-        width = len(weight) // (2 if activation == kernels.SWIGLU else 1)
-        rows = len(x.out if isinstance(x, Parts) else x.stream if isinstance(x, Sums) else x)
+        matrices = 2 if activation == kernels.SWIGLU else 1
+        width = len(weight) // matrices
+        rows = len(x.stream if isinstance(x, Sums) else x)
         if out is None:
             dtype = weight.dtype if residual is None else torch.float32
             out = torch.empty(rows, width, device=weight.device, dtype=dtype)
-        if rows <= FEW_ROWS and not self._invariant:
+        if self._is_small(rows, width_in) and isinstance(x, Tensor):
+            chunks = -(-width_in // kernels.CHUNK.value) * matrices
+            columns = max(1, min(COLUMNS, HELD // chunks)) if width > LARGE else 1
             gain, shift, eps = _parameters(norm)
-            parts = x if isinstance(x, Parts) else None
-            held = HELD // (2 if activation == kernels.SWIGLU else 1)
-            block_k = _power_of_2(width_in)
-            share = _power_of_2(width * rows // PROGRAMS + 1) // 2
-            block_n = max(1, min(16, held // block_k, share))
             self._launch(
-                kernels.linear, (-(-width // block_n),), out, parts.out if parts else x,
-                parts.scales if parts else None, given, weight, bias, residual, gain, shift, eps,
-                N=width, K=width_in, ROWS=rows, H=self._gpt.config.n_head,
-                D=self._gpt.config.head_dim, P=parts.count if parts else 1,
-                PART=parts.length if parts else 1, WINDOW=parts.window if parts else 1,
+                kernels.linear, (-(-width // (WARPS * columns)),), out, x, weight, bias, residual,
+                gain, shift, eps, N=width, K=width_in, ROWS=rows, COLUMNS=columns,
                 NORM=kernels.NO_NORM if norm is None else self._norm, ACTIVATION=activation,
-                BLOCK_N=block_n, BLOCK_K=block_k, num_warps=8,
+                BLOCK_N=WARPS, num_warps=WARPS,
             )  # fmt: skip
             return out
-        if isinstance(x, Parts):
-            assert given is not None
-            x = self._combined(x, given, weight.dtype)
-        elif isinstance(x, Sums) or norm is not None or x.dtype != weight.dtype:
+        if rows <= JOINED_ROWS and matrices * width_in * weight.itemsize <= JOINED_BYTES:
+            self._joined(x, weight, bias, out, norm, residual, activation)
+            return out
+        if isinstance(x, Sums) or norm is not None or x.dtype != weight.dtype:
             x = self._normed(x, norm, weight.dtype)
         self._tiles(x, weight, bias, out, residual, activation)
         return out
@@ -301,18 +301,45 @@ class StepForward:
     ) -> None:
         """Compute `out` (R, N) = activation(x @ weight.T + bias) + residual, or the parts (S, R, N)
         of the product alone. A row's sums are the same whatever tiles are used."""
-        (rows, width), width_in = out.shape[-2:], x.shape[1]
-        block_m, block_n, depth, stages = next(tile for least, *tile in TILES if rows > least)
-        parts = out.shape[0] if out.ndim == 3 else 1
-        span = -(-width_in // (parts * SPAN)) * SPAN
+        rows, width = out.shape[-2:]
+        parts, span = _parts(out, x.shape[1])
+        block_m, block_n, depth, stages, warps = next(
+            tile for least, *tile in TILES if rows > least
+        )
         if width <= NARROW:
-            block_n = 32 if block_m == 64 else 16
+            block_n = min(block_n, NARROW_COLUMNS)
         self._launch(
             kernels.matmul, (-(-width // block_n), -(-rows // block_m), parts), out, x, weight,
-            bias, residual, rows, N=width, K=width_in, SPAN=span, PARTS=parts > 1,
+            bias, residual, rows, N=width, K=x.shape[1], SPAN=span, PARTS=parts > 1,
             ACTIVATION=activation, BLOCK_M=block_m, BLOCK_N=block_n,
-            BLOCK_K=depth // weight.itemsize, num_warps=4,
+            BLOCK_K=depth // weight.itemsize // 2, num_warps=warps,
             num_stages=2 if activation == kernels.SWIGLU else stages,
+        )  # fmt: skip
+
+    def _joined(
+        self,
+        x: Tensor | Sums,
+        weight: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        norm: nn.Module | None = None,
+        residual: Tensor | None = None,
+        activation: int = kernels.IDENTITY,
+    ) -> None:
+        """Compute the same bits as `_normed` and `_tiles` in one launch, for few rows."""
+        rows, width = out.shape[-2:]
+        parts, span = _parts(out, weight.shape[1])
+        warps, columns = next(tile for least, *tile in JOINED_TILES if rows > least)
+        columns //= weight.itemsize
+        sums, x = (x, x.residual) if isinstance(x, Sums) else (None, x)
+        gain, shift, eps = _parameters(norm)
+        self._launch(
+            kernels.product, (-(-width // columns), 1, parts), out, x, sums and sums.parts,
+            sums and sums.bias, sums and sums.stream, weight, bias, residual, gain, shift, eps, 0.0,
+            rows, N=width, K=weight.shape[1], SPAN=span, PARTS=parts > 1,
+            S=len(sums.parts) if sums else 0,
+            NORM=kernels.NO_NORM if norm is None else self._norm, ACTIVATION=activation,
+            ROWS=warps, BLOCK_M=16, BLOCK_N=columns, num_warps=warps,
         )  # fmt: skip
 
     def _normed(
@@ -330,8 +357,7 @@ class StepForward:
         self._launch(
             kernels.norm, (len(x),), out, x, sums and sums.parts, sums and sums.bias,
             sums and sums.stream, gain, shift, eps, len(x), S=len(sums.parts) if sums else 0,
-            WIDTH=x.shape[1], NORM=kernels.NO_NORM if norm is None else self._norm,
-            BLOCK=_power_of_2(x.shape[1]),
+            K=x.shape[1], NORM=kernels.NO_NORM if norm is None else self._norm, num_warps=1,
         )  # fmt: skip
         return out
 
@@ -344,8 +370,9 @@ class StepForward:
         values = qkv[:, -config.kv_width :]
         values += added.reshape(values.shape)
 
-    def _attend(self, block: Block, qkv: Tensor, given: Tensor, keys: int, several: bool) -> Parts:
-        """Write the keys and values of a step's rows, and attend to the slot of each row."""
+    def _attend(self, block: Block, qkv: Tensor, given: Tensor, keys: int, several: bool) -> Tensor:
+        """Write the keys and values of a step's rows, and attend to the slot of each row: the
+        outputs of the heads (R, H * D)."""
         gpt, config, cache = self._gpt, self._gpt.config, self._cache
         rotary = config.positions == "rotary"
         tables = (gpt.rope_cos, gpt.rope_sin) if rotary else (None, None)
@@ -363,25 +390,24 @@ class StepForward:
                 kernels.write, (len(qkv), config.n_kv_head), qkv, given, *cells, norms[1], *tables,
                 config.norm_eps, **shape,
             )  # fmt: skip
-        most = -(-cache.slot_length // self._part)
         window = config.window(block.layer) or cache.slot_length
+        out = torch.empty(
+            len(qkv), config.n_head * config.head_dim, device=qkv.device, dtype=qkv.dtype
+        )
+        most = -(-cache.slot_length // self._part)
         size = (len(qkv), config.n_head, most)
-        out = torch.empty(*size, config.head_dim, device=qkv.device)
+        parts = torch.empty(*size, config.head_dim, device=qkv.device)
         scales = torch.empty(*size, 2, device=qkv.device)
         grid = len(qkv), config.n_kv_head, -(-keys // self._part)
+        split = {"P": most, "PART": self._part, "WINDOW": window}
         self._launch(
-            kernels.attend, grid, out, scales, qkv, given, *cells, *norms, *tables, config.norm_eps,
-            P=most, PART=self._part, WINDOW=window, WRITE=not apart, **shape,
+            kernels.attend, grid, parts, scales, qkv, given, *cells, *norms, *tables,
+            config.norm_eps, WRITE=not apart, **split, **shape,
         )  # fmt: skip
-        return Parts(out, scales, most, self._part, window)
-
-    def _combined(self, parts: Parts, given: Tensor, dtype: torch.dtype) -> Tensor:
-        """The heads' outputs (R, H * D)."""
-        rows, heads, count, width = parts.out.shape
-        out = torch.empty(rows, heads * width, device=given.device, dtype=dtype)
         self._launch(
-            kernels.combine, (rows,), out, parts.out, parts.scales, given, H=heads, D=width,
-            P=count, PART=parts.length, WINDOW=parts.window, BLOCK=_power_of_2(heads * width),
+            kernels.combine, (len(qkv), config.n_head), out, parts, scales, given,
+            H=config.n_head, D=config.head_dim, BLOCK_D=self._block_d, BLOCK_P=_power_of_2(most),
+            num_warps=1, **split,
         )  # fmt: skip
         return out
 
@@ -397,6 +423,12 @@ def _parameters(norm: nn.Module | None) -> tuple[Any, Any, float]:
         return None, None, 0.0
     eps: Any = norm.eps
     return norm.weight, getattr(norm, "bias", None), eps
+
+
+def _parts(out: Tensor, width_in: int) -> tuple[int, int]:
+    """The number of parts of a product (R, N) or (S, R, N), and the columns of x in each."""
+    parts = len(out) if out.ndim == 3 else 1
+    return parts, -(-width_in // (parts * SPAN)) * SPAN
 
 
 def _power_of_2(least: int) -> int:

@@ -4,9 +4,14 @@ rows.
 Every kernel computes in float32 and reads weights, keys and values in the model's dtype. The
 residual stream stays in float32. `forward.py` chooses sizes and launches the kernels in order.
 
-Programmatic dependent launch (LINKED): a kernel starts while the one before it still runs, loads
-its weights, and waits for the earlier kernel's results with `gdc_wait`. No kernel writes before
-this wait.
+Programmatic dependent launch (LINKED): `gdc_launch_dependents` lets the next kernel start as
+soon as all programs of this one run. The next kernel loads its weights and then waits for the
+results of this one with `gdc_wait`. No kernel writes before this wait. Several kernels may wait at
+a time, so each should take few registers. `embed` lets no kernel start before its wait, so only the
+kernels of one step overlap.
+
+Chunks: a tuple of tensors (B, CHUNK) that together hold B rows. Each warp holds whole rows, so sums
+over a row need no barrier and have the same order in every kernel.
 
 Sources: Dao et al., Flash-Decoding (2023) for attention split along keys; NVIDIA's CUDA programming
 guide for programmatic dependent launch.
@@ -15,6 +20,8 @@ Shapes: R rows of a step, H = n_head, K = n_kv_head, G = H / K, D = head_dim, S 
 of a slot, P parts of keys.
 """
 
+# ruff: noqa: RUF005 -- Triton 3.6 does not compile the unpacking of tuples
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -22,6 +29,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 ROW = tl.constexpr(10)
 """Number of integers of an uploaded row: token, slot, position, row of a sampled token, then the
 sampling parameters."""
+CHUNK = tl.constexpr(128)
+"""Number of columns of a chunk, four for each thread of a warp."""
 NO_NORM, LAYER_NORM, RMS_NORM = 0, 1, 2
 IDENTITY, GELU_TANH, GELU, RELU, RELU2, SWIGLU = range(6)
 
@@ -44,8 +53,9 @@ def embed(
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     if LINKED:
-        gdc_launch_dependents()
+        # The next step reads keys that this one wrote, so it starts only now.
         gdc_wait()
+        gdc_launch_dependents()
     token = tl.load(given + ROW * row)
     source = tl.load(given + ROW * row + 3)
     last = tl.load(sampled + source, mask=source >= 0, other=0)
@@ -59,15 +69,48 @@ def embed(
 
 
 @triton.jit
-def _normed(x, weight, bias, inside, eps, WIDTH: tl.constexpr, NORM: tl.constexpr):
-    """Normalize a row x (BLOCK,), whose elements are 0 where `inside` is false."""
+def _read(source, at, k, mask, K: tl.constexpr, SPAN: tl.constexpr):
+    """Load chunks of SPAN columns. `at` are the elements of the first chunk in `source`, and `k`
+    their columns. Elements behind column K are 0."""
+    chunks = ()
+    for start in tl.static_range(0, SPAN, CHUNK):
+        inside = mask & (k + start < K)
+        chunks = chunks + (tl.load(source + at + start, mask=inside, other=0.0),)
+    return chunks
+
+
+@triton.jit
+def _sum(chunks):
+    """The sums of rows in chunks: (B, 1)."""
+    total = chunks[0]
+    for number in tl.static_range(1, len(chunks)):
+        total += chunks[number]
+    return tl.sum(total, axis=1)[:, None]
+
+
+@triton.jit
+def _normed(rows, weight, bias, k, eps, K: tl.constexpr, NORM: tl.constexpr):
+    """Normalize rows of K columns. All arguments before `k` are chunks."""
     if NORM == 1:
-        x = tl.where(inside, x - tl.sum(x) / WIDTH, 0.0)
+        mean = _sum(rows) / K
+        centered = ()
+        for number in tl.static_range(len(rows)):
+            inside = k + number * CHUNK < K
+            centered = centered + (tl.where(inside, rows[number] - mean, 0.0),)
+        rows = centered
     if NORM != 0:
-        x = x * tl.rsqrt(tl.sum(x * x) / WIDTH + eps) * weight
-    if bias is not None:
-        x += bias
-    return x
+        squares = ()
+        for number in tl.static_range(len(rows)):
+            squares = squares + (rows[number] * rows[number],)
+        scale = tl.rsqrt(_sum(squares) / K + eps)
+        scaled = ()
+        for number in tl.static_range(len(rows)):
+            y = rows[number] * scale * weight[number].to(tl.float32)
+            if len(bias) > 0:
+                y += bias[number].to(tl.float32)
+            scaled = scaled + (y,)
+        rows = scaled
+    return rows
 
 
 @triton.jit
@@ -89,58 +132,9 @@ def _activated(x, value, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _is_seen(part, position, PART: tl.constexpr, WINDOW: tl.constexpr):
-    """True if a position attends to a key of this part."""
-    return (part * PART <= position) & ((part + 1) * PART > position - WINDOW + 1)
-
-
-@triton.jit
-def _part(parts, scales, head, part, column, inside, position, D: tl.constexpr, P: tl.constexpr,
-          PART: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
-    """Load attention's results over one part of the keys: the largest scores, the sums of
-    exponentials and the outputs."""
-    written = inside & (part < P) & _is_seen(part, position, PART, WINDOW)
-    at = head * P + part
-    most = tl.load(scales + at * 2, mask=written, other=float("-inf"))
-    total = tl.load(scales + at * 2 + 1, mask=written, other=0.0)
-    out = tl.load(parts + at * D + column % D, mask=written, other=0.0)
-    return most, total, out
-
-
-@triton.jit
-def _heads(parts, scales, given, row, column, inside, H: tl.constexpr, D: tl.constexpr,
-           P: tl.constexpr, PART: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
-    """Columns of the heads' outputs (H * D): attention's parts, weighted and added in order."""
-    position = tl.load(given + ROW * row + 2)
-    head = row * H + column // D
-    most = tl.full(column.shape, -1e30, tl.float32)
-    total = tl.zeros(column.shape, tl.float32)
-    out = tl.zeros(column.shape, tl.float32)
-    for first in range(0, P, 4):
-        # Load four at a time, to wait for memory only once.
-        m0, t0, o0 = _part(parts, scales, head, first, column, inside, position,
-                            D, P, PART, WINDOW)  # fmt: skip
-        m1, t1, o1 = _part(parts, scales, head, first + 1, column, inside, position,
-                            D, P, PART, WINDOW)  # fmt: skip
-        m2, t2, o2 = _part(parts, scales, head, first + 2, column, inside, position,
-                            D, P, PART, WINDOW)  # fmt: skip
-        m3, t3, o3 = _part(parts, scales, head, first + 3, column, inside, position,
-                            D, P, PART, WINDOW)  # fmt: skip
-        higher = tl.maximum(tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3)), most)
-        w, w0, w1 = tl.exp(most - higher), tl.exp(m0 - higher), tl.exp(m1 - higher)
-        w2, w3 = tl.exp(m2 - higher), tl.exp(m3 - higher)
-        total = w * total + w0 * t0 + w1 * t1 + w2 * t2 + w3 * t3
-        out = w * out + w0 * o0 + w1 * o1 + w2 * o2 + w3 * o3
-        most = higher
-    return out / tl.where(inside, total, 1.0)
-
-
-@triton.jit
 def linear(
     out,  # (R, N)
-    x,  # (R, K), or the parts of attention
-    scales,  # the parts' scales, or None
-    given,
+    x,  # (R, K)
     weight,  # (N, K); with SwiGLU (2 N, K)
     bias,  # (N,) or None
     residual,  # (R, N) float32 or None
@@ -150,52 +144,199 @@ def linear(
     N: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    PART: tl.constexpr,
-    WINDOW: tl.constexpr,
+    COLUMNS: tl.constexpr,
     NORM: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     LINKED: tl.constexpr,
 ):
-    """norm(x) times a matrix, for few rows: each program holds some of the matrix's rows."""
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    inside, kept = k < K, column < N
-    at = column[:, None].to(tl.int64) * K + k[None, :]
-    matrix = tl.load(weight + at, mask=kept[:, None] & inside[None, :], other=0.0)
-    second = matrix
-    if ACTIVATION == 5:
-        second = tl.load(weight + N * K + at, mask=kept[:, None] & inside[None, :], other=0.0)
-    gain, shift = None, None
-    if norm_weight is not None:
-        gain = tl.load(norm_weight + k, mask=inside, other=0.0).to(tl.float32)
-    if norm_bias is not None:
-        shift = tl.load(norm_bias + k, mask=inside, other=0.0).to(tl.float32)
+    """norm(x) times a matrix, for few rows. Each warp holds COLUMNS rows of the matrix, which it
+    loads before it waits, and normalizes x by itself."""
     if LINKED:
         gdc_launch_dependents()
+    first = tl.program_id(0) * BLOCK_N * COLUMNS + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, CHUNK)[None, :] + tl.zeros((BLOCK_N, 1), tl.int32)
+    matrix, second, gain, shift, added, second_added = (), (), (), (), (), ()
+    for number in tl.static_range(COLUMNS):
+        column = first + number * BLOCK_N
+        kept = column < N
+        at = column[:, None].to(tl.int64) * K + k
+        matrix = matrix + (_read(weight, at, k, kept[:, None], K, K),)
+        if ACTIVATION == 5:
+            second = second + (_read(weight + N * K, at, k, kept[:, None], K, K),)
+        if bias is not None:
+            b = tl.load(bias + column, mask=kept, other=0.0)
+            added = added + (b.to(tl.float32),)
+            if ACTIVATION == 5:
+                b = tl.load(bias + N + column, mask=kept, other=0.0)
+                second_added = second_added + (b.to(tl.float32),)
+    if norm_weight is not None:
+        gain = _read(norm_weight, k, k, True, K, K)
+    if norm_bias is not None:
+        shift = _read(norm_bias, k, k, True, K, K)
+    if LINKED:
         gdc_wait()
     for row in tl.static_range(ROWS):
-        if scales is not None:
-            h = _heads(x, scales, given, row, k, inside, H, D, P, PART, WINDOW)
-        else:
-            h = tl.load(x + row * K + k, mask=inside, other=0.0).to(tl.float32)
-            h = _normed(h, gain, shift, inside, eps, K, NORM)
-        y = tl.sum(matrix.to(tl.float32) * h[None, :], axis=1)  # (BLOCK_N,)
-        value = y
-        if ACTIVATION == 5:
-            value = tl.sum(second.to(tl.float32) * h[None, :], axis=1)
-        if bias is not None:
-            y += tl.load(bias + column, mask=kept, other=0.0).to(tl.float32)
-            if ACTIVATION == 5:
-                value += tl.load(bias + N + column, mask=kept, other=0.0).to(tl.float32)
-        y = _activated(y, value, ACTIVATION)
+        onto = ()
         if residual is not None:
-            y += tl.load(residual + row * N + column, mask=kept, other=0.0)
-        tl.store(out + row * N + column, y.to(out.dtype.element_ty), mask=kept)
+            for number in tl.static_range(COLUMNS):
+                column = first + number * BLOCK_N
+                r = tl.load(residual + row * N + column, mask=column < N, other=0.0)
+                onto = onto + (r,)
+        h = _normed(_read(x + row * K, k, k, True, K, K), gain, shift, k, eps, K, NORM)
+        for number in tl.static_range(COLUMNS):
+            column = first + number * BLOCK_N
+            y = _dot(matrix[number], h)
+            value = y
+            if ACTIVATION == 5:
+                value = _dot(second[number], h)
+            if bias is not None:
+                y += added[number]
+                if ACTIVATION == 5:
+                    value += second_added[number]
+            y = _activated(y, value, ACTIVATION)
+            if residual is not None:
+                y += onto[number]
+            tl.store(out + row * N + column, y.to(out.dtype.element_ty), mask=column < N)
+
+
+@triton.jit
+def _dot(matrix, x):
+    """Products (B,) of rows of a matrix and x, both in chunks."""
+    y = matrix[0].to(tl.float32) * x[0].to(tl.float32)
+    for number in tl.static_range(1, len(x)):
+        y += matrix[number].to(tl.float32) * x[number].to(tl.float32)
+    return tl.sum(y, axis=1)
+
+
+@triton.jit
+def _joined(rows, parts, bias, at, k, mask, size, K: tl.constexpr, S: tl.constexpr):
+    """Add a product in `parts` (S, R, K) and its bias to rows. Rows and bias are chunks."""
+    joined = ()
+    for number in tl.static_range(len(rows)):
+        inside = mask & (k + number * CHUNK < K)
+        h = rows[number].to(tl.float32)
+        for part in tl.static_range(S):
+            h += tl.load(parts + part * size + at + number * CHUNK, mask=inside, other=0.0)
+        if len(bias) > 0:
+            h += bias[number].to(tl.float32)
+        joined = joined + (h,)
+    return joined
+
+
+@triton.jit
+def product(
+    out,  # (R, N); with PARTS (S, R, N) float32: sums over SPAN columns of x each
+    x,  # (R, K)
+    parts,  # (S, R, K) float32 or None: a product in parts to add to x first
+    parts_bias,  # (K,) or None: the bias of that product
+    stream,  # (R, K) float32 or None: x after the addition
+    weight,  # (N, K); with SwiGLU (2 N, K)
+    bias,  # (N,) or None
+    residual,  # (R, N) float32 or None
+    norm_weight,  # (K,) or None
+    norm_bias,  # (K,) or None
+    eps,
+    zero,
+    rows,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SPAN: tl.constexpr,
+    PARTS: tl.constexpr,
+    S: tl.constexpr,
+    NORM: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LINKED: tl.constexpr,
+):
+    """norm(x) times a matrix in one tile of up to ROWS rows, with the same sums as `norm` and
+    `matmul`. Each program loads its weights before it waits. Each warp normalizes a row.
+
+    `zero` is 0.0. As a constant, it would let the compiler join the two halves of the product.
+    """
+    if LINKED:
+        gdc_launch_dependents()
+    part = tl.program_id(2)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m, r = tl.arange(0, BLOCK_M), tl.arange(0, ROWS)
+    live, kept = (r < rows)[:, None], n < N
+    kn = tl.arange(0, CHUNK)[None, :] + tl.zeros((BLOCK_N, 1), tl.int32)
+    k = tl.arange(0, CHUNK)[None, :] + tl.zeros((ROWS, 1), tl.int32)
+    left: tl.constexpr = SPAN if SPAN < K else K
+    at = n[:, None].to(tl.int64) * K + kn + part * SPAN
+    b = _read(weight, at, kn + part * SPAN, kept[:, None], K, left)
+    second, gain, shift, earlier = (), (), (), ()
+    if ACTIVATION == 5:
+        second = _read(weight + N * K, at, kn + part * SPAN, kept[:, None], K, left)
+    if norm_weight is not None:
+        gain = _read(norm_weight, k, k, True, K, K)
+    if norm_bias is not None:
+        shift = _read(norm_bias, k, k, True, K, K)
+    if parts_bias is not None:
+        earlier = _read(parts_bias, k, k, True, K, K)
+    added, second_added = 0.0, 0.0
+    if bias is not None:
+        added = tl.load(bias + n, mask=kept, other=0.0).to(tl.float32)[None, :]
+        if ACTIVATION == 5:
+            second_added = tl.load(bias + N + n, mask=kept, other=0.0).to(tl.float32)[None, :]
+    to = m[:, None] * N + n[None, :]
+    mask = (m < rows)[:, None] & kept[None, :]
+    if PARTS:
+        to += part * rows * N
+    if LINKED:
+        gdc_wait()
+    onto = 0.0
+    if residual is not None:
+        onto = tl.load(residual + to, mask=mask, other=0.0)
+    row = r[:, None] * K + k + part * SPAN
+    a = _read(x, row, k + part * SPAN, live, K, left)
+    if parts is not None:
+        a = _joined(a, parts, earlier, row, k, live, rows * K, K, S)
+        for number in tl.static_range(len(a)):
+            inside = live & (k + number * CHUNK < K) & (tl.program_id(0) == 0)
+            tl.store(stream + row + number * CHUNK, a[number], mask=inside)
+    a = _normed(a, gain, shift, k, eps, K, NORM)
+    half: tl.constexpr = (len(a) + 1) // 2
+    y = tl.full((BLOCK_M, BLOCK_N), zero, tl.float32)
+    z = tl.full((BLOCK_M, BLOCK_N), zero, tl.float32)
+    value = tl.full((BLOCK_M, BLOCK_N), zero, tl.float32)
+    other = tl.full((BLOCK_M, BLOCK_N), zero, tl.float32)
+    for number in tl.static_range(half):
+        h = _repeated(a[number].to(weight.dtype.element_ty), BLOCK_M, ROWS)
+        y = tl.dot(h, b[number].T, y, input_precision="ieee")
+        if ACTIVATION == 5:
+            value = tl.dot(h, second[number].T, value, input_precision="ieee")
+        if half + number < len(a):
+            h = _repeated(a[half + number].to(weight.dtype.element_ty), BLOCK_M, ROWS)
+            z = tl.dot(h, b[half + number].T, z, input_precision="ieee")
+            if ACTIVATION == 5:
+                other = tl.dot(h, second[half + number].T, other, input_precision="ieee")
+    y = _activated(y + z + added, value + other + second_added, ACTIVATION) + onto
+    tl.store(out + to, y.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _repeated(x, BLOCK_M: tl.constexpr, ROWS: tl.constexpr):
+    """Rows (ROWS, B), repeated to a tile of BLOCK_M rows."""
+    if BLOCK_M == ROWS:
+        return x
+    x = tl.broadcast_to(x[None, :, :], (BLOCK_M // ROWS, ROWS, CHUNK))
+    return tl.reshape(x, (BLOCK_M, CHUNK))
+
+
+@triton.jit
+def _fetch(weight, n, start, N: tl.constexpr, K: tl.constexpr, SPAN: tl.constexpr):
+    """Prefetch rows `n` of a matrix into the second-level cache: SPAN columns from `start`, in
+    lines of 64 elements."""
+    LINES: tl.constexpr = 64
+    k = start + LINES * tl.arange(0, triton.next_power_of_2(SPAN) // LINES)
+    at = tl.minimum(n, N - 1)[:, None].to(tl.int64) * K + tl.minimum(k, K - 1)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(weight + at).to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -217,33 +358,49 @@ def matmul(
     LINKED: tl.constexpr,
 ):
     """Multiply x by a matrix, in tiles. With PARTS, each part is a sum over SPAN columns of x;
-    `norm` later adds the parts, the bias and the residual."""
+    `norm` later adds the parts, the bias and the residual.
+
+    Each half of the columns has its own sum, because each product waits for the one before it."""
+    if LINKED:
+        gdc_launch_dependents()
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(2)
+    HALF: tl.constexpr = (SPAN + 2 * CHUNK - 1) // (2 * CHUNK) * CHUNK
     k = part * SPAN + tl.arange(0, BLOCK_K)
     live, kept = m < rows, n < N
     y = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    z = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     value = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    other = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     left = x + m[:, None] * K + k[None, :]
     right = weight + n[None, :].to(tl.int64) * K + k[:, None]
-    if LINKED:
-        gdc_launch_dependents()
-        gdc_wait()
-    for start in range(0, SPAN, BLOCK_K):
-        inside = k + start < K
-        a = tl.load(left + start, mask=live[:, None] & inside[None, :], other=0.0)
-        mask = inside[:, None] & kept[None, :]
-        b = tl.load(right + start, mask=mask, other=0.0)
-        y = tl.dot(a, b, y, input_precision="ieee")
-        if ACTIVATION == 5:
-            b = tl.load(right + N * K + start, mask=mask, other=0.0)
-            value = tl.dot(a, b, value, input_precision="ieee")
+    added, second_added = 0.0, 0.0
     if bias is not None:
-        y += tl.load(bias + n, mask=kept, other=0.0).to(tl.float32)[None, :]
+        added = tl.load(bias + n, mask=kept, other=0.0).to(tl.float32)[None, :]
         if ACTIVATION == 5:
-            value += tl.load(bias + N + n, mask=kept, other=0.0).to(tl.float32)[None, :]
-    y = _activated(y, value, ACTIVATION)
+            second_added = tl.load(bias + N + n, mask=kept, other=0.0).to(tl.float32)[None, :]
+    if LINKED:
+        _fetch(weight, n, part * SPAN, N, K, SPAN)
+        if ACTIVATION == 5:
+            _fetch(weight + N * K, n, part * SPAN, N, K, SPAN)
+        gdc_wait()
+    for start in range(0, HALF, BLOCK_K):
+        inside = k + start < K
+        later = (k + start + HALF < K) & (k + start + HALF < part * SPAN + SPAN)
+        a = tl.load(left + start, mask=live[:, None] & inside[None, :], other=0.0)
+        b = tl.load(right + start, mask=inside[:, None] & kept[None, :], other=0.0)
+        c = tl.load(left + HALF + start, mask=live[:, None] & later[None, :], other=0.0)
+        d = tl.load(right + HALF + start, mask=later[:, None] & kept[None, :], other=0.0)
+        y = tl.dot(a, b, y, input_precision="ieee")
+        z = tl.dot(c, d, z, input_precision="ieee")
+        if ACTIVATION == 5:
+            second = right + N * K + start
+            b = tl.load(second, mask=inside[:, None] & kept[None, :], other=0.0)
+            d = tl.load(second + HALF, mask=later[:, None] & kept[None, :], other=0.0)
+            value = tl.dot(a, b, value, input_precision="ieee")
+            other = tl.dot(c, d, other, input_precision="ieee")
+    y = _activated(y + z + added, value + other + second_added, ACTIVATION)
     at = m[:, None].to(tl.int64) * N + n[None, :]
     if PARTS:
         at += part * rows * N
@@ -255,67 +412,45 @@ def matmul(
 
 @triton.jit
 def norm(
-    out,  # (R, C)
-    x,  # (R, C) float32
-    parts,  # (S, R, C) float32 or None: a product in parts to add to x first
-    added,  # (C,) or None: the bias of the product
-    stream,  # (R, C) float32 or None: x after the addition
+    out,  # (R, K)
+    x,  # (R, K) float32
+    parts,  # (S, R, K) float32 or None: a product in parts to add to x first
+    parts_bias,  # (K,) or None: the bias of that product
+    stream,  # (R, K) float32 or None: x after the addition
     weight,
     bias,
     eps,
     rows,
     S: tl.constexpr,
-    WIDTH: tl.constexpr,
+    K: tl.constexpr,
     NORM: tl.constexpr,
-    BLOCK: tl.constexpr,
     LINKED: tl.constexpr,
 ):
     """Apply a norm to each row."""
+    if LINKED:
+        gdc_launch_dependents()
     row = tl.program_id(0)
-    column = tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    gain, shift = None, None
+    k = tl.arange(0, CHUNK)[None, :]
+    gain, shift, earlier = (), (), ()
     if weight is not None:
-        gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+        gain = _read(weight, k, k, True, K, K)
     if bias is not None:
-        shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        shift = _read(bias, k, k, True, K, K)
+    if parts_bias is not None:
+        earlier = _read(parts_bias, k, k, True, K, K)
     if LINKED:
-        gdc_launch_dependents()
         gdc_wait()
-    h = tl.load(x + row * WIDTH + column, mask=inside, other=0.0)
+    h = _read(x, row * K + k, k, True, K, K)
     if parts is not None:
-        for part in tl.static_range(S):
-            h += tl.load(parts + (part * rows + row) * WIDTH + column, mask=inside, other=0.0)
-        if added is not None:
-            h += tl.load(added + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(stream + row * WIDTH + column, h, mask=inside)
-    h = _normed(h, gain, shift, inside, eps, WIDTH, NORM)
-    tl.store(out + row * WIDTH + column, h.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def combine(
-    out,  # (R, H * D)
-    parts,
-    scales,
-    given,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    PART: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LINKED: tl.constexpr,
-):
-    """Combine the parts of attention into the heads' outputs."""
-    row = tl.program_id(0)
-    column = tl.arange(0, BLOCK)
-    inside = column < H * D
-    if LINKED:
-        gdc_launch_dependents()
-        gdc_wait()
-    h = _heads(parts, scales, given, row, column, inside, H, D, P, PART, WINDOW)
-    tl.store(out + row * H * D + column, h.to(out.dtype.element_ty), mask=inside)
+        h = _joined(h, parts, earlier, row * K + k, k, True, rows * K, K, S)
+        for number in tl.static_range(len(h)):
+            inside = k + number * CHUNK < K
+            tl.store(stream + row * K + k + number * CHUNK, h[number], mask=inside)
+    h = _normed(h, gain, shift, k, eps, K, NORM)
+    for number in tl.static_range(len(h)):
+        inside = k + number * CHUNK < K
+        y = h[number].to(out.dtype.element_ty)
+        tl.store(out + row * K + k + number * CHUNK, y, mask=inside)
 
 
 @triton.jit
@@ -359,11 +494,12 @@ def write(
     LINKED: tl.constexpr,
 ):
     """Write the keys and values of a step into their slots."""
+    if LINKED:
+        gdc_launch_dependents()
     row, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
     inside = d < D
     if LINKED:
-        gdc_launch_dependents()
         gdc_wait()
     slot = tl.load(given + ROW * row + 1)
     position = tl.load(given + ROW * row + 2)
@@ -373,6 +509,12 @@ def write(
     at = ((slot * HK + head) * L + position) * D + d
     tl.store(keys + at, k.to(keys.dtype.element_ty), mask=inside)
     tl.store(values + at, v.to(values.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _is_seen(part, position, PART: tl.constexpr, WINDOW: tl.constexpr):
+    """True if a position attends to a key of this part."""
+    return (part * PART <= position) & ((part + 1) * PART > position - WINDOW + 1)
 
 
 @triton.jit
@@ -407,6 +549,8 @@ def attend(
     WRITE: if true, the row's own key and value come from `qkv` and are written into the slot;
     otherwise the slot already holds them.
     """
+    if LINKED:
+        gdc_launch_dependents()
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     G: tl.constexpr = H // HK
     d = tl.arange(0, BLOCK_D)
@@ -415,8 +559,6 @@ def attend(
     # `given` was written before the step's first kernel.
     slot = tl.load(given + ROW * row + 1)
     position = tl.load(given + ROW * row + 2)
-    if LINKED:
-        gdc_launch_dependents()
     if _is_seen(part, position, PART, WINDOW):
         base = (slot * HK + head) * L * D
         at = base + n[:, None] * D + d[None, :]
@@ -450,10 +592,45 @@ def attend(
             scores = tl.where(seen, scores, float("-inf"))
             most = tl.max(scores)
             weights = tl.exp(scores - most)
-            out = tl.sum(weights[:, None] * v.to(tl.float32), axis=0)  # (BLOCK_D,)
+            y = tl.sum(weights[:, None] * v.to(tl.float32), axis=0)  # (BLOCK_D,)
             to = (row * H + head * G + g) * P + part
-            tl.store(parts + to * D + d, out, mask=inside)
+            tl.store(parts + to * D + d, y, mask=inside)
             tl.store(scales + to * 2, most)
             tl.store(scales + to * 2 + 1, tl.sum(weights))
     elif LINKED:
         gdc_wait()
+
+
+@triton.jit
+def combine(
+    out,  # (R, H * D)
+    parts,
+    scales,
+    given,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    PART: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    LINKED: tl.constexpr,
+):
+    """Combine the parts of attention of a row's head into its output."""
+    if LINKED:
+        gdc_launch_dependents()
+    row, head = tl.program_id(0), tl.program_id(1)
+    d, p = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_P)
+    position = tl.load(given + ROW * row + 2)  # written before the step's first kernel
+    written = _is_seen(p, position, PART, WINDOW)
+    inside = d < D
+    at = (row * H + head) * P + p
+    if LINKED:
+        gdc_wait()
+    most = tl.load(scales + at * 2, mask=written, other=float("-inf"))
+    total = tl.load(scales + at * 2 + 1, mask=written, other=0.0)
+    mask = written[:, None] & inside[None, :]
+    y = tl.load(parts + at[:, None] * D + d[None, :], mask=mask, other=0.0)
+    weight = tl.exp(most - tl.max(most))
+    y = tl.sum(weight[:, None] * y, axis=0) / tl.sum(weight * total)
+    tl.store(out + (row * H + head) * D + d, y.to(out.dtype.element_ty), mask=inside)

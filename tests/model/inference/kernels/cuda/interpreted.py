@@ -10,10 +10,11 @@ import math
 import sys
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from logitd.model.inference.kernels.base import PrefillInput
-from logitd.model.inference.kernels.cuda import forward
+from logitd.model.inference.kernels.cuda import forward, kernels
 from logitd.model.inference.kernels.cuda.check import tolerance
 from logitd.model.inference.kernels.cuda.sample import FIELDS, NO_TOKEN, has_filters, pack
 from logitd.model.inference.kernels.eager.decoder import PlainDecoder
@@ -46,7 +47,8 @@ def check_family(name: str, dtype: torch.dtype, *, whole: bool) -> None:
     for kind in STEPS if whole else QUICK:
         rows = STEPS[kind]
         # More than FEW_ROWS are computed alike, batch-invariant or not.
-        for batch_invariant in (False, True) if kind == "one row" else (True,):
+        ways = [(True, 0), (True, 8)] + [(False, 0)] * (kind == "one row")
+        for batch_invariant, forward.JOINED_ROWS in ways:
             expected, cache = prepared(gpt), prepared(gpt)
             step = forward.StepForward(gpt, cache, batch_invariant=batch_invariant)
             given = uploaded(rows)
@@ -129,7 +131,9 @@ def check_sampling(times: int) -> None:
 
 
 if __name__ == "__main__":
-    forward.PROGRAMS, forward.PART_CELLS, forward.SURVEYED, forward.DEEP = 1, 2**8, 64, 100
+    # Small sizes, so that tiny models have several parts and chunks.
+    forward.PART_CELLS, forward.SURVEYED, forward.DEEP, forward.SPAN = 2**8, 64, 100, 64
+    kernels.CHUNK, forward.TILES = tl.constexpr(32), ((0, 16, 32, 128, 3, 4),)
     families = sys.argv[1:]
     many = len(families) > 1
     check_sampling(20 if many else 6)
