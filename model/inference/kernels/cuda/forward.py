@@ -1,4 +1,4 @@
-"""Forward pass of a decode step on a GPU: launches `kernels.py` and `sampling_kernels.py` in order.
+"""Forward pass of a decode step on a GPU: launches the kernels in order.
 
 Computes `GPT.transform` and `GPT.logits` for one new token per row, from `given` and the cache.
 Every shape of a `GPTConfig` is covered. Value embeddings and nanochat's other features, except
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from logitd.model.inference.kernels.cuda import kernels, sampling_kernels
+from logitd.model.inference.kernels.cuda import attention_kernels, kernels, sampling_kernels
 from logitd.model.inference.kernels.cuda.decoder import Forward
 from logitd.model.inference.kernels.cuda.sample import NO_TOKEN, filter_rows
 from logitd.model.inference.kv_cache import KVCache
@@ -387,8 +387,8 @@ class StepForward:
         apart = several or len(qkv) > WRITTEN_ROWS
         if apart:
             self._launch(
-                kernels.write, (len(qkv), config.n_kv_head), qkv, given, *cells, norms[1], *tables,
-                config.norm_eps, **shape,
+                attention_kernels.write, (len(qkv), config.n_kv_head), qkv, given, *cells, norms[1],
+                *tables, config.norm_eps, **shape,
             )  # fmt: skip
         window = config.window(block.layer) or cache.slot_length
         out = torch.empty(
@@ -401,11 +401,11 @@ class StepForward:
         grid = len(qkv), config.n_kv_head, -(-keys // self._part)
         split = {"P": most, "PART": self._part, "WINDOW": window}
         self._launch(
-            kernels.attend, grid, parts, scales, qkv, given, *cells, *norms, *tables,
+            attention_kernels.attend, grid, parts, scales, qkv, given, *cells, *norms, *tables,
             config.norm_eps, WRITE=not apart, **split, **shape,
         )  # fmt: skip
         self._launch(
-            kernels.combine, (len(qkv), config.n_head), out, parts, scales, given,
+            attention_kernels.combine, (len(qkv), config.n_head), out, parts, scales, given,
             H=config.n_head, D=config.head_dim, BLOCK_D=self._block_d, BLOCK_P=_power_of_2(most),
             num_warps=1, **split,
         )  # fmt: skip
