@@ -100,7 +100,7 @@ DirectionChoice = Row | Rows | Difference
 
 
 class Intervention(RequestBody):
-    """A change to one stage, at some positions, heads and units or along a direction."""
+    """A change to one stage at some positions: of some heads and units, or along a direction."""
 
     alternatives = (("units", "along"),)
     model_config = ConfigDict(validate_by_name=False, serialize_by_alias=True)
@@ -366,8 +366,9 @@ def _read_values(
     units: tuple[int, ...] | None,
     along: Values | None,
 ) -> Values:
-    """The values that the stage has in other prompts, at the chosen units or along a direction: (1,
-    ...) or (positions, ...)."""
+    """The values that the stage has in other prompts, at the chosen units or along a direction. The
+    shape is (positions, ...) for the operation "set". For other operations it is (1, ...):
+    the mean over the positions, minus the other mean, if any."""
     values = (
         mean.rows(stage, readings) if body.operation == "set" else mean.of(stage, readings)[None]
     )

@@ -48,7 +48,7 @@ def checkpoint_name(checkpoint: CheckpointInfo) -> dict[str, Any]:
 
 
 def envelope(kind: str, model: str, checkpoint: CheckpointInfo) -> dict[str, Any]:
-    """The first members of every reply: its id, its time, and the name and weights of the model."""
+    """The first members of every reply: its id and time, the model's name, and its checkpoint."""
     return {
         "id": new_id(kind),
         "created": int(time.time()),
@@ -91,8 +91,8 @@ class Subject:
             )
 
     def check_listed(self, count: int, what: str, param: str) -> None:
-        """Raise InvalidRequest if a reply may not list this many tokens. `what` is the noun for
-        them in the message; `param` is the field that asks for them."""
+        """Raise InvalidRequest if this many items, such as tokens, are too many to list in a reply.
+        `what` is the noun for the items in the message; `param` is the field that requests them."""
         limit = self.max_elements
         if limit is not None and count * LISTED_ELEMENTS > limit:
             raise InvalidRequest(
@@ -258,8 +258,8 @@ Plan = Record | Outputs | Completions | Series
 Planning = Generator[Compute | Compile, Any, Plan]
 
 Form = Literal["record", "outputs", "listing", "completions", "series", "vocabulary"]
-"""The form of an endpoint's replies. `listing` is like `outputs`, but replies only in JSON;
-`vocabulary` is a record that needs no engine."""
+"""The form of an endpoint's replies. `listing` is like `outputs`, but the reply is always JSON.
+`vocabulary` is like `record`, but the reply is made without the engine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,5 +113,5 @@ def clip(text: str, limit: int = 80) -> str:
 
 
 def _named(param: str) -> str:
-    """The words for a string from the field `param` in a message."""
+    """What a message calls a string from the field `param`."""
     return "the prompt" if param == "prompt" else f"one of {param}"

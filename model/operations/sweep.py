@@ -1,8 +1,8 @@
-"""Sweep: an intervention applied in one place after another.
+"""Sweep: applies an intervention to each layer, head or position in turn.
 
-The places form a grid of cells, which `model/inference/sweep.py` lists. Each cell is computed for
+These places form a grid of cells, which `model/inference/sweep.py` lists. Each cell is computed for
 every prompt, and a metric of the logits is averaged over the prompts. The values of a `from` prompt
-are computed only once, for all layers and positions, and each cell takes its part of them.
+are computed only once, for all layers and positions, and each cell uses its own slice of them.
 """
 
 import itertools
@@ -53,7 +53,7 @@ from logitd.model.plural import pluralize
 from logitd.model.text.tokenizer import Tokenizer
 
 AT_ONCE = 8
-"""Number of prompts whose logits without the intervention `vary` are computed together."""
+"""Number of prompts in a batch when the logits without the intervention `vary` are computed."""
 OneOrManyTexts = Text | Annotated[list[Text], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 
 
@@ -215,8 +215,9 @@ class _Parts:
 
 
 def plan(body: SweepRequest, subject: Subject) -> Planning:
-    """Plan a sweep. There is one grid of cells for each prompt. The logits without the intervention
-    `vary` are computed before any cell."""
+    """Plan a sweep. Each prompt has its own grid; all grids have the same axes, and a cell of the
+    reply summarizes the same cell of every grid. The logits without the intervention `vary` are
+    computed before any cell."""
     prompts = encode_all(body.prompts, "prompt", subject)
     constant = yield from resolve_interventions(body.interventions, prompts, subject)
     varied = yield from resolve_interventions([body.vary], prompts, subject, field="vary")

@@ -61,7 +61,7 @@ class Autoencoder:
         return _by_blocks(self._encode, x.float())
 
     def decode(self, features: Tensor) -> Tensor:
-        """The values (T, D) that the features (T, F) stand for."""
+        """The values (T, D) that the features (T, F) represent."""
         return _by_blocks(lambda rows: rows @ self.decoder + self.decoder_bias, features)
 
     def moved(self, x: Tensor, difference: Tensor) -> Tensor:

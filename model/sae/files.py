@@ -94,7 +94,8 @@ class StoredAutoencoder:
 
     def features(self, name: str, config: GPTConfig) -> Features:
         """A stage with this name whose values are the features. Raises AutoencoderError if the
-        model lacks the autoencoder's stage, or if the stage has another width."""
+        model lacks the autoencoder's stage, or if the stage cannot be changed, has several axes
+        or has another width."""
         named = {stage.name: stage for stage in stages_of(config)}
         host = lens_stages(config).get(self.hook) or named.get(self.hook)
         if host is None or not host.kind.changes or len(host.kind.axes) != 1:
@@ -223,7 +224,7 @@ def read_autoencoders(
     folders: Mapping[str, Path], checkpoint: CheckpointInfo
 ) -> dict[Features, StoredAutoencoder]:
     """Read the named autoencoders of a checkpoint. Raises AutoencoderError, or CheckpointError if
-    the owner's code computes the checkpoint."""
+    the checkpoint's model runs its owner's code."""
     stored = {name: read_autoencoder(path) for name, path in folders.items()}
     return {each.features(name, checkpoint.config): each for name, each in stored.items()}
 

@@ -55,8 +55,8 @@ Part = str | int
 
 
 class ChatTemplateError(ValueError):
-    """Raised if a template is unusable or failed on the given messages; the message gives the
-    reason."""
+    """Raised if a template is unusable or fails on the given messages; the error's message gives
+    the reason."""
 
 
 class ChatTemplate:
@@ -161,8 +161,8 @@ def _explained(problem: str) -> Iterator[None]:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, extended to check the time limit at each call and to limit the size of
-    products."""
+    """Jinja's sandbox, extended to check the time limit at each call, to limit the size of results
+    of `*`, and to refuse `**`."""
 
     intercepted_binops = frozenset(("*", "**"))
 

@@ -55,8 +55,8 @@ def _answering(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class MessageText(str):
-    """A text with hidden characters. The texts that its methods return have hidden characters too,
-    even if they come from an argument (`replace`)."""
+    """A text with hidden characters. Its methods also return texts with hidden characters, and hide
+    even characters that come from an argument, as in `replace`."""
 
     _plain: str
     _table: Hidden

@@ -32,7 +32,7 @@ JOINED_CUTS = (
     r"\S+\s?|\s",
 )
 """Patterns for vocabularies in which white space is a token or part of a token. The pattern with
-the shortest pieces is first. Each pattern covers every text."""
+the shortest pieces is first. The pieces of each pattern cover every text completely."""
 
 SPACED_CUTS = (
     r"\w+|[^\w\s]",

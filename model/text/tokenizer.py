@@ -34,7 +34,7 @@ CL100K_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 )
-"""Split patterns of published encodings."""
+"""GPT2_PATTERN and CL100K_PATTERN are the split patterns of published encodings."""
 SPLIT_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}[\p{L}\p{M}]*+|\p{N}{1,2}+"
     r"| ?[^\s\p{L}\p{N}]{1,64}+[\r\n]{0,64}+|\s{0,64}[\r\n]|\s{1,64}(?!\S)|\s"
@@ -166,8 +166,8 @@ class Tokenizer:
         self.pattern = pattern
         self.end_of_text_name = end_of_text_name
         self.tokens = {token: rank for token, rank in self.ranks.items() if rank < beyond}
-        """Ordinary tokens and their ids: all `ranks`, without the bytes that the vocabulary
-        lacks."""
+        """Ordinary tokens and their ids: all `ranks` except those that were added for bytes that
+        the vocabulary lacks."""
         if kind == "none":
             if ranks or named or vocab_size is None or vocab_size < 1:
                 raise TokenizerError(

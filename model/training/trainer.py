@@ -61,7 +61,7 @@ MOST_FOR_A_MILESTONE = 0.02
 CLOCK = ("seconds", "setup", "ending", "pace", "ending_pace", "share")
 """Counters whose values in the main process replace the values in all other processes."""
 SHORTER = 0.8
-"""A notice is given if the minutes suffice for less than this share of the expected steps."""
+"""A notice is given if less than this share of the expected steps fits into the run's minutes."""
 
 
 @dataclass(frozen=True)
@@ -297,8 +297,8 @@ class Trainer:
         )
 
     def _at_milestone(self) -> bool:
-        """True if the last step reached one of MILESTONES, and a checkpoint does not take too much
-        of the minutes."""
+        """True if the last step reached one of MILESTONES, and the time reserved for saving
+        is at most MOST_FOR_A_MILESTONE of the run's minutes."""
         counters, minutes = self.counters, self.length.minutes
         if (
             minutes is not None

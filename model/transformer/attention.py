@@ -64,7 +64,7 @@ def visible_keys(
 ) -> Tensor:
     """The mask (queries, keys) of the keys that each query sees: the keys at its own position and
     at the positions before it, at most `window` in all. The last query and the last key have the
-    same position, so the last columns of the mask are the mask of fewer keys."""
+    same position, so the last n columns are the mask for n keys."""
     visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     return visible if window is None else visible.triu(keys - queries - window + 1)
 

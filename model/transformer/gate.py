@@ -1,9 +1,9 @@
 """Gates: sigmoids of a few leading channels of a vector, which scale embeddings of tokens.
 
 Value embeddings (`Block.gated_value_embedding`) and `smear` use gates. The results of a row must
-not depend on the other rows of the batch. But on a CPU, their last bits would depend on the number
-of rows if gates used bfloat16, torch's sigmoid, or a matrix product this small. So gates are
-computed in float32 or wider, with tanh, and with a sum instead of the matrix product.
+not depend on the other rows of the batch. On a CPU, the last bits of the results would depend on
+the number of rows if gates used bfloat16, torch's sigmoid, or a matrix product this small. So gates
+are computed in float32 or wider, with tanh, and with a sum instead of the matrix product.
 
 Source: nanochat, after modded-nanogpt.
 """

@@ -71,7 +71,7 @@ MODERN: Mapping[str, Any] = {
     "tied_head": False,
     "value_embeddings": True,
 }
-"""Overrides that turn `gpt2_shape` into the shape that learns fastest in small models: RMSNorm,
+"""Overrides that turn `gpt2_shape` into the shape that learns fastest at small sizes: RMSNorm,
 rotary positions, QK-norm, no biases, an untied head, and gated value embeddings in every second
 block. The presets have value embeddings in all blocks."""
 

@@ -2,8 +2,8 @@
 
 A value embedding depends only on the token, so it can be a linear map of the token's embedding.
 During training, each block has such a map instead of a table. A checkpoint has the tables, each of
-which is the product of the embedding matrix and a map (`with_tables`). A model trained with maps
-reaches fewer bits per byte than one trained with tables, whose rows are trained separately
+which is the product of the embedding matrix and a map (`with_tables`). Training with maps
+reaches a lower loss (in bits per byte) than training with tables, whose rows are trained separately
 (benchmarks/LAB.md).
 
 Shapes: C = d_model, R = padded_vocab_size rows, W = kv_width.

@@ -133,7 +133,8 @@ class ApiKeyCheck:
 
 def is_public(path: str, public: Collection[str]) -> bool:
     """True if a path needs no API key. The public paths are /health, /admin (which has its own
-    key), the paths in `public`, and all paths below one of these other than /."""
+    key), the paths in `public`, and all paths below these. If / is in `public`, only / itself is
+    public, not the paths below it."""
     return any(
         path == prefix or (prefix != "/" and path.startswith(f"{prefix}/"))
         for prefix in ("/health", ADMIN, *public)
@@ -161,14 +162,14 @@ def read_api_keys(listed: SecretStr | None, file: Path | None) -> ApiKeys:
 
 
 def _listed(listed: SecretStr | None) -> Iterator[tuple[str, str]]:
-    """The entries in the setting `api_keys`, each with a description of its place."""
+    """The entries in the setting `api_keys`, each preceded by its place in words, for messages."""
     if listed is not None:
         for number, entry in enumerate(listed.get_secret_value().split(","), start=1):
             yield f"entry {number} of the API keys", entry.strip()
 
 
 def _in_file(file: Path | None) -> list[tuple[str, str]]:
-    """The entries in the key file, each with a description of its place."""
+    """The entries in the key file, each preceded by its place in words, for messages."""
     if file is None:
         return []
     try:

@@ -56,8 +56,8 @@ async def _wait_for_first_checkpoints(state: ServiceState) -> None:
 
 
 async def load(state: ServiceState) -> None:
-    """Load the models one after another. Pass to `state` the loaded models, or the reason why none
-    could be loaded.
+    """Load the models one after another. Then serve those that could be loaded, or record in
+    `state` why none could be.
 
     No engine may compute before all models are loaded: when a Python thread first computes, torch
     fixes the number of threads that its computations use, and while models are loaded that number

@@ -2,10 +2,10 @@
 
 After SIGTERM or SIGINT, the readiness check answers 503, and `drain_grace` seconds later new
 requests are rejected. Running requests then have `drain_timeout` seconds to finish; after that they
-are aborted with an error. Then the process exits with 0. While models are being loaded, it exits
-with 0 immediately. A second signal ends the process immediately, with 128 plus the signal's number.
-SIGHUP only reads the API keys again. If an engine fails, the process exits with 1, so that a
-supervisor can restart it.
+are aborted with an error. Then the process exits with 0. If the signal arrives while models are
+being loaded, the process exits with 0 immediately. A second signal ends the process immediately,
+with 128 plus the signal's number. SIGHUP only reads the API keys again. If an engine fails, the
+process exits with 1, so that a supervisor can restart it.
 """
 
 import asyncio

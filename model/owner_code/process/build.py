@@ -245,8 +245,8 @@ def is_used_as_object(name: str, made: Callable[..., Any], module: types.ModuleT
 
 
 def config_object(named: type | None, module: types.ModuleType, attempt: Attempt) -> Any:
-    """A configuration object with the known values. Its class is `named`. If that is None, the
-    class is the only one in the file that is named like a configuration; if there are none or
+    """A configuration object with the known values. Its class is `named`. If `named` is None, it is
+    the only class in the file that is named like a configuration. If the file has no such class or
     several, it is `Values`."""
     classes = [named] if named else [
         value for name, value in vars(module).items()

@@ -117,8 +117,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def compare(caller: Caller, rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Random ids (2, T), their logits (2, T, rows), and the logits of the same ids with another
-    last id."""
+    """Random ids (2, T), their logits (2, T, rows), and the logits after the last id of each
+    sequence was replaced."""
     token_ids = random_ids(2, length, rows)
     changed = caller.logits(with_other_last_id(token_ids, rows), rows)
     return token_ids, caller.logits(token_ids, rows), changed

@@ -37,9 +37,10 @@ def run_definitions(
     """Run those definitions of a file that the expressions need. Returns a module with the defined
     names.
 
-    values    values for variables whose assignment fails; names are in lower case
+    values    values for variables whose assignment fails or is missing; names are in lower case
     override  numbers that replace the values of global variables; names are in lower case
-    recorded  the same, but names have their exact case; these values take precedence
+    recorded  values for variables whose assignment fails; names have their exact case. They take
+              precedence over `values`
 
     Raises Problem.
     """

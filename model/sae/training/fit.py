@@ -44,7 +44,7 @@ class Length:
     seconds: float
 
     def share(self, tokens: int) -> float:
-        """The completed share, at most 1."""
+        """The completed share of the training, at most 1."""
         if self.tokens is not None:
             return min(1.0, tokens / self.tokens)
         return min(1.0, (time.monotonic() - self.began) / self.seconds)
@@ -149,8 +149,7 @@ class _Learner:
         return float(loss.detach())
 
     def _decoded(self, indices: Tensor, values: Tensor) -> Tensor:
-        """The values (B, D) to which the features with these indices are decoded, without the
-        bias."""
+        """Decode the features with these indices. Returns values (B, D) without the bias."""
         return F.embedding_bag(indices, self._decoder, per_sample_weights=values, mode="sum")
 
     def _auxiliary(self, before: Tensor, error: Tensor) -> Tensor:

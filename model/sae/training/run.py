@@ -31,8 +31,8 @@ from logitd.model.transformer.stages import Stage
 EXPANSION = 8
 """Default ratio of the number of features to the stage's width."""
 TRAINED, MEASURED = 0.7, 0.9
-"""Shares of the minutes after which the training and the measurement of features end. The remaining
-time is for the figures."""
+"""Shares of `minutes` after which the training and then the measurement of features end. The
+remaining time is for the figures."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,7 +124,7 @@ class Recipe:
     ] = None
 
     def keeps(self, step: int) -> bool:
-        """True if the history keeps the weights after this step. It keeps more of the early steps,
+        """True if the history gets a checkpoint of this step. Early steps are kept more often,
         because attention heads form early."""
         every = self.keep_every
         return every is not None and (step % every == 0 or (step < every and step.bit_count() == 1))

@@ -47,8 +47,8 @@ NEEDS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "keep_every": ("lora", (None,)),  # adapters cannot be served
     "save_dtype": ("lora", (None,)),  # adapters are saved in float32
 }
-"""Fields that depend on another field: for each, the name of the other field, and the values of the
-other field with which it has an effect. The first of these values is the usual one."""
+"""Fields that have an effect only if another field has certain values: for each, the name of the
+other field, and these values, the usual one first."""
 RESUMABLE = frozenset(
     (
         *("resume", "out", "minutes", "device", "threads", "shard", "steps", "log_every"),

@@ -1,11 +1,11 @@
 """Average: an exponential average of the weights, which may become a run's last checkpoint.
 
-From step to step the weights oscillate around the average over recent steps, and a model with the
-average often predicts better. Its time constant is a share of the run, so it adapts to the planned
-length. It stores 4 bytes (float32) per trained parameter, and is updated at most fifty times per
-time constant, so in long runs it takes hardly any time. After the last step,
-`model/training/recording/recorder.py` evaluates both the weights and their average, and saves the
-better ones.
+From step to step the weights oscillate around their average over recent steps, and a model with
+the averaged weights often predicts better. The time constant of the average is a share of the run,
+so it adapts to the planned length. The average takes 4 bytes (float32) per trained parameter. It is
+updated at most fifty times per time constant, which takes hardly any time in long runs. After the
+last step, `model/training/recording/recorder.py` evaluates both the weights and their average, and
+saves the better ones.
 """
 
 import math

@@ -61,7 +61,7 @@ class RunDirectory:
     @classmethod
     def create(cls, path: Path) -> "RunDirectory":
         """Create and lock a run. Raises TrainingError if the directory is not empty, if another
-        process trains in it, or if it cannot be created."""
+        process is training in it, or if it cannot be created."""
         directory = cls(path)
         directory.require_free()  # before `lock`, which writes a file
         with directory.preparing():
@@ -75,8 +75,8 @@ class RunDirectory:
         return directory
 
     def require_free(self) -> None:
-        """Raise TrainingError if the directory exists and is not empty, if another process trains
-        in it, or if it cannot be read."""
+        """Raise TrainingError if the directory exists and is not empty, if another process is
+        training in it, or if it cannot be read."""
         path = self.path
         with self.preparing():
             if path.exists() and not path.is_dir():

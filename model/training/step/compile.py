@@ -24,8 +24,8 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 """Maps ids and targets, (B, T) each, to the mean loss."""
 Notice = Callable[[str], None]
 SHORTEST_MINUTES = 2.0
-"""Length in minutes from which "auto" compiles on CUDA. On an H200, compiling takes 33 s for GPT-2
-124M, and makes a step 2.1 times as fast."""
+"""Shortest run, in minutes, that "auto" compiles on CUDA. On an H200, compiling takes 33 s for
+GPT-2 124M, and makes a step 2.1 times as fast."""
 
 
 class CompiledLoss:
@@ -114,7 +114,7 @@ def _reason(error: RuntimeError) -> str:
 
 def compiles(option: Compile, device: torch.device, minutes: float | None = None) -> bool:
     """True if a run compiles its loss. `auto` compiles only on CUDA, and only if the run is not
-    shorter than SHORTEST_MINUTES. (A long run on a CPU has `on` here, see
-    `ResolvedTraining.with_vocabulary`.)"""
+    shorter than SHORTEST_MINUTES. (For a long run on a CPU, `ResolvedTraining.with_vocabulary` has
+    already replaced `auto` with `on`.)"""
     long = minutes is None or minutes >= SHORTEST_MINUTES
     return option == "on" or (option == "auto" and device.type == "cuda" and long)

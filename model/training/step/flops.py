@@ -1,10 +1,10 @@
 """Flops: the operations that a training step needs, and the rate at which the machine can do them.
 
 The count includes the matrix products of the model's definition: for every token the block
-matrices, the head, and attention over the positions before it. The backward pass counts twice the
-forward pass. Norms, activations, softmax, the optimizer and discarded results (such as attention to
-masked positions) do not count. So the reported share of the machine's rate measures useful work,
-not how busy the machine is.
+matrices, the head, and attention to the token itself and to those before it. The backward pass
+counts twice the forward pass. Norms, activations, softmax, the optimizer and discarded results
+(such as attention to masked positions) do not count. So the reported share of the machine's rate
+measures useful work, not how busy the machine is.
 
 A common convention (Chowdhery et al., 2022, appendix B; nanoGPT) counts attention over the whole
 window instead, so it reports larger shares at long contexts.

@@ -3,10 +3,10 @@
 The minutes include set-up and saving the last step. The learning rate depends on the completed
 share of the run (`model/training/optim/schedule.py`). If the clock ends a run, the share is planned
 anew before each step: with time for n more steps, the next one completes 1/n of the rest. So the
-share never falls. Even if the machine becomes slower, the learning rate decays in time, and the
-last step has the final learning rate. The plan is part of the counters, so a resumed run continues
-with it: seed, step and the recorded shares determine every bit. Only a run with a set number of
-steps can be repeated exactly from its settings alone.
+share never falls. Even if the machine becomes slower, the learning rate decays early enough that
+the last step has the final learning rate. The plan is part of the counters, so a resumed run
+continues with it: seed, step and the recorded shares determine every bit. Only a run with a set
+number of steps can be repeated exactly from its settings alone.
 """
 
 import math
@@ -139,7 +139,7 @@ class Length:
         return self.minutes is not None and counters.step > 0 and over
 
     def setup_notice(self, counters: Counters) -> str | None:
-        """A notice before the first step if set-up took most of the minutes."""
+        """A notice before the first step if set-up leaves at most half of `minutes`."""
         minutes, left = self.minutes, self.clock_left(counters)
         if minutes is None or left > 60 * minutes / 2:
             return None
@@ -152,15 +152,15 @@ class Length:
         )
 
     def shortening_notice(self, steps: int, expected: int) -> str:
-        """A notice that the minutes suffice for fewer steps than expected."""
+        """A notice that fewer steps fit into `minutes` than expected."""
         return (
             f"--minutes {self.minutes:g} suffice for about {pluralize(steps, 'step', ',')} instead "
             f"of {expected:,}: the learning rate falls sooner, to reach its final value in time"
         )
 
     def _share(self, counters: Counters) -> float:
-        """The completed share of the minutes: the planned share, or the used share of the time if
-        no share was planned for these minutes."""
+        """The completed share of `minutes`: the planned share or, if no share was planned for this
+        value of `minutes`, the share of the training time that has passed."""
         if self.minutes is None:
             return 0.0
         if counters.minutes == self.minutes:
@@ -169,7 +169,8 @@ class Length:
         return trained and trained / max(trained, trained + self.clock_left(counters))
 
     def _clock_steps(self, counters: Counters, pace: float, tasks: float) -> float:
-        """Number of steps for which the minutes suffice, at least 1; infinite if unknown."""
+        """Number of further steps that fit into `minutes`, at least 1. Infinite if `minutes` is
+        None or the pace is unknown."""
         if self.minutes is None or not pace:
             return math.inf
         return max(1, round(self.clock_left(counters) / (pace + tasks)))
