@@ -12,8 +12,9 @@ A replica counts as started once its weights are loaded. Ray replaces it if its 
 stalls. HAProxy, which Ray starts, passes connections straight to the replicas. Requests with the
 same header `X-Session-Id` go to the same replica, which has their prefix in its cache. Requests
 without this header go to the replicas in turn. HAProxy does not read bodies, so it cannot route by
-prefix. Ray is an optional dependency (the extra `ray`). This module does not handle rollouts. In a
-cluster of several machines, logitd and the checkpoint must be at the same path on every machine.
+prefix. Ray is an optional dependency (the extra `ray`). This module does not roll out new versions
+of logitd. In a cluster of several machines, logitd and the checkpoint must be at the same path on
+every machine.
 """
 
 import logging
@@ -59,8 +60,9 @@ HAPROXY = {
         ]
     },
 }
-"""Environment variables for Ray's processes. An existing cluster must have been started with the
-first four. Variables that are already set in the environment keep their values."""
+"""Environment variables that make Ray serve through HAProxy. An existing cluster must have been
+started with the first five, because its own processes read them. Variables that are already set in
+the environment keep their values."""
 os.environ |= {**HAPROXY, **os.environ}  # Ray reads them when it is imported
 
 try:
@@ -154,9 +156,9 @@ class Replica:
 
 
 class _StartedWhenLoaded:
-    """Delays the end of the application's startup until loading has succeeded or failed. If it
-    failed, Ray's next health check reports that. (Without Ray, the server listens while it
-    loads.)"""
+    """Delays the end of the application's startup until loading has succeeded or failed. Ray's next
+    health check reports a failure. (Without Ray, the server listens while it loads the
+    weights.)"""
 
     def __init__(self, app: ASGIApp, state: ServiceState) -> None:
         self._app = app

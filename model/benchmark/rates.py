@@ -65,9 +65,9 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Tokens per second of a batch (median of the rounds), and the share of the machine's limit
-    that this rate reaches. The share is None if the model runs its owner's code, because the work
-    of that code is unknown."""
+    """Tokens per second of a batch (median of the rounds), and that rate as a fraction of the
+    machine's limit. The fraction is None if the model runs its owner's code, because the work of
+    that code is unknown."""
 
     batch: int
     tokens_per_second: float

@@ -4,7 +4,7 @@
                         rank, alpha, targets, training record, optional chat template, sha256 of the
                         weights
   adapter.safetensors   blocks.{i}.{target}.lora_a (maps, rank, inputs) and lora_b (rows, rank), in
-                        float32
+                        float32; `maps` is the number of linear maps in the target's matrix
   README.md             the card
 
 An adapter cannot be served by itself: `merge` combines it with its base into a checkpoint. The

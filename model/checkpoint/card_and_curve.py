@@ -60,7 +60,7 @@ class Progress:
     """The newest report of a run, and the run's newest samples with their prompts. Times are in
     seconds.
 
-    done          completed share of the run
+    done          fraction of the run that is complete
     seconds_left  expected time from the report until the last step is saved
     idle_seconds  time since the log was last written to
     sampled_at    step of the samples; None if there are none

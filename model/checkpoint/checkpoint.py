@@ -1,4 +1,4 @@
-"""Checkpoint: the one directory that passes from the trainer to the service.
+"""Checkpoint: the directory in which the trainer saves a model and from which the service loads it.
 
   config.json         format_version, model, tokenizer (with a chat template, if there is one),
                       training record, sha256 of the other files
@@ -124,9 +124,9 @@ class CheckpointInfo:
 
     @property
     def special_ids(self) -> bool:
-        """True if names of special tokens in a text are encoded as the tokens' ids, because
-        training encoded them so. If the training record does not say how it encoded them, the
-        result is True for a checkpoint with a chat template."""
+        """True if the names of special tokens in a text must be encoded as the tokens' ids, as in
+        training. If the training record does not say how they were encoded, the result is True
+        for a checkpoint with a chat template."""
         default = "text" if self.chat_template is None else "ids"
         return bool(self.training.data.get("special_tokens", default) == "ids")
 

@@ -32,7 +32,7 @@ def checkpoint_of(path: Path, link: str | None = None) -> Path:
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
-    """The checkpoints of a run, or of its history, by step in ascending order."""
+    """The checkpoints of a run, or of its history, keyed by step in ascending order."""
     by_step = {
         int(match[1]): child
         for child in (folder.iterdir() if folder.is_dir() else ())

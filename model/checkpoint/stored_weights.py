@@ -55,7 +55,8 @@ class Weight:
 
 class StoredWeights:
     """The weights of one checkpoint; use it in a `with` block. Raises CheckpointError if the file
-    cannot be read, or if the folder no longer has the weights named in `info`."""
+    cannot be read, or if the folder no longer has the weights that `info` describes (judged by the
+    sha256 in config.json)."""
 
     def __init__(self, info: CheckpointInfo) -> None:
         self._config = info.shape

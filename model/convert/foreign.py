@@ -46,7 +46,8 @@ class ForeignTokenizer:
     order          the source's id for each id of `tokenizer`; None if they are the same
     notes          sentences for the user
     chat_template  text of the chat template, if the template has the same meaning here
-    end_known      True if the source names the token that ends a document; otherwise it is a guess
+    end_known      True if the source names the token that ends a document; False if the token is a
+                   guess
     """
 
     tokenizer: Tokenizer

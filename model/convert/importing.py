@@ -108,7 +108,7 @@ def import_model(
     skip_normalizer   import a tokenizer.json without its normalizer
     unused_rows       allow a vocabulary with fewer ids than the model has rows
     roles             answers to open questions; if there are any, the tensors are recognized by
-                      role, also in a known format
+                      role, even if the format is known
     check             path of a text that the model should predict well
     ignored_settings  settings that logitd does not understand, but that change no logits according
                       to the user

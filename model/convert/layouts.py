@@ -25,7 +25,8 @@ LAYER = ("attention_norm", "qkv", "attention_out", "mlp_norm", "mlp_up", "mlp_do
 
 Rows = Mapping[str, Tensor]
 """Orders of rows, by the names of the modules whose rows are ordered differently in the other
-program. A tensor has, for each row here, the index of that row in the other program."""
+program. Element i of a tensor is the index, in the other program, of the row that has index i in
+this project."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,4 +2,4 @@
 
 
 class DataError(RuntimeError):
-    """Raised for unusable data. The message names the file or the numbers, and the fix."""
+    """Raised for unusable data. The message names the file or the numbers at fault, and the fix."""

@@ -58,8 +58,8 @@ LENS_TOP_K = 5
 
 
 class Predictions:
-    """A quantity with a row for each token, which is predicted from the tokens before it. The first
-    token has no prediction."""
+    """A quantity with one row per counted token, for the prediction of this token from the tokens
+    before it. The first token of a document has no prediction, so its values are null."""
 
     __slots__ = ()
     suffix = ".parquet"

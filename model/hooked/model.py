@@ -288,8 +288,9 @@ class HookedGPT:
         disable_warnings: bool = True,
     ) -> None:
         """Process the weights as TransformerLens' HookedTransformer does when it loads a model.
-        Probabilities stay the same, up to rounding; direct logit attribution needs this. No
-        warnings are issued. Raises InvalidRequest for shapes whose probabilities would change."""
+        Probabilities stay the same, up to rounding. Direct logit attribution needs the processed
+        weights. No warnings are issued. Raises InvalidRequest for shapes whose probabilities would
+        change."""
         if no_processing:
             return
         config = self._config

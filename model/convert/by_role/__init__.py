@@ -1,1 +1,1 @@
-"""Imports models of other programs by finding the role of each tensor (see `README.md`)."""
+"""Imports models from other programs by finding the role of each tensor (see `README.md`)."""

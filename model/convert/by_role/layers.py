@@ -1,10 +1,10 @@
 """Layers: finds the modules and the layers in a state dict by its tensor names.
 
 A module is a weight and its bias. Their names follow one of several conventions
-(`attn.proj.weight`, `W_q`, `b_q`). Layers may be one list of blocks, one list per part, separately
-numbered attributes (`block_0`, `block_1`), or a single block without a number. Each attention head
-may have its own tensors. In names, `{N}` is the number of the layer and `{M}` the number of the
-head. `recognize.py` finds the tensors' roles.
+(`attn.proj.weight`, `W_q`, `b_q`). Layers may be stored as one list of blocks, as one list per
+sublayer (all attentions, all MLPs), as separately numbered attributes (`block_0`, `block_1`), or as
+a single block without a number. Each attention head may have its own tensors. In names, `{N}` is
+the number of the layer and `{M}` the number of the head. `recognize.py` finds the tensors' roles.
 """
 
 import re

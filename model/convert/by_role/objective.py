@@ -42,7 +42,7 @@ _UNCOUNTED = -1
 class CheckText:
     """A text that the model should predict well, encoded with the source's token ids.
 
-    token_ids  the whole text; empty if a line break has no id
+    token_ids  the whole text; empty if it cannot be encoded because a line break has no id
     lines      its lines, if each may be a training sample, as in a list of names; otherwise empty
     starts     ids that may come before and after each line
     """

@@ -1,8 +1,8 @@
 """Owner's code: computes logits for random ids with the code that trained the model.
 
-It runs `model/owner_code/process` with the owner's file and the checkpoint's weights, and reads
-back only numbers. It passes the sizes of the model under all usual names. `resolve.py` compares the
-logits with the logits of this project's forward pass.
+The owner's code runs with the checkpoint's weights in another process (`model/owner_code/process`),
+and only numbers are read back. The request to that process has the model's sizes under all their
+usual names. `resolve.py` compares the logits with the logits of this project's forward pass.
 """
 
 import ast
@@ -137,10 +137,10 @@ def request_of(
 def said_in(
     settings: Mapping[str, Any], known: Mapping[str, Any], *, leave_out: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The settings under keys in lower case. A setting also appears under all other usual names of
-    its field, unless the field is in `leave_out`, because the tensors' shapes determine those
-    fields. The values in `known` take precedence over these additional names, but not over the
-    source's own keys. Dropout is 0, and the device is the CPU."""
+    """The source's settings, with their keys in lower case. Each setting is added under all other
+    usual names of its field, unless the field is in `leave_out`: the tensors' shapes determine
+    those fields. Values in `known` override the added values, but not the source's own values.
+    Dropout is 0, and the device is the CPU."""
     said = dict(known)
     for field, keys in SETTINGS.items():
         if field not in leave_out and (value := setting(settings, field)[0]) is not None:

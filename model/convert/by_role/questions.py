@@ -50,8 +50,8 @@ UNUSED = "not used"
 class Finding:
     """The possible values of one field, the most likely first, and the reason for them.
 
-    ambiguous   True if no value may be assumed. Even if `values` has only one value, because this
-                project can compute no other, the user or the owner's code must confirm it
+    ambiguous   True if no value may be assumed. The user or the owner's code must confirm the value
+                even if `values` has only one (the only one that this project can compute)
     """
 
     values: tuple[Any, ...]

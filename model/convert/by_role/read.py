@@ -1,4 +1,4 @@
-"""Read: reads a model of any code by finding the roles of its tensors.
+"""Read: reads a model saved by any program, by finding the roles of its tensors.
 
 The steps are: recognize the tensors' roles, or take them from a map file; find evidence in the
 file; resolve what is open; build a `ForeignModel`; report. The report lists the tensor name and

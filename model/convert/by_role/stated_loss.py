@@ -18,7 +18,7 @@ MOST_NATS = 20.0
 evaluation."""
 ALLOWED_NATS, ALLOWED_SHARE = 0.1, 0.1
 """The loss on a text may exceed the largest stated loss by the first number (in nats per token) or
-by the second (a share of the stated loss), whichever allows more. The losses differ because the
+by the second (a fraction of the stated loss), whichever allows more. The losses differ because the
 text is a different part of the data, and because its windows of 128 tokens may be shorter than in
 training."""
 DEPTH = 3

@@ -1,4 +1,4 @@
-"""TensorMap: the role in a GPT of each tensor in a file.
+"""TensorMap: the names of a file's tensors, by their roles in a GPT.
 
 A name may contain `{N}`, the number of the layer, and `{M}`, the number of the head. `recognize.py`
 derives a map from names and shapes; users can write a map in TOML (`map_file.py`). `computation.py`

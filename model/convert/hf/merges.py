@@ -59,8 +59,8 @@ def merges_of(ranks: Mapping[bytes, int]) -> tuple[list[Pair], list[bytes]]:
 
 
 def merge_piece(piece: Iterable[str], merges: Mapping[tuple[str, str], int]) -> list[str]:
-    """Encode a piece of text by following the definition of BPE. This is slow. `merges` has the
-    place of each pair in the list of merges; earlier pairs are merged first."""
+    """Encode a piece of text by following the definition of BPE. This is slow. `merges` maps each
+    pair to its index in the list of merges; pairs with lower indices are merged first."""
     parts = list(piece)
     while len(parts) > 1:
         pairs = list(pairwise(parts))

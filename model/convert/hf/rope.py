@@ -39,8 +39,8 @@ def read_rope(
     default_share: float = 1.0,
 ) -> dict[str, Any]:
     """Read rotary positions as fields of `GPTConfig`. In the old form of configurations, `theta` is
-    the key of the base, and `share` is the key of the rotated share of a head. Raises ConvertError
-    and ConfigError."""
+    the key of the base, and `share` is the key of the fraction of a head's channels that is
+    rotated. Raises ConvertError and ConfigError."""
     name = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
     part = settings.part(name)
     kind = part.get("rope_type", part.get("type", "default"))
@@ -131,7 +131,7 @@ def rope_parameters(config: GPTConfig) -> dict[str, Any]:
 
 
 def _share(config: GPTConfig) -> float:
-    """The share of a head's channels that is rotated. If necessary, it is rounded up, so that
+    """The fraction of a head's channels that is rotated. If necessary, it is rounded up, so that
     int(head_dim * share) equals rotary_dim."""
     share = config.rotary_dim / config.head_dim
     if int(config.head_dim * share) < config.rotary_dim:  # rounded down

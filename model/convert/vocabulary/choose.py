@@ -35,7 +35,7 @@ PADDED_TO = (8, 16, 32, 64, 128)
 WIDELY_PADDED_TO = (*PADDED_TO, 256, 512)
 """If the settings state the number of ids, the rows may be padded to a multiple of one of these."""
 SLACK = 0.02
-"""Rows without an id always count as padding if they are at most this share of all rows."""
+"""Rows without an id always count as padding if they are at most this fraction of all rows."""
 
 
 @dataclass(frozen=True)

@@ -100,8 +100,8 @@ def table_of_lines(raw: bytes, path: Path) -> Table:
 def vocabularies_beside(
     folder: Path, dataset: str | None, *, skip_normalizer: bool
 ) -> tuple[list[Candidate], list[str]]:
-    """Find the vocabularies in the nearest place that has any. Also returns a sentence about each
-    file that was read but is no vocabulary.
+    """Find the vocabularies in the nearest folders that have any. Also returns a sentence about
+    each file that was read but is not a usable vocabulary.
 
     `dataset` is the name of nanoGPT's data folder, if it is known. Raises ConvertError if a
     `tokenizer.json`, or a vocabulary with merges, is damaged or not supported. Any other file might

@@ -205,9 +205,9 @@ def _torn(cut: str, words: Iterable[str]) -> list[str]:
 
 
 def _refuse_ambiguous(words: Collection[str], where: str) -> None:
-    """Raise ConvertError if some text could be encoded in two ways. This happens if a token of
-    several words starts with another token, and the next word is also the first word of a third
-    token."""
+    """Raise ConvertError if some text could be encoded in two ways. This can happen if a token of
+    several words begins with another token, and the word that follows it there is the first word
+    of any token."""
     split = sorted(tuple(word.split(" ")) for word in words)
     known, firsts = set(split), {parts[0] for parts in split}
     for parts in split:
