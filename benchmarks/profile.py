@@ -44,7 +44,8 @@ STAGES = (
     "scheduling", "tensors", "embedding", "norms", "qkv", "attention", "attention_out", "mlp_up",
     "activation", "mlp_down", "head", "processing", "sampling", "events",
 )  # fmt: skip
-"""Stages in the order of a step. The residual addition counts as part of the product before it.
+"""Stages in the order in which a step runs them. A residual addition counts as part of the matrix
+product before it.
 
 scheduling  checks deadlines and plans the step
 tensors     converts lists to the decoder's arrays
@@ -76,9 +77,8 @@ class Timeline:
         return seconds
 
     def mark(self, stage: str, timed: Callable[[], Mapping[str, float]] | None = None) -> None:
-        """Attribute the time since the last mark to `stage`, except the times that `timed` returns,
-        which are attributed to the stages that it names. The time of calling `timed` belongs to no
-        stage."""
+        """Attribute the time since the last mark to `stage`. `timed` returns the parts of that time
+        that belong to other stages, by name. The call to `timed` itself counts for no stage."""
         if self.seconds is None:
             return
         now = time.perf_counter()
@@ -97,7 +97,8 @@ class Timeline:
 
 
 class WatchedDecoder:
-    """A native decoder that records its calls on a timeline, one after another, without overlap."""
+    """A native decoder that records its calls on a timeline. Its calls run one after another: steps
+    do not overlap, and no pass computes prompts together with a decode step."""
 
     launcher = None
     mixed_pass = None
@@ -274,7 +275,7 @@ def middle_half(steps: Sequence[WatchedStep]) -> list[WatchedStep]:
 
 
 def summarize(steps: Sequence[WatchedStep], case: str, batch: int) -> Profile:
-    """The profile of steps of one kind."""
+    """Summarize watched and unwatched steps: prompts, or decode steps of one batch size."""
     watched = [step for step in steps if step.stages is not None]
     counted = middle_half(watched)
     whole = statistics.mean(step.seconds for step in counted)

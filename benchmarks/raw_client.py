@@ -269,8 +269,8 @@ class _Connection(asyncio.Protocol):
             self._reply.lost(str(error or "the connection was closed"))
 
     def _watch_silence(self) -> None:
-        """Check at intervals whether anything has arrived. This is cheaper than a timeout for each
-        piece."""
+        """Check at intervals whether anything has arrived. This is cheaper than a new timeout each
+        time data arrives."""
         if self._watch is not None:
             self._watch.cancel()
         if self._reply is not None:

@@ -41,7 +41,8 @@ PROMPTS = 32
 
 @dataclass(frozen=True)
 class Row:
-    """Positions per second of processor time, prompts together and one by one, and the ratio."""
+    """Positions per second of processor time: prompts computed together, prompts computed one by
+    one, and the ratio of the two."""
 
     length: int
     together: float

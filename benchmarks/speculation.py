@@ -64,8 +64,8 @@ class Result:
 
 
 def load(shape: str, dtype: torch.dtype) -> tuple[GPT, Tokenizer | None]:
-    """A model and its vocabulary. The vocabulary of a synthetic model has no meaning, so None takes
-    its place."""
+    """A model and its tokenizer, which is None for a synthetic model because its vocabulary is
+    meaningless."""
     tokenizer = None if shape in SHAPES else read_checkpoint(Path(shape)).tokenizer
     return load_gpt(shape, dtype), tokenizer
 

@@ -44,7 +44,7 @@ class StreamFailed(Exception):
 
 
 Arrived = Callable[[int], None]
-"""Called for each piece of a stream, with its number of tokens."""
+"""Called for each chunk of a stream, with the number of tokens in the chunk."""
 
 
 class Ask(Protocol):

@@ -129,7 +129,7 @@ class Loop:
 
 
 def measure(gpt: GPT, make_decoder: DecoderMaker, question: Question, target: str) -> Figures:
-    """The figures of one target, on a new engine."""
+    """Measure one target on a new engine."""
     config = EngineConfig(slots=question.slots, target_gap=parse_target_gap(target))
     engine = Engine(gpt, config, make_decoder=make_decoder, clock=time.thread_time)
     try:

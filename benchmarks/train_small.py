@@ -71,8 +71,8 @@ def of_passes(side: str, asked: TrainingConfig, size: int, passes: float) -> Tra
 
 
 def fewer(outcomes: Mapping[str, Sequence[Outcome]], other: str) -> tuple[float, float]:
-    """By how many percent the adapted recipe's last weights reduce the bits per byte: compared with
-    the last weights of `other`, and compared with the best weights of `other`."""
+    """Percentages by which the adapted recipe's last weights have fewer bits per byte than the last
+    weights of `other`, and than the best weights of `other`."""
     ours = statistics.mean(each.last for each in outcomes["adapted"])
     last = statistics.mean(each.last for each in outcomes[other])
     best = statistics.mean(each.best for each in outcomes[other])

@@ -1,8 +1,8 @@
 """Tests of logitd.
 
-OpenMP reads its variables when torch is imported, so they are set here. With OpenMP's default, the
-second thread of torch spins on a core that another worker needs, and some tests take ten times as
-long.
+OpenMP reads its environment variables when torch is imported, so this module sets them. With
+OpenMP's default, the second thread of torch spins on a core that another worker needs, and some
+tests take ten times as long.
 """
 
 import os

@@ -1,7 +1,7 @@
 """The file map of `make map`: all source files with their opening sentences.
 
-Reads docstrings (Python) and opening comments (C++). It imports nothing of the project, so it needs
-no virtual environment. Tests mirror the sources and are not listed.
+Reads docstrings (Python) and opening comments (C++). It imports nothing from the project, so it
+needs no virtual environment. Tests mirror the sources and are not listed.
 """
 
 import ast

@@ -36,13 +36,13 @@ WEIGHTS = {
     "int8": ("int8",),
     "int4": ("int4", "--sym", "--group-size", "32", "--ratio", "1.0"),
 }
-"""Arguments of optimum-intel for the weights of a dtype."""
+"""By dtype, the value of optimum-intel's option `--weight-format`, and further options."""
 STEP_TOKENS = 2048
-"""Maximum number of prompt tokens in one step: as many as for llama.cpp."""
+"""Maximum number of prompt tokens in one step, the same as for llama.cpp."""
 PAGE = 32
 """Number of positions in a block of OpenVINO's cache on a CPU."""
 SAMPLES = 256
-"""Number of tokens drawn by the check."""
+"""Number of tokens that `logprobs` draws after the prompt."""
 
 
 def load(folder: Path, dtype: str, threads: int) -> "OpenVino":
@@ -183,7 +183,7 @@ def taken(handle: Any) -> int:
 
 
 def run_until_all_began(pipeline: Any, handles: list[Any]) -> None:
-    """Run steps until each request has a token."""
+    """Run steps until each request has its first token."""
     counts = [0] * len(handles)
     while not all(counts):
         assert pipeline.has_non_finished_requests(), f"requests ended after {counts} tokens"

@@ -112,7 +112,7 @@ def asking_transformers(http: httpx.AsyncClient, url: str) -> Ask:
 
 def tokens_in(line: str, usage: dict[str, int] | None) -> tuple[int, dict[str, int] | None]:
     """Number of tokens in a line of the stream, and the server's token counts. If the line has no
-    counts, `usage` is returned."""
+    counts, the second value is `usage`, the counts so far."""
     data = re.fullmatch(r"data: (\{.*\})", line)
     if data is None:
         return 0, usage

@@ -43,8 +43,8 @@ def small(family: str) -> GPT:
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_stages_add_up_to_the_step(decoder: DecoderMaker, family: str) -> None:
     """The stages may add up to more time than the step, because only the stages include the start
-    and the end of the measurement. A step takes microseconds, and a pause of the machine can take
-    longer, so there are five attempts. A stage that is missing or counted twice fails all five."""
+    and the end of the measurement. A step takes microseconds, and the machine may pause for longer
+    than that, so there are five attempts. If a stage is missing or counted twice, all five fail."""
     for _ in range(5):
         profiles = profile_engine(decoder, small(family), ASKED)
         if all(abs(profile.remainder_us) < 0.5 * profile.step_us for profile in profiles):

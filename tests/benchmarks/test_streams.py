@@ -57,8 +57,8 @@ def streams(
 
 @CLIENTS
 def test_every_token_is_counted_and_failures_are_seen(checkpoint_path: Path, client: Asked) -> None:
-    """The first two prompts are equal, but neither is taken from the cache. The last prompt has an
-    id outside the vocabulary."""
+    """The first two prompts are equal, but they are sent at the same time, so the prefix cache
+    serves neither. The last prompt has an id outside the vocabulary."""
     prompt = list(range(64))
     with serving(checkpoint_path, slots=4) as running:
         *good, bad = streams(running.url, [prompt, prompt, [9999]], 20, client)

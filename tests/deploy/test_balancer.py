@@ -142,7 +142,8 @@ def test_requests_go_to_the_replica_with_fewer(
 def test_killed_replica_fails_no_later_request(
     replicas: list[ServedProcess], tmp_path: Path, free_port: int
 ) -> None:
-    """Streams in progress break off. Every later request is answered."""
+    """Only requests that are in progress may fail, at most one per client. Every later request is
+    answered."""
     lost, _ = replicas
     begun, answers, broken = [], [], []
     stop, killed = threading.Event(), threading.Event()

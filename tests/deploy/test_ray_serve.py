@@ -1,6 +1,6 @@
 """Ray Serve on this machine with two replicas of a real checkpoint: streams are not buffered, a
-session stays on its replica, and after a replica is killed under load its streams break off and new
-requests are answered. Also: refused settings."""
+session stays on its replica, and invalid settings are refused. After a replica is killed under
+load, its streams are cut off and new requests are answered."""
 
 import json
 import os
@@ -172,11 +172,12 @@ def test_session_stays_on_its_replica(client: httpx.Client) -> None:
 
 
 def test_killed_replica_breaks_only_its_streams(on_ray: OnRay, client: httpx.Client) -> None:
-    """The killed replica's streams break off. Later requests are answered as soon as Ray has
+    """The killed replica's streams are cut off. Later requests are answered as soon as Ray has
     noticed the failure, and another replica replaces the killed one.
 
-    Each replica has four slots, so each serves at least two of the six streams. Ray may send all
-    six requests that do not stream to one replica; in one run, all six failed.
+    Each replica has four slots, so each serves at least two of the six streams. The six requests
+    that do not stream may succeed or fail: Ray may send all of them to one replica, and in one run
+    all six failed.
     """
     long = LONG | {"max_tokens": 2 * TOKENS}  # long enough to be running when it is killed
     ended: list[str] = []

@@ -36,7 +36,7 @@ INSTALLS = ("make setup ", ".venv/bin/pip install ")
 
 
 def blocks() -> list[tuple[str, str]]:
-    """The kind and the content of each block to run."""
+    """The language (python or sh) and the content of each block to run."""
     text = TUTORIAL.read_text(encoding="utf-8")
     return re.findall(r"^```(python|sh)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 

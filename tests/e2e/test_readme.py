@@ -116,7 +116,7 @@ def test_python_blocks_work(block: str, server: ServedProcess, here: Path) -> No
 
 @pytest.fixture(scope="module")
 def model(server: ServedProcess) -> Iterator[tuple[GPT, LLM]]:
-    """The served model as weights and as an LLM, with the server's dtype and threads."""
+    """The served model, loaded as a GPT in the server's dtype and as an LLM with its threads."""
     with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as http:
         info = http.get("/info").json()
     cpu, dtype = torch.device("cpu"), getattr(torch, info["dtype"])

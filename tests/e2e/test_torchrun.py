@@ -63,7 +63,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def configuration(text: Path, out: str, **given: Any) -> Any:
-    """A TrainingConfig that trains on `text` and writes its run to `out`, next to the text."""
+    """A TrainingConfig that trains on `text`. `out` names the folder of the run, next to `text`."""
     values = SHAPE | RECIPE | {"data": (str(text),), "out": text.parent / out} | given
     return TrainingConfig(**values)
 
@@ -278,8 +278,8 @@ def test_clock_of_the_main_process_stops_all_processes(text: Path) -> None:
 def test_killed_process_ends_the_others_with_a_sentence(
     text: Path, shard: str, start: Callable[[TrainingConfig], Group]
 ) -> None:
-    """Processes that share a model once ended with torch's traceback, because most of their
-    communication is in torch itself."""
+    """Processes that share a model once ended with torch's traceback. Torch itself starts most of
+    their communication, and its errors were not caught."""
     config = configuration(text, "run", steps=100_000, sample_every=100_000, shard=shard)
     started = start(config)
     wait_for_step(started, config.out / "metrics.jsonl", 4)

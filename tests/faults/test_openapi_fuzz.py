@@ -1,8 +1,8 @@
 """Valid and invalid requests, drawn from the OpenAPI document and sent to a real server.
 
-schemathesis draws the requests and checks each reply: its status is documented, its body fits the
-schema, it is no server error, and it does not accept a request that the schema forbids. The server
-has API keys, so schemathesis also sends requests without a key.
+schemathesis draws the requests and checks each reply: its status is documented and not a server
+error, and its body fits the schema. A request that the schema forbids must not be accepted. The
+server has API keys, so schemathesis also sends requests without a key.
 """
 
 import subprocess

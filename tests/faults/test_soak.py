@@ -122,7 +122,7 @@ class Tally:
 
 
 class Client(threading.Thread):
-    """Sends one request after the other for some seconds."""
+    """Sends requests one after another for `seconds` seconds."""
 
     def __init__(self, url: str, seed: int, seconds: float, tally: Tally) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class Client(threading.Thread):
 
 
 class Administrator(threading.Thread):
-    """Reloads one checkpoint after the other, and sometimes a missing one."""
+    """Reloads one checkpoint after another, and sometimes a missing one."""
 
     def __init__(self, url: str, tally: Tally, stop: threading.Event) -> None:
         super().__init__()

@@ -22,9 +22,9 @@ def combinations(*choices: Sequence[Any]) -> list[Any]:
 
 def values(*choices: Sequence[Any]) -> list[Any]:
     """All combinations of parameters, for `pytest.mark.parametrize`. The first parameter must have
-    the most values. The quick set has one combination for each of its values; from one to the next,
-    the other parameters count up like the digits of a number. All other combinations are marked as
-    slow."""
+    the most values. The quick set has one combination for each value of the first parameter. In
+    these combinations, the indices of the other parameters count up like the digits of a number.
+    All other combinations are marked as slow."""
     longest, *others = map(len, choices)
     assert longest >= max(others)
     quick = set()

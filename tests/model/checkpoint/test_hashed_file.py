@@ -12,7 +12,7 @@ from logitd.model.checkpoint.hashed_file import PIECE, HashedFile
 
 @pytest.fixture
 def raw() -> bytes:
-    """Random bytes, a little more than three pieces."""
+    """Random bytes, a few more than three reads of PIECE bytes take."""
     return os.urandom(3 * PIECE + 17)
 
 

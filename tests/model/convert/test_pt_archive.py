@@ -1,4 +1,5 @@
-"""torch.save archives with false metadata are read correctly or refused, never as other values."""
+"""torch.save archives with false metadata are read correctly or refused. They are never read as
+other values."""
 
 import zipfile
 from collections.abc import Callable

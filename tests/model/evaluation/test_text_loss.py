@@ -1,5 +1,5 @@
 """The loss of a checkpoint on a text, compared with the losses that the model's forward and the
-trainer give."""
+trainer compute."""
 
 from pathlib import Path
 from typing import Any

@@ -93,7 +93,8 @@ def test_lens_equals_the_llm_to_the_bit(
 
 
 def placings() -> list[Any]:
-    """The plain decoder, and the native one if it can be built."""
+    """Options for the plain decoder and for the native one, which is skipped if it cannot be
+    built."""
     try:
         load_library()
     except KernelsUnavailable as error:

@@ -1,7 +1,7 @@
 """Owners' files: classes, configurations and scripts that build a model, as people write them.
 
 Together they cover every way to give a model its sizes. All of them build the model of the scheme
-"book", whose parts are in `PARTS`. This module does not run them.
+"book" from the classes in `PARTS`. This module does not run them.
 """
 
 PARTS = """
@@ -79,7 +79,7 @@ class Base(nn.Module):
 
 CAUSAL = True
 """
-"""The model of the scheme "book" and its parts, which the files below use."""
+"""Source code of the model of the scheme "book" and of its layers. The files below use it."""
 
 BY_NAMES = """
 class GPT(Base):

@@ -1,6 +1,6 @@
 """A textbook model as a file: its computation, the roles of its tensors, and helpers for tests.
 
-The helpers give the tensor names by role, the logits of the textbook model, and the logits of the
+The helpers return the tensor names by role, the logits of the textbook model, and the logits of the
 GPT that is built from its tensors. The models are in `schemes.py`.
 """
 
@@ -119,7 +119,7 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def mapped(model: nn.Module, where: str = "model.pt") -> MappedTensors:
-    """The tensors of a model, mapped to the roles that their names show."""
+    """The tensors of a model, mapped to the roles that `recognize` finds."""
     tensors = state(model)
     roles = recognize(where, tensors)
     check(where, tensors, roles)

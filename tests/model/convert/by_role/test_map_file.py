@@ -103,7 +103,8 @@ transposed = ["mlp_up", "mlp_down"]
 
 
 def strange_tensors() -> dict[str, torch.Tensor]:
-    """Names without meaning: two layers counted from 1, with separate tensors per head."""
+    """Tensors with meaningless names, in two layers numbered from 1, with separate tensors for each
+    head."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -187,8 +188,8 @@ def test_incomplete_layers_are_refused(old: str, new: str, sentence: str, tmp_pa
 
 
 def test_map_without_tensors_answers_and_ignores(tmp_path: Path) -> None:
-    """The map file answers questions and lists tensors to ignore. It gives no roles: they are
-    recognized from the names."""
+    """The map file answers questions and lists tensors to ignore. It states no roles, so the roles
+    are recognized from the names."""
     path = tmp_path / "few.toml"
     path.write_text(
         '[computation]\nn_head = 4\nactivation = "gelu"\nscore_scale = "head_dim"\n'

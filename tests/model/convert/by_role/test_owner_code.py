@@ -56,7 +56,7 @@ def test_expression_may_hold_colons(tmp_path: Path) -> None:
 
 
 def test_settings_choose_neither_device_nor_dropout() -> None:
-    """The settings of a nanoGPT checkpoint once chose the GPU of the training."""
+    """The owner's code once ran on the GPU that the settings of a nanoGPT checkpoint name."""
     said = said_in({"device": "cuda", "dropout": 0.1, "n_layer": 2}, {})
     assert (said["device"], said["dropout"], said["n_layer"]) == ("cpu", 0.0, 2)
 

@@ -128,7 +128,7 @@ HEADS = (
 
 @dataclass(frozen=True)
 class Spelling:
-    """A state dict whose names use one choice of words in one order, and the roles of its
+    """A state dict with one choice of words for the names, in a random order, and the roles of its
     tensors."""
 
     tensors: dict[str, Tensor]

@@ -198,8 +198,8 @@ def test_parts_of_any_shape_carry_what_autograd_says(shape: dict[str, Any]) -> N
 
 
 def test_edges_of_some_parts_add_up(gpt: GPT) -> None:
-    """Edges to parts that are left out count neither in the sum nor in the amount that it must
-    equal."""
+    """Edges to parts that are left out are excluded from the sum of the edges, and from the amount
+    that the sum must equal."""
     carried = search(gpt, IDS, TOKEN, MINUS)[1].carried.abs()
     for share in (0.5, 0.05):
         _, kept, graph = search(gpt, IDS, TOKEN, MINUS, share * carried.max().item())
@@ -332,8 +332,8 @@ def induction_gpt() -> GPT:
 
 
 def test_circuit_of_an_induction_head_is_found() -> None:
-    """After "... 3 8 ... 3" it predicts 8: the last position attends to the position of 8, whose
-    previous token is 3."""
+    """After "... 3 8 ... 3" the model predicts 8: the last position attends to the position of 8,
+    whose previous token is 3."""
     gpt = induction_gpt()
     ids = [5, 3, 8, 1, 6, 9, 11, 13, 2, 3]
     circuit = find_circuit(gpt, ids, CircuitTask(position=9, minus_id=0))

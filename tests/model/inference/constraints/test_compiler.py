@@ -43,7 +43,7 @@ def compiled(kind: Kind, text: Any, compiler: Compiler = BYTES) -> Constraint:
 
 
 def after(constraint: Constraint, text: str | bytes) -> Matcher:
-    """The matcher of a constraint on byte tokens, after it has taken in a text."""
+    """The matcher of a constraint on byte tokens, advanced over a text."""
     matcher = constraint.matcher()
     for byte in text.encode() if isinstance(text, str) else text:
         assert not matcher.complete

@@ -1,4 +1,4 @@
-"""Memory of lexers returns to the system when their sequences have ended."""
+"""The memory of lexers is returned to the system after their sequences have ended."""
 
 import ctypes
 import subprocess

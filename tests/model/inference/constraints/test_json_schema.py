@@ -158,7 +158,8 @@ PATTERNS = (
     *("^.$", r"^\S$", r"^[^\s]$", r"^[^\n]$", r'^[\n"]$', r"^[a\\]$", "^[]a]$", "^[a^]$", "^[-a]$"),
     *("a--b", r"^\[\^a$", r'^(?:[^"]|b)$', r"^[\t-~]$", r"^\x41$", r"^[\u0041-\u0043]$"),
 )
-"""Patterns with a class that may hold a quote, a backslash or a control character."""
+"""Patterns, most of them with a character class that may match a quote, a backslash or a control
+character."""
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

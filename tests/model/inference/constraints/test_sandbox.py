@@ -1,5 +1,5 @@
-"""Trial compilations in separate processes: they give the same result as compiling in this process,
-and survive sources that would end a server."""
+"""Trial compilations in separate processes: their results are the same as in this process, and
+sources that would crash a server end only their trial."""
 
 import json
 import os

@@ -61,7 +61,8 @@ LOGITS = Logits()
 
 
 def small_gpt(**overrides: Any) -> GPT:
-    """A GPT for tests that run thousands of steps: less of everything, context 128."""
+    """A GPT for tests that run thousands of steps: `tiny_gpt` with fewer layers, heads, channels
+    and ids. The context is 128."""
     shape = {"n_layer": 2, "n_head": 2, "d_model": 16, "vocab_size": SMALL_VOCABULARY}
     return tiny_gpt(tiny_config(**(shape | overrides)))
 
@@ -482,7 +483,7 @@ def assert_is_reference(
 
 
 def advanced(constraint: TokenConstraint, token_ids: Iterable[int]) -> TokenMatcher:
-    """A new matcher that has taken in a completion."""
+    """A new matcher, advanced over a completion."""
     matcher = constraint.matcher()
     for token_id in token_ids:
         matcher.advance(token_id)

@@ -89,7 +89,7 @@ prompts = st.builds(
 
 @dataclass(frozen=True)
 class Ask:
-    """A description of a request, which gets its name when it is sent."""
+    """A description of a request. The request gets its name when it is sent."""
 
     kind: str
     prompt: tuple[int, ...]

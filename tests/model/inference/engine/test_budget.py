@@ -1,6 +1,6 @@
 """Budget: whatever steps cost, prompts get the part of the target gap that decoding leaves. The
-scheduler is driven on a simulated machine: each plan takes the time that the machine's costs give,
-and the clock advances by that time."""
+scheduler is driven on a simulated machine: the time of each plan is computed from the machine's
+costs, and the clock advances by that time."""
 
 import re
 from dataclasses import dataclass, field

@@ -64,7 +64,7 @@ def written_bytes(outcome: Outcome) -> bytes:
 
 
 def begins_a_match(source: Source, text: bytes) -> bool:
-    """True if a text can still become a match, taken byte by byte. Works for byte vocabularies
+    """True if a text, read byte by byte, can still become a match. Works for byte vocabularies
     only."""
     matcher = BYTES.compile(source).matcher()
     for byte in text:
@@ -329,8 +329,8 @@ def test_matcher_ends_its_own_sequence_alone(
     max_tokens: int,
     late: bool,
 ) -> None:
-    """The engine may learn of the end only when the next token is due, or when there is no room
-    left for a token."""
+    """The engine may learn of the end only when the next token is due, even if the maximum length
+    allows no further token."""
     gpt = small_gpt()
     free = [generation(f"free {i}", [1, 2, i], seed=i, temperature=1.0) for i in range(3)]
     expected = run(gpt, *free)

@@ -86,7 +86,7 @@ def shape(name: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> GP
 
 
 def pool_of_requests(rng: random.Random, gpt: GPT, count: int, max_tokens: int) -> list[Request]:
-    """Requests of every kind; most share a part of one text with others."""
+    """Requests of every kind. Most prompts begin with a part of the same text."""
     vocab_size, context = gpt.config.vocab_size, gpt.config.context_length
     shared = random_prompt(rng, context, vocab_size)
     pool: list[Request] = []

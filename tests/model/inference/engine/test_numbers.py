@@ -41,7 +41,7 @@ def gpt(request: pytest.FixtureRequest) -> GPT:
 
 
 def rows(gpt: GPT, wanted: Any, positions: TokenIds[int] = WANTED, **config: Any) -> Tensor:
-    """The wanted outputs at `positions` of PROMPT, from a new engine."""
+    """The requested outputs at `positions` of PROMPT, from a new engine."""
     request = outputs_request("a", PROMPT, positions, output=wanted)
     outcome = run(gpt, request, **config)["a", 0]
     assert tuple(outcome.positions) == tuple(positions)

@@ -141,7 +141,7 @@ def test_later_steps_are_launched_before_they_are_due() -> None:
 
 def test_launch_of_several_steps_yields_their_tokens_together() -> None:
     """A launch has no more steps than the longest sequence needs, and the extra tokens of the
-    shorter sequence are dropped. The sequence "end" ends at the end of its slot."""
+    shorter sequence are dropped. The sequence named "end" fills its slot to the last position."""
     length = OLD.config.context_length
     asked = {"end": (random_prompt(random.Random(3), length - 5), 5), "long": ([4, 5], 17)}
     driven = Played(most_steps=8, batch_invariant=False).driven

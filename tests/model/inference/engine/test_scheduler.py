@@ -385,8 +385,8 @@ def test_changed_rows_take_no_slots_to_wait_in(row: int, held: int) -> None:
 
 
 def test_caller_leaves_slots_while_another_caller_is_active() -> None:
-    """A caller that held all slots once made another caller's next request wait until the first of
-    its long texts ended."""
+    """One caller's long texts once held all slots, and another caller's next request waited until
+    the first of these texts ended."""
     scheduler = Scheduler(EngineConfig(slots=16, prefill_chunk=32))
 
     def running_after(now: float, caller: str, n: int = 1) -> int:
@@ -413,7 +413,8 @@ def test_caller_leaves_slots_while_another_caller_is_active() -> None:
 
 
 def test_attributions_get_half_of_the_time_next_to_heavy_prompts() -> None:
-    """A short attribution once got one piece for each heavy step, and waited half a minute."""
+    """One piece of an attribution was once computed after each heavy step of prompts, so a short
+    attribution waited half a minute."""
     scheduler = Scheduler(EngineConfig(slots=2, prefill_chunk=32))
     request = outputs_request("rows", [2] * 2000, range(2000))
     rows = Sequence(Group(request, cost=StepCost(output=LARGE)), 0, 0.0)
@@ -436,8 +437,8 @@ def test_attributions_get_half_of_the_time_next_to_heavy_prompts() -> None:
 
 
 def test_callers_of_attributions_get_equal_times() -> None:
-    """Strictly alternating pieces once made a short attribution wait for a long piece of another
-    caller before each of its own pieces."""
+    """Callers once took turns piece by piece, whatever the pieces cost. So a short attribution
+    waited for a long piece of another caller before each of its own pieces."""
     scheduler, task = Scheduler(EngineConfig(slots=2)), AttributionTask(position=0)
     for caller, count in (("slow", 2), ("fast", 1)):
         for index in range(count):
@@ -509,8 +510,8 @@ def test_waiting_request_takes_the_slot_of_the_slowest_reader() -> None:
 
 
 def test_no_more_are_paused_than_there_are_slots() -> None:
-    """Paused rows take memory. Beyond the limit, the request whose reader has been behind longest
-    is evicted."""
+    """The unread rows of paused sequences take memory. If more are paused than there are slots, the
+    sequence whose reader has been behind longest is ended."""
     simulation = Simulation(slots=2)
     requests = [outputs_request(str(i), [i] * 200, range(200)) for i in range(6)]
     sequences = [simulation.add(request)[0] for request in requests]

@@ -187,8 +187,8 @@ def test_stop_token_inside_a_draft_ends_the_text(counting: GPT, stop: int) -> No
 
 
 def test_drafted_row_that_is_not_finite_fails_only_if_reached(counting: GPT) -> None:
-    """A position with non-finite numbers ends the sequences that reach it, and keeps their earlier
-    tokens. It does not matter to sequences that had it only in a draft."""
+    """A sequence that reaches a position with non-finite numbers ends there and keeps its earlier
+    tokens. A sequence that computed the position only for a draft is not affected."""
     broken = counting_gpt()
     broken.position_embedding.weight[64] = torch.nan  # after the prompt's blocks, at token 24
     stopping = params(60, stop_token_ids=frozenset({23}), logprobs=1)

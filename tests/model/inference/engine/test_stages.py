@@ -425,7 +425,7 @@ def test_patching_a_prompt_with_itself_changes_no_bit(gpt: GPT, count: int | Non
 @cache
 def changed_and_plain() -> tuple[GPT, list[Any], dict[tuple[str, int], Outcome]]:
     """A model, requests for generations and for rows, with and without changes, and the outcomes of
-    each request when it runs alone in the largest possible pieces."""
+    each request when it runs alone and its prompt is computed in one chunk."""
     gpt = tiny_gpt(tiny_config())
     rng = random.Random(3)
     requests: list[Any] = []
@@ -471,8 +471,8 @@ def changed_and_plain() -> tuple[GPT, list[Any], dict[tuple[str, int], Outcome]]
 def test_changed_sequences_and_others_keep_their_bits_in_a_batch(
     elements: int, slots: int, blocks: int
 ) -> None:
-    """All requests run together, even if a step has room for few elements. Prefixes with a change
-    are not shared, although all prompts begin alike."""
+    """All requests run together. The limit on the elements of a step is sometimes so low that they
+    must take turns. Prefixes with a change are not shared, although all prompts begin alike."""
     gpt, requests, alone = changed_and_plain()
     driven = Driven(gpt, slots=slots, prefill_chunk=blocks * BLOCK)
     driven.engine._scheduler.step_elements = elements

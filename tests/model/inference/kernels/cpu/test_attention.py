@@ -54,8 +54,8 @@ def test_prompt_in_any_chunks_has_the_bits_of_its_steps(
     threads: int,
     seed: int,
 ) -> None:
-    """The queries of a prompt are computed together, but the query of a step is computed alone. A
-    step with one head uses different instructions."""
+    """The queries of a prompt are computed together, but a decode step computes its query alone. If
+    each key head has only one query head, a decode step uses other instructions."""
     gpt = gpt_of(width, group * key_heads, key_heads, d_model=32)
     rng, ids = random.Random(seed), random_ids(length).tolist()
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=threads)
@@ -119,9 +119,9 @@ def test_token_that_is_not_finite_spoils_no_earlier_one(
 def test_subnormal_and_huge_values_keep_the_bits(
     library: ctypes.CDLL, width: int, scale: float
 ) -> None:
-    """With the small scale, products are subnormal. AMX tiles flush these to zero; vector
-    instructions do so only if they are set to. The next matrix undoes the scale, so a difference
-    would show."""
+    """With the scale 1e-37, products are subnormal. AMX tiles flush subnormal numbers to zero;
+    vector instructions do so only in a mode that must be enabled. The output matrix is divided by
+    the scale, so a difference would show."""
     gpt, ids = gpt_of(width, 3, 3), random_ids(60).tolist()
     with torch.no_grad():
         for name, parameter in gpt.named_parameters():
