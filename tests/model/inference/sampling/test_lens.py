@@ -33,7 +33,7 @@ def divergence(own: npt.NDArray[Any], logits: npt.NDArray[Any]) -> float:
 
 
 def check(logits: Tensor, own: Tensor, top_k: int, token_ids: tuple[int, ...]) -> None:
-    """Check all of a lens, row by row, against the definitions."""
+    """Check every number of each row's lens against its definition."""
     for read, row, own_row in zip(
         lens_of(logits, own, top_k, token_ids), logits.numpy(), own.numpy(), strict=True
     ):

@@ -124,7 +124,7 @@ def _gpt(optimizer: str) -> GPT:
 
 
 def _placement(optimizer: str) -> Placement:
-    """bfloat16 for Muon, float32 for AdamW."""
+    """A placement on one CPU thread: bfloat16 for Muon, float32 for AdamW."""
     return Placement(CPU, torch.bfloat16 if optimizer == "muon" else torch.float32, 1)
 
 
@@ -252,7 +252,7 @@ def _goes_on_from_a_file(
 
 
 def _divide(rank: int, port: int, folder: Path) -> None:
-    """Run as one of three processes."""
+    """Train divided models as process `rank` of three, and save the results."""
     environment = _environment(rank, SIZE, port)
     torch.set_num_threads(1)
     with process_group(environment) as ranks:
