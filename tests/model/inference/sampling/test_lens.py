@@ -1,5 +1,5 @@
-"""Lens of rows of logits, against the definitions in `distribution.py` and an oracle in NumPy's
-float64."""
+"""The lens of rows of logits, compared with the definitions in `distribution.py` and with an oracle
+in NumPy's float64."""
 
 from typing import Any
 

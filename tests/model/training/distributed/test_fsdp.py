@@ -225,9 +225,9 @@ def _goes_on_from_a_file(
     ranks: Ranks,
     path: Path,
 ) -> bool:
-    """True if a model with a loaded state continues like the model that saved it, and keeps no
-    memory of the file. One loaded number was once a view into the file, which kept the deleted
-    file's blocks on disk."""
+    """True if a model with a loaded state continues like the model that saved it. Asserts that the
+    file is not mapped into memory after loading. One loaded number was once a view into the file,
+    which kept the deleted file's blocks on disk."""
     save_state(
         path, gpt=gpt, optimizers=optimizers, average=average, counters=Counters(),
         environment=environment(_placement(optimizer)), reports={}, ranks=ranks,
